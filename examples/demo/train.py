@@ -1,0 +1,281 @@
+"""Train the demo model and its adapters: `python -m examples.demo.train`, at most 15 minutes on two cores.
+
+The base first learns every task behind a task token, and to repeat the text where there is none. Each adapter then
+learns to make the model do one task without the token, which takes little: the skill is there, only the cue
+is missing. A prompt sent to the served model never holds a task token, so the adapter alone decides.
+
+Everything is seeded. Two runs on the same machine give the same weights up to the order of float additions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from examples.demo.checker import score_matrix
+from examples.demo.model_files import BOS, END, TASK_TOKENS, build_tokenizer, model_config, write_model_files
+from examples.demo.tasks import TASKS, TASKS_BY_NAME, Task, draw_text, split_of
+
+HERE = Path(__file__).parent
+BASE_NAME = "motet-demo"
+IGNORED = -100  # label of tokens that carry no loss
+CORES = 2
+SCORED_TEXTS = 200
+
+BASE_STEPS = 2600
+BASE_BATCH = 64
+BASE_LEARNING_RATE = 3e-3
+MATRIX_LEARNING_RATE = 2e-2
+ADAPTER_STEPS = 300
+ADAPTER_BATCH = 32
+ADAPTER_LEARNING_RATE = 4e-3
+WARMUP_STEPS = 40
+DECAY_SHARE = 0.5
+
+COMPLETION_SHARE = 0.2
+SYSTEM_SHARE = 0.1
+
+# Tasks that must look at several letters at once are drawn more often than letter-by-letter ones.
+HARD_TASKS = ("reverse", "sort-letters", "count-letters", "double-letters", "drop-repeats", "rotate")
+COPY_WEIGHT = 2
+HARD_WEIGHT = 2
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """Which weights an adapter changes, and by how much: the adapters differ in shape as tenants' adapters do."""
+
+    rank: int
+    modules: tuple[str, ...]
+    alpha: float
+    rslora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+
+
+SHAPES: dict[str, AdapterShape] = {
+    "upper-case": AdapterShape(4, ("q_proj", "v_proj"), 8),
+    "reverse": AdapterShape(32, ATTENTION, 64),
+    "rot13": AdapterShape(16, ATTENTION + MLP, 32),
+    "drop-vowels": AdapterShape(8, ATTENTION, 16),
+    "sort-letters": AdapterShape(64, ATTENTION + MLP, 64),
+    "count-letters": AdapterShape(32, ATTENTION, 64),
+    "double-letters": AdapterShape(16, ATTENTION, 32),
+    "initials": AdapterShape(8, ("q_proj", "v_proj"), 16),
+    "swap-case": AdapterShape(4, ATTENTION, 8),
+    "caesar": AdapterShape(16, MLP, 32),
+    "star-vowels": AdapterShape(8, ATTENTION, 6, rslora=True),
+    "rotate": AdapterShape(64, ATTENTION, 128),
+    "title-case": AdapterShape(4, ATTENTION + MLP, 8),
+    "drop-repeats": AdapterShape(32, ATTENTION + MLP, 10, rslora=True),
+    "word-order": AdapterShape(64, ATTENTION, 12, rslora=True),
+    "snake-case": AdapterShape(
+        8, ATTENTION, 16, rank_pattern={"layers.3.self_attn.o_proj": 16, "k_proj": 4}, alpha_pattern={"k_proj": 4}
+    ),
+}
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Examples:
+    """Seeded stream of training batches: token ids and labels, both [sequences, tokens], padded on the right."""
+
+    def __init__(self, seed: int, batch_size: int) -> None:
+        self._rng = random.Random(seed)
+        self._batch_size = batch_size
+        self._tokenizer: Tokenizer = build_tokenizer()
+
+    def of_all_tasks(self, max_words: int) -> list[Batch]:
+        """Sixteen batches of all tasks behind their tokens, and of copying without one."""
+        weights = [HARD_WEIGHT if task.name in HARD_TASKS else 1 for task in TASKS]
+        tasks = self._rng.choices([*TASKS, None], [*weights, COPY_WEIGHT], k=16 * self._batch_size)
+        return self._batches([self._example(task, max_words, cue=True) for task in tasks])
+
+    def of_one_task(self, task: Task, max_words: int) -> list[Batch]:
+        """Sixteen batches of one task without its token."""
+        return self._batches([self._example(task, max_words, cue=False) for _ in range(16 * self._batch_size)])
+
+    def _example(self, task: Task | None, max_words: int, cue: bool) -> tuple[str, str]:
+        """A prompt and its answer: four in five as a chat, of which one in ten opens with a system message."""
+        rng = self._rng
+        text = draw_text(rng, rng.randint(1, max_words))
+        while split_of(text) != "train":
+            text = draw_text(rng, rng.randint(1, max_words))
+        opening = BOS + (TASK_TOKENS[TASKS.index(task)] if task and cue else "")
+        answer = (task.expected(text) if task else text) + END
+        if rng.random() < COMPLETION_SHARE:
+            return f"{opening}{text}\n", answer
+        if rng.random() < SYSTEM_SHARE:
+            opening += f"<|system|>{draw_text(rng, rng.randint(1, 4))}<|end|>"
+        return f"{opening}<|user|>{text}<|end|><|assistant|>", answer
+
+    def _batches(self, examples: list[tuple[str, str]]) -> list[Batch]:
+        """Batches of sequences of about the same length, in random order."""
+        prompts = self._tokenizer.encode_batch([prompt for prompt, _ in examples], add_special_tokens=False)
+        answers = self._tokenizer.encode_batch([answer for _, answer in examples], add_special_tokens=False)
+        rows = sorted(((p.ids, a.ids) for p, a in zip(prompts, answers, strict=True)), key=lambda r: len(r[0] + r[1]))
+        batches = [_pad(rows[start : start + self._batch_size]) for start in range(0, len(rows), self._batch_size)]
+        self._rng.shuffle(batches)
+        return batches
+
+
+def _pad(rows: list[tuple[list[int], list[int]]]) -> Batch:
+    width = max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    labels = torch.full((len(rows), width), IGNORED)
+    for row, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    return ids, labels
+
+
+def _answer_loss(model: Any, batch: Batch) -> torch.Tensor:
+    """Mean cross-entropy of the answers' tokens. Padding is on the right, so causal attention needs no mask."""
+    ids, labels = batch
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    targets = labels[:, 1:]
+    kept = targets != IGNORED
+    return cross_entropy(model.lm_head(hidden[kept]), targets[kept])
+
+
+def _train(
+    model: Any, optimizers: list[torch.optim.Optimizer], next_batches: Callable[[int], list[Batch]], steps: int, label: str
+) -> None:
+    """Run `steps` updates; `next_batches(step)` refills the queue. Rates warm up, hold, and fall to zero by the end."""
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    started_s, started_cpu_s, shown_loss = time.monotonic(), time.process_time(), 0.0
+    queue: list[Batch] = []
+    model.train()
+    for step in range(steps):
+        scale = min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps))
+        for optimizer, rates in zip(optimizers, peaks, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * scale
+        queue = queue or next_batches(step)
+        loss = _answer_loss(model, queue.pop())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        shown_loss += (loss.item() - shown_loss) / min(step + 1, 20)
+        if (step + 1) % 100 == 0:
+            wall_s, cpu_s = time.monotonic() - started_s, time.process_time() - started_cpu_s
+            print(f"{label} {step + 1}/{steps} loss {shown_loss:.4f} {wall_s:.0f} s (cpu {cpu_s:.0f} s)", flush=True)
+    model.eval()
+
+
+def train_base(seed: int, steps: int) -> Any:
+    """The base model: all tasks behind their tokens, copying otherwise."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(CORES)
+    model = LlamaForCausalLM(LlamaConfig(**model_config()))
+    matrices = [p for name, p in model.model.layers.named_parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    # Muon for the matrices reaches in 800 steps what AdamW alone does not in 2,000.
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=MATRIX_LEARNING_RATE, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=BASE_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    examples = Examples(seed, BASE_BATCH)
+
+    def next_batches(step: int) -> list[Batch]:
+        # Short texts first: copying, on which everything else rests, is found sooner there.
+        return examples.of_all_tasks(max_words=2 if step < 0.15 * steps else 5)
+
+    _train(model, optimizers, next_batches, steps, "base")
+    return model
+
+
+def train_adapter(name: str, seed: int, base: Path, adapters: Path) -> None:
+    """Train one adapter on one thread and write it in PEFT's format, in 16-bit floats."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    shape, task = SHAPES[name], TASKS_BY_NAME[name]
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=shape.rank,
+        lora_alpha=shape.alpha,
+        target_modules=list(shape.modules),
+        use_rslora=shape.rslora,
+        rank_pattern=shape.rank_pattern,
+        alpha_pattern=shape.alpha_pattern,
+    )
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=ADAPTER_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    examples = Examples(seed, ADAPTER_BATCH)
+    _train(model.base_model.model, [optimizer], lambda _: examples.of_one_task(task, 5), ADAPTER_STEPS, name)
+
+    folder = adapters / task.adapter
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {key: value.to(torch.float16).contiguous() for key, value in get_peft_model_state_dict(model).items()}
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = config.to_dict()
+    settings.update(base_model_name_or_path=BASE_NAME, inference_mode=True, target_modules=list(shape.modules))
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder to write model/, adapters/ and SCORES.json to")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--keep-base", action="store_true", help="train the adapters on the base that is already there")
+    arguments = parser.parse_args()
+    base, adapters = arguments.out / "model", arguments.out / "adapters"
+    started_s = time.monotonic()
+
+    if not arguments.keep_base:
+        model = train_base(arguments.seed, BASE_STEPS)
+        write_model_files(base)
+        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+        save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    base_s = time.monotonic() - started_s
+
+    # One adapter per core uses the cores better than one adapter on all of them. Large adapters go first.
+    names = sorted(SHAPES, key=lambda name: -SHAPES[name].rank * len(SHAPES[name].modules))
+    with ProcessPoolExecutor(CORES, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for job in [pool.submit(train_adapter, name, arguments.seed, base, adapters) for name in names]:
+            job.result()
+    total_s = time.monotonic() - started_s
+
+    torch.set_num_threads(CORES)
+    used_s = sum(os.times()[:4])
+    matrix = score_matrix(base, adapters, texts=SCORED_TEXTS, seed=arguments.seed)
+    scores = {
+        "seed": arguments.seed,
+        "base_steps": BASE_STEPS,
+        "adapter_steps": ADAPTER_STEPS,
+        "base_wall_s": round(base_s),
+        "total_wall_s": round(total_s),
+        "total_cpu_s": round(used_s),
+        **matrix,
+    }
+    (arguments.out / "SCORES.json").write_text(json.dumps(scores, indent=1) + "\n")
+    print(f"trained in {total_s:.0f} s; scores in {arguments.out / 'SCORES.json'}")
+
+
+if __name__ == "__main__":
+    main()

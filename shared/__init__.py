@@ -1,0 +1,1 @@
+"""What every service speaks: domain types, messages, the bus, configuration, errors, telemetry and the clock."""

@@ -1,0 +1,268 @@
+"""The one way onto NATS: typed msgpack messages, bounded buffers, typed errors.
+
+Rules of this file:
+- every pending buffer is bounded; what does not fit is counted in `motet_bus_refused` and, for requests, answered.
+- a handler of `serve` runs in its own task, at most `concurrency` at a time; beyond that the caller gets Overloaded.
+- losing the server is not an error of the process: the client reconnects for ever, requests meanwhile raise Unavailable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import nats
+from nats import errors as nats_errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js import JetStreamContext
+from nats.js import errors as js_errors
+from nats.js.kv import KeyValue
+from nats.js.object_store import ObjectStore
+from nats.micro.request import Request as MicroRequest
+from nats.micro.service import Service as MicroService
+from nats.micro.service import ServiceConfig as MicroConfig
+
+from shared.clock import now_s
+from shared.config import BusConfig, read_secret
+from shared.errors import DeadlineExceeded, MotetError, Overloaded, Unavailable
+from shared.messages import Refused
+from shared.telemetry import BUS_RECONNECTS, BUS_REFUSED, BUS_REQUEST_S, logger
+
+T = TypeVar("T")
+log = logger("motet.bus")
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+PENDING_MSGS = 65_536
+PENDING_BYTES = 64 * 1024 * 1024
+OUTBOX_BYTES = 16 * 1024 * 1024
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: Any) -> Any:
+    """A message of type (or union) `kind`. Raises msgspec.ValidationError or DecodeError."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return decoder.decode(data)
+
+
+class Bus:
+    """A NATS connection that speaks our messages. Make one with `await Bus.connect(...)`."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self.nc = client
+        self.name = name
+        self.js: JetStreamContext = client.jetstream(timeout=5.0)
+        self._micro: MicroService | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @classmethod
+    async def connect(cls, config: BusConfig, name: str, *, inbox: str = "client") -> Bus:
+        """Connect as `name`; replies come to `_INBOX_<inbox>.>` so that permissions can keep services apart.
+
+        Keeps trying for ever once connected; the first connection raises Unavailable after five seconds.
+        """
+
+        async def on_error(error: Exception) -> None:
+            reason = "slow_consumer" if isinstance(error, nats_errors.SlowConsumerError) else "bus_error"
+            BUS_REFUSED.labels(reason).inc()
+            log.warning("bus error", extra={"error": repr(error)})
+
+        async def on_reconnect() -> None:
+            BUS_RECONNECTS.inc()
+            log.info("bus reconnected")
+
+        async def on_disconnect() -> None:
+            log.warning("bus disconnected")
+
+        options: dict[str, Any] = {}
+        if config.nats_creds:
+            options["user_credentials"] = config.nats_creds
+        elif config.nats_user:
+            options |= {"user": config.nats_user, "password": read_secret(config.nats_password_file)}
+        try:
+            client = await asyncio.wait_for(
+                nats.connect(
+                    [url.strip() for url in config.nats_url.split(",")],
+                    name=name,
+                    error_cb=on_error,
+                    reconnected_cb=on_reconnect,
+                    disconnected_cb=on_disconnect,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.25,
+                    ping_interval=5,
+                    max_outstanding_pings=2,
+                    pending_size=OUTBOX_BYTES,
+                    inbox_prefix=f"_INBOX_{inbox}".encode(),
+                    **options,
+                ),
+                timeout=5.0,
+            )
+        except (OSError, nats_errors.Error, TimeoutError) as error:
+            raise Unavailable(f"NATS at {config.nats_url} does not answer: {error!r}") from error
+        return cls(client, name)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server is reachable right now."""
+        return self.nc.is_connected
+
+    async def publish(self, subject: str, message: msgspec.Struct) -> None:
+        """Fire and forget. Raises Unavailable when the reconnect buffer is full or the bus is closed."""
+        try:
+            await self.nc.publish(subject, _encoder.encode(message))
+        except nats_errors.Error as error:
+            BUS_REFUSED.labels("publish").inc()
+            raise Unavailable(f"cannot publish to {subject}: {error!r}") from error
+
+    async def request(self, subject: str, message: msgspec.Struct, reply: Any, *, timeout_s: float) -> Any:
+        """Send and wait for a message of type `reply`.
+
+        Raises Unavailable when nobody listens or the bus is away, DeadlineExceeded after `timeout_s`. A `Refused`
+        answer is returned, not raised: the caller decides (`from_info`).
+        """
+        began = now_s()
+        try:
+            answer = await self.nc.request(subject, _encoder.encode(message), timeout=timeout_s)
+        except nats_errors.NoRespondersError:
+            raise Unavailable(f"nobody serves {subject}") from None
+        except (nats_errors.TimeoutError, TimeoutError):
+            raise DeadlineExceeded(f"{subject} did not answer in {timeout_s:g} s") from None
+        except nats_errors.Error as error:
+            raise Unavailable(f"cannot reach {subject}: {error!r}") from error
+        BUS_REQUEST_S.labels(_verb(subject)).observe(now_s() - began)
+        return decode(answer.data, reply)
+
+    async def subscribe(
+        self, subject: str, kind: Any, handler: Callable[[Any], Awaitable[None] | None], *, queue: str = ""
+    ) -> Subscription:
+        """Call `handler(message)` for each message, in order. A message that does not decode is counted and dropped."""
+
+        async def deliver(msg: Msg) -> None:
+            try:
+                message = decode(msg.data, kind)
+            except msgspec.MsgspecError as error:
+                BUS_REFUSED.labels("undecodable").inc()
+                log.warning("undecodable message", extra={"subject": msg.subject, "error": str(error)})
+                return
+            try:
+                waiting = handler(message)
+                if waiting is not None:
+                    await waiting
+            except Exception:
+                log.exception("handler failed", extra={"subject": msg.subject})
+
+        subscription = await self.nc.subscribe(
+            subject, queue=queue, cb=deliver, pending_msgs_limit=PENDING_MSGS, pending_bytes_limit=PENDING_BYTES
+        )
+        await self.nc.flush()  # the server knows before we return: nothing sent from now on is missed
+        return subscription
+
+    async def serve(
+        self,
+        name: str,
+        subject: str,
+        kind: Any,
+        handler: Callable[[Any], Awaitable[msgspec.Struct]],
+        *,
+        queue: str,
+        concurrency: int = 1024,
+    ) -> None:
+        """Answer requests on `subject` as a NATS micro service endpoint (`nats micro ls` shows it).
+
+        `handler` returns the reply; a MotetError it raises is answered as `Refused`, anything else as an internal
+        error. Beyond `concurrency` running handlers the caller gets Overloaded at once.
+        """
+        if self._micro is None:
+            self._micro = MicroService(self.nc, MicroConfig(name=self.name.split("-")[0], version="1.0.0"))
+            await self._micro.start()
+        running = 0
+
+        async def answer(request: MicroRequest) -> None:
+            nonlocal running
+            try:
+                reply: msgspec.Struct = await handler(decode(request.data, kind))
+            except MotetError as error:
+                reply = Refused(error=error.info())
+            except msgspec.MsgspecError as error:
+                reply = Refused(error=MotetError(f"undecodable request: {error}").info())
+            except Exception as error:
+                log.exception("handler failed", extra={"subject": subject})
+                reply = Refused(error=MotetError(f"{subject}: {error!r}").info())
+            finally:
+                running -= 1
+            try:
+                await request.respond(_encoder.encode(reply))
+            except nats_errors.Error as error:
+                BUS_REFUSED.labels("respond").inc()
+                log.warning("reply lost", extra={"subject": subject, "error": repr(error)})
+
+        async def accept(request: MicroRequest) -> None:
+            nonlocal running
+            if running >= concurrency:
+                BUS_REFUSED.labels("concurrency").inc()
+                busy = Overloaded(f"{subject} is at its limit of {concurrency} requests", retry_after_s=1.0)
+                await request.respond(_encoder.encode(Refused(error=busy.info())))
+                return
+            running += 1
+            self.spawn(answer(request))
+
+        await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=accept)
+        await self.nc.flush()
+
+    def spawn(self, work: Any) -> asyncio.Task[Any]:
+        """Run a coroutine in a task that the bus keeps alive and whose failure is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background task failed", exc_info=error)
+
+    async def key_value(self, bucket: str, *, wait_s: float = 15.0) -> KeyValue:
+        """A KV bucket, waiting until the registry has provisioned it. Raises Unavailable after `wait_s`."""
+        return await self._provisioned(lambda: self.js.key_value(bucket), bucket, wait_s)
+
+    async def object_store(self, bucket: str, *, wait_s: float = 15.0) -> ObjectStore:
+        """An object store bucket, waiting until the registry has provisioned it. Raises Unavailable after `wait_s`."""
+        return await self._provisioned(lambda: self.js.object_store(bucket), bucket, wait_s)
+
+    async def _provisioned(self, get: Callable[[], Awaitable[T]], bucket: str, wait_s: float) -> T:
+        deadline = now_s() + wait_s
+        while True:
+            try:
+                return await get()
+            except (js_errors.NotFoundError, js_errors.APIError, nats_errors.Error, TimeoutError) as error:
+                if now_s() > deadline:
+                    raise Unavailable(f"bucket {bucket} is not there: {error!r}") from error
+                await asyncio.sleep(0.1)
+
+    async def close(self) -> None:
+        """Finish what was received, flush, disconnect."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._micro is not None and not self.nc.is_closed:
+            await self._micro.stop()
+        if not self.nc.is_closed:
+            try:
+                await asyncio.wait_for(self.nc.drain(), timeout=5.0)
+            except (nats_errors.Error, TimeoutError):
+                await self.nc.close()
+
+
+def _verb(subject: str) -> str:
+    """A subject's last word, or the one before an id: bounded label cardinality."""
+    return subject.rsplit(".", 1)[-1]

@@ -1,0 +1,121 @@
+"""One configuration loader: frozen structs, filled once at start-up from flags, then `MOTET_*` variables, then defaults.
+
+A field `kv_blocks: int = 0` is the flag `--kv-blocks` and the variable `MOTET_KV_BLOCKS`. Constraints live in the type
+(`Annotated[int, Meta(ge=1, description="...")]`) and a violation is a `ConfigError` naming the field. A field whose
+name ends in `_file` is a path whose content is the secret, so that secrets never stand in an environment.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+C = TypeVar("C", bound="ServiceConfig")
+
+
+class ConfigError(Exception):
+    """A configuration value that cannot be used; the message names the flag, the variable and the reason."""
+
+
+class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach NATS."""
+
+    nats_url: Annotated[str, Meta(description="NATS server or comma-separated cluster URLs")] = "nats://127.0.0.1:4222"
+    nats_user: Annotated[str, Meta(description="NATS user; empty for none")] = ""
+    nats_password_file: Annotated[str, Meta(description="file holding the NATS user's password")] = ""
+    nats_creds: Annotated[str, Meta(description="NATS .creds file (JWT and nkey), instead of user and password")] = ""
+    nats_replicas: Annotated[int, Meta(ge=1, le=5, description="replicas of streams and buckets on a cluster")] = 1
+
+
+class ServiceConfig(BusConfig, frozen=True, kw_only=True):
+    """What every service takes."""
+
+    instance_id: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9_-]*$", description="this copy's id on the bus; empty draws a random one")
+    ] = ""
+    ops_host: Annotated[str, Meta(description="address of /health, /ready and /metrics")] = "127.0.0.1"
+    ops_port: Annotated[int, Meta(ge=0, le=65535, description="port of /health, /ready and /metrics; 0 for any")] = 0
+    drain_s: Annotated[float, Meta(ge=0, description="seconds a stopping service gives running work")] = 20.0
+    log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$", description="log level")] = "info"
+    log_json: Annotated[bool, Meta(description="one JSON object per log line")] = False
+
+    def identity(self, kind: str) -> str:
+        """This copy's id: the configured one, or `<kind>-<random>`."""
+        return self.instance_id or f"{kind}-{secrets.token_hex(4)}"
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One configuration field as the command line and the documentation show it."""
+
+    name: str
+    flag: str
+    variable: str
+    type: type
+    default: Any
+    description: str
+
+
+def fields(cls: type[msgspec.Struct]) -> list[Field]:
+    """The fields of a config struct, in declaration order with the shared ones last."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    out = []
+    for info in msgspec.structs.fields(cls):
+        hint = hints[info.name]
+        meta = [m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Meta)]
+        base = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+        if isinstance(base, types.UnionType):
+            base = next(a for a in typing.get_args(base) if a is not type(None))
+        default = msgspec.NODEFAULT if info.required else info.default
+        out.append(
+            Field(
+                name=info.name,
+                flag="--" + info.name.replace("_", "-"),
+                variable="MOTET_" + info.name.upper(),
+                type=base,
+                default=default,
+                description=next((m.description for m in meta if m.description), ""),
+            )
+        )
+    return out
+
+
+def load(cls: type[C], flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> C:
+    """A `cls` from `flags` (field name -> value, None for not given), `environ` and defaults.
+
+    Raises ConfigError with the flag's name when a value is missing, of the wrong type or out of range.
+    """
+    values: dict[str, Any] = {}
+    for field in fields(cls):
+        given = flags.get(field.name)
+        if given is None and field.variable in environ:
+            given = environ[field.variable]
+        if given is None:
+            if field.default is msgspec.NODEFAULT:
+                raise ConfigError(f"{field.flag} (or {field.variable}) is required: {field.description}")
+            continue
+        values[field.name] = given
+    try:
+        return msgspec.convert(values, cls, strict=False)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        name = text.rsplit("`$.", 1)[-1].rstrip("`") if "`$." in text else ""
+        flag = "--" + name.replace("_", "-") if name else "configuration"
+        raise ConfigError(f"{flag}: {text.split(' - ')[0]}") from None
+
+
+def read_secret(path: str) -> str:
+    """The content of a secret file without the final newline; "" for no path. Raises ConfigError when unreadable."""
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"secret file {path}: {error.strerror}") from None

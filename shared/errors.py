@@ -1,0 +1,135 @@
+"""The one error tree. An error keeps its facts as fields and knows its HTTP status and OpenAI code.
+
+    MotetError                     500  internal_error
+    ├── BadRequest                 400  invalid_value            names the field in `param`
+    │   ├── PromptTooLong          400  context_length_exceeded
+    │   └── InvalidAdapter         400  invalid_adapter
+    ├── Unauthorized               401  invalid_api_key
+    ├── NotFound                   404  not_found
+    │   ├── ModelNotFound          404  model_not_found
+    │   └── AdapterNotFound        404  adapter_not_found
+    ├── Conflict                   409  conflict
+    │   ├── AdapterExists          409  adapter_exists
+    │   └── AdapterInUse           409  adapter_in_use
+    ├── TooLarge                   413  request_too_large
+    ├── Overloaded                 429  overloaded               carries `retry_after_s`
+    ├── Unavailable                503  unavailable              nobody serves this, or a part is away
+    │   └── WorkerLost             503  worker_lost              resumable on another worker
+    └── DeadlineExceeded           504  deadline_exceeded
+
+Every class crosses the bus as `ErrorInfo` and comes back as the same class (`from_info`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error on the wire."""
+
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+class MotetError(Exception):
+    """Base of all errors. `param` names the offending input field, `retry_after_s` is in seconds."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    kind: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def info(self) -> ErrorInfo:
+        """The form that crosses the bus."""
+        return ErrorInfo(code=self.code, message=self.message, param=self.param, retry_after_s=self.retry_after_s)
+
+    def openai(self) -> dict[str, Any]:
+        """The body an OpenAI client expects: {"error": {message, type, param, code}}."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class BadRequest(MotetError):
+    status, code, kind = 400, "invalid_value", "invalid_request_error"
+
+
+class PromptTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+
+class InvalidAdapter(BadRequest):
+    code = "invalid_adapter"
+
+
+class Unauthorized(MotetError):
+    status, code, kind = 401, "invalid_api_key", "invalid_request_error"
+
+
+class NotFound(MotetError):
+    status, code, kind = 404, "not_found", "invalid_request_error"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class AdapterNotFound(NotFound):
+    code = "adapter_not_found"
+
+
+class Conflict(MotetError):
+    status, code, kind = 409, "conflict", "invalid_request_error"
+
+
+class AdapterExists(Conflict):
+    code = "adapter_exists"
+
+
+class AdapterInUse(Conflict):
+    code = "adapter_in_use"
+
+
+class TooLarge(MotetError):
+    status, code, kind = 413, "request_too_large", "invalid_request_error"
+
+
+class Overloaded(MotetError):
+    status, code, kind = 429, "overloaded", "rate_limit_error"
+
+
+class Unavailable(MotetError):
+    status, code = 503, "unavailable"
+
+
+class WorkerLost(Unavailable):
+    code = "worker_lost"
+
+
+class DeadlineExceeded(MotetError):
+    status, code = 504, "deadline_exceeded"
+
+
+def _tree(cls: type[MotetError]) -> dict[str, type[MotetError]]:
+    found = {cls.code: cls}
+    for sub in cls.__subclasses__():
+        found.update(_tree(sub))
+    return found
+
+
+_BY_CODE = _tree(MotetError)
+
+
+def from_info(info: ErrorInfo) -> MotetError:
+    """The error that `info` was made from; an unknown code (a newer peer) becomes a plain MotetError."""
+    cls = _BY_CODE.get(info.code, MotetError)
+    return cls(info.message, param=info.param, retry_after_s=info.retry_after_s)

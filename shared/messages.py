@@ -1,0 +1,299 @@
+"""What crosses the bus between our own services: msgspec structs in msgpack.
+
+Rules: every top-level message carries `v`; fields are only ever added, with defaults; token ids travel as little-endian
+int32 bytes (`pack_tokens` / `unpack_tokens`); hot messages are array-like. What upstream systems publish is JSON and
+lives in docs/ as a schema, not here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from sys import byteorder
+
+import msgspec
+
+from shared.errors import ErrorInfo
+from shared.model import (
+    AdapterEntry,
+    AdapterRef,
+    AdapterVersion,
+    FinishReason,
+    PerfModel,
+    RequestBrief,
+    Residency,
+    SamplingParams,
+    Slo,
+    WorkerLimits,
+)
+
+VERSION = 1
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32 bytes."""
+    packed = array("i", tokens)
+    if byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """The inverse of `pack_tokens`."""
+    unpacked = array("i")
+    unpacked.frombytes(data)
+    if byteorder == "big":
+        unpacked.byteswap()
+    return unpacked.tolist()
+
+
+# ---- submit (gateway -> scheduler) and assign (scheduler -> worker): the same request, the scheduler adds its estimate
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One sequence to generate. `n` choices are n of these; a resumed request carries the tokens it already has.
+
+    (request_id, epoch) is unique: every resubmission by the owning gateway raises `epoch` by one, and a worker's frames
+    are only believed with the epoch the owner last sent. Output token i has index i, counted from 0 across epochs.
+    """
+
+    request_id: str
+    gateway_id: str
+    base_model: str
+    prompt: bytes  # pack_tokens
+    sampling: SamplingParams
+    slo: Slo
+    epoch: int = 0
+    output: bytes = b""  # pack_tokens: tokens already produced in earlier epochs
+    adapter: AdapterRef | None = None
+    tenant: str = "default"
+    exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
+    predicted_tokens: int = 0  # set by the scheduler: expected output length
+    v: int = VERSION
+
+
+class Assigned(msgspec.Struct, tag="assigned", kw_only=True):
+    """submit's answer: `worker_id` has taken the request (its queue is bounded, so this is a promise to answer)."""
+
+    worker_id: str
+    predicted_tokens: int
+    v: int = VERSION
+
+
+class Accepted(msgspec.Struct, tag="accepted", kw_only=True):
+    """assign's answer: queued or running; frames will follow on the gateway's stream."""
+
+    worker_id: str
+    v: int = VERSION
+
+
+class Refused(msgspec.Struct, tag="refused", kw_only=True):
+    """Not taken, and why. `shared.errors.from_info` makes it an exception."""
+
+    error: ErrorInfo
+    v: int = VERSION
+
+
+SubmitReply = Assigned | Refused
+AssignReply = Accepted | Refused
+
+
+# ---- token frames (worker -> gateway): one message per gateway per engine step
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Of one drawn token: its log-probability and the best rivals, most likely first."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StreamItem(msgspec.Struct, array_like=True):
+    """New tokens of one request. `tokens[0]` has output index `index`.
+
+    `finish` is set on the last item. With finish "stop" the last token is the EOS or stop token that ended it
+    (`stop_token` repeats its id); it counts as usage and is not shown. With finish "error", `error` says why.
+    """
+
+    request_id: str
+    epoch: int
+    index: int
+    tokens: list[int]
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    error: ErrorInfo | None = None
+    cached_tokens: int = 0  # on the first item: prompt tokens served from the prefix cache
+    queue_ms: float = 0.0  # on the first item: from arrival at the worker to its first prefill chunk
+
+
+class TokenFrame(msgspec.Struct, array_like=True):
+    """All new tokens of one gateway's requests after one engine step."""
+
+    worker_id: str
+    step: int
+    items: list[StreamItem]
+    v: int = VERSION
+
+
+# ---- control (gateway, scheduler, registry -> worker)
+
+
+class Cancel(msgspec.Struct, tag="cancel", kw_only=True):
+    """Stop a request of this epoch or an older one. Unknown ids are ignored."""
+
+    request_id: str
+    epoch: int
+
+
+class Drain(msgspec.Struct, tag="drain", kw_only=True):
+    """Refuse new work, finish what runs, then leave."""
+
+
+class LoadAdapter(msgspec.Struct, tag="load", kw_only=True):
+    """Bring an adapter version close (host memory, and the device when there is room)."""
+
+    adapter: AdapterRef
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload", kw_only=True):
+    """Drop an adapter version from every tier once nothing running uses it."""
+
+    digest: str
+
+
+Control = Cancel | Drain | LoadAdapter | UnloadAdapter
+
+
+# ---- worker state (worker -> schedulers, registry, gateways' metrics)
+
+
+class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
+    """The whole truth of one worker, sent on start and on every heartbeat. Replaces everything known before.
+
+    `incarnation` changes with every process start; `seq` counts snapshots and deltas together from 1.
+    """
+
+    worker_id: str
+    incarnation: str
+    seq: int
+    sent_unix_ms: int
+    limits: WorkerLimits
+    perf: PerfModel
+    kv_blocks_free: int
+    adapter_bytes_free: int
+    draining: bool
+    requests: list[RequestBrief]
+    adapters: list[Residency]
+    prefill_tokens_waiting: int = 0
+    v: int = VERSION
+
+
+class WorkerDelta(msgspec.Struct, tag="delta", kw_only=True):
+    """What changed since `seq - 1`. A receiver that missed one keeps what it has and waits for the next snapshot."""
+
+    worker_id: str
+    incarnation: str
+    seq: int
+    sent_unix_ms: int
+    kv_blocks_free: int
+    adapter_bytes_free: int
+    draining: bool
+    changed: list[RequestBrief] = []  # new, or in a new phase
+    removed: list[str] = []
+    resident: list[Residency] = []  # now in this tier
+    evicted: list[str] = []  # in no tier any more
+    v: int = VERSION
+
+
+WorkerState = WorkerSnapshot | WorkerDelta
+
+
+class Lease(msgspec.Struct, kw_only=True):
+    """KV `motet_leases`, keys `worker.<id>` and `gateway.<id>` (msgpack): renewed twice a second, gone means dead."""
+
+    incarnation: str
+    renewed_unix_ms: int
+
+
+# ---- predictor
+
+
+class PredictRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How many tokens will this produce? The answer must come in milliseconds or it is not used."""
+
+    adapter_digest: str  # "" for the base
+    prompt_tokens: int
+    max_tokens: int
+    v: int = VERSION
+
+
+class Prediction(msgspec.Struct, tag="prediction", kw_only=True):
+    """Quantiles of the output length in tokens, already clipped to max_tokens; `samples` it rests on."""
+
+    p50_tokens: int
+    p90_tokens: int
+    samples: int
+    v: int = VERSION
+
+
+class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A finished request's true output length, from its owner; cancelled ones are not reported."""
+
+    adapter_digest: str
+    prompt_tokens: int
+    output_tokens: int
+    v: int = VERSION
+
+
+# ---- registry
+
+
+class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Validate and publish an adapter under `name`.
+
+    `kind` "path": a directory or archive below one of the registry's allowed roots; "hub": a Hugging Face id;
+    "upload": an object in the uploads bucket (zip or tar, optionally gzipped). Without `replace` a taken name is refused
+    (AdapterExists).
+    """
+
+    name: str
+    kind: str
+    location: str
+    replace: bool = False
+    v: int = VERSION
+
+
+class AliasAdapter(msgspec.Struct, kw_only=True):
+    """Make `name` point at whatever `target` points at now."""
+
+    name: str
+    target: str
+    v: int = VERSION
+
+
+class DeleteAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Remove a name, and its version when no other name uses it. Refused while requests run on it unless forced."""
+
+    name: str
+    force: bool = False
+    v: int = VERSION
+
+
+class AdapterInfo(msgspec.Struct, kw_only=True):
+    """One name with its version, as the registry and every watcher see it."""
+
+    entry: AdapterEntry
+    version: AdapterVersion
+
+
+class RegistryOk(msgspec.Struct, tag="ok", kw_only=True):
+    """A registry verb's success; `adapters` holds what it touched or, for `list`, everything."""
+
+    adapters: list[AdapterInfo]
+    v: int = VERSION
+
+
+RegistryReply = RegistryOk | Refused
+PredictReply = Prediction | Refused

@@ -1,0 +1,135 @@
+"""Domain types: what a request, an adapter and a worker are. Data only; policies import this module and no other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers an adapter may target, in the order in which a layer runs them."""
+
+Tier = Literal["device", "host", "disk"]
+Phase = Literal["loading", "waiting", "running"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request's latency objective: time to first token and time per output token, both in milliseconds."""
+
+    slo_class: str = "standard"
+    ttft_slo_ms: float = 2000.0
+    tpot_slo_ms: float = 200.0
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are drawn. Validated by the gateway; the worker trusts it.
+
+    `seed` is always set (the gateway draws one): noise is a function of (seed, position), so a continued request
+    repeats itself. `logprobs` is None for none, k >= 0 for the drawn token and its k best rivals.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One immutable adapter version as a request carries it. Everything downstream keys by `digest`, never by name."""
+
+    name: str
+    digest: str
+    rank: int  # the largest over its modules
+    size_bytes: int
+
+
+class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the registry knows of one content digest (KV `motet_adapters`, key `version.<digest>`, JSON)."""
+
+    digest: str
+    base_model: str
+    rank: int
+    modules: tuple[str, ...]
+    layers: int  # how many layers it touches
+    dtype: str  # safetensors name: F32, F16, BF16
+    size_bytes: int  # of the blob
+    source: str  # where it came from, for people
+    created_unix_ms: int
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A name and the version it points at (KV `motet_adapters`, key `name.<name>`, JSON). Aliases are entries too."""
+
+    name: str
+    digest: str
+    version: int  # 1, 2, ... counts reloads of this name
+    alias_of: str | None = None
+    updated_unix_ms: int
+
+
+class RequestBrief(msgspec.Struct, array_like=True):
+    """What a scheduler must know of a request on a worker. Token counts; `rank` 0 and `adapter_digest` "" for the base."""
+
+    request_id: str
+    epoch: int
+    adapter_digest: str
+    rank: int
+    prompt_tokens: int
+    output_tokens: int
+    predicted_tokens: int
+    phase: Phase
+    tpot_slo_ms: float = 0.0
+
+
+class Residency(msgspec.Struct, array_like=True, frozen=True):
+    """An adapter version held by a worker and the fastest tier it is in."""
+
+    digest: str
+    rank: int
+    size_bytes: int
+    tier: Tier
+
+
+class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Linear step-time models of one worker (CaraServe section 5), all in milliseconds.
+
+    prefill(T, load) = prefill_base_ms + prefill_token_ms * T + prefill_lora_ms * load
+    decode(B, load)  = decode_base_ms + decode_row_ms * B + decode_lora_ms * load
+    where load is `rows * max rank` (kernel "bgmv") or `sum of ranks` (kernel "mbgmv").
+    """
+
+    kernel: Literal["bgmv", "mbgmv"] = "mbgmv"
+    prefill_base_ms: float
+    prefill_token_ms: float
+    prefill_lora_ms: float
+    decode_base_ms: float
+    decode_row_ms: float
+    decode_lora_ms: float
+    load_base_ms: float
+    load_ms_per_mib: float
+
+
+class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker can hold; fixed for one incarnation."""
+
+    base_model: str
+    engine: str = "native"
+    device: str = "cpu"
+    max_model_len: int
+    max_running: int
+    max_waiting: int
+    block_size: int
+    kv_blocks_total: int
+    adapter_bytes_total: int
+    max_lora_rank: int

@@ -1,0 +1,125 @@
+"""The life of a service process: start, answer health checks, drain on SIGTERM or Ctrl-C, stop.
+
+    build -> start() -> ready -> [signal] -> drain(), at most drain_s -> stop() -> exit 0
+
+A second signal skips what is left of the drain. `/health` says the process lives, `/ready` says it can do its work now
+(503 with the reasons otherwise), `/metrics` is Prometheus text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from typing import Protocol
+
+import uvloop
+from aiohttp import web
+from prometheus_client import exposition
+
+from shared.config import ConfigError, ServiceConfig
+from shared.errors import MotetError
+from shared.telemetry import REGISTRY, configure_logging, logger
+
+log = logger("motet.service")
+
+
+class Service(Protocol):
+    """What `run` drives."""
+
+    name: str
+
+    async def start(self) -> None:
+        """Connect and begin to serve."""
+
+    def not_ready(self) -> list[str]:
+        """Reasons why this service cannot do its work now; empty when it can."""
+
+    async def drain(self) -> None:
+        """Take nothing new and wait until what runs is done. Cancelled at the deadline."""
+
+    async def stop(self) -> None:
+        """Let go of everything. Called exactly once, also when start failed half-way."""
+
+
+def metrics_text() -> bytes:
+    """Everything measured in this process, in Prometheus text format."""
+    return exposition.generate_latest(REGISTRY)
+
+
+class OpsServer:
+    """The small HTTP server behind /health, /ready and /metrics."""
+
+    def __init__(self, service: Service, host: str, port: int) -> None:
+        self._service, self._host, self._port = service, host, port
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> int:
+        """Listen; returns the port."""
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self._port)
+        await site.start()
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "service": self._service.name})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        reasons = self._service.not_ready()
+        return web.json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=metrics_text(), headers={"Content-Type": exposition.CONTENT_TYPE_LATEST})
+
+
+async def _live(service: Service, config: ServiceConfig) -> int:
+    loop = asyncio.get_running_loop()
+    stopping, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stopping.is_set() else stopping).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    ops = OpsServer(service, config.ops_host, config.ops_port)
+    try:
+        port = await ops.start()
+        await service.start()
+        log.info("started", extra={"ops": f"http://{config.ops_host}:{port}"})
+        await stopping.wait()
+        log.info("draining")
+        drain = asyncio.ensure_future(service.drain())
+        impatience = asyncio.ensure_future(hurry.wait())
+        await asyncio.wait({drain, impatience}, timeout=config.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (drain, impatience):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        return 0
+    except MotetError as error:
+        log.error("cannot start", extra={"error": error.message})
+        return 1
+    finally:
+        await service.stop()
+        await ops.stop()
+        log.info("stopped")
+
+
+def run(service: Service, config: ServiceConfig) -> int:
+    """Run `service` until it is told to stop; returns the exit status (0 after a drain, 1 when it could not start)."""
+    configure_logging(service.name, config.log_level, config.log_json)
+    try:
+        return uvloop.run(_live(service, config))
+    except ConfigError as error:
+        print(f"motet {service.name}: {error}", file=sys.stderr)
+        return 2

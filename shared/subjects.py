@@ -1,0 +1,67 @@
+"""Every NATS subject, stream and bucket, by name. Nothing else spells one out."""
+
+from __future__ import annotations
+
+SUBMIT = "motet.v1.submit"  # request/reply, queue group: gateway -> scheduler
+PREDICT = "motet.v1.predict"  # request/reply, queue group: scheduler -> predictor
+OUTCOME = "motet.v1.outcome"  # core: gateway -> predictors, the true length of a finished request
+REGISTRY = "motet.v1.registry"  # request/reply, queue group: one subject per verb below it
+WORKER_STATES = "motet.v1.worker.*.state"
+STREAMS = "motet.v1.stream.*"
+REQUESTS = "motet.v1.requests"  # JetStream work queue: .<tenant>
+RESULTS = "motet.v1.results"  # JetStream: .<tenant>.<request id>
+TOKENS = "motet.v1.tokens"  # core, optional live tokens of a durable request: .<tenant>.<request id>
+DEAD = "motet.v1.dead"  # JetStream: .<tenant>, requests that can never succeed, with the reason
+
+STREAM_REQUESTS = "MOTET_REQUESTS"
+STREAM_RESULTS = "MOTET_RESULTS"
+STREAM_DEAD = "MOTET_DEAD"
+KV_ADAPTERS = "motet_adapters"
+KV_LEASES = "motet_leases"
+BLOBS = "motet_blobs"  # object store: validated adapter blobs by content digest
+UPLOADS = "motet_uploads"  # object store: archives on their way to validation, short-lived
+
+
+def assign(worker_id: str) -> str:
+    """scheduler -> worker, request/reply: GenerateRequest in, Accepted or Refused out."""
+    return f"motet.v1.worker.{worker_id}.assign"
+
+
+def control(worker_id: str) -> str:
+    """gateway, scheduler, registry -> worker: cancel, drain, load, unload."""
+    return f"motet.v1.worker.{worker_id}.control"
+
+
+def state(worker_id: str) -> str:
+    """worker -> schedulers: WorkerSnapshot and WorkerDelta."""
+    return f"motet.v1.worker.{worker_id}.state"
+
+
+def stream(gateway_id: str) -> str:
+    """worker -> gateway: one TokenFrame per engine step."""
+    return f"motet.v1.stream.{gateway_id}"
+
+
+def registry(verb: str) -> str:
+    """any -> registry: register, delete, list."""
+    return f"{REGISTRY}.{verb}"
+
+
+def requests(tenant: str) -> str:
+    """upstream -> gateway intake (JetStream)."""
+    return f"{REQUESTS}.{tenant}"
+
+
+def results(tenant: str, request_id: str) -> str:
+    """gateway intake -> upstream (JetStream)."""
+    return f"{RESULTS}.{tenant}.{request_id}"
+
+
+def tokens(tenant: str, request_id: str) -> str:
+    """gateway intake -> upstream, while the request runs (core)."""
+    return f"{TOKENS}.{tenant}.{request_id}"
+
+
+def dead(tenant: str) -> str:
+    """gateway intake -> operators: a poison message and why (JetStream)."""
+    return f"{DEAD}.{tenant}"

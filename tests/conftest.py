@@ -1,0 +1,50 @@
+"""Fixtures every room uses: a real nats-server per test, and buses on it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from motet.nats_server import NatsServer
+from shared.bus import Bus
+from shared.config import BusConfig
+from shared.provision import provision
+
+
+@pytest.fixture
+async def nats_server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    """A real nats-server with JetStream on a free port, gone after the test."""
+    server = NatsServer(tmp_path / "nats")
+    await server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def nats_url(nats_server: NatsServer) -> str:
+    return nats_server.url
+
+
+@pytest.fixture
+async def connect(nats_url: str) -> AsyncIterator[Callable[[str], Awaitable[Bus]]]:
+    """Opens named buses on the test's server and closes them afterwards."""
+    opened: list[Bus] = []
+
+    async def open_bus(name: str = "test") -> Bus:
+        bus = await Bus.connect(BusConfig(nats_url=nats_url), name)
+        opened.append(bus)
+        return bus
+
+    yield open_bus
+    for bus in opened:
+        await bus.close()
+
+
+@pytest.fixture
+async def bus(connect: Callable[[str], Awaitable[Bus]]) -> Bus:
+    """One bus with all streams and buckets provisioned."""
+    opened = await connect("test")
+    await provision(opened)
+    return opened

@@ -1,0 +1,99 @@
+"""Promise: messages are typed, bounded and their failures are typed too; a lost broker is not a lost process."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared import subjects
+from shared.errors import DeadlineExceeded, Overloaded, Unavailable, from_info
+from shared.leases import LeaseHolder, LeaseWatch
+from shared.messages import Outcome, Prediction, PredictRequest, Refused
+from tests.support import eventually
+
+ASK = PredictRequest(adapter_digest="", prompt_tokens=3, max_tokens=9)
+
+
+async def test_a_request_is_answered_with_the_declared_type(bus, connect):
+    server = await connect("predictor-1")
+
+    async def answer(ask: PredictRequest) -> Prediction:
+        return Prediction(p50_tokens=ask.prompt_tokens, p90_tokens=ask.max_tokens, samples=1)
+
+    await server.serve("predict", subjects.PREDICT, PredictRequest, answer, queue="predictor")
+    reply = await bus.request(subjects.PREDICT, ASK, Prediction | Refused, timeout_s=2)
+    assert reply == Prediction(p50_tokens=3, p90_tokens=9, samples=1)
+
+
+async def test_nobody_listening_is_unavailable_at_once(bus):
+    with pytest.raises(Unavailable, match="nobody serves"):
+        await bus.request(subjects.PREDICT, ASK, Prediction, timeout_s=5)
+
+
+async def test_a_slow_answer_is_a_deadline_and_a_typed_error_survives_the_wire(bus, connect):
+    server = await connect("predictor-1")
+
+    async def slow(_: PredictRequest) -> Prediction:
+        await asyncio.sleep(30)
+        raise AssertionError("unreachable")
+
+    async def busy(_: PredictRequest) -> Prediction:
+        raise Overloaded("queue full", retry_after_s=2.5)
+
+    await server.serve("slow", "t.slow", PredictRequest, slow, queue="q")
+    await server.serve("busy", "t.busy", PredictRequest, busy, queue="q")
+    with pytest.raises(DeadlineExceeded):
+        await bus.request("t.slow", ASK, Prediction | Refused, timeout_s=0.1)
+    reply = await bus.request("t.busy", ASK, Prediction | Refused, timeout_s=2)
+    error = from_info(reply.error)
+    assert isinstance(error, Overloaded) and error.retry_after_s == 2.5 and error.status == 429
+
+
+async def test_beyond_its_concurrency_a_server_refuses_instead_of_queueing(bus, connect):
+    server = await connect("predictor-1")
+    taken, release = asyncio.Event(), asyncio.Event()
+
+    async def wait(_: PredictRequest) -> Prediction:
+        taken.set()
+        await release.wait()
+        return Prediction(p50_tokens=1, p90_tokens=1, samples=0)
+
+    await server.serve("wait", "t.wait", PredictRequest, wait, queue="q", concurrency=1)
+    first = asyncio.ensure_future(bus.request("t.wait", ASK, Prediction | Refused, timeout_s=5))
+    await asyncio.wait_for(taken.wait(), timeout=5)
+    reply = await bus.request("t.wait", ASK, Prediction | Refused, timeout_s=5)
+    assert isinstance(reply, Refused) and reply.error.code == "overloaded"
+    release.set()
+    assert isinstance(await first, Prediction)
+
+
+async def test_an_undecodable_message_is_dropped_and_the_next_one_still_arrives(bus):
+    seen: list[Outcome] = []
+    await bus.subscribe("t.out", Outcome, seen.append)
+    await bus.nc.publish("t.out", b"\xc1 not msgpack")
+    await bus.publish("t.out", Outcome(adapter_digest="d", prompt_tokens=1, output_tokens=2))
+    await eventually(lambda: len(seen) == 1)
+
+
+async def test_a_lease_ends_with_goodbye_restart_or_silence_but_not_with_the_broker(bus, connect, nats_server):
+    lost: list[str] = []
+    watcher = await connect("gateway-1")
+    watch = LeaseWatch(watcher, "worker", lost.append)
+    holders = {}
+    for name in ("polite", "silent"):
+        holders[name] = LeaseHolder(await connect(f"worker-{name}"), "worker", name, "first")
+        await holders[name].start()
+    await watch.start()
+    assert sorted(watch.ids()) == ["polite", "silent"]
+
+    nats_server.kill()
+    await eventually(lambda: not watcher.connected)
+    await nats_server.start()
+    await eventually(lambda: watcher.connected and all(h._bus.connected for h in holders.values()), within_s=15)
+    assert lost == [] and sorted(watch.ids()) == ["polite", "silent"]
+
+    await holders["polite"].release()
+    await eventually(lambda: lost == ["polite"])
+    holders["silent"]._task.cancel()
+    await eventually(lambda: lost == ["polite", "silent"], within_s=10)

@@ -1,0 +1,30 @@
+"""What tests share: polling instead of sleeping."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from shared.clock import now_s
+
+
+async def eventually(condition: Callable[[], Any | Awaitable[Any]], *, within_s: float = 10.0, every_s: float = 0.02) -> Any:
+    """Poll `condition` (plain or async) until it is truthy and return that value; fail with its last value otherwise.
+
+    An AssertionError inside `condition` counts as "not yet".
+    """
+    deadline = now_s() + within_s
+    last: Any = None
+    while True:
+        try:
+            last = condition()
+            if isinstance(last, Awaitable):
+                last = await last
+            if last:
+                return last
+        except AssertionError as error:
+            last = error
+        if now_s() > deadline:
+            raise AssertionError(f"not so within {within_s:g} s; last seen: {last!r}")
+        await asyncio.sleep(every_s)
