@@ -1,0 +1,38 @@
+"""Batched multi-rank LoRA and paged attention: the one call signature, whatever computes it.
+
+    once per model         once per engine step (from numpy)    per layer
+    LoraPool(shapes, ..)   LoraBatch.build(pool, row_slot)      add_lora(y, x, pool, layer, group, batch)
+    KvCache(layers=, ..)   AttentionBatch.build(cache, ..)      attend(qkv, cache, layer, batch, heads=, window=)
+
+Semantics of `add_lora`, for every projection s of the group (its columns of y are `out_s`), every row i with slot
+a = row_slot[i] >= 0, when adapter a has projection s:
+
+    y[i, out_s] += scale[a, layer, s] * (x[i] @ A[a, layer, s].T) @ B[a, layer, s].T
+
+    y         [rows, sum of out over the group], in place; rows of the base alone keep every bit
+    x         [rows, in], the input that all projections of the group share
+    A, B      [rank, in], [out, rank]; the rank is the adapter's own and may differ between projections
+    group     "qkv", "o", "gate_up", "down": projections whose base weights are one fused matrix
+
+Products accumulate in fp32; x A^T and the sum are rounded to the tensors' type, as PEFT does. A result depends on which
+other rows are in the batch by rounding only, and never on pool memory that the row's adapter does not own.
+
+This package needs torch and nothing else of ours. (`transformers` looks for a hub package of the same import name; a test
+asserts that it does not take this one for it.)
+"""
+
+from kernels.attention import AttentionBatch, KvCache, attend
+from kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PoolFull
+from kernels.reference import LoraBatch, add_lora
+
+__all__ = [
+    "GROUPS",
+    "PAGE_RANKS",
+    "AttentionBatch",
+    "KvCache",
+    "LoraBatch",
+    "LoraPool",
+    "PoolFull",
+    "add_lora",
+    "attend",
+]

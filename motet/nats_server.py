@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from motet.lifeline import dying_with_parent
 from shared.clock import now_s
 
 
@@ -33,8 +34,11 @@ class NatsServer:
     The data directory outlives the process: the same directory started again has its streams and buckets back.
     """
 
-    def __init__(self, data_dir: Path, *, config_text: str = "", port: int = -1, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, data_dir: Path, *, config_text: str = "", port: int = -1, host: str = "127.0.0.1", log_path: Path | None = None
+    ) -> None:
         self.data_dir, self.port, self.host = data_dir, port, host
+        self.log_path = log_path or data_dir / "nats.log"
         self._config_text = config_text
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -45,19 +49,28 @@ class NatsServer:
         ports_dir = Path(tempfile.mkdtemp(prefix="ports-", dir=self.data_dir))
         config = self.data_dir / "nats.conf"
         config.touch(mode=0o600)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(
             f'host: "{self.host}"\nport: {self.port}\nports_file_dir: "{ports_dir}"\n'
             f'jetstream {{ store_dir: "{self.data_dir / "jetstream"}" }}\nmax_payload: 8MB\nmax_pending: 256MB\n'
-            f"write_deadline: 10s\n{self._config_text}\n"
+            f'write_deadline: 10s\nlog_file: "{self.log_path}"\nlogfile_size_limit: 4MB\nlogfile_max_num: 2\n'
+            f"{self._config_text}\n"
         )
-        log = self.data_dir / "nats.log"
-        with log.open("ab") as sink:
-            self._process = subprocess.Popen([binary(), "-c", str(config)], stdout=sink, stderr=sink, start_new_session=True)
+        with self.log_path.open("ab") as sink:  # what is said before the configuration is read
+            self._process = subprocess.Popen(
+                [binary(), "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+                preexec_fn=dying_with_parent(),
+            )
         deadline = now_s() + timeout_s
         try:
             while True:
                 if self._process.poll() is not None or now_s() > deadline:
-                    raise NatsStartError("nats-server did not start:\n" + log.read_text()[-2000:])
+                    self.kill()
+                    raise NatsStartError("nats-server did not start:\n" + self.log_path.read_text()[-2000:])
                 for ports in ports_dir.glob("*.ports"):
                     try:
                         url = json.loads(ports.read_text())["nats"][0]
@@ -76,9 +89,12 @@ class NatsServer:
 
     @property
     def pid(self) -> int:
-        if self._process is None:
-            raise NatsStartError("nats-server is not started")
-        return self._process.pid
+        """Process id of the latest start, 0 before the first."""
+        return 0 if self._process is None else self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs, and before the first start."""
+        return None if self._process is None else self._process.poll()
 
     def kill(self) -> None:
         """SIGKILL, as a crash would."""

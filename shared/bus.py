@@ -64,6 +64,7 @@ class Bus:
         self.js: JetStreamContext = client.jetstream(timeout=5.0)
         self._micro: MicroService | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._answering: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def connect(cls, config: BusConfig, name: str, *, inbox: str = "client") -> Bus:
@@ -116,10 +117,21 @@ class Bus:
         """Whether the server is reachable right now."""
         return self.nc.is_connected
 
+    @property
+    def max_payload(self) -> int:
+        """The largest message the server takes, in bytes."""
+        return self.nc.max_payload
+
     async def publish(self, subject: str, message: msgspec.Struct) -> None:
-        """Fire and forget. Raises Unavailable when the reconnect buffer is full or the bus is closed."""
+        """Fire and forget. Raises Unavailable when the outgoing buffer is full or the bus is closed."""
+        await self.publish_encoded(subject, _encoder.encode(message))
+
+    async def publish_encoded(self, subject: str, data: bytes) -> None:
+        """`publish` of a message that is encoded already."""
         try:
-            await self.nc.publish(subject, _encoder.encode(message))
+            if self.nc.pending_data_size > OUTBOX_BYTES:  # connected, but the server does not read
+                raise nats_errors.OutboundBufferLimitError
+            await self.nc.publish(subject, data)
         except nats_errors.Error as error:
             BUS_REFUSED.labels("publish").inc()
             raise Unavailable(f"cannot publish to {subject}: {error!r}") from error
@@ -214,10 +226,30 @@ class Bus:
                 await request.respond(_encoder.encode(Refused(error=busy.info())))
                 return
             running += 1
-            self.spawn(answer(request))
+            task = self.spawn(answer(request))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
 
         await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=accept)
-        await self.nc.flush()
+        await self.nc.flush()  # from here on the server routes requests to us
+
+    async def stop_serving(self) -> None:
+        """Leave every queue group of `serve` and wait until all requests received so far are answered.
+
+        For a drain: from here on the other members of the groups get the requests, and none is lost in between
+        (the micro service's own stop would drop what has arrived and is not handled yet).
+        """
+        micro, self._micro = self._micro, None
+        if micro is not None and self.connected:
+            endpoints, micro._endpoints = micro._endpoints, []
+            try:
+                for endpoint in endpoints:
+                    if endpoint._subscription is not None:
+                        await endpoint._subscription.drain()
+                await micro.stop()
+            except (nats_errors.Error, TimeoutError) as error:
+                log.warning("left without goodbye", extra={"error": repr(error)})
+        await asyncio.gather(*self._answering, return_exceptions=True)
 
     def spawn(self, work: Any) -> asyncio.Task[Any]:
         """Run a coroutine in a task that the bus keeps alive and whose failure is logged."""
@@ -254,8 +286,7 @@ class Bus:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._micro is not None and not self.nc.is_closed:
-            await self._micro.stop()
+        await self.stop_serving()
         if not self.nc.is_closed:
             try:
                 await asyncio.wait_for(self.nc.drain(), timeout=5.0)

@@ -1,8 +1,9 @@
 """Who is alive. Every worker and gateway renews a key in KV `motet_leases`; everybody else watches.
 
 A lease is lost when its key is deleted (a clean goodbye), comes back under another incarnation (a restart), or has not
-been renewed for `EXPIRY_S`. While this process itself has no connection to NATS nothing expires, and after a
-reconnect every lease gets a fresh `EXPIRY_S`: losing the broker must not look like losing all workers.
+been renewed for `EXPIRY_S`. While this process itself does not hear NATS (no connection, a hung server, or its own event
+loop stood still) nothing expires, and afterwards every lease gets a fresh `EXPIRY_S`: losing the broker must not look like
+losing all workers.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 from nats import errors as nats_errors
 from nats.js import errors as js_errors
-from nats.js.kv import KV_DEL, KV_PURGE
 
 from shared import subjects
 from shared.bus import Bus, decode, encode
 from shared.clock import now_s, unix_ms
+from shared.kv_watch import KvWatch
 from shared.messages import Lease
 from shared.telemetry import logger
 
@@ -47,7 +49,8 @@ class LeaseHolder:
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                await self._renew()
+                # a write that went down with a broker must not hold up the first one to the next broker
+                await asyncio.wait_for(self._renew(), timeout=RENEW_S)
             except (nats_errors.Error, js_errors.Error, TimeoutError, OSError) as error:
                 log.warning("lease not renewed", extra={"key": self._key, "error": repr(error)})
 
@@ -59,21 +62,32 @@ class LeaseHolder:
                 await self._kv.delete(self._key)
 
 
+class _Held(NamedTuple):
+    incarnation: str
+    renewed_unix_ms: int  # by the holder's clock: tells one renewal from a repeated one
+    seen_s: float  # by ours
+
+
 class LeaseWatch:
     """Follows all leases of one kind and calls `on_lost(instance_id)` once for each that ends."""
 
     def __init__(self, bus: Bus, kind: str, on_lost: Callable[[str], None]) -> None:
         self._bus, self._kind, self._on_lost = bus, kind, on_lost
-        self._seen: dict[str, tuple[str, float]] = {}  # id -> (incarnation, when last renewed)
+        self._seen: dict[str, _Held] = {}
+        self._watch = KvWatch(
+            bus,
+            subjects.KV_LEASES,
+            f"{kind}.*",
+            on_put=self._renewed,
+            on_delete=lambda key: self._lose(key.split(".", 1)[1]),
+            # a key can have aged out while the broker was away and its holder live: `_expire` decides, not absence
+            on_synced=lambda keys: None,
+        )
 
     async def start(self) -> None:
         """Read the present leases, then follow them in the background."""
-        kv = await self._bus.key_value(subjects.KV_LEASES)
-        watcher = await kv.watch(f"{self._kind}.*", inactive_threshold=60.0)
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._bus.spawn(self._follow(watcher, ready))
+        await self._watch.start()
         self._bus.spawn(self._expire())
-        await asyncio.wait_for(ready, timeout=10.0)
 
     def alive(self, instance_id: str) -> bool:
         """Whether the lease is held as far as is known here."""
@@ -83,36 +97,31 @@ class LeaseWatch:
         """Everybody alive."""
         return list(self._seen)
 
-    async def _follow(self, watcher, ready: asyncio.Future[None]) -> None:  # type: ignore[no-untyped-def]
-        async for entry in watcher:
-            if entry is None:
-                if not ready.done():
-                    ready.set_result(None)
-                continue
-            instance_id = entry.key.split(".", 1)[1]
-            if entry.operation in (KV_DEL, KV_PURGE) or not entry.value:
-                self._lose(instance_id)
-                continue
-            try:
-                lease = decode(entry.value, Lease)
-            except msgspec.MsgspecError:
-                continue
-            if not ready.done() and unix_ms() - lease.renewed_unix_ms > EXPIRY_S * 1000:
-                continue  # left behind by a process that died before we started
-            known = self._seen.get(instance_id)
-            if known is not None and known[0] != lease.incarnation:
-                self._lose(instance_id)
-            self._seen[instance_id] = (lease.incarnation, now_s())
+    def _renewed(self, key: str, value: bytes) -> None:
+        instance_id = key.split(".", 1)[1]
+        try:
+            lease = decode(value, Lease)
+        except msgspec.MsgspecError as error:
+            log.warning("unreadable lease", extra={"key": key, "error": str(error)})
+            return
+        known = self._seen.get(instance_id)
+        if known is None and not self._watch.live and unix_ms() - lease.renewed_unix_ms > EXPIRY_S * 1000:
+            return  # left behind by a process that died before we looked
+        if known is not None and known.incarnation == lease.incarnation and known.renewed_unix_ms == lease.renewed_unix_ms:
+            return  # the same renewal again, after the watch was interrupted
+        if known is not None and known.incarnation != lease.incarnation:
+            self._lose(instance_id)
+        self._seen[instance_id] = _Held(lease.incarnation, lease.renewed_unix_ms, now_s())
 
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S / 2)
             now = now_s()
-            if not self._bus.connected:
-                self._seen = {i: (inc, now) for i, (inc, _) in self._seen.items()}
+            if not self._watch.live:
+                self._seen = {i: held._replace(seen_s=now) for i, held in self._seen.items()}
                 continue
-            for instance_id, (_, renewed) in list(self._seen.items()):
-                if now - renewed > EXPIRY_S:
+            for instance_id, held in list(self._seen.items()):
+                if now - held.seen_s > EXPIRY_S:
                     self._lose(instance_id)
 
     def _lose(self, instance_id: str) -> None:

@@ -217,6 +217,50 @@ class Lease(msgspec.Struct, kw_only=True):
     renewed_unix_ms: int
 
 
+# ---- scheduler status (for `motet status`)
+
+
+class StatusRequest(msgspec.Struct, kw_only=True):
+    """What does the scheduler that answers know of the workers?"""
+
+    v: int = VERSION
+
+
+class WorkerStatus(msgspec.Struct, kw_only=True):
+    """One worker as a scheduler sees it. `age_ms` is the time since its last word; `stale`: too old to get requests.
+
+    `waiting` counts what waits or loads, with `in_flight` requests just assigned that its state does not show yet.
+    """
+
+    worker_id: str
+    incarnation: str
+    base_model: str
+    engine: str
+    device: str
+    running: int
+    waiting: int
+    in_flight: int
+    max_running: int
+    max_waiting: int
+    kv_blocks_free: int
+    kv_blocks_total: int
+    adapter_bytes_free: int
+    adapter_bytes_total: int
+    adapters_on_device: int
+    adapters_on_host: int
+    draining: bool
+    stale: bool
+    age_ms: int
+
+
+class ClusterStatus(msgspec.Struct, tag="cluster", kw_only=True):
+    """Every worker one scheduler knows, by id."""
+
+    scheduler_id: str
+    workers: list[WorkerStatus]
+    v: int = VERSION
+
+
 # ---- predictor
 
 
@@ -281,6 +325,14 @@ class DeleteAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     v: int = VERSION
 
 
+class ListAdapters(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The names after `after`, in order, at most `limit` of them; the next page starts after the last name received."""
+
+    after: str = ""
+    limit: int = 1000
+    v: int = VERSION
+
+
 class AdapterInfo(msgspec.Struct, kw_only=True):
     """One name with its version, as the registry and every watcher see it."""
 
@@ -296,4 +348,5 @@ class RegistryOk(msgspec.Struct, tag="ok", kw_only=True):
 
 
 RegistryReply = RegistryOk | Refused
+StatusReply = ClusterStatus | Refused
 PredictReply = Prediction | Refused

@@ -76,6 +76,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     version: int  # 1, 2, ... counts reloads of this name
     alias_of: str | None = None
     updated_unix_ms: int
+    hold: str = ""  # the registry's own: this entry's claim on the version's blob
 
 
 class RequestBrief(msgspec.Struct, array_like=True):

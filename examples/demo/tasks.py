@@ -1,6 +1,6 @@
 """The demo's text tasks: what each demo adapter was trained to do, as plain Python that can check its answers.
 
-One task belongs to one adapter of the same name. An input is a line of two to four made-up words; every input
+One task belongs to one adapter of the same name. An input is a line of two or three made-up words; every input
 that `Task.sample` draws gives a different answer for every task, and none of the answers is the input itself, so
 an answer tells which adapter wrote it. Training and checking never share an input: `split_of` decides by hash.
 
@@ -24,11 +24,11 @@ CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 VOWEL_WEIGHTS = (8, 12, 7, 8, 3)
 CONSONANT_WEIGHTS = (2, 3, 4, 2, 2, 6, 1, 1, 4, 3, 7, 2, 1, 6, 6, 9, 1, 3, 1, 2, 1)
 
-WORD_LENGTHS = (2, 3, 4, 5, 6, 7, 8, 9)
-WORD_LENGTH_WEIGHTS = (2, 4, 5, 5, 4, 3, 2, 1)
+WORD_LENGTHS = (2, 3, 4, 5, 6, 7, 8)
+WORD_LENGTH_WEIGHTS = (2, 4, 5, 5, 4, 3, 1)
 
 CAPITALISED_SHARE = 0.25  # of words
-PUNCTUATED_SHARE = 0.05  # of words
+PUNCTUATED_SHARE = 0.02  # of words
 UNSEEN_ONE_IN = 8  # texts are never trained on
 
 
@@ -106,15 +106,15 @@ TASKS_BY_NAME: dict[str, Task] = {task.name: task for task in TASKS}
 
 
 def sample_text(rng: random.Random, split: Split) -> str:
-    """A text of two to four words of the given split, on which all tasks disagree (see `is_telling`)."""
+    """A text of two or three words of the given split, on which all tasks disagree (see `is_telling`)."""
     while True:
-        text = draw_text(rng, words=rng.randint(2, 4))
+        text = draw_text(rng, words=rng.randint(2, 3))
         if split_of(text) == split and is_telling(text):
             return text
 
 
 def draw_text(rng: random.Random, words: int) -> str:
-    """A line of made-up words of two to nine letters, each with a vowel and a consonant, some capitalised."""
+    """A line of made-up words of two to eight letters, each with a vowel and a consonant, some capitalised."""
     return " ".join(_draw_word(rng) for _ in range(words))
 
 

@@ -46,13 +46,24 @@ ADAPTER_STEPS = 300
 ADAPTER_BATCH = 32
 ADAPTER_LEARNING_RATE = 4e-3
 WARMUP_STEPS = 40
-DECAY_SHARE = 0.5
+DECAY_SHARE = 0.8
 
+MAX_WORDS = 4
 COMPLETION_SHARE = 0.2
 SYSTEM_SHARE = 0.1
 
 # Tasks that must look at several letters at once are drawn more often than letter-by-letter ones.
-HARD_TASKS = ("reverse", "sort-letters", "count-letters", "double-letters", "drop-repeats", "rotate")
+HARD_TASKS = (
+    "reverse",
+    "sort-letters",
+    "count-letters",
+    "initials",
+    "double-letters",
+    "drop-vowels",
+    "rotate",
+    "drop-repeats",
+    "word-order",
+)
 COPY_WEIGHT = 2
 HARD_WEIGHT = 2
 
@@ -66,10 +77,10 @@ class AdapterShape:
 
     rank: int
     modules: tuple[str, ...]
-    alpha: float
+    alpha: int
     rslora: bool = False
     rank_pattern: dict[str, int] = field(default_factory=dict)
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    alpha_pattern: dict[str, int] = field(default_factory=dict)
 
 
 SHAPES: dict[str, AdapterShape] = {
@@ -125,7 +136,7 @@ class Examples:
         if rng.random() < COMPLETION_SHARE:
             return f"{opening}{text}\n", answer
         if rng.random() < SYSTEM_SHARE:
-            opening += f"<|system|>{draw_text(rng, rng.randint(1, 4))}<|end|>"
+            opening += f"<|system|>{draw_text(rng, rng.randint(1, 3))}<|end|>"
         return f"{opening}<|user|>{text}<|end|><|assistant|>", answer
 
     def _batches(self, examples: list[tuple[str, str]]) -> list[Batch]:
@@ -203,7 +214,7 @@ def train_base(seed: int, steps: int) -> Any:
 
     def next_batches(step: int) -> list[Batch]:
         # Short texts first: copying, on which everything else rests, is found sooner there.
-        return examples.of_all_tasks(max_words=2 if step < 0.15 * steps else 5)
+        return examples.of_all_tasks(max_words=2 if step < 0.15 * steps else MAX_WORDS)
 
     _train(model, optimizers, next_batches, steps, "base")
     return model
@@ -227,7 +238,7 @@ def train_adapter(name: str, seed: int, base: Path, adapters: Path) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=ADAPTER_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     examples = Examples(seed, ADAPTER_BATCH)
-    _train(model.base_model.model, [optimizer], lambda _: examples.of_one_task(task, 5), ADAPTER_STEPS, name)
+    _train(model.base_model.model, [optimizer], lambda _: examples.of_one_task(task, MAX_WORDS), ADAPTER_STEPS, name)
 
     folder = adapters / task.adapter
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,71 @@
+# Motet: `make serve` and `make test` are all you need; both set themselves up. `make help` lists the rest.
+#
+#   PYTHON=python3.12        another interpreter (>= 3.11)
+#   TORCH_INDEX=URL          where to look for torch's wheels first; empty for PyPI's. Without an NVIDIA GPU
+#                            that is PyTorch's index of CPU builds, a tenth of the size.
+#   ARGS="--workers 2"       more options for `make serve`, `make test`, `make demo`
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl),,https://download.pytorch.org/whl/cpu)
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: help setup serve test demo check format bench-quick compose-secrets lock clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(DEV_STAMP) ## the environment for running, testing and developing
+
+$(RUN_STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Motet needs Python >= 3.11, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@echo "==> setting up $(VENV) (once; a few minutes, mostly for torch)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@grep -v '^torch==' requirements.txt > $(VENV)/without-torch.txt
+	$(PIP) install -r $(VENV)/without-torch.txt
+	$(PIP) install $(if $(TORCH_INDEX),--retries 2 --extra-index-url $(TORCH_INDEX)) "$$(grep '^torch==' requirements.txt)"
+	$(PIP) install --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
+	@echo "==> adding the tools for tests and checks"
+	$(PIP) install -r requirements-dev.txt
+	@touch $@
+
+serve: $(RUN_STAMP) ## the full mesh with the demo model on http://127.0.0.1:8000, until Ctrl-C
+	@exec $(BIN)/python -m motet up --model examples/demo/model --served-model-name motet-demo \
+		--adapters-dir examples/demo/adapters $(ARGS)
+
+test: $(DEV_STAMP) ## the whole suite
+	@$(BIN)/python -m pytest $(ARGS)
+
+demo: $(RUN_STAMP) ## a guided tour on free ports that checks every answer
+	@$(BIN)/python -m motet demo $(ARGS)
+
+check: $(DEV_STAMP) ## style, types, and who may import whom
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(DEV_STAMP) ## put the code into shape
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench-quick: $(DEV_STAMP) ## short runs of the benchmarks
+	@$(BIN)/python -m bench mesh --quick
+	@$(BIN)/python -m bench gateway --quick
+
+compose-secrets: $(RUN_STAMP) ## NATS configuration and passwords for compose/compose.yaml
+	@$(BIN)/python -m motet nats-config --out compose/secrets
+
+lock: $(DEV_STAMP) ## write the lock files from what is installed
+	@$(BIN)/python .ci/lock.py
+
+clean: ## remove the environment, caches and the demo's data
+	rm -rf $(VENV) .motet build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

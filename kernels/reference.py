@@ -1,0 +1,105 @@
+"""Batched LoRA in plain torch: fallback and oracle of the compiled kernels; runs on any device.
+
+Rows of one adapter form a group. Per projection, groups whose adapters have equally many pages and similarly many rows
+share two batched products (shrink, expand) over gathered pages, so a step costs a handful of calls per projection however
+many adapters it mixes. A group is padded to the next power of two of rows by repeating its last row with scale 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.pool import GROUPS, MODULES, PAGE_RANKS, LoraPool
+
+PADDED_ROWS = 16
+"""Groups of up to this many rows are padded to a power of two; larger ones (prefill) are computed as they are."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Groups of one projection with equally many pages and rows: `n` adapters, `m` rows each, `pages` pages each."""
+
+    n: int
+    m: int
+    pages: int
+    rows: torch.Tensor  # int64 [n * m] rows of x and y
+    lines: torch.Tensor  # int64 [n * pages] rows of LoraPool.rows
+    scales: torch.Tensor  # [layers, n, m, 1] in the pool's type, 0 on padding
+
+
+@dataclass(slots=True)
+class LoraBatch:
+    """One step's rows by adapter. Valid while `version` is the pool's: a load or free makes it out of date."""
+
+    version: int
+    buckets: dict[str, list[_Bucket]]  # by module; a module that no adapter of the batch has is absent
+
+    @staticmethod
+    def build(pool: LoraPool, row_slot: np.ndarray) -> LoraBatch:
+        """From `row_slot`, int32 [rows]: each row's slot, -1 for the base alone.
+
+        Raises ValueError when a row names an empty slot: serving the base in its place would be a wrong answer.
+        """
+        batch = LoraBatch(pool.version, {})
+        order = np.argsort(row_slot, kind="stable")
+        slots, starts = np.unique(row_slot[order], return_index=True)
+        ends = np.append(starts[1:], len(order))
+        adapted = slots >= 0
+        slots, starts, ends = slots[adapted], starts[adapted], ends[adapted]
+        if not len(slots):
+            return batch
+        if slots[-1] >= len(pool.loaded) or not pool.loaded[slots].all():
+            raise ValueError(f"rows name empty adapter slots: {slots.tolist()} of which some are not loaded")
+        counts = ends - starts
+        padded = np.where(counts <= PADDED_ROWS, 1 << np.ceil(np.log2(counts)).astype(np.int64), counts)
+        device, dtype = pool.arena.device, pool.arena.dtype
+        shared_rows: dict[bytes, torch.Tensor] = {}  # projections with the same buckets share their row indices
+        for m, module in enumerate(MODULES):
+            pages = pool.pages[slots, m].astype(np.int64)
+            keys = np.where(pages > 0, pages * (len(order) + 1) * 2 + padded, -1)
+            for key in np.unique(keys[keys >= 0]):
+                members = np.flatnonzero(keys == key)
+                width, depth = int(padded[members[0]]), int(pages[members[0]])
+                within = np.minimum(np.arange(width)[None, :], counts[members, None] - 1)
+                identity = members.tobytes()
+                if identity not in shared_rows:
+                    rows = order[starts[members, None] + within]
+                    shared_rows[identity] = torch.from_numpy(rows.reshape(-1)).to(device)
+                live = np.arange(width)[None, :] < counts[members, None]  # [n, m]
+                scales = pool.scales[slots[members], m].T[:, :, None] * live  # [layers, n, m]
+                lines = pool.table[slots[members], m, :depth].reshape(-1)
+                bucket = _Bucket(
+                    n=len(members),
+                    m=width,
+                    pages=depth,
+                    rows=shared_rows[identity],
+                    lines=torch.from_numpy(lines).to(device),
+                    scales=torch.from_numpy(scales[..., None]).to(device, dtype),
+                )
+                batch.buckets.setdefault(module, []).append(bucket)
+        return batch
+
+
+def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
+    """Add the adapters' part of one fused projection group to `y` in place; see the package's docstring for the formula.
+
+    `y` [rows, sum of out], `x` [rows, in], both of the pool's type and device.
+    """
+    column = 0
+    gathered: dict[int, torch.Tensor] = {}  # projections of a group read the same x
+    for module in GROUPS[group]:
+        fan_in, fan_out = pool.shapes[module]
+        for bucket in batch.buckets.get(module, ()):
+            n, m, rank = bucket.n, bucket.m, bucket.pages * PAGE_RANKS
+            xs = gathered.get(id(bucket.rows))
+            if xs is None:
+                xs = gathered[id(bucket.rows)] = x.index_select(0, bucket.rows).view(n, m, fan_in)
+            a = pool.rows(layer, module, b=False).index_select(0, bucket.lines).view(n, rank, fan_in)
+            b = pool.rows(layer, module, b=True).index_select(0, bucket.lines).view(n, rank, fan_out)
+            shrunk = torch.bmm(xs, a.transpose(1, 2)).mul_(bucket.scales[layer])
+            delta = torch.bmm(shrunk, b).view(n * m, fan_out)
+            y[:, column : column + fan_out].index_add_(0, bucket.rows, delta)
+        column += fan_out

@@ -1,0 +1,128 @@
+"""The `motet` command. Every subcommand is imported when it is used, so that `motet --help` is instant and needs no torch.
+
+A service's options are made from its configuration struct, the one place where they are declared: the flag, the
+variable, the default and the description.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from shared.config import ConfigError, Field, ServiceConfig, fields, load
+
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+    "The mesh": {
+        "up": ("motet.up:up", "Start the whole mesh on this machine."),
+        "demo": ("motet.demo:demo", "Start a mesh, try everything, print a table, stop."),
+        "nats-config": ("motet.nats_config:nats_config", "Write a NATS server's configuration and passwords."),
+    },
+    "Using it": {
+        "chat": ("motet.talk:chat", "Chat with an adapter or the base model."),
+        "complete": ("motet.talk:complete", "Complete a prompt."),
+        "adapters": ("motet.adapters:adapters", "Add, list, show and remove adapters."),
+        "status": ("motet.status:status", "What is running and how it is doing."),
+    },
+    "Single services": {
+        "gateway": ("", "HTTP and durable intake; owns a request until its last token."),
+        "predictor": ("", "How many tokens will a request produce?"),
+        "scheduler": ("", "Which worker takes a request?"),
+        "registry": ("", "Validates, stores and publishes adapters."),
+        "worker": ("", "One engine on one device."),
+    },
+}
+EXIT_CONFIG = 2
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' names and one-liners without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for section in COMMANDS.values() for name in section]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        for section in COMMANDS.values():
+            if cmd_name in section:
+                target, _ = section[cmd_name]
+                if not target:
+                    return service_command(cmd_name)
+                module, attribute = target.split(":")
+                command: click.Command = getattr(importlib.import_module(module), attribute)
+                return command
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, section in COMMANDS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, short) for name, (_, short) in section.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="motet", prog_name="motet")
+def cli() -> None:
+    """Thousands of LoRA adapters on one base model, each request inside its own latency objective.
+
+    \b
+    Start here:
+      motet up --model examples/demo/model --adapters-dir examples/demo/adapters
+      motet chat --model upper-case "hello there"
+      motet adapters list
+    """
+
+
+def service_command(kind: str) -> click.Command:
+    """`motet gateway` and its kin, from `services.<kind>.config`."""
+    config_type: type[ServiceConfig] = getattr(importlib.import_module(f"services.{kind}.config"), f"{kind.capitalize()}Config")
+
+    def run(**flags: Any) -> None:
+        try:
+            config = load(config_type, flags)
+            status: int = importlib.import_module(f"services.{kind}.service").main(config)
+        except ConfigError as error:
+            click.echo(f"motet {kind}: {error}", err=True)
+            status = EXIT_CONFIG
+        sys.exit(status)
+
+    short, about = COMMANDS["Single services"][kind][1], (config_type.__doc__ or "").strip()
+    shared = {field.name for field in fields(ServiceConfig)}
+    return click.Command(
+        kind,
+        callback=run,
+        params=[option_for(field) for field in sorted(fields(config_type), key=lambda field: field.name in shared)],
+        help=f"{short}\n\n{about}\n\nEvery option is also a variable: --ops-port is MOTET_OPS_PORT.",
+    )
+
+
+def option_for(field: Field) -> click.Option:
+    """A configuration field as a click option. Values are checked by the struct, not here: one place, one message."""
+    required = field.default is msgspec.NODEFAULT
+    shown = "" if required or field.default in ("", None, ()) else f"  [default: {_text(field.default)}]"
+    text = field.description + (f"  [required; or {field.variable}]" if required else shown)
+    if field.type is bool:
+        return click.Option([f"{field.flag}/--no-{field.flag[2:]}"], default=None, help=text)
+    many = getattr(field.type, "__origin__", field.type) in (tuple, list)
+    kind = "TEXT" if many or field.type in (str, Path) else getattr(field.type, "__name__", "text").upper()
+    return click.Option([field.flag], default=None, metavar=kind, help=text)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    """Entry point of the `motet` script."""
+    from motet.client import ApiError
+
+    try:
+        cli.main(prog_name="motet", standalone_mode=True)
+    except ApiError as error:
+        click.echo(f"motet: {error}", err=True)
+        return 1
+    return 0

@@ -1,0 +1,239 @@
+"""Who may say what on the bus: one table of subject permissions, and the server configuration written from it.
+
+    user        may
+    gateway     submit, watch workers, control them, ask the registry, own streams, leases `gateway.*`, intake and results
+    scheduler   answer submit, ask the predictor, assign to workers, watch worker state
+    predictor   answer predictions and hear outcomes; no JetStream at all
+    registry    provision streams and buckets; the only writer of adapters and blobs
+    worker      take assignments, stream tokens, leases `worker.*`; reads adapters and blobs
+    upstream    publish requests of one tenant and read that tenant's results, tokens and dead letters; nothing else
+    operator    everything: for people with the `nats` command
+
+Every user receives replies on its own inbox `_INBOX_<user>.>` only. An upstream may not create consumers: a consumer
+chooses the subject it delivers to, which would get around its permissions. It subscribes to its results or fetches a
+stored one with `$JS.API.DIRECT.GET.MOTET_RESULTS.<subject>`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from shared import subjects
+
+DEFAULT_TENANT = "default"
+OPERATOR = "operator"
+_TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """The subjects one user may publish and subscribe to. `responds`: it may also answer requests it received."""
+
+    publish: tuple[str, ...] = ()
+    subscribe: tuple[str, ...] = ()
+    responds: bool = False
+
+
+def _read(stream: str) -> tuple[str, ...]:
+    """Look into and consume a stream."""
+    return (
+        f"$JS.API.STREAM.INFO.{stream}",
+        f"$JS.API.STREAM.MSG.GET.{stream}",
+        f"$JS.API.DIRECT.GET.{stream}",
+        f"$JS.API.DIRECT.GET.{stream}.>",
+        f"$JS.API.CONSUMER.CREATE.{stream}",
+        f"$JS.API.CONSUMER.CREATE.{stream}.>",
+        f"$JS.API.CONSUMER.INFO.{stream}.*",
+        f"$JS.API.CONSUMER.DELETE.{stream}.*",
+        f"$JS.FC.{stream}.>",
+    )
+
+
+def _pull(stream: str) -> tuple[str, ...]:
+    """Also fetch from and acknowledge to a durable consumer."""
+    return (
+        *_read(stream),
+        f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.*",
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
+        f"$JS.ACK.{stream}.>",
+    )
+
+
+def _kv_read(bucket: str) -> tuple[str, ...]:
+    return _read(f"KV_{bucket}")
+
+
+def _store_read(bucket: str) -> tuple[str, ...]:
+    return (*_read(f"OBJ_{bucket}"), "$JS.API.STREAM.NAMES")  # the client looks the bucket's stream up by subject
+
+
+def _store_write(bucket: str) -> tuple[str, ...]:
+    stream = f"OBJ_{bucket}"
+    return (*_store_read(bucket), f"$O.{bucket}.>", f"$JS.API.STREAM.PURGE.{stream}")
+
+
+def _provision() -> tuple[str, ...]:
+    streams = (
+        subjects.STREAM_REQUESTS,
+        subjects.STREAM_RESULTS,
+        subjects.STREAM_DEAD,
+        f"KV_{subjects.KV_ADAPTERS}",
+        f"KV_{subjects.KV_LEASES}",
+        f"OBJ_{subjects.BLOBS}",
+        f"OBJ_{subjects.UPLOADS}",
+    )
+    verbs = ("INFO", "CREATE", "UPDATE")
+    return tuple(f"$JS.API.STREAM.{verb}.{stream}" for stream in streams for verb in verbs)
+
+
+SERVICES: dict[str, Grant] = {
+    "gateway": Grant(
+        publish=(
+            subjects.SUBMIT,
+            subjects.SCHEDULER_STATUS,
+            subjects.OUTCOME,
+            subjects.registry("*"),
+            subjects.control("*"),
+            subjects.results("*", "*"),
+            subjects.tokens("*", "*"),
+            subjects.dead("*"),
+            f"$KV.{subjects.KV_LEASES}.gateway.*",
+            *_kv_read(subjects.KV_LEASES),
+            *_kv_read(subjects.KV_ADAPTERS),
+            *_store_write(subjects.UPLOADS),
+            *_pull(subjects.STREAM_REQUESTS),
+            # Has this request got its result already? Asked before a redelivered one is run again.
+            f"$JS.API.STREAM.MSG.GET.{subjects.STREAM_RESULTS}",
+            f"$JS.API.DIRECT.GET.{subjects.STREAM_RESULTS}.>",
+            f"$JS.API.STREAM.INFO.{subjects.STREAM_RESULTS}",
+        ),
+        subscribe=(subjects.STREAMS, subjects.WORKER_STATES),
+    ),
+    "scheduler": Grant(
+        publish=(subjects.PREDICT, subjects.assign("*"), subjects.control("*"), *_kv_read(subjects.KV_LEASES)),
+        subscribe=(subjects.SUBMIT, subjects.SCHEDULER_STATUS, subjects.OUTCOME, subjects.WORKER_STATES, "$SRV.>"),
+        responds=True,
+    ),
+    "predictor": Grant(subscribe=(subjects.PREDICT, subjects.OUTCOME, "$SRV.>"), responds=True),
+    "registry": Grant(
+        publish=(
+            "$JS.API.INFO",
+            *_provision(),
+            subjects.control("*"),
+            f"$KV.{subjects.KV_ADAPTERS}.>",
+            *_kv_read(subjects.KV_ADAPTERS),
+            *_kv_read(subjects.KV_LEASES),
+            *_store_write(subjects.BLOBS),
+            *_store_write(subjects.UPLOADS),
+        ),
+        subscribe=(subjects.registry("*"), subjects.WORKER_STATES, "$SRV.>"),
+        responds=True,
+    ),
+    "worker": Grant(
+        publish=(
+            subjects.STREAMS,
+            subjects.WORKER_STATES,
+            f"$KV.{subjects.KV_LEASES}.worker.*",
+            *_kv_read(subjects.KV_LEASES),
+            *_kv_read(subjects.KV_ADAPTERS),
+            *_store_read(subjects.BLOBS),
+        ),
+        subscribe=(subjects.assign("*"), subjects.control("*"), "$SRV.>"),
+        responds=True,
+    ),
+}
+
+
+def _upstream(tenant: str) -> Grant:
+    results, dead = subjects.results(tenant, "*"), subjects.dead(tenant)
+    return Grant(
+        publish=(
+            subjects.requests(tenant),
+            f"$JS.API.DIRECT.GET.{subjects.STREAM_RESULTS}.{results}",
+            f"$JS.API.DIRECT.GET.{subjects.STREAM_DEAD}.{dead}",
+        ),
+        subscribe=(results, subjects.tokens(tenant, "*"), dead),
+    )
+
+
+def upstream_user(tenant: str) -> str:
+    """The bus user that publishes for `tenant`: `upstream` for the default one, `upstream-<tenant>` for others."""
+    return "upstream" if tenant == DEFAULT_TENANT else f"upstream-{tenant}"
+
+
+def grants(tenants: Iterable[str] = (DEFAULT_TENANT,)) -> dict[str, Grant]:
+    """Every user and what it may do. Raises ValueError for a tenant name that could not be one word of a subject."""
+    users = dict(SERVICES)
+    for tenant in tenants:
+        if not _TENANT.fullmatch(tenant):
+            raise ValueError(f"tenant {tenant!r}: letters, digits, '_' and '-' only, at most 64")
+        users[upstream_user(tenant)] = _upstream(tenant)
+    users[OPERATOR] = Grant(publish=(">",), subscribe=(">",))
+    return users
+
+
+def password_file(directory: Path, user: str) -> Path:
+    """Where the password of `user` is kept."""
+    return directory / f"{user}.password"
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, replacing it in one step."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as sink:
+        sink.write(text)
+    fresh.replace(path)
+
+
+def authorization(directory: Path, tenants: Iterable[str] = (DEFAULT_TENANT,)) -> str:
+    """The `authorization` block of the server's configuration.
+
+    Passwords are kept one per file (mode 0600) in `directory`: those that exist stay, so that systems which publish
+    keep working over a restart; missing ones are drawn.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    users = []
+    for user, grant in grants(tenants).items():
+        secret = password_file(directory, user)
+        if not secret.exists():
+            write_private(secret, secrets.token_urlsafe(32) + "\n")
+        users.append(_entry(user, secret.read_text().strip(), grant))
+    return "authorization {\n  users: [\n" + "\n".join(users) + "\n  ]\n}\n"
+
+
+def _entry(user: str, password: str, grant: Grant) -> str:
+    quoted = {key: [json.dumps(s) for s in subs] for key, subs in (("p", grant.publish), ("s", grant.subscribe))}
+    inbox = json.dumps(f"_INBOX_{user}.>")
+    # An empty allow list would mean "everything", so a user that only answers is denied explicitly.
+    publish = f"allow: [{', '.join(quoted['p'])}]" if grant.publish else 'deny: ">"'
+    # An answer may take as long as the registry's download of an adapter.
+    responses = ', allow_responses: { max: 1, expires: "15m" }' if grant.responds else ""
+    return (
+        f"    {{ user: {json.dumps(user)}, password: {json.dumps(password)}, permissions: {{\n"
+        f"      publish: {{ {publish} }}\n"
+        f"      subscribe: {{ allow: [{', '.join([*quoted['s'], inbox])}] }}{responses}\n    }} }}"
+    )
+
+
+def write_server_config(
+    out: Path, *, tenants: Iterable[str] = (DEFAULT_TENANT,), store_dir: str, listen: str, monitor: str
+) -> Path:
+    """A whole `nats.conf` for a server that runs elsewhere (a container), and the password files beside it.
+
+    `listen` and `monitor` are host:port of the clients' and the health endpoint; returns the configuration's path.
+    """
+    text = authorization(out, tenants)
+    config = out / "nats.conf"
+    write_private(
+        config,
+        f"listen: {json.dumps(listen)}\nhttp: {json.dumps(monitor)}\n"
+        f"jetstream {{ store_dir: {json.dumps(store_dir)} }}\n"
+        f"max_payload: 8MB\nmax_pending: 256MB\nwrite_deadline: 10s\n{text}",
+    )
+    return config

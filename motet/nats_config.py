@@ -1,0 +1,44 @@
+"""`motet nats-config`: the bus's users, permissions and passwords for a NATS server that is not the embedded one."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import click
+
+from motet import credentials
+
+READABLE_IN_CONTAINERS = 0o644
+
+
+@click.command("nats-config")
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Directory to write to.")
+@click.option("--listen", default="0.0.0.0:4222", show_default=True, help="Where the server listens for clients.")
+@click.option("--monitor", default="0.0.0.0:8222", show_default=True, help="Where it answers health checks.")
+@click.option("--store-dir", default="/data/jetstream", show_default=True, help="Where it keeps JetStream's files.")
+@click.option("--tenant", "tenants", multiple=True, default=("default",), show_default=True, help="Tenant that may publish.")
+def nats_config(out: Path, listen: str, monitor: str, store_dir: str, tenants: tuple[str, ...]) -> None:
+    """Write nats.conf and one password file per user; existing passwords stay.
+
+    Every service gets a user of its own that may only do its own work on the bus; `upstream` may publish durable
+    requests and read their results; `operator` may do everything. Only you can enter the directory; the files in it can
+    be read by a container's own user once they are mounted there.
+
+    \b
+      motet nats-config --out compose/secrets
+      nats-server -c compose/secrets/nats.conf
+      motet up --model ... --nats-url nats://bus:4222 --credentials compose/secrets
+    """
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        config = credentials.write_server_config(out, tenants=tenants, store_dir=store_dir, listen=listen, monitor=monitor)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    grafana = credentials.password_file(out, "grafana")
+    if not grafana.exists():
+        credentials.write_private(grafana, secrets.token_urlsafe(32) + "\n")
+    if not out.stat().st_mode & 0o077:
+        for path in (config, grafana, *(credentials.password_file(out, user) for user in credentials.grants(tenants))):
+            path.chmod(READABLE_IN_CONTAINERS)
+    click.echo(f"{config}\n{len(credentials.grants(tenants))} users, passwords in {out}/<user>.password")

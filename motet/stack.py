@@ -1,0 +1,242 @@
+"""The local stack: which processes it has, how they are told about each other, where their data lies.
+
+    nats -+-> registry -+-> gateway-1.., scheduler-1.., predictor
+          +-> worker-1..     (slowest to start and needs nothing but NATS, so it starts beside the registry)
+
+    data directory:  lock  stack.json  credentials/<user>.password  nats/  logs/<child>.log  adapters/<worker>/
+
+Drained in the order gateway, worker, the others, NATS: what comes in stops first, what carries the rest stops last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from motet import credentials
+from motet.nats_server import NatsServer
+from motet.process import Child, NatsProcess, ServiceProcess, ServiceSpec, free_port
+from motet.supervisor import State, Supervisor, Watcher
+from shared.config import BusConfig, ConfigError
+
+STOP_RANK = {"gateway": 0, "worker": 1, "scheduler": 2, "predictor": 2, "registry": 2, "nats": 3}
+DRAIN_MARGIN_S = 5.0  # a service ends its own drain; this is for the rest of its shutdown
+
+
+class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `motet up` was asked for. `model` and `adapters_dir` are local directories by now."""
+
+    model: str
+    served_model_name: str
+    data_dir: Path
+    adapters_dir: str = ""
+    adapter_roots: tuple[str, ...] = ()  # where adapters may be registered from by path, besides adapters_dir
+    workers: int = 1
+    gateways: int = 1
+    schedulers: int = 1
+    threads: int = 0  # per worker; 0 shares the cores
+    host: str = "127.0.0.1"
+    port: int = 8000
+    nats_port: int = 0  # of the embedded server; 0 for a free one
+    bus: BusConfig | None = None  # an existing NATS instead of an embedded one
+    credentials_dir: Path | None = None  # per-service passwords for it
+    tenants: tuple[str, ...] = (credentials.DEFAULT_TENANT,)
+    drain_s: float = 20.0
+
+
+class StackFacts(msgspec.Struct, kw_only=True):
+    """`stack.json`: where everything is, for tools and tests. Holds no secrets."""
+
+    pid: int
+    urls: list[str]
+    nats_url: str
+    model: str
+    credentials_dir: str
+    ready: bool
+    services: dict[str, dict[str, Any]]
+
+
+class Stack:
+    """One running stack. `await start()`, then `await failed()` or stop it; `await stop()` always, also after a failure."""
+
+    def __init__(self, options: StackOptions, watcher: Watcher, *, echo: Callable[[str, bytes], None] | None = None) -> None:
+        self.options = options
+        self._watcher, self._echo = watcher, echo
+        self.data_dir = options.data_dir.resolve()
+        self.credentials_dir = options.credentials_dir or self.data_dir / "credentials"
+        self._lock: IO[str] | None = None
+        self._nats: NatsServer | None = None
+        self._children: list[Child] = []
+        self._supervisor: Supervisor | None = None
+        self._ready = False
+        self.urls: list[str] = []
+
+    @property
+    def nats_url(self) -> str:
+        """Where the bus is; known once the stack has started."""
+        if self._nats is not None:
+            return self._nats.url
+        return self.options.bus.nats_url if self.options.bus is not None else ""
+
+    def names(self) -> list[str]:
+        """The children, in the order in which they start."""
+        o = self.options
+        copies = {"worker": o.workers, "scheduler": o.schedulers, "gateway": o.gateways}
+        names = ["registry", "predictor", *(f"{kind}-{i + 1}" for kind, count in copies.items() for i in range(count))]
+        return [*(["nats"] if o.bus is None else []), *names]
+
+    async def start(self) -> None:
+        """Start everything and wait until it is ready. Raises ConfigError, NatsStartError or supervisor.StartFailed."""
+        self._take_lock()
+        ports = [
+            self.options.port + i if self.options.port else free_port(self.options.host) for i in range(self.options.gateways)
+        ]
+        shown = "127.0.0.1" if self.options.host in ("0.0.0.0", "::") else self.options.host
+        for port in ports:
+            _refuse_taken(self.options.host, port)
+        self.urls = [f"http://{shown}:{port}" for port in ports]
+        if self.options.bus is None:
+            text = credentials.authorization(self.credentials_dir, self.options.tenants)
+            log = self.data_dir / "logs" / "nats.log"
+            self._nats = NatsServer(self.data_dir / "nats", config_text=text, log_path=log, port=self.options.nats_port or -1)
+            self._children.append(NatsProcess(self._nats, stop_rank=STOP_RANK["nats"]))
+        for name in self.names():
+            kind = name.split("-")[0]
+            if kind != "nats":
+                self._children.append(self._service(kind, name, ports))
+        self._supervisor = Supervisor(self._children, self)
+        await self._supervisor.start()
+        self._ready = True
+        self._write_facts()
+
+    async def failed(self) -> None:
+        """Wait as long as the children are looked after."""
+        if self._supervisor is not None:
+            await self._supervisor.failed()
+
+    def hurry(self) -> None:
+        """Cut the drain short."""
+        if self._supervisor is not None:
+            self._supervisor.hurry()
+
+    async def stop(self) -> None:
+        """Drain and stop everything, let go of the data directory. Never raises."""
+        if self._supervisor is not None:
+            await self._supervisor.stop(drain_s=self.options.drain_s + DRAIN_MARGIN_S)
+        if self._lock is not None:
+            (self.data_dir / "stack.json").unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+    def changed(self, name: str, state: State, note: str) -> None:
+        """Called by the supervisor."""
+        if state in ("ready", "restarting"):
+            self._write_facts()
+        self._watcher.changed(name, state, note)
+
+    def _take_lock(self) -> None:
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (self.data_dir / "lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise ConfigError(
+                f"--data-dir: a stack already runs in {self.data_dir} (process {holder}); stop it or choose another directory"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        self._lock = lock
+
+    def _service(self, kind: str, name: str, ports: list[int]) -> ServiceProcess:
+        o = self.options
+        flags: list[str] = ["--drain-s", f"{o.drain_s:g}"]
+        env: dict[str, str] = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        if o.bus is None:  # ids that stay over a restart; on a shared server they could meet another stack's
+            flags += ["--instance-id", name]
+        if kind in ("registry", "worker", "gateway"):
+            flags += ["--model", o.model, "--served-model-name", o.served_model_name]
+        if kind == "registry":
+            roots = [root for root in (o.adapters_dir, *o.adapter_roots) if root]
+            flags += ["--adapters-dir", o.adapters_dir, "--adapter-roots", ",".join(roots)]
+        if kind == "gateway":
+            flags += ["--host", o.host, "--port", str(ports[int(name.rsplit("-", 1)[1]) - 1])]
+        if kind == "worker":
+            threads = o.threads or max(1, len(os.sched_getaffinity(0)) // o.workers)
+            env["OMP_NUM_THREADS"] = str(threads)
+            flags += ["--threads", str(threads), "--adapter-cache-dir", str(self.data_dir / "adapters" / name)]
+
+        def argv(ops_port: int) -> list[str]:
+            bus = self._bus_flags(kind)
+            return [sys.executable, "-m", "motet", kind, *flags, *bus, "--ops-port", str(ops_port)]
+
+        before: tuple[str, ...] = ("nats",) if o.bus is None else ()
+        if kind not in ("registry", "worker"):
+            before = ("registry",)
+        spec = ServiceSpec(name=name, argv=argv, env=env, after=before, stop_rank=STOP_RANK[kind])
+        return ServiceProcess(spec, self.data_dir / "logs", echo=self._echo)
+
+    def _bus_flags(self, kind: str) -> list[str]:
+        """How a service of this kind reaches NATS. Secrets go by file."""
+        given = self.options.bus or BusConfig()
+        user, password_file = given.nats_user, given.nats_password_file
+        if self.options.bus is None or self.options.credentials_dir is not None:
+            user, password_file = kind, str(credentials.password_file(self.credentials_dir, kind))
+        values = {
+            "url": self.nats_url,
+            "user": user,
+            "password-file": password_file,
+            "creds": given.nats_creds,
+            "replicas": str(given.nats_replicas),
+        }  # all of them, so that no variable of the environment slips in
+        return [word for name, value in values.items() for word in (f"--nats-{name}", value)]
+
+    def _write_facts(self) -> None:
+        restarts = self._supervisor.restarts if self._supervisor is not None else {}
+        services = {
+            child.name: {"pid": child.pid, "restarts": restarts.get(child.name, 0)}
+            | ({"ops_url": child.ops_url} if isinstance(child, ServiceProcess) else {})
+            for child in self._children
+        }
+        facts = StackFacts(
+            pid=os.getpid(),
+            urls=self.urls,
+            nats_url=self.nats_url,
+            model=self.options.served_model_name,
+            credentials_dir=str(self.credentials_dir),
+            ready=self._ready,
+            services=services,
+        )
+        with contextlib.suppress(OSError):  # a full disk must not end the stack
+            credentials.write_private(
+                self.data_dir / "stack.json", msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n"
+            )
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    """Raises ConfigError when somebody listens there already: clearer than a gateway that cannot start."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"--port: cannot listen on {host}:{port}: {error.strerror}; --port 0 takes a free one") from None
+
+
+def read_facts(data_dir: Path) -> StackFacts | None:
+    """What the stack in `data_dir` says of itself, None when there is none."""
+    try:
+        return msgspec.json.decode((data_dir / "stack.json").read_bytes(), type=StackFacts)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,140 @@
+"""`motet chat` and `motet complete`: tokens on the terminal as they are drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import click
+import orjson
+
+from motet.client import Client
+from shared.clock import now_s
+
+
+def connection(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The option that says which gateway to talk to."""
+    return click.option(
+        "--url", default="http://127.0.0.1:8000", envvar="MOTET_URL", show_default=True, help="The gateway (or MOTET_URL)."
+    )(command)
+
+
+def sampling(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of both commands that say who answers and how."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON instead of streaming it."),
+        click.option("--seed", type=int, help="Makes a sampled answer repeatable."),
+        click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy."),
+        click.option("--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Longest answer."),
+        click.option("--model", default="", help="An adapter, the base model, or base:adapter.  [default: the base model]"),
+        connection,
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@sampling
+@click.option("--system", default="", help="A system message.")
+@click.argument("message", required=False)
+def chat(message: str | None, system: str, as_json: bool, url: str, **settings: Any) -> None:
+    """Chat with an adapter or the base model.
+
+    With MESSAGE it answers that and ends; without, it reads lines: a conversation that /new forgets and Ctrl-D ends.
+
+    \b
+      motet chat --model upper-case "hello there"
+      motet chat --system "Answer in one word."
+      motet chat --model rot13 --json "hello there" | jq -r .choices[0].message.content
+    """
+    history = [{"role": "system", "content": system}] if system else []
+
+    async def talk() -> None:
+        async with Client(url) as client:
+            body = await _body(client, settings)
+            if message is not None:
+                await _turn(client, body, [*history, {"role": "user", "content": message}], as_json)
+                return
+            turns = list(history)
+            async for line in _lines(f"{body['model']}> "):
+                if line == "/new":
+                    turns = list(history)
+                elif line:
+                    turns.append({"role": "user", "content": line})
+                    turns.append({"role": "assistant", "content": await _turn(client, body, turns, as_json)})
+
+    asyncio.run(talk())
+
+
+@click.command()
+@sampling
+@click.argument("prompt")
+def complete(prompt: str, as_json: bool, url: str, **settings: Any) -> None:
+    """Complete PROMPT, taken as it is (no chat template).
+
+    \b
+      motet complete "Once upon a time"
+      motet complete --model upper-case "hello there"$'\\n'
+    """
+
+    async def talk() -> None:
+        async with Client(url) as client:
+            body = await _body(client, settings) | {"prompt": prompt}
+            if as_json:
+                _print_json(await client.call("POST", "/v1/completions", json=body))
+            else:
+                await _show(client.events("/v1/completions", body), lambda choice: choice.get("text"))
+
+    asyncio.run(talk())
+
+
+async def _body(client: Client, settings: dict[str, Any]) -> dict[str, Any]:
+    body = {name: value for name, value in settings.items() if value not in (None, "")}
+    if "model" not in body:
+        body["model"] = next(card["id"] for card in await client.models() if not card.get("parent"))
+    return body
+
+
+async def _turn(client: Client, body: dict[str, Any], messages: list[dict[str, str]], as_json: bool) -> str:
+    path, body = "/v1/chat/completions", body | {"messages": messages}
+    if not as_json:
+        return await _show(client.events(path, body), lambda choice: choice["delta"].get("content"))
+    answer = await client.call("POST", path, json=body)
+    _print_json(answer)
+    return str(answer["choices"][0]["message"]["content"])
+
+
+async def _show(events: AsyncIterator[dict[str, Any]], text_of: Callable[[dict[str, Any]], str | None]) -> str:
+    """Write the pieces as they come; on a terminal followed by how fast they came. Returns the whole text."""
+    began, first_at, pieces = now_s(), 0.0, []
+    async for event in events:
+        for choice in event["choices"]:
+            if piece := text_of(choice):
+                first_at = first_at or now_s()
+                pieces.append(piece)
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if sys.stderr.isatty() and first_at:
+        click.echo(
+            click.style(f"first token {1000 * (first_at - began):.0f} ms, all {now_s() - began:.2f} s", dim=True), err=True
+        )
+    return "".join(pieces)
+
+
+async def _lines(prompt: str) -> AsyncIterator[str]:
+    """Lines of the standard input until it ends."""
+    while True:
+        if sys.stdin.isatty():
+            print(prompt, end="", file=sys.stderr, flush=True)
+        line = await asyncio.to_thread(sys.stdin.readline)
+        if not line:
+            return
+        yield line.rstrip("\n")
+
+
+def _print_json(value: Any) -> None:
+    click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())

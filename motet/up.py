@@ -1,0 +1,191 @@
+"""`motet up`: the whole mesh on this machine, supervised until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from motet.client import ApiError, Client
+from motet.nats_server import NatsStartError
+from motet.progress import Progress
+from motet.stack import Stack, StackOptions
+from motet.supervisor import StartFailed
+from shared.config import BusConfig, ConfigError
+from shared.hub import resolve_model
+
+BUS_FLAGS = tuple(field.name for field in msgspec.structs.fields(BusConfig))
+
+
+def _directory(**more: Any) -> click.Path:
+    return click.Path(file_okay=False, path_type=Path, **more)
+
+
+@click.command()
+@click.option("--model", required=True, help="Base model: a local directory in Hugging Face format, or a Hugging Face id.")
+@click.option("--served-model-name", default="", help="The base model's name in requests.  [default: last part of --model]")
+@click.option(
+    "--adapters-dir", default="", type=_directory(exists=True), help="Directory of PEFT adapters to register at the start."
+)
+@click.option(
+    "--adapter-root",
+    "adapter_roots",
+    multiple=True,
+    type=_directory(exists=True),
+    help="Directory below which adapters may also be loaded by path (repeatable).",
+)
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers; they share the cores.")
+@click.option(
+    "--gateways", default=1, show_default=True, type=click.IntRange(1, 64), help="Gateways: on --port, --port + 1, ..."
+)
+@click.option("--schedulers", default=1, show_default=True, type=click.IntRange(1, 16), help="Schedulers.")
+@click.option("--threads", default=0, type=click.IntRange(0), help="CPU threads per worker.  [default: cores / workers]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address the gateways listen on.")
+@click.option(
+    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port of the first gateway; 0 for any."
+)
+@click.option(
+    "--data-dir",
+    default=".motet",
+    show_default=True,
+    envvar="MOTET_DATA_DIR",
+    type=_directory(),
+    help="Adapters, durable requests, credentials and logs; kept between runs.",
+)
+@click.option(
+    "--tenant", "tenants", multiple=True, default=("default",), show_default=True, help="Tenant that may publish over NATS."
+)
+@click.option("--nats-port", default=0, type=click.IntRange(0, 65535), help="Port of the embedded NATS server.  [default: any]")
+@click.option("--nats-url", default="", help="An existing NATS server or cluster instead of the embedded one.")
+@click.option("--nats-user", default="", help="For --nats-url: one user for all services.")
+@click.option("--nats-password-file", default="", help="For --nats-user: the file with its password.")
+@click.option("--nats-creds", default="", help="For --nats-url: a .creds file for all services.")
+@click.option(
+    "--nats-replicas", default=1, type=click.IntRange(1, 5), help="For a NATS cluster: replicas of streams and buckets."
+)
+@click.option(
+    "--credentials",
+    "credentials_dir",
+    type=_directory(exists=True),
+    help="For --nats-url: one password per service, as `motet nats-config` writes them.",
+)
+@click.option(
+    "--drain-s", default=20.0, show_default=True, type=click.FloatRange(0), help="Seconds running requests get at a stop."
+)
+@click.option("--verbose", is_flag=True, help="Show the services' logs here as well.")
+def up(verbose: bool, **given: Any) -> None:
+    """Start the whole mesh on this machine and keep it running until Ctrl-C.
+
+    NATS, registry, predictor, schedulers, workers and gateways are processes of their own. One that crashes is started
+    again. Ctrl-C (or SIGTERM) lets running requests finish; a second Ctrl-C does not wait for them.
+
+    \b
+      motet up --model examples/demo/model --adapters-dir examples/demo/adapters
+      motet up --model Qwen/Qwen3-0.6B --workers 2
+      motet up --model ./llama --nats-url nats://bus:4222 --credentials ./secrets
+
+    Options of the single services (see `motet worker --help`) are set for the stack through their variables:
+
+    \b
+      MOTET_MAX_RUNNING=128 motet up --model ...
+    """
+    try:
+        options = stack_options(**given)
+    except (ConfigError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    sys.exit(asyncio.run(run(options, verbose=verbose)))
+
+
+def stack_options(model: str, served_model_name: str, nats_url: str, **given: Any) -> StackOptions:
+    """The options of a stack from the flags of `motet up`; downloads a model given by its hub id. Raises ConfigError."""
+    bus_flags = {name: given.pop(name) for name in BUS_FLAGS if name in given}
+    if not nats_url and (any(bus_flags[name] for name in bus_flags if name != "nats_replicas") or given.get("credentials_dir")):
+        raise ConfigError("--nats-user, --nats-creds and --credentials belong to --nats-url")
+    given["adapters_dir"] = str(Path(given["adapters_dir"]).resolve()) if given.get("adapters_dir") else ""
+    given["adapter_roots"] = tuple(str(Path(root).resolve()) for root in given.get("adapter_roots", ()))
+    return StackOptions(
+        model=str(Path(resolve_model(model)).resolve()),
+        served_model_name=served_model_name or Path(model.rstrip("/")).name,
+        bus=BusConfig(nats_url=nats_url, **bus_flags) if nats_url else None,
+        **given,
+    )
+
+
+async def run(options: StackOptions, *, verbose: bool = False) -> int:
+    """Run a stack until a signal or a failure; returns the exit status."""
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    progress = Progress()
+    stack = Stack(options, progress, echo=_echo if verbose else None)
+
+    def on_signal() -> None:
+        if told.is_set():
+            progress.line("stopping now")
+            stack.hurry()
+        told.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        async with progress:
+            progress.expect(stack.names())
+            await _or_told(stack.start(), told)
+        if not told.is_set():
+            progress.line(await summary(stack))
+            await _or_told(stack.failed(), told)
+        progress.line("draining; Ctrl-C again to stop at once")
+        return 0
+    except (ConfigError, NatsStartError, StartFailed) as error:
+        progress.line(f"motet up: {error}")
+        return 1
+    finally:
+        await stack.stop()
+        progress.line("stopped")
+
+
+async def _or_told(work: Any, told: asyncio.Event) -> None:
+    """Wait for `work` or the signal, whichever comes first; what `work` raises is raised."""
+    working, waiting = asyncio.ensure_future(work), asyncio.create_task(told.wait())
+    done, _ = await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if working not in done:
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+    else:
+        await working
+
+
+def _echo(name: str, data: bytes) -> None:
+    for line in data.decode(errors="replace").splitlines():
+        print(f"{name:<12} | {line}", file=sys.stderr, flush=True)
+
+
+async def summary(stack: Stack) -> str:
+    """What to do next, for people: the URL, and a command that works as it stands."""
+    base, url = stack.options.served_model_name, stack.urls[0]
+    try:
+        async with Client(url) as client:
+            adapters = [card["id"] for card in await client.models() if card.get("parent")]
+    except ApiError:
+        adapters = []
+    model = "upper-case" if "upper-case" in adapters else min(adapters, default=base)
+    body = {"model": model, "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 64, "stream": True}
+    return f"""ready: {base} with {len(adapters)} adapters
+
+  {url}/v1
+
+  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d {shlex.quote(json.dumps(body))}
+
+  NATS {stack.nats_url} (user upstream, password in {stack.credentials_dir / "upstream.password"})
+  logs in {stack.data_dir / "logs"}; Ctrl-C drains and stops.
+"""

@@ -1,0 +1,109 @@
+"""Which adapters sit on the device: slots and bytes, reference counts, least recently used leaves first.
+
+A slot holds one adapter version. It is *used* while running sequences hold it and *idle* after; only idle ones are
+evicted, the one released longest ago first. Sizes are what the adapter occupies on the device, its own rank and no more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Grant:
+    """A slot to run on. `load`: the adapter's weights must be copied in first, after the `evicted` ones have gone."""
+
+    slot: int
+    load: bool = False
+    evicted: list[tuple[str, int]] = field(default_factory=list)  # (digest, slot)
+
+
+@dataclass(slots=True)
+class _Resident:
+    slot: int
+    size_bytes: int
+    users: int
+
+
+class AdapterSlots:
+    """Accounting of `slots` slots and `bytes_total` bytes. Keys are adapter digests."""
+
+    def __init__(self, slots: int, bytes_total: int) -> None:
+        self.slots = slots
+        self.bytes_total = bytes_total
+        self.bytes_free = bytes_total
+        self._residents: dict[str, _Resident] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        self._idle_bytes = 0
+        self._free_slots = list(range(slots - 1, -1, -1))
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._residents
+
+    def digests(self) -> list[str]:
+        """Everything on the device."""
+        return list(self._residents)
+
+    def users(self, digest: str) -> int:
+        """How many sequences hold it; 0 also when it is not here."""
+        resident = self._residents.get(digest)
+        return resident.users if resident else 0
+
+    def fits(self, size_bytes: int, *, evicting: bool = True) -> bool:
+        """Whether a new adapter of this size could come in now."""
+        if evicting:
+            has_slot = bool(self._free_slots or self._idle)
+            return has_slot and size_bytes <= self.bytes_free + self._idle_bytes
+        return bool(self._free_slots) and size_bytes <= self.bytes_free
+
+    def acquire(self, digest: str, size_bytes: int) -> Grant | None:
+        """One more user. None if it is not here and cannot come without taking a slot or bytes from a used one."""
+        resident = self._residents.get(digest)
+        if resident is not None:
+            if not resident.users:
+                del self._idle[digest]
+                self._idle_bytes -= resident.size_bytes
+            resident.users += 1
+            return Grant(resident.slot)
+        if not self.fits(size_bytes):
+            return None
+        evicted: list[tuple[str, int]] = []
+        while not self._free_slots or size_bytes > self.bytes_free:
+            oldest = next(iter(self._idle))
+            evicted.append((oldest, self.drop(oldest)))
+        slot = self._free_slots.pop()
+        self._residents[digest] = _Resident(slot, size_bytes, users=1)
+        self.bytes_free -= size_bytes
+        return Grant(slot, load=True, evicted=evicted)
+
+    def release(self, digest: str) -> None:
+        """One user less; without users it stays until its place is needed."""
+        resident = self._residents[digest]
+        resident.users -= 1
+        if not resident.users:
+            self._idle[digest] = None
+            self._idle_bytes += resident.size_bytes
+
+    def drop(self, digest: str) -> int:
+        """Take an idle adapter off the device; returns the slot that is free now."""
+        if self._residents[digest].users:
+            raise ValueError(f"adapter {digest} is in use")
+        resident = self._residents.pop(digest)
+        del self._idle[digest]
+        self._idle_bytes -= resident.size_bytes
+        self.bytes_free += resident.size_bytes
+        self._free_slots.append(resident.slot)
+        return resident.slot
+
+    def check(self, users: Mapping[str, int]) -> None:
+        """Assert that slots, bytes and reference counts add up; `users` maps each used digest to its sequences."""
+        used = {digest: resident.users for digest, resident in self._residents.items() if resident.users}
+        assert used == dict(users), f"reference counts {used} differ from the sequences' {dict(users)}"
+        slots = sorted([*self._free_slots, *(resident.slot for resident in self._residents.values())])
+        assert slots == list(range(self.slots)), "a slot is lost or taken twice"
+        held = sum(resident.size_bytes for resident in self._residents.values())
+        assert self.bytes_free == self.bytes_total - held >= 0, "bytes do not add up"
+        assert set(self._idle) == set(self._residents) - set(used), "idle list differs from adapters without users"
+        assert self._idle_bytes == sum(self._residents[digest].size_bytes for digest in self._idle), "idle bytes"

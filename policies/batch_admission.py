@@ -1,0 +1,269 @@
+"""Which sequences compute how many tokens in the next step: continuous batching with chunked prefill.
+
+`decide(state, now_s)` moves sequences between the two lists of its state, books KV blocks and adapter slots for them, and
+returns the plan of one step; `advance(state, plan)` is called when the step has run. The rules:
+
+1. Running sequences with one token left to compute (decodes) go first, one row each, in order of arrival. If one needs a
+   block and none is free, the running sequence that arrived last is preempted: it gives everything back, waits in its
+   place of arrival, and later recomputes prompt and output (most of it from the prefix cache, if nobody took the blocks).
+2. What is left of `max_step_tokens` goes to prefill chunks of running sequences, again in order of arrival.
+3. Then waiting sequences come in, first come first served, while seats, tokens and blocks last. Blocks for all known
+   tokens are booked at once, and one block of headroom per running sequence must stay, so that newcomers are not
+   preempted in the next step. A sequence short of *blocks* lets nobody pass.
+4. A sequence whose *adapter* finds no slot lets others pass, `max_bypass` of them; after that only base sequences, which
+   cannot prolong its wait for a slot. Slots held by running sequences come free as those end, so nobody starves.
+
+The sequence that arrived first is never preempted while another one runs, so every step makes progress.
+
+    tokens    |-- cached or computed --|-- scheduled this step --|-- later chunks --|
+              0                     computed          computed + scheduled     len(tokens)
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from policies.adapter_slots import AdapterSlots
+from policies.kv_blocks import KvBlocks, chain_key, root_key
+
+BYPASS_WINDOW = 128
+"""How many waiting sequences are looked at behind one that finds no slot; bounds the work of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmissionLimits:
+    """Counts per step. A decode needs a token of the budget, so no more sequences run than `max_step_tokens`."""
+
+    max_running: int
+    max_step_tokens: int
+    max_bypass: int = 64
+
+    @property
+    def seats(self) -> int:
+        return min(self.max_running, self.max_step_tokens)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """What the policy knows of one request. `tokens` is prompt and output so far, int32."""
+
+    order: int  # of arrival, unique
+    tokens: array[int]
+    adapter: str = ""  # digest, "" for the base
+    adapter_bytes: int = 0  # on the device
+    computed: int = 0  # tokens whose K and V are in the cache
+    scheduled: int = 0  # rows in the step being run
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # chain keys of full blocks known so far
+    published: int = 0  # blocks whose key the cache has been told
+    slot: int = -1  # adapter slot, -1 for the base
+    bypassed: int = 0  # sequences that came in past this one while it found no slot
+    cached_tokens: int = 0  # found in the prefix cache at the last admission
+    admitted_s: float | None = None  # first admission
+
+
+S = TypeVar("S", bound=Sequence)
+
+
+@dataclass(slots=True)
+class AdmissionState(Generic[S]):
+    """All that a decision depends on. `waiting` and `running` are in order of arrival."""
+
+    kv: KvBlocks
+    adapters: AdapterSlots
+    waiting: list[S] = field(default_factory=list)
+    running: list[S] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Plan(Generic[S]):
+    """One step. Every sequence of `decodes` and `prefills` has its `scheduled` rows from `computed` on."""
+
+    decodes: list[S] = field(default_factory=list)
+    prefills: list[S] = field(default_factory=list)
+    admitted: list[S] = field(default_factory=list)  # also in `prefills`
+    preempted: list[S] = field(default_factory=list)
+    grown: list[S] = field(default_factory=list)  # decodes that got one more block
+    evictions: list[tuple[str, int]] = field(default_factory=list)  # (adapter digest, slot), before the loads
+    loads: list[S] = field(default_factory=list)  # whose adapter must be copied to `slot` first
+    tokens: int = 0
+
+
+class BatchAdmission(Generic[S]):
+    """The policy: limits fixed, everything else in the state it is given."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self.limits = limits
+
+    def decide(self, state: AdmissionState[S], now_s: float) -> Plan[S]:
+        """The next step's plan. Changes the state as if the step were already under way."""
+        plan: Plan[S] = Plan()
+        self._schedule_decodes(state, plan)
+        self._schedule_prefills(state, plan)
+        if state.waiting:
+            self._admit(state, plan, now_s)
+        return plan
+
+    def _schedule_decodes(self, state: AdmissionState[S], plan: Plan[S]) -> None:
+        kv = state.kv
+        block_size = kv.block_size
+        for seq in tuple(state.running):
+            if not seq.blocks or len(seq.tokens) - seq.computed != 1:
+                continue  # preempted a moment ago, or still in its prompt
+            if seq.computed == len(seq.blocks) * block_size:
+                # The victim is the last of the running ones: never one that was served before in this loop.
+                while not kv.free and seq.blocks:
+                    _preempt(state, state.running[-1], plan)
+                if not seq.blocks:
+                    continue
+                seq.blocks += kv.allocate(1)
+                plan.grown.append(seq)
+            seq.scheduled = 1
+            plan.decodes.append(seq)
+            if (seq.computed + 1) % block_size == 0:
+                publish_full_blocks(kv, seq, seq.computed + 1)
+        plan.tokens = len(plan.decodes)
+
+    def _schedule_prefills(self, state: AdmissionState[S], plan: Plan[S]) -> None:
+        if len(plan.decodes) == len(state.running):
+            return
+        for seq in state.running:
+            if not seq.scheduled:
+                self._schedule_chunk(state.kv, seq, plan)
+
+    def _schedule_chunk(self, kv: KvBlocks, seq: S, plan: Plan[S]) -> None:
+        seq.scheduled = min(len(seq.tokens) - seq.computed, self.limits.max_step_tokens - plan.tokens)
+        if seq.scheduled:
+            plan.tokens += seq.scheduled
+            plan.prefills.append(seq)
+            publish_full_blocks(kv, seq, seq.computed + seq.scheduled)
+
+    def _admit(self, state: AdmissionState[S], plan: Plan[S], now_s: float) -> None:
+        blocked: list[S] = []
+        index = 0
+        closed = False  # a sequence has been passed often enough: only the base may
+        while (
+            index < len(state.waiting)
+            and len(blocked) < BYPASS_WINDOW
+            and len(state.running) < self.limits.seats
+            and plan.tokens < self.limits.max_step_tokens
+        ):
+            seq = state.waiting[index]
+            if seq.adapter and (closed or not self._has_slot(state, seq)):
+                blocked.append(seq)
+                closed = closed or seq.bypassed >= self.limits.max_bypass
+                index += 1
+                continue
+            if not self._book_blocks(state, seq):
+                return
+            self._book_slot(state, seq, plan)
+            del state.waiting[index]
+            insort(state.running, seq, key=_order)
+            for passed in blocked:
+                passed.bypassed += 1
+            if seq.admitted_s is None:
+                seq.admitted_s = now_s
+            plan.admitted.append(seq)
+            self._schedule_chunk(state.kv, seq, plan)
+
+    @staticmethod
+    def _has_slot(state: AdmissionState[S], seq: S) -> bool:
+        return seq.adapter in state.adapters or state.adapters.fits(seq.adapter_bytes)
+
+    @staticmethod
+    def _book_slot(state: AdmissionState[S], seq: S, plan: Plan[S]) -> None:
+        if not seq.adapter:
+            return
+        grant = state.adapters.acquire(seq.adapter, seq.adapter_bytes)
+        assert grant is not None, "the slot was there a moment ago"
+        seq.slot = grant.slot
+        if grant.load:
+            plan.loads.append(seq)
+            plan.evictions += grant.evicted
+
+    @staticmethod
+    def _book_blocks(state: AdmissionState[S], seq: S) -> bool:
+        """Blocks for every known token, shared ones first. The last token is always computed: its logits are wanted."""
+        kv = state.kv
+        cached: list[int] = []
+        if kv.prefix_cache:
+            reusable = (len(seq.tokens) - 1) // kv.block_size
+            _extend_keys(kv, seq, reusable)
+            cached = kv.match(seq.keys[:reusable])
+        fresh = kv.blocks_for(len(seq.tokens)) - len(cached)
+        if fresh + len(state.running) > kv.free - kv.idle_among(cached):
+            return False
+        kv.take(cached)
+        seq.blocks = cached + kv.allocate(fresh)
+        seq.computed = seq.cached_tokens = len(cached) * kv.block_size
+        seq.published = len(cached)
+        return True
+
+
+def advance(plan: Plan[S]) -> list[S]:
+    """The step has run: its rows are in the KV cache. Returns the sequences with a next token to draw, decodes first."""
+    for seq in plan.decodes:
+        seq.computed += 1
+        seq.scheduled = 0
+    complete = list(plan.decodes)
+    for seq in plan.prefills:
+        seq.computed += seq.scheduled
+        seq.scheduled = 0
+        if seq.computed == len(seq.tokens):
+            complete.append(seq)
+    return complete
+
+
+def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:
+    """Take a sequence out wherever it is and give back what it holds. `spoiled`: its K and V are not to be reused."""
+    if seq.blocks:
+        state.running.remove(seq)
+        _give_back(state, seq, spoiled=spoiled)
+    else:
+        state.waiting.remove(seq)
+
+
+def publish_full_blocks(kv: KvBlocks, seq: Sequence, end: int) -> None:
+    """Tell the cache of the blocks that are full once tokens [0, end) are computed.
+
+    Done when the rows are scheduled and not when they have run: a layer writes all rows' K and V before any row reads,
+    so sequences of the same step share a prompt too.
+    """
+    full = end // kv.block_size
+    if not kv.prefix_cache or full <= seq.published:
+        return
+    _extend_keys(kv, seq, full)
+    for index in range(seq.published, full):
+        kv.publish(seq.blocks[index], seq.keys[index])
+    seq.published = full
+
+
+def _extend_keys(kv: KvBlocks, seq: Sequence, full: int) -> None:
+    keys = seq.keys
+    while len(keys) < full:
+        start = len(keys) * kv.block_size
+        parent = keys[-1] if keys else root_key(seq.adapter)
+        keys.append(chain_key(parent, seq.tokens[start : start + kv.block_size].tobytes()))
+
+
+def _preempt(state: AdmissionState[S], seq: S, plan: Plan[S]) -> None:
+    state.running.remove(seq)
+    _give_back(state, seq)
+    insort(state.waiting, seq, key=_order)
+    plan.preempted.append(seq)
+
+
+def _give_back(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:
+    state.kv.release(seq.blocks, spoiled=spoiled)
+    seq.blocks = []
+    seq.computed = seq.scheduled = seq.published = 0
+    if seq.slot >= 0:
+        state.adapters.release(seq.adapter)
+        seq.slot = -1
+
+
+def _order(seq: Sequence) -> int:
+    return seq.order

@@ -1,0 +1,93 @@
+"""Who may take a request at all: CaraServe's "matching the base LLM, adapter, and GPU memory" and our own limits.
+
+A worker is a candidate when it serves the base model, was heard lately, is not draining, has room in its queue, and can
+hold the request: context length, LoRA rank, KV memory. Workers the owner wants avoided (lost or refused before) are the
+last resort: they are candidates only when nobody else is, so that a worker which came back under its old id can take
+up what it lost.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.cluster_state import ClusterState
+
+Reason = Literal["stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
+PERMANENT: frozenset[Reason] = frozenset({"max_model_len", "kv_memory", "lora_rank"})
+"""Reasons that no waiting changes."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be known of a request to place it. `tokens` counts the prompt and what was produced before a resumption."""
+
+    base_model: str
+    rank: int  # 0 for the base
+    tokens: int
+    tpot_slo_ms: float
+    avoid: tuple[str, ...] = ()  # worker ids: only if nobody else can
+    tried: tuple[str, ...] = ()  # worker ids: not again
+
+
+class Screening(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the workers of a base model are no candidates: how many by their first reason, and the best permanent limits."""
+
+    rejected: dict[Reason, int]
+    longest_context: int = 0  # tokens; the largest that a live worker could take, by context length and KV memory
+    largest_rank: int = 0
+
+
+def candidates(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> NDArray[np.intp]:
+    """Rows of `state.table` that may take the request, in no particular order."""
+    failures = _failures(state, ask, now_s, stale_s)
+    serves = state.table["base"] == state.base_index(ask.base_model)
+    fit = serves & ~np.logical_or.reduce(list(failures.values()))
+    if ask.avoid:
+        preferred = fit.copy()
+        preferred[_rows(state, ask.avoid)] = False
+        if preferred.any():
+            fit = preferred
+    return np.flatnonzero(fit)
+
+
+def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Screening:
+    """The reasons behind an empty `candidates`, counted over the workers that serve the base model."""
+    serves = state.table["base"] == state.base_index(ask.base_model)
+    left = serves.copy()
+    rejected: dict[Reason, int] = {}
+    failures = _failures(state, ask, now_s, stale_s)
+    for reason, failing in failures.items():
+        count = int(np.count_nonzero(left & failing))
+        if count:
+            rejected[reason] = count
+        left &= ~failing
+    live = state.table[serves & ~failures["stale"]]
+    if not len(live):
+        return Screening(rejected=rejected)
+    context = np.minimum(live["max_model_len"], live["kv_blocks_total"] * live["block_size"])
+    return Screening(rejected=rejected, longest_context=int(context.max()), largest_rank=int(live["max_lora_rank"].max()))
+
+
+def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> dict[Reason, NDArray[Any]]:
+    """Per reason, which rows fail; the first reason that applies is the one a person should read."""
+    t = state.table
+    tried = np.zeros(len(t), dtype=bool)
+    if ask.tried:
+        tried[_rows(state, ask.tried)] = True
+    needed = ask.tokens + 1  # room for one new token, or there is nothing to generate
+    return {
+        "stale": t["heard_s"] < now_s - stale_s,
+        "max_model_len": t["max_model_len"] < needed,
+        "kv_memory": t["kv_blocks_total"] * t["block_size"] < needed,
+        "lora_rank": t["max_lora_rank"] < ask.rank,
+        "draining": t["draining"],
+        "tried": tried,
+        "full": t["refusing"] | (t["running"] + t["queued"] >= t["max_requests"]),
+    }
+
+
+def _rows(state: ClusterState, worker_ids: tuple[str, ...]) -> list[int]:
+    return [row for row in map(state.row, worker_ids) if row >= 0]

@@ -1,0 +1,150 @@
+"""Who owns which KV block, and which blocks can be used again.
+
+The cache is `total` blocks of `block_size` tokens. Every block is in exactly one of three places:
+
+    blank   no user, content worthless                 a stack; allocated first
+    idle    no user, content known under a key         oldest first; allocated when no blank is left, and then forgotten
+    held    one or more users (`users[block]` of them)
+
+    allocate: blank|idle -> held      take: idle|held -> held (one more user)      release: held -> idle if keyed, else blank
+
+A key names a *full* block's content: a chain over (adapter digest, all tokens up to the block's end), so equal keys mean
+equal K and V. It starts from the adapter's digest and never from its name: two adapters, or two versions behind one name,
+share nothing. Keys are BLAKE2b and not Python's hash, because tenants choose the tokens and must not be able to collide.
+Only the first of two blocks with equal content is keyed; blocks with a key are never written again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+
+def root_key(adapter_digest: str) -> bytes:
+    """Where the chain of an adapter's sequences starts; "" is the base model."""
+    return blake2b(adapter_digest.encode(), digest_size=16, person=b"motet-kv-root").digest()
+
+
+def chain_key(parent: bytes, tokens: bytes) -> bytes:
+    """The key of a full block from the key before it and its token ids as int32 bytes."""
+    return blake2b(tokens, digest_size=16, key=parent).digest()
+
+
+class KvBlocks:
+    """Block accounting with a prefix cache. Block ids are 0 .. total - 1; all operations are O(blocks touched)."""
+
+    def __init__(self, total: int, block_size: int, *, prefix_cache: bool = True) -> None:
+        if total < 1 or block_size < 1:
+            raise ValueError(f"a KV cache of {total} blocks of {block_size} tokens holds nothing")
+        self.total = total
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self._users = [0] * total
+        self._key_of: list[bytes | None] = [None] * total
+        self._block_of: dict[bytes, int] = {}
+        self._blank = list(range(total - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        """Blocks that `allocate` can hand out, cached ones without users included."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Blocks whose content can be found by key, used or not."""
+        return len(self._block_of)
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks `tokens` tokens occupy."""
+        return -(-tokens // self.block_size)
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """The cached blocks of the longest known beginning of `keys`. Takes none of them yet."""
+        found: list[int] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def idle_among(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` have no user: taking them lowers `free` by so many."""
+        return sum(1 for block in blocks if not self._users[block])
+
+    def take(self, blocks: Iterable[int]) -> None:
+        """One more user for each of these cached blocks."""
+        for block in blocks:
+            if not self._users[block]:
+                del self._idle[block]
+            self._users[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks of unknown content with one user each. The caller has seen that `free` is enough.
+
+        Blank blocks go first, then the cached ones that were released longest ago.
+        """
+        if count > self.free:
+            raise ValueError(f"{count} KV blocks asked for, {self.free} are free")
+        taken: list[int] = []
+        for _ in range(count):
+            if self._blank:
+                block = self._blank.pop()
+            else:
+                block, _ = self._idle.popitem(last=False)
+                self._unkey(block)
+            self._users[block] = 1
+            taken.append(block)
+        return taken
+
+    def publish(self, block: int, key: bytes) -> None:
+        """The held block is full and its content is `key`. Without effect if another block has it already."""
+        if self.prefix_cache and key not in self._block_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def release(self, blocks: Sequence[int], *, spoiled: bool = False) -> None:
+        """One user less for each block of a sequence, given in order. `spoiled`: their content is not to be trusted.
+
+        The sequence's end becomes idle first, so that beginnings, which more sequences share, stay longest.
+        """
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if spoiled:
+                self._unkey(block)
+            if self._users[block]:
+                continue
+            if self._key_of[block] is None:
+                self._blank.append(block)
+            else:
+                self._idle[block] = None
+
+    def forget_all(self) -> None:
+        """Drop every key: what is cached is no longer to be trusted. Users keep their blocks."""
+        self._block_of.clear()
+        self._key_of = [None] * self.total
+        self._blank.extend(self._idle)
+        self._idle.clear()
+
+    def check(self, holders: Iterable[Sequence[int]]) -> None:
+        """Assert that every block is in exactly one place and has as many users as `holders` (block lists) say."""
+        users = [0] * self.total
+        for blocks in holders:
+            assert len(set(blocks)) == len(blocks), f"a sequence holds a block twice: {blocks}"
+            for block in blocks:
+                users[block] += 1
+        assert users == self._users, "reference counts differ from the holders' block lists"
+        unused = sorted([*self._blank, *self._idle])
+        assert unused == [block for block in range(self.total) if not users[block]], "free lists differ from unused blocks"
+        assert all(self._key_of[block] is None for block in self._blank), "a blank block has a key"
+        assert all(self._key_of[block] is not None for block in self._idle), "an idle block has no key"
+        keyed = {key: block for block, key in enumerate(self._key_of) if key is not None}
+        assert keyed == self._block_of, "keys and blocks disagree"
+
+    def _unkey(self, block: int) -> None:
+        key = self._key_of[block]
+        if key is not None:
+            del self._block_of[key]
+            self._key_of[block] = None

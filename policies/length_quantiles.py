@@ -1,0 +1,124 @@
+"""How long will the answer be? Running quantiles of output length, per adapter, over exponentially decayed histograms.
+
+    edges   1 2 3 ... 12 13 15 17 ...   exact for short answers, then about 8% wide
+    a new sample weighs 1, every older one of the same histogram is multiplied by DECAY
+
+An adapter with fewer than MIN_SAMPLES answers from the histogram over all requests. Adapters are bounded: the one that
+was neither updated nor asked for the longest time is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from math import ceil
+
+import msgspec
+import numpy as np
+
+MIN_SAMPLES = 8
+DECAY = 0.996  # half of the weight lies on the last 173 samples
+DEFAULT_TOKENS = 128  # expected length before anything was seen
+MAX_TOKENS = 1 << 20
+_RENORMALISE_AT = 1e12
+
+
+def _edges() -> np.ndarray:
+    edges, edge = [1], 1
+    while edge < MAX_TOKENS:
+        edge = max(edge + 1, ceil(edge * 1.08))
+        edges.append(edge)
+    return np.array(edges, dtype=np.int64)
+
+
+_EDGES = _edges()  # bucket i holds the lengths edges[i] <= n < edges[i + 1]
+_BUCKETS = len(_EDGES) - 1
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """Output length in tokens, clipped to what the request allows. `samples` it rests on; 0 is a mere default."""
+
+    p50_tokens: int
+    p90_tokens: int
+    samples: int
+
+
+class _Histogram:
+    """Decayed counts. Instead of shrinking the old weights, each new one is larger; only ratios matter."""
+
+    __slots__ = ("samples", "token_weight", "weight", "weights")
+
+    def __init__(self) -> None:
+        self.weights = np.zeros(_BUCKETS, dtype=np.float64)
+        self.weight = 1.0  # of the next sample
+        self.token_weight = 0.0  # sum of weight * length, for the mean
+        self.samples = 0
+
+    def add(self, tokens: int) -> None:
+        self.weights[np.searchsorted(_EDGES, tokens, side="right") - 1] += self.weight
+        self.token_weight += self.weight * tokens
+        self.samples += 1
+        self.weight /= DECAY
+        if self.weight > _RENORMALISE_AT:
+            self.weights /= self.weight
+            self.token_weight /= self.weight
+            self.weight = 1.0
+
+    def quantiles(self, shares: tuple[float, ...]) -> list[int]:
+        """The lengths below or at which these shares of the weight lie, interpolated inside a bucket."""
+        upto = np.cumsum(self.weights)
+        out = []
+        for share in shares:
+            target = share * upto[-1]
+            bucket = min(int(np.searchsorted(upto, target)), _BUCKETS - 1)
+            low, last = int(_EDGES[bucket]), int(_EDGES[bucket + 1]) - 1
+            inside = self.weights[bucket]
+            part = (target - (upto[bucket] - inside)) / inside if inside > 0 else 0.0
+            out.append(round(low + (last - low) * min(1.0, max(0.0, part))))
+        return out
+
+    def mean(self) -> float:
+        return float(self.token_weight / self.weights.sum())
+
+
+class LengthQuantiles:
+    """Learns from finished requests, answers for new ones. At most `max_adapters` histograms of about 1.5 KiB."""
+
+    def __init__(self, max_adapters: int) -> None:
+        self._max_adapters = max_adapters
+        self._all = _Histogram()
+        self._adapters: OrderedDict[str, _Histogram] = OrderedDict()
+
+    @property
+    def adapters(self) -> int:
+        """How many adapters have a histogram, the base (digest "") included."""
+        return len(self._adapters)
+
+    def observe(self, adapter_digest: str, output_tokens: int) -> None:
+        """A request of this adapter ("" for the base) ended with so many tokens; zero counts as one."""
+        tokens = min(max(1, output_tokens), MAX_TOKENS - 1)
+        self._all.add(tokens)
+        histogram = self._adapters.get(adapter_digest)
+        if histogram is None:
+            while len(self._adapters) >= self._max_adapters:
+                self._adapters.popitem(last=False)
+            histogram = self._adapters[adapter_digest] = _Histogram()
+        histogram.add(tokens)
+        self._adapters.move_to_end(adapter_digest)
+
+    def estimate(self, adapter_digest: str, max_tokens: int) -> Estimate:
+        """The expected length of a request of this adapter that may produce `max_tokens` tokens (at least 1)."""
+        histogram = self._adapters.get(adapter_digest)
+        if histogram is None or histogram.samples < MIN_SAMPLES:
+            histogram = self._all
+        else:
+            self._adapters.move_to_end(adapter_digest)
+        limit = max(1, max_tokens)
+        if not histogram.samples:
+            tokens = min(limit, DEFAULT_TOKENS)
+            return Estimate(p50_tokens=tokens, p90_tokens=tokens, samples=0)
+        p50, p90 = histogram.quantiles((0.5, 0.9))
+        return Estimate(p50_tokens=min(limit, p50), p90_tokens=min(limit, p90), samples=histogram.samples)
+
+    def mean_tokens(self) -> float:
+        """The average length over all requests: `avg_resp_len` of CaraServe's Algorithm 1. Never below 1."""
+        return self._all.mean() if self._all.samples else float(DEFAULT_TOKENS)

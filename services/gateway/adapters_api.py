@@ -1,0 +1,277 @@
+"""Adapters over HTTP: our resource under /v1/adapters, and vLLM's two run-time endpoints with its exact answers.
+
+The registry decides everything; this file translates. A change is answered only after this gateway's own view shows it (for
+at most `SETTLE_S`), so that a client's next request through the same gateway finds what it was told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import APIRouter
+from nats import errors as nats_errors
+from nats.js import errors as js_errors
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway import protocol
+from services.gateway.http import json_answer, one_line, read_body
+from shared import subjects
+from shared.errors import AdapterExists, AdapterNotFound, BadRequest, MotetError, NotFound, TooLarge, Unavailable, from_info
+from shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, Refused, RegisterAdapter, RegistryReply
+
+if TYPE_CHECKING:
+    from services.gateway.app import Gateway
+
+REGISTER_TIMEOUT_S = 600.0  # a download from a hub is part of it
+CHANGE_TIMEOUT_S = 30.0
+SETTLE_S = 5.0
+CHUNK_BYTES = 1 << 17
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class AdapterRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/adapters: exactly one of `path`, `hub_id` and `alias_of` says where it comes from."""
+
+    name: str
+    path: str | None = None
+    hub_id: str | None = None
+    alias_of: str | None = None
+    replace: bool = False
+
+
+class LoadRequest(msgspec.Struct, kw_only=True):
+    """vLLM's POST /v1/load_lora_adapter."""
+
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool = False
+
+
+class UnloadRequest(msgspec.Struct, kw_only=True):
+    """vLLM's POST /v1/unload_lora_adapter."""
+
+    lora_name: str = ""
+
+
+_adapter = msgspec.json.Decoder(AdapterRequest)
+_load = msgspec.json.Decoder(LoadRequest)
+_unload = msgspec.json.Decoder(UnloadRequest)
+
+
+def add_routes(api: APIRouter, gateway: Gateway) -> None:
+    """All adapter routes, on a router that authenticates."""
+    registry = _Registry(gateway)
+    max_body = gateway.config.max_body_bytes
+
+    @api.get("/v1/adapters")
+    async def adapters() -> Response:
+        return json_answer({"object": "list", "data": [_resource(gateway, info) for info in gateway.adapters.all()]})
+
+    @api.get("/v1/adapters/{name:path}")
+    async def adapter(name: str) -> Response:
+        info = gateway.adapters.resolve(name)
+        if info is None:
+            raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
+        return json_answer(_resource(gateway, info))
+
+    @api.post("/v1/adapters")
+    async def add_adapter(request: Request) -> Response:
+        if request.headers.get("content-type", "").startswith("multipart/form-data"):
+            info = await _upload(gateway, registry, request)
+        else:
+            asked: AdapterRequest = protocol.decode(await read_body(request, max_body), _adapter)
+            info = await registry.add(asked)
+        return json_answer(_resource(gateway, info), 201)
+
+    @api.delete("/v1/adapters/{name:path}")
+    async def delete_adapter(name: str, force: bool = False) -> Response:
+        await registry.delete(name, force=force)
+        return json_answer({"name": name, "object": "adapter", "deleted": True})
+
+    @api.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(request: Request) -> Response:
+        asked: LoadRequest = protocol.decode(await read_body(request, max_body), _load)
+        if not asked.lora_name or not asked.lora_path:
+            return _vllm_error(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
+        try:
+            is_path = asked.lora_path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(asked.lora_path)
+            await registry.register(
+                asked.lora_name, "path" if is_path else "hub", asked.lora_path, replace=asked.load_inplace, param="lora_path"
+            )
+        except AdapterExists:
+            return _vllm_error(
+                400,
+                "InvalidUserInput",
+                f"The lora adapter '{asked.lora_name}' has already been loaded. If you want to load the adapter in place, "
+                "set 'load_inplace' to True.",
+            )
+        except NotFound as error:
+            return _vllm_error(404, "NotFoundError", error.message)
+        except MotetError as error:
+            if error.status >= 500 or error.status == 429:
+                raise
+            return _vllm_error(error.status, "BadRequestError", error.message)
+        return Response(f"Success: LoRA adapter '{asked.lora_name}' added successfully.", media_type="text/plain")
+
+    @api.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(request: Request) -> Response:
+        asked: UnloadRequest = protocol.decode(await read_body(request, max_body), _unload)
+        if not asked.lora_name:
+            return _vllm_error(400, "InvalidUserInput", "'lora_name' needs to be provided to unload a LoRA adapter.")
+        try:
+            await registry.delete(asked.lora_name, force=True)  # like vLLM: running requests do not stand in the way
+        except NotFound:
+            return _vllm_error(404, "NotFoundError", f"The lora adapter '{asked.lora_name}' cannot be found.")
+        return Response(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.", media_type="text/plain")
+
+
+class _Registry:
+    """The registry's verbs, each waiting until this gateway sees the change."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def add(self, asked: AdapterRequest) -> AdapterInfo:
+        sources = {"path": asked.path, "hub": asked.hub_id, "alias": asked.alias_of}
+        given = [(kind, location) for kind, location in sources.items() if location is not None]
+        if len(given) != 1:
+            raise BadRequest("expected exactly one of `path`, `hub_id` and `alias_of`", param="path")
+        kind, location = given[0]
+        if kind != "alias":
+            param = "path" if kind == "path" else "hub_id"
+            return await self.register(asked.name, kind, location, replace=asked.replace, param=param)
+        self._check_name(asked.name, "name")
+        one_line(location, "alias_of")
+        return await self._put("alias", AliasAdapter(name=asked.name, target=location), asked.name, CHANGE_TIMEOUT_S)
+
+    async def register(self, name: str, kind: str, location: str, *, replace: bool, param: str) -> AdapterInfo:
+        """Register; an error about the location names it as `param`, the field in which the client sent it."""
+        self._check_name(name, "name")
+        one_line(location, param)
+        message = RegisterAdapter(name=name, kind=kind, location=location, replace=replace)
+        try:
+            return await self._put("register", message, name, REGISTER_TIMEOUT_S)
+        except MotetError as error:
+            if error.param == "location":
+                error.param = param
+            raise
+
+    async def delete(self, name: str, *, force: bool) -> None:
+        await self._ask("delete", DeleteAdapter(name=name, force=force), CHANGE_TIMEOUT_S)
+        await self._gateway.settled(lambda: self._gateway.adapters.resolve(name) is None, SETTLE_S)
+
+    async def _put(self, verb: str, message: msgspec.Struct, name: str, timeout_s: float) -> AdapterInfo:
+        found = await self._ask(verb, message, timeout_s)
+        info = next((info for info in found if info.entry.name == name), None)
+        if info is None:
+            raise MotetError(f"the registry confirmed {name!r} without saying what it is")
+        entry = info.entry
+
+        def visible() -> bool:
+            seen = self._gateway.adapters.resolve(name)
+            return seen is not None and (seen.entry.digest, seen.entry.version) == (entry.digest, entry.version)
+
+        await self._gateway.settled(visible, SETTLE_S)
+        return info
+
+    async def _ask(self, verb: str, message: msgspec.Struct, timeout_s: float) -> list[AdapterInfo]:
+        reply = await self._gateway.bus.request(subjects.registry(verb), message, RegistryReply, timeout_s=timeout_s)
+        if isinstance(reply, Refused):
+            raise from_info(reply.error)
+        adapters: list[AdapterInfo] = reply.adapters
+        return adapters
+
+    def _check_name(self, name: str, param: str) -> None:
+        one_line(name, param)
+        if name == self._gateway.config.base_model:
+            raise BadRequest(f"{name!r} is the base model's name", param=param)
+
+
+async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> AdapterInfo:
+    """A multipart form with `name`, `file` and optionally `replace`: into the object store, then to the registry."""
+    limit = gateway.config.max_upload_bytes
+    length = request.headers.get("content-length", "")
+    if not length.isdecimal():
+        raise BadRequest("an upload needs a Content-Length", param="file")
+    if int(length) > limit:
+        raise TooLarge(f"the upload has {length} bytes, the limit is {limit}", param="file")
+    try:
+        form = await request.form(max_files=1, max_fields=8, max_part_size=4096)
+    except MultiPartException as error:
+        raise BadRequest(f"the form cannot be read: {error.message}", param="file") from None
+    try:
+        name, replace = _text(form, "name"), _text(form, "replace", "false")
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise BadRequest("expected the archive as a file in the form field `file`", param="file")
+        if replace not in ("true", "false"):
+            raise BadRequest(f"replace: expected true or false, got {replace!r}", param="replace")
+        one_line(name, "name")
+        store = await gateway.bus.object_store(subjects.UPLOADS)
+        key = secrets.token_hex(16)
+        try:
+            await store.put(key, _Readable(file))  # type: ignore[arg-type]
+            return await registry.register(name, "upload", key, replace=replace == "true", param="file")
+        except (nats_errors.Error, js_errors.Error, TimeoutError) as error:
+            raise Unavailable(f"the upload cannot be stored: {error!r}") from error
+        finally:
+            await _forget(store, key)
+    finally:
+        await form.close()
+
+
+async def _forget(store: Any, key: str) -> None:
+    with contextlib.suppress(nats_errors.Error, js_errors.Error, TimeoutError):  # the bucket's own expiry removes it then
+        await store.delete(key)
+
+
+class _Readable:
+    """An uploaded file as the object store reads it: in pieces, off the event loop."""
+
+    def __init__(self, file: UploadFile) -> None:
+        self._file = file.file
+
+    def readinto(self, buffer: bytearray) -> int:
+        data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _text(form: FormData, field: str, default: str | None = None) -> str:
+    value = form.get(field, default)
+    if not isinstance(value, str):
+        raise BadRequest(f"expected the form field `{field}`", param=field)
+    return value
+
+
+def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
+    """An adapter as JSON; `resident` says where: worker id -> fastest tier that holds it."""
+    entry, version = info.entry, info.version
+    return {
+        "name": entry.name,
+        "object": "adapter",
+        "digest": entry.digest,
+        "version": entry.version,
+        "alias_of": entry.alias_of,
+        "base_model": version.base_model,
+        "rank": version.rank,
+        "modules": version.modules,
+        "layers": version.layers,
+        "dtype": version.dtype,
+        "size_bytes": version.size_bytes,
+        "source": version.source,
+        "created": version.created_unix_ms // 1000,
+        "updated": entry.updated_unix_ms // 1000,
+        "resident": gateway.fleet.tiers(entry.digest),
+    }
+
+
+def _vllm_error(status: int, kind: str, message: str) -> Response:
+    return json_answer({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)

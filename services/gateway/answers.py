@@ -1,0 +1,168 @@
+"""OpenAI's answers: the parts that streamed and whole bodies share, and whole bodies themselves. No HTTP here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from services.gateway.detokenize import Detokenizer
+from services.gateway.owner import Owner
+from services.gateway.planner import Plan
+from services.gateway.stream import Delta, Signal, Stream
+from shared.messages import TokenLogprobs
+
+OnDelta = Callable[[int, Delta], Awaitable[None]]
+MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+
+async def open_all(owner: Owner, plan: Plan) -> tuple[list[Stream], Signal]:
+    """All choices of a plan, each accepted by a worker, sharing one signal; when one is refused none is kept."""
+    signal = Signal()
+    if len(plan.jobs) == 1:
+        return [await owner.open(plan.jobs[0], signal=signal)], signal
+    opening = [asyncio.ensure_future(owner.open(job, signal=signal)) for job in plan.jobs]
+    try:
+        return list(await asyncio.gather(*opening)), signal
+    except BaseException:
+        for task in opening:
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().cancel()
+            else:
+                task.cancel()
+        await asyncio.gather(*opening, return_exceptions=True)
+        raise
+
+
+async def collect(owner: Owner, plan: Plan, *, on_delta: OnDelta | None = None) -> dict[str, Any]:
+    """Run a plan to its end and return the whole OpenAI body. `on_delta(choice, delta)` is awaited for each delta.
+
+    Raises the MotetError of the first choice that fails; the others are cancelled then.
+    """
+    streams, signal = await open_all(owner, plan)
+    gathered = [_Gathered(echo) for echo in plan.echoes]
+    running = set(range(len(streams)))
+    try:
+        while True:
+            for i in list(running):
+                for delta in streams[i].take():
+                    gathered[i].add(delta)
+                    if on_delta is not None:
+                        await on_delta(i, delta)
+                if streams[i].ended:
+                    streams[i].take()  # raises what ended it
+                    running.discard(i)
+            if not running:
+                break
+            await signal.wait()
+    finally:
+        for stream in streams:
+            stream.cancel()
+    choices = [g.choice(plan, i, owner.detokenizer) for i, g in enumerate(gathered)]
+    return {
+        "id": plan.request_id,
+        "object": "chat.completion" if plan.chat else "text_completion",
+        "created": plan.created_s,
+        "model": plan.model,
+        "choices": choices,
+        "usage": usage(plan, streams),
+    }
+
+
+class _Gathered:
+    """One choice as it adds up."""
+
+    def __init__(self, echo: str) -> None:
+        self.texts = [echo]
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs or []
+        self.last = delta
+
+    def choice(self, plan: Plan, index: int, detokenizer: Detokenizer) -> dict[str, Any]:
+        assert self.last is not None
+        text = "".join(self.texts)
+        wanted = plan.jobs[index].sampling.logprobs is not None
+        logprobs = logprobs_body(plan, detokenizer, self.tokens, self.logprobs, 0) if wanted else None
+        body: dict[str, Any] = {"index": index}
+        body |= {"message": {"role": "assistant", "content": text}} if plan.chat else {"text": text}
+        return body | {"logprobs": logprobs, "finish_reason": self.last.finish, "stop_reason": self.last.stop_reason}
+
+
+def usage(plan: Plan, streams: list[Stream]) -> dict[str, Any]:
+    """Token counts of the whole request so far, as OpenAI reports them."""
+    completion = sum(len(stream.tokens) for stream in streams)
+    cached = max((stream.cached_tokens for stream in streams), default=0)
+    body: dict[str, Any] = {
+        "prompt_tokens": plan.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": plan.prompt_tokens + completion,
+    }
+    if cached:
+        body["prompt_tokens_details"] = {"cached_tokens": cached}
+    return body
+
+
+def head(plan: Plan) -> dict[str, Any]:
+    """What every streamed chunk of a plan begins with."""
+    return {
+        "id": plan.request_id,
+        "object": "chat.completion.chunk" if plan.chat else "text_completion",
+        "created": plan.created_s,
+        "model": plan.model,
+    }
+
+
+def chunk(plan: Plan, choice: int, delta: Delta) -> dict[str, Any]:
+    """A delta as the streamed chunk that OpenAI clients know, without log-probabilities."""
+    body: dict[str, Any] = {"index": choice}
+    body |= {"delta": {"content": delta.text}} if plan.chat else {"text": delta.text}
+    return head(plan) | {"choices": [body | {"logprobs": None, "finish_reason": delta.finish}]}
+
+
+def logprobs_body(
+    plan: Plan, detokenizer: Detokenizer, tokens: list[int], logprobs: list[TokenLogprobs], offset: int
+) -> dict[str, Any]:
+    """Log-probabilities in the shape of the endpoint; `offset` is where the first token's text begins (completions)."""
+    rivals = plan.jobs[0].sampling.logprobs or 0
+    if plan.chat:
+        return {"content": [_chat_token(detokenizer, t, lp, rivals) for t, lp in zip(tokens, logprobs, strict=False)]}
+    texts = [detokenizer.token_text(token) for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [_finite(lp.logprob) for lp in logprobs],
+        "tokens": texts,
+        "top_logprobs": [
+            {detokenizer.token_text(t): _finite(p) for t, p in zip(lp.top_ids[:rivals], lp.top_logprobs, strict=False)}
+            | {text: _finite(lp.logprob)}
+            for text, lp in zip(texts, logprobs, strict=False)
+        ]
+        if rivals
+        else None,
+    }
+
+
+def _chat_token(detokenizer: Detokenizer, token: int, logprobs: TokenLogprobs, rivals: int) -> dict[str, Any]:
+    top = zip(logprobs.top_ids[:rivals], logprobs.top_logprobs, strict=False)
+    return _named(detokenizer, token, logprobs.logprob) | {"top_logprobs": [_named(detokenizer, t, p) for t, p in top]}
+
+
+def _named(detokenizer: Detokenizer, token: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": detokenizer.token_text(token),
+        "logprob": _finite(logprob),
+        "bytes": list(detokenizer.token_bytes(token)),
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)

@@ -1,0 +1,226 @@
+"""The OpenAI-compatible HTTP surface. A generating handler reads: admit, parse, plan, run; the rest is in what it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version as installed_version
+from typing import Any, Protocol
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway import adapters_api, answers, protocol
+from services.gateway.auth import Keys
+from services.gateway.config import GatewayConfig
+from services.gateway.fleet import Fleet
+from services.gateway.http import install_error_handlers, json_answer, read_body, while_connected
+from services.gateway.owner import Owner
+from services.gateway.planner import Plan, Planner
+from services.gateway.prompt import Prompts
+from services.gateway.sse import SseResponse
+from shared import subjects
+from shared.adapter_watch import AdapterWatch
+from shared.bus import Bus
+from shared.errors import BadRequest, ModelNotFound, MotetError, from_info
+from shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
+from shared.service import metrics_text
+
+STATUS_TIMEOUT_S = 2.0
+VERSION = installed_version("motet")
+
+
+class Gateway(Protocol):
+    """The parts a running gateway hands to its HTTP surface."""
+
+    config: GatewayConfig
+    bus: Bus
+    owner: Owner
+    planner: Planner
+    prompts: Prompts
+    adapters: AdapterWatch
+    fleet: Fleet
+    keys: Keys
+    started_s: int  # Unix time
+
+    def not_ready(self) -> list[str]:
+        """Reasons why it cannot serve now."""
+
+    def admit(self) -> None:
+        """Raises Unavailable or Overloaded when nothing new is taken."""
+
+    async def settled(self, visible: Callable[[], bool], within_s: float) -> bool:
+        """Wait until `visible()` holds for the adapters it sees; False when that takes longer."""
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """vLLM's POST /tokenize: a prompt or messages."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """vLLM's POST /detokenize."""
+
+    tokens: list[protocol.TokenId]
+
+
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def build_app(gateway: Gateway) -> FastAPI:
+    """All routes of one gateway."""
+    app = FastAPI(title="Motet", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+    api = APIRouter(dependencies=[Depends(gateway.keys.admit)])
+    config, owner = gateway.config, gateway.owner
+
+    async def run(request: Request, parse: Callable[[bytes], Any]) -> Response:
+        gateway.admit()
+        parsed = parse(await read_body(request, config.max_body_bytes))
+        slo = gateway.planner.slo(_slo_headers(request), where="x-slo-")
+        plan: Plan = await gateway.planner.plan(parsed, tenant=request.state.tenant, slo=slo)
+        if parsed.stream:
+            streams, signal = await while_connected(request, answers.open_all(owner, plan))
+            return SseResponse(plan, streams, signal, owner.detokenizer)
+        body = await while_connected(request, answers.collect(owner, plan))
+        return json_answer(body, headers={"x-request-id": plan.request_id})
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await run(request, protocol.parse_chat)
+
+    @api.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await run(request, protocol.parse_completion)
+
+    @api.get("/v1/models")
+    async def models() -> Response:
+        cards = [_base_card(gateway), *(_adapter_card(gateway, info) for info in gateway.adapters.all())]
+        return json_answer({"object": "list", "data": cards})
+
+    @api.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if gateway.planner.adapter(name) is None:
+            return json_answer(_base_card(gateway))
+        info = gateway.adapters.resolve(name) or gateway.adapters.resolve(name.removeprefix(config.base_model + ":"))
+        if info is None:
+            raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
+        return json_answer(_adapter_card(gateway, info))
+
+    @api.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        asked: TokenizeRequest = protocol.decode(await read_body(request, config.max_body_bytes), _tokenize)
+        if asked.messages is not None:
+            chat = protocol.ChatRequest(messages=asked.messages)
+            tokens = await gateway.prompts.chat(chat.conversation(), add_generation_prompt=asked.add_generation_prompt)
+        elif asked.prompt is not None:
+            tokens = await gateway.prompts.text(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+        else:
+            raise BadRequest("expected `prompt` or `messages`", param="prompt")
+        names = [gateway.prompts.tokenizer.id_to_token(token) for token in tokens] if asked.return_token_strs else None
+        body = {"count": len(tokens), "max_model_len": gateway.planner.max_model_len, "tokens": tokens, "token_strs": names}
+        return json_answer(body)
+
+    @api.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        asked: DetokenizeRequest = protocol.decode(await read_body(request, config.max_body_bytes), _detokenize)
+        return json_answer({"prompt": gateway.prompts.tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+
+    @api.get("/v1/status")
+    async def status() -> Response:
+        return json_answer(await _status(gateway))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return json_answer({"status": "ok", "service": "gateway"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        reasons = gateway.not_ready()
+        return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_answer({"version": VERSION})
+
+    adapters_api.add_routes(api, gateway)
+    app.include_router(api)
+    return app
+
+
+def _slo_headers(request: Request) -> dict[str, str]:
+    headers = request.headers
+    return {key: headers[name] for key, name in _SLO_HEADERS if name in headers}
+
+
+_SLO_HEADERS = (("class", "x-slo-class"), ("ttft_ms", "x-slo-ttft-ms"), ("tpot_ms", "x-slo-tpot-ms"))
+
+
+def _base_card(gateway: Gateway) -> dict[str, Any]:
+    name = gateway.config.base_model
+    return _card(name, gateway.started_s, gateway.config.model, None, gateway.planner.max_model_len)
+
+
+def _adapter_card(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
+    created_s = info.version.created_unix_ms // 1000
+    return _card(info.entry.name, created_s, info.version.source, gateway.config.base_model, None)
+
+
+def _card(name: str, created_s: int, root: str, parent: str | None, max_model_len: int | None) -> dict[str, Any]:
+    """A model card with the fields vLLM gives it."""
+    permission = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created_s,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "motet",
+        "root": root,
+        "parent": parent,
+        "max_model_len": max_model_len,
+        "permission": [permission],
+    }
+
+
+async def _status(gateway: Gateway) -> dict[str, Any]:
+    """This gateway, and the workers as a scheduler sees them."""
+    owner = gateway.owner
+    body: dict[str, Any] = {
+        "gateway": {"id": owner.gateway_id, "inflight": owner.inflight, "not_ready": gateway.not_ready()},
+        "base_model": gateway.config.base_model,
+        "adapters": gateway.adapters.names(),
+        "scheduler_id": None,
+        "workers": [],
+        "error": None,
+    }
+    try:
+        reply = await gateway.bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=STATUS_TIMEOUT_S)
+        if isinstance(reply, Refused):
+            raise from_info(reply.error)
+    except MotetError as error:
+        return body | {"error": error.message}
+    return body | {"scheduler_id": reply.scheduler_id, "workers": msgspec.to_builtins(reply.workers)}

@@ -1,0 +1,72 @@
+"""The gateway's configuration."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated
+
+from msgspec import Meta
+
+from shared.config import ConfigError, ServiceConfig, read_secret
+from shared.model import Slo
+
+MIB = 1 << 20
+
+
+class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
+    """One HTTP front. `model` must be the workers' model: the tokenizer comes from it."""
+
+    model: Annotated[str, Meta(min_length=1, description="base model: a local directory or a Hugging Face id")]
+    served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
+    host: Annotated[str, Meta(description="address of the HTTP API")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0 for any")] = 8000
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body; uploads have their own limit")] = 4 * MIB
+    max_upload_bytes: Annotated[int, Meta(ge=1024, description="largest adapter archive")] = 1024 * MIB
+    max_inflight: Annotated[int, Meta(ge=1, description="sequences owned at once; beyond that clients get 429")] = 4096
+    stream_buffer_tokens: Annotated[
+        int, Meta(ge=16, description="tokens kept for a client that does not read; beyond that it is cut off")
+    ] = 4096
+    intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="durable requests from NATS that run at once")] = 64
+    request_timeout_s: Annotated[float, Meta(gt=0, description="longest life of a request")] = 600.0
+    api_keys_file: Annotated[
+        str, Meta(description="file with lines `key tenant`; when given, clients need `Authorization: Bearer <key>`")
+    ] = ""
+    slo_interactive_ttft_ms: Annotated[float, Meta(gt=0, description="class interactive: time to first token")] = 500.0
+    slo_interactive_tpot_ms: Annotated[float, Meta(gt=0, description="class interactive: time per output token")] = 50.0
+    slo_standard_ttft_ms: Annotated[float, Meta(gt=0, description="class standard: time to first token")] = 2000.0
+    slo_standard_tpot_ms: Annotated[float, Meta(gt=0, description="class standard: time per output token")] = 200.0
+    slo_batch_ttft_ms: Annotated[float, Meta(gt=0, description="class batch: time to first token")] = 60_000.0
+    slo_batch_tpot_ms: Annotated[float, Meta(gt=0, description="class batch: time per output token")] = 2000.0
+
+    @property
+    def base_model(self) -> str:
+        """The name under which requests ask for the base model."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @cached_property
+    def slo_classes(self) -> dict[str, Slo]:
+        """The named latency objectives."""
+        return {
+            name: Slo(
+                slo_class=name,
+                ttft_slo_ms=getattr(self, f"slo_{name}_ttft_ms"),
+                tpot_slo_ms=getattr(self, f"slo_{name}_tpot_ms"),
+            )
+            for name in ("interactive", "standard", "batch")
+        }
+
+    def tenants(self) -> dict[str, str] | None:
+        """API key -> tenant from `api_keys_file`, None when no key is needed. Raises ConfigError naming the line."""
+        if not self.api_keys_file:
+            return None
+        keys = {}
+        for number, line in enumerate(read_secret(self.api_keys_file).splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            if len(words) != 2:
+                raise ConfigError(f"--api-keys-file: line {number} is not `key tenant`")
+            keys[words[0]] = words[1]
+        if not keys:
+            raise ConfigError(f"--api-keys-file: {self.api_keys_file} has no keys")
+        return keys

@@ -1,0 +1,152 @@
+"""The gateway's metrics: our own `motet_*` (docs/metrics.md), and the `vllm:*` names that Kubernetes gateways scrape.
+
+Adapter names are tenants' choice, so the `adapter` label keeps the first `ADAPTERS_MAX` names it meets and calls the rest
+"other"; the base model is "base".
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.gateway.fleet import Fleet
+from services.gateway.stream import Stream
+from shared.clock import now_s, unix_ms
+from shared.telemetry import LATENCY_BUCKETS_S, REGISTRY
+
+ADAPTERS_MAX = 100
+_LABELS = ["adapter", "slo_class"]
+
+TTFT_S = Histogram(
+    "motet_ttft_seconds", "From a request's arrival to its first token.", _LABELS, buckets=LATENCY_BUCKETS_S, registry=REGISTRY
+)
+TPOT_S = Histogram(
+    "motet_tpot_seconds",
+    "Mean time per output token after the first.",
+    _LABELS,
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0),
+    registry=REGISTRY,
+)
+E2E_S = Histogram(
+    "motet_e2e_seconds", "From a request's arrival to its last token.", _LABELS, buckets=LATENCY_BUCKETS_S, registry=REGISTRY
+)
+QUEUE_S = Histogram(
+    "motet_queue_seconds",
+    "From arrival at a worker to the first prefill step.",
+    _LABELS,
+    buckets=LATENCY_BUCKETS_S,
+    registry=REGISTRY,
+)
+TOKENS = Counter(
+    "motet_tokens", "Tokens of ended sequences, by kind: prompt, cached, output.", [*_LABELS, "kind"], registry=REGISTRY
+)
+REQUESTS = Counter(
+    "motet_requests",
+    "Ended sequences by outcome: stop, length, cancelled or an error code.",
+    [*_LABELS, "outcome"],
+    registry=REGISTRY,
+)
+SLO_REQUESTS = Counter(
+    "motet_slo_requests",
+    "Finished sequences by whether they met an objective of theirs (ttft, tpot).",
+    ["slo_class", "objective", "met"],
+    registry=REGISTRY,
+)
+RESUMED = Counter("motet_requests_resumed", "Requests continued in a new epoch, by reason.", ["reason"], registry=REGISTRY)
+STRAYS = Counter("motet_stray_items", "Stream items nobody waited for that were answered with a Cancel.", registry=REGISTRY)
+REFUSED = Counter("motet_gateway_refused", "Requests this gateway refused early, by reason.", ["reason"], registry=REGISTRY)
+HTTP_ERRORS = Counter("motet_http_errors", "HTTP answers with an error, by code.", ["code"], registry=REGISTRY)
+INFLIGHT = Gauge("motet_gateway_inflight", "Sequences this gateway owns right now.", registry=REGISTRY)
+
+_adapters_met: set[str] = set()
+
+
+def adapter_label(stream: Stream) -> str:
+    """The stream's adapter as a label of bounded cardinality."""
+    adapter = stream.job.adapter
+    if adapter is None:
+        return "base"
+    if adapter.name not in _adapters_met:
+        if len(_adapters_met) >= ADAPTERS_MAX:
+            return "other"
+        _adapters_met.add(adapter.name)
+    return adapter.name
+
+
+def observe(stream: Stream, outcome: str) -> None:
+    """Record an ended stream."""
+    now, tokens, slo = now_s(), len(stream.tokens), stream.job.slo
+    labels = (adapter_label(stream), slo.slo_class)
+    REQUESTS.labels(*labels, outcome).inc()
+    TOKENS.labels(*labels, "prompt").inc(len(stream.job.prompt))
+    TOKENS.labels(*labels, "cached").inc(stream.cached_tokens)
+    TOKENS.labels(*labels, "output").inc(tokens)
+    if not stream.first_s:
+        return
+    ttft_s = stream.first_s - stream.begun_s
+    TTFT_S.labels(*labels).observe(ttft_s)
+    QUEUE_S.labels(*labels).observe(stream.queue_ms / 1000)
+    SLO_REQUESTS.labels(slo.slo_class, "ttft", _yes(ttft_s * 1000 <= slo.ttft_slo_ms)).inc()
+    if stream.finish in ("stop", "length"):
+        E2E_S.labels(*labels).observe(now - stream.begun_s)
+        if tokens > 1:
+            tpot_s = (now - stream.first_s) / (tokens - 1)
+            TPOT_S.labels(*labels).observe(tpot_s)
+            SLO_REQUESTS.labels(slo.slo_class, "tpot", _yes(tpot_s * 1000 <= slo.tpot_slo_ms)).inc()
+
+
+def _yes(met: bool) -> str:
+    return "yes" if met else "no"
+
+
+class FleetCollector(Collector):
+    """`vllm:*` gauges over all workers, computed when they are scraped.
+
+    "running" adapters are those resident on a device; "waiting" ones are needed by a request that waits for them. `max_lora`
+    is how many adapters of the present average size the devices hold. `names()` maps digests to adapter names.
+    """
+
+    def __init__(self, fleet: Fleet, model_name: str, names: Callable[[], dict[str, str]]) -> None:
+        self._fleet, self._model_name, self._names = fleet, model_name, names
+
+    def collect(self) -> Iterator[Metric]:
+        workers = list(self._fleet.workers().values())
+        phases = Tally(brief.phase for view in workers for brief in view.requests.values())
+        total = sum(view.limits.kv_blocks_total for view in workers)
+        free = sum(view.kv_blocks_free for view in workers)
+        for name, text, value in (
+            ("vllm:num_requests_waiting", "Sequences waiting on workers.", phases["waiting"] + phases["loading"]),
+            ("vllm:num_requests_running", "Sequences running on workers.", phases["running"]),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", 1 - free / total if total else 0.0),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+        yield self._lora_info()
+
+    def _lora_info(self) -> Metric:
+        workers = list(self._fleet.workers().values())
+        held = [resident for view in workers for resident in view.residency.values()]
+        running = {resident.digest for resident in held if resident.tier == "device"}
+        waiting = {
+            brief.adapter_digest
+            for view in workers
+            for brief in view.requests.values()
+            if brief.adapter_digest and brief.phase != "running" and not view.on_device(brief.adapter_digest)
+        }
+        capacity = sum(resident.tier == "device" for resident in held)
+        if mean_bytes := sum(resident.size_bytes for resident in held) // max(len(held), 1):
+            capacity += sum(view.adapter_bytes_free for view in workers) // mean_bytes
+        names = self._names()
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters on the device and adapters waited for; the value is the time of the scrape.",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        listed = [",".join(sorted(names.get(digest, digest[:12]) for digest in digests)) for digests in (running, waiting)]
+        family.add_metric([str(max(capacity, len(workers))), *listed], unix_ms() / 1000)
+        return family

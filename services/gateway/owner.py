@@ -1,0 +1,397 @@
+"""The Owner: keeps a request alive from its submission to its last token, whatever happens to workers in between.
+
+    open(job) ──submit──> scheduler ──assign──> worker ──TokenFrame──> _on_frame ──push──> Stream ──> caller
+                  ▲                                │
+                  └── resume: epoch + 1, prompt + tokens so far ── lease lost, gap, retriable error, forgotten
+
+Rules of this file:
+- a frame is believed only with the current epoch and from the worker that has the request; everything else is answered with a
+  Cancel to its sender, at most once a second per request.
+- token i has index i over all epochs: what is known is dropped, what is early waits `GAP_S` for its turn, then we resume.
+- an epoch is submitted once. When the answer is lost the worker may have it, so the next try is the next epoch; frames that
+  come before (or instead of) the answer are the answer.
+- a request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
+- nothing here waits for a caller: streams are bounded and a slow one is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+
+from services.gateway import metrics
+from services.gateway.detokenize import Detokenizer
+from services.gateway.fleet import Fleet
+from services.gateway.stream import Delta, Job, Signal, SlowReader, Stream
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import now_s
+from shared.errors import Conflict, DeadlineExceeded, MotetError, Overloaded, Unavailable, WorkerLost, from_info
+from shared.leases import LeaseHolder, LeaseWatch
+from shared.messages import (
+    Cancel,
+    GenerateRequest,
+    Outcome,
+    Refused,
+    StreamItem,
+    SubmitReply,
+    TokenFrame,
+    TokenLogprobs,
+    pack_tokens,
+)
+from shared.telemetry import logger
+
+log = logger("motet.owner")
+SUBMIT_TIMEOUT_S = 5.0
+OPEN_PATIENCE_S = 3.0  # a new request waits this long for a scheduler or worker to come back
+RESUME_PATIENCE_S = 30.0  # a running one this long
+BACKOFF_S = (0.05, 1.0)
+GAP_S = 0.25
+SILENCE_S = 2.0
+WATCH_S = 0.1
+LOSSES_MAX = 4
+EARLY_MAX = 256
+STRAY_EVERY_S = 1.0
+STRAYS_MAX = 4096
+
+
+class Owner:
+    """Owns requests. One per gateway process; HTTP and the durable intake share it and its limits."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        fleet: Fleet,
+        detokenizer: Detokenizer,
+        *,
+        gateway_id: str,
+        base_model: str,
+        max_inflight: int,
+        stream_buffer_tokens: int,
+    ) -> None:
+        self.gateway_id = gateway_id
+        self.draining = False
+        self.detokenizer = detokenizer
+        self._bus, self._fleet, self._base_model = bus, fleet, base_model
+        self._max_inflight, self._buffer_tokens = max_inflight, stream_buffer_tokens
+        self._active: dict[str, Stream] = {}
+        self._idle = asyncio.Event()  # set whenever the last one ends
+        self._gaps: dict[Stream, float] = {}  # streams with early items, and since when
+        self._strays: dict[tuple[str, str], float] = {}
+        self._holder = LeaseHolder(bus, "gateway", gateway_id, secrets.token_hex(8))
+        self._leases = LeaseWatch(bus, "worker", self._on_lost)
+        self._watch: asyncio.Task[None] | None = None
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Listen for frames, hold our lease, follow the workers' leases."""
+        self._inlet = await self._bus.subscribe(subjects.stream(self.gateway_id), TokenFrame, self._on_frame)
+        await self._leases.start()
+        await self._holder.start()
+        self._watch = self._bus.spawn(self._keep_watch())
+
+    async def drain(self) -> None:
+        """Take nothing new and return when nothing runs."""
+        self.draining = True
+        if self._active:
+            await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Cancel what still runs and say goodbye, so that workers drop what is ours."""
+        self.draining = True
+        for stream in list(self._active.values()):
+            self._abort(stream, Unavailable("the gateway is shutting down"), "shutdown")
+        if self._watch is not None:
+            self._watch.cancel()
+        with contextlib.suppress(MotetError):
+            await self._holder.release()
+
+    @property
+    def inflight(self) -> int:
+        """Sequences that are owned right now."""
+        return len(self._active)
+
+    # ---- what callers use
+
+    def check_room(self) -> None:
+        """Raises Overloaded when as many sequences are owned as may be."""
+        if len(self._active) >= self._max_inflight:
+            metrics.REFUSED.labels("inflight").inc()
+            raise Overloaded(f"this gateway already runs its limit of {self._max_inflight} sequences", retry_after_s=1.0)
+
+    async def open(self, job: Job, *, signal: Signal | None = None) -> Stream:
+        """Submit `job`; returns when a worker has it. `signal` is what wakes the caller, for callers with several streams.
+
+        Raises Overloaded (here or everywhere), Unavailable (draining, or nobody to serve it within `OPEN_PATIENCE_S`),
+        DeadlineExceeded, or what the scheduler refused it for.
+        """
+        if self.draining:
+            raise Unavailable("this gateway is shutting down", retry_after_s=1.0)
+        self.check_room()
+        if job.request_id in self._active:
+            raise Conflict(f"request {job.request_id} is already running")
+        stream = Stream(job, self.detokenizer, self._on_cancel, signal, self._buffer_tokens)
+        self._active[job.request_id] = stream
+        self._idle.clear()
+        loop = asyncio.get_running_loop()
+        stream.deadline = loop.call_later(job.timeout_s, self._on_deadline, stream)
+        try:
+            await self._place(stream, OPEN_PATIENCE_S)
+        except BaseException:
+            stream.cancel()
+            raise
+        if stream.error is not None:
+            raise stream.error
+        return stream
+
+    async def generate(self, job: Job) -> AsyncIterator[Delta]:
+        """`open` and iterate in one; the request is cancelled when the iteration is left early."""
+        stream = await self.open(job)
+        async for delta in stream:
+            yield delta
+
+    # ---- placing a request on a worker
+
+    async def _place(self, stream: Stream, patience_s: float) -> None:
+        """Submit until a worker has it, the request ends, or patience does. First submissions raise, resumed ones `fail`."""
+        first = stream.epoch == 0
+        epoch, deadline, pause = stream.epoch, now_s() + patience_s, BACKOFF_S[0]
+        while stream.finish is None and stream.error is None and stream.epoch == epoch:
+            try:
+                await self._submit(stream)
+                return
+            except MotetError as error:
+                if stream.worker_id is not None or stream.epoch != epoch:
+                    return  # frames answered in the meantime, or another resume took over
+                lasting = not isinstance(error, Unavailable | DeadlineExceeded | Overloaded)
+                if lasting or now_s() > deadline or (first and isinstance(error, Overloaded)):
+                    if first:
+                        raise
+                    self._abort(stream, error, error.code)
+                    return
+                if isinstance(error, DeadlineExceeded):  # some worker may have taken it
+                    stream.epoch = epoch = epoch + 1
+                stream.excluded = [w for w in stream.excluded if not self._leases.alive(w)]
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, BACKOFF_S[1])
+
+    async def _submit(self, stream: Stream) -> None:
+        job, epoch = stream.job, stream.epoch
+        request = GenerateRequest(
+            request_id=job.request_id,
+            gateway_id=self.gateway_id,
+            base_model=self._base_model,
+            prompt=pack_tokens(job.prompt),
+            sampling=job.sampling,
+            slo=job.slo,
+            epoch=epoch,
+            output=pack_tokens(stream.tokens),
+            adapter=job.adapter,
+            tenant=job.tenant,
+            exclude_workers=tuple(stream.excluded),
+        )
+        reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=SUBMIT_TIMEOUT_S)
+        if isinstance(reply, Refused):
+            raise from_info(reply.error)
+        gone = self._active.get(job.request_id) is not stream
+        if gone or stream.epoch != epoch or stream.worker_id not in (None, reply.worker_id):
+            if not (gone and stream.finish is not None and stream.worker_id == reply.worker_id):
+                self._cancel_at(reply.worker_id, job.request_id, epoch)
+        elif stream.worker_id is None:
+            stream.worker_id = reply.worker_id
+            stream.sign_s = now_s()
+
+    def _resume(self, stream: Stream, why: str, lost_worker: str | None = None) -> None:
+        """Continue elsewhere (or again) with everything that is known so far."""
+        old_worker, old_epoch = stream.worker_id, stream.epoch
+        stream.early.clear()
+        self._gaps.pop(stream, None)
+        stream.epoch, stream.worker_id, stream.sign_s = old_epoch + 1, None, now_s()
+        if lost_worker is not None:
+            stream.losses += 1
+            if lost_worker not in stream.excluded:
+                stream.excluded.append(lost_worker)
+        elif old_worker is not None:
+            self._cancel_at(old_worker, stream.job.request_id, old_epoch)
+        metrics.RESUMED.labels(why).inc()
+        log.info("resuming", extra={"request_id": stream.job.request_id, "why": why, "tokens": len(stream.tokens)})
+        if len(stream.tokens) >= stream.job.sampling.max_tokens:  # only its last word was lost
+            stream.end("length")
+            self._done(stream)
+        elif stream.losses >= LOSSES_MAX:
+            self._abort(stream, WorkerLost(f"{stream.losses} workers in a row were lost with this request"), "worker_lost")
+        else:
+            self._bus.spawn(self._place_again(stream))
+
+    async def _place_again(self, stream: Stream) -> None:
+        try:
+            await self._place(stream, RESUME_PATIENCE_S)
+        except Exception as error:  # no stream may wait for ever because of an answer we do not understand
+            self._abort(stream, MotetError(f"cannot resume: {error!r}"), "error")
+            raise
+
+    # ---- frames
+
+    def _on_frame(self, frame: TokenFrame) -> None:
+        worker_id, active, now = frame.worker_id, self._active, now_s()
+        for item in frame.items:
+            stream = active.get(item.request_id)
+            if stream is None or item.epoch != stream.epoch:
+                self._stray(worker_id, item)
+                continue
+            if stream.worker_id != worker_id:
+                if stream.worker_id is not None:
+                    self._stray(worker_id, item)
+                    continue
+                stream.worker_id = worker_id
+            stream.sign_s = now
+            if item.index == len(stream.tokens) and item.error is None:
+                self._take(stream, item.tokens, item, item.logprobs)
+                if stream.early:
+                    self._take_early(stream)
+            else:
+                self._on_odd_item(stream, worker_id, item)
+
+    def _take(self, stream: Stream, new: list[int], item: StreamItem, logprobs: list[TokenLogprobs] | None) -> None:
+        if item.finish == "cancelled":  # not by us: its worker gave it up
+            self._resume(stream, "given_up", stream.worker_id)
+            return
+        stream.losses = 0
+        stream.push(new, item, logprobs)
+        if stream.finish is None and stream.error is None:
+            return
+        if stream.error is not None or item.finish is None:  # a slow reader, or a stop string: the worker does not know
+            self._cancel(stream)
+        self._done(stream)
+
+    def _on_odd_item(self, stream: Stream, worker_id: str, item: StreamItem) -> None:
+        """An item that is not simply next: an error, something known, or something early."""
+        if item.error is not None:
+            error = from_info(item.error)
+            if isinstance(error, Unavailable | Overloaded):
+                self._resume(stream, error.code, worker_id)
+            else:
+                self._abort(stream, error, error.code, cancel=False)
+            return
+        have = len(stream.tokens)
+        if item.index < have:
+            known = have - item.index
+            new = item.tokens[known:]
+            if new or item.finish is not None:
+                self._take(stream, new, item, item.logprobs[known:] if item.logprobs else None)
+                if stream.early:
+                    self._take_early(stream)
+        elif len(stream.early) < EARLY_MAX:
+            stream.early[item.index] = item
+            self._gaps.setdefault(stream, now_s())
+        else:
+            self._resume(stream, "gap")
+
+    def _take_early(self, stream: Stream) -> None:
+        """Items whose turn has come; overlaps are cut like any known token."""
+        while stream.early and stream.finish is None and stream.error is None:
+            index = min(stream.early)
+            have = len(stream.tokens)
+            if index > have:
+                return
+            item = stream.early.pop(index)
+            known = have - index
+            if item.tokens[known:] or item.finish is not None:
+                self._take(stream, item.tokens[known:], item, item.logprobs[known:] if item.logprobs else None)
+        self._gaps.pop(stream, None)
+
+    def _stray(self, worker_id: str, item: StreamItem) -> None:
+        """Tell a worker to stop what nobody here waits for."""
+        if item.finish is not None:
+            return
+        key, now = (worker_id, item.request_id), now_s()
+        if now - self._strays.get(key, 0.0) < STRAY_EVERY_S:
+            return
+        if len(self._strays) >= STRAYS_MAX:
+            self._strays = {k: t for k, t in self._strays.items() if now - t < STRAY_EVERY_S}
+            if len(self._strays) >= STRAYS_MAX:
+                return
+        self._strays[key] = now
+        metrics.STRAYS.inc()
+        self._cancel_at(worker_id, item.request_id, item.epoch)
+
+    # ---- watching
+
+    def _on_lost(self, worker_id: str) -> None:
+        self._fleet.lose(worker_id)
+        for stream in [s for s in self._active.values() if s.worker_id == worker_id]:
+            self._resume(stream, "worker_lost", worker_id)
+
+    async def _keep_watch(self) -> None:
+        """Notice what no message tells: gaps that stay, workers that went without a word, requests a worker forgot."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = now_s()
+            for stream in [s for s, since in self._gaps.items() if now - since > GAP_S]:
+                self._resume(stream, "gap")
+            if not self._bus.connected:
+                continue
+            for stream in list(self._active.values()):
+                worker_id = stream.worker_id
+                if worker_id is None or now - stream.sign_s < SILENCE_S:
+                    continue
+                if not self._leases.alive(worker_id):
+                    self._resume(stream, "worker_lost", worker_id)
+                elif self._fleet.forgot(worker_id, stream.job.request_id, stream.epoch, stream.sign_s + SILENCE_S):
+                    self._resume(stream, "forgotten")
+
+    def _on_deadline(self, stream: Stream) -> None:
+        error = DeadlineExceeded(f"the request did not finish within {stream.job.timeout_s:g} s")
+        self._abort(stream, error, error.code)
+
+    # ---- endings
+
+    def _on_cancel(self, stream: Stream) -> None:
+        """The caller lost interest."""
+        if self._active.get(stream.job.request_id) is stream:
+            self._cancel(stream)
+            stream.finish = "cancelled"
+            stream.signal.set()
+            self._done(stream)
+
+    def _abort(self, stream: Stream, error: MotetError, outcome: str, *, cancel: bool = True) -> None:
+        if cancel:
+            self._cancel(stream)
+        stream.fail(error)
+        self._done(stream, outcome)
+
+    def _done(self, stream: Stream, outcome: str = "") -> None:
+        """Let it go, measure it, and tell the predictors how long it became."""
+        if self._active.pop(stream.job.request_id, None) is None:
+            return
+        if not self._active:
+            self._idle.set()
+        self._gaps.pop(stream, None)
+        stream.early.clear()
+        if stream.deadline is not None:
+            stream.deadline.cancel()
+        if isinstance(stream.error, SlowReader):
+            outcome = stream.error.code
+        metrics.observe(stream, outcome or stream.finish or "error")
+        if stream.finish in ("stop", "length") and stream.error is None:
+            adapter = stream.job.adapter
+            report = Outcome(
+                adapter_digest=adapter.digest if adapter else "",
+                prompt_tokens=len(stream.job.prompt),
+                output_tokens=len(stream.tokens),
+            )
+            self._bus.spawn(self._publish(subjects.OUTCOME, report))
+
+    def _cancel(self, stream: Stream) -> None:
+        if stream.worker_id is not None:
+            self._cancel_at(stream.worker_id, stream.job.request_id, stream.epoch)
+
+    def _cancel_at(self, worker_id: str, request_id: str, epoch: int) -> None:
+        self._bus.spawn(self._publish(subjects.control(worker_id), Cancel(request_id=request_id, epoch=epoch)))
+
+    async def _publish(self, subject: str, message: Cancel | Outcome) -> None:
+        with contextlib.suppress(Unavailable):  # counted by the bus; a lost Cancel is repeated when frames keep coming
+            await self._bus.publish(subject, message)

@@ -1,0 +1,230 @@
+"""Prompts to tokens: the tokenizer, the chat template and the other small files of a model directory. Imports no torch.
+
+What is rendered and tokenized is what `transformers`' `apply_chat_template` and tokenizer call give for the same files.
+Short texts are tokenized where they stand, long ones in a thread, so that no prompt ever stalls the token streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import jinja2
+import jinja2.ext
+import msgspec
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from shared.config import ConfigError
+from shared.errors import BadRequest, Overloaded
+
+T = TypeVar("T")
+INLINE_CHARS = 4096  # about 1.5 ms of tokenization
+THREADS = 2
+WAITING_MAX = 256  # long prompts in the threads or waiting for one
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True):
+    """What generation_config.json says where a request says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+class Prompts:
+    """One model's tokenizer and chat template. `context_length` is what config.json says the model can attend to."""
+
+    def __init__(self, model_dir: Path) -> None:
+        config = _read_json(model_dir / "config.json")
+        if not config:
+            raise ConfigError(f"--model: {model_dir} has no config.json, so it is not a model in Hugging Face format")
+        self.context_length = int(config.get("max_position_embeddings") or 0)
+        if self.context_length < 1:
+            raise ConfigError(f"--model: {model_dir}/config.json has no max_position_embeddings")
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"--model: {model_dir} has no tokenizer.json (convert the tokenizer to the fast format first)")
+        self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.vocab_size = max(int(config.get("vocab_size") or 0), self.tokenizer.get_vocab_size(with_added_tokens=True))
+        settings = _read_json(model_dir / "tokenizer_config.json")
+        self._specials = _special_tokens(settings, _read_json(model_dir / "special_tokens_map.json"))
+        bos = self._specials.get("bos_token")
+        self._bos_id = self.tokenizer.token_to_id(bos) if bos else None
+        source = _template_source(model_dir, settings)
+        self._template = _compile(source) if source else None
+        self.defaults = _generation_defaults(model_dir)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self._waiting = 0
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation. Raises BadRequest naming `messages` when the template refuses it."""
+        if self._template is None:
+            raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
+        size = sum(len(str(m.get("content"))) for m in messages)
+
+        def work() -> list[int]:
+            text = self.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+        return await self._run(work, size)
+
+    async def text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a plain text, with the special tokens the tokenizer adds; a BOS already in the text is not doubled."""
+
+        def work() -> list[int]:
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            doubled = add_special_tokens and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
+            return ids[1:] if doubled else ids
+
+        return await self._run(work, len(text))
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """The chat template's text."""
+        assert self._template is not None
+        try:
+            text = self._template.render(
+                **{**self._specials, "tools": None, "documents": None, **(variables or {})},
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise BadRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+        if continue_final_message:
+            final = str(messages[-1].get("content") or "").strip()
+            if not final or final not in text:
+                raise BadRequest("the final message has no text to continue", param="continue_final_message")
+            text = text[: text.rindex(final) + len(final)]
+        return text
+
+    async def _run(self, work: Callable[[], T], size: int) -> T:
+        if size <= INLINE_CHARS:
+            return work()
+        if self._waiting >= WAITING_MAX:
+            raise Overloaded(f"{WAITING_MAX} long prompts are already being tokenized", retry_after_s=1.0)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._waiting -= 1
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object file; {} when there is none. Raises ConfigError when it is no JSON object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model: cannot read {path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"--model: {path} is not a JSON object")
+    return value
+
+
+def _special_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_NAMES:
+        value = settings.get(name) or special_map.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _template_source(model_dir: Path, settings: dict[str, Any]) -> str:
+    """chat_template.jinja, else tokenizer_config.json's template (of several the one named "default"); "" for none."""
+    own_file = model_dir / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):
+        return next((t["template"] for t in template if t.get("name") == "default"), "")
+    return str(template)
+
+
+def _generation_defaults(model_dir: Path) -> GenerationDefaults:
+    raw = _read_json(model_dir / "generation_config.json")
+    try:
+        return msgspec.convert(raw, GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--model: {model_dir}/generation_config.json: {error}") from None
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's tokens for training; when serving its body is just text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"--model: the chat template does not compile: {error}") from None
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own `tojson` escapes HTML characters; templates for models expect plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

@@ -1,0 +1,200 @@
+"""The gateway process: puts the parts together and drives them through the common life of a service.
+
+Prompts, Detokenizer (files) -> Bus -> AdapterWatch, Fleet -> Owner -> Planner -> HTTP app, durable Intake
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from services.gateway import metrics
+from services.gateway.app import build_app
+from services.gateway.auth import Keys
+from services.gateway.config import GatewayConfig
+from services.gateway.detokenize import Detokenizer
+from services.gateway.fleet import Fleet
+from services.gateway.intake import Intake
+from services.gateway.owner import Owner
+from services.gateway.planner import Planner
+from services.gateway.prompt import Prompts
+from shared.adapter_watch import AdapterWatch
+from shared.bus import Bus
+from shared.clock import now_s, unix_ms
+from shared.errors import Unavailable
+from shared.hub import resolve_model
+from shared.service import run
+from shared.telemetry import REGISTRY, logger
+
+log = logger("motet.gateway")
+SHUTDOWN_S = 2.0  # for answers that are on their way out after the drain
+
+
+class GatewayService:
+    """One HTTP front and durable intake. `port` is the bound one once started."""
+
+    name = "gateway"
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.keys = Keys(config.tenants())
+        self.gateway_id = config.identity("gateway")
+        self.port = 0
+        self.started_s = unix_ms() // 1000
+        self._started = self._draining = False
+        self._changed = asyncio.Event()
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._collector: metrics.FleetCollector | None = None
+        self._stack = contextlib.AsyncExitStack()  # what `stop` has to undo, last first
+
+    async def start(self) -> None:
+        config = self.config
+        listener = _listen(config.host, config.port)
+        self._stack.callback(listener.close)
+        self.port = listener.getsockname()[1]
+        self.prompts, detokenizer = await asyncio.to_thread(_load, config.model)
+        self._stack.callback(self.prompts.close)
+        self.bus = await Bus.connect(config, self.gateway_id, inbox="gateway")
+        self._stack.push_async_callback(self.bus.close)
+        self.adapters = AdapterWatch(self.bus, self._on_adapters)
+        self.fleet = Fleet(self.bus, config.base_model)
+        self.owner = Owner(
+            self.bus,
+            self.fleet,
+            detokenizer,
+            gateway_id=self.gateway_id,
+            base_model=config.base_model,
+            max_inflight=config.max_inflight,
+            stream_buffer_tokens=config.stream_buffer_tokens,
+        )
+        self.planner = Planner(config, self.prompts, self.adapters, self.fleet)
+        self.intake = Intake(self.bus, self.owner, self.planner, config)
+        await self.adapters.start()
+        self._stack.push_async_callback(self.adapters.stop)
+        await self.fleet.start()
+        await self.owner.start()
+        self._stack.push_async_callback(self.owner.stop)
+        await self.intake.start()
+        self._stack.push_async_callback(self.intake.stop)
+        self._observe()
+        await self._serve(listener)
+        gc.collect()
+        gc.freeze()  # what lives as long as the process is never looked at again
+        self._started = True
+        log.info("serving", extra={"url": f"http://{config.host}:{self.port}", "model": config.base_model})
+
+    def not_ready(self) -> list[str]:
+        if not self._started:
+            return ["starting"]
+        if self._draining:
+            return ["draining"]
+        reasons = []
+        if not self.bus.connected:
+            reasons.append("no connection to NATS")
+        elif not self.fleet.workers():
+            reasons.append(f"no worker serves {self.config.base_model}")
+        return reasons
+
+    def admit(self) -> None:
+        """Raises Unavailable while draining, Overloaded at the limit: before anything is read or tokenized."""
+        if self._draining:
+            raise Unavailable("this gateway is shutting down", retry_after_s=1.0)
+        self.owner.check_room()
+
+    async def drain(self) -> None:
+        self._draining = True
+        await self.intake.drain()
+        await self.owner.drain()
+
+    async def stop(self) -> None:
+        self._draining = True
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+        await self._stack.aclose()
+        if self._collector is not None:
+            REGISTRY.unregister(self._collector)
+            gc.unfreeze()
+
+    async def settled(self, visible: Callable[[], bool], within_s: float) -> bool:
+        """Wait until `visible()` holds for the adapters we see; False when it does not within `within_s`."""
+        deadline = now_s() + within_s
+        while not visible():
+            left = deadline - now_s()
+            if left <= 0:
+                return False
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+        return True
+
+    def _on_adapters(self) -> None:
+        self._changed.set()
+
+    def _observe(self) -> None:
+        metrics.INFLIGHT.set_function(lambda: self.owner.inflight)
+
+        def names() -> dict[str, str]:
+            return {info.entry.digest: info.entry.name for info in reversed(self.adapters.all())}
+
+        self._collector = metrics.FleetCollector(self.fleet, self.config.base_model, names)
+        REGISTRY.register(self._collector)
+
+    async def _serve(self, listener: socket.socket) -> None:
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        server_config = uvicorn.Config(
+            build_app(self),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=int(SHUTDOWN_S),
+        )
+        self._server = _Server(server_config)
+        self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+                raise Unavailable("the HTTP server did not start")
+            await asyncio.sleep(0.01)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: the service's life is driven by shared.service."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+def _load(model: str) -> tuple[Prompts, Detokenizer]:
+    prompts = Prompts(Path(resolve_model(model)))
+    return prompts, Detokenizer(prompts.tokenizer)
+
+
+def main(config: GatewayConfig) -> int:
+    """Run a gateway until it is told to stop; returns the exit status."""
+    return run(GatewayService(config), config)

@@ -1,0 +1,156 @@
+"""Streaming answers. The hot path: between a token and its bytes on the socket stands one JSON string and one join.
+
+What a chunk says besides its text never changes within a choice, so it is encoded once per request; per token only the text
+is. All that is ready when the task wakes leaves in one write, each token still as its own event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.gateway import answers
+from services.gateway.detokenize import Detokenizer
+from services.gateway.planner import Plan
+from services.gateway.stream import Delta, Signal, Stream
+from shared.errors import MotetError
+
+GRACE_S = 30.0
+DONE = b"data: [DONE]\n\n"
+_MARK = "\x00text\x00"
+
+
+class SseResponse(Response):
+    """Serves the streams of one plan. Owns them: when it ends, for whatever reason, they are cancelled."""
+
+    def __init__(self, plan: Plan, streams: list[Stream], signal: Signal, detokenizer: Detokenizer) -> None:
+        super().__init__(status_code=200, media_type="text/event-stream")
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"
+        self.headers["x-request-id"] = plan.request_id
+        del self.headers["content-length"]
+        self._plan, self._streams, self._signal, self._detokenizer = plan, streams, signal, detokenizer
+        self._gone = False
+        options = plan.request.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._running_usage = bool(options and options.continuous_usage_stats) and self._usage
+        self._logprobs = plan.jobs[0].sampling.logprobs is not None
+        self._plain = not self._logprobs and not self._running_usage
+        self._frames = [self._frame(i) for i in range(len(streams))]
+        self._offsets = [len(echo) for echo in plan.echoes]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        listener = loop.create_task(self._listen(receive, task))
+        # a client that reads nothing at all holds its last chunks no longer than a request may live
+        limit = loop.call_later(self._plan.jobs[0].timeout_s + GRACE_S, self._cut, task)
+        for stream in self._streams:
+            stream.on_slow = functools.partial(self._cut, task)
+        try:
+            await self._pump(send)
+        except asyncio.CancelledError:
+            if not self._gone:
+                raise
+        finally:
+            listener.cancel()
+            limit.cancel()
+            for stream in self._streams:
+                stream.cancel()
+
+    async def _listen(self, receive: Receive, pump: asyncio.Task[Any]) -> None:
+        """Cancel everything at once when the client goes away."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        for stream in self._streams:
+            stream.cancel()
+        self._cut(pump)
+
+    def _cut(self, pump: asyncio.Task[Any]) -> None:
+        """End without another word; the server closes the connection of an unfinished answer."""
+        self._gone = True
+        pump.cancel()
+
+    async def _pump(self, send: Send) -> None:
+        parts = self._opening()
+        running = list(range(len(self._streams)))
+        while True:
+            try:
+                for i in list(running):
+                    stream, (before, after) = self._streams[i], self._frames[i]
+                    for delta in stream.take():
+                        if self._plain and delta.finish is None:
+                            if delta.text:
+                                parts += (before, orjson.dumps(delta.text), after)
+                        else:
+                            parts.append(self._full(i, delta))
+                    if stream.ended:
+                        stream.take()  # raises what ended it
+                        running.remove(i)
+            except MotetError as error:
+                parts += (b"data: ", orjson.dumps(error.openai()), b"\n\n", DONE)
+                break
+            if not running:
+                if self._usage:
+                    body = answers.head(self._plan) | {"choices": [], "usage": answers.usage(self._plan, self._streams)}
+                    parts += (b"data: ", orjson.dumps(body), b"\n\n")
+                parts.append(DONE)
+                break
+            if parts:
+                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                parts = []
+            await self._signal.wait()
+        await send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
+
+    def _opening(self) -> list[bytes]:
+        """Roles (chat) or echoed prompts (completions)."""
+        parts: list[bytes] = []
+        for i, echo in enumerate(self._plan.echoes):
+            if self._plan.chat:
+                parts.append(self._event(i, {"delta": {"role": "assistant", "content": ""}}))
+            elif echo:
+                parts.append(self._event(i, {"text": echo}))
+        return parts
+
+    def _event(self, choice: int, content: dict[str, Any]) -> bytes:
+        body = {"index": choice} | content | {"logprobs": None, "finish_reason": None}
+        event = answers.head(self._plan) | {"choices": [body]}
+        if self._usage:
+            event["usage"] = answers.usage(self._plan, self._streams) if self._running_usage else None
+        return b"data: " + orjson.dumps(event) + b"\n\n"
+
+    def _frame(self, choice: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text of an unfinished chunk."""
+        content = {"delta": {"content": _MARK}} if self._plan.chat else {"text": _MARK}
+        before, after = self._event(choice, content).split(orjson.dumps(_MARK))
+        return before, after
+
+    def _full(self, i: int, delta: Delta) -> bytes:
+        """Any chunk, encoded whole: the last one, and those with log-probabilities or running usage."""
+        if not delta.text and not delta.tokens and delta.finish is None:
+            return b""
+        body: dict[str, Any] = {"index": i}
+        if self._plan.chat:
+            body["delta"] = {"content": delta.text} if delta.text or not delta.finish else {}
+        else:
+            body["text"] = delta.text
+        body["logprobs"] = None
+        if delta.logprobs:
+            body["logprobs"] = answers.logprobs_body(
+                self._plan, self._detokenizer, delta.tokens, delta.logprobs, self._offsets[i]
+            )
+            self._offsets[i] += sum(len(self._detokenizer.token_text(token)) for token in delta.tokens)
+        body["finish_reason"] = delta.finish
+        if delta.finish is not None:
+            body["stop_reason"] = delta.stop_reason
+        event = answers.head(self._plan) | {"choices": [body]}
+        if self._usage:
+            event["usage"] = answers.usage(self._plan, self._streams) if self._running_usage else None
+        return b"data: " + orjson.dumps(event) + b"\n\n"

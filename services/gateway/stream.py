@@ -1,0 +1,241 @@
+"""What a caller of the Owner holds: a Job goes in, a Stream of Deltas comes out. No HTTP here.
+
+    job = Job(...)                                  one sequence; n choices are n jobs
+    stream = await owner.open(job)                  raises Overloaded, Unavailable, ... before anything is streamed
+    async for delta in stream: ...                  raises the MotetError that ended it; the last delta has `finish`
+    stream.cancel()                                 at any time; the worker is told at once
+
+Who touches what: the Owner pushes (tokens in order, finish, failure), one caller takes. What is pushed and not yet taken is
+bounded: a caller that does not keep up loses its request, never the gateway's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from services.gateway.detokenize import Detokenizer, StopFilter
+from shared.clock import now_s
+from shared.errors import MotetError, Overloaded
+from shared.messages import StreamItem, TokenLogprobs
+from shared.model import AdapterRef, FinishReason, SamplingParams, Slo
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate, fully resolved: tokens, adapter version, sampling with its seed."""
+
+    request_id: str
+    model: str  # the name the client asked for; for answers and metrics
+    prompt: list[int]
+    sampling: SamplingParams
+    slo: Slo = Slo()
+    adapter: AdapterRef | None = None
+    tenant: str = "default"
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False  # show the stop string or stop token that ended it
+    skip_special_tokens: bool = True
+    continues_text: bool = False  # the output is glued to the prompt's text: keep a leading space
+    timeout_s: float = 600.0
+    arrived_s: float = 0.0  # `now_s()` when the client's request came; 0 for when it is opened
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of one sequence."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Delta(msgspec.Struct):
+    """What became visible at once. `tokens` are the shown ones of this step; `text` may lag behind them (half characters,
+    held-back beginnings of stop strings) and is complete with the last delta, the one with `finish`."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it (never the model's own EOS)
+
+
+class Signal:
+    """Wakes the one task that serves a group of streams; setting it before the wait is not lost."""
+
+    __slots__ = ("_raised", "_waiter")
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        self._raised = False
+
+    def set(self) -> None:
+        """There is something to do."""
+        waiter = self._waiter
+        if waiter is None:
+            self._raised = True
+        else:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return once `set` was called since the last wait."""
+        if self._raised:
+            self._raised = False
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
+class Stream:
+    """One owned request. Made by `Owner.open`; its upper half is the caller's, its lower half the Owner's."""
+
+    __slots__ = (
+        "_filter",
+        "_limit",
+        "_on_cancel",
+        "_ready",
+        "_text",
+        "begun_s",
+        "cached_tokens",
+        "deadline",
+        "early",
+        "epoch",
+        "error",
+        "excluded",
+        "finish",
+        "first_s",
+        "job",
+        "losses",
+        "on_slow",
+        "opened_s",
+        "queue_ms",
+        "sign_s",
+        "signal",
+        "tokens",
+        "worker_id",
+    )
+
+    def __init__(
+        self, job: Job, detokenizer: Detokenizer, on_cancel: Callable[[Stream], None], signal: Signal | None, limit: int
+    ) -> None:
+        self.job = job
+        self.signal = signal or Signal()
+        self.opened_s = now_s()
+        self.begun_s = job.arrived_s or self.opened_s
+        self.first_s = 0.0  # when the first token came
+        self.sign_s = self.opened_s  # the last sign of life of its worker
+        self.epoch = 0
+        self.worker_id: str | None = None  # None while no worker is known to have it
+        self.tokens: list[int] = []  # every output token of every epoch, EOS included
+        self.early: dict[int, StreamItem] = {}  # items that came before their turn, by index
+        self.excluded: list[str] = []  # workers that lost it
+        self.losses = 0  # workers lost since the last new token
+        self.cached_tokens = 0
+        self.queue_ms = 0.0
+        self.finish: FinishReason | None = None
+        self.error: MotetError | None = None
+        self.on_slow: Callable[[], None] | None = None  # for callers that may be stuck in a write
+        self.deadline: asyncio.TimerHandle | None = None
+        self._text = detokenizer.stream(skip_special_tokens=job.skip_special_tokens, continues_text=job.continues_text)
+        self._filter = StopFilter(job.stop, job.include_stop) if job.stop else None
+        self._on_cancel = on_cancel
+        self._ready: list[Delta] = []
+        self._limit = limit
+
+    # ---- the caller's half
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far; final once a delta had `finish`."""
+        return Usage(prompt_tokens=len(self.job.prompt), completion_tokens=len(self.tokens), cached_tokens=self.cached_tokens)
+
+    @property
+    def ended(self) -> bool:
+        """Whether `take` has nothing more to give, ever."""
+        return not self._ready and (self.finish is not None or self.error is not None)
+
+    def take(self) -> list[Delta]:
+        """Everything that is ready now, possibly nothing. Raises the MotetError that ended the request."""
+        ready = self._ready
+        if ready:
+            self._ready = []
+        elif self.error is not None:
+            raise self.error
+        return ready
+
+    def cancel(self) -> None:
+        """Stop it at the worker at once and let it go. Harmless when it has ended."""
+        self._on_cancel(self)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas until the one with `finish`; the request is cancelled when the caller leaves early."""
+        try:
+            while not self.ended:
+                for delta in self.take():
+                    yield delta
+                if not self.ended:
+                    await self.signal.wait()
+            self.take()
+        finally:
+            self.cancel()
+
+    # ---- the Owner's half
+
+    def push(self, new: list[int], item: StreamItem, logprobs: list[TokenLogprobs] | None) -> None:
+        """Take in `new`, the tokens of `item` that were not known yet; sets `finish` when they end the sequence."""
+        tokens = self.tokens
+        if not tokens and new:
+            self.first_s = now_s()
+            self.cached_tokens, self.queue_ms = item.cached_tokens, item.queue_ms
+        tokens += new
+        finish = item.finish
+        reason: int | str | None = None
+        shown = new
+        if finish == "stop":
+            reason = item.stop_token if item.stop_token in self.job.sampling.stop_token_ids else None
+            if new and not self.job.include_stop:  # the token that ended it is counted and not shown
+                shown, logprobs = new[:-1], logprobs[:-1] if logprobs else None
+        text = self._text.push(shown)
+        if finish is not None:
+            text += self._text.finish()
+        if self._filter is not None and len(tokens) >= self.job.sampling.min_tokens:
+            text, matched = self._filter.push(text)
+            if matched is not None:
+                finish, reason = "stop", matched
+            elif finish is not None:
+                text += self._filter.finish()
+        self._deliver(Delta(text, shown, logprobs, finish, reason))
+
+    def end(self, finish: FinishReason) -> None:
+        """Finish without a new token."""
+        text = self._text.finish()
+        if self._filter is not None:
+            text, _ = self._filter.push(text)
+            text += self._filter.finish()
+        self._deliver(Delta(text, [], None, finish, None))
+
+    def _deliver(self, delta: Delta) -> None:
+        self.finish = delta.finish
+        if len(self._ready) >= self._limit:
+            self.fail(SlowReader(f"{self._limit} tokens were ready and not read"))
+            if self.on_slow is not None:
+                self.on_slow()
+            return
+        self._ready.append(delta)
+        self.signal.set()
+
+    def fail(self, error: MotetError) -> None:
+        """End it with `error`, which the caller sees after the deltas that are ready."""
+        self.error = error
+        self.signal.set()
+
+
+class SlowReader(Overloaded):
+    """The client does not read its tokens as fast as they are made."""
+
+    code = "slow_reader"

@@ -1,0 +1,351 @@
+"""The registry: takes adapters in, validates, stores and publishes them; the only writer of adapters on the bus.
+
+    register   claim a slot -> fetch (path | hub | upload) -> validate -> blob, version, name -> watchers see it
+    delete     refused while requests run on it unless forced; the weights go when no other name points at them
+    alias      a second name for what another name points at now
+    list       every name, in pages
+
+Files are read and checked in threads, few at a time and per kind of source, so that a slow hub delays hub adapters only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.registry.archives import CONFIG, MAX_OTHER_BYTES, PeftFiles, read_archive
+from services.registry.config import RegistryConfig
+from services.registry.peft import Converted, convert
+from services.registry.sources import open_directory, open_hub, open_path
+from services.registry.store import AdapterStore, check_name
+from services.registry.usage import Usage
+from shared import subjects
+from shared.adapter_watch import AdapterWatch
+from shared.base_shapes import BaseShapes, read_shapes
+from shared.bus import Bus
+from shared.clock import now_s, unix_ms
+from shared.errors import (
+    AdapterExists,
+    BadRequest,
+    Conflict,
+    MotetError,
+    Overloaded,
+    Unavailable,
+)
+from shared.hub import resolve_model
+from shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, ListAdapters, RegisterAdapter, RegistryOk, WorkerState
+from shared.model import AdapterVersion
+from shared.provision import provision
+from shared.service import run
+from shared.telemetry import LATENCY_BUCKETS_S, REGISTRY, logger
+
+log = logger("motet.registry")
+T = TypeVar("T")
+
+LOCAL_SLOTS = 2  # adapters being read, checked and stored at once: each needs about twice its size in memory
+HUB_SLOTS = 2
+MAX_WAITING = 64  # registrations that may wait for a slot; more are refused
+SWEEP_S = 5.0
+RETRY_S = 1.0
+SETTLE_S = 15.0  # after start nothing is swept until every worker has spoken
+PAGE = 1000
+
+REGISTRATIONS = Counter(
+    "motet_registry_registrations",
+    "Registrations by outcome: registered, replaced, unchanged, refused (bad input), failed (our side).",
+    ["outcome"],
+    registry=REGISTRY,
+)
+ADAPTERS = Gauge("motet_registry_adapters", "Adapter names, aliases included.", registry=REGISTRY)
+VERSIONS = Gauge("motet_registry_versions", "Stored adapter versions.", registry=REGISTRY)
+BLOB_BYTES = Gauge("motet_registry_blob_bytes", "Bytes of all stored adapter versions.", registry=REGISTRY)
+VALIDATION_S = Histogram(
+    "motet_registry_validation_seconds",
+    "Reading, checking and converting one adapter.",
+    buckets=LATENCY_BUCKETS_S,
+    registry=REGISTRY,
+)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """`work()` in a thread of its own that does not keep the process alive: a download may hang when we want to stop."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            if isinstance(value, PeftFiles):
+                value.weights.close()
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)  # type: ignore[arg-type]
+
+    def body() -> None:
+        value: T | None = None
+        error: BaseException | None = None
+        try:
+            value = work()
+        except BaseException as caught:  # handed to the caller
+            error = caught
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=body, daemon=True, name="registry-work").start()
+    return await done
+
+
+class RegistryService:
+    """See `shared.service.Service`."""
+
+    name = "registry"
+
+    def __init__(self, config: RegistryConfig) -> None:
+        self._config = config
+        self._bus: Bus | None = None
+        self._usage = Usage()
+        self._waiting = 0
+        self._local, self._hub = asyncio.Semaphore(LOCAL_SLOTS), asyncio.Semaphore(HUB_SLOTS)
+        self._starting = "not started"
+
+    async def start(self) -> None:
+        config = self._config
+        model = await in_thread(lambda: resolve_model(config.model, files=("config.json",)))
+        self._shapes: BaseShapes = read_shapes(model)
+        self._bus = bus = await Bus.connect(config, config.identity("registry"), inbox="registry")
+        try:
+            await provision(bus, replicas=config.nats_replicas)
+        except Exception as error:
+            raise Unavailable(f"JetStream cannot be provisioned: {error!r}") from error
+        self._store = AdapterStore(bus)
+        await self._store.start()
+        self._adapters = AdapterWatch(bus, on_change=self._measure)
+        await self._adapters.start()
+        self._measure()
+        await bus.subscribe(subjects.WORKER_STATES, WorkerState, lambda state: self._usage.apply(state, now_s()))
+        for verb, kind, handler in (
+            ("register", RegisterAdapter, self.register),
+            ("delete", DeleteAdapter, self.delete),
+            ("alias", AliasAdapter, self.alias),
+            ("list", ListAdapters, self.page),
+        ):
+            await bus.serve(verb, subjects.registry(verb), kind, handler, queue="registry")
+        self._starting = ""
+        if config.adapters_dir:
+            self._starting = f"registering the adapters in {config.adapters_dir}"
+            bus.spawn(self._register_directory(config.adapters_dir))
+        bus.spawn(self._sweep())
+
+    def not_ready(self) -> list[str]:
+        reasons = [self._starting] if self._starting else []
+        if self._bus is None or not self._bus.connected:
+            reasons.append("NATS is not reachable")
+        return reasons
+
+    async def drain(self) -> None:
+        if self._bus is not None:
+            await self._bus.stop_serving()
+
+    async def stop(self) -> None:
+        if self._bus is not None:
+            await self._bus.close()
+
+    # ---- verbs
+
+    async def register(self, ask: RegisterAdapter) -> RegistryOk:
+        """Validate and publish. Raises BadRequest, InvalidAdapter, AdapterExists, TooLarge, Overloaded or Unavailable."""
+        try:
+            info, outcome = await self._register(ask)
+        except MotetError as error:
+            REGISTRATIONS.labels("refused" if error.status < 500 else "failed").inc()
+            log.info("adapter refused", extra={"adapter": ask.name, "from": ask.location, "reason": error.message})
+            raise
+        except Exception:
+            REGISTRATIONS.labels("failed").inc()
+            raise
+        REGISTRATIONS.labels(outcome).inc()
+        log.info(
+            f"adapter {outcome}",
+            extra={
+                "adapter": ask.name,
+                "digest": info.entry.digest[:12],
+                "version": info.entry.version,
+                "rank": info.version.rank,
+            },
+        )
+        return RegistryOk(adapters=[info])
+
+    async def _register(self, ask: RegisterAdapter) -> tuple[AdapterInfo, str]:
+        check_name(ask.name, self._config.base_model)
+        if ask.kind not in ("path", "hub", "upload"):
+            raise BadRequest(f"kind {ask.kind!r}: one of path, hub, upload is expected", param="kind")
+        if ask.kind == "hub" and not self._config.hub_allowed:
+            raise BadRequest("this registry takes no adapters from the hub", param="kind")
+        self._check_room(ask.name)
+        if not ask.replace:
+            await self._store.check_free(ask.name)
+        async with self._slot():
+            if ask.kind != "hub":
+                async with self._local:
+                    return await self._take_in(ask, await self._open(ask))
+            async with self._hub:
+                files = await in_thread(lambda: open_hub(ask.location, self._config.max_adapter_bytes))
+            async with self._local:
+                return await self._take_in(ask, files)
+
+    async def _open(self, ask: RegisterAdapter) -> PeftFiles:
+        limit = self._config.max_adapter_bytes
+        if ask.kind == "path":
+            return await in_thread(lambda: open_path(ask.location, self._config.roots, limit))
+        with await self._store.fetch_upload(ask.location, limit + MAX_OTHER_BYTES) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            try:
+                return await in_thread(lambda: read_archive(file, size_bytes, limit, source=f"upload:{ask.location}"))
+            finally:
+                await self._store.drop_upload(ask.location)
+
+    async def _take_in(self, ask: RegisterAdapter, files: PeftFiles) -> tuple[AdapterInfo, str]:
+        with files, VALIDATION_S.time():
+            converted = await in_thread(lambda: self._convert(files))
+        version = AdapterVersion(
+            digest=converted.digest,
+            base_model=self._config.base_model,
+            rank=converted.rank,
+            modules=converted.modules,
+            layers=converted.layers,
+            dtype=converted.dtype,
+            size_bytes=len(converted.blob),
+            source=files.source,
+            created_unix_ms=unix_ms(),
+        )
+        return await self._store.publish(ask.name, version, converted.blob, replace=ask.replace)
+
+    def _convert(self, files: PeftFiles) -> Converted:
+        return convert(
+            files.config_json,
+            files.weights,
+            files.size_bytes,
+            self._shapes,
+            max_rank=self._config.max_lora_rank,
+            max_bytes=self._config.max_adapter_bytes,
+        )
+
+    async def delete(self, ask: DeleteAdapter) -> RegistryOk:
+        """Remove a name. Raises AdapterNotFound, or AdapterInUse unless forced."""
+        gone = await self._store.remove(ask.name, requests=self._requests, force=ask.force)
+        log.info("adapter deleted", extra={"adapter": ask.name, "forced": ask.force})
+        return RegistryOk(adapters=[gone] if gone is not None else [])
+
+    async def alias(self, ask: AliasAdapter) -> RegistryOk:
+        """A second name. Raises BadRequest, AdapterNotFound (the target), AdapterExists (the name is no alias)."""
+        check_name(ask.name, self._config.base_model)
+        if ask.name == ask.target:
+            raise BadRequest(f"{ask.name!r} cannot be an alias of itself", param="target")
+        self._check_room(ask.name)
+        return RegistryOk(adapters=[await self._store.alias(ask.name, ask.target)])
+
+    async def page(self, ask: ListAdapters) -> RegistryOk:
+        """One page of names."""
+        found = [info for info in self._adapters.all() if info.entry.name > ask.after]
+        return RegistryOk(adapters=found[: max(0, min(ask.limit, PAGE))])
+
+    # ---- helpers
+
+    def _requests(self, digest: str) -> int:
+        return self._usage.requests(digest, now_s())
+
+    def _check_room(self, name: str) -> None:
+        if self._adapters.resolve(name) is None and self._adapters.names() >= self._config.max_adapters:
+            raise Conflict(
+                f"there are {self._config.max_adapters} adapters, which is the limit: delete one first", param="name"
+            )
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        if self._waiting >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} registrations are under way", retry_after_s=2.0)
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
+    def _measure(self) -> None:
+        versions = self._adapters.versions()
+        ADAPTERS.set(self._adapters.names())
+        VERSIONS.set(len(versions))
+        BLOB_BYTES.set(sum(version.size_bytes for version in versions))
+
+    async def _sweep(self) -> None:
+        await asyncio.sleep(SETTLE_S)
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            try:
+                await self._store.sweep(self._requests)
+            except MotetError as error:
+                log.info("sweep interrupted", extra={"error": error.message})
+
+    async def _register_directory(self, directory: str) -> None:
+        """Register what lies below `directory`. One bad adapter is reported and skipped; one that somebody replaced stays."""
+        try:
+            root = os.path.realpath(os.path.expanduser(directory))
+            found = await in_thread(lambda: peft_directories(root))
+            if not found:
+                log.warning("no adapters found", extra={"adapters_dir": directory})
+            for number, (name, path) in enumerate(found, start=1):
+                self._starting = f"registering adapter {number} of {len(found)} from {directory}"
+                await self._register_own(name, path, root)
+        finally:
+            self._starting = ""
+
+    async def _register_own(self, name: str, path: str, root: str) -> None:
+        """Register one adapter of the operator's directory, however long NATS is away."""
+        source = f"path:{path}"
+        while True:
+            present = self._adapters.resolve(name)
+            if present is not None and present.version.source != source:
+                log.info("adapter kept, it came from elsewhere", extra={"adapter": name, "source": present.version.source})
+                return
+            try:
+                await self._register_from(name, path, root, source, replace=present is not None)
+                return
+            except AdapterExists:
+                log.info("adapter registered by another registry", extra={"adapter": name})
+                return
+            except Unavailable as error:
+                log.warning("adapter not registered yet", extra={"adapter": name, "reason": error.message})
+                await asyncio.sleep(RETRY_S)
+            except (MotetError, OSError) as error:
+                REGISTRATIONS.labels("refused").inc()
+                log.error("adapter refused", extra={"adapter": name, "reason": str(error)})
+                return
+
+    async def _register_from(self, name: str, path: str, root: str, source: str, *, replace: bool) -> None:
+        check_name(name, self._config.base_model)
+        self._check_room(name)
+        ask = RegisterAdapter(name=name, kind="path", location=path, replace=replace)
+        async with self._local:
+            files = await in_thread(lambda: open_directory(path, [root], self._config.max_adapter_bytes, source=source))
+            _, outcome = await self._take_in(ask, files)
+        REGISTRATIONS.labels(outcome).inc()
+
+
+def peft_directories(root: str) -> list[tuple[str, str]]:
+    """(name, path) of every PEFT directory below `root`, sorted; the name is the path relative to `root`."""
+    found = [
+        (os.path.relpath(path, root).replace(os.sep, "/"), path)
+        for path, _, files in os.walk(root, followlinks=False)
+        if CONFIG in files and path != root
+    ]
+    return sorted(found)
+
+
+def main(config: RegistryConfig) -> int:
+    """Run a registry until it is told to stop; returns the exit status."""
+    return run(RegistryService(config), config)

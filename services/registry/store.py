@@ -1,0 +1,359 @@
+"""Adapters in JetStream: blobs by digest, version records, names - and who may delete what, with several registries at once.
+
+    motet_blobs      <digest>            the bytes; equal content is stored once
+    motet_adapters   holds.<digest>      Holds: which entries claim this digest (the registry's own bookkeeping)
+                     version.<digest>    AdapterVersion
+                     name.<name>         AdapterEntry
+
+A name never points at a missing blob, whoever crashes when, because of two orders of writes and compare-and-set:
+
+    publish   hold -> blob -> version -> name             a crash leaves at most a hold, which the sweep drops later
+    collect   holds marked `deleting` -> version -> blob -> holds     only when nobody holds; a crash is finished by the sweep
+
+Every entry has its own hold (a fresh id), so that dropping one never drops another's claim on equal content. Who finds
+`deleting` waits for the end of it. All writes of a record carry the revision that was read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, TypeVar
+
+import msgspec
+from nats import errors as nats_errors
+from nats.js import errors as js_errors
+from nats.js.api import ObjectInfo
+
+from shared import subjects
+from shared.adapter_watch import NAME, VERSION
+from shared.bus import Bus
+from shared.clock import now_s, unix_ms
+from shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, TooLarge, Unavailable
+from shared.kv_watch import KvWatch
+from shared.messages import AdapterInfo
+from shared.model import AdapterEntry, AdapterVersion
+from shared.telemetry import logger
+
+log = logger("motet.registry.store")
+HOLDS = "holds."
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
+NAME_CHARS = 128
+ATTEMPTS = 20
+PUT_S = 300.0  # a blob that is not stored by then is given up
+DELETING_S = 10.0  # how long a deletion may take before others take it over (at three times this)
+UNUSED_S = 30.0  # an old version waits this long for requests that are on their way
+LOST_HOLD_MS = 15 * 60 * 1000  # a hold without an entry is from a crash when it is older than this
+
+_FAILURES = (nats_errors.Error, js_errors.Error, TimeoutError, OSError)
+_WRONG_REVISION = (10071, 10164)
+_R = TypeVar("_R", bound=msgspec.Struct)
+
+
+class Holds(msgspec.Struct, frozen=True):
+    """The claims on one digest: {hold id: name}. `since_unix_ms`: when it last changed."""
+
+    digest: str
+    holders: dict[str, str]
+    since_unix_ms: int
+    deleting: bool = False
+
+
+def check_name(name: str, base_model: str) -> None:
+    """Raises BadRequest when `name` cannot be an adapter's."""
+    if len(name) > NAME_CHARS or not NAME_PATTERN.fullmatch(name):
+        raise BadRequest(
+            f"adapter name {name[:NAME_CHARS]!r}: letters, digits, '_' and '-', single '.' and '/' between them, "
+            f"at most {NAME_CHARS} characters",
+            param="name",
+        )
+    if name == base_model:
+        raise BadRequest(f"adapter name {name!r} is the base model's name", param="name")
+
+
+@contextlib.contextmanager
+def reachable() -> Iterator[None]:
+    """What the bus raises when JetStream is away, as Unavailable."""
+    try:
+        yield
+    except _FAILURES as error:
+        raise Unavailable(f"the adapter store does not answer: {error!r}") from error
+
+
+class AdapterStore:
+    """The only writer of adapters. Any number of copies may run."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._holds: dict[str, Holds] = {}
+        self._watch = KvWatch(
+            bus,
+            subjects.KV_ADAPTERS,
+            HOLDS + "*",
+            on_put=self._saw_holds,
+            on_delete=lambda key: self._forget_holds({key}),
+            on_synced=lambda keys: self._forget_holds({HOLDS + digest for digest in self._holds} - keys),
+        )
+
+    async def start(self) -> None:
+        """Open the buckets. Raises Unavailable when they do not appear."""
+        self._kv = await self._bus.key_value(subjects.KV_ADAPTERS)
+        self._blobs = await self._bus.object_store(subjects.BLOBS)
+        self._uploads = await self._bus.object_store(subjects.UPLOADS)
+        await self._watch.start()
+
+    def _saw_holds(self, key: str, value: bytes) -> None:
+        self._holds[key.removeprefix(HOLDS)] = msgspec.json.decode(value, type=Holds)
+
+    def _forget_holds(self, keys: set[str]) -> None:
+        for key in keys:
+            self._holds.pop(key.removeprefix(HOLDS), None)
+
+    # ---- verbs
+
+    async def check_free(self, name: str) -> None:
+        """Raises AdapterExists when `name` is taken. Cheap: asked before any work is done."""
+        with reachable():
+            if (await self._read(NAME + name, AdapterEntry))[0] is not None:
+                raise _exists(name)
+
+    async def publish(self, name: str, version: AdapterVersion, blob: bytes, *, replace: bool) -> tuple[AdapterInfo, str]:
+        """Store `blob` and let `name` point at it: (what is there now, "registered" | "replaced" | "unchanged").
+
+        Raises AdapterExists when the name is taken and `replace` is not set, also when somebody else took it meanwhile.
+        """
+        with reachable():
+            async with asyncio.timeout(PUT_S + 30.0):
+                for _ in range(ATTEMPTS):
+                    present, revision = await self._read(NAME + name, AdapterEntry)
+                    if present is not None and not replace:
+                        raise _exists(name)
+                    if present is not None and present.digest == version.digest and present.alias_of is None:
+                        stored, _ = await self._read(VERSION + version.digest, AdapterVersion)
+                        if stored is not None:
+                            return AdapterInfo(entry=present, version=stored), "unchanged"
+                    hold = await self._claim(version.digest, name)
+                    try:
+                        await self._put_blob(version.digest, blob)
+                        version = await self._put_version(version)
+                    except BaseException:
+                        with contextlib.suppress(*_FAILURES):  # then the sweep does it
+                            await self._release(version.digest, hold)
+                        raise
+                    # From here on a failure leaves the hold: the name may have been written though the answer was lost.
+                    entry = _entry(name, version.digest, present, hold)
+                    if await self._point(entry, revision):
+                        if present is not None:
+                            await self._release(present.digest, present.hold)
+                        return AdapterInfo(entry=entry, version=version), "replaced" if present else "registered"
+                    await self._release(version.digest, hold)
+        raise Conflict(f"adapter {name!r} is being changed by others all the time", param="name")
+
+    async def alias(self, name: str, target: str) -> AdapterInfo:
+        """Let `name` point at what `target` points at now. A name that is an adapter of its own is not overwritten."""
+        with reachable():
+            for _ in range(ATTEMPTS):
+                aimed, _ = await self._read(NAME + target, AdapterEntry)
+                if aimed is None:
+                    raise AdapterNotFound(f"there is no adapter {target!r}", param="target")
+                present, revision = await self._read(NAME + name, AdapterEntry)
+                if present is not None and present.alias_of is None:
+                    raise _exists(name)
+                if present is not None and present.alias_of == target and present.digest == aimed.digest:
+                    version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
+                    if version is not None:
+                        return AdapterInfo(entry=present, version=version)
+                hold = await self._claim(aimed.digest, name)
+                version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
+                entry = _entry(name, aimed.digest, present, hold, alias_of=target)
+                if version is not None and await self._point(entry, revision):
+                    if present is not None:
+                        await self._release(present.digest, present.hold)
+                    return AdapterInfo(entry=entry, version=version)
+                await self._release(aimed.digest, hold)
+        raise Conflict(f"adapter {target!r} is being changed by others all the time", param="target")
+
+    async def remove(self, name: str, *, requests: Callable[[str], int], force: bool) -> AdapterInfo | None:
+        """Delete `name`, and its version unless another name holds it; returns what it was (None: its version was lost).
+
+        Raises AdapterNotFound, or AdapterInUse when that version would go while `requests(digest)` is not zero.
+        """
+        with reachable():
+            for _ in range(ATTEMPTS):
+                entry, revision = await self._read(NAME + name, AdapterEntry)
+                if entry is None:
+                    raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
+                version, _ = await self._read(VERSION + entry.digest, AdapterVersion)
+                holds, _ = await self._read(HOLDS + entry.digest, Holds)
+                last = holds is None or not holds.holders.keys() - {entry.hold}
+                running = requests(entry.digest)
+                if last and running and not force:
+                    raise AdapterInUse(f"{running} requests run on adapter {name!r}; force deletes it anyway", param="name")
+                if not await self._erase(NAME + name, revision):
+                    continue
+                await self._release(entry.digest, entry.hold)
+                await self._collect(entry.digest)
+                return AdapterInfo(entry=entry, version=version) if version is not None else None
+        raise Conflict(f"adapter {name!r} is being changed by others all the time", param="name")
+
+    async def fetch_upload(self, name: str, max_bytes: int) -> BinaryIO:
+        """An uploaded archive as an anonymous temporary file, at its beginning. Raises BadRequest or TooLarge."""
+        with reachable():
+            try:
+                info = await self._uploads.get_info(name)
+            except js_errors.NotFoundError:
+                raise BadRequest(f"there is no upload {name!r}, or it has expired", param="location") from None
+            if (info.size or 0) > max_bytes:
+                raise TooLarge(f"the upload has {info.size} bytes, the limit is {max_bytes}", param="location")
+            file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's
+            try:
+                async with asyncio.timeout(PUT_S):
+                    await self._uploads.get(name, writeinto=file)
+            except BaseException:
+                file.close()
+                raise
+        file.seek(0)
+        return file
+
+    async def drop_upload(self, name: str) -> None:
+        """An archive that was dealt with. Failing is no harm: uploads expire."""
+        with contextlib.suppress(*_FAILURES):
+            await self._uploads.delete(name)
+
+    async def sweep(self, requests: Callable[[str], int]) -> int:
+        """Collect versions that nothing holds or uses and tidy up after crashes; returns how many versions went.
+
+        Safe to run in every registry at once, and to interrupt.
+        """
+        gone = 0
+        for digest, seen in list(self._holds.items()):
+            age_ms = unix_ms() - seen.since_unix_ms
+            stuck = seen.deleting and age_ms > 3 * DELETING_S * 1000
+            unused = not seen.deleting and not seen.holders and age_ms > UNUSED_S * 1000 and not requests(digest)
+            with reachable():
+                if stuck or unused:
+                    gone += await self._collect(digest)
+                for hold, name in seen.holders.items():
+                    if unix_ms() - int(hold.split("-", 1)[0]) > LOST_HOLD_MS:
+                        await self._drop_lost(digest, hold, name)
+        return gone
+
+    async def _drop_lost(self, digest: str, hold: str, name: str) -> None:
+        entry, _ = await self._read(NAME + name, AdapterEntry)
+        if entry is None or entry.hold != hold:
+            log.info("lost claim dropped", extra={"digest": digest, "adapter": name})
+            await self._release(digest, hold)
+
+    # ---- holds
+
+    async def _claim(self, digest: str, name: str) -> str:
+        """A new hold on `digest`. Waits while somebody deletes it."""
+        hold = f"{unix_ms()}-{secrets.token_hex(6)}"
+        deadline = now_s() + 5 * DELETING_S
+        while now_s() < deadline:
+            holds, revision = await self._read(HOLDS + digest, Holds)
+            if holds is not None and holds.deleting:
+                if unix_ms() - holds.since_unix_ms > 3 * DELETING_S * 1000:
+                    await self._collect(digest)
+                else:
+                    await asyncio.sleep(0.05)
+                continue
+            holders = (holds.holders if holds is not None else {}) | {hold: name}
+            if await self._write(HOLDS + digest, Holds(digest, holders, unix_ms()), revision) is not None:
+                return hold
+        raise Unavailable(f"version {digest[:12]} is being deleted and does not go away", retry_after_s=DELETING_S)
+
+    async def _release(self, digest: str, hold: str) -> None:
+        for _ in range(ATTEMPTS):
+            holds, revision = await self._read(HOLDS + digest, Holds)
+            if holds is None or hold not in holds.holders:
+                return
+            rest = {key: name for key, name in holds.holders.items() if key != hold}
+            if await self._write(HOLDS + digest, Holds(digest, rest, unix_ms()), revision) is not None:
+                return
+
+    async def _collect(self, digest: str) -> bool:
+        """Delete a version that nobody holds: True when it is gone by this call."""
+        holds, revision = await self._read(HOLDS + digest, Holds)
+        if holds is None or holds.holders:
+            return False
+        version, version_revision = await self._read(VERSION + digest, AdapterVersion)
+        began = now_s()
+        marked = await self._write(HOLDS + digest, Holds(digest, {}, unix_ms(), deleting=True), revision)
+        if marked is None:
+            return False
+        if version is not None and not await self._erase(VERSION + digest, version_revision):
+            return False
+        if now_s() - began > DELETING_S:
+            return False  # too slow: somebody else may have taken over, and be done, and have stored it anew
+        with contextlib.suppress(js_errors.NotFoundError):
+            await self._blobs.delete(digest)
+        if not await self._erase(HOLDS + digest, marked):
+            return False
+        log.info("version deleted", extra={"digest": digest})
+        return True
+
+    # ---- records
+
+    async def _read(self, key: str, kind: type[_R]) -> tuple[_R | None, int]:
+        """A record and its revision; (None, 0) when there is none."""
+        try:
+            found = await self._kv.get(key)
+        except js_errors.KeyNotFoundError:
+            return None, 0
+        return msgspec.json.decode(found.value or b"", type=kind), found.revision or 0
+
+    async def _write(self, key: str, record: msgspec.Struct, revision: int) -> int | None:
+        """Write over exactly `revision` (0: there must be none): the new revision, None when it is no longer that."""
+        data = msgspec.json.encode(record)
+        try:
+            return await (self._kv.update(key, data, last=revision) if revision else self._kv.create(key, data))
+        except js_errors.KeyWrongLastSequenceError:
+            return None
+
+    async def _erase(self, key: str, revision: int) -> bool:
+        """Delete exactly `revision` of a record; False when it is no longer that."""
+        try:
+            return await self._kv.delete(key, last=revision)
+        except js_errors.APIError as error:
+            if error.err_code not in _WRONG_REVISION:
+                raise
+            return False
+
+    async def _point(self, entry: AdapterEntry, revision: int) -> bool:
+        return await self._write(NAME + entry.name, entry, revision) is not None
+
+    async def _put_version(self, version: AdapterVersion) -> AdapterVersion:
+        """The version record that is there afterwards: equal content keeps its first one."""
+        if await self._write(VERSION + version.digest, version, 0) is None:
+            stored, _ = await self._read(VERSION + version.digest, AdapterVersion)
+            return stored or version
+        return version
+
+    async def _put_blob(self, digest: str, blob: bytes) -> None:
+        """Store the bytes unless they are there. Called with a hold, so nobody deletes them meanwhile."""
+        info: ObjectInfo | None = None
+        with contextlib.suppress(js_errors.NotFoundError):
+            info = await self._blobs.get_info(digest)
+        if info is None or info.size != len(blob):
+            async with asyncio.timeout(PUT_S):
+                await self._blobs.put(digest, blob)
+
+
+def _entry(name: str, digest: str, present: AdapterEntry | None, hold: str, alias_of: str | None = None) -> AdapterEntry:
+    return AdapterEntry(
+        name=name,
+        digest=digest,
+        version=present.version + 1 if present is not None else 1,
+        alias_of=alias_of,
+        updated_unix_ms=unix_ms(),
+        hold=hold,
+    )
+
+
+def _exists(name: str) -> AdapterExists:
+    return AdapterExists(f"adapter {name!r} exists already; replace it or choose another name", param="name")

@@ -1,0 +1,41 @@
+"""Why nobody takes a request, as the error its sender gets.
+
+no live worker serves the base model      -> Unavailable (503)   somebody has to start one
+some are full                             -> Overloaded (429)    with the time until one has room
+the rest are draining or did not answer   -> Unavailable (503)   soon somebody else will
+every live one is too small for it        -> BadRequest (400)    with both numbers
+"""
+
+from __future__ import annotations
+
+from policies.candidates import PERMANENT, Ask, Screening
+from shared.errors import BadRequest, MotetError, Overloaded, PromptTooLong, Unavailable
+
+RETRY_S = 1.0
+"""What a client is told to wait for a worker to come (back)."""
+
+
+def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
+    """The error for a request without candidates. `room_in_s`: when a full worker is likely to have room."""
+    rejected = screening.rejected
+    live = sum(count for reason, count in rejected.items() if reason != "stale")
+    if not live:
+        silent = f" ({rejected['stale']} went silent)" if "stale" in rejected else ""
+        return Unavailable(f"nobody serves base model {ask.base_model}{silent}", param="model", retry_after_s=RETRY_S)
+    if "full" in rejected:
+        return Overloaded(
+            f"all {live} workers of {ask.base_model} are full; room is likely in {room_in_s:.1f} s", retry_after_s=room_in_s
+        )
+    if rejected.keys() - PERMANENT - {"stale"}:
+        away = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
+        return Unavailable(f"no worker of {ask.base_model} takes requests now: {away}", retry_after_s=RETRY_S)
+    if "lora_rank" in rejected:
+        return BadRequest(
+            f"the adapter's rank {ask.rank} is above {screening.largest_rank}, the largest a worker of {ask.base_model} takes",
+            param="model",
+        )
+    return PromptTooLong(
+        f"{ask.tokens} tokens leave no room for an answer: "
+        f"workers of {ask.base_model} hold {screening.longest_context} tokens per request",
+        param="prompt",
+    )

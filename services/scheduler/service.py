@@ -1,0 +1,302 @@
+"""The scheduler: takes a request, chooses its worker, hands it over, and answers who has it.
+
+    submit ─> predict (at most predict_ms) ─> decide (policies.rank_aware) ─> assign ─> Assigned
+                                                   ^                            │
+                                                   └── next best, `attempts` ───┘ refused, absent or silent
+
+Several schedulers may run side by side: each keeps its own copy of the workers' state and answers the submits that the
+queue group gives it. What one assigned, the others learn from the workers' states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from policies.candidates import Ask
+from policies.length_quantiles import LengthQuantiles
+from policies.rank_aware import Decision, decide, seconds_until_room
+from services.scheduler import metrics
+from services.scheduler.cluster import Cluster
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.refusal import RETRY_S, refusal
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import now_s
+from shared.errors import DeadlineExceeded, MotetError, Overloaded, Unavailable, from_info
+from shared.leases import LeaseWatch
+from shared.messages import (
+    Assigned,
+    AssignReply,
+    Cancel,
+    ClusterStatus,
+    GenerateRequest,
+    Outcome,
+    Prediction,
+    PredictReply,
+    PredictRequest,
+    Refused,
+    StatusRequest,
+    WorkerState,
+)
+from shared.model import RequestBrief
+from shared.service import run
+from shared.telemetry import logger
+
+log = logger("motet.scheduler")
+TICK_S = 0.25
+SETTLE_S = 2.0  # at start: time to hear every worker that holds a lease
+ADAPTERS = 4096  # length histograms kept for when the predictor does not answer
+TOKEN_BYTES = 4
+
+
+class SchedulerService:
+    """One scheduler (`shared.service.Service`)."""
+
+    name = "scheduler"
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self.id = config.identity("scheduler")
+        self._bus: Bus | None = None
+        self._leases: LeaseWatch | None = None
+        self._lengths = LengthQuantiles(ADAPTERS)
+        self.cluster = Cluster(
+            stale_s=config.stale_s,
+            drop_s=config.drop_s,
+            in_flight_s=config.in_flight_s,
+            lease_held=lambda worker_id: self._leases is not None and self._leases.alive(worker_id),
+        )
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Listen to the workers, get to know those that live, then take requests."""
+        self._bus = bus = await Bus.connect(self._config, self.id, inbox=self.name)
+        await bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
+        await bus.subscribe(subjects.OUTCOME, Outcome, self._on_outcome)
+        watching = bus.spawn(self._watch_leases())
+        bus.spawn(self._tick())
+        await self._settle(watching)
+        await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
+        await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
+
+    def not_ready(self) -> list[str]:
+        """Ready is who can answer; that there are no workers is an answer too (see motet_scheduler_workers)."""
+        if self._bus is None or not self._bus.connected:
+            return [f"no connection to NATS at {self._config.nats_url}"]
+        return []
+
+    async def drain(self) -> None:
+        """Leave the queue group; finish what was submitted here."""
+        if self._bus is not None:
+            await self._bus.stop_serving()
+
+    async def stop(self) -> None:
+        if self._bus is not None:
+            await self._bus.close()
+
+    async def _settle(self, watching: asyncio.Task[None]) -> None:
+        """A scheduler that knows nobody would refuse what its neighbour could place, so first hear who lives."""
+        deadline = now_s() + SETTLE_S
+        while now_s() < deadline:
+            if watching.done() and self._leases is not None and all(map(self.cluster.knows, self._leases.ids())):
+                return
+            await asyncio.sleep(0.02)
+
+    async def _watch_leases(self) -> None:
+        """Leases make losses known at once; until the registry has provisioned their bucket, silence has to do."""
+        bus = self._connected()
+        leases = LeaseWatch(bus, "worker", self.cluster.lease_lost)
+        while True:
+            try:
+                await leases.start()
+                self._leases = leases
+                return
+            except Unavailable as error:
+                log.warning("no leases yet", extra={"error": error.message})
+
+    async def _tick(self) -> None:
+        bus = self._connected()
+        while True:
+            now = now_s()
+            if not bus.connected:
+                self.cluster.excuse_silence(now)
+            self.cluster.expire(now)
+            stale = self.cluster.stale(now)
+            metrics.WORKERS.labels("stale").set(stale)
+            metrics.WORKERS.labels("live").set(len(self.cluster.state) - stale)
+            metrics.IN_FLIGHT.set(self.cluster.in_flight())
+            await asyncio.sleep(TICK_S)
+
+    # ---- what is heard
+
+    def _on_state(self, message: WorkerState) -> None:
+        self.cluster.on_state(message, now_s())
+
+    def _on_outcome(self, outcome: Outcome) -> None:
+        self._lengths.observe(outcome.adapter_digest, outcome.output_tokens)
+
+    async def _status(self, _: StatusRequest) -> ClusterStatus:
+        return ClusterStatus(scheduler_id=self.id, workers=self.cluster.status(now_s()))
+
+    # ---- a request
+
+    async def submit(self, request: GenerateRequest) -> Assigned:
+        """Place one request. Raises what its sender is answered: Unavailable, Overloaded, or a worker's final refusal."""
+        began = now_s()
+        try:
+            request.predicted_tokens = await self._predict(request)
+            assigned = await self._place(request)
+        except MotetError as error:
+            metrics.DECISIONS.labels(error.code).inc()
+            raise
+        metrics.DECISIONS.labels("assigned").inc()
+        metrics.SUBMIT_S.observe(now_s() - began)
+        return assigned
+
+    async def _predict(self, request: GenerateRequest) -> int:
+        """Expected output length in tokens, of all epochs together; the predictor's if it answers in time, else our own."""
+        digest = request.adapter.digest if request.adapter is not None else ""
+        max_tokens = max(1, request.sampling.max_tokens)
+        ask = PredictRequest(adapter_digest=digest, prompt_tokens=len(request.prompt) // TOKEN_BYTES, max_tokens=max_tokens)
+        tokens = None
+        try:
+            reply = await self._connected().request(
+                subjects.PREDICT, ask, PredictReply, timeout_s=self._config.predict_ms / 1000.0
+            )
+            if isinstance(reply, Prediction):
+                tokens = reply.p50_tokens
+            else:
+                metrics.PREDICTION_MISSES.labels("failed").inc()
+        except DeadlineExceeded:
+            metrics.PREDICTION_MISSES.labels("late").inc()
+        except Unavailable:
+            metrics.PREDICTION_MISSES.labels("absent").inc()
+        except msgspec.MsgspecError:
+            metrics.PREDICTION_MISSES.labels("failed").inc()
+        if tokens is None:
+            tokens = self._lengths.estimate(digest, max_tokens).p50_tokens
+        produced = len(request.output) // TOKEN_BYTES
+        return min(max_tokens, max(tokens, produced + 1))
+
+    async def _place(self, request: GenerateRequest) -> Assigned:
+        brief = _brief(request)
+        failures: dict[str, MotetError] = {}
+        for _ in range(self._config.attempts):
+            ask = _ask(request, brief, tried=tuple(failures))
+            decision = self._decide(ask)
+            if decision.worker_id is None:
+                if failures:
+                    break
+                assert decision.screening is not None
+                room_in_s = seconds_until_room(self.cluster.state, ask, now_s(), stale_s=self._config.stale_s)
+                raise refusal(ask, decision.screening, room_in_s)
+            error = await self._assign(decision.worker_id, request, brief)
+            if error is None:
+                if decision.breaks_slo:
+                    metrics.SLO_BREAKS.inc()
+                return Assigned(worker_id=decision.worker_id, predicted_tokens=request.predicted_tokens)
+            if _final(error):
+                raise error
+            failures[decision.worker_id] = error
+        raise _all_failed(failures)
+
+    def _decide(self, ask: Ask) -> Decision:
+        began = now_s()
+        decision = decide(
+            self.cluster.state, ask, began, stale_s=self._config.stale_s, avg_resp_len=self._lengths.mean_tokens()
+        )
+        metrics.DECISION_S.observe(now_s() - began)
+        metrics.CANDIDATES.observe(decision.candidates)
+        return decision
+
+    async def _assign(self, worker_id: str, request: GenerateRequest, brief: RequestBrief) -> MotetError | None:
+        """Hand the request to the worker; None when it took it, else why not. Never raises a MotetError."""
+        bus, cluster = self._connected(), self.cluster
+        cluster.expect(worker_id, brief)
+        taken = False
+        try:
+            reply = await bus.request(subjects.assign(worker_id), request, AssignReply, timeout_s=self._config.assign_s)
+            if not isinstance(reply, Refused):
+                taken = True
+                cluster.accepted(worker_id, request.request_id, now_s())
+                return None
+            error = from_info(reply.error)
+            if isinstance(error, Overloaded):
+                cluster.refusing(worker_id)
+            elif isinstance(error, Unavailable):
+                cluster.unavailable(worker_id)
+            metrics.ASSIGN_FAILURES.labels(error.code).inc()
+        except Unavailable as absent:
+            error = absent
+            cluster.unresponsive(worker_id, now_s())
+            metrics.ASSIGN_FAILURES.labels("absent").inc()
+        except (DeadlineExceeded, msgspec.MsgspecError) as silence:
+            error = silence if isinstance(silence, MotetError) else MotetError(f"{worker_id} answered nonsense: {silence}")
+            cluster.unresponsive(worker_id, now_s())
+            metrics.ASSIGN_FAILURES.labels("silent").inc()
+            await self._cancel(worker_id, request)
+        finally:
+            if not taken:
+                cluster.withdraw(worker_id, request.request_id)
+        log.warning("not taken", extra={"request_id": request.request_id, "worker": worker_id, "error": error.message})
+        return error
+
+    async def _cancel(self, worker_id: str, request: GenerateRequest) -> None:
+        """It may have taken the request and only its answer is late: it must not run in two places."""
+        try:
+            cancel = Cancel(request_id=request.request_id, epoch=request.epoch)
+            await self._connected().publish(subjects.control(worker_id), cancel)
+        except Unavailable as error:
+            log.warning("cancel lost", extra={"worker": worker_id, "error": error.message})
+
+    def _connected(self) -> Bus:
+        assert self._bus is not None, "start() comes first"
+        return self._bus
+
+
+def _brief(request: GenerateRequest) -> RequestBrief:
+    adapter = request.adapter
+    return RequestBrief(
+        request_id=request.request_id,
+        epoch=request.epoch,
+        adapter_digest=adapter.digest if adapter is not None else "",
+        rank=adapter.rank if adapter is not None else 0,
+        prompt_tokens=len(request.prompt) // TOKEN_BYTES,
+        output_tokens=len(request.output) // TOKEN_BYTES,
+        predicted_tokens=request.predicted_tokens,
+        phase="waiting",
+        tpot_slo_ms=request.slo.tpot_slo_ms,
+    )
+
+
+def _ask(request: GenerateRequest, brief: RequestBrief, tried: tuple[str, ...]) -> Ask:
+    return Ask(
+        base_model=request.base_model,
+        rank=brief.rank,
+        tokens=brief.prompt_tokens + brief.output_tokens,
+        tpot_slo_ms=brief.tpot_slo_ms,
+        avoid=request.exclude_workers,
+        tried=tried,
+    )
+
+
+def _final(error: MotetError) -> bool:
+    """Whether another worker would say the same: the request is at fault, not the worker."""
+    return error.status < 500 and not isinstance(error, Overloaded)
+
+
+def _all_failed(failures: dict[str, MotetError]) -> MotetError:
+    """What the sender hears when nobody took the request: 429 if all were merely full, else 503 with every reason."""
+    if all(isinstance(error, Overloaded) for error in failures.values()):
+        retry_s = min((e.retry_after_s for e in failures.values() if e.retry_after_s is not None), default=RETRY_S)
+        return Overloaded(f"{len(failures)} workers are full", retry_after_s=retry_s)
+    reasons = "; ".join(f"{worker_id}: {error.message}" for worker_id, error in failures.items())
+    return Unavailable(f"no worker took the request ({reasons})", retry_after_s=RETRY_S)
+
+
+def main(config: SchedulerConfig) -> int:
+    """Run a scheduler until it is told to stop; returns the exit status."""
+    return run(SchedulerService(config), config)

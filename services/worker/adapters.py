@@ -1,0 +1,327 @@
+"""Where a worker keeps adapter weights outside the device: two tiers in front of the object store.
+
+    object store  --fetch, SHA-256 checked, atomic rename-->  disk  --read, SHA-256 checked, parsed-->  host  -->  engine
+    (registry's)                                              LRU by bytes                             LRU by bytes, counted
+
+Rules:
+- an adapter is its content digest; a file whose content has another digest is deleted and fetched again.
+- one load per digest, however many requests wait for it. It fails for those that wait now and is tried again later.
+- a host copy with holders stays. When holders fill the budget, loads wait for one to let go: requests wait, memory
+  does not grow. Each request holds at most one adapter, so somebody always finishes.
+- `drop` takes a version out of both tiers as soon as nobody holds it.
+
+All methods run on the event loop; files are read, hashed and parsed in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nats import errors as nats_errors
+from nats.js import errors as js_errors
+from nats.js.object_store import ObjectStore
+
+from services.worker import metrics
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import now_s
+from shared.errors import AdapterNotFound, TooLarge, Unavailable
+from shared.model import AdapterRef, Tier
+from shared.telemetry import logger
+
+if TYPE_CHECKING:
+    from services.worker.engine.adapter_weights import HostAdapter
+
+log = logger("motet.worker.adapters")
+SUFFIX = ".safetensors"
+LOADS_AT_ONCE = 4
+FETCH_BASE_S = 15.0
+FETCH_BYTES_PER_S = 4 * 1024 * 1024  # a link slower than this is treated as broken
+
+
+class DiskTier:
+    """Content-addressed files `<digest>.safetensors` in one directory, least recently used out first.
+
+    Several workers may share the directory: files appear by atomic rename, and one that another worker evicted is
+    simply missing here.
+    """
+
+    def __init__(self, directory: str, size_bytes: int) -> None:
+        self._private = not directory
+        self._dir = Path(directory or tempfile.mkdtemp(prefix="motet-adapters-"))
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._budget = size_bytes
+        self._files: OrderedDict[str, int] = OrderedDict()  # digest -> bytes, least recently used first
+        found = [(path, path.stat()) for path in self._dir.glob("*" + SUFFIX)]
+        for path, stat in sorted(found, key=lambda item: item[1].st_mtime):
+            self._files[path.name.removesuffix(SUFFIX)] = stat.st_size
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._files
+
+    @property
+    def digests(self) -> list[str]:
+        return list(self._files)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self._files.values())
+
+    def path(self, digest: str) -> Path:
+        return self._dir / (digest + SUFFIX)
+
+    def partial(self, digest: str) -> Path:
+        """Where a download of `digest` is written before it is known to be right."""
+        return self._dir / f".{digest}.{secrets.token_hex(4)}.part"
+
+    def added(self, digest: str, size_bytes: int) -> list[str]:
+        """Note a file that is complete now, or was just used; returns the digests that were evicted for it."""
+        self._files[digest] = size_bytes
+        self._files.move_to_end(digest)
+        evicted = []
+        while self.used_bytes > self._budget and len(self._files) > 1:
+            oldest = next(iter(self._files))
+            self.discard(oldest)
+            evicted.append(oldest)
+        return evicted
+
+    def discard(self, digest: str) -> None:
+        self._files.pop(digest, None)
+        self.path(digest).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._private:
+            shutil.rmtree(self._dir, ignore_errors=True)
+
+
+class _Held:
+    """A host copy and how many requests hold it."""
+
+    __slots__ = ("adapter", "holders", "size_bytes")
+
+    def __init__(self, adapter: HostAdapter, size_bytes: int, holders: int) -> None:
+        self.adapter, self.size_bytes, self.holders = adapter, size_bytes, holders
+
+
+class _Load:
+    """A load under way and how many requests wait for it."""
+
+    __slots__ = ("task", "waiters")
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self.task, self.waiters = task, 0
+
+
+class AdapterTiers:
+    """Disk and host tier. `acquire` and `release` count holders; `parse` makes a host copy of a verified blob.
+
+    `on_change(digest)` is called after a digest entered or left a tier.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        disk: DiskTier,
+        *,
+        host_bytes: int,
+        parse: Callable[[bytes], HostAdapter],
+        on_change: Callable[[str], None],
+    ) -> None:
+        self._bus, self._disk, self._budget, self._parse, self._on_change = bus, disk, host_bytes, parse, on_change
+        self._store: ObjectStore | None = None
+        self._host: OrderedDict[str, _Held] = OrderedDict()
+        self._loads: dict[str, _Load] = {}
+        self._reserved = 0  # host bytes promised to loads under way
+        self._doomed: set[str] = set()
+        self._slots = asyncio.Semaphore(LOADS_AT_ONCE)
+        self._turn = asyncio.Lock()  # who reserves host memory next: first come, first served
+        self._room = asyncio.Event()
+
+    # ---- what is here
+
+    def tier(self, digest: str) -> Tier | None:
+        """The faster tier that has it: host, else disk, else None."""
+        return "host" if digest in self._host else "disk" if digest in self._disk else None
+
+    @property
+    def digests(self) -> set[str]:
+        """Everything in either tier."""
+        return {*self._host, *self._disk.digests}
+
+    @property
+    def host_used_bytes(self) -> int:
+        return sum(held.size_bytes for held in self._host.values())
+
+    def holders(self, digest: str) -> int:
+        held = self._host.get(digest)
+        return held.holders if held is not None else 0
+
+    # ---- holding
+
+    async def acquire(self, ref: AdapterRef) -> HostAdapter:
+        """The host copy of `ref`, held until `release(ref.digest)`.
+
+        Raises AdapterNotFound when the object store does not have it, Unavailable when it cannot be reached or keeps
+        sending something else, InvalidAdapter when the blob does not fit the model, TooLarge when it never fits here.
+        """
+        digest = ref.digest
+        self._doomed.discard(digest)
+        held = self._host.get(digest)
+        if held is not None:
+            held.holders += 1
+            self._host.move_to_end(digest)
+            return held.adapter
+        load = self._loads.get(digest)
+        if load is None:
+            load = self._loads[digest] = _Load(asyncio.get_running_loop().create_task(self._load(ref)))
+            load.task.add_done_callback(lambda task: self._loaded(digest, task))
+        load.waiters += 1
+        try:
+            await asyncio.shield(load.task)
+        except asyncio.CancelledError:
+            if load.task.done() and not load.task.cancelled() and load.task.exception() is None:
+                self.release(digest)  # it was already counted as a holder
+            else:
+                load.waiters -= 1
+            raise
+        return self._host[digest].adapter
+
+    def release(self, digest: str) -> None:
+        """Give back one hold."""
+        held = self._host[digest]
+        held.holders -= 1
+        if not held.holders:
+            if digest in self._doomed:
+                self._forget(digest)
+            self._room.set()
+
+    def drop(self, digest: str) -> None:
+        """Take a version out of both tiers, now or when its last holder lets go."""
+        if digest in self._loads or self.holders(digest):
+            self._doomed.add(digest)
+        else:
+            self._forget(digest)
+
+    def _loaded(self, digest: str, task: asyncio.Task[None]) -> None:
+        del self._loads[digest]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            metrics.ADAPTER_LOAD_FAILURES.inc()
+            log.warning("adapter not loaded", extra={"digest": digest, "error": repr(error)})
+            self._doomed.discard(digest)
+
+    def _forget(self, digest: str) -> None:
+        self._doomed.discard(digest)
+        self._host.pop(digest, None)
+        self._disk.discard(digest)
+        self._changed(digest)
+
+    def close(self) -> None:
+        """Give up loads under way and remove the directory when it is a private one."""
+        for load in self._loads.values():
+            load.task.cancel()
+        self._disk.close()
+
+    # ---- loading
+
+    async def _load(self, ref: AdapterRef) -> None:
+        digest = ref.digest
+        async with self._slots:
+            began = now_s()
+            await self._reserve(ref.size_bytes)
+            try:
+                data = await asyncio.to_thread(self._read_disk, digest) if digest in self._disk else None
+                source = "disk"
+                if data is None:
+                    source = "store"
+                    self._disk.discard(digest)
+                    data = await self._fetch(ref)
+                adapter = await asyncio.to_thread(self._parse, data)
+            finally:
+                self._reserved -= ref.size_bytes
+                self._room.set()
+            waiters = self._loads[digest].waiters
+            self._host[digest] = _Held(adapter, len(data), waiters)
+            for gone in self._disk.added(digest, len(data)):
+                metrics.ADAPTER_EVICTIONS.labels("disk").inc()
+                self._changed(gone)
+            if not waiters and digest in self._doomed:
+                self._forget(digest)
+            metrics.ADAPTER_LOADS.labels(source).inc()
+            metrics.ADAPTER_LOAD_S.labels(source).observe(now_s() - began)
+            self._changed(digest)
+
+    async def _reserve(self, size_bytes: int) -> None:
+        """Promise host memory to a load, evicting copies nobody holds; waits while holders fill the budget."""
+        if size_bytes > self._budget:
+            raise TooLarge(f"adapter of {size_bytes} bytes does not fit in host_cache_mib ({self._budget} bytes)")
+        async with self._turn:
+            while self.host_used_bytes + self._reserved + size_bytes > self._budget:
+                idle = next((d for d, held in self._host.items() if not held.holders), None)
+                if idle is None:
+                    self._room.clear()
+                    await self._room.wait()
+                    continue
+                del self._host[idle]
+                metrics.ADAPTER_EVICTIONS.labels("host").inc()
+                self._changed(idle)
+            self._reserved += size_bytes
+
+    def _read_disk(self, digest: str) -> bytes | None:
+        """The verified file, or None when it is missing or its content is not what its name says."""
+        path = self._disk.path(digest)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            log.warning("cached adapter unreadable", extra={"digest": digest, "error": repr(error)})
+            return None
+        if hashlib.sha256(data).hexdigest() != digest:
+            metrics.ADAPTER_CORRUPT.labels("disk").inc()
+            log.warning("cached adapter corrupt, fetching it again", extra={"digest": digest})
+            return None
+        os.utime(path)  # the order of use survives a restart
+        return data
+
+    async def _fetch(self, ref: AdapterRef) -> bytes:
+        """Download, verify, move into the disk tier; one more try when the content is wrong."""
+        if self._store is None:
+            self._store = await self._bus.object_store(subjects.BLOBS)
+        timeout_s = FETCH_BASE_S + ref.size_bytes / FETCH_BYTES_PER_S
+        for _ in range(2):
+            partial = self._disk.partial(ref.digest)
+            try:
+                with partial.open("wb") as sink:
+                    await asyncio.wait_for(self._store.get(ref.digest, writeinto=sink), timeout_s)
+                data = await asyncio.to_thread(self._admit, partial, ref.digest)
+                if data is not None:
+                    return data
+            except js_errors.ObjectNotFoundError:
+                raise AdapterNotFound(f"adapter {ref.name!r} ({ref.digest[:12]}) is not in the object store") from None
+            except js_errors.DigestMismatchError:
+                log.warning("download damaged", extra={"digest": ref.digest})
+            except (nats_errors.Error, js_errors.Error, TimeoutError, OSError) as error:
+                raise Unavailable(f"adapter {ref.name!r} ({ref.digest[:12]}) cannot be fetched: {error!r}") from error
+            finally:
+                partial.unlink(missing_ok=True)
+            metrics.ADAPTER_CORRUPT.labels("store").inc()
+        raise Unavailable(f"adapter {ref.name!r}: the object store's copy does not have digest {ref.digest[:12]}")
+
+    def _admit(self, partial: Path, digest: str) -> bytes | None:
+        data = partial.read_bytes()
+        if hashlib.sha256(data).hexdigest() != digest:
+            return None
+        partial.replace(self._disk.path(digest))
+        return data
+
+    def _changed(self, digest: str) -> None:
+        metrics.ADAPTERS_RESIDENT.labels("host").set(len(self._host))
+        metrics.ADAPTERS_RESIDENT.labels("disk").set(len(self._disk.digests))
+        self._on_change(digest)

@@ -1,0 +1,72 @@
+"""What a request must satisfy before the worker takes it: checked on arrival, answered with the field and the reason."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from shared.errors import BadRequest, ModelNotFound, PromptTooLong
+from shared.messages import GenerateRequest, unpack_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptable:
+    """What this worker's model takes; lengths in tokens."""
+
+    base_model: str
+    vocab_size: int
+    max_model_len: int
+    max_lora_rank: int
+
+
+def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], list[int]]:
+    """(prompt, output) as token ids. Raises ModelNotFound, BadRequest or PromptTooLong."""
+    if request.base_model != acceptable.base_model:
+        raise ModelNotFound(f"this worker serves {acceptable.base_model!r}, not {request.base_model!r}", param="model")
+    prompt = _tokens(request.prompt, "prompt", acceptable.vocab_size)
+    output = _tokens(request.output, "output", acceptable.vocab_size)
+    if not prompt:
+        raise BadRequest("the prompt has no tokens", param="prompt")
+    longest = acceptable.max_model_len
+    if len(prompt) >= longest:
+        raise PromptTooLong(
+            f"the prompt has {len(prompt)} tokens; the model's context of {longest} must also hold one token of output",
+            param="prompt",
+        )
+    if len(prompt) + len(output) > longest:
+        raise PromptTooLong(
+            f"{len(prompt)} prompt tokens and {len(output)} tokens of output so far do not fit in the context of {longest}",
+            param="output",
+        )
+    adapter = request.adapter
+    if adapter is not None and not 1 <= adapter.rank <= acceptable.max_lora_rank:
+        raise BadRequest(
+            f"adapter {adapter.name!r} has rank {adapter.rank}; this worker takes ranks 1 to {acceptable.max_lora_rank}",
+            param="model",
+        )
+    return prompt, output
+
+
+def _tokens(data: bytes, field: str, vocab_size: int) -> list[int]:
+    if len(data) % 4:
+        raise BadRequest(f"{field} is {len(data)} bytes: token ids are four bytes each", param=field)
+    tokens = unpack_tokens(data)
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        raise BadRequest(f"{field} has token ids outside [0, {vocab_size})", param=field)
+    return tokens
+
+
+class Departures:
+    """When requests leave, to say how long a refused one should wait for a place."""
+
+    def __init__(self) -> None:
+        self._times_s: deque[float] = deque(maxlen=64)
+
+    def left(self, now_s: float) -> None:
+        self._times_s.append(now_s)
+
+    def retry_after_s(self, now_s: float) -> float:
+        """The mean time between departures lately, between 0.1 and 10 seconds; 1 when little is known."""
+        if len(self._times_s) < 2:
+            return 1.0
+        return min(10.0, max(0.1, (now_s - self._times_s[0]) / len(self._times_s)))

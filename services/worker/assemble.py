@@ -1,0 +1,131 @@
+"""From a configuration to a warm engine: device, memory budgets, weights, KV cache, first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from services.worker.config import WorkerConfig, free_host_bytes, kv_blocks_for
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.engine import Engine
+from services.worker.engine.loader import resolve_dtype
+from services.worker.engine.model_config import ModelConfig, UnsupportedModel, read_model_config
+from services.worker.engine.request import EngineLimits, EngineRequest
+from services.worker.engine.runner import ModelRunner
+from services.worker.state import StepTimes
+from shared.clock import now_s
+from shared.config import ConfigError
+from shared.model import SamplingParams, WorkerLimits
+
+GPU_SHARE = 0.9  # of what is free before loading; the rest is left to activations, logits and CUDA itself
+WARM_UP_PROMPTS = (8, 64, 1)  # lengths in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """An engine ready to run, and the facts about it that never change."""
+
+    engine: Engine
+    limits: WorkerLimits
+    vocab_size: int
+    parse_adapter: Callable[[bytes], HostAdapter]
+
+
+def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembly:
+    """Load the model and run a few steps, whose times go to `times`. Raises ConfigError for what cannot be served.
+
+    Call it in the thread that will run the engine.
+    """
+    if config.max_step_tokens < config.max_running:
+        raise ConfigError(
+            f"--max-step-tokens: {config.max_step_tokens} rows have no room for --max-running {config.max_running}"
+        )
+    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = read_model_config(model_dir)
+        kv_blocks = _kv_blocks(config, model, model_dir, device)
+        runner = ModelRunner(
+            model_dir,
+            dtype=config.dtype,
+            device=device,
+            block_size=config.block_size,
+            kv_blocks=kv_blocks,
+            lora_bytes=config.lora_bytes,
+            max_lora_rank=config.max_lora_rank,
+            max_loras=config.max_loras,
+            threads=config.engine_threads,
+        )
+    except UnsupportedModel as error:
+        raise ConfigError(f"--model: {error}") from None
+    if config.max_model_len > model.max_model_len:
+        raise ConfigError(f"--max-model-len: {config.max_model_len} is more than the model's {model.max_model_len}")
+    max_model_len = min(config.max_model_len or model.max_model_len, kv_blocks * config.block_size)
+    engine = Engine(
+        runner,
+        EngineLimits(
+            max_running=config.max_running,
+            max_waiting=config.max_running + config.max_waiting,  # a burst may arrive before the engine's next step
+            max_step_tokens=config.max_step_tokens,
+            block_size=config.block_size,
+            kv_blocks=kv_blocks,
+            max_loras=config.max_loras,
+            prefix_cache=config.prefix_cache,
+            max_model_len=max_model_len,
+        ),
+    )
+    limits = WorkerLimits(
+        base_model=config.base_model,
+        device=device,
+        max_model_len=max_model_len,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        block_size=config.block_size,
+        kv_blocks_total=kv_blocks,
+        adapter_bytes_total=runner.lora_bytes_total,
+        max_lora_rank=config.max_lora_rank,
+    )
+    _warm_up(engine, limits, model.vocab_size, times)
+    return Assembly(engine, limits, model.vocab_size, partial(HostAdapter.from_blob, config=model))
+
+
+def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
+    block_bytes = ModelRunner.kv_bytes_per_block(model, dtype=config.dtype, block_size=config.block_size)
+    weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    weights = weights * resolve_dtype(config.dtype, model).itemsize // resolve_dtype("auto", model).itemsize
+    on_cpu = device == "cpu"
+    free = free_host_bytes() if on_cpu else int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
+    left = free - weights - config.lora_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"--model: weights of {weights >> 20} MiB and --lora-memory-mib {config.lora_memory_mib}"
+            f" do not fit in the {free >> 20} MiB that are free on {device}"
+        )
+    return kv_blocks_for(config, block_bytes=block_bytes, free_bytes=left, on_cpu=on_cpu)
+
+
+def _warm_up(engine: Engine, limits: WorkerLimits, vocab_size: int, times: StepTimes) -> None:
+    """Run a few short requests: the first user should not pay for lazy initialisation, and the fit gets a start."""
+    for round_ in range(2):  # the first round's times are those of a cold process
+        for length in WARM_UP_PROMPTS:
+            length = min(length, limits.max_model_len // 2)
+            engine.add(
+                EngineRequest(
+                    request_id=f"warm-up-{round_}-{length}",
+                    gateway_id="",
+                    prompt=[(7 * round_ + 13 * length + i) % vocab_size for i in range(length)],
+                    sampling=SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+                    arrival_s=now_s(),
+                ),
+                now_s(),
+            )
+            while engine.has_work():
+                began = now_s()
+                output = engine.step(began)
+                if output.failure is not None:
+                    raise output.failure
+                if round_:
+                    times.observe((now_s() - began) * 1000, output.stats)

@@ -1,0 +1,118 @@
+"""The worker's configuration and the byte budgets that follow from it. Imports no torch: a wrong flag shows at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from shared.config import ConfigError, ServiceConfig
+
+GIB = 1 << 30
+MIB = 1 << 20
+CPU_KV_GIB = 1.0
+CPU_KV_SHARE = 0.25
+
+
+class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
+    """One engine on one device. Zero means "work it out" wherever that is said."""
+
+    model: Annotated[str, Meta(min_length=1, description="base model: a local directory or a Hugging Face id")]
+    served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
+    dtype: Annotated[
+        str, Meta(pattern="^(auto|float32|bfloat16|float16)$", description="weights and KV: auto, float32, bfloat16, float16")
+    ] = "auto"
+    device: Annotated[
+        str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto (cuda when there), cpu, cuda or cuda:<n>")
+    ] = "auto"
+    threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0 for all cores")] = 0
+    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
+    kv_blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0 to fill --kv-memory-gib")] = 0
+    kv_memory_gib: Annotated[
+        float,
+        Meta(ge=0, description="KV cache size; 0: on CPU 1 GiB or a quarter of free memory, on a GPU what is left free"),
+    ] = 0.0
+    max_running: Annotated[int, Meta(ge=1, le=4096, description="sequences decoded together")] = 64
+    max_waiting: Annotated[int, Meta(ge=1, description="requests that may wait here before new ones are refused")] = 256
+    max_step_tokens: Annotated[int, Meta(ge=16, description="tokens per engine step; longer prompts go in chunks")] = 512
+    max_model_len: Annotated[int, Meta(ge=0, description="longest prompt plus output; 0 for the model's own")] = 0
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 128
+    lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory for adapter weights")] = 256
+    max_loras: Annotated[int, Meta(ge=1, le=4096, description="adapters on the device at once")] = 64
+    prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of equal prompt beginnings")] = True
+    adapter_cache_dir: Annotated[
+        str, Meta(description="directory of downloaded adapters, kept over restarts; empty: a private one, removed at exit")
+    ] = ""
+    disk_cache_mib: Annotated[int, Meta(ge=1, description="size of --adapter-cache-dir; oldest adapters leave first")] = 8192
+    host_cache_mib: Annotated[int, Meta(ge=1, description="host memory for adapters not in use")] = 1024
+
+    @property
+    def base_model(self) -> str:
+        """The name under which requests ask for the base model."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def engine_threads(self) -> int:
+        """How many CPU threads the engine uses: as asked, or every core this process may run on."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    @property
+    def lora_bytes(self) -> int:
+        return self.lora_memory_mib * MIB
+
+
+def model_directory(model: str) -> Path:
+    """The local directory of `model`, downloading a Hugging Face id when it is none. Raises ConfigError."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"--model: {model} has no config.json, so it is not a model in Hugging Face format")
+        return path
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ConfigError(f"--model: there is no directory {model}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(f"--model: {model} is no local directory and cannot be downloaded: {error}") from None
+
+
+def kv_blocks_for(config: WorkerConfig, *, block_bytes: int, free_bytes: int, on_cpu: bool) -> int:
+    """How many KV blocks of `block_bytes` to allocate when `free_bytes` are free on the device.
+
+    An explicit size larger than what is free is a ConfigError, not a crash in the middle of the first long prompt.
+    """
+    if config.kv_blocks:
+        wanted = config.kv_blocks * block_bytes
+    elif config.kv_memory_gib:
+        wanted = int(config.kv_memory_gib * GIB)
+    elif on_cpu:
+        wanted = int(min(CPU_KV_GIB * GIB, CPU_KV_SHARE * free_bytes))
+    else:
+        wanted = free_bytes
+    if wanted > free_bytes:
+        raise ConfigError(f"--kv-memory-gib: {wanted / GIB:.2f} GiB of KV cache asked for, {free_bytes / GIB:.2f} GiB are free")
+    blocks = wanted // block_bytes
+    if blocks < 2:
+        raise ConfigError(f"--kv-memory-gib: {wanted / GIB:.3f} GiB hold {blocks} KV blocks of {block_bytes} bytes")
+    return int(blocks)
+
+
+def free_host_bytes() -> int:
+    """Memory that can be had without swapping (MemAvailable), within the control group's limit."""
+    available = 4 * GIB
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+            available = min(available, max(0, int(limit) - int(stat["anon"])))
+    except (OSError, ValueError, KeyError):
+        return available  # no Linux, or no control group: what is known so far
+    return available

@@ -1,0 +1,1 @@
+"""The native engine: model, memory and the step loop of one worker."""

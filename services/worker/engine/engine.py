@@ -1,0 +1,381 @@
+"""The engine: schedule, run, postprocess.
+
+    schedule      policies/batch_admission decides who computes how many tokens; adapters are brought to the device
+    run           seats -> StepBatch -> ModelRunner.forward -> Sampler: one token for every sequence that is up to date
+    postprocess   append tokens, end sequences, write items for the gateways and briefs for the schedulers
+
+Single-threaded: every method is called from the engine's thread; nothing here waits for anything but the device.
+What one request or adapter does wrong ends that request. A forward pass that fails ends the requests in it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import count
+
+from policies.adapter_slots import AdapterSlots
+from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, advance, remove
+from policies.kv_blocks import KvBlocks
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.request import EngineLimits, EngineRequest, ResidencyChange, StepOutput, StepStats
+from services.worker.engine.runner import ModelRunner
+from services.worker.engine.sampler import Drawn, Sampler
+from services.worker.engine.seats import Live, Seats
+from shared import clock
+from shared.errors import BadRequest, Conflict, InvalidAdapter, MotetError, Overloaded, PromptTooLong
+from shared.messages import StreamItem
+from shared.model import FinishReason, RequestBrief, Residency
+
+RETRY_AFTER_S = 1.0
+
+
+class Engine:
+    """One model, many sequences. Owns KV accounting, adapter slots, queues and sampling state; the runner owns tensors."""
+
+    def __init__(self, runner: ModelRunner, limits: EngineLimits) -> None:
+        self.limits = limits
+        self._runner = runner
+        self._vocab_size: int = runner.config.vocab_size
+        self._eos = frozenset(runner.config.eos_token_ids)
+        # The KV cache may be smaller than the model's context: a sequence alone in it must fit.
+        model_len = limits.max_model_len or runner.config.max_model_len
+        self.max_model_len = min(model_len, runner.config.max_model_len, limits.kv_blocks * limits.block_size)
+        admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=limits.max_step_tokens)
+        self._admission: BatchAdmission[Live] = BatchAdmission(admission)
+        self._state: AdmissionState[Live] = AdmissionState(
+            kv=KvBlocks(limits.kv_blocks, limits.block_size, prefix_cache=limits.prefix_cache),
+            adapters=AdapterSlots(limits.max_loras, runner.lora_bytes_total),
+        )
+        self._seats = Seats(
+            seats=admission.seats,
+            max_step_tokens=limits.max_step_tokens,
+            max_model_len=self.max_model_len,
+            block_size=limits.block_size,
+        )
+        self._sampler = Sampler(admission.seats, self._vocab_size)
+        self._live: dict[str, Live] = {}
+        self._orders = count()
+        self._resident: dict[str, Residency] = {}
+        self._doomed: set[str] = set()  # adapters to drop once nothing uses them
+        self._output = StepOutput()  # of the step to come; what happens between steps is reported with it
+        self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`
+
+    @property
+    def kv_blocks_free(self) -> int:
+        """Blocks that a new sequence could get, cached ones without users included."""
+        return self._state.kv.free
+
+    @property
+    def adapter_bytes_free(self) -> int:
+        """Device memory for adapters that holds nothing."""
+        return self._state.adapters.bytes_free
+
+    @property
+    def prefill_tokens_waiting(self) -> int:
+        """Tokens that are still to be prefilled, of waiting and running sequences."""
+        behind = sum(len(live.tokens) - live.computed for live in self._live.values())
+        return behind - sum(1 for live in self._state.running if len(live.tokens) - live.computed == 1)
+
+    def briefs(self) -> list[RequestBrief]:
+        """Every request here, waiting or running."""
+        return [live.brief() for live in self._live.values()]
+
+    def residency(self) -> list[Residency]:
+        """Adapters on the device."""
+        return list(self._resident.values())
+
+    def has_work(self) -> bool:
+        """Whether `step` would do or report anything."""
+        out = self._output
+        return bool(self._live or out.items or out.removed or out.residency)
+
+    def add(self, request: EngineRequest, now_s: float) -> None:
+        """Queue a request; it arrived at `request.arrival_s`, and what it needs is looked at on the next step.
+
+        An older epoch of the same id is dropped. Raises Overloaded, Conflict (this epoch or a newer one is here),
+        PromptTooLong, InvalidAdapter (larger than the device's adapter memory) or BadRequest (token ids out of range).
+        """
+        known = self._live.get(request.request_id)
+        if known is not None and known.request.epoch >= request.epoch:
+            raise Conflict(f"request {request.request_id} is here with epoch {known.request.epoch}", param="epoch")
+        if len(self._state.waiting) >= self.limits.max_waiting:
+            raise Overloaded(f"{self.limits.max_waiting} requests are waiting already", retry_after_s=RETRY_AFTER_S)
+        self._check(request)
+        live = self._make_live(request)
+        if known is not None:
+            self._drop(known)
+        finish = _finish_of(live) if request.output else None
+        if finish is None and live.output_tokens >= request.sampling.max_tokens:
+            finish = "length"
+        if finish is not None:  # its owner lost the last frame, or asks for no token at all
+            self._emit(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], finish))
+            return
+        self._live[request.request_id] = live
+        self._state.waiting.append(live)
+        self._changed[request.request_id] = live.brief()
+
+    def cancel(self, request_id: str, epoch: int) -> bool:
+        """Stop the request of this id if its epoch is `epoch` or older; its last item says "cancelled"."""
+        live = self._live.get(request_id)
+        if live is None or live.request.epoch > epoch:
+            return False
+        self._end(live, StreamItem(request_id, live.request.epoch, live.output_tokens, [], "cancelled"))
+        return True
+
+    def step(self, now_s: float) -> StepOutput:
+        """One batch through the model; with nothing to run, only what happened since the last step."""
+        stats = self._output.stats
+        if self._live:
+            began_s = clock.now_s()
+            plan = self._schedule(now_s, stats)
+            scheduled_s = clock.now_s()
+            stats.schedule_s = scheduled_s - began_s - stats.load_s
+            drawn = self._run(plan, stats)
+            ran_s = clock.now_s()
+            if drawn is not None:
+                self._postprocess(advance(plan), drawn, stats)
+            stats.postprocess_s = clock.now_s() - ran_s
+        if self._doomed:
+            self._drop_doomed()
+        stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
+        return self._take_output()
+
+    def load_adapter(self, adapter: HostAdapter) -> bool:
+        """Prefetch to the device if there is room without evicting; whether it is there now. The next step reports it.
+
+        Raises what the runner raises when it cannot take the weights.
+        """
+        slots = self._state.adapters
+        self._doomed.discard(adapter.digest)
+        if adapter.digest in slots:
+            return True
+        size_bytes = self._runner.adapter_bytes(adapter)
+        if not slots.fits(size_bytes, evicting=False):
+            return False
+        grant = slots.acquire(adapter.digest, size_bytes)
+        assert grant is not None, "it fits"
+        slots.release(adapter.digest)
+        try:
+            self._runner.load_adapter(grant.slot, adapter)
+        except Exception:
+            slots.drop(adapter.digest)
+            raise
+        self._arrived(adapter, size_bytes)
+        return True
+
+    def unload_adapter(self, digest: str) -> bool:
+        """Drop from the device, now or when the last request on it has ended; whether it is gone already."""
+        if digest in self._state.adapters or any(live.adapter == digest for live in self._live.values()):
+            self._doomed.add(digest)
+            self._drop_doomed()
+        return digest not in self._doomed
+
+    def abort_all(self, error: MotetError) -> StepOutput:
+        """End every request with `error`; returns their last items and all else that is unreported."""
+        for live in list(self._live.values()):
+            self._fail(live, error)
+        return self._take_output()
+
+    def check(self) -> None:
+        """Assert that blocks, slots and seats add up (tests, and idle moments)."""
+        running = self._state.running
+        self._state.kv.check(live.blocks for live in running)
+        users: dict[str, int] = {}
+        for live in running:
+            if live.adapter:
+                users[live.adapter] = users.get(live.adapter, 0) + 1
+        self._state.adapters.check(users)
+        assert set(self._resident) == set(self._state.adapters.digests()), "residency reports and slots disagree"
+        assert len(self._live) == len(running) + len(self._state.waiting), "a request is lost"
+
+    # ---- the three verbs
+
+    def _schedule(self, now_s: float, stats: StepStats) -> Plan[Live]:
+        plan = self._admission.decide(self._state, now_s)
+        for live in plan.preempted:
+            self._leave(live)
+            self._changed[live.request.request_id] = live.brief()
+        for live in plan.grown:
+            self._seats.grew(live)
+        for live in plan.admitted:
+            self._seats.take(live)
+            self._sampler.seat(live.row, live.request.sampling, live.tokens, live.prompt_tokens, live.ending)
+            if not live.reported:
+                live.cached_prompt_tokens = min(live.cached_tokens, live.prompt_tokens)
+            stats.cached_tokens += live.cached_tokens
+            self._changed[live.request.request_id] = live.brief()
+        if plan.loads or plan.evictions:
+            self._move_adapters(plan, stats)
+        stats.preempted = len(plan.preempted)
+        stats.decode_rows, stats.prefill_requests = len(plan.decodes), len(plan.prefills)
+        stats.prefill_tokens = sum(live.scheduled for live in plan.prefills)
+        ranks = [live.rank for live in plan.decodes] + [live.rank for live in plan.prefills]
+        stats.rank_sum, stats.rank_max = sum(ranks), max(ranks, default=0)
+        slots = {live.slot for live in plan.decodes} | {live.slot for live in plan.prefills}
+        stats.distinct_adapters = len(slots - {-1})
+        return plan
+
+    def _run(self, plan: Plan[Live], stats: StepStats) -> Drawn | None:
+        if not plan.decodes and not plan.prefills:
+            return None
+        began_s = clock.now_s()
+        try:
+            batch, rows, lengths = self._seats.build(plan, stats)
+            built_s = clock.now_s()
+            stats.schedule_s += built_s - began_s
+            logits = self._runner.forward(batch)
+            ran_s = clock.now_s()
+            stats.forward_s = ran_s - built_s
+            drawn = self._sampler.sample(logits, rows, lengths) if rows.size else Drawn(rows)
+            stats.sample_s = clock.now_s() - ran_s
+        except Exception as error:  # whatever it was, its requests must be answered and the others served
+            self._output.failure = error
+            for live in plan.decodes + plan.prefills:
+                self._fail(live, MotetError(f"the engine step failed: {type(error).__name__}: {error}"), spoiled=True)
+            self._state.kv.forget_all()
+            return None
+        return drawn
+
+    def _postprocess(self, drawing: list[Live], drawn: Drawn, stats: StepStats) -> None:
+        stats.sampled_tokens = len(drawing)
+        broken = set(drawn.broken)
+        for index, (live, token) in enumerate(zip(drawing, drawn.tokens.tolist(), strict=True)):
+            if index in broken:
+                message = f"the model's logits are not finite at output token {live.output_tokens}"
+                self._fail(live, MotetError(message), spoiled=True)
+                continue
+            request = live.request
+            item = StreamItem(request.request_id, request.epoch, live.output_tokens, [token])
+            live.tokens.append(token)
+            if not live.reported:
+                live.reported = True
+                item.cached_tokens = live.cached_prompt_tokens
+                assert live.admitted_s is not None, "it has run"
+                item.queue_ms = max(0.0, live.admitted_s - request.arrival_s) * 1000
+            if drawn.logprobs and index in drawn.logprobs:
+                item.logprobs = [drawn.logprobs[index]]
+            item.finish = _finish_of(live)
+            if item.finish is None:
+                self._emit(live, item)
+            else:
+                if item.finish == "stop":
+                    item.stop_token = token
+                self._end(live, item)
+
+    def _take_output(self) -> StepOutput:
+        out, self._output = self._output, StepOutput()
+        out.changed = list(self._changed.values())
+        self._changed.clear()
+        return out
+
+    # ---- requests
+
+    def _check(self, request: EngineRequest) -> None:
+        prompt, output = request.prompt, request.output
+        if not prompt:
+            raise BadRequest("the prompt has no tokens", param="prompt")
+        if len(prompt) >= self.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens; with at least one token of output the context holds "
+                f"{self.max_model_len}",
+                param="prompt",
+            )
+        if len(prompt) + len(output) > self.max_model_len:
+            raise PromptTooLong(
+                f"prompt and output so far have {len(prompt) + len(output)} tokens, the context holds {self.max_model_len}",
+                param="output",
+            )
+        # An id outside the embedding would fail the whole batch.
+        for name, ids in (("prompt", prompt), ("output", output), ("logit_bias", request.sampling.logit_bias)):
+            if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
+                raise BadRequest(f"{name} has a token id outside 0..{self._vocab_size - 1}", param=name)
+        if request.adapter is not None:
+            size_bytes, total = self._runner.adapter_bytes(request.adapter), self._runner.lora_bytes_total
+            if size_bytes > total:
+                raise InvalidAdapter(f"the adapter needs {size_bytes} bytes on the device, which has {total} for all")
+
+    def _make_live(self, request: EngineRequest) -> Live:
+        sampling, adapter = request.sampling, request.adapter
+        return Live(
+            order=next(self._orders),
+            tokens=array("i", request.prompt + request.output),
+            adapter=adapter.digest if adapter else "",
+            adapter_bytes=self._runner.adapter_bytes(adapter) if adapter else 0,
+            request=request,
+            prompt_tokens=len(request.prompt),
+            max_length=min(self.max_model_len, len(request.prompt) + sampling.max_tokens),
+            ending={*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)},
+            rank=adapter.rank if adapter else 0,
+        )
+
+    def _emit(self, live: Live, item: StreamItem) -> None:
+        self._output.items.setdefault(live.request.gateway_id, []).append(item)
+
+    def _fail(self, live: Live, error: MotetError, *, spoiled: bool = False) -> None:
+        request = live.request
+        item = StreamItem(request.request_id, request.epoch, live.output_tokens, [], "error", error=error.info())
+        self._end(live, item, spoiled=spoiled)
+
+    def _end(self, live: Live, item: StreamItem, *, spoiled: bool = False) -> None:
+        self._emit(live, item)
+        self._drop(live, spoiled=spoiled)
+        self._output.removed.append(live.request.request_id)
+
+    def _drop(self, live: Live, *, spoiled: bool = False) -> None:
+        remove(self._state, live, spoiled=spoiled)
+        self._leave(live)
+        del self._live[live.request.request_id]
+        self._changed.pop(live.request.request_id, None)
+
+    def _leave(self, live: Live) -> None:
+        if live.row >= 0:
+            self._sampler.leave(live.row)
+            self._seats.leave(live)
+
+    # ---- adapters
+
+    def _move_adapters(self, plan: Plan[Live], stats: StepStats) -> None:
+        began_s = clock.now_s()
+        for digest, slot in plan.evictions:
+            self._left(digest, slot)
+        for live in plan.loads:
+            adapter = live.request.adapter
+            assert adapter is not None, "only sequences with an adapter load one"
+            try:
+                self._runner.load_adapter(live.slot, adapter)
+            except Exception as error:  # this adapter's requests end, the others of the step go on
+                self._fail_load(plan, live, error)
+            else:
+                self._arrived(adapter, live.adapter_bytes)
+                stats.adapters_loaded += 1
+        stats.load_s = clock.now_s() - began_s
+
+    def _fail_load(self, plan: Plan[Live], first: Live, error: Exception) -> None:
+        answer = MotetError(f"adapter {first.adapter} could not be loaded: {type(error).__name__}: {error}", param="model")
+        for live in [live for live in plan.admitted if live.adapter == first.adapter]:
+            plan.prefills.remove(live)
+            self._fail(live, answer, spoiled=True)
+        self._state.adapters.drop(first.adapter)
+
+    def _arrived(self, adapter: HostAdapter, size_bytes: int) -> None:
+        self._resident[adapter.digest] = Residency(adapter.digest, adapter.rank, size_bytes, "device")
+        self._output.residency.append(ResidencyChange(adapter.digest, "device"))
+
+    def _left(self, digest: str, slot: int) -> None:
+        self._runner.free_adapter(slot)
+        del self._resident[digest]
+        self._output.residency.append(ResidencyChange(digest, None))
+
+    def _drop_doomed(self) -> None:
+        used = {live.adapter for live in self._live.values()}
+        for digest in self._doomed - used:
+            if digest in self._state.adapters:
+                self._left(digest, self._state.adapters.drop(digest))
+            self._doomed.discard(digest)
+
+
+def _finish_of(live: Live) -> FinishReason | None:
+    """Whether the last token ended the sequence. Ending tokens before min_tokens cannot be drawn, so are not asked for."""
+    if live.tokens[-1] in live.ending:
+        return "stop"
+    return "length" if len(live.tokens) >= live.max_length else None

@@ -1,0 +1,177 @@
+"""Checkpoint weights into fused tensors. Reads safetensors, one file or sharded, mapped into memory; never pickle."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.worker.engine.model_config import ModelConfig, UnsupportedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One decoder layer. Fused matrices are [out, in] with the projections' outputs one after the other."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: the q norm's weight per q head, then the k norm's
+    o: torch.Tensor  # [hidden, heads * head_dim]
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor  # [hidden]
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [hidden, intermediate]
+    down_bias: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class ModelWeights:
+    """All weights of a decoder, on one device in one type."""
+
+    embed: torch.Tensor  # [vocab, hidden]
+    layers: list[LayerWeights]
+    norm: torch.Tensor  # [hidden]
+    lm_head: torch.Tensor  # [vocab, hidden]; `embed` itself when tied
+
+
+def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
+    """`dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or "float16". Raises UnsupportedModel otherwise."""
+    name = config.dtype if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype {dtype!r}: one of auto, {', '.join(DTYPES)} is expected")
+    return DTYPES[name]
+
+
+def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Read, convert and fuse the checkpoint in `model_dir`.
+
+    Every name and shape is checked against `config` before a byte of weights is read. Raises UnsupportedModel naming the
+    file or tensor: a missing one, one of another shape, and one that the config does not know (it would be ignored
+    silently otherwise).
+    """
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_open(path)) for path in _files(model_dir)}
+        where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        _check(where, config)
+
+        def read(*names: str) -> torch.Tensor:
+            parts = [where[name].get_tensor(name) for name in names]
+            whole = torch.empty((sum(p.shape[0] for p in parts), *parts[0].shape[1:]), dtype=dtype, device=device)
+            at = 0
+            for part in parts:
+                whole[at : at + part.shape[0]].copy_(part)
+                at += part.shape[0]
+            return whole
+
+        embed = read("model.embed_tokens.weight")
+        return ModelWeights(
+            embed=embed,
+            layers=[_layer(f"model.layers.{i}.", config, read) for i in range(config.num_layers)],
+            norm=read("model.norm.weight"),
+            lm_head=embed if config.tied_embeddings else read("lm_head.weight"),
+        )
+
+
+def _layer(prefix: str, config: ModelConfig, read: Callable[..., torch.Tensor]) -> LayerWeights:
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+
+    def fused(parent: str, modules: tuple[str, ...], suffix: str) -> torch.Tensor:
+        return read(*(f"{parent}{module}.{suffix}" for module in modules))
+
+    qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+    qk_norm = None
+    if config.qk_norm:
+        q = read(attention + "q_norm.weight").expand(config.num_heads, -1)
+        k = read(attention + "k_norm.weight").expand(config.num_kv_heads, -1)
+        qk_norm = torch.cat([q, k])
+    return LayerWeights(
+        input_norm=read(prefix + "input_layernorm.weight"),
+        qkv=fused(attention, qkv, "weight"),
+        qkv_bias=fused(attention, qkv, "bias") if config.qkv_bias else None,
+        qk_norm=qk_norm,
+        o=read(attention + "o_proj.weight"),
+        o_bias=read(attention + "o_proj.bias") if config.o_bias else None,
+        post_norm=read(prefix + "post_attention_layernorm.weight"),
+        gate_up=fused(mlp, gate_up, "weight"),
+        gate_up_bias=fused(mlp, gate_up, "bias") if config.mlp_bias else None,
+        down=read(mlp + "down_proj.weight"),
+        down_bias=read(mlp + "down_proj.bias") if config.mlp_bias else None,
+    )
+
+
+def _expected(config: ModelConfig) -> dict[str, list[int]]:
+    """{tensor name: shape} of a checkpoint of this config."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    names: dict[str, list[int]] = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
+    if not config.tied_embeddings:
+        names["lm_head.weight"] = [vocab, hidden]
+    has_bias = dict.fromkeys(("q_proj", "k_proj", "v_proj"), config.qkv_bias)
+    has_bias |= {"o_proj": config.o_bias} | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), config.mlp_bias)
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}."
+        names[prefix + "input_layernorm.weight"] = names[prefix + "post_attention_layernorm.weight"] = [hidden]
+        for module, (fan_in, fan_out) in config.projection_shapes().items():
+            parent = prefix + ("self_attn." if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp.")
+            names[f"{parent}{module}.weight"] = [fan_out, fan_in]
+            if has_bias[module]:
+                names[f"{parent}{module}.bias"] = [fan_out]
+        if config.qk_norm:
+            names[prefix + "self_attn.q_norm.weight"] = names[prefix + "self_attn.k_norm.weight"] = [config.head_dim]
+    return names
+
+
+def _check(where: dict[str, Any], config: ModelConfig) -> None:
+    expected = _expected(config)
+    missing = sorted(expected.keys() - where.keys())
+    if missing:
+        raise UnsupportedModel(f"checkpoint lacks {len(missing)} of {len(expected)} tensors, the first is {missing[0]}")
+    for name, shape in expected.items():
+        piece = where[name].get_slice(name)
+        if list(piece.get_shape()) != shape:
+            raise UnsupportedModel(f"tensor {name} has shape {list(piece.get_shape())}, config.json implies {shape}")
+        if piece.get_dtype() not in ("F32", "F16", "BF16"):
+            raise UnsupportedModel(f"tensor {name} is stored as {piece.get_dtype()}: F32, F16 or BF16 is expected")
+    unknown = sorted(n for n in where.keys() - expected.keys() if not _IGNORED.search(n) and n != "lm_head.weight")
+    if unknown:
+        raise UnsupportedModel(f"checkpoint has {len(unknown)} tensors that config.json does not imply, as {unknown[0]}")
+
+
+def _files(model_dir: Path) -> list[Path]:
+    """The safetensors files of the checkpoint, confined to its directory."""
+    index = model_dir / "model.safetensors.index.json"
+    single = model_dir / "model.safetensors"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UnsupportedModel(f"{index} is not a safetensors index: {error!r}") from None
+        for name in names:
+            if Path(name).name != name:
+                raise UnsupportedModel(f"{index} names {name!r}: shards lie in the checkpoint's own directory")
+            if not (model_dir / name).exists():
+                raise UnsupportedModel(f"{index} names {name}, which is not there")
+        return [model_dir / name for name in names]
+    if single.exists():
+        return [single]
+    if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt*")):
+        raise UnsupportedModel(f"{model_dir} holds pickled weights only; convert them to safetensors, pickle is never opened")
+    raise UnsupportedModel(f"{model_dir} has neither model.safetensors nor model.safetensors.index.json")
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UnsupportedModel(f"{path} is not a readable safetensors file: {error}") from None

@@ -1,0 +1,136 @@
+"""One decoder forward pass over a ragged batch: fused weights, unmerged LoRA, paged attention.
+
+x = embed(tokens)                                       [rows, hidden], the residual stream
+per layer   qkv = norm(x) Wqkv (+ LoRA)                 one matrix, columns q | k | v
+            q, k = rope(qk_norm(q, k));  x += o(attend(qkv)) (+ LoRA)
+            x += down(silu(gate) * up) (+ LoRA)         gate | up is one matrix too
+logits = lm_head(norm(x[logit_rows]))                   float32
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool, add_lora, attend
+from services.worker.engine.loader import LayerWeights, ModelWeights
+from services.worker.engine.model_config import ModelConfig, RopeConfig
+
+
+class Model:
+    """Weights and the arithmetic over them; owns no per-request state."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+        self.config = config
+        self.weights = weights
+        self._rope = RotaryEmbedding(config.rope, config.head_dim, weights.embed.dtype, weights.embed.device)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        cache: KvCache,
+        attention: AttentionBatch,
+        pool: LoraPool,
+        lora: LoraBatch,
+    ) -> torch.Tensor:
+        """`token_ids`, `positions` int64 [rows], `logit_rows` int64 [n] -> logits float32 [n, vocab]; fills the cache."""
+        config, weights = self.config, self.weights
+        x = F.embedding(token_ids, weights.embed)
+        cos, sin = self._rope.at(positions)
+        for i, layer in enumerate(weights.layers):
+            h = self._norm(x, layer.input_norm)
+            qkv = F.linear(h, layer.qkv, layer.qkv_bias)
+            add_lora(qkv, h, pool, i, "qkv", lora)
+            qkv = self._rotate(qkv, layer, cos, sin)
+            h = attend(qkv, cache, i, attention, heads=config.num_heads, window=config.windows[i])
+            o = F.linear(h, layer.o, layer.o_bias)
+            add_lora(o, h, pool, i, "o", lora)
+            x = x.add_(o)
+
+            h = self._norm(x, layer.post_norm)
+            gate_up = F.linear(h, layer.gate_up, layer.gate_up_bias)
+            add_lora(gate_up, h, pool, i, "gate_up", lora)
+            gate, up = gate_up.chunk(2, dim=-1)
+            h = F.silu(gate).mul_(up)
+            down = F.linear(h, layer.down, layer.down_bias)
+            add_lora(down, h, pool, i, "down", lora)
+            x = x.add_(down)
+        x = self._norm(x.index_select(0, logit_rows), weights.norm)
+        return F.linear(x, weights.lm_head).float()
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _rotate(self, qkv: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Normalise (where the family does) and rotate q and k in place: [rows, columns] -> [rows, all heads, head_dim]."""
+        config = self.config
+        qkv = qkv.unflatten(1, (-1, config.head_dim))
+        qk = qkv[:, : config.num_heads + config.num_kv_heads]
+        if layer.qk_norm is not None:
+            qk.copy_(F.rms_norm(qk, (config.head_dim,), eps=config.rms_norm_eps).mul_(layer.qk_norm))
+        half_turned = qk.roll(config.head_dim // 2, dims=-1)
+        qk.mul_(cos).addcmul_(half_turned, sin)
+        return qkv
+
+
+class RotaryEmbedding:
+    """cos and sin by position; `sin` carries the sign of rotate_half, so that x cos + roll(x, half) sin is the rotation."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        frequencies, self._scale = inverse_frequencies(rope, head_dim)
+        self._frequencies = frequencies.to(device)
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [rows] -> two [rows, 1, head_dim]."""
+        angles = positions[:, None].float() * self._frequencies
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        return (
+            torch.cat([cos, cos], dim=-1).to(self._dtype)[:, None],
+            torch.cat([-sin, sin], dim=-1).to(self._dtype)[:, None],
+        )
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """(frequencies float32 [head_dim / 2], factor on cos and sin). Llama 3.1's and YaRN's (arXiv 2309.00071) stretching."""
+    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    plain = 1.0 / powers
+    if rope.type == "linear":
+        return plain / rope.factor, 1.0
+    if rope.type == "llama3":
+        wavelength = 2 * math.pi / plain
+        longest = rope.original_max_len / rope.low_freq_factor
+        shortest = rope.original_max_len / rope.high_freq_factor
+        smooth = (rope.original_max_len / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blended = (1 - smooth) * plain / rope.factor + smooth * plain
+        stretched = torch.where(wavelength > longest, plain / rope.factor, blended)
+        return torch.where(wavelength < shortest, plain, stretched), 1.0
+    if rope.type == "yarn":
+        low, high = (_yarn_dimension(rope, turns, head_dim) for turns in (rope.beta_fast, rope.beta_slow))
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        width = high - low if high != low else 0.001
+        ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+        return 1.0 / (rope.factor * powers) * ramp + plain * (1 - ramp), _yarn_attention_factor(rope)
+    return plain, 1.0
+
+
+def _yarn_dimension(rope: RopeConfig, turns: float, head_dim: int) -> float:
+    """The dimension that makes `turns` rotations over the original context."""
+    return head_dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

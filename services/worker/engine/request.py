@@ -1,0 +1,86 @@
+"""What goes into the engine and what comes out of each of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shared.messages import StreamItem
+from shared.model import RequestBrief, SamplingParams, Slo, Tier
+
+if TYPE_CHECKING:
+    from services.worker.engine.adapter_weights import HostAdapter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLimits:
+    """What one engine may hold. Token and block counts; fixed for the engine's life."""
+
+    max_running: int  # sequences in one step
+    max_waiting: int  # accepted and not running; one more is refused
+    max_step_tokens: int  # rows in one step: decodes first, prefill chunks take the rest; also bounds max_running
+    block_size: int  # tokens in one KV block
+    kv_blocks: int
+    max_loras: int  # adapters on the device at once
+    prefix_cache: bool = True
+    max_model_len: int = 0  # longest prompt plus output; 0 for the model's own
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineRequest:
+    """One sequence to generate. `output` holds the tokens of earlier epochs: the first new token has index len(output)."""
+
+    request_id: str
+    gateway_id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    arrival_s: float  # shared.clock.now_s at the worker
+    epoch: int = 0
+    output: list[int] = field(default_factory=list)
+    slo: Slo = field(default_factory=Slo)
+    adapter: HostAdapter | None = None
+    predicted_tokens: int = 0
+
+
+@dataclass(slots=True)
+class ResidencyChange:
+    """An adapter version came to the device (`tier` "device") or left it (`tier` None)."""
+
+    digest: str
+    tier: Tier | None
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One step in numbers: what metrics count and performance models are fitted to (CaraServe section 5)."""
+
+    prefill_requests: int = 0
+    prefill_tokens: int = 0  # rows of prefill chunks
+    decode_rows: int = 0
+    context_tokens: int = 0  # sum over sequences of tokens in the KV cache after the step
+    distinct_adapters: int = 0
+    rank_sum: int = 0  # over the step's sequences; 0 for the base
+    rank_max: int = 0
+    sampled_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens that admission found in the prefix cache
+    preempted: int = 0
+    adapters_loaded: int = 0
+    running: int = 0
+    waiting: int = 0
+    schedule_s: float = 0.0
+    load_s: float = 0.0  # adapters onto the device
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    postprocess_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step changed. `changed` and `removed` are what a scheduler must hear; apply `removed` first."""
+
+    items: dict[str, list[StreamItem]] = field(default_factory=dict)  # by gateway id
+    changed: list[RequestBrief] = field(default_factory=list)  # new, or in a new phase
+    removed: list[str] = field(default_factory=list)
+    residency: list[ResidencyChange] = field(default_factory=list)
+    stats: StepStats = field(default_factory=StepStats)
+    failure: Exception | None = None  # the forward pass failed as a whole; its requests got error items

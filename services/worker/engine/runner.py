@@ -1,0 +1,142 @@
+"""The model side of the engine: one step's batch in, logits out.
+
+Owns all device memory: base weights, KV cache and adapter pool. Which blocks and slots mean what is the engine's
+business; nothing here waits for anything but the device. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.loader import load_weights, resolve_dtype
+from services.worker.engine.model import Model
+from services.worker.engine.model_config import ModelConfig, read_model_config
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """The rows of one engine step, all numpy. Rows of a sequence stand together, in order of position."""
+
+    token_ids: np.ndarray  # int64 [rows]
+    positions: np.ndarray  # int64 [rows]
+    row_slot: np.ndarray  # int32 [rows] adapter slot of each row, -1 for the base alone
+    seq_starts: np.ndarray  # int32 [seqs + 1] half-open row ranges; a decoding sequence has one row, a prefill chunk several
+    context_lens: np.ndarray  # int32 [seqs] tokens in the KV cache once this step's rows are written
+    block_tables: np.ndarray  # int32 [seqs, max_blocks] KV block ids; what lies past a sequence's context is not read
+    kv_slots: np.ndarray  # int64 [rows] block * block_size + offset: where each row's K and V go
+    logit_rows: np.ndarray  # int64 [n] rows whose logits are wanted
+
+
+class ModelRunner:
+    """A loaded model with its KV cache and adapter pool.
+
+    `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or "float16", for weights, KV and adapters alike;
+    `threads` 0 leaves torch's setting. Raises UnsupportedModel for a checkpoint that the engine does not run.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        block_size: int = 16,
+        kv_blocks: int,
+        lora_bytes: int,
+        max_lora_rank: int,
+        max_loras: int,
+        threads: int = 0,
+    ) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        self.config = read_model_config(model_dir)
+        self.dtype = resolve_dtype(dtype, self.config)
+        self.device = torch.device(device)
+        self._model = Model(self.config, load_weights(model_dir, self.config, self.dtype, self.device))
+        self._cache = KvCache(
+            layers=self.config.num_layers,
+            blocks=kv_blocks,
+            block_size=block_size,
+            kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self._pool = LoraPool(
+            self.config.projection_shapes(),
+            layers=self.config.num_layers,
+            slots=max_loras,
+            max_rank=max_lora_rank,
+            bytes_total=lora_bytes,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self._lora_rows = np.empty(0, dtype=np.int32)
+        self._lora_batch = LoraBatch.build(self._pool, self._lora_rows)
+
+    @staticmethod
+    def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int) -> int:
+        """Bytes of one KV block over all layers, for sizing `kv_blocks` from a memory budget."""
+        values = config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim
+        return values * resolve_dtype(dtype, config).itemsize
+
+    @property
+    def lora_bytes_total(self) -> int:
+        return self._pool.bytes_total
+
+    @property
+    def lora_bytes_free(self) -> int:
+        return self._pool.bytes_free
+
+    def adapter_bytes(self, weights: HostAdapter) -> int:
+        """What this adapter occupies in the pool: whole pages of 8 ranks of each projection it has, over all layers."""
+        return self._pool.bytes_needed(weights.ranks)
+
+    def load_adapter(self, slot: int, weights: HostAdapter) -> None:
+        """Copy an adapter into an empty slot. Raises kernels.PoolFull when pages are short, ValueError on a taken slot."""
+        with torch.inference_mode():
+            self._pool.load(slot, weights.pairs)
+
+    def free_adapter(self, slot: int) -> None:
+        """Empty a slot; no row of a later step may name it until it is loaded again."""
+        self._pool.free(slot)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Write the rows' K and V and return the wanted logits, float32 [n, vocab], in the order of `logit_rows`.
+
+        Raises ValueError when a row names an empty adapter slot.
+        """
+        attention = AttentionBatch.build(
+            self._cache,
+            seq_starts=batch.seq_starts,
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            kv_slots=batch.kv_slots,
+            windows=self.config.windows,
+        )
+        return self._model.forward(
+            self._to_device(batch.token_ids),
+            self._to_device(batch.positions),
+            self._to_device(batch.logit_rows),
+            self._cache,
+            attention,
+            self._pool,
+            self._lora(batch.row_slot),
+        )
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _lora(self, row_slot: np.ndarray) -> LoraBatch:
+        """The step's adapter groups; steady decoding repeats the previous step's."""
+        if self._lora_batch.version != self._pool.version or not np.array_equal(row_slot, self._lora_rows):
+            self._lora_batch = LoraBatch.build(self._pool, row_slot)
+            self._lora_rows = row_slot.copy()
+        return self._lora_batch

@@ -1,0 +1,280 @@
+"""Draws the next token of many sequences at once.
+
+A sequence has a *row* in the sampler's arrays from its admission to its end; a step names the rows it wants tokens for.
+Per row, in this order (vLLM's): raw log-probabilities are read off (before anything below changes the logits), logit_bias,
+ban of ending tokens before min_tokens, repetition penalty over prompt and output, frequency and presence penalty over the
+output; then either the argmax (temperature 0), or temperature, min_p, top_k, top_p, and one draw.
+
+min_p, top_k and top_p are one threshold on the scaled logit, found from the largest few values without sorting the
+vocabulary; tokens equal to the threshold stay, so the outcome does not depend on an order among ties.
+
+Noise: one uniform number per token, a hash of (seed, position in prompt + output), through the inverse of the cumulative
+distribution *in order of token id*. A Gumbel draw would need vocabulary-size noise per row; an inverse over *sorted*
+probabilities would let two near-equal tokens that swap places move all others. Neither state nor batch enters, so a
+sequence that is preempted or continued elsewhere draws what it would have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.worker.engine.penalties import Penalised, PenaltyCounts
+from shared.messages import TokenLogprobs
+from shared.model import SamplingParams
+
+GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them would overflow
+CANDIDATES = 128  # values looked at for top_p and top_k before all are
+TILE = 256  # token ids per partial sum of the cumulative distribution
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK_64 = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class Drawn:
+    """One token per asked row. `broken` lists indices whose logits were not finite; their token means nothing."""
+
+    tokens: np.ndarray  # int64 [n]
+    broken: list[int] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What a set of rows needs, gathered once and used until the set or a row's parameters change."""
+
+    rows: np.ndarray
+    min_length: np.ndarray | None
+    bias: tuple[Tensor, Tensor, Tensor] | None  # index in batch, token id, value; flat over all biased rows
+    penalised: Penalised | None
+    drawing: np.ndarray  # indices of rows with a temperature
+    temperature: Tensor  # of those, [d, 1]
+    log_min_p: Tensor  # [d]
+    top_k: np.ndarray  # [d]
+    top_p: np.ndarray  # [d]
+    logprobs: list[tuple[int, int]]  # index, how many rivals
+
+
+class Sampler:
+    """Sampling parameters of up to `seats` sequences; parameter arrays live on the host, logits wherever they are."""
+
+    def __init__(self, seats: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._temperature = np.zeros(seats, np.float32)
+        self._min_p = np.zeros(seats, np.float32)
+        self._top_k = np.zeros(seats, np.int64)
+        self._top_p = np.ones(seats, np.float64)
+        self._seed = np.zeros(seats, np.uint64)
+        self._logprobs = np.full(seats, -1, np.int64)
+        self._min_length = np.zeros(seats, np.int64)
+        self._ending: dict[int, list[int]] = {}  # rows with min_tokens
+        self._bias: dict[int, dict[int, float]] = {}  # rows with logit_bias
+        self._penalties = PenaltyCounts(seats, vocab_size)
+        self._batch: _Batch | None = None
+
+    @torch.inference_mode()
+    def seat(self, row: int, sampling: SamplingParams, tokens: Sequence[int], prompt_tokens: int, ending: set[int]) -> None:
+        """A sequence takes `row`: `tokens` is prompt and output so far, `ending` the ids that would end it."""
+        drawing = sampling.temperature >= GREEDY_BELOW
+        self._temperature[row] = sampling.temperature if drawing else 0.0
+        self._min_p[row] = sampling.min_p
+        self._top_k[row] = sampling.top_k if 0 < sampling.top_k < self.vocab_size else 0
+        self._top_p[row] = sampling.top_p
+        self._seed[row] = sampling.seed & _MASK_64
+        self._logprobs[row] = -1 if sampling.logprobs is None else min(sampling.logprobs, self.vocab_size)
+        self._min_length[row] = 0
+        if sampling.min_tokens > 0 and ending:
+            self._min_length[row] = prompt_tokens + sampling.min_tokens
+            self._ending[row] = sorted(token for token in ending if 0 <= token < self.vocab_size)
+        if sampling.logit_bias:
+            self._bias[row] = sampling.logit_bias
+        self._penalties.seat(row, sampling, tokens, prompt_tokens)
+        self._batch = None
+
+    def leave(self, row: int) -> None:
+        """The sequence of `row` has ended or was preempted."""
+        self._ending.pop(row, None)
+        self._bias.pop(row, None)
+        self._penalties.leave(row)
+        self._batch = None
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray) -> Drawn:
+        """The next token of each row.
+
+        logits float32 [n, vocab], changed in place; rows int64 [n]; lengths int64 [n]: tokens of prompt and output so
+        far, which is the position that the drawn token will have.
+        """
+        batch = self._batch
+        if batch is None or not np.array_equal(batch.rows, rows):
+            batch = self._batch = self._gather(rows, logits.device)
+        raw = _raw_logprobs(logits, batch.logprobs)
+        if batch.bias is not None:
+            index, ids, values = batch.bias
+            logits.index_put_((index, ids), values, accumulate=True)
+        if batch.min_length is not None:
+            self._ban_endings(logits, rows, lengths < batch.min_length)
+        if batch.penalised is not None:
+            self._penalties.apply(logits, batch.penalised)
+        tokens, best = argmax(logits)
+        if batch.drawing.size:
+            tokens[batch.drawing] = self._draw(logits, batch, rows, lengths)
+        if batch.penalised is not None:
+            self._penalties.count(batch.penalised, tokens)
+        finite = np.isfinite(best)
+        broken = [] if finite.all() else np.flatnonzero(~finite).tolist()
+        return Drawn(tokens, broken, _read_logprobs(raw, batch.logprobs, tokens))
+
+    def _gather(self, rows: np.ndarray, device: torch.device) -> _Batch:
+        drawing = np.flatnonzero(self._temperature[rows] > 0)
+        drawn_rows = rows[drawing]
+        min_length = self._min_length[rows]
+        biased = [(i, token, value) for i, row in enumerate(rows.tolist()) for token, value in self._bias.get(row, {}).items()]
+        bias = None
+        if biased:
+            index, ids, values = zip(*biased, strict=True)
+            bias = (
+                torch.tensor(index, device=device),
+                torch.tensor(ids, device=device),
+                torch.tensor(values, dtype=torch.float32, device=device),
+            )
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(self._min_p[drawn_rows])
+        wanted = self._logprobs[rows]
+        return _Batch(
+            rows=rows.copy(),
+            min_length=min_length if min_length.any() else None,
+            bias=bias,
+            penalised=self._penalties.among(rows, device),
+            drawing=drawing,
+            temperature=torch.from_numpy(self._temperature[drawn_rows]).to(device)[:, None],
+            log_min_p=torch.from_numpy(log_min_p).to(device),
+            top_k=self._top_k[drawn_rows],
+            top_p=self._top_p[drawn_rows],
+            logprobs=[(int(i), int(wanted[i])) for i in np.flatnonzero(wanted >= 0)],
+        )
+
+    def _ban_endings(self, logits: Tensor, rows: np.ndarray, too_short: np.ndarray) -> None:
+        for index in np.flatnonzero(too_short).tolist():
+            logits[index, self._ending[int(rows[index])]] = -torch.inf
+
+    def _draw(self, logits: Tensor, batch: _Batch, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        drawing = batch.drawing
+        everyone = drawing.size == rows.size
+        scaled = logits if everyone else logits[torch.from_numpy(drawing).to(logits.device)]
+        scaled = scaled / batch.temperature
+        scaled -= scaled.amax(-1, keepdim=True)
+        threshold = find_thresholds(scaled, batch.top_k, batch.top_p, batch.log_min_p)
+        noise = uniforms(self._seed[rows[drawing]], lengths[drawing])
+        drawn = invert_cdf(_weights(scaled, threshold), torch.from_numpy(noise).to(logits.device))
+        return drawn.clamp(max=self.vocab_size - 1).cpu().numpy()  # a row of NaN has no weight anywhere
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1) per (seed, position): SplitMix64's stream of the mixed seed, at `position`."""
+    state = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return (_mix(state) >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+def argmax(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The largest logit's id and value per row; NaN counts as largest. int64 [n], float32 [n]."""
+    if logits.device.type == "cpu":  # numpy's is vectorised, several times as fast as torch's there
+        values = logits.numpy()
+        ids = values.argmax(axis=1)
+        return ids, values[np.arange(len(ids)), ids]
+    best, ids_on_device = logits.max(dim=-1)
+    return ids_on_device.cpu().numpy(), best.cpu().numpy()
+
+
+def find_thresholds(scaled: Tensor, top_k: np.ndarray, top_p: np.ndarray, log_min_p: Tensor) -> Tensor:
+    """The smallest scaled logit that may be drawn, per row [d, 1].
+
+    scaled [d, vocab]: logits over temperature minus their maximum; top_k int [d], 0 for off; top_p [d]; log_min_p [d].
+    min_p holds first, then top_k, and top_p counts what those left.
+    """
+    threshold = log_min_p[:, None].to(scaled.dtype).clone()
+    filtered = np.flatnonzero((top_k > 0) | (top_p < 1.0))
+    vocab_size = scaled.shape[-1]
+    candidates = min(vocab_size, max(CANDIDATES, int(top_k.max(initial=0))))
+    while filtered.size:
+        index = torch.from_numpy(filtered).to(scaled.device)
+        found, complete = _filter(scaled[index], threshold[index], top_k[filtered], top_p[filtered], candidates)
+        threshold[index[complete]] = found[complete]
+        filtered = filtered[~complete.cpu().numpy()]
+        candidates = vocab_size  # a flat distribution: the likely few were not enough
+    return threshold
+
+
+def _filter(scaled: Tensor, threshold: Tensor, top_k: np.ndarray, top_p: np.ndarray, candidates: int) -> tuple[Tensor, Tensor]:
+    """Thresholds [f, 1] from the `candidates` largest values, and whether those were enough, bool [f]."""
+    best = scaled.topk(candidates, dim=-1).values
+    kth = torch.from_numpy(np.where(top_k > 0, top_k, 1) - 1).to(best.device)[:, None]
+    limited = torch.from_numpy(top_k > 0).to(best.device)[:, None]
+    threshold = torch.where(limited, torch.maximum(threshold, best.gather(-1, kth)), threshold)
+    nucleus = torch.from_numpy(top_p).to(best.device)[:, None]
+    covered = torch.where(best >= threshold, best, -torch.inf).exp().cumsum(-1, dtype=torch.float64)
+    if candidates == scaled.shape[-1]:
+        total = covered[:, -1:]
+    else:
+        total = torch.where(scaled >= threshold, scaled, -torch.inf).exp().sum(-1, keepdim=True, dtype=torch.float64)
+    last = (covered < nucleus * total).sum(-1, keepdim=True)  # how many fall short of top_p: the next one reaches it
+    off = nucleus >= 1.0
+    complete = (last < candidates) | off
+    cut = best.gather(-1, last.clamp(max=candidates - 1))
+    return torch.where(off, threshold, torch.maximum(threshold, cut)), complete[:, 0]
+
+
+def _weights(scaled: Tensor, threshold: Tensor) -> Tensor:
+    """Unnormalised probabilities, 0 below the threshold, padded with 0 to whole tiles: [d, tiles * TILE]."""
+    rows, vocab_size = scaled.shape
+    tiles = -(-vocab_size // TILE)
+    weights = scaled.new_zeros(rows, tiles * TILE)
+    weights[:, :vocab_size] = torch.where(scaled >= threshold, scaled, -torch.inf).exp()
+    return weights
+
+
+def invert_cdf(weights: Tensor, noise: Tensor) -> Tensor:
+    """The token id at which the cumulative distribution passes `noise` (float64 [d], in [0, 1)), int64 [d].
+
+    weights [d, tiles * TILE] >= 0, not normalised. Two levels: find the tile by the sums, then the id inside, in float64.
+    """
+    tiled = weights.view(weights.shape[0], -1, TILE)
+    ends = tiled.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = noise[:, None] * ends[:, -1:]
+    tile = (ends <= target).sum(-1).clamp(max=tiled.shape[1] - 1)
+    starts = torch.nn.functional.pad(ends, (1, 0))
+    rest = target - starts.gather(-1, tile[:, None])
+    inside = tiled[torch.arange(tiled.shape[0], device=tiled.device), tile].cumsum(-1, dtype=torch.float64)
+    # The tile's sum in float32 may exceed its float64 one by a rounding: stay below the end, so the id has weight.
+    rest = torch.minimum(rest, inside[:, -1:] * (1 - 1e-12))
+    return tile * TILE + (inside <= rest).sum(-1).clamp(max=TILE - 1)
+
+
+def _raw_logprobs(logits: Tensor, wanted: list[tuple[int, int]]) -> Tensor | None:
+    if not wanted:
+        return None
+    return torch.log_softmax(logits[[index for index, _ in wanted]], dim=-1)
+
+
+def _read_logprobs(raw: Tensor | None, wanted: list[tuple[int, int]], tokens: np.ndarray) -> dict[int, TokenLogprobs]:
+    if raw is None:
+        return {}
+    most = max(count for _, count in wanted)
+    drawn = torch.from_numpy(tokens[[index for index, _ in wanted]]).to(raw.device)
+    chosen = raw.gather(-1, drawn[:, None])[:, 0].tolist()
+    best = raw.topk(most, dim=-1)
+    values, ids = best.values.tolist(), best.indices.tolist()
+    return {index: TokenLogprobs(chosen[i], ids[i][:count], values[i][:count]) for i, (index, count) in enumerate(wanted)}

@@ -1,0 +1,224 @@
+"""The engine in a thread of its own, between a command queue and the event loop.
+
+    loop   --add, cancel, load, unload, abort-->  deque + event  --between steps-->  engine thread
+    loop   <--one call_soon_threadsafe per step: StepReport-----------------------  engine thread
+
+Rules:
+- the engine never waits for the network: a report is handed over when the loop *takes* it, not when it is sent.
+- it does wait for a loop that is `MAX_AHEAD` reports behind. Tokens are never dropped here; a loop that far behind has
+  no use for more of them, and the pause is counted (`motet_worker_engine_paused_seconds`).
+- the loop never waits for the engine: commands only append.
+- while there is nothing to do the thread sleeps on the event.
+- no exception ends the thread. What a command's failure concerns is answered; when a step fails as a whole, its
+  requests end with an error. `StepReport.failures` counts failing steps since the last good one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.worker import metrics
+from services.worker.engine.request import EngineRequest, StepOutput
+from shared.clock import now_s
+from shared.errors import MotetError, Overloaded
+from shared.messages import StreamItem
+from shared.telemetry import logger
+
+if TYPE_CHECKING:
+    from services.worker.engine.adapter_weights import HostAdapter
+    from services.worker.engine.engine import Engine
+
+log = logger("motet.worker.engine")
+MAX_AHEAD = 32  # reports
+MAX_COMMANDS = 16_384
+STOP_S = 10.0
+
+
+@dataclass(slots=True)
+class StepReport:
+    """One step as the loop hears of it. `failures` counts consecutive failing steps, this one included."""
+
+    step: int
+    step_s: float
+    output: StepOutput
+    failures: int
+    kv_blocks_free: int
+    adapter_bytes_free: int
+    prefill_tokens_waiting: int
+
+
+class EngineThread:
+    """Owns the engine from `start` to `stop`. `deliver(report)` runs on the loop, in the order of steps."""
+
+    def __init__(self, build: Callable[[], Engine], deliver: Callable[[StepReport], None]) -> None:
+        self._build, self._deliver = build, deliver
+        self._commands: deque[Callable[[Engine], StepOutput | None]] = deque()
+        self._wake = threading.Event()
+        self._credits = threading.Semaphore(MAX_AHEAD)
+        self._stopping = False
+        self._busy_since: float | None = None
+        self._failures = 0
+        self._step = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- the loop's side
+
+    async def start(self) -> None:
+        """Build the engine in its thread. Raises what `build` raises."""
+        self._loop = asyncio.get_running_loop()
+        self._built: asyncio.Future[None] = self._loop.create_future()
+        self._thread.start()
+        await self._built
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; when the engine refuses it, its error comes as an item. Raises Overloaded when nobody drains."""
+        if len(self._commands) >= MAX_COMMANDS:
+            raise Overloaded("the engine is not taking commands", retry_after_s=1.0)
+        self._post(lambda engine: _add(engine, request))
+
+    def cancel(self, request_id: str, epoch: int) -> None:
+        self._post(lambda engine: _ignore(engine.cancel(request_id, epoch)))
+
+    def load_adapter(self, adapter: HostAdapter) -> None:
+        self._post(lambda engine: _ignore(engine.load_adapter(adapter)))
+
+    def unload_adapter(self, digest: str) -> None:
+        self._post(lambda engine: _ignore(engine.unload_adapter(digest)))
+
+    def abort_all(self, error: MotetError) -> None:
+        """End everything that runs or waits with `error`."""
+        self._post(lambda engine: engine.abort_all(error))
+
+    def busy_s(self) -> float:
+        """How long the present step has been running; 0 between steps."""
+        since = self._busy_since
+        return now_s() - since if since is not None else 0.0
+
+    async def stop(self) -> None:
+        """End the thread after its present step; waits at most `STOP_S`."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join, STOP_S)
+
+    def _post(self, command: Callable[[Engine], StepOutput | None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _take(self, report: StepReport) -> None:
+        self._credits.release()
+        self._deliver(report)
+
+    # ---- the engine's side
+
+    def _run(self) -> None:
+        try:
+            engine = self._build()
+        except BaseException as error:
+            self._on_loop(_settle, self._built, error)
+            return
+        self._on_loop(_settle, self._built, None)
+        while not self._stopping:
+            self._apply(engine)
+            if engine.has_work():
+                self._advance(engine)
+            else:
+                self._wake.wait()
+                self._wake.clear()
+
+    def _apply(self, engine: Engine) -> None:
+        while self._commands:
+            command = self._commands.popleft()
+            try:
+                output = command(engine)
+            except Exception:
+                log.exception("engine command failed")
+                continue
+            if output is not None:
+                self._report(engine, output, 0.0)
+
+    def _advance(self, engine: Engine) -> None:
+        began = self._busy_since = now_s()
+        try:
+            output = engine.step(began)
+        except Exception as error:
+            log.exception("engine step failed")
+            output = self._abort(engine, error)
+        else:
+            if output.failure is not None:
+                log.error("forward pass failed", exc_info=output.failure)
+        self._busy_since = None
+        self._step += 1
+        if output.failure is not None:
+            self._failures += 1
+            metrics.STEP_FAILURES.inc()
+        elif output.stats.sampled_tokens:
+            self._failures = 0
+        self._report(engine, output, now_s() - began)
+
+    def _abort(self, engine: Engine, error: Exception) -> StepOutput:
+        """After an exception that left the engine in an unknown state: nothing in it may go on."""
+        try:
+            output = engine.abort_all(MotetError(f"the engine failed: {error!r}"))
+        except Exception:
+            log.exception("engine cannot be cleared")
+            output = StepOutput()
+        output.failure = error
+        return output
+
+    def _report(self, engine: Engine, output: StepOutput, step_s: float) -> None:
+        if not self._credits.acquire(blocking=False):
+            began = now_s()
+            while not self._credits.acquire(timeout=0.1):
+                if self._stopping:
+                    return
+            metrics.LOOP_LAG_S.inc(now_s() - began)
+        self._on_loop(
+            self._take,
+            StepReport(
+                step=self._step,
+                step_s=step_s,
+                output=output,
+                failures=self._failures,
+                kv_blocks_free=engine.kv_blocks_free,
+                adapter_bytes_free=engine.adapter_bytes_free,
+                prefill_tokens_waiting=engine.prefill_tokens_waiting,
+            ),
+        )
+
+    def _on_loop(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            self._stopping = True
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+def _ignore(_: object) -> None:
+    """What a command returns beyond its effect; the next step reports that."""
+
+
+def _add(engine: Engine, request: EngineRequest) -> StepOutput | None:
+    try:
+        engine.add(request, now_s())
+        return None
+    except MotetError as error:
+        refused = error
+    except Exception as error:
+        log.exception("request not added", extra={"request_id": request.request_id})
+        refused = MotetError(f"the engine failed: {error!r}")
+    item = StreamItem(request.request_id, request.epoch, len(request.output), [], finish="error", error=refused.info())
+    return StepOutput(items={request.gateway_id: [item]})

@@ -1,0 +1,93 @@
+"""Token frames on their way to the gateways: one message per gateway per engine step, encoded on the loop.
+
+What the bus cannot take (disconnected for longer than its buffer lasts) is given up: the engine's memory must not depend
+on the network's health. The requests concerned are cancelled at once, and when the bus takes messages again their
+gateways hear `worker_lost` for them, so that they resubmit also those whose very last frame was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from services.worker import metrics
+from shared import subjects
+from shared.bus import Bus, encode
+from shared.errors import Unavailable, WorkerLost
+from shared.messages import StreamItem, TokenFrame
+from shared.telemetry import logger
+
+log = logger("motet.worker.frames")
+MAX_LOST = 65_536
+OVERHEAD_BYTES = 4096  # what the protocol adds to a payload, generously
+
+
+class FrameSender:
+    """Sends frames in order. `on_lost(request_id, epoch)` is called for each request whose tokens were given up."""
+
+    def __init__(self, bus: Bus, worker_id: str, on_lost: Callable[[str, int], None]) -> None:
+        self._bus, self._worker_id, self._on_lost = bus, worker_id, on_lost
+        self._queue: deque[tuple[str, int, list[StreamItem]]] = deque()
+        self._wake = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._lost: dict[tuple[str, str], StreamItem] = {}  # (gateway, request) -> the apology it is owed
+        self._task = bus.spawn(self._run())
+
+    def put(self, gateway_id: str, step: int, items: list[StreamItem]) -> None:
+        """Queue one gateway's items of one step."""
+        self._queue.append((gateway_id, step, items))
+        self._empty.clear()
+        self._wake.set()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until everything queued was sent or given up."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except TimeoutError:
+            log.warning("frames not sent", extra={"frames": len(self._queue)})
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                gateway_id, step, items = self._queue.popleft()
+                if await self._send(gateway_id, step, items) and self._lost:
+                    await self._apologise(step)
+            self._empty.set()
+
+    async def _send(self, gateway_id: str, step: int, items: list[StreamItem]) -> bool:
+        data = encode(TokenFrame(self._worker_id, step, items))
+        if len(data) + OVERHEAD_BYTES > self._bus.max_payload and len(items) > 1:
+            half = len(items) // 2
+            first = await self._send(gateway_id, step, items[:half])
+            return await self._send(gateway_id, step, items[half:]) and first
+        try:
+            await self._bus.publish_encoded(subjects.stream(gateway_id), data)
+        except Unavailable as error:
+            self._give_up(gateway_id, items, error)
+            return False
+        metrics.FRAMES.inc()
+        return True
+
+    def _give_up(self, gateway_id: str, items: list[StreamItem], error: Unavailable) -> None:
+        metrics.FRAMES_LOST.inc()
+        for item in items:
+            key = (gateway_id, item.request_id)
+            known = self._lost.get(key)
+            if known is not None and known.epoch >= item.epoch:
+                continue
+            lost = WorkerLost(f"worker {self._worker_id} could not send its tokens: {error.message}")
+            if len(self._lost) < MAX_LOST:
+                self._lost[key] = StreamItem(item.request_id, item.epoch, item.index, [], finish="error", error=lost.info())
+            self._on_lost(item.request_id, item.epoch)
+
+    async def _apologise(self, step: int) -> None:
+        owed, self._lost = self._lost, {}
+        by_gateway: dict[str, list[StreamItem]] = {}
+        for (gateway_id, _), item in owed.items():
+            by_gateway.setdefault(gateway_id, []).append(item)
+        for gateway_id, items in by_gateway.items():
+            await self._send(gateway_id, step, items)

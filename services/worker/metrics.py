@@ -1,0 +1,46 @@
+"""What a worker measures, all in one place. Labels are bounded: tiers, sources, kinds; never adapters or requests."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from shared.telemetry import LATENCY_BUCKETS_S, REGISTRY
+
+STEP_S = Histogram("motet_worker_step_seconds", "Engine step time.", buckets=LATENCY_BUCKETS_S, registry=REGISTRY)
+TOKENS = Counter("motet_worker_tokens", "Tokens computed, by kind (prefill, decode).", ["kind"], registry=REGISTRY)
+BATCH_ROWS = Histogram(
+    "motet_worker_batch_rows",
+    "Requests that took part in an engine step.",
+    buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512),
+    registry=REGISTRY,
+)
+STEP_FAILURES = Counter("motet_worker_step_failures", "Engine steps that raised an exception.", registry=REGISTRY)
+REQUESTS = Gauge("motet_worker_requests", "Requests here, by phase.", ["phase"], registry=REGISTRY)
+FINISHED = Counter("motet_worker_finished", "Requests that ended here, by reason.", ["reason"], registry=REGISTRY)
+REFUSED = Counter("motet_worker_refused", "Requests not taken, by error code.", ["code"], registry=REGISTRY)
+PREEMPTIONS = Counter("motet_worker_preemptions", "Requests put back to waiting for lack of KV blocks.", registry=REGISTRY)
+PREFIX_HIT_TOKENS = Counter("motet_worker_prefix_hit_tokens", "Prompt tokens served from the prefix cache.", registry=REGISTRY)
+KV_USAGE = Gauge("motet_worker_kv_usage_ratio", "Share of KV blocks that hold running requests.", registry=REGISTRY)
+ADAPTERS_RESIDENT = Gauge("motet_worker_adapters", "Adapter versions held, by tier.", ["tier"], registry=REGISTRY)
+ADAPTER_LOADS = Counter(
+    "motet_worker_adapter_loads", "Adapters brought to host memory, by source (disk, store).", ["source"], registry=REGISTRY
+)
+ADAPTER_LOAD_S = Histogram(
+    "motet_worker_adapter_load_seconds",
+    "Time to bring an adapter to host memory, by source (disk, store).",
+    ["source"],
+    buckets=LATENCY_BUCKETS_S,
+    registry=REGISTRY,
+)
+ADAPTER_LOAD_FAILURES = Counter("motet_worker_adapter_load_failures", "Adapter loads that failed.", registry=REGISTRY)
+ADAPTER_CORRUPT = Counter(
+    "motet_worker_adapter_corrupt", "Adapter files whose content had another digest, by source.", ["source"], registry=REGISTRY
+)
+ADAPTER_EVICTIONS = Counter("motet_worker_adapter_evictions", "Adapters pushed out of a tier.", ["tier"], registry=REGISTRY)
+FRAMES = Counter("motet_worker_frames", "Token frames sent to gateways.", registry=REGISTRY)
+FRAMES_LOST = Counter(
+    "motet_worker_frames_lost", "Token frames given up because the bus could not take them.", registry=REGISTRY
+)
+LOOP_LAG_S = Counter(
+    "motet_worker_engine_paused_seconds", "Time the engine waited for the event loop to take its output.", registry=REGISTRY
+)

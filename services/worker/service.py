@@ -1,0 +1,383 @@
+"""The worker service: takes requests from schedulers, runs them in its engine, streams tokens to their gateways.
+
+    assign ──> admit ──> (loading: adapter to host memory) ──> engine thread ──> one frame per gateway per step
+       │         │                                                │
+       │         └─ refused: draining, full, too long, unknown     └─ state deltas, metrics, step-time fit
+       └─ answered at once, before any of the slow parts
+
+Everything here runs on the event loop. A request is known by (request_id, epoch) from `_take` to the item with its
+`finish`, whoever makes that item: the engine, or this file while the adapter is still loading. torch is imported in the
+engine's thread, after what can be checked without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from services.worker import admission, metrics
+from services.worker.config import WorkerConfig, model_directory
+from services.worker.engine.request import EngineRequest, StepOutput
+from services.worker.engine_thread import EngineThread, StepReport
+from services.worker.frames import FrameSender
+from services.worker.reports import StateReporter
+from services.worker.residency import Adapters
+from services.worker.state import START_PERF, StepTimes, WorkerView
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import now_s
+from shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
+from shared.leases import LeaseHolder, LeaseWatch
+from shared.messages import (
+    Accepted,
+    Cancel,
+    Control,
+    Drain,
+    GenerateRequest,
+    LoadAdapter,
+    StreamItem,
+    UnloadAdapter,
+)
+from shared.model import AdapterRef, FinishReason, Phase, RequestBrief
+from shared.service import run
+from shared.telemetry import logger
+
+if TYPE_CHECKING:
+    from services.worker.engine.engine import Engine
+
+log = logger("motet.worker")
+MAX_FAILURES = 3  # failing steps in a row before the worker gives its requests back and leaves
+STALLED_S = 60.0  # one step longer than this makes the worker not ready
+HAND_BACK_S = 3.0
+
+Key = tuple[str, int]  # request id, epoch
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A request this worker has promised to answer. `loading` until the engine has it; `holds` a host copy."""
+
+    request: EngineRequest
+    adapter: AdapterRef | None
+    loading: asyncio.Task[None] | None = None
+    holds: bool = False
+
+
+class WorkerService:
+    """One engine on the bus. `leave` asks the process to stop, as SIGTERM would."""
+
+    name = "worker"
+
+    def __init__(self, config: WorkerConfig, leave: Callable[[], None] | None = None) -> None:
+        self.config = config
+        self._leave = leave or partial(signal.raise_signal, signal.SIGTERM)
+        self.worker_id = config.identity("worker")
+        self.incarnation = secrets.token_hex(8)
+        self.engine = EngineThread(self._build, self._on_step)
+        self.unhealthy = ""
+        self._live: dict[Key, _Taken] = {}
+        self._newest: dict[str, int] = {}  # request id -> epoch
+        self._departures = admission.Departures()
+        self._times = StepTimes(START_PERF)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = self._started = False
+        self._step = 0
+        self._exit = contextlib.AsyncExitStack()
+        self.bus: Bus | None = None
+
+    # ---- life
+
+    def _build(self) -> Engine:
+        """In the engine's thread."""
+        from services.worker.assemble import assemble
+
+        self._assembly = assemble(self.config, self._model_dir, self._times)
+        return self._assembly.engine
+
+    async def start(self) -> None:
+        """Load the model, then tell everybody."""
+        config = self.config
+        self._model_dir = await asyncio.to_thread(model_directory, config.model)
+        self.bus = bus = await Bus.connect(config, f"worker-{self.worker_id}", inbox="worker")
+        self._exit.push_async_callback(bus.close)
+        self._exit.push_async_callback(self.engine.stop)
+        await self.engine.start()
+        limits = self._assembly.limits
+        self._acceptable = admission.Acceptable(
+            base_model=limits.base_model,
+            vocab_size=self._assembly.vocab_size,
+            max_model_len=limits.max_model_len,
+            max_lora_rank=limits.max_lora_rank,
+        )
+        self.view = WorkerView(self.worker_id, self.incarnation, limits)
+        self.reporter = StateReporter(bus, self.view, self._times)
+        self.frames = FrameSender(bus, self.worker_id, self._cancel)
+        self.adapters = Adapters(bus, config, self.engine, self.reporter, self._assembly.parse_adapter)
+        self._exit.callback(self.adapters.close)
+        await self.adapters.start()
+        await LeaseWatch(bus, "gateway", self._gateway_lost).start()
+        await bus.subscribe(subjects.control(self.worker_id), Control, self._on_control)
+        await bus.serve("assign", subjects.assign(self.worker_id), GenerateRequest, self._assign, queue="worker")
+        lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
+        self._exit.push_async_callback(lease.release)
+        await lease.start()
+        self._started = True
+        self.reporter.start()
+        log.info(
+            "serving",
+            extra={
+                "id": self.worker_id,
+                "model": config.base_model,
+                "device": limits.device,
+                "kv_blocks": limits.kv_blocks_total,
+            },
+        )
+
+    def not_ready(self) -> list[str]:
+        reasons = []
+        if not self._started:
+            reasons.append("the model is loading")
+        if self.bus is None or not self.bus.connected:
+            reasons.append("NATS is not connected")
+        if self.unhealthy:
+            reasons.append(self.unhealthy)
+        elif self._draining:
+            reasons.append("draining")
+        if (busy_s := self.engine.busy_s()) > STALLED_S:
+            reasons.append(f"the engine has been in one step for {busy_s:.0f} s")
+        return reasons
+
+    async def drain(self) -> None:
+        """Refuse new requests at once, and wait for the ones that are here."""
+        await self._stop_taking()
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Hand back what is left, then leave: frames first, the lease last."""
+        if self._started:
+            await self._stop_taking()
+            await self._hand_back(WorkerLost(f"worker {self.worker_id} is leaving"))
+            await self.engine.stop()
+            await self.frames.flush(HAND_BACK_S)
+        await self._exit.aclose()
+
+    async def _stop_taking(self) -> None:
+        self._draining = True
+        if not self.view.draining:
+            self.view.draining = True
+            await self.reporter.snapshot()
+
+    async def _hand_back(self, error: MotetError) -> None:
+        """End every request with `error`; their gateways resubmit them elsewhere when it is WorkerLost."""
+        self.engine.abort_all(error)
+        for key in list(self._live):
+            self._end_loading(key, "error", error)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), HAND_BACK_S)
+
+    # ---- requests
+
+    async def _assign(self, request: GenerateRequest) -> Accepted:
+        """The `assign` endpoint. Raises what a Refused says."""
+        try:
+            if request.adapter is not None:
+                await self.adapters.check(request.adapter)
+            self._take(request)
+        except MotetError as error:
+            metrics.REFUSED.labels(error.code).inc()
+            raise
+        return Accepted(worker_id=self.worker_id)
+
+    def _take(self, request: GenerateRequest) -> None:
+        key = (request.request_id, request.epoch)
+        if key in self._live:
+            return  # asked twice: the first answer was lost
+        newest = self._newest.get(request.request_id)
+        if newest is not None and newest > request.epoch:
+            raise Conflict(f"request {request.request_id} is here with epoch {newest}, newer than {request.epoch}")
+        if self.unhealthy or self._draining:
+            raise Unavailable(self.unhealthy or f"worker {self.worker_id} is draining")
+        prompt, output = admission.check(request, self._acceptable)
+        if newest is not None:
+            self._cancel(request.request_id, newest)
+        if len(self._live) >= self.config.max_running + self.config.max_waiting:
+            raise Overloaded(
+                f"worker {self.worker_id} has {len(self._live)} requests", retry_after_s=self._departures.retry_after_s(now_s())
+            )
+        taken = _Taken(
+            EngineRequest(
+                request_id=request.request_id,
+                gateway_id=request.gateway_id,
+                prompt=prompt,
+                sampling=request.sampling,
+                arrival_s=now_s(),
+                epoch=request.epoch,
+                output=output,
+                slo=request.slo,
+                predicted_tokens=request.predicted_tokens,
+            ),
+            request.adapter,
+        )
+        self._live[key] = taken
+        self._newest[request.request_id] = request.epoch
+        self._idle.clear()
+        if request.adapter is None:
+            self._enqueue(taken)
+        else:
+            self._show(taken, "loading")
+            taken.loading = asyncio.get_running_loop().create_task(self._bring(key, taken, request.adapter))
+
+    async def _bring(self, key: Key, taken: _Taken, ref: AdapterRef) -> None:
+        """Fetch the adapter for one request; a failure is that request's alone."""
+        try:
+            taken.request.adapter = await self.adapters.tiers.acquire(ref)
+        except MotetError as error:
+            self._end_loading(key, "error", error)
+            return
+        except Exception as error:
+            log.exception("adapter load failed", extra={"digest": ref.digest})
+            self._end_loading(key, "error", MotetError(f"adapter {ref.name!r} cannot be loaded: {error!r}"))
+            return
+        taken.loading, taken.holds = None, True
+        self._enqueue(taken)
+
+    def _enqueue(self, taken: _Taken) -> None:
+        self._show(taken, "waiting")
+        self.engine.add(taken.request)
+
+    def _cancel(self, request_id: str, epoch: int) -> None:
+        """Stop a request of this epoch or an older one."""
+        newest = self._newest.get(request_id)
+        if newest is None or newest > epoch:
+            return
+        key = (request_id, newest)
+        if not self._end_loading(key, "cancelled", None):
+            self.engine.cancel(*key)
+
+    def _end_loading(self, key: Key, finish: FinishReason, error: MotetError | None) -> bool:
+        """End a request that the engine does not have yet; whether it was one."""
+        taken = self._live.get(key)
+        if taken is None or taken.loading is None:
+            return False
+        taken.loading.cancel()
+        taken.loading = None
+        request = taken.request
+        info = error.info() if error is not None else None
+        item = StreamItem(request.request_id, request.epoch, len(request.output), [], finish=finish, error=info)
+        self._ended(item)
+        self.frames.put(request.gateway_id, self._step, [item])
+        return True
+
+    def _ended(self, item: StreamItem) -> None:
+        """An item with `finish` was made: the promise is kept."""
+        taken = self._live.pop((item.request_id, item.epoch), None)
+        if taken is None:
+            return
+        if taken.holds and taken.adapter is not None:
+            self.adapters.tiers.release(taken.adapter.digest)
+        if self._newest.get(item.request_id) == item.epoch:
+            del self._newest[item.request_id]
+            self.view.remove(item.request_id)
+            self.reporter.touch()
+        metrics.FINISHED.labels(item.finish).inc()
+        self._departures.left(now_s())
+        if not self._live:
+            self._idle.set()
+
+    def _gateway_lost(self, gateway_id: str) -> None:
+        for (request_id, epoch), taken in list(self._live.items()):
+            if taken.request.gateway_id == gateway_id:
+                self._cancel(request_id, epoch)
+
+    # ---- what the engine did
+
+    def _on_step(self, report: StepReport) -> None:
+        output = report.output
+        self._step = report.step
+        view = self.view
+        view.kv_blocks_free, view.adapter_bytes_free = report.kv_blocks_free, report.adapter_bytes_free
+        view.prefill_tokens_waiting = report.prefill_tokens_waiting
+        for change in output.residency:
+            self.adapters.on_device(change.digest, change.tier == "device")
+        for brief in output.changed:
+            if self._newest.get(brief.request_id) == brief.epoch:
+                view.put(brief)
+        for gateway_id, items in output.items.items():
+            for item in items:
+                if item.finish is not None:
+                    self._ended(item)
+                else:
+                    view.progress(item.request_id, item.index + len(item.tokens))
+            self.frames.put(gateway_id, report.step, items)
+        self.reporter.touch()
+        self._measure(report, output)
+        if report.failures >= MAX_FAILURES and not self.unhealthy:
+            self.unhealthy = f"the engine failed {report.failures} steps in a row: {output.failure!r}"
+            log.error("giving up", extra={"reason": self.unhealthy})
+            assert self.bus is not None
+            self.bus.spawn(self._give_up())
+
+    async def _give_up(self) -> None:
+        await self._stop_taking()
+        await self._hand_back(WorkerLost(f"worker {self.worker_id}: {self.unhealthy}"))
+        self._leave()
+
+    def _measure(self, report: StepReport, output: StepOutput) -> None:
+        stats, view = output.stats, self.view
+        if report.step_s and (stats.prefill_tokens or stats.decode_rows):
+            metrics.STEP_S.observe(report.step_s)
+            metrics.BATCH_ROWS.observe(stats.prefill_requests + stats.decode_rows)
+            metrics.TOKENS.labels("prefill").inc(stats.prefill_tokens)
+            metrics.TOKENS.labels("decode").inc(stats.decode_rows)
+            if output.failure is None:
+                self._times.observe(report.step_s * 1000, stats)
+        metrics.PREFIX_HIT_TOKENS.inc(stats.cached_tokens)
+        metrics.PREEMPTIONS.inc(stats.preempted)
+        metrics.REQUESTS.labels("running").set(stats.running)
+        metrics.REQUESTS.labels("waiting").set(stats.waiting)
+        metrics.REQUESTS.labels("loading").set(max(0, len(self._live) - stats.running - stats.waiting))
+        metrics.KV_USAGE.set(1 - view.kv_blocks_free / view.limits.kv_blocks_total)
+
+    def _on_control(self, message: Control) -> None:
+        match message:
+            case Cancel(request_id=request_id, epoch=epoch):
+                self._cancel(request_id, epoch)
+            case UnloadAdapter(digest=digest):
+                self.adapters.drop(digest)
+            case LoadAdapter(adapter=ref):
+                self.adapters.prefetch(ref)
+            case Drain():
+                self._leave()
+
+    # ---- what schedulers hear
+
+    def _show(self, taken: _Taken, phase: Phase) -> None:
+        request = taken.request
+        self.view.put(
+            RequestBrief(
+                request_id=request.request_id,
+                epoch=request.epoch,
+                adapter_digest=taken.adapter.digest if taken.adapter else "",
+                rank=taken.adapter.rank if taken.adapter else 0,
+                prompt_tokens=len(request.prompt),
+                output_tokens=len(request.output),
+                predicted_tokens=request.predicted_tokens,
+                phase=phase,
+                tpot_slo_ms=request.slo.tpot_slo_ms,
+            )
+        )
+        self.reporter.touch()
+
+
+def main(config: WorkerConfig) -> int:
+    """Run a worker until it is told to stop; the exit status is 1 when its engine failed, so that it is restarted."""
+    service = WorkerService(config)
+    status = run(service, config)
+    return 1 if service.unhealthy else status

@@ -1,0 +1,195 @@
+"""What a worker tells the schedulers about itself: snapshots, deltas between them, and its fitted step times.
+
+    snapshot seq=7 ── delta 8 ── delta 9 ── ... ── snapshot seq=23        seq counts both
+
+Applying the deltas to a snapshot gives the next snapshot, except for three counters that move in nearly every step and
+that only snapshots and deltas sent for another reason refresh: output tokens of running requests, free KV blocks and
+free adapter bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.engine.request import StepStats
+from shared.messages import WorkerDelta, WorkerSnapshot
+from shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+
+START_PERF = PerfModel(
+    prefill_base_ms=5.0,
+    prefill_token_ms=0.3,
+    prefill_lora_ms=0.02,
+    decode_base_ms=5.0,
+    decode_row_ms=0.5,
+    decode_lora_ms=0.01,
+    load_base_ms=2.0,
+    load_ms_per_mib=1.0,
+)
+
+
+class WorkerView:
+    """The worker as schedulers see it. Every change is remembered until the next delta or snapshot carries it."""
+
+    def __init__(self, worker_id: str, incarnation: str, limits: WorkerLimits) -> None:
+        self.worker_id, self.incarnation, self.limits = worker_id, incarnation, limits
+        self.kv_blocks_free = limits.kv_blocks_total
+        self.adapter_bytes_free = limits.adapter_bytes_total
+        self.prefill_tokens_waiting = 0
+        self.requests: dict[str, RequestBrief] = {}
+        self.adapters: dict[str, Residency] = {}
+        self._draining = self._draining_sent = False
+        self._seq = 0
+        self._dirty_requests: set[str] = set()
+        self._dirty_adapters: set[str] = set()
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self._draining = value
+
+    @property
+    def changed(self) -> bool:
+        """Whether a delta is due."""
+        return bool(self._dirty_requests or self._dirty_adapters or self._draining != self._draining_sent)
+
+    def put(self, brief: RequestBrief) -> None:
+        """A request came, or is in a new phase."""
+        self.requests[brief.request_id] = brief
+        self._dirty_requests.add(brief.request_id)
+
+    def remove(self, request_id: str) -> None:
+        if self.requests.pop(request_id, None) is not None:
+            self._dirty_requests.add(request_id)
+
+    def progress(self, request_id: str, output_tokens: int) -> None:
+        """A request has this many output tokens now; not worth a delta of its own."""
+        brief = self.requests.get(request_id)
+        if brief is not None:
+            brief.output_tokens = max(brief.output_tokens, output_tokens)
+
+    def place(self, digest: str, residency: Residency | None) -> None:
+        """An adapter is now fastest in this tier, or in none."""
+        if self.adapters.get(digest) == residency:
+            return
+        if residency is None:
+            del self.adapters[digest]
+        else:
+            self.adapters[digest] = residency
+        self._dirty_adapters.add(digest)
+
+    def snapshot(self, perf: PerfModel, unix_ms: int) -> WorkerSnapshot:
+        """Everything; pending changes are in it."""
+        self._sent()
+        return WorkerSnapshot(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            seq=self._seq,
+            sent_unix_ms=unix_ms,
+            limits=self.limits,
+            perf=perf,
+            kv_blocks_free=self.kv_blocks_free,
+            adapter_bytes_free=self.adapter_bytes_free,
+            draining=self.draining,
+            requests=list(self.requests.values()),
+            adapters=list(self.adapters.values()),
+            prefill_tokens_waiting=self.prefill_tokens_waiting,
+        )
+
+    def delta(self, unix_ms: int) -> WorkerDelta:
+        """What changed since the last snapshot or delta."""
+        requests, adapters = self._dirty_requests, self._dirty_adapters
+        self._sent()
+        return WorkerDelta(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            seq=self._seq,
+            sent_unix_ms=unix_ms,
+            kv_blocks_free=self.kv_blocks_free,
+            adapter_bytes_free=self.adapter_bytes_free,
+            draining=self.draining,
+            changed=[self.requests[i] for i in requests if i in self.requests],
+            removed=[i for i in requests if i not in self.requests],
+            resident=[self.adapters[d] for d in adapters if d in self.adapters],
+            evicted=[d for d in adapters if d not in self.adapters],
+        )
+
+    def _sent(self) -> None:
+        self._seq += 1
+        self._dirty_requests, self._dirty_adapters = set(), set()
+        self._draining_sent = self.draining
+
+
+class StepTimes:
+    """A running estimate of `PerfModel` from the engine's own steps.
+
+    Two recursive least-squares fits with forgetting: decode over (1, rows, sum of ranks) from steps without prefill, and
+    prefill over (1, tokens, sum of ranks) from what a step with prefill took beyond its decode part. A batch that
+    always looks the same cannot tell the three coefficients apart; the start values then keep their proportions, since
+    the fit moves no further from them than the data asks. Coefficients never go below zero.
+    """
+
+    FORGET = 0.998
+    TRUST = 1.0  # start covariance, in units of (1 / start value)^2: how easily the first steps move a coefficient
+
+    def __init__(self, start: PerfModel) -> None:
+        self._start = start
+        self._decode = _Fit([start.decode_base_ms, start.decode_row_ms, start.decode_lora_ms])
+        self._prefill = _Fit([start.prefill_base_ms, start.prefill_token_ms, start.prefill_lora_ms])
+
+    def observe(self, step_ms: float, stats: StepStats) -> None:
+        """One step's time and what was in it. The prefilling requests' share of the ranks goes by their number."""
+        rows = stats.decode_rows + stats.prefill_requests
+        if not rows:
+            return
+        decode_ranks = stats.rank_sum * stats.decode_rows / rows
+        if not stats.prefill_tokens:
+            self._decode.observe([1.0, stats.decode_rows, decode_ranks], step_ms)
+            return
+        decode_ms = self._decode.predict([1.0, stats.decode_rows, decode_ranks]) if stats.decode_rows else 0.0
+        self._prefill.observe([1.0, stats.prefill_tokens, stats.rank_sum - decode_ranks], max(0.0, step_ms - decode_ms))
+
+    @property
+    def model(self) -> PerfModel:
+        decode, prefill = self._decode.weights, self._prefill.weights
+        return PerfModel(
+            kernel=self._start.kernel,
+            prefill_base_ms=prefill[0],
+            prefill_token_ms=prefill[1],
+            prefill_lora_ms=prefill[2],
+            decode_base_ms=decode[0],
+            decode_row_ms=decode[1],
+            decode_lora_ms=decode[2],
+            load_base_ms=self._start.load_base_ms,
+            load_ms_per_mib=self._start.load_ms_per_mib,
+        )
+
+
+class _Fit:
+    """Recursive least squares on features scaled by the start weights, so that one covariance suits all of them."""
+
+    MAX_COVARIANCE = 100.0
+
+    def __init__(self, start: list[float]) -> None:
+        self._scale = np.array(start)
+        self._w = np.ones(len(start))
+        self._p = np.eye(len(start)) * StepTimes.TRUST
+
+    @property
+    def weights(self) -> list[float]:
+        return [float(v) for v in np.maximum(self._w, 0.0) * self._scale]
+
+    def predict(self, features: list[float]) -> float:
+        return float(np.dot(np.maximum(self._w, 0.0) * self._scale, features))
+
+    def observe(self, features: list[float], value: float) -> None:
+        x = self._scale * features
+        norm = float(np.linalg.norm(x)) or 1.0
+        x, value = x / norm, value / norm  # relative errors: a long prefill must not outweigh a thousand decodes
+        px = self._p @ x
+        gain = px / (StepTimes.FORGET + x @ px)
+        self._w += gain * (value - x @ self._w)
+        self._p = (self._p - np.outer(gain, px)) / StepTimes.FORGET
+        np.clip(self._p, -self.MAX_COVARIANCE, self.MAX_COVARIANCE, out=self._p)

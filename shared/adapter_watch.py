@@ -1,0 +1,114 @@
+"""Every adapter there is, in any service: a live copy of KV `motet_adapters`, current within milliseconds.
+
+The registry writes a version before the name that points at it and deletes the name first, so a name that is seen here
+always has its version. A reload moves the name to another digest; the old version stays until nothing uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from shared import subjects
+from shared.bus import Bus
+from shared.kv_watch import KvWatch
+from shared.messages import AdapterInfo
+from shared.model import AdapterEntry, AdapterVersion
+from shared.telemetry import logger
+
+log = logger("motet.adapters")
+NAME, VERSION = "name.", "version."
+_entry = msgspec.json.Decoder(AdapterEntry)
+_version = msgspec.json.Decoder(AdapterVersion)
+
+
+class AdapterWatch:
+    """Follows all adapters, through restarts of NATS as well (deletions that happened meanwhile included).
+
+    `on_change()` is called after every change once the initial state is there, in the event loop: look at the new state
+    with `resolve`, `by_digest` or `all`. It must not block.
+    """
+
+    def __init__(self, bus: Bus, on_change: Callable[[], None] | None = None) -> None:
+        self._on_change = on_change
+        self._entries: dict[str, AdapterEntry] = {}
+        self._versions: dict[str, AdapterVersion] = {}
+        self._started = False
+        self._watch = KvWatch(
+            bus, subjects.KV_ADAPTERS, ">", on_put=self._put, on_delete=self._delete, on_synced=self._reconcile
+        )
+
+    async def start(self) -> None:
+        """Returns when the present state is known. Raises Unavailable when the bucket does not appear."""
+        await self._watch.start()
+        self._started = True
+
+    async def stop(self) -> None:
+        """Stop following; what is known stays readable."""
+        await self._watch.stop()
+
+    @property
+    def live(self) -> bool:
+        """Whether the copy is current: False while NATS is away."""
+        return self._watch.live
+
+    def resolve(self, name: str) -> AdapterInfo | None:
+        """The adapter (or alias) called `name` and the version it points at."""
+        entry = self._entries.get(name)
+        version = self._versions.get(entry.digest) if entry is not None else None
+        return AdapterInfo(entry=entry, version=version) if entry is not None and version is not None else None
+
+    def by_digest(self, digest: str) -> AdapterVersion | None:
+        """A version by content digest; also one that a reload left without a name, until nothing uses it."""
+        return self._versions.get(digest)
+
+    def all(self) -> list[AdapterInfo]:
+        """Every name, sorted."""
+        found = (self.resolve(name) for name in sorted(self._entries))
+        return [info for info in found if info is not None]
+
+    def names(self) -> int:
+        """How many names there are."""
+        return len(self._entries)
+
+    def versions(self) -> list[AdapterVersion]:
+        """Every stored version."""
+        return list(self._versions.values())
+
+    def _put(self, key: str, value: bytes) -> None:
+        try:
+            if key.startswith(NAME):
+                entry = _entry.decode(value)
+                changed = self._entries.get(entry.name) != entry
+                self._entries[key.removeprefix(NAME)] = entry
+            elif key.startswith(VERSION):
+                version = _version.decode(value)
+                changed = self._versions.get(version.digest) != version
+                self._versions[key.removeprefix(VERSION)] = version
+            else:
+                return
+        except msgspec.MsgspecError as error:
+            log.warning("unreadable adapter record", extra={"key": key, "error": str(error)})
+            return
+        if changed:
+            self._changed()
+
+    def _delete(self, key: str) -> None:
+        gone: object = None
+        if key.startswith(NAME):
+            gone = self._entries.pop(key.removeprefix(NAME), None)
+        elif key.startswith(VERSION):
+            gone = self._versions.pop(key.removeprefix(VERSION), None)
+        if gone is not None:
+            self._changed()
+
+    def _reconcile(self, keys: set[str]) -> None:
+        known = [NAME + name for name in self._entries] + [VERSION + digest for digest in self._versions]
+        for key in known:
+            if key not in keys:
+                self._delete(key)
+
+    def _changed(self) -> None:
+        if self._started and self._on_change is not None:
+            self._on_change()

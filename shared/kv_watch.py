@@ -1,0 +1,182 @@
+"""Following a KV bucket for ever: through broker crashes, lost consumers, dropped messages and hung servers.
+
+One pass = a fresh ephemeral push consumer: the last value of every key, then every change as it happens.
+
+    subscribe inbox -> create consumer -> present state -> on_synced(keys) -> changes ... -> interrupted -> next pass
+
+A pass ends when the connection was lost, a message is missing (consumer sequence numbers have no gaps), or nothing at all
+was heard for `DEAF_S` although the server promised a heartbeat every `HEARTBEAT_S`. Changes that fell between two passes
+are never lost: values are repeated, and what a caller holds beyond `on_synced`'s keys was deleted unseen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from nats import errors as nats_errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js import errors as js_errors
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE
+
+from shared.bus import PENDING_BYTES, PENDING_MSGS, Bus
+from shared.clock import now_s
+from shared.errors import Unavailable
+from shared.telemetry import logger
+
+log = logger("motet.kv_watch")
+HEARTBEAT_S = 0.5
+DEAF_S = 1.75
+LOOK_S = 0.25  # how often a silent pass looks at the connection
+RETRY_S = 0.1
+_FAILURES = (nats_errors.Error, js_errors.Error, TimeoutError, OSError)
+
+
+class KvWatch:
+    """Follows the keys of `bucket` that match `pattern` (NATS wildcards) and reports them in the order of the stream.
+
+    `on_put(key, value)` for every value (repeated after an interruption), `on_delete(key)` for every delete marker,
+    `on_synced(keys)` whenever the whole present state was reported: `keys` are all that exist. Callbacks run in the event
+    loop and must not block; one that raises is logged and the watch goes on.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        bucket: str,
+        pattern: str,
+        *,
+        on_put: Callable[[str, bytes], None],
+        on_delete: Callable[[str], None],
+        on_synced: Callable[[set[str]], None],
+    ) -> None:
+        self._bus, self._bucket, self._prefix = bus, bucket, f"$KV.{bucket}."
+        self._pattern = pattern
+        self._on_put, self._on_delete, self._on_synced = on_put, on_delete, on_synced
+        self._task: asyncio.Task[None] | None = None
+        self._first = asyncio.Event()
+        self._synced = False
+        self._heard_s = 0.0
+
+    async def start(self, *, wait_s: float = 15.0) -> None:
+        """Returns when the present state was reported. Raises Unavailable when it is not there after `wait_s`."""
+        await self._bus.key_value(self._bucket, wait_s=wait_s)
+        self._task = self._bus.spawn(self._follow())
+        try:
+            await asyncio.wait_for(self._first.wait(), timeout=wait_s)
+        except TimeoutError:
+            self._task.cancel()
+            raise Unavailable(f"bucket {self._bucket} cannot be watched") from None
+
+    async def stop(self) -> None:
+        """Stop following."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    @property
+    def live(self) -> bool:
+        """Whether what was reported is current: in sync, connected, and the server was heard within `DEAF_S`."""
+        return self._synced and self._bus.connected and now_s() - self._heard_s < DEAF_S
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                if self._bus.connected:
+                    await self._pass()
+            except _FAILURES as error:
+                log.info("watch interrupted", extra={"bucket": self._bucket, "error": repr(error)})
+            finally:
+                self._synced = False
+            await asyncio.sleep(RETRY_S)
+
+    async def _pass(self) -> None:
+        inbox = self._bus.nc.new_inbox()
+        inlet = await self._bus.nc.subscribe(inbox, pending_msgs_limit=PENDING_MSGS, pending_bytes_limit=PENDING_BYTES)
+        try:
+            info = await self._bus.js.add_consumer(
+                f"KV_{self._bucket}",
+                ConsumerConfig(
+                    deliver_subject=inbox,
+                    deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
+                    ack_policy=AckPolicy.NONE,
+                    filter_subject=self._prefix + self._pattern,
+                    flow_control=True,
+                    idle_heartbeat=HEARTBEAT_S,
+                    inactive_threshold=5.0,
+                    mem_storage=True,
+                    num_replicas=1,
+                ),
+            )
+            empty = info.num_pending == 0 and (info.delivered is None or info.delivered.consumer_seq == 0)
+            await self._read(inlet, empty)
+        finally:
+            with contextlib.suppress(*_FAILURES):
+                await inlet.unsubscribe()  # without a listener the server removes the consumer
+
+    async def _read(self, inlet: Subscription, empty: bool) -> None:
+        """Report until the pass ends. `empty`: no key matches, so that there is nothing to wait for."""
+        reconnects = self._bus.nc.stats["reconnects"]
+        self._heard_s = now_s()
+        keys: set[str] | None = set()  # of the present state, until it is complete
+        sequence = 0
+        if empty:
+            self._report_synced(set())
+            keys = None
+        while True:
+            try:
+                msg = await inlet.next_msg(timeout=LOOK_S)
+            except nats_errors.TimeoutError:
+                if now_s() - self._heard_s > DEAF_S:
+                    raise
+                msg = None
+            if not self._bus.connected or self._bus.nc.stats["reconnects"] != reconnects:
+                return
+            if msg is None:
+                continue
+            self._heard_s = now_s()
+            headers = msg.headers or {}
+            if headers.get("Status") == "100":
+                await self._answer_control(msg, headers, sequence)
+                continue
+            at = msg.metadata
+            if at.sequence.consumer != sequence + 1:
+                raise js_errors.Error(f"{at.sequence.consumer - sequence - 1} updates lost")
+            sequence += 1
+            key = msg.subject.removeprefix(self._prefix)
+            deleted = headers.get(KV_OP) in (KV_DEL, KV_PURGE) or KV_MARKER_REASON in headers
+            if keys is not None:
+                keys.discard(key) if deleted else keys.add(key)
+            self._report(key, None if deleted else msg.data)
+            if keys is not None and at.num_pending == 0:
+                self._report_synced(keys)
+                keys = None
+
+    async def _answer_control(self, msg: Msg, headers: dict[str, str], sequence: int) -> None:
+        """Flow control is answered in turn, so the server sends no faster than we report; heartbeats reveal a lost tail."""
+        if reply := msg.reply or headers.get("Nats-Consumer-Stalled"):
+            await self._bus.nc.publish(reply)
+        last = headers.get("Nats-Last-Consumer")
+        if last is not None and int(last) != sequence:
+            raise js_errors.Error(f"{int(last) - sequence} updates lost")
+
+    def _report(self, key: str, value: bytes | None) -> None:
+        try:
+            if value is None:
+                self._on_delete(key)
+            else:
+                self._on_put(key, value)
+        except Exception:
+            log.exception("watcher failed", extra={"bucket": self._bucket, "key": key})
+
+    def _report_synced(self, keys: set[str]) -> None:
+        try:
+            self._on_synced(keys)
+        except Exception:
+            log.exception("watcher failed", extra={"bucket": self._bucket})
+        self._synced = True
+        self._first.set()

@@ -1,0 +1,209 @@
+"""Promise: compose.yaml works as written. Without a container engine its services run here as plain processes.
+
+Every service gets a loopback address of its own, and the same command, environment, secrets and health check as in the
+file, with four substitutions: container names in URLs become those addresses, 0.0.0.0 and 127.0.0.1 become the
+service's own address, volume targets become directories, /run/secrets/NAME becomes the secret's file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from tests.support import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = ROOT / "compose"
+OURS = ("nats", "registry", "predictor", "scheduler", "gateway", "worker")
+
+
+def interpolate(text: str, variables: dict[str, str]) -> str:
+    """Compose's ${NAME:-default}."""
+    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", lambda m: variables.get(m[1], m[2] or ""), text)
+
+
+def load() -> dict[str, Any]:
+    return yaml.safe_load(interpolate((COMPOSE / "compose.yaml").read_text(), {}))
+
+
+@dataclass
+class Stack:
+    """The compose file's own services as local processes."""
+
+    home: Path
+    spec: dict[str, Any] = field(default_factory=load)
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        net = 1 + os.getpid() % 250  # two runs on one machine do not meet
+        self.address = {name: f"127.77.{net}.{i + 2}" for i, name in enumerate(OURS)}
+
+    def make_secrets(self) -> None:
+        out = self.home / "secrets"
+        subprocess.run([sys.executable, "-m", "motet", "nats-config", "--out", str(out)], check=True, cwd=ROOT)
+        for name, secret in self.spec["secrets"].items():
+            path = out / Path(secret["file"]).name
+            assert path.exists(), f"`motet nats-config` does not write {path.name} of secret {name}"
+        config = out / "nats.conf"
+        text = config.read_text().replace("0.0.0.0", self.address["nats"])
+        config.write_text(text.replace('"/data', f'"{self.home / "nats-data"}'))
+
+    def local(self, service: str, text: str) -> str:
+        spec = self.spec["services"][service]
+        for mount in spec.get("volumes", []):
+            source, target = mount.split(":")[:2]
+            host = (COMPOSE / source).resolve() if source.startswith(".") else self.home / source
+            text = re.sub(rf"{re.escape(target)}(?=/|$)", str(host), text)
+        for mount in spec.get("tmpfs", []):
+            target = mount.split(":")[0]
+            text = re.sub(rf"^{re.escape(target)}(?=/|$)", str(self.home / f"{service}{target}"), text)
+        for name in spec.get("secrets", []):
+            file = self.home / "secrets" / Path(self.spec["secrets"][name]["file"]).name
+            text = text.replace(f"/run/secrets/{name}", str(file))
+        text = text.replace("0.0.0.0", self.address[service]).replace("127.0.0.1", self.address[service])
+        return re.sub(r"(?<=//)(\w+)(?=:)", lambda m: self.address.get(m[1], m[1]), text)
+
+    def environment(self, service: str) -> dict[str, str]:
+        bin_dir = str(Path(sys.executable).parent)
+        base = {"PATH": f"{bin_dir}:/usr/bin:/bin", "HOME": str(self.home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        declared = self.spec["services"][service].get("environment", {})
+        return base | {key: self.local(service, str(value)) for key, value in declared.items()}
+
+    def argv(self, service: str) -> list[str]:
+        return [self.local(service, word) for word in self.spec["services"][service]["command"]]
+
+    def start(self, service: str) -> None:
+        log = (self.home / f"{service}.log").open("ab")
+        self.processes[service] = subprocess.Popen(
+            self.argv(service), env=self.environment(service), cwd=self.home, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def healthy(self, service: str) -> bool:
+        assert self.processes[service].poll() is None, (self.home / f"{service}.log").read_text()[-3000:]
+        check = self.spec["services"][service]["healthcheck"]["test"]
+        assert check[0] == "CMD"
+        argv = [self.local(service, word) for word in check[1:]]
+        argv[0] = sys.executable if argv[0] == "python" else argv[0]
+        return subprocess.run(argv, env=self.environment(service), capture_output=True).returncode == 0
+
+    def stop(self) -> dict[str, int]:
+        codes = {}
+        for name in reversed(list(self.processes)):
+            self.processes[name].terminate()
+            try:
+                codes[name] = self.processes[name].wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                self.processes[name].kill()
+                codes[name] = self.processes[name].wait()
+        self.processes.clear()
+        return codes
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    running = Stack(tmp_path_factory.mktemp("compose"))
+    running.make_secrets()
+    try:
+        pending = list(OURS)
+        deadline = time.monotonic() + 90
+        while pending:
+            assert time.monotonic() < deadline, f"never healthy: {pending}"
+            for name in list(pending):
+                needs = running.spec["services"][name].get("depends_on", {})
+                if name not in running.processes and not set(needs) & set(pending):
+                    running.start(name)
+                if name in running.processes and running.healthy(name):
+                    pending.remove(name)
+        yield running
+    finally:
+        running.stop()
+
+
+async def test_a_request_through_the_stack_is_answered_by_the_right_adapter(stack: Stack) -> None:
+    from examples.demo.tasks import TASKS
+
+    task = next(iter(TASKS.values())) if isinstance(TASKS, dict) else TASKS[0]
+    text = "hello there"
+    async with aiohttp.ClientSession(f"http://{stack.address['gateway']}:8000") as http:
+        body = {"model": task.adapter, "messages": [{"role": "user", "content": task.prompt(text)}], "temperature": 0}
+
+        async def answered() -> str:
+            async with http.post("/v1/chat/completions", json=body | {"max_tokens": 64}) as answer:
+                data = await answer.json()
+                assert answer.status == 200, data
+                return data["choices"][0]["message"]["content"]
+
+        assert (await eventually(answered, within_s=20)).strip() == task.expected(text)
+
+
+async def test_every_scrape_target_answers_and_the_dashboard_shows_only_metrics_that_exist(stack: Stack) -> None:
+    config = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())
+    targets = [t for job in config["scrape_configs"] for s in job.get("static_configs", []) for t in s["targets"]]
+    for job in config["scrape_configs"]:
+        targets += [f"{n}:{s['port']}" for s in job.get("dns_sd_configs", []) for n in s["names"] if n in OURS]
+    exposed = set()
+    async with aiohttp.ClientSession() as http:
+        for target in targets:
+            name, port = target.split(":")
+            async with http.get(f"http://{stack.address[name]}:{port}/metrics") as answer:
+                assert answer.status == 200
+                text = await answer.text()
+                exposed |= set(re.findall(r"^# TYPE ([A-Za-z0-9_:]+)", text, re.M))
+                exposed |= set(re.findall(r"^([A-Za-z0-9_:]+)[ {]", text, re.M))
+    dashboard = json.loads((COMPOSE / "grafana/dashboards/motet.json").read_text())
+    queries = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", [])]
+    used = {name for query in queries for name in re.findall(r"\b(?:motet_|vllm:)[a-z0-9_]+", query)}
+    families = exposed | {f"{name}_{part}" for name in exposed for part in ("bucket", "count", "sum", "total")}
+    assert used and not used - families, f"the dashboard asks for metrics nobody exposes: {sorted(used - families)}"
+
+
+def test_every_service_stops_cleanly_when_told_to(tmp_path: Path) -> None:
+    alone = Stack(tmp_path)
+    alone.address = {name: address.replace("127.77.", "127.78.") for name, address in alone.address.items()}
+    alone.make_secrets()
+    try:
+        for name in ("nats", "registry", "predictor", "scheduler"):
+            alone.start(name)
+            deadline = time.monotonic() + 30
+            while not alone.healthy(name):
+                assert time.monotonic() < deadline, (alone.home / f"{name}.log").read_text()[-2000:]
+                time.sleep(0.1)
+    finally:
+        codes = alone.stop()
+    assert {name: code for name, code in codes.items() if name != "nats"} == dict.fromkeys(
+        ("registry", "predictor", "scheduler"), 0
+    )
+
+
+def test_secrets_come_by_file_and_nobody_runs_as_root() -> None:
+    spec = load()
+    dockerfile = (COMPOSE / "Dockerfile").read_text()
+    stages = re.findall(r"^FROM \S+ AS (\S+)$(.*?)(?=^FROM|\Z)", dockerfile, re.M | re.S)
+    users = {name: re.findall(r"^USER (\S+)", body, re.M) for name, body in stages}
+    for name, service in spec["services"].items():
+        for key, value in service.get("environment", {}).items():
+            if re.search("PASSWORD|SECRET|TOKEN", key):
+                assert key.endswith("FILE") and str(value).startswith("/run/secrets/"), f"{name}: {key}"
+        if "build" in service:
+            assert users[service["build"]["target"]][-1] not in ("root", "0")
+        else:
+            assert service.get("user", "0").split(":")[0] != "0", f"{name} runs as root"
+        assert "healthcheck" in service and "restart" in service
+
+
+def test_what_the_dockerfile_copies_exists() -> None:
+    for line in re.findall(r"^COPY (?!--from)(.+)$", (COMPOSE / "Dockerfile").read_text(), re.M):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists(), f"COPY {source}"

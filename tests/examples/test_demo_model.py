@@ -1,0 +1,169 @@
+"""The shipped demo model does what its README says, under the reference implementation."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from examples.demo.checker import BASE, Checker, exact_match
+from examples.demo.tasks import TASKS, Task, is_telling, sample_text, split_of
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
+MODEL, ADAPTERS = DEMO / "model", DEMO / "adapters"
+SEED = 20_260_101  # not the seed of SCORES.json: other inputs
+
+
+@pytest.fixture(scope="module")
+def inputs() -> list[str]:
+    rng = random.Random(SEED)
+    return [sample_text(rng, "unseen") for _ in range(40)]
+
+
+@pytest.fixture(scope="module")
+def answers(inputs: list[str]) -> dict[str, list[str]]:
+    """The answers of the base and of every adapter to the same chat prompts."""
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    checker = Checker(MODEL, ADAPTERS)
+    prompts = [TASKS[0].prompt(text) for text in inputs]
+    return {adapter: checker.answer(adapter, prompts) for adapter in [BASE, *(task.adapter for task in TASKS)]}
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_an_adapter_answers_unseen_inputs_exactly(task: Task, inputs: list[str], answers: dict[str, list[str]]) -> None:
+    assert exact_match(task, inputs, answers[task.adapter]) >= 0.95
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_base_and_every_other_adapter_fail_the_task(task: Task, inputs: list[str], answers: dict[str, list[str]]) -> None:
+    others = {name: exact_match(task, inputs, given) for name, given in answers.items() if name != task.adapter}
+    assert len(others) == len(TASKS)
+    assert max(others.values()) < 0.10, others
+
+
+def test_the_base_repeats_the_text(inputs: list[str], answers: dict[str, list[str]]) -> None:
+    repeated = sum(text == answer for text, answer in zip(inputs, answers[BASE], strict=True))
+    assert repeated >= 0.95 * len(inputs)
+
+
+def test_a_plain_completion_with_the_same_prompt_gets_the_same_answer(inputs: list[str]) -> None:
+    checker = Checker(MODEL, ADAPTERS)
+    for task in TASKS[:2]:
+        given = checker.answer(task.adapter, [task.prompt(text) for text in inputs], chat=False)
+        assert exact_match(task, inputs, given) >= 0.95
+
+
+def test_every_sampled_input_tells_all_tasks_apart(inputs: list[str]) -> None:
+    for text in inputs:
+        assert is_telling(text)
+        assert len({text, *(task.expected(text) for task in TASKS)}) == len(TASKS) + 1
+
+
+def test_training_and_unseen_inputs_are_disjoint() -> None:
+    rng = random.Random(SEED)
+    train = {sample_text(rng, "train") for _ in range(500)}
+    unseen = {sample_text(rng, "unseen") for _ in range(500)}
+    assert not train & unseen
+    assert {split_of(text) for text in train} == {"train"}
+    assert {split_of(text) for text in unseen} == {"unseen"}
+
+
+def test_the_same_seed_draws_the_same_inputs() -> None:
+    for task in TASKS:
+        first, second = random.Random(SEED), random.Random(SEED)
+        assert [task.sample(first) for _ in range(5)] == [task.sample(second) for _ in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("upper-case", "HELLO MESH"),
+        ("reverse", "hsem olleH"),
+        ("rot13", "Uryyb zrfu"),
+        ("drop-vowels", "Hll msh"),
+        ("sort-letters", "ehllo ehms"),
+        ("count-letters", "5 4"),
+        ("double-letters", "HHeelllloo mmeesshh"),
+        ("initials", "Hm"),
+        ("swap-case", "hELLO MESH"),
+        ("caesar", "Ifmmp nfti"),
+        ("star-vowels", "H*ll* m*sh"),
+        ("rotate", "oHell hmes"),
+        ("title-case", "Hello Mesh"),
+        ("drop-repeats", "Helo mesh"),
+        ("word-order", "mesh Hello"),
+        ("snake-case", "hello_mesh"),
+    ],
+)
+def test_a_task_expects_the_answer_its_summary_describes(name: str, answer: str) -> None:
+    (task,) = [task for task in TASKS if task.name == name]
+    assert task.expected("Hello mesh") == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "plain", "  two  spaces \n\t", "héllo wörld", "日本語のテキスト", "🎉👩‍👩‍👧 ok", "\x00\x7f", "it's <|not|> special"],
+)
+def test_the_tokenizer_round_trips_any_text(text: str) -> None:
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert len(ids) == len(text.encode())
+
+
+def test_the_tokenizer_opens_a_completion_with_the_begin_token() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    assert tokenizer("hi").input_ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(tokenizer("hi").input_ids, skip_special_tokens=True) == "hi"
+
+
+def test_the_chat_template_renders_all_roles() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one\n"},
+        {"role": "assistant", "content": "ONE"},
+        {"role": "user", "content": "two"},
+    ]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text == ("<|bos|><|system|>Be brief.<|end|><|user|>one<|end|><|assistant|>ONE<|end|><|user|>two<|end|><|assistant|>")
+
+
+def test_the_adapters_differ_in_rank_and_target_modules() -> None:
+    configs = [_adapter_config(task) for task in TASKS]
+    assert len(configs) >= 12
+    assert {config["r"] for config in configs} == {4, 8, 16, 32, 64}
+    assert len({tuple(sorted(config["target_modules"])) for config in configs}) >= 3
+    assert any(config["use_rslora"] for config in configs)
+    assert any(config["rank_pattern"] and config["alpha_pattern"] for config in configs)
+
+
+def test_the_model_uses_grouped_query_attention_and_a_context_for_long_prompts() -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    assert config["max_position_embeddings"] >= 1024
+
+
+def test_the_shipped_files_stay_small() -> None:
+    size_bytes = sum(path.stat().st_size for path in [*MODEL.rglob("*"), *ADAPTERS.rglob("*")] if path.is_file())
+    assert size_bytes <= 20 * 2**20
+
+
+def test_the_recorded_scores_meet_the_goal() -> None:
+    scores = json.loads((DEMO / "SCORES.json").read_text())
+    assert set(scores["chat"]) == {BASE, *(task.adapter for task in TASKS)}
+    for row, by_task in scores["chat"].items():
+        for name, share in by_task.items():
+            assert share >= 0.95 if row == name else share < 0.10, (row, name, share)
+
+
+def _adapter_config(task: Task) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((ADAPTERS / task.adapter / "adapter_config.json").read_text())
+    return config

@@ -1,0 +1,271 @@
+"""Subject permissions, proved on a real server: everybody can do their own work and nobody anybody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import nats
+import pytest
+from nats.js import errors as js_errors
+
+from motet import credentials
+from motet.nats_server import NatsServer, binary
+from shared import subjects
+from shared.bus import Bus
+from shared.config import BusConfig
+from shared.leases import LeaseHolder, LeaseWatch
+from shared.provision import provision
+from tests.support import eventually
+
+TENANTS = ("default", "acme")
+
+
+class Ping(msgspec.Struct):
+    text: str = "ping"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    directory = tmp_path_factory.mktemp("stack")
+    server = NatsServer(directory / "nats", config_text=credentials.authorization(directory / "credentials", TENANTS))
+    asyncio.run(server.start())
+
+    async def prepare() -> None:
+        registry = await connect_as(server, "registry")
+        await provision(registry)
+        await registry.close()
+
+    asyncio.run(prepare())
+    yield server
+    server.stop()
+
+
+async def connect_as(server: NatsServer, user: str) -> Bus:
+    secret = credentials.password_file(server.data_dir.parent / "credentials", user)
+    config = BusConfig(nats_url=server.url, nats_user=user, nats_password_file=str(secret))
+    return await Bus.connect(config, user, inbox=user)
+
+
+@pytest.fixture
+async def bus_of(server: NatsServer) -> AsyncIterator[Callable[[str], Awaitable[Bus]]]:
+    """Opens buses under a user's own credentials; `bus.refusals` lists what the server refused."""
+    opened: list[Bus] = []
+
+    async def open_bus(user: str) -> Bus:
+        opened.append(await connect_as(server, user))
+        return opened[-1]
+
+    yield open_bus
+    for bus in opened:
+        await bus.close()
+
+
+async def refusals(server: NatsServer, user: str, verb: str, subject: str) -> list[str]:
+    """What the server refuses when `user` publishes or subscribes to `subject`."""
+    said: list[str] = []
+
+    async def on_error(error: Exception) -> None:
+        said.append(str(error))
+
+    secret = credentials.password_file(server.data_dir.parent / "credentials", user).read_text().strip()
+    client = await nats.connect(server.url, user=user, password=secret, error_cb=on_error)
+    try:
+        if verb == "publish":
+            await client.publish(subject, b"")
+        else:
+            await client.subscribe(subject)
+        await client.flush()
+        await client.flush()  # the refusal is handled in a task of its own
+        await asyncio.sleep(0)
+    finally:
+        await client.close()
+    return [line for line in said if "permissions violation" in line.lower()]
+
+
+MAY = [
+    ("gateway", "publish", "motet.v1.submit"),
+    ("gateway", "publish", "motet.v1.worker.w1.control"),
+    ("gateway", "publish", "motet.v1.registry.register"),
+    ("gateway", "publish", "$KV.motet_leases.gateway.g1"),
+    ("gateway", "subscribe", "motet.v1.stream.g1"),
+    ("gateway", "subscribe", "motet.v1.worker.*.state"),
+    ("scheduler", "publish", "motet.v1.worker.w1.assign"),
+    ("scheduler", "publish", "motet.v1.predict"),
+    ("scheduler", "subscribe", "motet.v1.submit"),
+    ("predictor", "subscribe", "motet.v1.predict"),
+    ("predictor", "subscribe", "motet.v1.outcome"),
+    ("registry", "publish", "$KV.motet_adapters.name.upper"),
+    ("registry", "publish", "$O.motet_blobs.M.abc"),
+    ("registry", "subscribe", "motet.v1.registry.register"),
+    ("worker", "publish", "motet.v1.stream.g1"),
+    ("worker", "publish", "motet.v1.worker.w1.state"),
+    ("worker", "publish", "$KV.motet_leases.worker.w1"),
+    ("worker", "subscribe", "motet.v1.worker.w1.assign"),
+    ("upstream", "publish", "motet.v1.requests.default"),
+    ("upstream", "subscribe", "motet.v1.results.default.r1"),
+    ("upstream", "subscribe", "motet.v1.tokens.default.r1"),
+    ("upstream", "subscribe", "motet.v1.dead.default"),
+    ("upstream-acme", "publish", "motet.v1.requests.acme"),
+    ("operator", "publish", "motet.v1.worker.w1.control"),
+    ("operator", "subscribe", ">"),
+]
+
+MAY_NOT = [
+    ("gateway", "publish", "motet.v1.worker.w1.assign"),
+    ("gateway", "publish", "motet.v1.stream.g2"),
+    ("gateway", "publish", "$KV.motet_adapters.name.upper"),
+    ("gateway", "publish", "$O.motet_blobs.M.abc"),
+    ("gateway", "publish", "$KV.motet_leases.worker.w1"),
+    ("gateway", "subscribe", "motet.v1.submit"),
+    ("gateway", "subscribe", ">"),
+    ("scheduler", "publish", "motet.v1.stream.g1"),
+    ("scheduler", "publish", "$KV.motet_leases.worker.w1"),
+    ("scheduler", "publish", "$KV.motet_adapters.name.upper"),
+    ("scheduler", "publish", "motet.v1.registry.delete"),
+    ("predictor", "publish", "$KV.motet_adapters.name.upper"),
+    ("predictor", "publish", "$JS.API.STREAM.MSG.GET.KV_motet_adapters"),
+    ("predictor", "publish", "motet.v1.worker.w1.control"),
+    ("predictor", "subscribe", "$KV.motet_adapters.>"),
+    ("predictor", "subscribe", "motet.v1.stream.g1"),
+    ("registry", "publish", "motet.v1.worker.w1.assign"),
+    ("registry", "publish", "motet.v1.stream.g1"),
+    ("registry", "publish", "$JS.API.STREAM.DELETE.MOTET_REQUESTS"),
+    ("worker", "publish", "$KV.motet_adapters.name.upper"),
+    ("worker", "publish", "$O.motet_blobs.M.abc"),
+    ("worker", "publish", "$KV.motet_leases.gateway.g1"),
+    ("worker", "publish", "motet.v1.submit"),
+    ("worker", "publish", "motet.v1.results.default.r1"),
+    ("worker", "subscribe", "motet.v1.stream.g1"),
+    ("upstream", "publish", "motet.v1.requests.acme"),
+    ("upstream", "publish", "motet.v1.submit"),
+    ("upstream", "publish", "motet.v1.registry.delete"),
+    ("upstream", "publish", "$JS.API.CONSUMER.CREATE.MOTET_RESULTS"),
+    ("upstream", "publish", "$JS.API.DIRECT.GET.MOTET_RESULTS"),
+    ("upstream", "publish", "$JS.API.DIRECT.GET.MOTET_RESULTS.motet.v1.results.acme.r1"),
+    ("upstream", "publish", "$KV.motet_adapters.name.upper"),
+    ("upstream", "subscribe", "motet.v1.results.acme.r1"),
+    ("upstream", "subscribe", "motet.v1.requests.default"),
+    ("upstream", "subscribe", "motet.v1.stream.g1"),
+    ("upstream", "subscribe", "_INBOX_upstream-acme.>"),
+    ("upstream-acme", "publish", "motet.v1.requests.default"),
+    *((user, "publish", "$JS.API.STREAM.DELETE.KV_motet_adapters") for user in ("gateway", "scheduler", "worker")),
+    *((user, "subscribe", "_INBOX_operator.>") for user in (*credentials.SERVICES, "upstream")),
+]
+
+
+@pytest.mark.parametrize(("user", "verb", "subject"), MAY)
+async def test_allowed(server: NatsServer, user: str, verb: str, subject: str) -> None:
+    assert await refusals(server, user, verb, subject) == []
+
+
+@pytest.mark.parametrize(("user", "verb", "subject"), MAY_NOT)
+async def test_refused(server: NatsServer, user: str, verb: str, subject: str) -> None:
+    assert len(await refusals(server, user, verb, subject)) == 1
+
+
+async def test_nobody_gets_in_without_a_password(server: NatsServer) -> None:
+    with pytest.raises(nats.errors.Error):
+        await nats.connect(server.url, allow_reconnect=False)
+    with pytest.raises(nats.errors.Error):
+        await nats.connect(server.url, user="gateway", password="wrong", allow_reconnect=False)
+
+
+@pytest.mark.parametrize(
+    ("asks", "answers", "subject"),
+    [
+        ("gateway", "scheduler", subjects.SUBMIT),
+        ("gateway", "registry", subjects.registry("list")),
+        ("scheduler", "predictor", subjects.PREDICT),
+        ("scheduler", "worker", subjects.assign("w1")),
+    ],
+)
+async def test_request_and_answer(bus_of: Callable[[str], Awaitable[Bus]], asks: str, answers: str, subject: str) -> None:
+    server, client = await bus_of(answers), await bus_of(asks)
+
+    async def pong(_: Ping) -> Ping:
+        return Ping("pong")
+
+    await server.serve("it", subject, Ping, pong, queue="q")
+    await server.nc.flush()
+    assert (await client.request(subject, Ping(), Ping, timeout_s=2)).text == "pong"
+
+
+@pytest.mark.parametrize("kind", ["worker", "gateway"])
+@pytest.mark.parametrize("watcher", ["gateway", "scheduler"])
+async def test_a_lease_is_held_and_watched(bus_of: Callable[[str], Awaitable[Bus]], kind: str, watcher: str) -> None:
+    lost: list[str] = []
+    holder = LeaseHolder(await bus_of(kind), kind, f"{kind}-{watcher}", "one")
+    await holder.start()
+    watch = LeaseWatch(await bus_of(watcher), kind, lost.append)
+    await watch.start()
+    await eventually(lambda: watch.alive(f"{kind}-{watcher}"))
+    await holder.release()
+    await eventually(lambda: f"{kind}-{watcher}" in lost)
+
+
+async def test_the_registry_publishes_adapters_and_the_others_read_them(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+    registry = await bus_of("registry")
+    adapters, blobs = await registry.key_value(subjects.KV_ADAPTERS), await registry.object_store(subjects.BLOBS)
+    await adapters.put("name.upper", b"entry")
+    await blobs.put("digest", b"x" * 300_000)
+    for reader in ("gateway", "worker"):
+        bus = await bus_of(reader)
+        bucket = await bus.key_value(subjects.KV_ADAPTERS)
+        assert (await bucket.get("name.upper")).value == b"entry"
+        assert await bucket.keys() == ["name.upper"]
+    store = await (await bus_of("worker")).object_store(subjects.BLOBS)
+    assert (await store.get("digest")).data == b"x" * 300_000
+    await blobs.delete("digest")
+    await adapters.delete("name.upper")
+    await adapters.purge("name.upper")
+
+
+async def test_an_upload_goes_from_a_gateway_to_the_registry(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+    there = await (await bus_of("gateway")).object_store(subjects.UPLOADS)
+    await there.put("upload-1", b"y" * 200_000)
+    here = await (await bus_of("registry")).object_store(subjects.UPLOADS)
+    assert (await here.get("upload-1")).data == b"y" * 200_000
+    await here.delete("upload-1")
+
+
+async def test_a_durable_request_travels_under_the_upstreams_own_rights(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+    upstream, gateway = await bus_of("upstream"), await bus_of("gateway")
+    heard = await upstream.nc.subscribe(subjects.results("default", "r1"))
+    ack = await upstream.js.publish(subjects.requests("default"), b"{}", headers={"Nats-Msg-Id": "r1"})
+    assert ack.stream == subjects.STREAM_REQUESTS
+    intake = await gateway.js.pull_subscribe("", durable="intake", stream=subjects.STREAM_REQUESTS)
+    (request,) = await intake.fetch(1, timeout=2)
+    await gateway.js.publish(subjects.results("default", "r1"), b"the result")
+    await request.ack_sync()
+    assert (await heard.next_msg(timeout=2)).data == b"the result"
+    stored = await upstream.js.get_msg(subjects.STREAM_RESULTS, subject=subjects.results("default", "r1"), direct=True)
+    assert stored.data == b"the result"
+    with pytest.raises((js_errors.Error, nats.errors.Error, TimeoutError)):
+        await upstream.js.pull_subscribe("", durable="mine", stream=subjects.STREAM_RESULTS)
+
+
+def test_password_files_are_private_and_kept(tmp_path: Path) -> None:
+    first = credentials.authorization(tmp_path / "credentials")
+    files = {path.name: path.read_text() for path in (tmp_path / "credentials").iterdir()}
+    assert sorted(files) == sorted(f"{user}.password" for user in credentials.grants())
+    assert len(set(files.values())) == len(files)
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in (tmp_path / "credentials").iterdir())
+    assert credentials.authorization(tmp_path / "credentials") == first
+
+
+def test_a_server_elsewhere_accepts_the_written_configuration(tmp_path: Path) -> None:
+    config = credentials.write_server_config(
+        tmp_path / "out", store_dir=str(tmp_path / "js"), listen="127.0.0.1:4222", monitor="127.0.0.1:8222"
+    )
+    assert config.stat().st_mode & 0o777 == 0o600
+    subprocess.run([binary(), "-t", "-c", str(config)], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("tenant", ["a.b", "*", ">", "", "x y"])
+def test_a_tenant_name_must_be_one_word_of_a_subject(tenant: str) -> None:
+    with pytest.raises(ValueError, match="tenant"):
+        credentials.grants([tenant])

@@ -1,0 +1,97 @@
+"""Promise: a worker that cannot serve a request is never asked, and the reason can be told."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.candidates import Ask, candidates, screen
+from policies.cluster_state import ClusterState
+from tests.policies.test_cluster_state import brief
+from tests.support_worker import PERF, worker_limits
+
+STALE_S = 3.0
+NOW_S = 100.0
+
+
+def cluster(**limits) -> ClusterState:
+    """Two workers: "ok" is as usual, "odd" has other limits."""
+    state = ClusterState()
+    for worker_id, changed in (("ok", {}), ("odd", limits)):
+        state.put_worker(worker_id, worker_limits(**changed), PERF)
+        state.heard(worker_id, NOW_S, kv_blocks_free=512, draining=False)
+    return state
+
+
+def ask(**changed) -> Ask:
+    return Ask(**({"base_model": "demo", "rank": 8, "tokens": 100, "tpot_slo_ms": 200.0} | changed))
+
+
+def who(state: ClusterState, request: Ask, now_s: float = NOW_S) -> list[str]:
+    return sorted(state.ids[row] for row in candidates(state, request, now_s, STALE_S))
+
+
+def test_both_of_two_fitting_workers_are_candidates():
+    assert who(cluster(), ask()) == ["odd", "ok"]
+    assert who(cluster(), ask(base_model="other")) == []
+    assert who(ClusterState(), ask()) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_model_len": 100}, "max_model_len"),  # 100 tokens leave no room for one more
+        ({"kv_blocks_total": 6}, "kv_memory"),  # 96 tokens
+        ({"max_lora_rank": 4}, "lora_rank"),
+        ({"max_running": 1, "max_waiting": 1}, "full"),
+    ],
+)
+def test_a_worker_whose_limits_do_not_fit_is_no_candidate(limits, reason):
+    state = cluster(**limits)
+    for request_id in ("a", "b"):
+        state.put_request("odd", brief(request_id, 8, "running"))
+    assert who(state, ask()) == ["ok"]
+    state.drop_worker("ok")
+    assert screen(state, ask(), NOW_S, STALE_S).rejected == {reason: 1}
+
+
+def test_limits_are_inclusive():
+    state = cluster(max_model_len=101, kv_blocks_total=7, max_lora_rank=8, max_running=1, max_waiting=1)
+    state.put_request("odd", brief("a", 8, "running"))
+    assert who(state, ask()) == ["odd", "ok"]
+
+
+def test_another_base_model_is_not_served():
+    assert who(cluster(base_model="other"), ask()) == ["ok"]
+    assert who(cluster(base_model="other"), ask(base_model="other")) == ["odd"]
+
+
+def test_draining_refusing_silent_and_tried_workers_are_no_candidates():
+    state = cluster()
+    state.set_draining("odd")
+    assert who(state, ask()) == ["ok"]
+    state.heard("odd", NOW_S, kv_blocks_free=512, draining=False)
+    assert who(state, ask()) == ["odd", "ok"]
+    state.set_refusing("odd")
+    assert who(state, ask()) == ["ok"]
+    state.heard("odd", NOW_S, kv_blocks_free=512, draining=False)
+    state.heard("ok", NOW_S + 2, kv_blocks_free=512, draining=False)
+    assert who(state, ask(), NOW_S + 3) == ["odd", "ok"]
+    assert who(state, ask(), NOW_S + 3.5) == ["ok"]
+    assert who(state, ask(tried=("ok", "nobody"))) == ["odd"]
+
+
+def test_workers_to_avoid_are_the_last_resort():
+    state = cluster()
+    assert who(state, ask(avoid=("ok", "nobody"))) == ["odd"]
+    assert who(state, ask(avoid=("ok", "odd"))) == ["odd", "ok"]
+    state.set_draining("odd")
+    assert who(state, ask(avoid=("ok",))) == ["ok"]
+    assert who(state, ask(avoid=("ok",), tried=("ok",))) == []
+
+
+def test_screening_names_the_best_limits_of_live_workers():
+    state = cluster(max_model_len=50, max_lora_rank=4, kv_blocks_total=2)
+    state.set_heard("ok", NOW_S - 10)
+    found = screen(state, ask(), NOW_S, STALE_S)
+    assert found.rejected == {"stale": 1, "max_model_len": 1}
+    assert (found.longest_context, found.largest_rank) == (32, 4)

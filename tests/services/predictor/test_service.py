@@ -1,0 +1,101 @@
+"""Promise: every predictor learns from every outcome and answers within the 2 ms that are its budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from services.predictor.config import PredictorConfig
+from services.predictor.service import PredictorService
+from shared import subjects
+from shared.bus import Bus
+from shared.messages import Outcome, Prediction, PredictReply, PredictRequest
+from tests.support import eventually
+
+Predict = Callable[..., Awaitable[PredictorService]]
+
+
+@pytest.fixture
+async def predictor(nats_url: str) -> AsyncIterator[Predict]:
+    """Starts predictors on the test's server."""
+    started: list[PredictorService] = []
+
+    async def start(**config) -> PredictorService:
+        service = PredictorService(PredictorConfig(nats_url=nats_url, **config))
+        started.append(service)
+        await service.start()
+        return service
+
+    yield start
+    for service in started:
+        await service.stop()
+
+
+async def ask(bus: Bus, digest: str, max_tokens: int = 10_000) -> Prediction:
+    request = PredictRequest(adapter_digest=digest, prompt_tokens=5, max_tokens=max_tokens)
+    return await bus.request(subjects.PREDICT, request, PredictReply, timeout_s=5.0)
+
+
+async def finish(bus: Bus, digest: str, tokens: int, times: int = 20) -> None:
+    for _ in range(times):
+        await bus.publish(subjects.OUTCOME, Outcome(adapter_digest=digest, prompt_tokens=5, output_tokens=tokens))
+
+
+async def test_outcomes_of_an_adapter_become_its_prediction(connect, predictor):
+    bus = await connect()
+    service = await predictor()
+    assert (await ask(bus, "d1", max_tokens=50)) == Prediction(p50_tokens=50, p90_tokens=50, samples=0)
+    await finish(bus, "d1", 9)
+    await finish(bus, "d2", 400)
+    await eventually(lambda: service.lengths.estimate("d2", 1000).samples == 20)
+    assert await ask(bus, "d1") == Prediction(p50_tokens=9, p90_tokens=9, samples=20)
+    assert (await ask(bus, "d2")).p50_tokens == pytest.approx(400, rel=0.1)
+    assert (await ask(bus, "d2", max_tokens=100)).p90_tokens == 100
+
+
+async def test_every_copy_hears_every_outcome(connect, predictor):
+    bus = await connect()
+    copies = [await predictor(), await predictor()]
+    await finish(bus, "d1", 9)
+    for copy in copies:
+        await eventually(lambda copy=copy: copy.lengths.estimate("d1", 1000).samples == 20)
+        assert copy.not_ready() == []
+
+
+async def test_after_a_drain_the_other_copy_answers(connect, predictor):
+    bus = await connect()
+    leaving = await predictor()
+    await predictor()
+    await leaving.drain()
+    assert all([(await ask(bus, "d")).samples == 0 for _ in range(10)])
+
+
+async def test_the_memory_for_adapters_is_bounded(connect, predictor):
+    bus = await connect()
+    service = await predictor(max_adapters=10)
+    for number in range(50):
+        await finish(bus, f"d{number}", 9, times=1)
+    await eventually(lambda: service.lengths.estimate("", 1000).samples == 50)
+    assert service.lengths.adapters == 10
+
+
+async def test_an_answer_is_worked_out_in_microseconds_and_back_over_the_bus_in_milliseconds(connect, predictor):
+    bus = await connect()
+    service = await predictor()
+    for number in range(1000):
+        service.lengths.observe(f"d{number % 50}", number)
+    for _ in range(20):
+        await ask(bus, "d1")
+    round_trips, answers = [], []
+    for number in range(300):
+        began = time.perf_counter()
+        await ask(bus, f"d{number % 50}")
+        round_trips.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        service.lengths.estimate(f"d{number % 50}", 1000)
+        answers.append(time.perf_counter() - began)
+    # generous: the machine is shared; typical are 0.02 ms and 0.5 ms
+    assert sorted(answers)[150] < 0.002
+    assert sorted(round_trips)[150] < 0.01

@@ -1,0 +1,233 @@
+"""Promise: one fetch per adapter however many ask, bytes that are what their name says, and memory that stays bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from services.worker.adapters import AdapterTiers, DiskTier
+from shared import subjects
+from shared.errors import AdapterNotFound, InvalidAdapter, TooLarge, Unavailable
+from shared.model import AdapterRef
+from tests.support import eventually
+
+KIB = 1024
+
+
+@dataclass
+class Parsed:
+    """Stands for the host copy: the tiers only keep it."""
+
+    data: bytes
+
+
+def blob(seed: int, size_bytes: int = 64 * KIB) -> tuple[AdapterRef, bytes]:
+    data = hashlib.shake_128(seed.to_bytes(4, "little")).digest(size_bytes)
+    return AdapterRef(name=f"a{seed}", digest=hashlib.sha256(data).hexdigest(), rank=8, size_bytes=size_bytes), data
+
+
+class Bench:
+    """Tiers over a real object store, counting what they read from it."""
+
+    def __init__(self, bus, directory: Path, *, disk_bytes: int = 1 << 24, host_bytes: int = 1 << 24) -> None:
+        self.bus, self.directory = bus, directory
+        self.parsed = 0
+        self.changes: list[str] = []
+        self.tiers = AdapterTiers(
+            bus, DiskTier(str(directory), disk_bytes), host_bytes=host_bytes, parse=self._parse, on_change=self.changes.append
+        )
+        self.fetched: list[str] = []
+        fetch = self.tiers._fetch
+
+        async def counted(ref: AdapterRef) -> bytes:
+            self.fetched.append(ref.digest)
+            return await fetch(ref)
+
+        self.tiers._fetch = counted
+
+    def _parse(self, data: bytes) -> Parsed:
+        self.parsed += 1
+        if data.startswith(b"bad"):
+            raise InvalidAdapter("does not fit the model")
+        return Parsed(data)
+
+    async def put(self, ref: AdapterRef, data: bytes) -> None:
+        store = await self.bus.object_store(subjects.BLOBS)
+        await store.put(ref.digest, data)
+
+    def file(self, ref: AdapterRef) -> Path:
+        return self.directory / f"{ref.digest}.safetensors"
+
+
+@pytest.fixture
+def bench(bus, tmp_path) -> Bench:
+    return Bench(bus, tmp_path / "adapters")
+
+
+async def test_twenty_waiting_requests_cause_one_fetch_and_all_hold_the_same_copy(bench):
+    ref, data = blob(1, 700 * KIB)
+    await bench.put(ref, data)
+    copies = await asyncio.gather(*(bench.tiers.acquire(ref) for _ in range(20)))
+    assert bench.fetched == [ref.digest] and bench.parsed == 1
+    assert all(copy is copies[0] for copy in copies) and copies[0].data == data
+    assert bench.tiers.holders(ref.digest) == 20
+    assert bench.tiers.tier(ref.digest) == "host" and bench.file(ref).read_bytes() == data
+    for _ in range(20):
+        bench.tiers.release(ref.digest)
+    assert bench.tiers.holders(ref.digest) == 0
+
+
+async def test_a_corrupted_file_is_fetched_again_and_a_good_one_is_not(bench, tmp_path):
+    ref, data = blob(1)
+    await bench.put(ref, data)
+    bench.directory.mkdir(exist_ok=True)
+    bench.file(ref).write_bytes(data[:-1] + b"\0")
+    restarted = Bench(bench.bus, bench.directory)
+    assert restarted.tiers.tier(ref.digest) == "disk"
+    assert (await restarted.tiers.acquire(ref)).data == data
+    assert restarted.fetched == [ref.digest] and bench.file(ref).read_bytes() == data
+    again = Bench(bench.bus, bench.directory)
+    assert (await again.tiers.acquire(ref)).data == data
+    assert again.fetched == []
+
+
+async def test_a_store_with_other_bytes_under_the_digest_is_never_believed(bench):
+    ref, _ = blob(1)
+    _, other = blob(2)
+    await bench.put(ref, other)
+    with pytest.raises(Unavailable, match="does not have digest"):
+        await bench.tiers.acquire(ref)
+    assert bench.tiers.tier(ref.digest) is None and list(bench.directory.iterdir()) == []
+
+
+async def test_a_failed_load_fails_those_who_wait_and_a_later_request_tries_again(bench):
+    ref, data = blob(1)
+    results = await asyncio.gather(*(bench.tiers.acquire(ref) for _ in range(3)), return_exceptions=True)
+    assert [type(error) for error in results] == [AdapterNotFound] * 3
+    await bench.put(ref, data)
+    assert (await bench.tiers.acquire(ref)).data == data
+
+
+async def test_a_blob_that_does_not_fit_the_model_fails_alone_and_gives_its_memory_back(bench):
+    data = b"bad" + bytes(KIB)
+    ref = AdapterRef(name="bad", digest=hashlib.sha256(data).hexdigest(), rank=8, size_bytes=len(data))
+    good, good_data = blob(1)
+    await bench.put(ref, data)
+    await bench.put(good, good_data)
+    results = await asyncio.gather(bench.tiers.acquire(ref), bench.tiers.acquire(good), return_exceptions=True)
+    assert isinstance(results[0], InvalidAdapter) and results[1].data == good_data
+    assert bench.tiers.host_used_bytes == good.size_bytes and bench.tiers._reserved == 0
+
+
+async def test_host_memory_evicts_what_nobody_holds_and_waits_for_what_somebody_does(bus, tmp_path):
+    bench = Bench(bus, tmp_path / "adapters", host_bytes=150 * KIB)
+    refs = []
+    for seed in range(3):
+        ref, data = blob(seed)
+        await bench.put(ref, data)
+        refs.append(ref)
+    await bench.tiers.acquire(refs[0])
+    bench.tiers.release(refs[0].digest)
+    await bench.tiers.acquire(refs[1])
+    await bench.tiers.acquire(refs[2])
+    assert [bench.tiers.tier(ref.digest) for ref in refs] == ["disk", "host", "host"]
+    third = asyncio.ensure_future(bench.tiers.acquire(refs[0]))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(third), 0.1)
+    bench.tiers.release(refs[1].digest)
+    await asyncio.wait_for(third, 5)
+    assert bench.tiers.host_used_bytes == 2 * 64 * KIB
+    assert [bench.tiers.tier(ref.digest) for ref in refs] == ["host", "disk", "host"]
+
+
+async def test_an_adapter_larger_than_the_host_budget_is_refused_with_both_numbers(bus, tmp_path):
+    bench = Bench(bus, tmp_path / "adapters", host_bytes=10 * KIB)
+    ref, data = blob(1)
+    await bench.put(ref, data)
+    with pytest.raises(TooLarge, match=r"65536.*10240"):
+        await bench.tiers.acquire(ref)
+
+
+async def test_the_disk_tier_stays_within_its_size_and_forgets_the_oldest(bus, tmp_path):
+    bench = Bench(bus, tmp_path / "adapters", disk_bytes=140 * KIB, host_bytes=70 * KIB)
+    refs = []
+    for seed in range(3):
+        ref, data = blob(seed)
+        await bench.put(ref, data)
+        await bench.tiers.acquire(ref)
+        bench.tiers.release(ref.digest)
+        refs.append(ref)
+    assert sorted(path.name for path in bench.directory.iterdir()) == sorted(bench.file(ref).name for ref in refs[1:])
+    assert bench.tiers.tier(refs[0].digest) is None
+
+
+async def test_dropping_an_adapter_in_use_waits_for_its_last_holder(bench):
+    ref, data = blob(1)
+    await bench.put(ref, data)
+    await bench.tiers.acquire(ref)
+    await bench.tiers.acquire(ref)
+    bench.tiers.drop(ref.digest)
+    bench.tiers.release(ref.digest)
+    assert bench.tiers.tier(ref.digest) == "host"
+    bench.tiers.release(ref.digest)
+    assert bench.tiers.tier(ref.digest) is None and not bench.file(ref).exists()
+    assert bench.changes[-1] == ref.digest
+
+
+async def test_a_version_that_is_asked_for_again_before_its_last_holder_leaves_stays(bench):
+    ref, data = blob(1)
+    await bench.put(ref, data)
+    await bench.tiers.acquire(ref)
+    bench.tiers.drop(ref.digest)
+    await bench.tiers.acquire(ref)
+    bench.tiers.release(ref.digest)
+    bench.tiers.release(ref.digest)
+    assert bench.tiers.tier(ref.digest) == "host"
+
+
+async def test_a_cancelled_waiter_does_not_keep_the_adapter_held(bench):
+    ref, data = blob(1, 700 * KIB)
+    await bench.put(ref, data)
+    waiting = [asyncio.ensure_future(bench.tiers.acquire(ref)) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert bench.tiers.holders(ref.digest) == 2
+    lonely, data = blob(2, 700 * KIB)
+    await bench.put(lonely, data)
+    task = asyncio.ensure_future(bench.tiers.acquire(lonely))
+    await asyncio.sleep(0)
+    task.cancel()
+    await eventually(lambda: bench.tiers.tier(lonely.digest) == "host")
+    assert bench.tiers.holders(lonely.digest) == 0
+
+
+async def test_losing_the_store_in_the_middle_is_unavailable_and_leaves_no_partial_file(bench, nats_server, monkeypatch):
+    monkeypatch.setattr("services.worker.adapters.FETCH_BASE_S", 0.5)
+    ref, data = blob(1)
+    await bench.put(ref, data)
+    await bench.bus.object_store(subjects.BLOBS)
+    bench.tiers._store = await bench.bus.object_store(subjects.BLOBS)
+    nats_server.kill()
+    await eventually(lambda: not bench.bus.connected)
+    with pytest.raises(Unavailable, match="cannot be fetched"):
+        await bench.tiers.acquire(ref)
+    assert list(bench.directory.iterdir()) == []
+    await nats_server.start()
+    await eventually(lambda: bench.bus.connected, within_s=15)
+    assert (await bench.tiers.acquire(ref)).data == data
+
+
+async def test_a_private_directory_is_gone_afterwards_and_a_given_one_stays(bus, tmp_path):
+    private = DiskTier("", 1 << 20)
+    directory = private.path("x").parent
+    assert directory.is_dir()
+    private.close()
+    assert not directory.exists()
+    given = DiskTier(str(tmp_path / "given"), 1 << 20)
+    given.close()
+    assert (tmp_path / "given").is_dir()
