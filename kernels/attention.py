@@ -20,8 +20,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-SPLIT_BLOCKS = 128
-"""Decoding sequences are split by length once that saves gathering this many KV blocks per layer."""
+TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
+"""How much context decoding sequences gather at a time, per layer: on a CPU what its L2 cache holds."""
 
 
 class KvCache:
@@ -40,6 +40,8 @@ class KvCache:
     ) -> None:
         self.block_size = block_size
         self.null_block = blocks
+        block_bytes = block_size * 2 * kv_heads * head_dim * dtype.itemsize
+        self.tile_blocks = max(TILE_BYTES[torch.device(device).type] // block_bytes, 1)
         self.data = torch.zeros((layers, blocks + 1, block_size, 2, kv_heads, head_dim), dtype=dtype, device=device)
         self._blocks = list(self.data)  # [blocks + 1, block_size, 2, kv_heads, head_dim] per layer
         self._tokens = [layer.view(-1, 2, kv_heads, head_dim) for layer in self._blocks]
@@ -59,11 +61,12 @@ class KvCache:
 
 @dataclass(slots=True)
 class _Decode:
-    """Sequences with one row each, attended together over gathered, padded context."""
+    """Consecutive sequences with one row each, rows [start, end), attended together over gathered, padded context."""
 
-    rows: torch.Tensor | None  # int64 [n]; None when they are all rows of the step, in order
-    blocks: torch.Tensor  # int64 [n * columns]
-    mask: torch.Tensor  # [n, 1, 1, columns * block_size] additive, in the cache's type
+    start: int
+    end: int
+    blocks: torch.Tensor  # int64 [(end - start) * columns]
+    mask: torch.Tensor  # [end - start, 1, 1, columns * block_size] additive, in the cache's type
 
 
 @dataclass(slots=True)
@@ -96,7 +99,8 @@ class AttentionBatch:
     ) -> AttentionBatch:
         """From the step's arrays (see StepBatch) and the layers' sliding windows in tokens, 0 for full attention.
 
-        Blocks that the step begins and leaves unfinished are cleared here. Only the first
+        Any order of sequences is right; neighbours of similar length are fast, since decoding neighbours are attended
+        together. Blocks that the step begins and leaves unfinished are cleared here. Only the first
         ceil(context / block_size) entries of a sequence's table row are read.
         """
         device, size = cache.data.device, cache.block_size
@@ -106,10 +110,14 @@ class AttentionBatch:
         if begun.any():
             cache.clear(torch.from_numpy(last[begun] // size).to(device))
         batch = AttentionBatch(torch.from_numpy(kv_slots).to(device), {}, {})
-        single = np.flatnonzero(counts == 1)
         several = np.flatnonzero(counts > 1).tolist()
         for window in dict.fromkeys(windows):
-            batch.decode[window] = _plan_decode(cache, single, seq_starts, context_lens, block_tables, window)
+            first = np.maximum(context_lens - window, 0) // size if window else np.zeros_like(context_lens)
+            blocks = -(-context_lens // size) - first  # whole blocks that a sequence's last row looks at
+            batch.decode[window] = [
+                _plan_decode(cache, slice(a, b), seq_starts, context_lens, block_tables, first, blocks, window)
+                for a, b in _tiles(np.where(counts == 1, blocks, 0), cache.tile_blocks)
+            ]
             batch.prefill[window] = [
                 _plan_prefill(cache, int(seq_starts[i]), int(counts[i]), int(context_lens[i]), block_tables[i], window)
                 for i in several
@@ -127,30 +135,27 @@ def attend(
     positions up to its own and, with `window` > 0, no further back than window - 1.
     """
     rows, _, head_dim = qkv.shape
-    kv = qkv[:, heads:].unflatten(1, (2, -1))
+    q, kv = qkv[:, :heads], qkv[:, heads:].unflatten(1, (2, -1))
     cache.write(layer, batch.kv_slots, kv)
-    decode, prefill = batch.decode[window], batch.prefill[window]
-    if len(decode) == 1 and decode[0].rows is None:
-        return _attend_decode(qkv[:, :heads], cache, layer, decode[0])
-    out = qkv.new_empty(rows, heads * head_dim)
-    for group in decode:
-        assert group.rows is not None
-        out.index_copy_(0, group.rows, _attend_decode(qkv[:, :heads].index_select(0, group.rows), cache, layer, group))
-    for chunk in prefill:
-        out[chunk.start : chunk.end] = _attend_prefill(qkv[:, :heads], kv, cache, layer, chunk)
-    return out
+    out = qkv.new_empty(rows, heads, head_dim)
+    for tile in batch.decode[window]:
+        out[tile.start : tile.end] = _attend_decode(q[tile.start : tile.end], cache, layer, tile)
+    for chunk in batch.prefill[window]:
+        out[chunk.start : chunk.end] = _attend_prefill(q, kv, cache, layer, chunk)
+    return out.flatten(1)
 
 
-def _attend_decode(q: torch.Tensor, cache: KvCache, layer: int, group: _Decode) -> torch.Tensor:
-    """q [n, heads, head_dim] -> [n, heads * head_dim]. The query heads of one KV head stand as that head's query rows."""
+def _attend_decode(q: torch.Tensor, cache: KvCache, layer: int, tile: _Decode) -> torch.Tensor:
+    """q [n, heads, head_dim] -> the same shape. The query heads of one KV head stand as that head's query rows."""
     n, heads, head_dim = q.shape
-    context = cache.read(layer, group.blocks).view(n, -1, *cache.data.shape[3:])  # [n, tokens, 2, kv_heads, head_dim]
+    context = cache.read(layer, tile.blocks).view(n, -1, *cache.data.shape[3:])  # [n, tokens, 2, kv_heads, head_dim]
     k, v = context[:, :, 0].transpose(1, 2), context[:, :, 1].transpose(1, 2)
-    out = F.scaled_dot_product_attention(q.view(n, k.shape[1], -1, head_dim), k, v, attn_mask=group.mask)
-    return out.reshape(n, heads * head_dim)
+    out = F.scaled_dot_product_attention(q.view(n, k.shape[1], -1, head_dim), k, v, attn_mask=tile.mask)
+    return out.reshape(n, heads, head_dim)
 
 
 def _attend_prefill(q: torch.Tensor, kv: torch.Tensor, cache: KvCache, layer: int, chunk: _Prefill) -> torch.Tensor:
+    """q and kv of the whole step -> [end - start, heads, head_dim]."""
     context = kv[chunk.start : chunk.end] if chunk.blocks is None else cache.read(layer, chunk.blocks).flatten(0, 1)
     k, v = context[:, 0].transpose(0, 1), context[:, 1].transpose(0, 1)  # [kv_heads, tokens, head_dim]
     out = F.scaled_dot_product_attention(
@@ -161,53 +166,52 @@ def _attend_prefill(q: torch.Tensor, kv: torch.Tensor, cache: KvCache, layer: in
         is_causal=chunk.mask is None,
         enable_gqa=k.shape[0] != q.shape[1],
     )
-    return out[0].transpose(0, 1).flatten(1)
+    return out[0].transpose(0, 1)
+
+
+def _tiles(blocks: np.ndarray, tile_blocks: int) -> list[tuple[int, int]]:
+    """Half-open ranges of sequences to attend together, from the blocks each looks at (0: not a decoding sequence).
+
+    A tile's gathered blocks, every member padded to the longest, stay within `tile_blocks` unless it is alone.
+    """
+    tiles: list[tuple[int, int]] = []
+    start = longest = 0
+    for i, count in enumerate([*blocks.tolist(), 0]):
+        if i > start and (count == 0 or max(longest, count) * (i + 1 - start) > tile_blocks):
+            tiles.append((start, i))
+            start = i
+            longest = 0
+        if count == 0:
+            start = i + 1
+        longest = max(longest, count)
+    return tiles
 
 
 def _plan_decode(
     cache: KvCache,
-    seqs: np.ndarray,
+    members: slice,
     seq_starts: np.ndarray,
     context_lens: np.ndarray,
     block_tables: np.ndarray,
+    first: np.ndarray,
+    blocks: np.ndarray,
     window: int,
-) -> list[_Decode]:
+) -> _Decode:
     size, device = cache.block_size, cache.data.device
-    lens = context_lens[seqs].astype(np.int64)
-    first = np.maximum(lens - window, 0) // size if window else np.zeros_like(lens)
-    blocks = -(-lens // size) - first  # whole blocks each sequence looks at
-    plans = []
-    for members in _by_length(blocks):
-        columns = np.arange(int(blocks[members].max()))[None, :]
-        live = columns < blocks[members, None]
-        at = np.where(live, columns + first[members, None], 0)
-        ids = np.where(live, np.take_along_axis(block_tables[seqs[members]], at, axis=1), cache.null_block)
-        positions = np.arange(columns.shape[1] * size)[None, :] + first[members, None] * size
-        seen = positions < lens[members, None]
-        if window:
-            seen &= positions >= lens[members, None] - window
-        rows = seq_starts[seqs[members]].astype(np.int64)
-        everything = len(rows) == seq_starts[-1] and bool((rows == np.arange(len(rows))).all())
-        plans.append(
-            _Decode(
-                rows=None if everything else torch.from_numpy(rows).to(device),
-                blocks=torch.from_numpy(ids.reshape(-1).astype(np.int64)).to(device),
-                mask=_additive(seen, cache)[:, None, None, :],
-            )
-        )
-    return plans
-
-
-def _by_length(blocks: np.ndarray) -> list[np.ndarray]:
-    """Indices of `blocks` in groups to be padded to their longest member: one group unless splitting saves enough."""
-    if not len(blocks):
-        return []
-    longest = int(blocks.max())
-    short = blocks * 2 <= longest
-    if int((longest - blocks[short]).sum()) < SPLIT_BLOCKS:
-        return [np.arange(len(blocks))]
-    indices = np.flatnonzero(short)
-    return [np.flatnonzero(~short), *(indices[group] for group in _by_length(blocks[short]))]
+    lens, skipped, used = (array[members, None].astype(np.int64) for array in (context_lens, first, blocks))
+    columns = np.arange(int(used.max()))[None, :]
+    live = columns < used
+    ids = np.take_along_axis(block_tables[members], np.where(live, columns + skipped, 0), axis=1)
+    positions = np.arange(columns.shape[1] * size)[None, :] + skipped * size
+    seen = positions < lens
+    if window:
+        seen &= positions >= lens - window
+    return _Decode(
+        start=int(seq_starts[members.start]),
+        end=int(seq_starts[members.stop]),
+        blocks=torch.from_numpy(np.where(live, ids, cache.null_block).reshape(-1).astype(np.int64)).to(device),
+        mask=_additive(seen, cache)[:, None, None, :],
+    )
 
 
 def _plan_prefill(cache: KvCache, start: int, count: int, context: int, table: np.ndarray, window: int) -> _Prefill:

@@ -2,7 +2,7 @@
 
 Rows of one adapter form a group. Per projection, groups whose adapters have equally many pages and similarly many rows
 share two batched products (shrink, expand) over gathered pages, so a step costs a handful of calls per projection however
-many adapters it mixes. A group is padded to the next power of two of rows by repeating its last row with scale 0.
+many adapters it mixes. A group is padded to the next power of two of rows by repeating its last row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Bucket:
     pages: int
     rows: torch.Tensor  # int64 [n * m] rows of x and y
     lines: torch.Tensor  # int64 [n * pages] rows of LoraPool.rows
-    scales: torch.Tensor  # [layers, n, m, 1] in the pool's type, 0 on padding
+    scales: torch.Tensor  # [layers, n, 1, 1] in the pool's type
 
 
 @dataclass(slots=True)
@@ -68,8 +68,7 @@ class LoraBatch:
                 if identity not in shared_rows:
                     rows = order[starts[members, None] + within]
                     shared_rows[identity] = torch.from_numpy(rows.reshape(-1)).to(device)
-                live = np.arange(width)[None, :] < counts[members, None]  # [n, m]
-                scales = pool.scales[slots[members], m].T[:, :, None] * live  # [layers, n, m]
+                scales = pool.scales[slots[members], m].T[:, :, None, None]  # [layers, n, 1, 1]
                 lines = pool.table[slots[members], m, :depth].reshape(-1)
                 bucket = _Bucket(
                     n=len(members),
@@ -77,7 +76,7 @@ class LoraBatch:
                     pages=depth,
                     rows=shared_rows[identity],
                     lines=torch.from_numpy(lines).to(device),
-                    scales=torch.from_numpy(scales[..., None]).to(device, dtype),
+                    scales=torch.from_numpy(scales).to(device, dtype),
                 )
                 batch.buckets.setdefault(module, []).append(bucket)
         return batch
@@ -100,6 +99,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group
             a = pool.rows(layer, module, b=False).index_select(0, bucket.lines).view(n, rank, fan_in)
             b = pool.rows(layer, module, b=True).index_select(0, bucket.lines).view(n, rank, fan_out)
             shrunk = torch.bmm(xs, a.transpose(1, 2)).mul_(bucket.scales[layer])
-            delta = torch.bmm(shrunk, b).view(n * m, fan_out)
-            y[:, column : column + fan_out].index_add_(0, bucket.rows, delta)
+            columns = y[:, column : column + fan_out]
+            sums = torch.baddbmm(columns.index_select(0, bucket.rows).view(n, m, fan_out), shrunk, b)
+            columns.index_copy_(0, bucket.rows, sums.view(n * m, fan_out))  # a repeated row gets the same sum again
         column += fan_out

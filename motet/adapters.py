@@ -13,12 +13,10 @@ from urllib.parse import quote
 
 import aiohttp
 import click
-import orjson
-from rich.console import Console
 from rich.table import Table
 
 from motet.client import Client
-from motet.talk import connection
+from motet.talk import connection, print_json, terminal
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -50,13 +48,13 @@ def list_(url: str, as_json: bool) -> None:
     """
     answer = _ask(url, lambda client: client.call("GET", "/v1/adapters"))
     if as_json:
-        return _print_json(answer)
+        return print_json(answer)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("name", "rank", "size", "version", "digest", "modules", "resident"):
         table.add_column(title, justify="right" if title in ("rank", "size", "version") else "left")
     for card in answer["data"]:
         table.add_row(*_row(card))
-    Console().print(table)
+    terminal().print(table)
 
 
 @adapters.command()
@@ -67,7 +65,7 @@ def show(name: str, url: str, as_json: bool) -> None:
     """Show one adapter: rank, modules, size, digest, version and where it is resident."""
     card = _ask(url, lambda client: client.call("GET", f"/v1/adapters/{quote(name, safe='')}"))
     if as_json:
-        return _print_json(card)
+        return print_json(card)
     for key, value in card.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         click.echo(f"{key:<14} {'' if shown is None else shown}")
@@ -102,7 +100,7 @@ def add(name: str, source: str, replace: bool, on_server: bool, url: str, as_jso
         return await upload(client, name, path, replace=replace)
 
     card = _ask(url, send)
-    _print_json(card) if as_json else click.echo(f"added {card['name']} version {card['version']} ({card['digest'][:12]})")
+    print_json(card) if as_json else click.echo(f"added {card['name']} version {card['version']} ({card['digest'][:12]})")
 
 
 @adapters.command()
@@ -118,7 +116,7 @@ def alias(name: str, target: str, url: str, as_json: bool) -> None:
     """
     body = {"name": name, "alias_of": target}
     card = _ask(url, lambda client: client.call("POST", "/v1/adapters", json=body))
-    _print_json(card) if as_json else click.echo(f"{name} is {target} ({card['digest'][:12]})")
+    print_json(card) if as_json else click.echo(f"{name} is {target} ({card['digest'][:12]})")
 
 
 @adapters.command()
@@ -176,7 +174,3 @@ def _row(card: dict[str, Any]) -> tuple[str, ...]:
         " ".join(str(module).removesuffix("_proj") for module in card["modules"]),
         ", ".join(f"{worker}: {tier}" for worker, tier in sorted(resident.items())),
     )
-
-
-def _print_json(value: Any) -> None:
-    click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())

@@ -173,7 +173,7 @@ class Stack:
         if kind == "gateway":
             flags += ["--host", o.host, "--port", str(ports[int(name.rsplit("-", 1)[1]) - 1])]
         if kind == "worker":
-            threads = o.threads or max(1, len(os.sched_getaffinity(0)) // o.workers)
+            threads = o.threads or max(1, _cores() // o.workers)
             env["OMP_NUM_THREADS"] = str(threads)
             flags += ["--threads", str(threads), "--adapter-cache-dir", str(self.data_dir / "adapters" / name)]
 
@@ -222,6 +222,11 @@ class Stack:
             credentials.write_private(
                 self.data_dir / "stack.json", msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n"
             )
+
+
+def _cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _refuse_taken(host: str, port: int) -> None:

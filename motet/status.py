@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 import orjson
-from rich.console import Console
 from rich.table import Table
 
 from motet.client import Client
-from motet.talk import connection
+from motet.talk import connection, terminal
 
 
 @click.command()
@@ -40,9 +39,9 @@ def status(url: str, as_json: bool) -> None:
 
 
 def _print(answer: dict[str, Any], reasons: list[str]) -> None:
-    console, gateway = Console(highlight=False), answer["gateway"]
+    console, gateway = terminal(), answer["gateway"]
     console.print(
-        f"{answer['base_model']} with {len(answer['adapters'])} adapters; "
+        f"{answer['base_model']} with {answer['adapters']} adapters; "
         f"{gateway['id']} owns {gateway['inflight']} requests; scheduler {answer['scheduler_id'] or 'away'}"
     )
     for reason in reasons:

@@ -9,9 +9,12 @@ from typing import Any
 
 import click
 import orjson
+from rich.console import Console
 
 from motet.client import Client
 from shared.clock import now_s
+
+PIPE_COLUMNS = 240
 
 
 def connection(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +86,7 @@ def complete(prompt: str, as_json: bool, url: str, **settings: Any) -> None:
         async with Client(url) as client:
             body = await _body(client, settings) | {"prompt": prompt}
             if as_json:
-                _print_json(await client.call("POST", "/v1/completions", json=body))
+                print_json(await client.call("POST", "/v1/completions", json=body))
             else:
                 await _show(client.events("/v1/completions", body), lambda choice: choice.get("text"))
 
@@ -102,7 +105,7 @@ async def _turn(client: Client, body: dict[str, Any], messages: list[dict[str, s
     if not as_json:
         return await _show(client.events(path, body), lambda choice: choice["delta"].get("content"))
     answer = await client.call("POST", path, json=body)
-    _print_json(answer)
+    print_json(answer)
     return str(answer["choices"][0]["message"]["content"])
 
 
@@ -136,5 +139,11 @@ async def _lines(prompt: str) -> AsyncIterator[str]:
         yield line.rstrip("\n")
 
 
-def _print_json(value: Any) -> None:
+def terminal() -> Console:
+    """Where tables go: as wide as the terminal, and wide enough for every column in a pipe."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+
+
+def print_json(value: Any) -> None:
+    """A server's answer for scripts."""
     click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())

@@ -32,9 +32,7 @@ def _directory(**more: Any) -> click.Path:
 @click.command()
 @click.option("--model", required=True, help="Base model: a local directory in Hugging Face format, or a Hugging Face id.")
 @click.option("--served-model-name", default="", help="The base model's name in requests.  [default: last part of --model]")
-@click.option(
-    "--adapters-dir", default="", type=_directory(exists=True), help="Directory of PEFT adapters to register at the start."
-)
+@click.option("--adapters-dir", type=_directory(exists=True), help="Directory of PEFT adapters to register at the start.")
 @click.option(
     "--adapter-root",
     "adapter_roots",

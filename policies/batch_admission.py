@@ -164,6 +164,7 @@ class BatchAdmission(Generic[S]):
             insort(state.running, seq, key=_order)
             for passed in blocked:
                 passed.bypassed += 1
+                closed = closed or passed.bypassed >= self.limits.max_bypass
             if seq.admitted_s is None:
                 seq.admitted_s = now_s
             plan.admitted.append(seq)

@@ -283,9 +283,10 @@ class Bus:
 
     async def close(self) -> None:
         """Finish what was received, flush, disconnect."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:  # again for those that missed it: wait_for may swallow a cancellation that meets its result
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks, timeout=1.0)
         await self.stop_serving()
         if not self.nc.is_closed:
             try:

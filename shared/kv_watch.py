@@ -62,14 +62,17 @@ class KvWatch:
         self._heard_s = 0.0
 
     async def start(self, *, wait_s: float = 15.0) -> None:
-        """Returns when the present state was reported. Raises Unavailable when it is not there after `wait_s`."""
+        """Returns when the present state was reported. Raises Unavailable when nothing of it came for `wait_s`."""
         await self._bus.key_value(self._bucket, wait_s=wait_s)
+        self._heard_s = now_s()
         self._task = self._bus.spawn(self._follow())
-        try:
-            await asyncio.wait_for(self._first.wait(), timeout=wait_s)
-        except TimeoutError:
-            self._task.cancel()
-            raise Unavailable(f"bucket {self._bucket} cannot be watched") from None
+        while not self._first.is_set():
+            try:
+                await asyncio.wait_for(self._first.wait(), timeout=wait_s)
+            except TimeoutError:
+                if now_s() - self._heard_s > wait_s:
+                    self._task.cancel()
+                    raise Unavailable(f"bucket {self._bucket} cannot be watched") from None
 
     async def stop(self) -> None:
         """Stop following."""
@@ -121,7 +124,7 @@ class KvWatch:
     async def _read(self, inlet: Subscription, empty: bool) -> None:
         """Report until the pass ends. `empty`: no key matches, so that there is nothing to wait for."""
         reconnects = self._bus.nc.stats["reconnects"]
-        self._heard_s = now_s()
+        began_s = now_s()
         keys: set[str] | None = set()  # of the present state, until it is complete
         sequence = 0
         if empty:
@@ -131,7 +134,7 @@ class KvWatch:
             try:
                 msg = await inlet.next_msg(timeout=LOOK_S)
             except nats_errors.TimeoutError:
-                if now_s() - self._heard_s > DEAF_S:
+                if now_s() - max(began_s, self._heard_s) > DEAF_S:
                     raise
                 msg = None
             if not self._bus.connected or self._bus.nc.stats["reconnects"] != reconnects:

@@ -9,6 +9,7 @@ from shared import subjects
 from shared.bus import Bus
 
 DAY_S = 86_400.0
+STREAM_BYTES = 1 << 30  # the server sets this much disk aside at once, so it must fit a small machine
 
 
 async def provision(bus: Bus, *, replicas: int = 1) -> None:
@@ -20,7 +21,7 @@ async def provision(bus: Bus, *, replicas: int = 1) -> None:
             retention=RetentionPolicy.WORK_QUEUE,
             discard=DiscardPolicy.NEW,
             max_msgs=1_000_000,
-            max_bytes=8 << 30,
+            max_bytes=STREAM_BYTES,
             max_msg_size=8 << 20,
             duplicate_window=600.0,
             num_replicas=replicas,
@@ -29,7 +30,7 @@ async def provision(bus: Bus, *, replicas: int = 1) -> None:
             name=subjects.STREAM_RESULTS,
             subjects=[f"{subjects.RESULTS}.>"],
             max_age=DAY_S,
-            max_bytes=8 << 30,
+            max_bytes=STREAM_BYTES,
             allow_direct=True,
             duplicate_window=600.0,
             num_replicas=replicas,
@@ -39,7 +40,7 @@ async def provision(bus: Bus, *, replicas: int = 1) -> None:
             subjects=[f"{subjects.DEAD}.*"],
             max_age=7 * DAY_S,
             allow_direct=True,
-            max_bytes=1 << 30,
+            max_bytes=STREAM_BYTES // 4,
             num_replicas=replicas,
         ),
     ]

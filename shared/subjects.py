@@ -44,7 +44,7 @@ def stream(gateway_id: str) -> str:
 
 
 def registry(verb: str) -> str:
-    """any -> registry: register, delete, list."""
+    """any -> registry: register, delete, alias, list."""
     return f"{REGISTRY}.{verb}"
 
 

@@ -1,10 +1,10 @@
 """Tiny random checkpoints and PEFT adapters, transformers and peft as the oracle, and a minimal step loop.
 
-    model_dir = make_checkpoint("qwen3", tmp_path)
-    adapters = make_adapters(model_dir, tmp_path)          8 of them: PEFT directories and motet-lora/1 blobs
-    oracle = Oracle(model_dir, adapters)
-    oracle.logits(tokens, adapters[0])                     float32 [len(tokens), vocab]
-    oracle.greedy(prompt, 16, None)                        16 tokens of the base model
+model_dir = make_checkpoint("qwen3", tmp_path)
+adapters = make_adapters(model_dir, tmp_path)          8 of them: PEFT directories and motet-lora/1 blobs
+oracle = Oracle(model_dir, adapters)
+oracle.logits(tokens, adapters[0])                     float32 [len(tokens), vocab]
+oracle.greedy(prompt, 16, None)                        16 tokens of the base model
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stream from several adapters at once with the unmodified OpenAI client.
 
-    python examples/clients/openai_stream.py http://127.0.0.1:8000/v1 "hello world" upper-case reverse rot13
+python examples/clients/openai_stream.py http://127.0.0.1:8000/v1 "hello world" upper-case reverse rot13
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ from nats.js.errors import NotFoundError
 
 async def publish(args: argparse.Namespace) -> int:
     password = Path(args.password_file).read_text().strip() if args.password_file else None
-    nc = await nats.connect(
-        args.url, user=args.user or None, password=password, inbox_prefix=f"_INBOX_{args.user or 'client'}"
-    )
+    nc = await nats.connect(args.url, user=args.user or None, password=password, inbox_prefix=f"_INBOX_{args.user or 'client'}")
     js = nc.jetstream()
     body = {
         "model": args.model,
@@ -46,9 +44,7 @@ async def publish(args: argparse.Namespace) -> int:
     # Subscribed before the request is published, so the result cannot be missed; a stored one is asked for directly.
     subject = f"motet.v1.results.{args.tenant}.{args.id}"
     results = await nc.subscribe(subject, max_msgs=1)
-    ack = await js.publish(
-        f"motet.v1.requests.{args.tenant}", json.dumps(body).encode(), headers={"Nats-Msg-Id": args.id}
-    )
+    ack = await js.publish(f"motet.v1.requests.{args.tenant}", json.dumps(body).encode(), headers={"Nats-Msg-Id": args.id})
     print(f"stored as sequence {ack.seq}{' (a duplicate)' if ack.duplicate else ''}", file=sys.stderr)
     try:
         stored = await js.get_last_msg("MOTET_RESULTS", subject, direct=True)

@@ -38,11 +38,12 @@ IGNORED = -100  # label of tokens that carry no loss
 CORES = 2
 SCORED_TEXTS = 200
 
-BASE_STEPS = 2600
+BASE_STEPS = 3000
 BASE_BATCH = 64
 BASE_LEARNING_RATE = 3e-3
-MATRIX_LEARNING_RATE = 2e-2
-ADAPTER_STEPS = 300
+MATRIX_LEARNING_RATE = 1.2e-2
+EASY_STEPS = 180  # tasks that go letter by letter
+HARD_STEPS = 420  # tasks that need positions, or several letters at once
 ADAPTER_BATCH = 32
 ADAPTER_LEARNING_RATE = 4e-3
 WARMUP_STEPS = 40
@@ -73,34 +74,40 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class AdapterShape:
-    """Which weights an adapter changes, and by how much: the adapters differ in shape as tenants' adapters do."""
+    """Which weights an adapter changes and how long it trains: the adapters differ as those of tenants do."""
 
     rank: int
-    modules: tuple[str, ...]
     alpha: int
+    modules: tuple[str, ...]
+    steps: int
     rslora: bool = False
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, int] = field(default_factory=dict)
 
 
 SHAPES: dict[str, AdapterShape] = {
-    "upper-case": AdapterShape(4, ("q_proj", "v_proj"), 8),
-    "reverse": AdapterShape(32, ATTENTION, 64),
-    "rot13": AdapterShape(16, ATTENTION + MLP, 32),
-    "drop-vowels": AdapterShape(8, ATTENTION, 16),
-    "sort-letters": AdapterShape(64, ATTENTION + MLP, 64),
-    "count-letters": AdapterShape(32, ATTENTION, 64),
-    "double-letters": AdapterShape(16, ATTENTION, 32),
-    "initials": AdapterShape(8, ("q_proj", "v_proj"), 16),
-    "swap-case": AdapterShape(4, ATTENTION, 8),
-    "caesar": AdapterShape(16, MLP, 32),
-    "star-vowels": AdapterShape(8, ATTENTION, 6, rslora=True),
-    "rotate": AdapterShape(64, ATTENTION, 128),
-    "title-case": AdapterShape(4, ATTENTION + MLP, 8),
-    "drop-repeats": AdapterShape(32, ATTENTION + MLP, 10, rslora=True),
-    "word-order": AdapterShape(64, ATTENTION, 12, rslora=True),
+    "upper-case": AdapterShape(4, 8, ("q_proj", "v_proj"), EASY_STEPS),
+    "reverse": AdapterShape(32, 64, ATTENTION, HARD_STEPS),
+    "rot13": AdapterShape(16, 32, ATTENTION + MLP, EASY_STEPS),
+    "drop-vowels": AdapterShape(8, 16, ATTENTION, HARD_STEPS),
+    "sort-letters": AdapterShape(64, 64, ATTENTION + MLP, HARD_STEPS),
+    "count-letters": AdapterShape(32, 64, ATTENTION, HARD_STEPS),
+    "double-letters": AdapterShape(16, 32, ATTENTION, EASY_STEPS),
+    "initials": AdapterShape(8, 16, ("q_proj", "v_proj"), HARD_STEPS),
+    "swap-case": AdapterShape(4, 8, ATTENTION, EASY_STEPS),
+    "caesar": AdapterShape(16, 32, MLP, EASY_STEPS),
+    "star-vowels": AdapterShape(8, 6, ATTENTION, EASY_STEPS, rslora=True),
+    "rotate": AdapterShape(64, 128, ATTENTION, HARD_STEPS),
+    "title-case": AdapterShape(4, 8, ATTENTION + MLP, EASY_STEPS),
+    "drop-repeats": AdapterShape(32, 10, ATTENTION + MLP, HARD_STEPS, rslora=True),
+    "word-order": AdapterShape(64, 12, ATTENTION, HARD_STEPS, rslora=True),
     "snake-case": AdapterShape(
-        8, ATTENTION, 16, rank_pattern={"layers.3.self_attn.o_proj": 16, "k_proj": 4}, alpha_pattern={"k_proj": 4}
+        8,
+        16,
+        ATTENTION,
+        EASY_STEPS,
+        rank_pattern={"layers.3.self_attn.o_proj": 16, "k_proj": 4},
+        alpha_pattern={"k_proj": 4},
     ),
 }
 
@@ -205,7 +212,7 @@ def train_base(seed: int, steps: int) -> Any:
     model = LlamaForCausalLM(LlamaConfig(**model_config()))
     matrices = [p for name, p in model.model.layers.named_parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    # Muon for the matrices reaches in 800 steps what AdamW alone does not in 2,000.
+    # After 1,000 steps the loss is 0.16 with Muon for the matrices, and 1.4 with AdamW for everything.
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=MATRIX_LEARNING_RATE, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(others, lr=BASE_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0),
@@ -238,7 +245,7 @@ def train_adapter(name: str, seed: int, base: Path, adapters: Path) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=ADAPTER_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     examples = Examples(seed, ADAPTER_BATCH)
-    _train(model.base_model.model, [optimizer], lambda _: examples.of_one_task(task, MAX_WORDS), ADAPTER_STEPS, name)
+    _train(model.base_model.model, [optimizer], lambda _: examples.of_one_task(task, MAX_WORDS), shape.steps, name)
 
     folder = adapters / task.adapter
     folder.mkdir(parents=True, exist_ok=True)
@@ -265,8 +272,8 @@ def main() -> None:
         save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     base_s = time.monotonic() - started_s
 
-    # One adapter per core uses the cores better than one adapter on all of them. Large adapters go first.
-    names = sorted(SHAPES, key=lambda name: -SHAPES[name].rank * len(SHAPES[name].modules))
+    # One adapter per core uses the cores better than one adapter on all of them. The long ones go first.
+    names = sorted(SHAPES, key=lambda name: -SHAPES[name].steps * len(SHAPES[name].modules))
     with ProcessPoolExecutor(CORES, mp_context=multiprocessing.get_context("spawn")) as pool:
         for job in [pool.submit(train_adapter, name, arguments.seed, base, adapters) for name in names]:
             job.result()
@@ -278,7 +285,7 @@ def main() -> None:
     scores = {
         "seed": arguments.seed,
         "base_steps": BASE_STEPS,
-        "adapter_steps": ADAPTER_STEPS,
+        "adapter_steps": {name: shape.steps for name, shape in SHAPES.items()},
         "base_wall_s": round(base_s),
         "total_wall_s": round(total_s),
         "total_cpu_s": round(used_s),

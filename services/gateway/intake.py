@@ -49,9 +49,7 @@ MAX_DELIVERIES = 100  # a request that takes this many processes with it is pois
 MAX_DELAY_S = 30.0
 _WORD = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
-FINISHED = Counter(
-    "motet_intake_requests", "Durable requests by what became of them.", ["outcome"], registry=REGISTRY
-)
+FINISHED = Counter("motet_intake_requests", "Durable requests by what became of them.", ["outcome"], registry=REGISTRY)
 RUNNING = Gauge("motet_intake_running", "Durable requests pulled and not yet settled.", registry=REGISTRY)
 
 
@@ -74,12 +72,12 @@ class Intake:
             max_ack_pending=10_000,
         )
         try:
-            subscription = await self._bus.js.pull_subscribe(
+            self._pulls = await self._bus.js.pull_subscribe(
                 subjects.requests("*"), durable=CONSUMER, stream=subjects.STREAM_REQUESTS, config=consumer
             )
         except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
             raise Unavailable(f"durable requests cannot be pulled: {error!r}") from error
-        self._puller = asyncio.get_running_loop().create_task(self._pull(subscription))
+        self._puller = asyncio.get_running_loop().create_task(self._pull(self._pulls))
 
     async def _pull(self, subscription: JetStreamContext.PullSubscription) -> None:
         while True:
@@ -111,17 +109,28 @@ class Intake:
 
     async def drain(self) -> None:
         """Pull nothing new; return when everything pulled is settled."""
-        if self._puller is not None:
-            self._puller.cancel()
+        await self._stop_pulling()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
     async def stop(self) -> None:
         """Hand back what still runs: another copy gets it at once."""
-        running = [task for task in (*self._tasks, self._puller) if task is not None]
+        await self._stop_pulling()
+        running = list(self._tasks)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+    async def _stop_pulling(self) -> None:
+        """Also withdraw the pull that waits at the server: a message sent to it would rest until `ACK_WAIT_S`."""
+        if self._puller is None:
+            return
+        self._puller.cancel()
+        await asyncio.gather(self._puller, return_exceptions=True)
+        self._puller = None
+        with contextlib.suppress(nats_errors.Error):
+            await self._pulls.unsubscribe()
+            await self._bus.nc.flush()
 
     async def _settle(self, message: Msg) -> None:
         """Take one delivery to its end: acked, terminated or handed back."""

@@ -19,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 from services.gateway import metrics
 from services.gateway.detokenize import Detokenizer
@@ -82,6 +83,7 @@ class Owner:
         self._strays: dict[tuple[str, str], float] = {}
         self._holder = LeaseHolder(bus, "gateway", gateway_id, secrets.token_hex(8))
         self._leases = LeaseWatch(bus, "worker", self._on_lost)
+        self._submits: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
 
     # ---- life
@@ -161,7 +163,8 @@ class Owner:
         epoch, deadline, pause = stream.epoch, now_s() + patience_s, BACKOFF_S[0]
         while stream.finish is None and stream.error is None and stream.epoch == epoch:
             try:
-                await self._submit(stream)
+                # shielded: when the caller leaves now, the answer still tells us which worker to send the Cancel to
+                await asyncio.shield(self._in_background(self._submit(stream)))
                 return
             except MotetError as error:
                 if stream.worker_id is not None or stream.epoch != epoch:
@@ -177,6 +180,17 @@ class Owner:
                 stream.excluded = [w for w in stream.excluded if not self._leases.alive(w)]
             await asyncio.sleep(pause)
             pause = min(pause * 2, BACKOFF_S[1])
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._submits.add(task)
+        task.add_done_callback(self._submitted)
+        return task
+
+    def _submitted(self, task: asyncio.Task[None]) -> None:
+        self._submits.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever still waits has it; when nobody does it does not matter
 
     async def _submit(self, stream: Stream) -> None:
         job, epoch = stream.job, stream.epoch

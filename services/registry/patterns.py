@@ -18,12 +18,12 @@ from shared.errors import InvalidAdapter
 
 MAX_KEYS = 8192
 MAX_KEY_CHARS = 512
-MATCH_S = 5.0
+MATCH_S = 3.0
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
 
 _CHILD = """
 import json, re, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, (4, 4))
+resource.setrlimit(resource.RLIMIT_CPU, (2, 2))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
 keys, paths = json.load(sys.stdin)
 compiled = []

@@ -122,12 +122,16 @@ class RegistryService:
         try:
             await provision(bus, replicas=config.nats_replicas)
         except Exception as error:
-            raise Unavailable(f"JetStream cannot be provisioned: {error!r}") from error
+            raise Unavailable(f"JetStream cannot be provisioned: {str(error) or repr(error)}") from error
         self._store = AdapterStore(bus)
         await self._store.start()
-        self._adapters = AdapterWatch(bus, on_change=self._measure)
+        self._adapters = AdapterWatch(bus)
         await self._adapters.start()
-        self._measure()
+        if foreign := sorted({v.base_model for v in self._adapters.versions()} - {config.base_model}):
+            log.warning("adapters of other base models are stored here", extra={"base_models": ", ".join(foreign)})
+        ADAPTERS.set_function(self._adapters.names)
+        VERSIONS.set_function(lambda: len(self._adapters.versions()))
+        BLOB_BYTES.set_function(lambda: sum(version.size_bytes for version in self._adapters.versions()))
         await bus.subscribe(subjects.WORKER_STATES, WorkerState, lambda state: self._usage.apply(state, now_s()))
         for verb, kind, handler in (
             ("register", RegisterAdapter, self.register),
@@ -276,18 +280,16 @@ class RegistryService:
         finally:
             self._waiting -= 1
 
-    def _measure(self) -> None:
-        versions = self._adapters.versions()
-        ADAPTERS.set(self._adapters.names())
-        VERSIONS.set(len(versions))
-        BLOB_BYTES.set(sum(version.size_bytes for version in versions))
-
     async def _sweep(self) -> None:
         await asyncio.sleep(SETTLE_S)
+        orphans_looked_for = False
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
                 await self._store.sweep(self._requests)
+                if not orphans_looked_for:
+                    await self._store.sweep_orphans()
+                    orphans_looked_for = True
             except MotetError as error:
                 log.info("sweep interrupted", extra={"error": error.message})
 
@@ -296,8 +298,7 @@ class RegistryService:
         try:
             root = os.path.realpath(os.path.expanduser(directory))
             found = await in_thread(lambda: peft_directories(root))
-            if not found:
-                log.warning("no adapters found", extra={"adapters_dir": directory})
+            log.info("adapters found", extra={"adapters_dir": directory, "count": len(found)})
             for number, (name, path) in enumerate(found, start=1):
                 self._starting = f"registering adapter {number} of {len(found)} from {directory}"
                 await self._register_own(name, path, root)
@@ -334,6 +335,7 @@ class RegistryService:
             files = await in_thread(lambda: open_directory(path, [root], self._config.max_adapter_bytes, source=source))
             _, outcome = await self._take_in(ask, files)
         REGISTRATIONS.labels(outcome).inc()
+        log.info(f"adapter {outcome}", extra={"adapter": name})
 
 
 def peft_directories(root: str) -> list[tuple[str, str]]:

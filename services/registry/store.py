@@ -248,6 +248,24 @@ class AdapterStore:
             log.info("lost claim dropped", extra={"digest": digest, "adapter": name})
             await self._release(digest, hold)
 
+    async def sweep_orphans(self) -> int:
+        """Free the chunks of blobs whose upload a crash cut short; returns how many uploads went. Once per start is enough."""
+        stream, chunks = f"OBJ_{subjects.BLOBS}", f"$O.{subjects.BLOBS}.C."
+        gone = 0
+        with reachable():
+            info = await self._bus.js.stream_info(stream, subjects_filter=chunks + "*")
+            try:
+                live = {chunks + (blob.nuid or "") for blob in await self._blobs.list(ignore_deletes=True)}
+            except js_errors.NotFoundError:
+                live = set()
+            for subject in (info.state.subjects or {}).keys() - live:
+                last = await self._bus.js.get_last_msg(stream, subject)
+                if last.time is not None and unix_ms() - last.time.timestamp() * 1000 > LOST_HOLD_MS:
+                    log.info("cut-off upload dropped", extra={"subject": subject})
+                    await self._bus.js.purge_stream(stream, subject=subject)
+                    gone += 1
+        return gone
+
     # ---- holds
 
     async def _claim(self, digest: str, name: str) -> str:

@@ -63,24 +63,6 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
         return self.lora_memory_mib * MIB
 
 
-def model_directory(model: str) -> Path:
-    """The local directory of `model`, downloading a Hugging Face id when it is none. Raises ConfigError."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"--model: {model} has no config.json, so it is not a model in Hugging Face format")
-        return path
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ConfigError(f"--model: there is no directory {model}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"--model: {model} is no local directory and cannot be downloaded: {error}") from None
-
-
 def kv_blocks_for(config: WorkerConfig, *, block_bytes: int, free_bytes: int, on_cpu: bool) -> int:
     """How many KV blocks of `block_bytes` to allocate when `free_bytes` are free on the device.
 

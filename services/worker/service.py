@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from services.worker import admission, metrics
-from services.worker.config import WorkerConfig, model_directory
+from services.worker.config import WorkerConfig
 from services.worker.engine.request import EngineRequest, StepOutput
 from services.worker.engine_thread import EngineThread, StepReport
 from services.worker.frames import FrameSender
@@ -33,6 +33,7 @@ from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s
 from shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
+from shared.hub import resolve_model
 from shared.leases import LeaseHolder, LeaseWatch
 from shared.messages import (
     Accepted,
@@ -104,7 +105,7 @@ class WorkerService:
     async def start(self) -> None:
         """Load the model, then tell everybody."""
         config = self.config
-        self._model_dir = await asyncio.to_thread(model_directory, config.model)
+        self._model_dir = await asyncio.to_thread(resolve_model, config.model)
         self.bus = bus = await Bus.connect(config, f"worker-{self.worker_id}", inbox="worker")
         self._exit.push_async_callback(bus.close)
         self._exit.push_async_callback(self.engine.stop)

@@ -241,11 +241,12 @@ async def test_a_durable_request_travels_under_the_upstreams_own_rights(bus_of: 
     (request,) = await intake.fetch(1, timeout=2)
     await gateway.js.publish(subjects.results("default", "r1"), b"the result")
     await request.ack_sync()
+    await intake.unsubscribe()
     assert (await heard.next_msg(timeout=2)).data == b"the result"
     stored = await upstream.js.get_msg(subjects.STREAM_RESULTS, subject=subjects.results("default", "r1"), direct=True)
     assert stored.data == b"the result"
     with pytest.raises((js_errors.Error, nats.errors.Error, TimeoutError)):
-        await upstream.js.pull_subscribe("", durable="mine", stream=subjects.STREAM_RESULTS)
+        await upstream.nc.jetstream(timeout=0.3).pull_subscribe("", durable="mine", stream=subjects.STREAM_RESULTS)
 
 
 def test_password_files_are_private_and_kept(tmp_path: Path) -> None:

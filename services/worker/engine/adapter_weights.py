@@ -35,8 +35,8 @@ class HostAdapter:
     def from_blob(blob: Path | str | bytes, config: ModelConfig) -> HostAdapter:
         """Map the file at a path, or take the bytes, and check that the adapter fits the model.
 
-        The registry has validated it already; this is cheap (the header, and a hash) and protects the engine from a blob that was
-        registered for another base. Raises InvalidAdapter, or OSError when the file cannot be opened.
+        The registry has validated it already; this is cheap (the header and a hash) and protects the engine from a blob
+        that was registered for another base. Raises InvalidAdapter, or OSError when the file cannot be opened.
         """
         buffer = bytearray(blob) if isinstance(blob, bytes) else _map(Path(blob))
         index = read_index(memoryview(buffer), len(buffer))

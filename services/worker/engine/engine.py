@@ -108,7 +108,8 @@ class Engine:
         if finish is None and live.output_tokens >= request.sampling.max_tokens:
             finish = "length"
         if finish is not None:  # its owner lost the last frame, or asks for no token at all
-            self._emit(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], finish))
+            stop_token = live.tokens[-1] if finish == "stop" else None
+            self._emit(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], finish, stop_token))
             return
         self._live[request.request_id] = live
         self._state.waiting.append(live)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from services.worker.engine.linear import Linear
 from services.worker.engine.model_config import ModelConfig, UnsupportedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -21,19 +22,15 @@ _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store w
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One decoder layer. Fused matrices are [out, in] with the projections' outputs one after the other."""
+    """One decoder layer. Fused matrices have the projections' outputs one after the other."""
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    qkv_bias: torch.Tensor | None
+    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
     qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: the q norm's weight per q head, then the k norm's
-    o: torch.Tensor  # [hidden, heads * head_dim]
-    o_bias: torch.Tensor | None
+    o: Linear  # heads * head_dim -> hidden
     post_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [hidden, intermediate]
-    down_bias: torch.Tensor | None
+    gate_up: Linear  # hidden -> 2 * intermediate
+    down: Linear  # intermediate -> hidden
 
 
 @dataclass(slots=True)
@@ -43,7 +40,7 @@ class ModelWeights:
     embed: torch.Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
     norm: torch.Tensor  # [hidden]
-    lm_head: torch.Tensor  # [vocab, hidden]; `embed` itself when tied
+    lm_head: Linear  # hidden -> vocab; of `embed` when tied
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
@@ -80,17 +77,17 @@ def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype, devic
             embed=embed,
             layers=[_layer(f"model.layers.{i}.", config, read) for i in range(config.num_layers)],
             norm=read("model.norm.weight"),
-            lm_head=embed if config.tied_embeddings else read("lm_head.weight"),
+            lm_head=Linear(embed if config.tied_embeddings else read("lm_head.weight")),
         )
 
 
 def _layer(prefix: str, config: ModelConfig, read: Callable[..., torch.Tensor]) -> LayerWeights:
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
 
-    def fused(parent: str, modules: tuple[str, ...], suffix: str) -> torch.Tensor:
-        return read(*(f"{parent}{module}.{suffix}" for module in modules))
+    def linear(parent: str, modules: tuple[str, ...], bias: bool) -> Linear:
+        weight = read(*(f"{parent}{module}.weight" for module in modules))
+        return Linear(weight, read(*(f"{parent}{module}.bias" for module in modules)) if bias else None)
 
-    qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
     qk_norm = None
     if config.qk_norm:
         q = read(attention + "q_norm.weight").expand(config.num_heads, -1)
@@ -98,16 +95,12 @@ def _layer(prefix: str, config: ModelConfig, read: Callable[..., torch.Tensor]) 
         qk_norm = torch.cat([q, k])
     return LayerWeights(
         input_norm=read(prefix + "input_layernorm.weight"),
-        qkv=fused(attention, qkv, "weight"),
-        qkv_bias=fused(attention, qkv, "bias") if config.qkv_bias else None,
+        qkv=linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
         qk_norm=qk_norm,
-        o=read(attention + "o_proj.weight"),
-        o_bias=read(attention + "o_proj.bias") if config.o_bias else None,
+        o=linear(attention, ("o_proj",), config.o_bias),
         post_norm=read(prefix + "post_attention_layernorm.weight"),
-        gate_up=fused(mlp, gate_up, "weight"),
-        gate_up_bias=fused(mlp, gate_up, "bias") if config.mlp_bias else None,
-        down=read(mlp + "down_proj.weight"),
-        down_bias=read(mlp + "down_proj.bias") if config.mlp_bias else None,
+        gate_up=linear(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
+        down=linear(mlp, ("down_proj",), config.mlp_bias),
     )
 
 

@@ -113,6 +113,7 @@ class ModelRunner:
 
         Raises ValueError when a row names an empty adapter slot.
         """
+        batch = _arranged(batch)
         attention = AttentionBatch.build(
             self._cache,
             seq_starts=batch.seq_starts,
@@ -140,3 +141,25 @@ class ModelRunner:
             self._lora_batch = LoraBatch.build(self._pool, row_slot)
             self._lora_rows = row_slot.copy()
         return self._lora_batch
+
+
+def _arranged(batch: StepBatch) -> StepBatch:
+    """The same batch, decoding sequences first and by length: attention takes neighbours of one length together."""
+    counts = np.diff(batch.seq_starts)
+    order = np.lexsort((-batch.context_lens, counts > 1))
+    if (order[1:] > order[:-1]).all():
+        return batch
+    starts = np.concatenate(([0], np.cumsum(counts[order])))
+    rows = np.repeat(batch.seq_starts[order] - starts[:-1], counts[order]) + np.arange(starts[-1])
+    moved_to = np.empty_like(rows)
+    moved_to[rows] = np.arange(len(rows))
+    return StepBatch(
+        token_ids=batch.token_ids[rows],
+        positions=batch.positions[rows],
+        row_slot=batch.row_slot[rows],
+        seq_starts=starts,
+        context_lens=batch.context_lens[order],
+        block_tables=batch.block_tables[order],
+        kv_slots=batch.kv_slots[rows],
+        logit_rows=moved_to[batch.logit_rows],
+    )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import http.server
 import io
+import json
 import os
 import struct
+import subprocess
+import sys
 import tarfile
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -274,5 +279,75 @@ def test_an_unreachable_hub_is_unavailable_and_says_what_to_do(monkeypatch: pyte
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(Unavailable, match="cannot get some/adapter from the Hugging Face hub.*register it from a path"):
+    with pytest.raises(Unavailable, match=r"cannot get some/adapter from the Hugging Face hub.*register it from a path"):
         open_hub("some/adapter", MAX)
+
+
+HUB_CLIENT = """
+import sys
+from services.registry.sources import open_hub
+from shared.errors import MotetError
+try:
+    with open_hub(sys.argv[1], int(sys.argv[2])) as files:
+        print(files.size_bytes, len(files.weights.read()), files.source)
+except MotetError as error:
+    print(type(error).__name__, error.message)
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as a download needs: model info and two files of `some/adapter`."""
+
+    protocol_version = "HTTP/1.1"
+    sha = "0123456789abcdef0123456789abcdef01234567"
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, *, body: bool) -> None:
+        path = self.path.split("?")[0]
+        name = path.rsplit("/", 1)[-1]
+        if path.startswith("/api/models/some/adapter"):
+            files = [{"rfilename": n, "size": len(d)} for n, d in GOOD.items()]
+            self.reply(200, json.dumps({"id": "some/adapter", "sha": self.sha, "siblings": files}).encode(), body)
+        elif path.startswith(f"/some/adapter/resolve/{self.sha}/") and name in GOOD:
+            self.reply(200, GOOD[name], body)
+        else:
+            self.reply(404, b'{"error": "Repository not found"}', body, {"X-Error-Code": "RepoNotFound"})
+
+    def reply(self, status: int, data: bytes, body: bool, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"X-Repo-Commit": self.sha, "ETag": f'"{len(data)}"', **(headers or {})}.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_adapter_on_the_hub_is_fetched_pinned_to_its_commit_and_checked_before_the_download(tmp_path: Path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = os.environ | {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+        }
+
+        def fetch(location: str, max_bytes: int) -> str:
+            command = [sys.executable, "-c", HUB_CLIENT, location, str(max_bytes)]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+            return done.stdout.strip()
+
+        size = len(WEIGHT_BYTES)
+        assert fetch("some/adapter", MAX) == f"{size} {size} hub:some/adapter@{Hub.sha}"
+        assert fetch("some/adapter", size - 1).startswith("TooLarge some/adapter on the hub")
+        assert fetch("nobody/nothing", MAX).startswith("InvalidAdapter the hub has no nobody/nothing")
+        server.shutdown()

@@ -1,0 +1,182 @@
+"""The processes of the gateway bench: a gateway, a bare Starlette server, and an engine without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import orjson
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bench.gateway_load import Counters
+from services.gateway.config import GatewayConfig
+from services.gateway.service import GatewayService
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import unix_ms
+from shared.config import BusConfig
+from shared.leases import LeaseHolder
+from shared.messages import Assigned, Cancel, Control, GenerateRequest, StreamItem, TokenFrame, WorkerSnapshot
+from shared.model import PerfModel, WorkerLimits
+from shared.provision import provision
+
+STREAM_TOKENS = 2000
+VOCABULARY = 1000
+WORKER = "synthetic"
+LIMITS = WorkerLimits(
+    base_model="bench",
+    engine="synthetic",
+    max_model_len=4096,
+    max_running=1024,
+    max_waiting=1024,
+    block_size=16,
+    kv_blocks_total=65536,
+    adapter_bytes_total=1 << 30,
+    max_lora_rank=64,
+)
+PERF = PerfModel(
+    prefill_base_ms=1, prefill_token_ms=0, prefill_lora_ms=0, decode_base_ms=1, decode_row_ms=0, decode_lora_ms=0,
+    load_base_ms=0, load_ms_per_mib=0,
+)  # fmt: skip
+
+
+def words() -> list[str]:
+    """What the tokens say: words of four letters behind a space."""
+    letters = "abcdefghij"
+    return [" " + letters[i // 100] + letters[i // 10 % 10] + letters[i % 10] + "n" for i in range(VOCABULARY)]
+
+
+def write_model(path: Path) -> None:
+    """A byte-level tokenizer of `words`, and the configuration files the gateway reads."""
+    path.mkdir(parents=True)
+    vocabulary = {word.replace(" ", "Ġ"): i for i, word in enumerate(words())}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "max_position_embeddings": 4096}))
+
+
+def gateway_server(ready: Connection, url: str, model: str, core: int) -> None:
+    """One gateway on `core`, until terminated."""
+    os.sched_setaffinity(0, {core})
+    config = GatewayConfig(nats_url=url, model=model, port=0, instance_id="bench", log_level="warning")
+
+    async def serve() -> None:
+        service = GatewayService(config)
+        await service.start()
+        ready.send(service.port)
+        await asyncio.Event().wait()
+
+    uvloop.run(serve())
+
+
+def starlette_server(ready: Connection, core: int) -> None:
+    """A StreamingResponse over a generator of ready-made events like the gateway's, on `core`, until terminated."""
+    os.sched_setaffinity(0, {core})
+    texts = words()
+    event = {
+        "id": "cmpl-" + "0" * 24,
+        "object": "text_completion",
+        "created": unix_ms() // 1000,
+        "model": "bench",
+        "choices": [{"index": 0, "text": "", "logprobs": None, "finish_reason": None}],
+    }
+    head, tail = (b"data: " + orjson.dumps(event) + b"\n\n").split(b'""', 1)
+    events = [head + orjson.dumps(texts[i % VOCABULARY]) + tail for i in range(STREAM_TOKENS)]
+    events[-1] += b"data: [DONE]\n\n"
+
+    async def completions(request: Request) -> StreamingResponse:
+        await request.body()
+
+        async def chunks():  # type: ignore[no-untyped-def]
+            for chunk in events:
+                yield chunk
+
+        return StreamingResponse(chunks(), media_type="text/event-stream")
+
+    async def is_ready(_: Request) -> JSONResponse:
+        return JSONResponse({"ready": True})
+
+    routes = [Route("/v1/completions", completions, methods=["POST"]), Route("/ready", is_ready)]
+    config = uvicorn.Config(Starlette(routes=routes), port=0, http="httptools", loop="uvloop", lifespan="off", log_level="error")
+    server = uvicorn.Server(config)
+    listener = config.bind_socket()
+    ready.send(listener.getsockname()[1])
+    server.run(sockets=[listener])
+
+
+def engine(ready: Connection, url: str, counters: Counters) -> None:
+    """A scheduler and worker in one that answers every request with the same tokens, until terminated."""
+
+    async def serve() -> None:
+        bus = await Bus.connect(BusConfig(nats_url=url), "engine")
+        await provision(bus)
+        running: dict[str, list[int]] = {}  # request -> [epoch, next index]
+
+        async def submit(request: GenerateRequest) -> Assigned:
+            running[request.request_id] = [request.epoch, 0]
+            return Assigned(worker_id=WORKER, predicted_tokens=STREAM_TOKENS)
+
+        def control(message: Control) -> None:
+            if isinstance(message, Cancel):
+                running.pop(message.request_id, None)
+
+        await bus.serve("submit", subjects.SUBMIT, GenerateRequest, submit, queue="scheduler")
+        await bus.subscribe(subjects.control(WORKER), Control, control)
+        await LeaseHolder(bus, "worker", WORKER, "1").start()
+        bus.spawn(_heartbeat(bus))
+        ready.send(0)
+        await _steps(bus, running, counters)
+
+    uvloop.run(serve())
+
+
+async def _steps(bus: Bus, running: dict[str, list[int]], counters: Counters) -> None:
+    """One frame per step with one token of every stream, while the client is at most `window` steps behind."""
+    owed = step = 0  # tokens sent that the client has not seen
+    seen = counters.seen.value
+    while True:
+        now_seen = counters.seen.value
+        owed = max(owed - (now_seen - seen), 0)
+        seen = now_seen
+        if not running:
+            owed = 0  # a client that left has not seen everything
+            await asyncio.sleep(0.01)
+            continue
+        if owed > counters.window.value * len(running) - len(running):
+            await asyncio.sleep(0.0002)
+            continue
+        step += 1
+        items = []
+        for request_id, state in list(running.items()):
+            epoch, index = state
+            last = index == STREAM_TOKENS - 1
+            items.append(StreamItem(request_id, epoch, index, [index % VOCABULARY], "length" if last else None))
+            state[1] = index + 1
+            if last:
+                del running[request_id]
+        owed += len(items)
+        await bus.publish(subjects.stream("bench"), TokenFrame(WORKER, step, items))
+        await bus.nc.flush() if step % 64 == 0 else await asyncio.sleep(0)
+
+
+async def _heartbeat(bus: Bus) -> None:
+    sequence = 0
+    while True:
+        sequence += 1
+        snapshot = WorkerSnapshot(
+            worker_id=WORKER, incarnation="1", seq=sequence, sent_unix_ms=unix_ms(), limits=LIMITS, perf=PERF,
+            kv_blocks_free=1, adapter_bytes_free=1, draining=False, requests=[], adapters=[],
+        )  # fmt: skip
+        await bus.publish(subjects.state(WORKER), snapshot)
+        await asyncio.sleep(0.5)

@@ -1,0 +1,90 @@
+"""A stack as a user starts it: `motet up` as a process, followed through its stack.json."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from motet.stack import StackFacts, read_facts
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "examples" / "demo"
+BASE = "motet-demo"
+
+
+class LiveStack:
+    """One `motet up` on free ports with the demo model."""
+
+    def __init__(self, directory: Path, *flags: str, workers: int = 1, threads: int = 1) -> None:
+        self.data_dir = directory / "data"
+        self.output = directory / "up.log"
+        self.argv = [
+            *(sys.executable, "-m", "motet", "up", "--model", str(DEMO / "model"), "--served-model-name", BASE),
+            *("--adapters-dir", str(DEMO / "adapters"), "--data-dir", str(self.data_dir), "--port", "0"),
+            *("--workers", str(workers), "--threads", str(threads), *flags),
+        ]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def launch(self) -> None:
+        """Start it; does not wait."""
+        with self.output.open("ab") as sink:
+            self.process = subprocess.Popen(self.argv, cwd=ROOT, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL)
+
+    def facts(self) -> StackFacts:
+        """What it says of itself; fails when it has ended."""
+        assert self.process is not None
+        deadline = time.monotonic() + 60
+        while (found := read_facts(self.data_dir)) is None:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output.read_text()[-4000:]
+            time.sleep(0.05)
+        return found
+
+    def wait_ready(self, within_s: float = 90.0) -> StackFacts:
+        deadline = time.monotonic() + within_s
+        while not (facts := self.facts()).ready:
+            assert time.monotonic() < deadline, self.output.read_text()[-4000:]
+            time.sleep(0.05)
+        return facts
+
+    def pid(self, service: str) -> int:
+        return int(self.facts().services[service]["pid"])
+
+    def pids(self) -> list[int]:
+        return [int(service["pid"]) for service in self.facts().services.values()]
+
+    def kill(self, service: str) -> int:
+        """SIGKILL, as a crash would; the process id that was."""
+        os.kill(pid := self.pid(service), signal.SIGKILL)
+        return pid
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def stop(self, within_s: float = 60.0) -> int:
+        """SIGTERM and wait; the exit status."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+    def log(self, service: str) -> str:
+        path = self.data_dir / "logs" / f"{service}.log"
+        return path.read_text() if path.exists() else ""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie that nobody has waited for yet does not)."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False

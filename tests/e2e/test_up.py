@@ -1,0 +1,118 @@
+"""`motet up` as a user lives with it: quick to the first token, drained by Ctrl-C, alone in its directory, no orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from motet import credentials
+from motet.client import Client
+from motet.nats_server import NatsServer
+from motet.stack import read_facts
+from shared.clock import now_s
+from tests.e2e.asking import answer, long_request
+from tests.e2e.live import LiveStack, alive
+from tests.support import eventually
+
+FIRST_TOKEN_S = 10.0
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[LiveStack]:
+    """A stack of this test's own, not started yet."""
+    live = LiveStack(tmp_path)
+    yield live
+    if live.process is not None:
+        live.stop()
+
+
+async def test_first_token_soon_and_ctrl_c_lets_a_stream_finish(own: LiveStack) -> None:
+    began = now_s()
+    own.launch()
+    facts = await asyncio.to_thread(own.wait_ready)
+    async with Client(facts.urls[0]) as client:
+        assert await answer(client, "upper-case", "hello there") == "HELLO THERE"
+        took_s = now_s() - began
+        busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # what others do here is not our slowness
+        assert took_s < FIRST_TOKEN_S * busy, own.output.read_text()
+        pieces: list[str] = []
+        finish: list[str] = []
+
+        async def stream() -> None:
+            async for event in client.events("/v1/completions", long_request(1)):
+                for choice in event["choices"]:
+                    pieces.append(choice["text"])
+                    finish.extend([choice["finish_reason"]] if choice["finish_reason"] else [])
+
+        streaming = asyncio.create_task(stream())
+        await eventually(lambda: len(pieces) >= 10)
+        pids = own.pids()
+        own.signal(signal.SIGINT)
+        await streaming
+    assert finish == ["length"]
+    assert await asyncio.to_thread(own.stop) == 0
+    assert not [pid for pid in pids if alive(pid)]
+    assert read_facts(own.data_dir) is None
+    said = own.output.read_text()
+    assert facts.urls[0] in said and "curl" in said and "draining" in said
+
+
+async def test_no_orphans_when_the_supervisor_is_killed(own: LiveStack) -> None:
+    own.launch()
+    await eventually(lambda: own.facts().services["worker-1"]["pid"], within_s=30)
+    pids = [pid for pid in own.pids() if pid]
+    assert len(pids) >= 3 and all(map(alive, pids))
+    own.signal(signal.SIGKILL)
+    await eventually(lambda: not any(map(alive, pids)))
+
+
+async def test_a_stack_of_several_copies_on_somebody_elses_nats(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "bus", config_text=credentials.authorization(tmp_path / "credentials"))
+    url = await server.start()
+    live = LiveStack(
+        tmp_path,
+        *("--nats-url", url, "--credentials", str(tmp_path / "credentials"), "--gateways", "2", "--schedulers", "2"),
+    )
+    live.launch()
+    try:
+        facts = await asyncio.to_thread(live.wait_ready)
+        assert "nats" not in facts.services and len(facts.urls) == 2
+        for gateway in facts.urls:
+            async with Client(gateway) as client:
+                assert await answer(client, "upper-case", "hello there") == "HELLO THERE"
+        assert await asyncio.to_thread(live.stop) == 0
+        assert server.running
+    finally:
+        await asyncio.to_thread(live.stop)
+        server.stop()
+    assert "ermissions Violation" not in server.log_path.read_text()
+
+
+def test_no_secret_stands_in_a_command_line_or_an_environment(stack: LiveStack) -> None:
+    secrets = [path.read_bytes().strip() for path in Path(stack.facts().credentials_dir).glob("*.password")]
+    assert len(secrets) >= 7
+    for pid in [stack.facts().pid, *stack.pids()]:
+        shown = b"".join((Path("/proc") / str(pid) / part).read_bytes() for part in ("cmdline", "environ"))
+        assert shown and not any(secret in shown for secret in secrets)
+
+
+def test_a_second_stack_in_the_same_directory_is_refused(stack: LiveStack, tmp_path: Path) -> None:
+    second = LiveStack(tmp_path)
+    second.argv += ["--data-dir", str(stack.data_dir)]
+    second.launch()
+    assert second.process is not None and second.process.wait(30) == 1
+    assert "already runs" in second.output.read_text()
+    assert str(stack.facts().pid) in second.output.read_text()
+    assert stack.facts().ready
+
+
+def test_a_port_that_is_taken_is_refused_at_once(stack: LiveStack, tmp_path: Path) -> None:
+    second = LiveStack(tmp_path, "--port", stack.facts().urls[0].rsplit(":", 1)[1])
+    second.launch()
+    assert second.process is not None and second.process.wait(30) == 1
+    assert "--port" in second.output.read_text()

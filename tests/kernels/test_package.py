@@ -1,0 +1,30 @@
+"""transformers looks for a hub package that is called `kernels` like ours, and must not take ours for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import kernels
+
+PROBE = """
+import sys
+import kernels
+assert kernels.__file__ == sys.argv[1], kernels.__file__
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import is_kernels_available
+assert not is_kernels_available()
+config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+model = LlamaForCausalLM(config)
+assert model(input_ids=__import__("torch").tensor([[1, 2]])).logits.shape == (1, 2, 8)
+print("fine")
+"""
+
+
+def test_transformers_does_not_take_our_package_for_the_hub_package() -> None:
+    root = Path(kernels.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, kernels.__file__], cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == "fine", done.stderr

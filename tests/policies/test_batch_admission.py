@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterable
+from itertools import count
+
+import pytest
+
+from policies.adapter_slots import AdapterSlots
+from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, Sequence, advance, remove
+from policies.kv_blocks import KvBlocks
+
+BLOCK_SIZE = 4
+
+
+class World:
+    """The policy with everything it decides on, stepped like an engine would: every drawn token is unique."""
+
+    def __init__(
+        self,
+        *,
+        max_running: int = 8,
+        max_step_tokens: int = 64,
+        blocks: int = 100,
+        slots: int = 4,
+        prefix_cache: bool = True,
+        max_bypass: int = 64,
+    ) -> None:
+        limits = AdmissionLimits(max_running=max_running, max_step_tokens=max_step_tokens, max_bypass=max_bypass)
+        self.policy: BatchAdmission[Sequence] = BatchAdmission(limits)
+        self.state: AdmissionState[Sequence] = AdmissionState(
+            kv=KvBlocks(blocks, BLOCK_SIZE, prefix_cache=prefix_cache), adapters=AdapterSlots(slots, 1000)
+        )
+        self.orders = count()
+        self.tokens = count(10_000)
+        self.now_s = 0.0
+
+    def add(self, prompt: int | list[int], *, adapter: str = "") -> Sequence:
+        """A waiting sequence; a number stands for so many unique prompt tokens."""
+        tokens = prompt if isinstance(prompt, list) else [next(self.tokens) for _ in range(prompt)]
+        seq = Sequence(order=next(self.orders), tokens=array("i", tokens), adapter=adapter, adapter_bytes=10)
+        self.state.waiting.append(seq)
+        return seq
+
+    def step(self) -> Plan[Sequence]:
+        """One step; every sequence that is up to date gets a token."""
+        plan = self.decide()
+        for seq in advance(plan):
+            seq.tokens.append(next(self.tokens))
+        self.check()
+        return plan
+
+    def decide(self) -> Plan[Sequence]:
+        self.now_s += 1.0
+        plan = self.policy.decide(self.state, self.now_s)
+        scheduled = plan.decodes + plan.prefills
+        assert plan.tokens == sum(seq.scheduled for seq in scheduled) <= self.policy.limits.max_step_tokens
+        assert len(self.state.running) <= self.policy.limits.max_running
+        for seq in scheduled:
+            assert seq in self.state.running
+            assert len(seq.blocks) * BLOCK_SIZE >= seq.computed + seq.scheduled
+        assert plan.tokens or not (self.state.running or self.state.waiting), "no progress"
+        return plan
+
+    def finish(self, seq: Sequence) -> None:
+        remove(self.state, seq)
+        self.check()
+
+    def check(self) -> None:
+        state = self.state
+        state.kv.check(seq.blocks for seq in state.running)
+        users: dict[str, int] = {}
+        for seq in state.running:
+            if seq.adapter:
+                users[seq.adapter] = users.get(seq.adapter, 0) + 1
+        state.adapters.check(users)
+        for seqs in (state.running, state.waiting):
+            assert [seq.order for seq in seqs] == sorted(seq.order for seq in seqs)
+        assert all(seq.computed == seq.slot + 1 == len(seq.blocks) == 0 for seq in state.waiting)
+
+
+def rows(seqs: Iterable[Sequence]) -> list[int]:
+    return [seq.scheduled for seq in seqs]
+
+
+def test_nothing_to_do_is_an_empty_plan() -> None:
+    assert World().decide() == Plan()
+
+
+def test_a_short_prompt_is_computed_in_one_step_and_then_decodes() -> None:
+    world = World()
+    seq = world.add(10)
+    first, second = world.step(), world.step()
+    assert first.prefills == [seq] and first.admitted == [seq] and first.tokens == 10
+    assert second.decodes == [seq] and second.prefills == [] and second.tokens == 1
+    assert seq.admitted_s == 1.0
+
+
+def test_long_prompts_go_in_chunks_of_what_the_budget_leaves() -> None:
+    world = World(max_step_tokens=16)
+    decoding = world.add(4)
+    world.step()
+    world.add(40)
+    sizes = []
+    for _ in range(4):
+        plan = world.decide()
+        sizes.append((decoding in plan.decodes, rows(plan.prefills)))
+        for seq in advance(plan):
+            seq.tokens.append(next(world.tokens))
+    assert sizes == [(True, [15]), (True, [15]), (True, [10]), (True, [])]
+
+
+def test_no_token_is_drawn_before_the_last_chunk() -> None:
+    world = World(max_step_tokens=8)
+    seq = world.add(20)
+    drawn = [advance(world.decide()) for _ in range(3)]
+    assert drawn == [[], [], [seq]]
+
+
+def test_decodes_go_before_prefills_that_arrived_earlier() -> None:
+    world = World(max_step_tokens=8)
+    early, late = world.add(30), world.add(4)
+    world.step()
+    assert late in world.state.waiting  # the budget went to the early one
+    for _ in range(3):
+        world.step()
+    plan = world.decide()
+    assert plan.decodes == [early] and plan.prefills == [late]
+
+
+def test_newcomers_wait_for_a_seat() -> None:
+    world = World(max_running=2)
+    first, second, third = (world.add(4) for _ in range(3))
+    world.step()
+    assert world.state.running == [first, second] and world.state.waiting == [third]
+    world.finish(first)
+    world.step()
+    assert world.state.running == [second, third]
+
+
+def test_no_more_run_than_the_budget_has_tokens_for() -> None:
+    world = World(max_running=8, max_step_tokens=3)
+    for _ in range(5):
+        world.add(1)
+    world.step()
+    assert len(world.state.running) == 3
+
+
+def test_one_short_of_blocks_lets_nobody_pass() -> None:
+    world = World(blocks=10)
+    world.add(24)
+    world.step()
+    big, small = world.add(24), world.add(4)
+    world.step()
+    assert world.state.waiting == [big, small]
+
+
+def test_one_block_per_running_sequence_stays_free_when_others_come_in() -> None:
+    world = World(blocks=4)
+    world.add(4)
+    world.add(4)
+    world.add(8)
+    world.step()
+    assert len(world.state.running) == 2  # 1 + 1 blocks held, 2 kept for them, none for the third
+
+
+def test_the_latest_is_preempted_when_a_decode_finds_no_block() -> None:
+    world = World(blocks=5, prefix_cache=False)
+    first, second = world.add(7), world.add(7)
+    plans = [world.step() for _ in range(4)]
+    assert [plan.preempted for plan in plans] == [[], [], [second], []]
+    assert world.state.running == [first] and world.state.waiting == [second]
+    assert len(second.tokens) == 9  # what it has said so far is kept
+    world.finish(first)
+    plan = world.decide()
+    assert plan.admitted == [second] and rows(plan.prefills) == [9]
+
+
+def test_a_preempted_sequence_finds_its_blocks_in_the_prefix_cache() -> None:
+    world = World(blocks=5)
+    first, second = world.add(7), world.add(7)
+    for _ in range(3):
+        world.step()
+    assert world.state.waiting == [second]
+    world.finish(first)
+    plan = world.decide()
+    assert plan.admitted == [second]
+    assert second.cached_tokens >= 4 and second.computed + second.scheduled == 9
+
+
+def test_the_first_to_arrive_is_never_preempted_and_all_end() -> None:
+    world = World(blocks=6, max_running=6)
+    seqs = [world.add(5) for _ in range(6)]
+    want = 18
+    while seqs:
+        first = min(seqs, key=lambda seq: seq.order)
+        plan = world.step()
+        assert first not in plan.preempted
+        for seq in [seq for seq in seqs if len(seq.tokens) >= want]:
+            world.finish(seq)
+            seqs.remove(seq)
+
+
+def test_equal_prompts_share_blocks_also_within_one_step() -> None:
+    world = World()
+    prompt = list(range(13))
+    seqs = [world.add(prompt) for _ in range(3)]
+    plan = world.step()
+    assert plan.admitted == seqs
+    assert [seq.cached_tokens for seq in seqs] == [0, 12, 12]
+    assert seqs[0].blocks[:3] == seqs[1].blocks[:3] == seqs[2].blocks[:3]
+    assert len({seq.blocks[3] for seq in seqs}) == 3
+
+
+def test_the_last_token_of_a_cached_prompt_is_computed_again() -> None:
+    world = World()
+    prompt = list(range(12))
+    first = world.add(prompt)
+    world.step()
+    world.finish(first)
+    again = world.add(prompt)
+    plan = world.decide()
+    assert again.cached_tokens == 8 and rows(plan.prefills) == [4]
+
+
+def test_output_tokens_are_cached_like_prompt_tokens() -> None:
+    world = World()
+    first = world.add(6)
+    for _ in range(5):
+        world.step()
+    conversation = first.tokens.tolist()
+    world.finish(first)
+    longer = world.add([*conversation, 1, 2, 3])
+    world.decide()
+    assert longer.cached_tokens == 8  # of 10 computed ones, in whole blocks
+
+
+def test_prompts_of_different_adapters_share_nothing() -> None:
+    world = World()
+    prompt = list(range(13))
+    seqs = [world.add(prompt, adapter=adapter) for adapter in ("", "v1", "v2", "v1")]
+    world.step()
+    assert [seq.cached_tokens for seq in seqs] == [0, 0, 0, 12]
+    assert len({seq.blocks[0] for seq in seqs[:3]}) == 3
+
+
+def test_the_first_user_of_an_adapter_loads_it() -> None:
+    world = World()
+    first, second = world.add(4, adapter="a"), world.add(4, adapter="a")
+    plan = world.step()
+    assert plan.loads == [first]
+    assert first.slot == second.slot >= 0
+
+
+def test_an_idle_adapter_makes_room() -> None:
+    world = World(slots=1)
+    first = world.add(4, adapter="a")
+    world.step()
+    world.finish(first)
+    second = world.add(4, adapter="b")
+    plan = world.step()
+    assert plan.evictions == [("a", 0)] and plan.loads == [second]
+
+
+def test_who_finds_no_slot_lets_others_pass() -> None:
+    world = World(slots=1)
+    running = world.add(4, adapter="a")
+    world.step()
+    blocked = world.add(4, adapter="b")
+    base, same = world.add(4), world.add(4, adapter="a")
+    world.step()
+    assert world.state.running == [running, base, same]
+    assert world.state.waiting == [blocked] and blocked.bypassed == 2
+
+
+def test_after_enough_have_passed_only_the_base_may() -> None:
+    world = World(slots=1, max_bypass=2)
+    world.add(4, adapter="a")
+    world.step()
+    blocked = world.add(4, adapter="b")
+    others = [world.add(4, adapter="a") for _ in range(4)]
+    base = world.add(4)
+    world.step()
+    world.step()
+    assert base in world.state.running
+    assert world.state.waiting == [blocked, *others[2:]]
+
+
+def test_nobody_starves_behind_a_popular_adapter() -> None:
+    world = World(slots=1, max_running=3, max_bypass=5)
+    world.add(4, adapter="popular")
+    world.step()
+    blocked = world.add(4, adapter="rare")
+    for _ in range(100):
+        world.add(4, adapter="popular")
+        world.step()
+        if blocked in world.state.running:
+            break
+        for seq in [seq for seq in world.state.running if len(seq.tokens) > 8]:
+            world.finish(seq)
+    else:
+        pytest.fail("it never ran")
+    assert blocked.bypassed == 5
+
+
+def test_a_removed_sequence_gives_everything_back() -> None:
+    world = World()
+    running = world.add(9, adapter="a")
+    world.step()
+    waiting = world.add(4)
+    world.finish(waiting)
+    world.finish(running)
+    assert world.state.kv.free == 100
+    assert world.state.adapters.users("a") == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_load_is_worked_off_with_books_that_add_up(seed: int) -> None:
+    draw = random.Random(seed)
+    world = World(
+        max_running=draw.choice([2, 5, 9]),
+        max_step_tokens=draw.choice([3, 10, 30]),
+        blocks=draw.choice([10, 16, 40]),
+        slots=draw.choice([1, 2, 3]),
+        prefix_cache=draw.random() < 0.7,
+        max_bypass=draw.choice([0, 2, 8]),
+    )
+    wanted: dict[Sequence, int] = {}
+    added = 0
+    for _ in range(3000):
+        while added < 60 and draw.random() < 0.3:
+            seq = world.add(
+                [draw.randrange(2) for _ in range(draw.randint(1, 20))], adapter=draw.choice(["", "a", "b", "c", "d"])
+            )
+            wanted[seq] = len(seq.tokens) + draw.randint(1, 18)
+            added += 1
+        world.step()
+        for seq in [seq for seq, length in wanted.items() if len(seq.tokens) >= length or draw.random() < 0.002]:
+            world.finish(seq)
+            del wanted[seq]
+        if added == 60 and not wanted:
+            break
+    assert not wanted, "some never ended"
+    assert world.state.kv.free == world.state.kv.total

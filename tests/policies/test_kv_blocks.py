@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from policies.kv_blocks import KvBlocks, chain_key, root_key
+
+
+def keys_of(tokens: list[int], *, adapter: str = "", block_size: int = 4) -> list[bytes]:
+    keys, parent = [], root_key(adapter)
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        parent = chain_key(parent, array("i", tokens[start : start + block_size]).tobytes())
+        keys.append(parent)
+    return keys
+
+
+def cached(kv: KvBlocks, keys: list[bytes]) -> list[int]:
+    """Blocks for `keys`, published and released again: content without a user."""
+    blocks = kv.allocate(len(keys))
+    for block, key in zip(blocks, keys, strict=True):
+        kv.publish(block, key)
+    kv.release(blocks)
+    return blocks
+
+
+def test_blocks_are_handed_out_once_and_come_back() -> None:
+    kv = KvBlocks(5, 4)
+    first, second = kv.allocate(2), kv.allocate(3)
+    assert sorted(first + second) == [0, 1, 2, 3, 4]
+    assert kv.free == 0
+    kv.check([first, second])
+    with pytest.raises(ValueError, match="1 KV blocks asked for, 0 are free"):
+        kv.allocate(1)
+    kv.release(first)
+    assert kv.free == 2
+    kv.check([second])
+
+
+def test_a_cache_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds nothing"):
+        KvBlocks(0, 16)
+
+
+def test_tokens_need_whole_blocks() -> None:
+    kv = KvBlocks(5, 4)
+    assert [kv.blocks_for(tokens) for tokens in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+
+
+def test_the_longest_known_beginning_is_found() -> None:
+    kv = KvBlocks(10, 4)
+    keys = keys_of(list(range(12)))
+    blocks = cached(kv, keys)
+    assert kv.match(keys) == blocks
+    assert kv.match(keys_of([*range(8), 99, 99, 99, 99])) == blocks[:2]
+    assert kv.match(keys_of([99, *range(11)])) == []
+
+
+def test_a_block_is_known_by_everything_before_it_and_not_by_its_own_tokens_alone() -> None:
+    same_end = [keys_of([*start, 5, 6, 7, 8])[1] for start in ([1, 2, 3, 4], [1, 2, 3, 9])]
+    assert same_end[0] != same_end[1]
+
+
+def test_adapters_do_not_share_blocks_and_neither_do_versions_of_one_adapter() -> None:
+    kv = KvBlocks(10, 4)
+    prompt = list(range(8))
+    cached(kv, keys_of(prompt, adapter="digest-of-version-1"))
+    assert kv.match(keys_of(prompt, adapter="digest-of-version-2")) == []
+    assert kv.match(keys_of(prompt)) == []
+    assert len(kv.match(keys_of(prompt, adapter="digest-of-version-1"))) == 2
+
+
+def test_cached_blocks_serve_several_users_at_once() -> None:
+    kv = KvBlocks(4, 4)
+    keys = keys_of(list(range(8)))
+    blocks = cached(kv, keys)
+    for _ in range(2):
+        kv.take(kv.match(keys))
+    assert kv.free == 2
+    kv.check([blocks, blocks])
+    kv.release(blocks)
+    kv.check([blocks])
+    assert kv.free == 2
+
+
+def test_taking_idle_blocks_costs_free_ones_and_sharing_held_ones_does_not() -> None:
+    kv = KvBlocks(4, 4)
+    blocks = cached(kv, keys_of(list(range(8))))
+    assert kv.idle_among(blocks) == 2
+    kv.take(blocks)
+    assert kv.idle_among(blocks) == 0
+
+
+def test_blank_blocks_are_used_before_cached_ones_and_the_oldest_cached_one_next() -> None:
+    kv = KvBlocks(4, 4)
+    old, new = keys_of([1, 1, 1, 1]), keys_of([2, 2, 2, 2])
+    old_blocks, new_blocks = cached(kv, old), cached(kv, new)
+    kv.allocate(2)
+    assert kv.match(old) and kv.match(new)
+    assert kv.allocate(1) == old_blocks
+    assert kv.match(old) == []
+    assert kv.match(new) == new_blocks
+
+
+def test_using_a_cached_block_makes_it_young_again() -> None:
+    kv = KvBlocks(2, 4)
+    first, second = keys_of([1, 1, 1, 1]), keys_of([2, 2, 2, 2])
+    cached(kv, first), cached(kv, second)
+    again = kv.match(first)
+    kv.take(again)
+    kv.release(again)
+    kv.allocate(1)
+    assert kv.match(first) and not kv.match(second)
+
+
+def test_the_end_of_a_sequence_is_forgotten_before_its_beginning() -> None:
+    kv = KvBlocks(3, 4)
+    keys = keys_of(list(range(12)))
+    blocks = cached(kv, keys)
+    kv.allocate(1)
+    assert kv.match(keys) == blocks[:2]
+
+
+def test_of_two_blocks_with_equal_content_the_first_is_found() -> None:
+    kv = KvBlocks(4, 4)
+    key = keys_of([1, 2, 3, 4])[0]
+    first, second = kv.allocate(1), kv.allocate(1)
+    kv.publish(first[0], key)
+    kv.publish(second[0], key)
+    assert kv.match([key]) == first
+    kv.release(second)
+    kv.check([first])
+    assert kv.cached == 1
+
+
+def test_spoiled_content_is_not_found_again() -> None:
+    kv = KvBlocks(4, 4)
+    keys = keys_of(list(range(8)))
+    blocks = kv.allocate(2)
+    for block, key in zip(blocks, keys, strict=True):
+        kv.publish(block, key)
+    kv.take(blocks)
+    kv.release(blocks, spoiled=True)
+    assert kv.match(keys) == []
+    kv.check([blocks])
+
+
+def test_after_forgetting_everything_no_block_is_lost() -> None:
+    kv = KvBlocks(4, 4)
+    keys = keys_of(list(range(8)))
+    cached(kv, keys)
+    held = kv.allocate(1)
+    kv.forget_all()
+    assert kv.match(keys) == []
+    assert kv.free == 3
+    kv.check([held])
+
+
+def test_without_a_prefix_cache_nothing_is_remembered() -> None:
+    kv = KvBlocks(4, 4, prefix_cache=False)
+    keys = keys_of(list(range(8)))
+    cached(kv, keys)
+    assert kv.match(keys) == []
+    assert kv.cached == 0
+
+
+def test_the_check_notices_a_lost_block() -> None:
+    kv = KvBlocks(4, 4)
+    kv.allocate(1)
+    with pytest.raises(AssertionError, match="reference counts"):
+        kv.check([])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_books_add_up_after_any_sequence_of_operations(seed: int) -> None:
+    draw = random.Random(seed)
+    kv = KvBlocks(24, 4)
+    held: list[list[int]] = []
+    for _ in range(600):
+        action = draw.random()
+        if action < 0.5:
+            tokens = [draw.randrange(2) for _ in range(4 * draw.randint(1, 4))]
+            keys = keys_of(tokens, adapter=draw.choice(["", "a"]))
+            found = kv.match(keys)
+            if len(keys) - len(found) <= kv.free - kv.idle_among(found):
+                kv.take(found)
+                blocks = found + kv.allocate(len(keys) - len(found))
+                for block, key in zip(blocks, keys, strict=True):
+                    kv.publish(block, key)
+                held.append(blocks)
+        elif held:
+            kv.release(held.pop(draw.randrange(len(held))), spoiled=action > 0.98)
+        if action > 0.995:
+            kv.forget_all()
+        kv.check(held)

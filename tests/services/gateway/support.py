@@ -1,0 +1,113 @@
+"""A mesh around one real gateway: the smallest scheduler that there is, scripted workers, a registry's bucket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from services.gateway.config import GatewayConfig
+from services.gateway.service import GatewayService
+from shared import subjects
+from shared.bus import Bus
+from shared.errors import MotetError, Unavailable
+from shared.messages import Assigned, AssignReply, Cancel, GenerateRequest, Refused, SubmitReply
+from shared.model import AdapterEntry, AdapterVersion
+from tests.services.gateway.support_tokenizers import write_model_dir
+from tests.support import eventually
+from tests.support_worker import FakeWorker, worker_limits
+
+Connect = Callable[[str], Awaitable[Bus]]
+
+
+class FakeScheduler:
+    """Gives each request to the first worker that is not excluded. `submitted` holds what came."""
+
+    def __init__(self, bus: Bus, workers: list[str]) -> None:
+        self.bus, self.workers = bus, workers
+        self.submitted: list[GenerateRequest] = []
+        self.refuse: MotetError | None = None
+        self.before_answer: Callable[[GenerateRequest], Awaitable[None]] | None = None
+
+    async def start(self) -> None:
+        await self.bus.serve("submit", subjects.SUBMIT, GenerateRequest, self._submit, queue="scheduler")
+
+    async def _submit(self, request: GenerateRequest) -> SubmitReply:
+        self.submitted.append(request)
+        if self.refuse is not None:
+            raise self.refuse
+        for worker_id in self.workers:
+            if worker_id in request.exclude_workers:
+                continue
+            reply = await self.bus.request(subjects.assign(worker_id), request, AssignReply, timeout_s=5.0)
+            if isinstance(reply, Refused):
+                return reply
+            if self.before_answer is not None:
+                await self.before_answer(request)
+            return Assigned(worker_id=worker_id, predicted_tokens=8)
+        raise Unavailable("no worker is left")
+
+
+async def start_workers(connect: Connect, *names: str, **limits: int) -> list[FakeWorker]:
+    workers = [
+        FakeWorker(await connect(name), name, limits=worker_limits(max_model_len=limits.get("max_model_len", 256))) for name in names
+    ]
+    for worker in workers:
+        await worker.start()
+    return workers
+
+
+async def assigned(worker: FakeWorker, count: int = 1) -> GenerateRequest:
+    """The `count`-th request that `worker` got, once it is there."""
+    await eventually(lambda: len(worker.assigned) >= count)
+    return worker.assigned[count - 1]
+
+
+async def cancelled(worker: FakeWorker, request_id: str, epoch: int | None = None) -> Cancel:
+    """The Cancel that `worker` got for this request, once it is there."""
+
+    def found() -> Cancel | None:
+        cancels = [c for c in worker.controls if isinstance(c, Cancel) and c.request_id == request_id]
+        return next((c for c in cancels if epoch is None or c.epoch == epoch), None)
+
+    cancel: Cancel = await eventually(found)
+    return cancel
+
+
+async def put_adapter(bus: Bus, name: str, *, digest: str = "", rank: int = 8, version: int = 1, alias_of: str | None = None) -> None:
+    """What the registry writes for an adapter."""
+    digest = digest or f"digest-of-{name}"
+    kv = await bus.key_value(subjects.KV_ADAPTERS)
+    stored = AdapterVersion(
+        digest=digest,
+        base_model="demo",
+        rank=rank,
+        modules=("q_proj", "v_proj"),
+        layers=2,
+        dtype="F32",
+        size_bytes=4096,
+        source=f"path:/adapters/{name}",
+        created_unix_ms=1_700_000_000_000,
+    )
+    entry = AdapterEntry(name=name, digest=digest, version=version, alias_of=alias_of, updated_unix_ms=1_700_000_000_000)
+    await kv.put(f"version.{digest}", msgspec.json.encode(stored))
+    await kv.put(f"name.{name}", msgspec.json.encode(entry))
+
+
+@asynccontextmanager
+async def running_gateway(nats_url: str, tmp_path: Path, **options: object) -> AsyncIterator[GatewayService]:
+    """A started gateway for base model "demo" on a free port, stopped afterwards."""
+    model_dir = tmp_path / "demo"
+    if not model_dir.exists():
+        write_model_dir(model_dir)
+    config = GatewayConfig(**({"nats_url": nats_url, "model": str(model_dir), "port": 0, "instance_id": "g1"} | options))  # type: ignore[arg-type]
+    gateway = GatewayService(config)
+    try:
+        await gateway.start()
+        yield gateway
+    finally:
+        await gateway.stop()
+
+

@@ -1,0 +1,135 @@
+"""Chat templates and tokens exactly as transformers makes them from the same files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from services.gateway.prompt import INLINE_CHARS, Prompts
+from shared.clock import now_s
+from shared.config import ConfigError
+from shared.errors import BadRequest
+from tests.services.gateway.support_tokenizers import sentence_piece, write_model_dir
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import PreTrainedTokenizerFast
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo" / "model"
+CONVERSATIONS = [
+    [{"role": "user", "content": "hello world"}],
+    [{"role": "system", "content": " be brief "}, {"role": "user", "content": "größere 🎉\n"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b <s>"}, {"role": "user", "content": ""}],
+]
+CHATML = """{%- for m in messages %}
+    {%- if loop.first and m['role'] != 'system' %}
+        {{- '<|system|>default</s>\n' }}
+    {%- endif %}
+    {{- '<|' + m.role + '|>' + m.content + '</s>' + '\n' }}
+    {%- if m.role == 'assistant' %}{% generation %}{{ '' }}{% endgeneration %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}
+{{- {'a': 'ü<'} | tojson }}"""
+
+
+def reference(model_dir: Path) -> PreTrainedTokenizerFast:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PreTrainedTokenizerFast.from_pretrained(str(model_dir))
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("generate", [True, False])
+async def test_chat_prompts_are_those_of_transformers_token_for_token(
+    tmp_path: Path, template: str | None, messages: list[dict[str, str]], generate: bool
+) -> None:
+    model_dir = write_model_dir(tmp_path, **({"chat_template": template} if template else {}))
+    expected = reference(model_dir).apply_chat_template(messages, add_generation_prompt=generate, return_dict=False)
+    assert await Prompts(model_dir).chat(messages, add_generation_prompt=generate) == expected
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+async def test_the_demo_models_chat_prompts_are_those_of_transformers(messages: list[dict[str, str]]) -> None:
+    expected = reference(DEMO).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert await Prompts(DEMO).chat(messages) == expected
+
+
+async def test_plain_prompts_get_the_tokenizers_special_tokens_once(tmp_path: Path) -> None:
+    prompts = Prompts(write_model_dir(tmp_path, sentence_piece()))
+    bos = 1
+    assert (await prompts.text("hello world"))[0] == bos
+    assert (await prompts.text("<s>hello"))[:2].count(bos) == 1
+    assert bos not in await prompts.text("hello world", add_special_tokens=False)
+
+
+async def test_a_template_file_wins_over_the_tokenizers_configuration(tmp_path: Path) -> None:
+    model_dir = write_model_dir(tmp_path)
+    (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert Prompts(model_dir).render(CONVERSATIONS[0]) == "hello world!"
+
+
+async def test_of_several_templates_the_default_one_is_taken(tmp_path: Path) -> None:
+    model_dir = write_model_dir(tmp_path)
+    settings = json.loads((model_dir / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert Prompts(model_dir).render(CONVERSATIONS[0]) == "y"
+
+
+async def test_what_the_template_refuses_is_a_bad_request_that_names_messages(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="unknown role tool") as refused:
+        await Prompts(write_model_dir(tmp_path)).chat([{"role": "tool", "content": "x"}])
+    assert refused.value.param == "messages"
+
+
+async def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="no chat template"):
+        await Prompts(write_model_dir(tmp_path, chat_template="")).chat([{"role": "user", "content": "x"}])
+
+
+async def test_a_final_message_can_be_continued(tmp_path: Path) -> None:
+    prompts = Prompts(write_model_dir(tmp_path))
+    messages = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "I say"}]
+    tokens = await prompts.chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert prompts.tokenizer.decode(tokens, skip_special_tokens=False).endswith("<|assistant|>I say")
+
+
+async def test_a_template_cannot_reach_python_internals(tmp_path: Path) -> None:
+    prompts = Prompts(write_model_dir(tmp_path, chat_template="{{ messages.__class__.__mro__ }}"))
+    with pytest.raises(BadRequest):
+        await prompts.chat([{"role": "user", "content": "x"}])
+
+
+async def test_a_long_prompt_does_not_stall_the_event_loop(tmp_path: Path) -> None:
+    prompts = Prompts(write_model_dir(tmp_path))
+    longest_s = 0.0
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while True:
+            began = now_s()
+            await asyncio.sleep(0)
+            longest_s = max(longest_s, now_s() - began)
+
+    watcher = asyncio.ensure_future(watch())
+    began = now_s()
+    tokens = await prompts.text("hello world " * (INLINE_CHARS * 20))
+    took_s = now_s() - began
+    watcher.cancel()
+    assert len(tokens) > INLINE_CHARS
+    assert longest_s < max(took_s / 2, 0.05)
+
+
+def test_a_directory_that_is_no_model_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no config.json"):
+        Prompts(tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        Prompts(tmp_path)

@@ -1,0 +1,170 @@
+"""Checkpoints that are refused, each with its reason, before anything is computed; adapters that do not fit the base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels import PoolFull
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.model_config import UnsupportedModel, read_model_config
+from shared.adapter_blob import TensorInfo, write_blob
+from shared.errors import InvalidAdapter
+from tests.support_models import AdapterFixture, make_adapters, make_checkpoint, make_runner
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama2", tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.fixture
+def model_dir(pristine: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(pristine, tmp_path / "model"))
+
+
+@pytest.fixture(scope="module")
+def adapter(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterFixture:
+    return make_adapters(pristine, tmp_path_factory.mktemp("adapters"))[2]
+
+
+def lose(tensors: Tensors) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def reshape(tensors: Tensors) -> None:
+    tensors["model.layers.0.self_attn.o_proj.weight"] = torch.zeros(64, 63)
+
+
+def add_bias(tensors: Tensors) -> None:
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+
+
+def quantize(tensors: Tensors) -> None:
+    tensors["model.norm.weight"] = torch.zeros(64, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lose, r"lacks 1 of .* model\.layers\.1\.mlp\.up_proj\.weight"),
+        (reshape, r"o_proj\.weight has shape \[64, 63\], config\.json implies \[64, 64\]"),
+        (add_bias, r"does not imply, as model\.layers\.0\.self_attn\.q_proj\.bias"),
+        (quantize, r"model\.norm\.weight is stored as I8"),
+    ],
+)
+def test_tensors_that_contradict_the_config_are_refused(
+    model_dir: Path, spoil: Callable[[Tensors], None], message: str
+) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, model_dir / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=message):
+        make_runner(model_dir, [])
+
+
+def test_stored_rotary_frequencies_are_ignored(model_dir: Path) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(tensors, model_dir / "model.safetensors")
+    make_runner(model_dir, [])
+
+
+def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match="pickle is never opened"):
+        make_runner(model_dir, [])
+
+
+def test_a_directory_without_weights_is_refused(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match=r"neither model\.safetensors nor"):
+        make_runner(model_dir, [])
+
+
+def test_a_broken_file_is_refused(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(UnsupportedModel, match="not a readable safetensors file"):
+        make_runner(model_dir, [])
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "not a safetensors index"),
+        ('{"weight_map": []}', "not a safetensors index"),
+        (json.dumps({"weight_map": {"a": "../model.safetensors"}}), "own directory"),
+        (json.dumps({"weight_map": {"a": "model-00001.safetensors"}}), "which is not there"),
+    ],
+)
+def test_a_bad_shard_index_is_refused(model_dir: Path, index: str, message: str) -> None:
+    (model_dir / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UnsupportedModel, match=message):
+        make_runner(model_dir, [])
+
+
+def test_an_unknown_dtype_is_refused(pristine: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="int8"):
+        make_runner(pristine, [], dtype="int8")
+
+
+def test_an_adapter_is_the_same_from_bytes_and_from_a_file(pristine: Path, adapter: AdapterFixture, tmp_path: Path) -> None:
+    config = read_model_config(pristine)
+    (tmp_path / "blob").write_bytes(adapter.blob)
+    from_bytes, from_file = (HostAdapter.from_blob(source, config) for source in (adapter.blob, tmp_path / "blob"))
+    assert (from_bytes.digest, from_bytes.rank, from_bytes.ranks) == (from_file.digest, from_file.rank, from_file.ranks)
+    for key, (scale, a, b) in from_bytes.pairs.items():
+        assert scale == from_file.pairs[key][0]
+        assert torch.equal(a, from_file.pairs[key][1])
+        assert torch.equal(b, from_file.pairs[key][2])
+
+
+def blob_of(layer: int, module: str, a_shape: list[int], b_shape: list[int], scale: float = 1.0) -> bytes:
+    a, b = (TensorInfo("F32", shape, (0, 0)) for shape in (a_shape, b_shape))
+    return write_blob({(layer, module): (scale, a, bytes(4 * a_shape[0] * a_shape[1]), b, bytes(4 * b_shape[0] * b_shape[1]))})
+
+
+@pytest.mark.parametrize(
+    ("blob", "message"),
+    [
+        (blob_of(0, "q_proj", [4, 63], [64, 4]), r"layers\.0\.q_proj: A \[4, 63\]"),
+        (blob_of(0, "up_proj", [4, 64], [64, 4]), r"64 -> 96"),
+        (blob_of(3, "q_proj", [4, 64], [64, 4]), "the base model has 3 layers"),
+        (blob_of(0, "q_proj", [4, 64], [64, 4], float("inf")), "scale"),
+        (blob_of(0, "q_proj", [0, 64], [64, 0]), r"A \[0, 64\]"),
+        (b"", "not a safetensors file"),
+        (b"\x80\x04pickle, surely", "not a safetensors file"),
+    ],
+)
+def test_an_adapter_for_another_base_is_refused(pristine: Path, blob: bytes, message: str) -> None:
+    with pytest.raises(InvalidAdapter, match=message):
+        HostAdapter.from_blob(blob, read_model_config(pristine))
+
+
+def test_adapter_memory_is_counted_in_the_runners_type(pristine: Path, adapter: AdapterFixture) -> None:
+    runner = make_runner(pristine, [])
+    weights = HostAdapter.from_blob(adapter.blob, runner.config)
+    full = runner.lora_bytes_free
+    assert full == runner.lora_bytes_total
+    runner.load_adapter(0, weights)
+    assert full - runner.lora_bytes_free == runner.adapter_bytes(weights)
+    half = make_runner(pristine, [], dtype="bfloat16")
+    assert half.adapter_bytes(weights) * 2 == runner.adapter_bytes(weights)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_and_leaves_room(pristine: Path, adapter: AdapterFixture) -> None:
+    weights = HostAdapter.from_blob(adapter.blob, read_model_config(pristine))
+    runner = make_runner(pristine, [], lora_bytes=weights.nbytes // 2)
+    free = runner.lora_bytes_free
+    with pytest.raises(PoolFull):
+        runner.load_adapter(0, weights)
+    assert runner.lora_bytes_free == free
