@@ -3,9 +3,13 @@
     core A   the server: the gateway, or Starlette
     core B   the rest: nats-server, a synthetic engine (no model: token i of every stream is fixed) and the load client
 
-Both contestants get the same client: `streams` keep-alive connections that ask again when an answer ends. The engine speaks
-the workers' protocol over a real nats-server: one frame per step with one token for every stream, and at most `WINDOW`
-steps ahead of what the client has seen. Starlette has no engine, no tokens and no window: its events stand ready in a list.
+All contestants get the same client: `STREAMS` keep-alive connections that ask again when an answer ends. The engine speaks
+the workers' protocol over a real nats-server: one frame per step with one token for every stream.
+
+    flat out    the engine is up to `AHEAD` steps ahead of what the client has seen, so the server is never short of tokens;
+                Starlette's generators yield ready-made events and never wait. `gateway_vs_starlette` compares these two.
+    lock-step   the next step starts when the client has seen the last one; Starlette's generators wait for the step as well.
+                One event per write, as with a real engine; whoever waits for whom, the CPU per token tells the cost.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,9 +35,12 @@ from bench.gateway_parts import STREAM_TOKENS, engine, gateway_server, starlette
 from motet.nats_server import NatsServer
 
 STREAMS = 256
-WINDOWS = (8, 64)  # steps the engine may be ahead of the client: lock-step, and a busy server that never waits
+AHEAD = 256
 WARM_UP_S = 3.0
 MEASURE_S = 10.0
+SLICES = 5  # the rate is the median of so many parts: a disturbance in one does not count
+
+MODES = (("flat out", AHEAD), ("lock-step", 1))
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -52,26 +60,28 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         try:
             counters = Counters(spawn)
             with _running(engine, url, counters), _running(gateway_server, url, str(work / "bench"), server_core) as server:
-                for window in WINDOWS:
+                for mode, window in MODES:
                     counters.window.value = window
-                    rows.append(_measure(f"motet gateway, engine {window} steps ahead", server, counters, seconds))
+                    rows.append(_measure(f"motet gateway, {mode}", server, counters, seconds))
         finally:
             nats.stop()
-        counters = Counters(spawn)
-        with _running(starlette_server, server_core) as server:
-            rows.append(_measure("starlette, ready-made events", server, counters, seconds))
-    best = rows[len(WINDOWS) - 1]
-    rival = rows[-1]
+        for mode, window in MODES:
+            counters = Counters(spawn)
+            counters.window.value = window
+            with _running(starlette_server, server_core, counters, window == 1) as server:
+                rows.append(_measure(f"starlette generator, {mode}", server, counters, seconds))
+    ours, ours_stepwise, rival, rival_stepwise = rows
     columns = ["server", "tokens/s", "us of CPU per token", "server CPU", "others' CPU", "reads/s"]
     print(report.table(f"SSE tokens/s of one process, {STREAMS} streams", columns, rows))
     figures = {
-        "gateway_vs_starlette": round(best[1] / rival[1], 3),
-        "gateway_tokens_per_s": round(best[1]),
+        "gateway_vs_starlette": round(ours[1] / rival[1], 3),
+        "gateway_vs_starlette_per_cpu_s": round(rival[2] / ours[2], 3),
+        "gateway_vs_starlette_lockstep_per_cpu_s": round(rival_stepwise[2] / ours_stepwise[2], 3),
+        "gateway_tokens_per_s": round(ours[1]),
         "starlette_tokens_per_s": round(rival[1]),
-        "gateway_lockstep_tokens_per_s": round(rows[0][1]),
         "streams": STREAMS,
         "stream_tokens": STREAM_TOKENS,
-        "window_steps": WINDOWS[-1],
+        "steps_ahead": AHEAD,
         "seconds": seconds,
     }
     return figures
@@ -107,17 +117,22 @@ def _measure(name: str, server: Server, counters: Counters, seconds: float) -> l
     client.start()
     try:
         time.sleep(WARM_UP_S)
-        began, tokens, reads, cpu, other = time.monotonic(), counters.seen.value, counters.reads.value, _cpu_s(pid), _others(pid)
-        time.sleep(seconds)
-        took = time.monotonic() - began
-        tokens, reads = counters.seen.value - tokens, counters.reads.value - reads
-        cpu, other = _cpu_s(pid) - cpu, _others(pid) - other
+        rates = []
+        began, first, reads = time.monotonic(), counters.seen.value, counters.reads.value
+        cpu, other = _cpu_s(pid), _others(pid)
+        for _ in range(SLICES):
+            slice_began, before = time.monotonic(), counters.seen.value
+            time.sleep(seconds / SLICES)
+            rates.append((counters.seen.value - before) / (time.monotonic() - slice_began))
+        took, tokens = time.monotonic() - began, counters.seen.value - first
+        reads, cpu, other = counters.reads.value - reads, _cpu_s(pid) - cpu, _others(pid) - other
     finally:
         client.terminate()
         client.join()
     if not tokens:
         raise RuntimeError(f"{name}: no token arrived")
-    return [name, tokens / took, cpu / tokens * 1e6, f"{cpu / took:.0%}", f"{other / took:.0%}", reads / took]
+    rate = statistics.median(rates)
+    return [name, rate, cpu / tokens * 1e6, f"{cpu / took:.0%}", f"{other / took:.0%}", reads / took]
 
 
 def _wait_until_ready(port: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from bench.gateway_load import Counters
 from services.gateway.config import GatewayConfig
 from services.gateway.service import GatewayService
 from shared import subjects
-from shared.bus import Bus
+from shared.bus import Bus, encode
 from shared.clock import unix_ms
 from shared.config import BusConfig
 from shared.leases import LeaseHolder
@@ -31,6 +32,7 @@ from shared.provision import provision
 
 STREAM_TOKENS = 2000
 VOCABULARY = 1000
+IDLE_S = 0.001  # uvloop knows no shorter sleep
 WORKER = "synthetic"
 LIMITS = WorkerLimits(
     base_model="bench",
@@ -80,8 +82,30 @@ def gateway_server(ready: Connection, url: str, model: str, core: int) -> None:
     uvloop.run(serve())
 
 
-def starlette_server(ready: Connection, core: int) -> None:
-    """A StreamingResponse over a generator of ready-made events like the gateway's, on `core`, until terminated."""
+class Pace:
+    """Says when the next step may go out: at most `window` steps ahead of what the client has seen."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._seen = counters.seen.value
+        self._owed = 0  # tokens sent that the client has not seen
+
+    def may_step(self, streams: int) -> bool:
+        """Whether one more token for each of `streams` may be sent; if so it counts as sent."""
+        seen = self._counters.seen.value
+        self._owed = max(self._owed - (seen - self._seen), 0) if streams else 0  # who left has not seen everything
+        self._seen = seen
+        if not streams or self._owed > (self._counters.window.value - 1) * streams:
+            return False
+        self._owed += streams
+        return True
+
+
+def starlette_server(ready: Connection, core: int, counters: Counters, paced: bool) -> None:
+    """A StreamingResponse over a generator of ready-made events like the gateway's, on `core`, until terminated.
+
+    `paced`: the generators wait for a step before each event, as they would for an engine; else they never wait.
+    """
     os.sched_setaffinity(0, {core})
     texts = words()
     event = {
@@ -94,25 +118,59 @@ def starlette_server(ready: Connection, core: int) -> None:
     head, tail = (b"data: " + orjson.dumps(event) + b"\n\n").split(b'""', 1)
     events = [head + orjson.dumps(texts[i % VOCABULARY]) + tail for i in range(STREAM_TOKENS)]
     events[-1] += b"data: [DONE]\n\n"
+    step, running = asyncio.Event(), 0
 
     async def completions(request: Request) -> StreamingResponse:
         await request.body()
 
-        async def chunks():  # type: ignore[no-untyped-def]
+        async def chunks() -> AsyncIterator[bytes]:
             for chunk in events:
                 yield chunk
 
-        return StreamingResponse(chunks(), media_type="text/event-stream")
+        async def paced_chunks() -> AsyncIterator[bytes]:
+            nonlocal running
+            running += 1
+            try:
+                for chunk in events:
+                    await step.wait()
+                    yield chunk
+            finally:
+                running -= 1
+
+        return StreamingResponse(paced_chunks() if paced else chunks(), media_type="text/event-stream")
+
+    async def walk() -> None:
+        pace = Pace(counters)
+        while True:
+            if pace.may_step(running):
+                step.set()
+                step.clear()
+            await asyncio.sleep(IDLE_S)
 
     async def is_ready(_: Request) -> JSONResponse:
         return JSONResponse({"ready": True})
 
     routes = [Route("/v1/completions", completions, methods=["POST"]), Route("/ready", is_ready)]
-    config = uvicorn.Config(Starlette(routes=routes), port=0, http="httptools", loop="uvloop", lifespan="off", log_level="error")
-    server = uvicorn.Server(config)
+    config = uvicorn.Config(Starlette(routes=routes), port=0, http="httptools", lifespan="off", log_level="error")
     listener = config.bind_socket()
     ready.send(listener.getsockname()[1])
-    server.run(sockets=[listener])
+
+    async def serve() -> None:
+        walking = asyncio.ensure_future(walk())
+        await uvicorn.Server(config).serve(sockets=[listener])
+        walking.cancel()
+
+    uvloop.run(serve())
+
+
+class Progress:
+    """A running request: the beginning of its encoded items (array header, id, epoch) and its next token's index."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        item = encode(StreamItem(request.request_id, request.epoch, 0, []))
+        rest = encode(StreamItem("", 0, 0, []))[3:]
+        self.head = item.removesuffix(rest)
+        self.index = 0
 
 
 def engine(ready: Connection, url: str, counters: Counters) -> None:
@@ -121,10 +179,10 @@ def engine(ready: Connection, url: str, counters: Counters) -> None:
     async def serve() -> None:
         bus = await Bus.connect(BusConfig(nats_url=url), "engine")
         await provision(bus)
-        running: dict[str, list[int]] = {}  # request -> [epoch, next index]
+        running: dict[str, Progress] = {}
 
         async def submit(request: GenerateRequest) -> Assigned:
-            running[request.request_id] = [request.epoch, 0]
+            running[request.request_id] = Progress(request)
             return Assigned(worker_id=WORKER, predicted_tokens=STREAM_TOKENS)
 
         def control(message: Control) -> None:
@@ -141,32 +199,29 @@ def engine(ready: Connection, url: str, counters: Counters) -> None:
     uvloop.run(serve())
 
 
-async def _steps(bus: Bus, running: dict[str, list[int]], counters: Counters) -> None:
-    """One frame per step with one token of every stream, while the client is at most `window` steps behind."""
-    owed = step = 0  # tokens sent that the client has not seen
-    seen = counters.seen.value
+async def _steps(bus: Bus, running: dict[str, Progress], counters: Counters) -> None:
+    """One frame per step with one token of every stream. Put together from bytes made before: the engine is not measured."""
+    pace, step = Pace(counters), 0
+    tails = []  # what follows request id and epoch in an encoded item
+    for index in range(STREAM_TOKENS):
+        last = index == STREAM_TOKENS - 1
+        item = StreamItem("", 0, index, [index % VOCABULARY], "length" if last else None)
+        tails.append(encode(item)[3:])
     while True:
-        now_seen = counters.seen.value
-        owed = max(owed - (now_seen - seen), 0)
-        seen = now_seen
-        if not running:
-            owed = 0  # a client that left has not seen everything
-            await asyncio.sleep(0.01)
-            continue
-        if owed > counters.window.value * len(running) - len(running):
-            await asyncio.sleep(0.0002)
+        if not pace.may_step(len(running)):
+            await asyncio.sleep(IDLE_S)
             continue
         step += 1
-        items = []
-        for request_id, state in list(running.items()):
-            epoch, index = state
-            last = index == STREAM_TOKENS - 1
-            items.append(StreamItem(request_id, epoch, index, [index % VOCABULARY], "length" if last else None))
-            state[1] = index + 1
-            if last:
-                del running[request_id]
-        owed += len(items)
-        await bus.publish(subjects.stream("bench"), TokenFrame(WORKER, step, items))
+        frame = encode(TokenFrame(WORKER, step, []))  # ends with an empty list and the version
+        parts = [frame[:-2], b"\xdd", len(running).to_bytes(4, "big")]
+        for progress in running.values():
+            parts.append(progress.head)
+            parts.append(tails[progress.index])
+            progress.index += 1
+        parts.append(frame[-1:])
+        for request_id in [r for r, progress in running.items() if progress.index == STREAM_TOKENS]:
+            del running[request_id]
+        await bus.publish_encoded(subjects.stream("bench"), b"".join(parts))
         await bus.nc.flush() if step % 64 == 0 else await asyncio.sleep(0)
 
 

@@ -15,14 +15,16 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.mesh_parts import Lap, engine_alone, prompts, stream, write_model
+from bench.mesh_parts import Lap, cpu_s, engine_alone, prompts, stream, write_model
 from motet.stack import Stack, StackOptions, read_facts
 
 STREAMS = (1, 8, 64)
@@ -36,7 +38,7 @@ spawn = multiprocessing.get_context("spawn")
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table, return the figures."""
     threads = len(os.sched_getaffinity(0))
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}  # for both sides
     output_tokens = 32 if args.quick else OUTPUT_TOKENS
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
         model, data = Path(directory) / "bench", Path(directory) / "data"
@@ -63,7 +65,7 @@ class _Quiet:
 
 @contextmanager
 def _engine(model: str, threads: int) -> Iterator[Any]:
-    """The rival's process; yields the pipe to it."""
+    """The rival's process; yields the pipe to it and its process id."""
     here, there = spawn.Pipe()
     process = spawn.Process(target=engine_alone, args=(there, model, threads))
     process.start()
@@ -71,7 +73,7 @@ def _engine(model: str, threads: int) -> Iterator[Any]:
         if not here.poll(120):
             raise RuntimeError("the engine did not start")
         here.recv()
-        yield here
+        yield here, process.pid
     finally:
         if process.is_alive():
             here.send(None)
@@ -86,10 +88,18 @@ class Side:
     def __init__(self) -> None:
         self.laps: list[Lap] = []
         self.engine_share: list[float] = []  # of the wall time, inside engine steps
+        self.cpu_s: dict[str, float] = defaultdict(float)  # by process kind, over all laps
 
     @property
     def tokens_per_s(self) -> float:
         return statistics.median(lap.tokens_per_s for lap in self.laps)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(lap.last_s) * lap.tokens for lap in self.laps)
+
+    def cpu_us_per_token(self, *kinds: str) -> float:
+        return sum(self.cpu_s[kind] for kind in kinds) / self.tokens * 1e6
 
     def ttft_ms(self, quantile: float) -> float:
         return _quantile([value for lap in self.laps for value in lap.first_s], quantile) * 1000
@@ -102,20 +112,36 @@ def _laps(streams: int, laps: int, output_tokens: int, stack: Stack, data: Path,
     """(mesh, engine), taking turns; the first lap of each warms up and is not counted."""
     mesh, alone = Side(), Side()
     port = int(stack.urls[0].rsplit(":", 1)[1])
+    pipe, engine_pid = engine
     for lap in range(laps + 1):
         asked = prompts(streams, PROMPT_TOKENS, seed=1000 * streams + lap)
-        before = _engine_s(data)
+        before, cpu = _engine_s(data), _mesh_cpu_s(data)
         mesh_lap = stream(port, asked, output_tokens)
         share = (_engine_s(data) - before) / max(mesh_lap.last_s)
-        engine.send((asked, output_tokens))
-        if not engine.poll(600):
+        cpu_after, engine_cpu = _mesh_cpu_s(data), cpu_s(engine_pid)
+        pipe.send((asked, output_tokens))
+        if not pipe.poll(600):
             raise RuntimeError("the engine hangs")
-        alone_lap = engine.recv()
+        alone_lap = pipe.recv()
         if lap:
             mesh.laps.append(mesh_lap)
             mesh.engine_share.append(share)
+            for kind in cpu:
+                mesh.cpu_s[kind] += cpu_after[kind] - cpu[kind]
             alone.laps.append(alone_lap)
+            alone.cpu_s["engine"] += cpu_s(engine_pid) - engine_cpu
     return mesh, alone
+
+
+def _mesh_cpu_s(data: Path) -> dict[str, float]:
+    """CPU seconds so far of each kind of process of the mesh, and of this one, the client."""
+    facts = read_facts(data)
+    assert facts is not None, "the stack has started"
+    used: dict[str, float] = {"client": time.process_time()}
+    for name, service in facts.services.items():
+        kind = name.split("-")[0]
+        used[kind] = used.get(kind, 0.0) + cpu_s(service["pid"])
+    return used
 
 
 def _engine_s(data: Path) -> float:
@@ -145,11 +171,23 @@ def _figures(measured: dict[int, tuple[Side, Side]]) -> dict[str, Any]:
             rows.append([f"{name}, {streams} streams", side.tokens_per_s, *times, *facts])
     columns = ["", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "mesh / engine", "outside engine"]
     print(report.table(f"{PROMPT_TOKENS} prompt tokens, greedy, no adapters", columns, rows))
+    kinds = ["worker", "gateway", "nats", "scheduler", "predictor", "registry", "client"]
+    cpu_rows = [
+        [f"{streams} streams", alone.cpu_us_per_token("engine"), *(mesh.cpu_us_per_token(kind) for kind in kinds)]
+        for streams, (mesh, alone) in measured.items()
+    ]
+    print(report.table("CPU microseconds per token", ["", "engine alone", *kinds], cpu_rows))
     most = max(measured)
-    figures = {"mesh_vs_engine": round(measured[most][0].tokens_per_s / measured[most][1].tokens_per_s, 3)}
+    figures: dict[str, Any] = {"mesh_vs_engine": round(measured[most][0].tokens_per_s / measured[most][1].tokens_per_s, 3)}
     figures["ttft_p50_ms"] = round(measured[1][0].ttft_ms(0.5), 2)
     for streams, (mesh, alone) in measured.items():
         figures[f"mesh_tokens_per_s_{streams}"] = round(mesh.tokens_per_s, 1)
         figures[f"engine_tokens_per_s_{streams}"] = round(alone.tokens_per_s, 1)
         figures[f"outside_engine_{streams}"] = round(1 - statistics.median(mesh.engine_share), 4)
+        services = mesh.cpu_us_per_token(*(kind for kind in mesh.cpu_s if kind not in ("worker", "client")))
+        figures[f"cpu_us_per_token_{streams}"] = {
+            "engine": round(alone.cpu_us_per_token("engine")),
+            "worker": round(mesh.cpu_us_per_token("worker")),
+            "services": round(services),
+        }
     return figures

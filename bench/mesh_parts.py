@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import select
 import socket
-import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -183,10 +183,7 @@ def _engine_lap(engine: Any, prompts_: list[list[int]], max_tokens: int) -> Lap:
     return Lap(list(first.values()), list(last.values()), max_tokens)
 
 
-def wait_until(condition: Any, what: str, *, within_s: float = 60.0) -> None:
-    """Poll `condition`. Raises RuntimeError naming `what` when it stays false."""
-    deadline = now_s() + within_s
-    while not condition():
-        if now_s() > deadline:
-            raise RuntimeError(f"{what} within {within_s:g} s")
-        time.sleep(0.1)
+def cpu_s(pid: int) -> float:
+    """CPU seconds a process has used, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -18,7 +18,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     """Aligned text; numbers to the right."""
     cells = [list(columns), *([_shown(value) for value in row] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    text = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))) for line in cells]
+    text = []
+    for line in cells:
+        padded = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        text.append("  ".join([line[0].ljust(widths[0]), *padded[1:]]))
     return "\n".join([title, text[0], "  ".join("-" * w for w in widths), *text[1:]])
 
 

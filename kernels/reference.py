@@ -28,6 +28,7 @@ class _Bucket:
     rows: torch.Tensor  # int64 [n * m] rows of x and y
     lines: torch.Tensor  # int64 [n * pages] rows of LoraPool.rows
     scales: torch.Tensor  # [layers, n, 1, 1] in the pool's type
+    span: slice | None  # the rows, when they are one adapter's and stand together: computed in place
 
 
 @dataclass(slots=True)
@@ -62,12 +63,15 @@ class LoraBatch:
             keys = np.where(pages > 0, pages * (len(order) + 1) * 2 + padded, -1)
             for key in np.unique(keys[keys >= 0]):
                 members = np.flatnonzero(keys == key)
-                width, depth = int(padded[members[0]]), int(pages[members[0]])
+                alone = members[0] if len(members) == 1 else None
+                width = int(padded[members[0]] if alone is None else counts[alone])
+                depth = int(pages[members[0]])
                 within = np.minimum(np.arange(width)[None, :], counts[members, None] - 1)
+                rows = order[starts[members, None] + within].reshape(-1)
+                together = alone is not None and rows[-1] - rows[0] == width - 1  # order is stable: rows ascend
                 identity = members.tobytes()
                 if identity not in shared_rows:
-                    rows = order[starts[members, None] + within]
-                    shared_rows[identity] = torch.from_numpy(rows.reshape(-1)).to(device)
+                    shared_rows[identity] = torch.from_numpy(rows).to(device)
                 scales = pool.scales[slots[members], m].T[:, :, None, None]  # [layers, n, 1, 1]
                 lines = pool.table[slots[members], m, :depth].reshape(-1)
                 bucket = _Bucket(
@@ -77,6 +81,7 @@ class LoraBatch:
                     rows=shared_rows[identity],
                     lines=torch.from_numpy(lines).to(device),
                     scales=torch.from_numpy(scales).to(device, dtype),
+                    span=slice(int(rows[0]), int(rows[-1]) + 1) if together else None,
                 )
                 batch.buckets.setdefault(module, []).append(bucket)
         return batch
@@ -93,13 +98,16 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group
         fan_in, fan_out = pool.shapes[module]
         for bucket in batch.buckets.get(module, ()):
             n, m, rank = bucket.n, bucket.m, bucket.pages * PAGE_RANKS
+            columns = y[:, column : column + fan_out]
+            a = pool.rows(layer, module, b=False).index_select(0, bucket.lines).view(n, rank, fan_in)
+            b = pool.rows(layer, module, b=True).index_select(0, bucket.lines).view(n, rank, fan_out)
+            if bucket.span is not None:
+                columns[bucket.span].addmm_((x[bucket.span] @ a[0].T).mul_(bucket.scales[layer, 0]), b[0])
+                continue
             xs = gathered.get(id(bucket.rows))
             if xs is None:
                 xs = gathered[id(bucket.rows)] = x.index_select(0, bucket.rows).view(n, m, fan_in)
-            a = pool.rows(layer, module, b=False).index_select(0, bucket.lines).view(n, rank, fan_in)
-            b = pool.rows(layer, module, b=True).index_select(0, bucket.lines).view(n, rank, fan_out)
             shrunk = torch.bmm(xs, a.transpose(1, 2)).mul_(bucket.scales[layer])
-            columns = y[:, column : column + fan_out]
             sums = torch.baddbmm(columns.index_select(0, bucket.rows).view(n, m, fan_out), shrunk, b)
             columns.index_copy_(0, bucket.rows, sums.view(n * m, fan_out))  # a repeated row gets the same sum again
         column += fan_out

@@ -24,11 +24,16 @@ STYLE: dict[State, str] = {
 REDRAW_S = 0.1
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        self.quiet = True  # nobody reads any more; the stack goes on
+
+
 class Progress:
     """Shows the children's states. Use as an async context manager around the start; afterwards changes come as lines."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
         self._began = now_s()
         self._rows: dict[str, tuple[State, str, float]] = {}
         self._spinner = Spinner("dots")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import click
@@ -52,23 +52,22 @@ def chat(message: str | None, system: str, as_json: bool, url: str, **settings: 
       motet chat --system "Answer in one word."
       motet chat --model rot13 --json "hello there" | jq -r .choices[0].message.content
     """
-    history = [{"role": "system", "content": system}] if system else []
+    system_turn = [{"role": "system", "content": system}] if system else []
 
-    async def talk() -> None:
+    async def say(turns: list[dict[str, str]]) -> str:
         async with Client(url) as client:
-            body = await _body(client, settings)
-            if message is not None:
-                await _turn(client, body, [*history, {"role": "user", "content": message}], as_json)
-                return
-            turns = list(history)
-            async for line in _lines(f"{body['model']}> "):
-                if line == "/new":
-                    turns = list(history)
-                elif line:
-                    turns.append({"role": "user", "content": line})
-                    turns.append({"role": "assistant", "content": await _turn(client, body, turns, as_json)})
+            return await _turn(client, await _body(client, settings), turns, as_json)
 
-    asyncio.run(talk())
+    if message is not None:
+        asyncio.run(say([*system_turn, {"role": "user", "content": message}]))
+        return
+    turns = list(system_turn)
+    for line in _lines(f"{settings['model'] or 'base model'}> "):
+        if line == "/new":
+            turns = list(system_turn)
+        elif line:
+            turns.append({"role": "user", "content": line})
+            turns.append({"role": "assistant", "content": asyncio.run(say(turns))})
 
 
 @click.command()
@@ -128,15 +127,18 @@ async def _show(events: AsyncIterator[dict[str, Any]], text_of: Callable[[dict[s
     return "".join(pieces)
 
 
-async def _lines(prompt: str) -> AsyncIterator[str]:
-    """Lines of the standard input until it ends."""
+def _lines(prompt: str) -> Iterator[str]:
+    """Lines of the standard input until it ends; on a terminal with a prompt and line editing."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    import readline  # noqa: F401 - gives `input` its editing keys
+
     while True:
-        if sys.stdin.isatty():
-            print(prompt, end="", file=sys.stderr, flush=True)
-        line = await asyncio.to_thread(sys.stdin.readline)
-        if not line:
+        try:
+            yield input(prompt)
+        except EOFError:
             return
-        yield line.rstrip("\n")
 
 
 def terminal() -> Console:

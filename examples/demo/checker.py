@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.demo.tasks import TASKS, Task, sample_text
 
 BASE = "base"  # row of the score matrix: the model without an adapter
-ANSWER_TOKENS = 96  # longer than any answer that `sample_text` can lead to
+ANSWER_TOKENS = 64  # longer than any answer to a text that `sample_text` draws
 
 
 class Checker:

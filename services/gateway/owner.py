@@ -263,6 +263,11 @@ class Owner:
                 stream.worker_id = worker_id
             stream.sign_s = now
             if item.index == len(stream.tokens) and item.error is None:
+                if stream.plain and item.finish is None:
+                    if not stream.push_plain(item.tokens):
+                        self._cancel(stream)
+                        self._done(stream)
+                    continue
                 self._take(stream, item.tokens, item, item.logprobs)
                 if stream.early:
                     self._take_early(stream)
@@ -300,6 +305,7 @@ class Owner:
                     self._take_early(stream)
         elif len(stream.early) < EARLY_MAX:
             stream.early[item.index] = item
+            stream.plain = False
             self._gaps.setdefault(stream, now_s())
         else:
             self._resume(stream, "gap")
@@ -316,6 +322,7 @@ class Owner:
             if item.tokens[known:] or item.finish is not None:
                 self._take(stream, item.tokens[known:], item, item.logprobs[known:] if item.logprobs else None)
         self._gaps.pop(stream, None)
+        stream.see_plain()
 
     def _stray(self, worker_id: str, item: StreamItem) -> None:
         """Tell a worker to stop what nobody here waits for."""

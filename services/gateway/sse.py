@@ -84,13 +84,15 @@ class SseResponse(Response):
         while True:
             try:
                 for i in list(running):
-                    stream, (before, after) = self._streams[i], self._frames[i]
-                    for delta in stream.take():
-                        if self._plain and delta.finish is None:
-                            if delta.text:
-                                parts += (before, orjson.dumps(delta.text), after)
-                        else:
-                            parts.append(self._full(i, delta))
+                    stream = self._streams[i]
+                    deltas = stream.take()
+                    if self._plain and deltas:
+                        last = deltas.pop() if deltas[-1].finish is not None else None
+                        if texts := [orjson.dumps(delta.text) for delta in deltas if delta.text]:
+                            before, between, after = self._frames[i]
+                            parts += (before, between.join(texts), after)
+                        deltas = [last] if last is not None else []
+                    parts += [self._full(i, delta) for delta in deltas]
                     if stream.ended:
                         stream.take()  # raises what ended it
                         running.remove(i)
@@ -126,11 +128,11 @@ class SseResponse(Response):
             event["usage"] = answers.usage(self._plan, self._streams) if self._running_usage else None
         return b"data: " + orjson.dumps(event) + b"\n\n"
 
-    def _frame(self, choice: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text of an unfinished chunk."""
+    def _frame(self, choice: int) -> tuple[bytes, bytes, bytes]:
+        """What stands before, between and after the texts of unfinished chunks."""
         content = {"delta": {"content": _MARK}} if self._plan.chat else {"text": _MARK}
         before, after = self._event(choice, content).split(orjson.dumps(_MARK))
-        return before, after
+        return before, after + before, after
 
     def _full(self, i: int, delta: Delta) -> bytes:
         """Any chunk, encoded whole: the last one, and those with log-probabilities or running usage."""

@@ -49,7 +49,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """What became visible at once. `tokens` are the shown ones of this step; `text` may lag behind them (half characters,
     held-back beginnings of stop strings) and is complete with the last delta, the one with `finish`."""
 
@@ -113,6 +113,7 @@ class Stream:
         "losses",
         "on_slow",
         "opened_s",
+        "plain",
         "queue_ms",
         "sign_s",
         "signal",
@@ -137,6 +138,7 @@ class Stream:
         self.losses = 0  # workers lost since the last new token
         self.cached_tokens = 0
         self.queue_ms = 0.0
+        self.plain = False  # the next tokens may go through `push_plain`
         self.finish: FinishReason | None = None
         self.error: MotetError | None = None
         self.on_slow: Callable[[], None] | None = None  # for callers that may be stuck in a write
@@ -186,6 +188,17 @@ class Stream:
 
     # ---- the Owner's half
 
+    def push_plain(self, new: list[int]) -> bool:
+        """`push` of tokens in mid-stream that need nothing but their text: the hot path. False when the reader is too slow."""
+        self.tokens += new
+        ready = self._ready
+        if len(ready) >= self._limit:
+            self._too_slow()
+            return False
+        ready.append(Delta(self._text.push(new), new))
+        self.signal.set()
+        return True
+
     def push(self, new: list[int], item: StreamItem, logprobs: list[TokenLogprobs] | None) -> None:
         """Take in `new`, the tokens of `item` that were not known yet; sets `finish` when they end the sequence."""
         tokens = self.tokens
@@ -210,6 +223,11 @@ class Stream:
             elif finish is not None:
                 text += self._filter.finish()
         self._deliver(Delta(text, shown, logprobs, finish, reason))
+        self.see_plain()
+
+    def see_plain(self) -> None:
+        """Whether the next tokens are plain: not the first, no log-probabilities, no stop strings, nothing early."""
+        self.plain = bool(self.tokens) and self._filter is None and self.job.sampling.logprobs is None and not self.early
 
     def end(self, finish: FinishReason) -> None:
         """Finish without a new token."""
@@ -222,12 +240,15 @@ class Stream:
     def _deliver(self, delta: Delta) -> None:
         self.finish = delta.finish
         if len(self._ready) >= self._limit:
-            self.fail(SlowReader(f"{self._limit} tokens were ready and not read"))
-            if self.on_slow is not None:
-                self.on_slow()
+            self._too_slow()
             return
         self._ready.append(delta)
         self.signal.set()
+
+    def _too_slow(self) -> None:
+        self.fail(SlowReader(f"{self._limit} tokens were ready and not read"))
+        if self.on_slow is not None:
+            self.on_slow()
 
     def fail(self, error: MotetError) -> None:
         """End it with `error`, which the caller sees after the deltas that are ready."""

@@ -10,7 +10,7 @@ from motet.client import Client
 from tests.e2e.live import LiveStack, alive
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
     """The stack. When the last test is done it must drain cleanly, and nobody may have broken a bus permission."""
     live = LiveStack(tmp_path_factory.mktemp("stack"), workers=2)

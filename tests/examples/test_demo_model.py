@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,9 @@ from examples.demo.tasks import TASKS, Task, is_telling, sample_text, split_of
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 MODEL, ADAPTERS = DEMO / "model", DEMO / "adapters"
+# peft still calls a name that transformers has since renamed; both versions are pinned.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 SEED = 20_260_101  # not the seed of SCORES.json: other inputs
 
 
@@ -30,10 +32,13 @@ def inputs() -> list[str]:
 @pytest.fixture(scope="module")
 def answers(inputs: list[str]) -> dict[str, list[str]]:
     """The answers of the base and of every adapter to the same chat prompts."""
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are small: more threads spend their time waiting for each other
     checker = Checker(MODEL, ADAPTERS)
     prompts = [TASKS[0].prompt(text) for text in inputs]
-    return {adapter: checker.answer(adapter, prompts) for adapter in [BASE, *(task.adapter for task in TASKS)]}
+    given = {adapter: checker.answer(adapter, prompts) for adapter in [BASE, *(task.adapter for task in TASKS)]}
+    torch.set_num_threads(threads)
+    return given
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)

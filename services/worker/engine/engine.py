@@ -104,6 +104,7 @@ class Engine:
         live = self._make_live(request)
         if known is not None:
             self._drop(known)
+            self._output.removed.append(request.request_id)
         finish = _finish_of(live) if request.output else None
         if finish is None and live.output_tokens >= request.sampling.max_tokens:
             finish = "length"
@@ -207,13 +208,7 @@ class Engine:
             self._changed[live.request.request_id] = live.brief()
         if plan.loads or plan.evictions:
             self._move_adapters(plan, stats)
-        stats.preempted = len(plan.preempted)
-        stats.decode_rows, stats.prefill_requests = len(plan.decodes), len(plan.prefills)
-        stats.prefill_tokens = sum(live.scheduled for live in plan.prefills)
-        ranks = [live.rank for live in plan.decodes] + [live.rank for live in plan.prefills]
-        stats.rank_sum, stats.rank_max = sum(ranks), max(ranks, default=0)
-        slots = {live.slot for live in plan.decodes} | {live.slot for live in plan.prefills}
-        stats.distinct_adapters = len(slots - {-1})
+        _count(plan, stats)
         return plan
 
     def _run(self, plan: Plan[Live], stats: StepStats) -> Drawn | None:
@@ -380,3 +375,13 @@ def _finish_of(live: Live) -> FinishReason | None:
     if live.tokens[-1] in live.ending:
         return "stop"
     return "length" if len(live.tokens) >= live.max_length else None
+
+
+def _count(plan: Plan[Live], stats: StepStats) -> None:
+    stats.preempted = len(plan.preempted)
+    stats.decode_rows, stats.prefill_requests = len(plan.decodes), len(plan.prefills)
+    stats.prefill_tokens = sum(live.scheduled for live in plan.prefills)
+    ranks = [live.rank for live in plan.decodes] + [live.rank for live in plan.prefills]
+    stats.rank_sum, stats.rank_max = sum(ranks), max(ranks, default=0)
+    slots = {live.slot for live in plan.decodes} | {live.slot for live in plan.prefills}
+    stats.distinct_adapters = len(slots - {-1})

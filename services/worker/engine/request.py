@@ -62,7 +62,7 @@ class StepStats:
     rank_sum: int = 0  # over the step's sequences; 0 for the base
     rank_max: int = 0
     sampled_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens that admission found in the prefix cache
+    cached_tokens: int = 0  # tokens that admissions found in the prefix cache
     preempted: int = 0
     adapters_loaded: int = 0
     running: int = 0

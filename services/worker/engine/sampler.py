@@ -5,7 +5,7 @@ Per row, in this order (vLLM's): raw log-probabilities are read off (before anyt
 ban of ending tokens before min_tokens, repetition penalty over prompt and output, frequency and presence penalty over the
 output; then either the argmax (temperature 0), or temperature, min_p, top_k, top_p, and one draw.
 
-min_p, top_k and top_p are one threshold on the scaled logit, found from the largest few values without sorting the
+min_p, top_k and top_p are thresholds on the probability, found from the largest few values without sorting the
 vocabulary; tokens equal to the threshold stay, so the outcome does not depend on an order among ties.
 
 Noise: one uniform number per token, a hash of (seed, position in prompt + output), through the inverse of the cumulative
@@ -28,7 +28,8 @@ from shared.messages import TokenLogprobs
 from shared.model import SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them would overflow
-CANDIDATES = 128  # values looked at for top_p and top_k before all are
+CANDIDATES = 128  # largest values looked at for top_p, then so many times more, until they are enough
+MORE_CANDIDATES = 16
 TILE = 256  # token ids per partial sum of the cumulative distribution
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -55,10 +56,10 @@ class _Batch:
     bias: tuple[Tensor, Tensor, Tensor] | None  # index in batch, token id, value; flat over all biased rows
     penalised: Penalised | None
     drawing: np.ndarray  # indices of rows with a temperature
-    temperature: Tensor  # of those, [d, 1]
-    log_min_p: Tensor  # [d]
-    top_k: np.ndarray  # [d]
-    top_p: np.ndarray  # [d]
+    temperature: Tensor | None  # of those, [d, 1]; None if all are 1
+    min_p: np.ndarray  # [d]
+    top_k: np.ndarray  # [d], 0 for off
+    top_p: np.ndarray  # [d], 1 or more for off
     logprobs: list[tuple[int, int]]  # index, how many rivals
 
 
@@ -76,7 +77,7 @@ class Sampler:
         self._min_length = np.zeros(seats, np.int64)
         self._ending: dict[int, list[int]] = {}  # rows with min_tokens
         self._bias: dict[int, dict[int, float]] = {}  # rows with logit_bias
-        self._penalties = PenaltyCounts(seats, vocab_size)
+        self._penalties = PenaltyCounts()
         self._batch: _Batch | None = None
 
     @torch.inference_mode()
@@ -145,8 +146,7 @@ class Sampler:
                 torch.tensor(ids, device=device),
                 torch.tensor(values, dtype=torch.float32, device=device),
             )
-        with np.errstate(divide="ignore"):
-            log_min_p = np.log(self._min_p[drawn_rows])
+        temperature = self._temperature[drawn_rows][:, None]
         wanted = self._logprobs[rows]
         return _Batch(
             rows=rows.copy(),
@@ -154,8 +154,8 @@ class Sampler:
             bias=bias,
             penalised=self._penalties.among(rows, device),
             drawing=drawing,
-            temperature=torch.from_numpy(self._temperature[drawn_rows]).to(device)[:, None],
-            log_min_p=torch.from_numpy(log_min_p).to(device),
+            temperature=torch.from_numpy(temperature).to(device) if (temperature != 1).any() else None,
+            min_p=self._min_p[drawn_rows],
             top_k=self._top_k[drawn_rows],
             top_p=self._top_p[drawn_rows],
             logprobs=[(int(i), int(wanted[i])) for i in np.flatnonzero(wanted >= 0)],
@@ -167,14 +167,13 @@ class Sampler:
 
     def _draw(self, logits: Tensor, batch: _Batch, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         drawing = batch.drawing
-        everyone = drawing.size == rows.size
-        scaled = logits if everyone else logits[torch.from_numpy(drawing).to(logits.device)]
-        scaled = scaled / batch.temperature
-        scaled -= scaled.amax(-1, keepdim=True)
-        threshold = find_thresholds(scaled, batch.top_k, batch.top_p, batch.log_min_p)
+        scaled = logits if drawing.size == rows.size else logits[_on(logits, drawing)]
+        if batch.temperature is not None:
+            scaled /= batch.temperature
+        p = torch.softmax(scaled, dim=-1)
+        filter_probabilities(p, batch.min_p, batch.top_k, batch.top_p)
         noise = uniforms(self._seed[rows[drawing]], lengths[drawing])
-        drawn = invert_cdf(_weights(scaled, threshold), torch.from_numpy(noise).to(logits.device))
-        return drawn.clamp(max=self.vocab_size - 1).cpu().numpy()  # a row of NaN has no weight anywhere
+        return invert_cdf(p, _on(logits, noise)).cpu().numpy()
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -199,68 +198,91 @@ def argmax(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return ids_on_device.cpu().numpy(), best.cpu().numpy()
 
 
-def find_thresholds(scaled: Tensor, top_k: np.ndarray, top_p: np.ndarray, log_min_p: Tensor) -> Tensor:
-    """The smallest scaled logit that may be drawn, per row [d, 1].
+def filter_probabilities(p: Tensor, min_p: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> None:
+    """Set to 0 in place what may not be drawn: first by min_p and top_k, then by top_p of what those left.
 
-    scaled [d, vocab]: logits over temperature minus their maximum; top_k int [d], 0 for off; top_p [d]; log_min_p [d].
-    min_p holds first, then top_k, and top_p counts what those left.
+    p [d, vocab], each row summing to 1; min_p [d], relative to the row's largest; top_k [d], 0 for off; top_p [d], at
+    least 1 for off. Rows are not normalised again.
     """
-    threshold = log_min_p[:, None].to(scaled.dtype).clone()
-    filtered = np.flatnonzero((top_k > 0) | (top_p < 1.0))
-    vocab_size = scaled.shape[-1]
-    candidates = min(vocab_size, max(CANDIDATES, int(top_k.max(initial=0))))
-    while filtered.size:
-        index = torch.from_numpy(filtered).to(scaled.device)
-        found, complete = _filter(scaled[index], threshold[index], top_k[filtered], top_p[filtered], candidates)
-        threshold[index[complete]] = found[complete]
-        filtered = filtered[~complete.cpu().numpy()]
-        candidates = vocab_size  # a flat distribution: the likely few were not enough
-    return threshold
+    if min_p.any():
+        _cut(p, p.amax(-1, keepdim=True) * _on(p, min_p)[:, None])
+    limited = np.flatnonzero(top_k > 0)
+    if limited.size:
+        best = largest(_rows(p, limited), int(top_k.max()))
+        kth = p.new_zeros(len(p), 1)
+        kth[_on(p, limited)] = best.gather(-1, _on(p, top_k[limited] - 1)[:, None])
+        _cut(p, kth)
+    nucleus = np.flatnonzero(top_p < 1)
+    if nucleus.size:
+        _cut(p, _nucleus_cuts(p, nucleus, top_p))
 
 
-def _filter(scaled: Tensor, threshold: Tensor, top_k: np.ndarray, top_p: np.ndarray, candidates: int) -> tuple[Tensor, Tensor]:
-    """Thresholds [f, 1] from the `candidates` largest values, and whether those were enough, bool [f]."""
-    best = scaled.topk(candidates, dim=-1).values
-    kth = torch.from_numpy(np.where(top_k > 0, top_k, 1) - 1).to(best.device)[:, None]
-    limited = torch.from_numpy(top_k > 0).to(best.device)[:, None]
-    threshold = torch.where(limited, torch.maximum(threshold, best.gather(-1, kth)), threshold)
-    nucleus = torch.from_numpy(top_p).to(best.device)[:, None]
-    covered = torch.where(best >= threshold, best, -torch.inf).exp().cumsum(-1, dtype=torch.float64)
-    if candidates == scaled.shape[-1]:
-        total = covered[:, -1:]
-    else:
-        total = torch.where(scaled >= threshold, scaled, -torch.inf).exp().sum(-1, keepdim=True, dtype=torch.float64)
-    last = (covered < nucleus * total).sum(-1, keepdim=True)  # how many fall short of top_p: the next one reaches it
-    off = nucleus >= 1.0
-    complete = (last < candidates) | off
-    cut = best.gather(-1, last.clamp(max=candidates - 1))
-    return torch.where(off, threshold, torch.maximum(threshold, cut)), complete[:, 0]
+def _nucleus_cuts(p: Tensor, rows: np.ndarray, top_p: np.ndarray) -> Tensor:
+    """The smallest probability that still belongs to the fewest whose sum reaches top_p, [d, 1]; 0 outside `rows`."""
+    cuts = p.new_zeros(len(p), 1)
+    vocab_size = p.shape[-1]
+    candidates = min(CANDIDATES, vocab_size)
+    while rows.size:
+        index = _on(p, rows)
+        chosen = _rows(p, rows)
+        best = largest(chosen, candidates)
+        sums = best.cumsum(-1, dtype=torch.float64)
+        total = sums[:, -1:] if candidates == vocab_size else _tile_sums(chosen).sum(-1, keepdim=True, dtype=torch.float64)
+        short = (sums < _on(p, top_p[rows])[:, None] * total).sum(-1, keepdim=True)  # so many fall short, the next reaches it
+        cuts[index] = best.gather(-1, short.clamp(max=candidates - 1))
+        rows = rows[(short[:, 0] == candidates).cpu().numpy()]
+        candidates = min(candidates * MORE_CANDIDATES, vocab_size)
+    return cuts
 
 
-def _weights(scaled: Tensor, threshold: Tensor) -> Tensor:
-    """Unnormalised probabilities, 0 below the threshold, padded with 0 to whole tiles: [d, tiles * TILE]."""
-    rows, vocab_size = scaled.shape
-    tiles = -(-vocab_size // TILE)
-    weights = scaled.new_zeros(rows, tiles * TILE)
-    weights[:, :vocab_size] = torch.where(scaled >= threshold, scaled, -torch.inf).exp()
-    return weights
+def largest(values: Tensor, count: int) -> Tensor:
+    """The `count` largest of each row, in descending order, [d, count]."""
+    if values.device.type != "cpu":
+        return values.topk(count, dim=-1).values
+    array = values.numpy()  # numpy selects and sorts with vector instructions, ten times as fast as torch on a CPU
+    if count < array.shape[1]:
+        array = np.partition(array, array.shape[1] - count, axis=1)[:, -count:]
+    return torch.from_numpy(np.sort(array, axis=1)[:, ::-1].copy())
+
+
+def _cut(p: Tensor, threshold: Tensor) -> None:
+    p.masked_fill_(p < threshold, 0.0)
+
+
+def _rows(values: Tensor, rows: np.ndarray) -> Tensor:
+    return values if rows.size == len(values) else values[_on(values, rows)]
+
+
+def _on(like: Tensor, array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array).to(like.device)
 
 
 def invert_cdf(weights: Tensor, noise: Tensor) -> Tensor:
     """The token id at which the cumulative distribution passes `noise` (float64 [d], in [0, 1)), int64 [d].
 
-    weights [d, tiles * TILE] >= 0, not normalised. Two levels: find the tile by the sums, then the id inside, in float64.
+    weights [d, vocab] >= 0, not normalised. Two levels: find the tile by the sums, then the id inside, in float64.
     """
-    tiled = weights.view(weights.shape[0], -1, TILE)
-    ends = tiled.sum(-1).cumsum(-1, dtype=torch.float64)
+    vocab_size = weights.shape[-1]
+    sums = _tile_sums(weights)
+    ends = sums.cumsum(-1, dtype=torch.float64)
     target = noise[:, None] * ends[:, -1:]
-    tile = (ends <= target).sum(-1).clamp(max=tiled.shape[1] - 1)
-    starts = torch.nn.functional.pad(ends, (1, 0))
-    rest = target - starts.gather(-1, tile[:, None])
-    inside = tiled[torch.arange(tiled.shape[0], device=tiled.device), tile].cumsum(-1, dtype=torch.float64)
+    tile = (ends <= target).sum(-1, keepdim=True).clamp(max=ends.shape[1] - 1)
+    rest = target - (ends - sums).gather(-1, tile)
+    ids = tile * TILE + torch.arange(TILE, device=weights.device)
+    inside = weights.gather(-1, ids.clamp(max=vocab_size - 1)) * (ids < vocab_size)
+    inside = inside.cumsum(-1, dtype=torch.float64)
     # The tile's sum in float32 may exceed its float64 one by a rounding: stay below the end, so the id has weight.
     rest = torch.minimum(rest, inside[:, -1:] * (1 - 1e-12))
-    return tile * TILE + (inside <= rest).sum(-1).clamp(max=TILE - 1)
+    # A row of NaN has no weight anywhere; its caller throws the token away, but it must be one.
+    return (tile[:, 0] * TILE + (inside <= rest).sum(-1)).clamp(max=vocab_size - 1)
+
+
+def _tile_sums(weights: Tensor) -> Tensor:
+    whole = weights.shape[-1] // TILE * TILE
+    tiles = weights[:, :whole].unflatten(-1, (-1, TILE)).sum(-1)
+    if whole == weights.shape[-1]:
+        return tiles
+    return torch.cat([tiles, weights[:, whole:].sum(-1, keepdim=True)], dim=-1)
 
 
 def _raw_logprobs(logits: Tensor, wanted: list[tuple[int, int]]) -> Tensor | None:

@@ -151,7 +151,7 @@ def test_an_epoch_that_is_here_or_older_is_refused_and_a_newer_one_replaces_it(e
     engine.add(request("a", PROMPT, output=[7], epoch=2), 0.0)
     out = engine.step(1.0)
     assert [(item.epoch, item.index) for item in items_of(out)] == [(2, 1)]
-    assert out.removed == [] and [brief.epoch for brief in out.changed] == [2]
+    assert out.removed == ["a"] and [brief.epoch for brief in out.changed] == [2]
     engine.check()
 
 

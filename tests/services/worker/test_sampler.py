@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.sampler import Drawn, Sampler, find_thresholds, invert_cdf, uniforms
+from services.worker.engine.sampler import Drawn, Sampler, filter_probabilities, invert_cdf, uniforms
 from shared.model import SamplingParams
 
 DRAWS = 4000
@@ -93,7 +93,7 @@ def test_draws_of_one_sequence_follow_the_distribution_too() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_threshold_keeps_exactly_what_the_definitions_keep(seed: int) -> None:
+def test_filters_keep_exactly_what_their_definitions_keep(seed: int) -> None:
     rng = np.random.default_rng(seed)
     vocab, rows = 700, 40
     logits = logits_of(rows, vocab, seed=seed, spread=float(rng.uniform(0.05, 6)))
@@ -106,26 +106,22 @@ def test_the_threshold_keeps_exactly_what_the_definitions_keep(seed: int) -> Non
         )
         for _ in range(rows)
     ]
-    scaled = logits / torch.tensor([[one.temperature] for one in params])
-    scaled -= scaled.amax(-1, keepdim=True)
-    threshold = find_thresholds(
-        scaled,
+    p = torch.softmax(logits / torch.tensor([[one.temperature] for one in params]), -1)
+    filter_probabilities(
+        p,
+        np.array([one.min_p for one in params], np.float32),
         np.array([one.top_k if one.top_k < vocab else 0 for one in params]),
         np.array([one.top_p for one in params]),
-        torch.tensor([one.min_p for one in params]).log(),
     )
     for i, one in enumerate(params):
         naive = naive_probabilities(logits[i], one) > 0
-        kept = scaled[i] >= threshold[i]
-        assert (kept != naive).sum() <= 1, f"row {i}: {one}"  # one token may lie on the border, up to rounding
+        assert ((p[i] > 0) != naive).sum() <= 1, f"row {i}: {one}"  # one token may lie on the border, up to rounding
 
 
 def test_equal_values_at_the_border_all_stay() -> None:
-    scaled = torch.tensor([[0.0, -1.0, -1.0, -1.0, -2.0]])
-    off = torch.tensor([-torch.inf])
-    by_k = find_thresholds(scaled, np.array([2]), np.array([1.0]), off)
-    by_p = find_thresholds(scaled, np.array([0]), np.array([0.6]), off)
-    assert by_k.item() == by_p.item() == -1.0
+    p = torch.tensor([[0.4, 0.2, 0.2, 0.15, 0.05]] * 3)
+    filter_probabilities(p, np.zeros(3, np.float32), np.array([2, 0, 0]), np.array([1.0, 0.5, 1.0]))
+    assert (p > 0).tolist() == [[True] * 3 + [False] * 2, [True] * 3 + [False] * 2, [True] * 5]
 
 
 def test_temperature_zero_is_the_argmax() -> None:

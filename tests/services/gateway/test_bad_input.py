@@ -1,0 +1,244 @@
+"""Bad input gets a 4xx that names the field and the reason, and disturbs nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests.services.gateway.conftest import Mesh
+from tests.services.gateway.support import assigned, running_gateway
+from tests.support import eventually
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hello"}]}
+TEXT: dict[str, Any] = {"model": "demo", "prompt": "hello"}
+
+
+async def post(http: aiohttp.ClientSession, url: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with http.post(url, data=data, headers=headers) as answer:
+        return answer.status, (await answer.json())["error"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", "many"),
+        ("max_tokens", -1),
+        ("max_tokens", 0),
+        ("max_tokens", 1e30),
+        ("max_tokens", 10**12),
+        ("max_tokens", 4096),
+        ("max_completion_tokens", 257),
+        ("temperature", -0.1),
+        ("temperature", 3),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("n", 0),
+        ("n", 100_000),
+        ("presence_penalty", 9),
+        ("frequency_penalty", -9),
+        ("repetition_penalty", 0),
+        ("seed", 2**70),
+        ("seed", "x"),
+        ("min_tokens", 300),
+        ("logit_bias", {"5": 1000}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"99999": 1}),
+        ("logit_bias", {"²": 1}),
+        ("stop", ""),
+        ("stop", ["a"] * 17),
+        ("stop", ["x" * 2000]),
+        ("stop_token_ids", [-1]),
+        ("top_logprobs", 5),
+        ("top_logprobs", 21),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("messages", []),
+        ("messages", "hello"),
+        ("model", 7),
+        ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}),
+        ("functions", [{}]),
+        ("audio", {"voice": "x"}),
+        ("modalities", ["audio"]),
+        ("chat_template", "{{ 1 }}"),
+        ("guided_json", {"type": "object"}),
+        ("prompt_logprobs", 1),
+    ],
+)
+async def test_a_bad_chat_field_is_named(mesh: Mesh, http: aiohttp.ClientSession, field: str, value: Any) -> None:
+    status, error = await post(http, f"{mesh.url}/v1/chat/completions", CHAT | {field: value})
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert error["param"].split("[")[0].split(".")[0] == field
+    assert error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [7]}, "messages[0]"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": None}, "messages"),
+    ],
+)
+async def test_a_bad_message_is_named(mesh: Mesh, http: aiohttp.ClientSession, body: Any, param: str) -> None:
+    status, error = await post(http, f"{mesh.url}/v1/chat/completions", CHAT | body)
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", []),
+        ("prompt", ""),
+        ("prompt", 7),
+        ("prompt", [["a"]]),
+        ("prompt", ["a", 1]),
+        ("prompt", [-1]),
+        ("prompt", [512]),
+        ("prompt", [[1], []]),
+        ("prompt", [True]),
+        ("prompt", ["a"] * 500),
+        ("suffix", "x"),
+        ("best_of", 3),
+        ("logprobs", 21),
+        ("logprobs", True),
+    ],
+)
+async def test_a_bad_completion_field_is_named(mesh: Mesh, http: aiohttp.ClientSession, field: str, value: Any) -> None:
+    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {field: value})
+    assert (status, error["param"]) == (400, field)
+
+
+async def test_echo_with_logprobs_is_refused(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {"echo": True, "logprobs": 1})
+    assert (status, error["param"]) == (400, "echo")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"messages": "\xff"}', b'{"model": "\\ud800"}', b'{"x":' + b"[" * 100_000, b"\x00"]
+)
+async def test_what_is_no_json_object_is_a_400(mesh: Mesh, http: aiohttp.ClientSession, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/load_lora_adapter", "/v1/adapters"):
+        status, error = await post(http, mesh.url + path, body)
+        assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+async def test_an_unknown_model_is_a_404_in_both_spellings(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    for name in ("nobody", "demo:nobody", "other:upper"):
+        status, error = await post(http, f"{mesh.url}/v1/chat/completions", CHAT | {"model": name})
+        assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+async def test_a_prompt_longer_than_the_context_names_both_numbers(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {"prompt": [5] * 300})
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    assert "256" in error["message"]
+    assert "300" in error["message"]
+    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {"prompt": [5] * 250, "max_tokens": 7})
+    assert (status, error["param"]) == (400, "max_tokens")
+    assert "250" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("x-slo-class", "royal"), ("x-slo-ttft-ms", "soon"), ("x-slo-ttft-ms", "-1"), ("x-slo-tpot-ms", "nan"), ("x-slo-tpot-ms", "1e99")],
+)
+async def test_a_bad_objective_names_its_header(mesh: Mesh, http: aiohttp.ClientSession, name: str, value: str) -> None:
+    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT, **{name: value})
+    assert status == 400
+    assert error["param"].replace("_", "-") == name
+
+
+async def test_an_oversized_body_is_refused_before_it_is_read(mesh: Mesh) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", mesh.gateway.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n{")
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert b" 413 " in head
+    assert b"connection: close" in head.lower()
+    writer.close()
+
+
+async def test_an_oversized_body_of_unknown_length_is_refused_on_the_way(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    sent = 0
+
+    async def endless() -> Any:
+        nonlocal sent
+        while sent < 100 << 20:
+            sent += 1 << 16
+            yield b" " * (1 << 16)
+
+    status = 0
+    try:
+        async with http.post(f"{mesh.url}/v1/completions", data=endless()) as answer:
+            status = answer.status
+    except aiohttp.ClientConnectionError:
+        pass  # the connection was closed while we were still sending
+    assert status in (0, 413)
+    assert sent < 50 << 20
+
+
+async def test_unknown_paths_and_methods_answer_in_the_same_shape(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    async with http.get(f"{mesh.url}/v1/nothing") as answer:
+        assert answer.status == 404
+        assert "message" in (await answer.json())["error"]
+    async with http.get(f"{mesh.url}/v1/chat/completions") as answer:
+        assert answer.status == 405
+        assert "message" in (await answer.json())["error"]
+
+
+async def test_errors_are_the_classes_that_openai_clients_know(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.completions.create(model="demo", prompt="x", temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.completions.create(model="nobody", prompt="x", stream=True)
+    assert missing.value.code == "model_not_found"
+
+
+async def test_no_bad_request_reaches_a_worker_or_disturbs_a_good_one(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    good = asyncio.ensure_future(http.post(f"{mesh.url}/v1/completions", json=TEXT))
+    request = await assigned(mesh.first)
+    bad = [CHAT | {"temperature": -1}, TEXT, {"x": 1}, CHAT | {"model": "nobody"}, CHAT | {"messages": [{}]}]
+    for body in bad:
+        assert (await post(http, f"{mesh.url}/v1/chat/completions", body))[0] in (400, 404)
+    await mesh.first.emit(request, 0, mesh.gateway.prompts.tokenizer.encode("fine").ids, "length")
+    answer = await (await good).json()
+    assert answer["choices"][0]["text"] == "fine"
+    assert len(mesh.first.assigned) == 1
+
+
+async def test_with_a_key_file_only_its_keys_are_let_in_each_as_its_tenant(
+    mesh: Mesh, http: aiohttp.ClientSession, nats_url: str, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# people\nsecret-a acme\n\nsecret-b  bolt\n")
+    mesh.say("x")
+    async with running_gateway(nats_url, tmp_path, instance_id="g2", api_keys_file=str(keys)) as gateway:
+        url = f"http://127.0.0.1:{gateway.port}"
+        await eventually(lambda: not gateway.not_ready())
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret-a"}):
+            for path in ("/v1/completions", "/v1/load_lora_adapter"):
+                status, error = await post(http, url + path, TEXT, **headers)
+                assert (status, error["code"]) == (401, "invalid_api_key")
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret-b", max_retries=0) as client:
+            await client.completions.create(model="demo", prompt="x")
+        with pytest.raises(openai.AuthenticationError):
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="nope", max_retries=0) as client:
+                await client.models.list()
+        async with http.get(f"{url}/health") as answer:
+            assert answer.status == 200
+    assert mesh.first.assigned[0].tenant == "bolt"

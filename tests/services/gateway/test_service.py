@@ -1,0 +1,234 @@
+"""The gateway's life and load: limits, drain, health, metrics, what Kubernetes gateways scrape."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from services.gateway import metrics
+from services.gateway.config import GatewayConfig
+from services.gateway.service import GatewayService
+from shared.config import ConfigError
+from shared.errors import Overloaded, Unavailable
+from shared.model import RequestBrief, Residency
+from tests.services.gateway.conftest import Mesh
+from tests.services.gateway.support import assigned, cancelled, put_adapter, running_gateway
+from tests.services.gateway.support_tokenizers import write_model_dir
+from tests.support import eventually
+
+TEXT = {"model": "demo", "prompt": "hello"}
+
+
+async def scrape(http: aiohttp.ClientSession, url: str) -> str:
+    async with http.get(f"{url}/metrics") as answer:
+        assert answer.status == 200
+        return await answer.text()
+
+
+def value(text: str, series: str) -> float:
+    found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
+    assert found, series
+    return float(found[1])
+
+
+async def test_beyond_its_limit_clients_get_429_with_retry_after(
+    mesh: Mesh, http: aiohttp.ClientSession, nats_url: str, tmp_path: Path
+) -> None:
+    async with running_gateway(nats_url, tmp_path, instance_id="g2", max_inflight=1) as gateway:
+        url = f"http://127.0.0.1:{gateway.port}"
+        first = asyncio.ensure_future(http.post(f"{url}/v1/completions", json=TEXT))
+        request = await assigned(mesh.first)
+        async with http.post(f"{url}/v1/completions", json=TEXT) as answer:
+            assert answer.status == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            assert (await answer.json())["error"]["type"] == "rate_limit_error"
+        await mesh.first.emit(request, 0, [40], "length")
+        assert (await first).status == 200
+
+
+async def test_an_overloaded_mesh_is_a_429_for_openai_clients(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
+    mesh.scheduler.refuse = Overloaded("every worker is full", retry_after_s=2.4)
+    with pytest.raises(openai.RateLimitError, match="every worker is full") as refused:
+        await client.completions.create(model="demo", prompt="x", stream=True)
+    assert refused.value.response.headers["retry-after"] == "3"
+
+
+async def test_when_one_of_several_choices_is_refused_the_others_are_cancelled(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
+    async def then_refuse(_: object) -> None:
+        mesh.scheduler.refuse = Overloaded("full")
+
+    mesh.scheduler.before_answer = then_refuse
+    with pytest.raises(openai.RateLimitError):
+        await client.completions.create(model="demo", prompt="x", n=8)
+    for request in list(mesh.first.assigned):
+        await cancelled(mesh.first, request.request_id)
+    assert mesh.gateway.owner.inflight == 0
+
+
+async def test_a_drain_finishes_running_streams_and_refuses_new_ones(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(model="demo", prompt="x", stream=True)
+    request = await assigned(mesh.first)
+    draining = asyncio.ensure_future(mesh.gateway.drain())
+    await eventually(lambda: mesh.gateway.not_ready() == ["draining"])
+    with pytest.raises(openai.InternalServerError, match="shutting down"):
+        await client.completions.create(model="demo", prompt="x")
+    assert not draining.done()
+    await mesh.first.emit(request, 0, mesh.gateway.prompts.tokenizer.encode("done").ids, "length")
+    assert "".join([c.choices[0].text async for c in stream]) == "done"
+    await asyncio.wait_for(draining, 5)
+
+
+async def test_a_client_that_does_not_read_is_cut_off_and_nobody_else_notices(
+    mesh: Mesh, nats_url: str, tmp_path: Path
+) -> None:
+    async with running_gateway(nats_url, tmp_path, instance_id="g2", stream_buffer_tokens=16) as gateway:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", gateway.port))
+        body = b'{"model": "demo", "prompt": "x", "stream": true, "max_tokens": 200}'
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        request = await assigned(mesh.first)
+        index = 0
+
+        async def flood() -> bool:
+            nonlocal index
+            for _ in range(500):
+                await mesh.first.emit(request, index, [40] * 100)
+                index += 100
+            return gateway.owner.inflight == 0
+
+        await eventually(flood, within_s=30)
+        await cancelled(mesh.first, request.request_id)
+        raw.close()
+        text = metrics.REGISTRY.get_sample_value(
+            "motet_requests_total", {"adapter": "base", "slo_class": "standard", "outcome": "slow_reader"}
+        )
+        assert text
+
+
+async def test_readiness_names_what_is_missing(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    async with http.get(f"{mesh.url}/ready") as answer:
+        assert (answer.status, await answer.json()) == (200, {"ready": True, "reasons": []})
+    for worker in mesh.workers:
+        worker.mute()
+        await worker.goodbye()
+    await eventually(lambda: mesh.gateway.not_ready())
+    async with http.get(f"{mesh.url}/ready") as answer:
+        assert answer.status == 503
+        assert "no worker" in (await answer.json())["reasons"][0]
+    async with http.get(f"{mesh.url}/health") as answer:
+        assert answer.status == 200
+
+
+async def test_requests_are_measured_per_adapter_and_class(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    mesh.say("hello world")
+    before = await scrape(http, mesh.url)
+    headers = {"x-slo-class": "interactive"}
+    async with http.post(f"{mesh.url}/v1/completions", json=TEXT | {"model": "upper"}, headers=headers) as answer:
+        usage = (await answer.json())["usage"]
+    text = await scrape(http, mesh.url)
+    labels = 'adapter="upper",slo_class="interactive"'
+    assert f"motet_ttft_seconds_count{{{labels}}}" not in before
+    assert value(text, f"motet_ttft_seconds_count{{{labels}}}") == 1
+    assert value(text, f"motet_tpot_seconds_count{{{labels}}}") == 1
+    assert value(text, f"motet_queue_seconds_count{{{labels}}}") == 1
+    assert value(text, 'motet_tokens_total{adapter="upper",kind="output",slo_class="interactive"}') == usage["completion_tokens"]
+    assert value(text, 'motet_requests_total{adapter="upper",outcome="length",slo_class="interactive"}') == 1
+    assert value(text, 'motet_slo_requests_total{met="yes",objective="ttft",slo_class="interactive"}') >= 1
+
+
+async def test_adapter_labels_are_bounded(mesh: Mesh, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh.say("x")
+    monkeypatch.setattr(metrics, "ADAPTERS_MAX", len(metrics._adapters_met))
+    await put_adapter(mesh.bus, "late-comer")
+    await eventually(lambda: mesh.gateway.adapters.resolve("late-comer"))
+    async with http.post(f"{mesh.url}/v1/completions", json=TEXT | {"model": "late-comer"}) as answer:
+        assert answer.status == 200
+    text = await scrape(http, mesh.url)
+    assert 'adapter="other"' in text
+    assert "late-comer" not in text
+
+
+async def test_kubernetes_gateways_find_the_names_they_scrape(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    await put_adapter(mesh.bus, "lower")
+    await eventually(lambda: mesh.gateway.adapters.resolve("lower"))
+    mesh.first.adapters = [Residency("digest-of-upper", 8, 4096, "device"), Residency("digest-of-lower", 8, 4096, "host")]
+    mesh.first.requests = {
+        "a": RequestBrief("a", 0, "digest-of-upper", 8, 1, 1, 1, "running"),
+        "b": RequestBrief("b", 0, "digest-of-lower", 8, 1, 0, 1, "loading"),
+        "c": RequestBrief("c", 0, "", 0, 1, 0, 1, "waiting"),
+    }
+    labels = '{model_name="demo"}'
+
+    async def shown() -> str | None:
+        text = await scrape(http, mesh.url)
+        return text if f"vllm:num_requests_waiting{labels} 2.0" in text else None
+
+    text = await eventually(shown)
+    assert value(text, f"vllm:num_requests_running{labels}") == 1
+    assert value(text, f"vllm:kv_cache_usage_perc{labels}") == 0
+    info = re.search(r'^vllm:lora_requests_info\{max_lora="(\d+)",running_lora_adapters="upper",'
+                     r'waiting_lora_adapters="lower"\} (\S+)$', text, re.MULTILINE)  # fmt: skip
+    assert info, text
+    assert int(info[1]) > 1
+    assert float(info[2]) > 1.7e9
+
+
+async def test_tokens_and_texts_convert_both_ways(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    async with http.post(f"{mesh.url}/tokenize", json={"prompt": "größere", "return_token_strs": True}) as answer:
+        body = await answer.json()
+    assert (body["count"], body["max_model_len"], len(body["token_strs"])) == (len(body["tokens"]), 256, body["count"])
+    async with http.post(f"{mesh.url}/detokenize", json={"tokens": body["tokens"]}) as answer:
+        assert await answer.json() == {"prompt": "größere"}
+    async with http.post(f"{mesh.url}/tokenize", json={"messages": [{"role": "user", "content": "x"}]}) as answer:
+        assert (await answer.json())["count"] > 3
+    async with http.post(f"{mesh.url}/tokenize", json={}) as answer:
+        assert answer.status == 400
+
+
+async def test_the_status_tells_this_gateway_and_why_there_is_no_scheduler(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    async with http.get(f"{mesh.url}/v1/status") as answer:
+        body = await answer.json()
+    assert (body["gateway"]["id"], body["base_model"], body["adapters"]) == ("g1", "demo", 1)
+    assert "nobody serves" in body["error"]
+    async with http.get(f"{mesh.url}/version") as answer:
+        assert (await answer.json())["version"]
+
+
+async def test_generation_defaults_of_the_model_fill_what_a_request_leaves_out(
+    mesh: Mesh, http: aiohttp.ClientSession, nats_url: str, tmp_path: Path
+) -> None:
+    mesh.say("x")
+    write_model_dir(tmp_path / "other" / "demo", temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1)
+    async with running_gateway(nats_url, tmp_path, instance_id="g2", model=str(tmp_path / "other" / "demo")) as gateway:
+        for body in (TEXT, TEXT | {"temperature": 0, "top_k": -1}):
+            async with http.post(f"http://127.0.0.1:{gateway.port}/v1/completions", json=body) as answer:
+                assert answer.status == 200
+    first, second = (request.sampling for request in mesh.first.assigned)
+    assert (first.temperature, first.top_p, first.top_k, first.repetition_penalty) == (0.6, 0.9, 20, 1.1)
+    assert (second.temperature, second.top_k) == (0.0, 0)
+
+
+async def test_a_taken_port_is_a_clear_error(nats_url: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = GatewayConfig(nats_url=nats_url, model=str(write_model_dir(tmp_path / "demo")), port=taken.getsockname()[1])
+        service = GatewayService(config)
+        with pytest.raises(Unavailable, match="cannot listen"):
+            await service.start()
+        await service.stop()
+
+
+def test_a_bad_key_file_is_a_configuration_error_with_its_line(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a b\nonly-a-key\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        GatewayConfig(model="m", api_keys_file=str(keys)).tenants()
+    assert GatewayConfig(model="org/name").base_model == "name"

@@ -1,0 +1,75 @@
+"""Promise: frames leave in order and fit the server; what cannot be sent is given up, told, and never piles up."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.worker.frames import FrameSender
+from shared import subjects
+from shared.bus import Bus
+from shared.messages import StreamItem, TokenFrame, TokenLogprobs
+from tests.support import eventually
+
+
+class Sender:
+    def __init__(self, bus: Bus) -> None:
+        self.lost: list[tuple[str, int]] = []
+        self.frames = FrameSender(bus, "w1", lambda request_id, epoch: self.lost.append((request_id, epoch)))
+
+
+@pytest.fixture
+async def received(bus) -> list[TokenFrame]:
+    frames: list[TokenFrame] = []
+    await bus.subscribe(subjects.stream("g1"), TokenFrame, frames.append)
+    await bus.nc.flush()
+    return frames
+
+
+def item(number: int, *, index: int = 0, logprobs: int = 0) -> StreamItem:
+    one = StreamItem(f"request-{number}", 0, index, [number])
+    if logprobs:
+        one.logprobs = [TokenLogprobs(-1.0, list(range(logprobs)), [-2.5] * logprobs)]
+    return one
+
+
+async def test_a_steps_items_are_one_message_and_steps_keep_their_order(received, connect):
+    sender = Sender(await connect("worker-w1"))
+    for step in range(5):
+        sender.frames.put("g1", step, [item(i, index=step) for i in range(3)])
+    await sender.frames.flush(5)
+    await eventually(lambda: len(received) == 5)
+    assert [frame.step for frame in received] == list(range(5))
+    assert all(len(frame.items) == 3 and frame.worker_id == "w1" for frame in received)
+
+
+async def test_a_frame_larger_than_the_server_takes_is_split_without_losing_an_item(received, connect, monkeypatch):
+    bus = await connect("worker-w1")
+    monkeypatch.setattr(type(bus), "max_payload", property(lambda _: 4096 + 2000))
+    sender = Sender(bus)
+    sender.frames.put("g1", 7, [item(i, logprobs=20) for i in range(64)])
+    await eventually(lambda: sum(len(frame.items) for frame in received) == 64)
+    assert [one.tokens[0] for frame in received for one in frame.items] == list(range(64))
+    assert len(received) > 4 and {frame.step for frame in received} == {7} and sender.lost == []
+
+
+async def test_what_a_long_outage_swallowed_is_told_once_the_bus_is_back(bus, connect, nats_server, received):
+    worker = await connect("worker-w1")
+    sender = Sender(worker)
+    sender.frames.put("g1", 1, [item(1), item(2)])
+    await eventually(lambda: len(received) == 1)
+    worker.nc._max_pending_size = 1
+    nats_server.kill()
+    await eventually(lambda: not worker.connected)
+    for step in range(2, 100):
+        sender.frames.put("g1", step, [item(1, index=step)])
+    await sender.frames.flush(5)
+    assert set(sender.lost) == {("request-1", 0)}
+    await nats_server.start()
+    await eventually(lambda: worker.connected and bus.connected, within_s=15)
+    await bus.nc.flush()
+    sender.frames.put("g1", 100, [item(2, index=1)])
+    await eventually(lambda: len(received) == 3)
+    assert [one.request_id for one in received[1].items] == ["request-2"]
+    [apology] = received[2].items
+    assert (apology.request_id, apology.index, apology.finish) == ("request-1", 2, "error")
+    assert apology.error.code == "worker_lost"
