@@ -113,23 +113,33 @@ def _laps(streams: int, laps: int, output_tokens: int, stack: Stack, data: Path,
     mesh, alone = Side(), Side()
     port = int(stack.urls[0].rsplit(":", 1)[1])
     pipe, engine_pid = engine
-    for lap in range(laps + 1):
-        asked = prompts(streams, PROMPT_TOKENS, seed=1000 * streams + lap)
-        before, cpu = _engine_s(data), _mesh_cpu_s(data)
-        mesh_lap = stream(port, asked, output_tokens)
-        share = (_engine_s(data) - before) / max(mesh_lap.last_s)
-        cpu_after, engine_cpu = _mesh_cpu_s(data), cpu_s(engine_pid)
+
+    def in_mesh(asked: list[list[int]]) -> tuple[Lap, float, dict[str, float]]:
+        engine_before, before = _engine_s(data), _mesh_cpu_s(data)
+        lap = stream(port, asked, output_tokens)
+        after = _mesh_cpu_s(data)
+        return lap, (_engine_s(data) - engine_before) / max(lap.last_s), {kind: after[kind] - before[kind] for kind in after}
+
+    def in_engine(asked: list[list[int]]) -> tuple[Lap, float]:
+        before = cpu_s(engine_pid)
         pipe.send((asked, output_tokens))
         if not pipe.poll(600):
             raise RuntimeError("the engine hangs")
-        alone_lap = pipe.recv()
-        if lap:
+        return pipe.recv(), cpu_s(engine_pid) - before
+
+    for number in range(laps + 1):
+        asked = prompts(streams, PROMPT_TOKENS, seed=1000 * streams + number)
+        if number % 2:
+            (mesh_lap, share, mesh_cpu), (alone_lap, alone_cpu) = in_mesh(asked), in_engine(asked)
+        else:
+            (alone_lap, alone_cpu), (mesh_lap, share, mesh_cpu) = in_engine(asked), in_mesh(asked)
+        if number:
             mesh.laps.append(mesh_lap)
             mesh.engine_share.append(share)
-            for kind in cpu:
-                mesh.cpu_s[kind] += cpu_after[kind] - cpu[kind]
+            for kind, used in mesh_cpu.items():
+                mesh.cpu_s[kind] += used
             alone.laps.append(alone_lap)
-            alone.cpu_s["engine"] += cpu_s(engine_pid) - engine_cpu
+            alone.cpu_s["engine"] += alone_cpu
     return mesh, alone
 
 

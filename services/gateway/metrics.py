@@ -113,6 +113,10 @@ class FleetCollector(Collector):
     def __init__(self, fleet: Fleet, model_name: str, names: Callable[[], dict[str, str]]) -> None:
         self._fleet, self._model_name, self._names = fleet, model_name, names
 
+    def describe(self) -> list[Metric]:
+        """Nothing ahead of the scrape: what is there depends on the workers."""
+        return []
+
     def collect(self) -> Iterator[Metric]:
         workers = list(self._fleet.workers().values())
         phases = Tally(brief.phase for view in workers for brief in view.requests.values())

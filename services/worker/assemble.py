@@ -47,6 +47,8 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = read_model_config(model_dir)
+        if config.max_model_len > model.max_model_len:
+            raise ConfigError(f"--max-model-len: {config.max_model_len} is more than the model's {model.max_model_len}")
         kv_blocks = _kv_blocks(config, model, model_dir, device)
         runner = ModelRunner(
             model_dir,
@@ -61,8 +63,6 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
         )
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from None
-    if config.max_model_len > model.max_model_len:
-        raise ConfigError(f"--max-model-len: {config.max_model_len} is more than the model's {model.max_model_len}")
     max_model_len = min(config.max_model_len or model.max_model_len, kv_blocks * config.block_size)
     engine = Engine(
         runner,

@@ -35,12 +35,11 @@ class Mesh:
     def second(self) -> FakeWorker:
         return self.workers[1]
 
-    def say(self, *texts: str, logprobs: bool = False) -> list[str]:
-        """Every worker answers with these texts, request by request (the last one again and again); returns them."""
+    def say(self, *texts: str) -> None:
+        """Every worker answers with these texts, request by request (the last one again and again)."""
         answers = [self.gateway.prompts.tokenizer.encode(text).ids for text in texts]
         for worker in self.workers:
             worker.speak = lambda _: answers.pop(0) if len(answers) > 1 else answers[0]
-        return list(texts)
 
 
 @pytest.fixture
@@ -65,5 +64,3 @@ async def client(mesh: Mesh) -> AsyncIterator[openai.AsyncOpenAI]:
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession() as session:
         yield session
-
-

@@ -12,8 +12,8 @@ from services.gateway.config import GatewayConfig
 from services.gateway.service import GatewayService
 from shared import subjects
 from shared.bus import Bus
-from shared.errors import MotetError, Unavailable
-from shared.messages import Assigned, AssignReply, Cancel, GenerateRequest, Refused, SubmitReply
+from shared.errors import MotetError, Overloaded, Unavailable
+from shared.messages import AdapterInfo, Assigned, AssignReply, Cancel, GenerateRequest, Refused, SubmitReply
 from shared.model import AdapterEntry, AdapterVersion
 from tests.services.gateway.support_tokenizers import write_model_dir
 from tests.support import eventually
@@ -29,6 +29,7 @@ class FakeScheduler:
         self.bus, self.workers = bus, workers
         self.submitted: list[GenerateRequest] = []
         self.refuse: MotetError | None = None
+        self.refuse_choice: int | None = None  # refuse only this choice of a request
         self.before_answer: Callable[[GenerateRequest], Awaitable[None]] | None = None
 
     async def start(self) -> None:
@@ -38,6 +39,8 @@ class FakeScheduler:
         self.submitted.append(request)
         if self.refuse is not None:
             raise self.refuse
+        if request.request_id.endswith(f"-{self.refuse_choice}"):
+            raise Overloaded("full")
         for worker_id in self.workers:
             if worker_id in request.exclude_workers:
                 continue
@@ -51,9 +54,8 @@ class FakeScheduler:
 
 
 async def start_workers(connect: Connect, *names: str, **limits: int) -> list[FakeWorker]:
-    workers = [
-        FakeWorker(await connect(name), name, limits=worker_limits(max_model_len=limits.get("max_model_len", 256))) for name in names
-    ]
+    given = worker_limits(**({"max_model_len": 256} | limits))
+    workers = [FakeWorker(await connect(name), name, limits=given) for name in names]
     for worker in workers:
         await worker.start()
     return workers
@@ -76,7 +78,9 @@ async def cancelled(worker: FakeWorker, request_id: str, epoch: int | None = Non
     return cancel
 
 
-async def put_adapter(bus: Bus, name: str, *, digest: str = "", rank: int = 8, version: int = 1, alias_of: str | None = None) -> None:
+async def put_adapter(
+    bus: Bus, name: str, *, digest: str = "", rank: int = 8, version: int = 1, alias_of: str | None = None
+) -> AdapterInfo:
     """What the registry writes for an adapter."""
     digest = digest or f"digest-of-{name}"
     kv = await bus.key_value(subjects.KV_ADAPTERS)
@@ -94,6 +98,7 @@ async def put_adapter(bus: Bus, name: str, *, digest: str = "", rank: int = 8, v
     entry = AdapterEntry(name=name, digest=digest, version=version, alias_of=alias_of, updated_unix_ms=1_700_000_000_000)
     await kv.put(f"version.{digest}", msgspec.json.encode(stored))
     await kv.put(f"name.{name}", msgspec.json.encode(entry))
+    return AdapterInfo(entry=entry, version=stored)
 
 
 @asynccontextmanager
@@ -109,5 +114,3 @@ async def running_gateway(nats_url: str, tmp_path: Path, **options: object) -> A
         yield gateway
     finally:
         await gateway.stop()
-
-

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-CORPUS = ["the quick brown fox jumps over the lazy dog", "größere Äpfel", "日本語のテキスト", "naïve café", "hello world, hello!"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "größere Äpfel",
+    "日本語のテキスト",
+    "naïve café",
+    "hello world, hello!",
+]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('unknown role ' + m['role']) }}{% endif %}<|{{ m['role'] }}|>{{ m['content'] | trim }}</s>\n"
@@ -67,12 +73,16 @@ def word_piece() -> Tokenizer:
 
 
 def write_model_dir(
-    path: Path, tokenizer: Tokenizer | None = None, *, context: int = 256, chat_template: str = CHAT_TEMPLATE, **generation: object
+    path: Path,
+    tokenizer: Tokenizer | None = None,
+    *,
+    chat_template: str = CHAT_TEMPLATE,
+    **generation: object,
 ) -> Path:
-    """What the gateway reads of a model: everything but weights."""
+    """What the gateway reads of a model: everything but weights. Its context is 256 tokens."""
     path.mkdir(parents=True, exist_ok=True)
     (tokenizer or byte_level()).save(str(path / "tokenizer.json"))
-    config = {"model_type": "llama", "vocab_size": 512, "max_position_embeddings": context}
+    config = {"model_type": "llama", "vocab_size": 512, "max_position_embeddings": 256}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",

@@ -25,116 +25,119 @@ async def post(http: aiohttp.ClientSession, url: str, body: Any, **headers: str)
         return answer.status, (await answer.json())["error"]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", "many"),
-        ("max_tokens", -1),
-        ("max_tokens", 0),
-        ("max_tokens", 1e30),
-        ("max_tokens", 10**12),
-        ("max_tokens", 4096),
-        ("max_completion_tokens", 257),
-        ("temperature", -0.1),
-        ("temperature", 3),
-        ("temperature", "hot"),
-        ("top_p", 0),
-        ("top_p", 1.5),
-        ("top_k", -2),
-        ("min_p", 2),
-        ("n", 0),
-        ("n", 100_000),
-        ("presence_penalty", 9),
-        ("frequency_penalty", -9),
-        ("repetition_penalty", 0),
-        ("seed", 2**70),
-        ("seed", "x"),
-        ("min_tokens", 300),
-        ("logit_bias", {"5": 1000}),
-        ("logit_bias", {"five": 1}),
-        ("logit_bias", {"99999": 1}),
-        ("logit_bias", {"²": 1}),
-        ("stop", ""),
-        ("stop", ["a"] * 17),
-        ("stop", ["x" * 2000]),
-        ("stop_token_ids", [-1]),
-        ("top_logprobs", 5),
-        ("top_logprobs", 21),
-        ("stream", "yes"),
-        ("stream_options", {"include_usage": True}),
-        ("messages", []),
-        ("messages", "hello"),
-        ("model", 7),
-        ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
-        ("functions", [{}]),
-        ("audio", {"voice": "x"}),
-        ("modalities", ["audio"]),
-        ("chat_template", "{{ 1 }}"),
-        ("guided_json", {"type": "object"}),
-        ("prompt_logprobs", 1),
-    ],
-)
-async def test_a_bad_chat_field_is_named(mesh: Mesh, http: aiohttp.ClientSession, field: str, value: Any) -> None:
-    status, error = await post(http, f"{mesh.url}/v1/chat/completions", CHAT | {field: value})
-    assert (status, error["type"]) == (400, "invalid_request_error")
-    assert error["param"].split("[")[0].split(".")[0] == field
-    assert error["message"]
+BAD_CHAT_FIELDS: list[tuple[str, Any]] = [
+    ("max_tokens", "many"),
+    ("max_tokens", -1),
+    ("max_tokens", 0),
+    ("max_tokens", 1e30),
+    ("max_tokens", 10**12),
+    ("max_tokens", 4096),
+    ("max_completion_tokens", 257),
+    ("temperature", -0.1),
+    ("temperature", 3),
+    ("temperature", "hot"),
+    ("top_p", 0),
+    ("top_p", 1.5),
+    ("top_k", -2),
+    ("min_p", 2),
+    ("n", 0),
+    ("n", 100_000),
+    ("presence_penalty", 9),
+    ("frequency_penalty", -9),
+    ("repetition_penalty", 0),
+    ("seed", 2**70),
+    ("seed", "x"),
+    ("min_tokens", 300),
+    ("logit_bias", {"5": 1000}),
+    ("logit_bias", {"five": 1}),
+    ("logit_bias", {"99999": 1}),
+    ("logit_bias", {"²": 1}),
+    ("stop", ""),
+    ("stop", ["a"] * 17),
+    ("stop", ["x" * 2000]),
+    ("stop_token_ids", [-1]),
+    ("top_logprobs", 5),
+    ("top_logprobs", 21),
+    ("stream", "yes"),
+    ("stream_options", {"include_usage": True}),
+    ("messages", []),
+    ("messages", "hello"),
+    ("model", 7),
+    ("tools", [{"type": "function"}]),
+    ("response_format", {"type": "json_object"}),
+    ("functions", [{}]),
+    ("audio", {"voice": "x"}),
+    ("modalities", ["audio"]),
+    ("chat_template", "{{ 1 }}"),
+    ("guided_json", {"type": "object"}),
+    ("prompt_logprobs", 1),
+]
+BAD_MESSAGES: list[tuple[Any, str]] = [
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    ({"messages": [7]}, "messages[0]"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+    ({"messages": None}, "messages"),
+]
+BAD_COMPLETION_FIELDS: list[tuple[str, Any]] = [
+    ("prompt", []),
+    ("prompt", ""),
+    ("prompt", 7),
+    ("prompt", [["a"]]),
+    ("prompt", ["a", 1]),
+    ("prompt", [-1]),
+    ("prompt", [512]),
+    ("prompt", [[1], []]),
+    ("prompt", [True]),
+    ("prompt", ["a"] * 500),
+    ("suffix", "x"),
+    ("best_of", 3),
+    ("logprobs", 21),
+    ("logprobs", True),
+]
+NO_JSON = [b"", b"{", b"[]", b"null", b'{"messages": "\xff"}', b'{"model": "\\ud800"}', b'{"x":' + b"[" * 100_000, b"\x00"]
+BAD_OBJECTIVES = [
+    ("x-slo-class", "royal"),
+    ("x-slo-ttft-ms", "soon"),
+    ("x-slo-ttft-ms", "-1"),
+    ("x-slo-tpot-ms", "nan"),
+    ("x-slo-tpot-ms", "1e99"),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-        ({"messages": [7]}, "messages[0]"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-        ({"messages": None}, "messages"),
-    ],
-)
-async def test_a_bad_message_is_named(mesh: Mesh, http: aiohttp.ClientSession, body: Any, param: str) -> None:
-    status, error = await post(http, f"{mesh.url}/v1/chat/completions", CHAT | body)
-    assert (status, error["param"]) == (400, param)
+async def test_every_bad_chat_field_is_named(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    for field, value in BAD_CHAT_FIELDS:
+        status, error = await post(http, f"{mesh.url}/v1/chat/completions", CHAT | {field: value})
+        assert (status, error["type"]) == (400, "invalid_request_error"), (field, value, error)
+        assert error["param"].split("[")[0].split(".")[0] == field, (field, value, error)
+        assert error["message"]
+    assert not mesh.first.assigned
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("prompt", []),
-        ("prompt", ""),
-        ("prompt", 7),
-        ("prompt", [["a"]]),
-        ("prompt", ["a", 1]),
-        ("prompt", [-1]),
-        ("prompt", [512]),
-        ("prompt", [[1], []]),
-        ("prompt", [True]),
-        ("prompt", ["a"] * 500),
-        ("suffix", "x"),
-        ("best_of", 3),
-        ("logprobs", 21),
-        ("logprobs", True),
-    ],
-)
-async def test_a_bad_completion_field_is_named(mesh: Mesh, http: aiohttp.ClientSession, field: str, value: Any) -> None:
-    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {field: value})
-    assert (status, error["param"]) == (400, field)
+async def test_every_bad_message_is_named(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    for body, param in BAD_MESSAGES:
+        status, error = await post(http, f"{mesh.url}/v1/chat/completions", CHAT | body)
+        assert (status, error["param"]) == (400, param), (body, error)
 
 
-async def test_echo_with_logprobs_is_refused(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+async def test_every_bad_completion_field_is_named(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    for field, value in BAD_COMPLETION_FIELDS:
+        status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {field: value})
+        assert (status, error["param"]) == (400, field), (field, value, error)
     status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {"echo": True, "logprobs": 1})
     assert (status, error["param"]) == (400, "echo")
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'{"messages": "\xff"}', b'{"model": "\\ud800"}', b'{"x":' + b"[" * 100_000, b"\x00"]
-)
-async def test_what_is_no_json_object_is_a_400(mesh: Mesh, http: aiohttp.ClientSession, body: bytes) -> None:
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/load_lora_adapter", "/v1/adapters"):
-        status, error = await post(http, mesh.url + path, body)
-        assert (status, error["type"]) == (400, "invalid_request_error")
+async def test_what_is_no_json_object_is_a_400(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    for body in NO_JSON:
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            status, error = await post(http, mesh.url + path, body)
+            assert (status, error["type"]) == (400, "invalid_request_error"), (path, body[:40], error)
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters", "/tokenize"):
+        status, error = await post(http, mesh.url + path, b"{")
+        assert (status, error["type"]) == (400, "invalid_request_error"), (path, error)
 
 
 async def test_an_unknown_model_is_a_404_in_both_spellings(mesh: Mesh, http: aiohttp.ClientSession) -> None:
@@ -153,14 +156,11 @@ async def test_a_prompt_longer_than_the_context_names_both_numbers(mesh: Mesh, h
     assert "250" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("x-slo-class", "royal"), ("x-slo-ttft-ms", "soon"), ("x-slo-ttft-ms", "-1"), ("x-slo-tpot-ms", "nan"), ("x-slo-tpot-ms", "1e99")],
-)
-async def test_a_bad_objective_names_its_header(mesh: Mesh, http: aiohttp.ClientSession, name: str, value: str) -> None:
-    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT, **{name: value})
-    assert status == 400
-    assert error["param"].replace("_", "-") == name
+async def test_a_bad_objective_names_its_header(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    for name, value in BAD_OBJECTIVES:
+        status, error = await post(http, f"{mesh.url}/v1/completions", TEXT, **{name: value})
+        assert status == 400, (name, value, error)
+        assert error["param"].replace("_", "-") == name
 
 
 async def test_an_oversized_body_is_refused_before_it_is_read(mesh: Mesh) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from shared.errors import MotetError
 from shared.messages import TokenLogprobs, unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, cancelled
@@ -171,13 +172,9 @@ async def test_stop_strings_end_the_text_and_never_leak(mesh: Mesh, client: Clie
     assert answer.choices[0].text == "hello world <END>"
 
 
-def with_logprobs(mesh: Mesh, text: str) -> list[int]:
-    tokens: list[int] = mesh.gateway.prompts.tokenizer.encode(text).ids
-    return tokens
-
-
-async def emit_with_logprobs(mesh: Mesh, count: int, text: str) -> None:
-    request, tokens = await assigned(mesh.first, count), with_logprobs(mesh, text)
+async def emit_with_logprobs(mesh: Mesh, text: str) -> None:
+    """Answer the first request with `text`, each token with itself and one impossible rival."""
+    request, tokens = await assigned(mesh.first), mesh.gateway.prompts.tokenizer.encode(text).ids
     for i, token in enumerate(tokens):
         logprobs = [TokenLogprobs(-0.5, [token, 5], [-0.5, -math.inf])]
         await mesh.first.emit(request, i, [token], "length" if i == len(tokens) - 1 else None, logprobs=logprobs)
@@ -188,7 +185,7 @@ async def test_chat_logprobs_name_each_token_and_its_rivals(mesh: Mesh, client: 
     asking = asyncio.ensure_future(
         client.chat.completions.create(model="demo", messages=USER, logprobs=True, top_logprobs=2, stream=stream)
     )
-    await emit_with_logprobs(mesh, 1, "hello é")
+    await emit_with_logprobs(mesh, "hello é")
     answer: Any = await asking
     parts = [c.choices[0].logprobs async for c in answer] if stream else [answer.choices[0].logprobs]
     content = [token for part in parts if part for token in part.content]
@@ -200,7 +197,7 @@ async def test_chat_logprobs_name_each_token_and_its_rivals(mesh: Mesh, client: 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_completion_logprobs_have_offsets_into_the_text(mesh: Mesh, client: Client, stream: bool) -> None:
     asking = asyncio.ensure_future(client.completions.create(model="demo", prompt="x", logprobs=1, stream=stream))
-    await emit_with_logprobs(mesh, 1, "hello world")
+    await emit_with_logprobs(mesh, "hello world")
     answer: Any = await asking
     parts = [c.choices[0].logprobs async for c in answer] if stream else [answer.choices[0].logprobs]
     tokens = [t for p in parts if p for t in p.tokens]
@@ -247,8 +244,6 @@ async def test_a_worker_lost_in_mid_stream_goes_unnoticed_by_the_client(mesh: Me
 async def test_a_failure_in_mid_stream_is_raised_by_the_client(mesh: Mesh, client: Client) -> None:
     stream = await client.chat.completions.create(model="demo", messages=USER, stream=True)
     request = await assigned(mesh.first)
-    from shared.errors import MotetError
-
     await mesh.first.emit(request, 0, [], "error", error=MotetError("engine broke").info())
     with pytest.raises(openai.APIError, match="engine broke"):
         async for _ in stream:

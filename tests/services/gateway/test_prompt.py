@@ -128,7 +128,7 @@ async def test_a_long_prompt_does_not_stall_the_event_loop(tmp_path: Path) -> No
 
 
 def test_a_directory_that_is_no_model_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         Prompts(tmp_path)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):

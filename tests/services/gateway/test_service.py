@@ -60,10 +60,7 @@ async def test_an_overloaded_mesh_is_a_429_for_openai_clients(mesh: Mesh, client
 
 
 async def test_when_one_of_several_choices_is_refused_the_others_are_cancelled(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
-    async def then_refuse(_: object) -> None:
-        mesh.scheduler.refuse = Overloaded("full")
-
-    mesh.scheduler.before_answer = then_refuse
+    mesh.scheduler.refuse_choice = 5
     with pytest.raises(openai.RateLimitError):
         await client.completions.create(model="demo", prompt="x", n=8)
     for request in list(mesh.first.assigned):
@@ -134,11 +131,12 @@ async def test_requests_are_measured_per_adapter_and_class(mesh: Mesh, http: aio
         usage = (await answer.json())["usage"]
     text = await scrape(http, mesh.url)
     labels = 'adapter="upper",slo_class="interactive"'
+    tokens = usage["completion_tokens"]
     assert f"motet_ttft_seconds_count{{{labels}}}" not in before
     assert value(text, f"motet_ttft_seconds_count{{{labels}}}") == 1
     assert value(text, f"motet_tpot_seconds_count{{{labels}}}") == 1
     assert value(text, f"motet_queue_seconds_count{{{labels}}}") == 1
-    assert value(text, 'motet_tokens_total{adapter="upper",kind="output",slo_class="interactive"}') == usage["completion_tokens"]
+    assert value(text, 'motet_tokens_total{adapter="upper",kind="output",slo_class="interactive"}') == tokens
     assert value(text, 'motet_requests_total{adapter="upper",outcome="length",slo_class="interactive"}') == 1
     assert value(text, 'motet_slo_requests_total{met="yes",objective="ttft",slo_class="interactive"}') >= 1
 

@@ -1,0 +1,221 @@
+"""Adapters over HTTP: our resource, and vLLM's run-time endpoints with its exact answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from nats.js.errors import NotFoundError
+
+from shared import subjects
+from shared.bus import Bus
+from shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, InvalidAdapter, MotetError
+from shared.messages import AliasAdapter, DeleteAdapter, RegisterAdapter, RegistryOk
+from shared.model import Residency
+from tests.services.gateway.conftest import Mesh
+from tests.services.gateway.support import Connect, put_adapter
+from tests.support import eventually
+
+ALREADY = (
+    "The lora adapter 'upper' has already been loaded. If you want to load the adapter in place, set 'load_inplace' to True."
+)
+
+
+class FakeRegistry:
+    """Publishes what it is asked to; `asked` holds the messages, `uploads` what was in the object store."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.asked: list[RegisterAdapter | AliasAdapter | DeleteAdapter] = []
+        self.uploads: list[bytes] = []
+        self.refuse: MotetError | None = None
+
+    async def start(self) -> None:
+        for verb, kind in (("register", RegisterAdapter), ("alias", AliasAdapter), ("delete", DeleteAdapter)):
+            await self.bus.serve(verb, subjects.registry(verb), kind, getattr(self, verb), queue="registry")
+
+    def _note(self, message: RegisterAdapter | AliasAdapter | DeleteAdapter) -> None:
+        self.asked.append(message)
+        if self.refuse is not None:
+            raise self.refuse
+
+    async def register(self, message: RegisterAdapter) -> RegistryOk:
+        self._note(message)
+        if message.kind == "upload":
+            store = await self.bus.object_store(subjects.UPLOADS)
+            self.uploads.append((await store.get(message.location)).data or b"")
+        return RegistryOk(adapters=[await put_adapter(self.bus, message.name, rank=4)])
+
+    async def alias(self, message: AliasAdapter) -> RegistryOk:
+        self._note(message)
+        digest = f"digest-of-{message.target}"
+        return RegistryOk(adapters=[await put_adapter(self.bus, message.name, digest=digest, alias_of=message.target)])
+
+    async def delete(self, message: DeleteAdapter) -> RegistryOk:
+        self._note(message)
+        kv = await self.bus.key_value(subjects.KV_ADAPTERS)
+        await kv.delete(f"name.{message.name}")
+        return RegistryOk(adapters=[])
+
+
+@pytest.fixture
+async def registry(mesh: Mesh, connect: Connect) -> AsyncIterator[FakeRegistry]:
+    registry = FakeRegistry(await connect("registry"))
+    await registry.start()
+    yield registry
+
+
+async def load(http: aiohttp.ClientSession, mesh: Mesh, verb: str, **body: object) -> tuple[int, str, object]:
+    async with http.post(f"{mesh.url}/v1/{verb}_lora_adapter", json=body) as answer:
+        text = await answer.text()
+        return answer.status, text, (await answer.json())["error"] if answer.content_type == "application/json" else None
+
+
+async def test_vllms_endpoints_load_and_unload_with_its_words(
+    mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession
+) -> None:
+    mesh.say("x")
+    answer = await load(http, mesh, "load", lora_name="new", lora_path="/adapters/new")
+    assert answer == (200, "Success: LoRA adapter 'new' added successfully.", None)
+    async with http.post(f"{mesh.url}/v1/completions", json={"model": "new", "prompt": "x"}) as completion:
+        assert completion.status == 200  # the next request finds it
+    answer = await load(http, mesh, "unload", lora_name="new", lora_int_id=7)
+    assert answer == (200, "Success: LoRA adapter 'new' removed successfully.", None)
+    async with http.post(f"{mesh.url}/v1/completions", json={"model": "new", "prompt": "x"}) as completion:
+        assert completion.status == 404
+    registered, deleted = registry.asked
+    assert (registered.name, registered.kind, registered.location, registered.replace) == (
+        "new",
+        "path",
+        "/adapters/new",
+        False,
+    )
+    assert (deleted.name, deleted.force) == ("new", True)
+
+
+async def test_vllms_endpoints_refuse_with_its_status_codes(
+    mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession
+) -> None:
+    status, _, error = await load(http, mesh, "load", lora_name="x")
+    message = "Both 'lora_name' and 'lora_path' must be provided."
+    assert (status, error) == (400, {"message": message, "type": "InvalidUserInput", "param": None, "code": 400})
+    assert (await load(http, mesh, "unload"))[0] == 400
+    registry.refuse = AdapterExists("taken")
+    status, _, error = await load(http, mesh, "load", lora_name="upper", lora_path="/x")
+    assert (status, error) == (400, {"message": ALREADY, "type": "InvalidUserInput", "param": None, "code": 400})
+    registry.refuse = InvalidAdapter("rank 999 is over the limit of 64")
+    status, _, error = await load(http, mesh, "load", lora_name="big", lora_path="/x")
+    assert (status, error["type"], error["message"]) == (400, "BadRequestError", "rank 999 is over the limit of 64")  # type: ignore[index]
+    registry.refuse = AdapterNotFound("no")
+    status, _, error = await load(http, mesh, "unload", lora_name="ghost")
+    missing = "The lora adapter 'ghost' cannot be found."
+    assert (status, error) == (404, {"message": missing, "type": "NotFoundError", "param": None, "code": 404})
+
+
+async def test_a_hub_id_is_told_from_a_path_and_load_inplace_replaces(
+    mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession
+) -> None:
+    for path in ("org/adapter", "./org/adapter", "a/b/c"):
+        assert (await load(http, mesh, "load", lora_name="new", lora_path=path, load_inplace=True))[0] == 200
+    assert [(asked.kind, asked.replace) for asked in registry.asked] == [("hub", True), ("path", True), ("path", True)]  # type: ignore[union-attr]
+
+
+async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    mesh.first.adapters = [Residency("digest-of-upper", 8, 4096, "device")]
+    await mesh.first.snapshot()
+    await eventually(lambda: mesh.gateway.fleet.tiers("digest-of-upper"))
+    async with http.get(f"{mesh.url}/v1/adapters/upper") as answer:
+        body = await answer.json()
+    assert body == {
+        "name": "upper",
+        "object": "adapter",
+        "digest": "digest-of-upper",
+        "version": 1,
+        "alias_of": None,
+        "base_model": "demo",
+        "rank": 8,
+        "modules": ["q_proj", "v_proj"],
+        "layers": 2,
+        "dtype": "F32",
+        "size_bytes": 4096,
+        "source": "path:/adapters/upper",
+        "created": 1_700_000_000,
+        "updated": 1_700_000_000,
+        "resident": {"w1": "device"},
+    }
+    async with http.get(f"{mesh.url}/v1/adapters") as answer:
+        assert [adapter["name"] for adapter in (await answer.json())["data"]] == ["upper"]
+    async with http.get(f"{mesh.url}/v1/adapters/ghost") as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (404, "adapter_not_found")
+
+
+async def test_adapters_are_added_by_path_hub_id_alias_and_upload(
+    mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession
+) -> None:
+    url = f"{mesh.url}/v1/adapters"
+    bodies = [
+        {"name": "a", "path": "/x"},
+        {"name": "b", "hub_id": "org/b", "replace": True},
+        {"name": "c", "alias_of": "upper"},
+    ]
+    for body in bodies:
+        async with http.post(url, json=body) as answer:
+            assert (answer.status, (await answer.json())["name"]) == (201, body["name"])
+    archive = b"archive" * 100_000
+    form = aiohttp.FormData({"name": "d"})
+    form.add_field("file", archive, filename="d.zip")
+    async with http.post(url, data=form) as answer:
+        assert (answer.status, (await answer.json())["rank"]) == (201, 4)
+    a, b, c, d = registry.asked
+    assert [(m.kind, m.location) for m in (a, b)] == [("path", "/x"), ("hub", "org/b")]  # type: ignore[union-attr]
+    assert (c.target, d.kind, registry.uploads) == ("upper", "upload", [archive])  # type: ignore[union-attr]
+    async with http.get(f"{mesh.url}/v1/adapters/c") as answer:
+        assert (await answer.json())["alias_of"] == "upper"
+    store = await mesh.bus.object_store(subjects.UPLOADS)
+    with pytest.raises(NotFoundError):  # it was on its way only
+        await store.list(ignore_deletes=True)
+
+
+async def test_a_delete_in_use_is_a_409_unless_forced(mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession) -> None:
+    registry.refuse = AdapterInUse("2 requests run on it")
+    async with http.delete(f"{mesh.url}/v1/adapters/upper") as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (409, "adapter_in_use")
+    registry.refuse = None
+    async with http.delete(f"{mesh.url}/v1/adapters/upper?force=true") as answer:
+        assert (answer.status, await answer.json()) == (200, {"name": "upper", "object": "adapter", "deleted": True})
+    assert [asked.force for asked in registry.asked] == [False, True]  # type: ignore[union-attr]
+
+
+async def test_what_is_wrong_with_an_addition_is_named(mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession) -> None:
+    url = f"{mesh.url}/v1/adapters"
+    registry.refuse = InvalidAdapter("path /etc is outside the allowed roots", param="location")
+    for body, param in [
+        ({"name": "x"}, "path"),
+        ({"name": "x", "path": "/x", "hub_id": "a/b"}, "path"),
+        ({"path": "/x"}, "name"),
+        ({"name": "", "path": "/x"}, "name"),
+        ({"name": "demo", "path": "/x"}, "name"),
+        ({"name": "x", "path": ""}, "path"),
+        ({"name": "x", "path": 7}, "path"),
+        ({"name": "x", "path": "/etc"}, "path"),
+        ({"name": "x", "hub_id": "a/b"}, "hub_id"),
+    ]:
+        async with http.post(url, json=body) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["param"]) == (400, param), (body, error)
+    form = aiohttp.FormData({"name": "x", "replace": "perhaps"})
+    form.add_field("file", b"x", filename="x.zip")
+    async with http.post(url, data=form) as answer:
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "replace")
+    nameless = aiohttp.FormData()
+    nameless.add_field("file", b"x", filename="x.zip")
+    async with http.post(url, data=nameless) as answer:
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "name")
+    async with http.post(url, data=b"junk", headers={"content-type": "multipart/form-data"}) as answer:
+        assert answer.status == 400
+
+
+async def test_without_a_registry_adapters_cannot_change(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    async with http.post(f"{mesh.url}/v1/adapters", json={"name": "x", "path": "/x"}) as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (503, "unavailable")
