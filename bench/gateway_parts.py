@@ -90,10 +90,14 @@ class Pace:
         self._seen = counters.seen.value
         self._owed = 0  # tokens sent that the client has not seen
 
+    def forget(self) -> None:
+        """A client left that has not seen everything."""
+        self._owed = 0
+
     def may_step(self, streams: int) -> bool:
         """Whether one more token for each of `streams` may be sent; if so it counts as sent."""
         seen = self._counters.seen.value
-        self._owed = max(self._owed - (seen - self._seen), 0) if streams else 0  # who left has not seen everything
+        self._owed = max(self._owed - (seen - self._seen), 0)
         self._seen = seen
         if not streams or self._owed > (self._counters.window.value - 1) * streams:
             return False
@@ -118,7 +122,7 @@ def starlette_server(ready: Connection, core: int, counters: Counters, paced: bo
     head, tail = (b"data: " + orjson.dumps(event) + b"\n\n").split(b'""', 1)
     events = [head + orjson.dumps(texts[i % VOCABULARY]) + tail for i in range(STREAM_TOKENS)]
     events[-1] += b"data: [DONE]\n\n"
-    step, running = asyncio.Event(), 0
+    step, pace, running = asyncio.Event(), Pace(counters), 0
 
     async def completions(request: Request) -> StreamingResponse:
         await request.body()
@@ -136,11 +140,11 @@ def starlette_server(ready: Connection, core: int, counters: Counters, paced: bo
                     yield chunk
             finally:
                 running -= 1
+                pace.forget()
 
         return StreamingResponse(paced_chunks() if paced else chunks(), media_type="text/event-stream")
 
     async def walk() -> None:
-        pace = Pace(counters)
         while True:
             if pace.may_step(running):
                 step.set()
@@ -180,6 +184,7 @@ def engine(ready: Connection, url: str, counters: Counters) -> None:
         bus = await Bus.connect(BusConfig(nats_url=url), "engine")
         await provision(bus)
         running: dict[str, Progress] = {}
+        pace = Pace(counters)
 
         async def submit(request: GenerateRequest) -> Assigned:
             running[request.request_id] = Progress(request)
@@ -188,20 +193,21 @@ def engine(ready: Connection, url: str, counters: Counters) -> None:
         def control(message: Control) -> None:
             if isinstance(message, Cancel):
                 running.pop(message.request_id, None)
+                pace.forget()
 
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, submit, queue="scheduler")
         await bus.subscribe(subjects.control(WORKER), Control, control)
         await LeaseHolder(bus, "worker", WORKER, "1").start()
         bus.spawn(_heartbeat(bus))
         ready.send(0)
-        await _steps(bus, running, counters)
+        await _steps(bus, running, pace)
 
     uvloop.run(serve())
 
 
-async def _steps(bus: Bus, running: dict[str, Progress], counters: Counters) -> None:
+async def _steps(bus: Bus, running: dict[str, Progress], pace: Pace) -> None:
     """One frame per step with one token of every stream. Put together from bytes made before: the engine is not measured."""
-    pace, step = Pace(counters), 0
+    step = 0
     tails = []  # what follows request id and epoch in an encoded item
     for index in range(STREAM_TOKENS):
         last = index == STREAM_TOKENS - 1

@@ -263,7 +263,7 @@ class Owner:
                 stream.worker_id = worker_id
             stream.sign_s = now
             if item.index == len(stream.tokens) and item.error is None:
-                if stream.plain and item.finish is None:
+                if stream.plain and item.finish is None and len(item.tokens) == 1:
                     if not stream.push_plain(item.tokens):
                         self._cancel(stream)
                         self._done(stream)
