@@ -177,6 +177,25 @@ class Progress:
         self.index = 0
 
 
+def item_tails() -> list[bytes]:
+    """What follows request id and epoch in an encoded item, by index."""
+    last = STREAM_TOKENS - 1
+    items = [StreamItem("", 0, i, [i % VOCABULARY], "length" if i == last else None) for i in range(STREAM_TOKENS)]
+    return [encode(item)[3:] for item in items]
+
+
+def next_frame(step: int, running: list[Progress], tails: list[bytes]) -> bytes:
+    """An encoded TokenFrame with everybody's next token. Put together from bytes made before: the engine is not measured."""
+    frame = encode(TokenFrame(WORKER, step, []))  # ends with an empty list and the version
+    parts = [frame[:-2], b"\xdd", len(running).to_bytes(4, "big")]
+    for progress in running:
+        parts.append(progress.head)
+        parts.append(tails[progress.index])
+        progress.index += 1
+    parts.append(frame[-1:])
+    return b"".join(parts)
+
+
 def engine(ready: Connection, url: str, counters: Counters) -> None:
     """A scheduler and worker in one that answers every request with the same tokens, until terminated."""
 
@@ -206,28 +225,17 @@ def engine(ready: Connection, url: str, counters: Counters) -> None:
 
 
 async def _steps(bus: Bus, running: dict[str, Progress], pace: Pace) -> None:
-    """One frame per step with one token of every stream. Put together from bytes made before: the engine is not measured."""
-    step = 0
-    tails = []  # what follows request id and epoch in an encoded item
-    for index in range(STREAM_TOKENS):
-        last = index == STREAM_TOKENS - 1
-        item = StreamItem("", 0, index, [index % VOCABULARY], "length" if last else None)
-        tails.append(encode(item)[3:])
+    """One frame per step with one token of every stream."""
+    step, tails = 0, item_tails()
     while True:
         if not pace.may_step(len(running)):
             await asyncio.sleep(IDLE_S)
             continue
         step += 1
-        frame = encode(TokenFrame(WORKER, step, []))  # ends with an empty list and the version
-        parts = [frame[:-2], b"\xdd", len(running).to_bytes(4, "big")]
-        for progress in running.values():
-            parts.append(progress.head)
-            parts.append(tails[progress.index])
-            progress.index += 1
-        parts.append(frame[-1:])
+        frame = next_frame(step, list(running.values()), tails)
         for request_id in [r for r, progress in running.items() if progress.index == STREAM_TOKENS]:
             del running[request_id]
-        await bus.publish_encoded(subjects.stream("bench"), b"".join(parts))
+        await bus.publish_encoded(subjects.stream("bench"), frame)
         await bus.nc.flush() if step % 64 == 0 else await asyncio.sleep(0)
 
 

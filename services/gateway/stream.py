@@ -41,14 +41,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     arrived_s: float = 0.0  # `now_s()` when the client's request came; 0 for when it is opened
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of one sequence."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-
 class Delta(msgspec.Struct, gc=False):
     """What became visible at once. `tokens` are the shown ones of this step; `text` may lag behind them (half characters,
     held-back beginnings of stop strings) and is complete with the last delta, the one with `finish`."""
@@ -152,11 +144,6 @@ class Stream:
         self._limit = limit
 
     # ---- the caller's half
-
-    @property
-    def usage(self) -> Usage:
-        """Counts so far; final once a delta had `finish`."""
-        return Usage(prompt_tokens=len(self.job.prompt), completion_tokens=len(self.tokens), cached_tokens=self.cached_tokens)
 
     @property
     def ended(self) -> bool:
