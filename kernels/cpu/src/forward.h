@@ -79,8 +79,8 @@ static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const Lor
   });
   const std::vector<LoraPiece>& expand = lora.expand[group];
   if (expand.empty()) return;
-  team.each((int64_t)expand.size(), [&](int64_t item, int64_t) {
-    expand_piece<T>(pool, lora, expand[item], layer, s, gemm.y, gemm.ldy);
+  team.each((int64_t)expand.size(), [&](int64_t item, int64_t next) {
+    expand_piece<T>(pool, lora, expand[item], next < 0 ? nullptr : &expand[next], layer, s, gemm.y, gemm.ldy);
   });
 }
 
@@ -151,7 +151,7 @@ static void run_forward(const Model& m, const Step& step, Workspace& ws, Team& t
   typedef typename ActivationOf<T>::type A;
   const int64_t q_n = m.heads * m.head_dim, qkv_n = q_n + 2 * m.kv_heads * m.head_dim;
   const int64_t rows = round_up(std::max(step.rows, step.logits), 16);
-  ws.lora.build(m.pool, step.row_slot, step.rows, sizeof(T));
+  ws.lora.build(m.pool, step.row_slot, step.rows, sizeof(T), team.size());
   attention_items(step, m.heads, m.kv_heads, team.size(), ws.attention);
   ws.x.reserve(rows * m.hidden * sizeof(float));
   ws.y.reserve(rows * std::max(qkv_n, 2 * m.mlp) * sizeof(float));
@@ -187,7 +187,7 @@ static void run_lora(const Pool& pool, const int32_t* row_slot, int64_t rows, in
   const int64_t in = pool.in[GROUP_START[group]], stride = row_stride<A>(in);
   int64_t out = 0;
   for (int module = GROUP_START[group]; module < GROUP_START[group + 1]; ++module) out += pool.out[module];
-  ws.lora.build(pool, row_slot, rows, sizeof(T));
+  ws.lora.build(pool, row_slot, rows, sizeof(T), team.size());
   ws.h.reserve(round_up(rows, 16) * stride * sizeof(A));
   ws.s.reserve(ws.lora.s_size * sizeof(float));
   A* h = ws.h.data<A>();
@@ -201,7 +201,9 @@ static void run_lora(const Pool& pool, const int32_t* row_slot, int64_t rows, in
           shrink_piece<T, A>(pool, ws.lora, shrink[item], next < 0 ? nullptr : &shrink[next], l, h, stride, s);
         });
       if (which & 2)
-        team.each((int64_t)expand.size(), [&](int64_t item, int64_t) { expand_piece<T>(pool, ws.lora, expand[item], l, s, y, out); });
+        team.each((int64_t)expand.size(), [&](int64_t item, int64_t next) {
+          expand_piece<T>(pool, ws.lora, expand[item], next < 0 ? nullptr : &expand[next], l, s, y, out);
+        });
     }
   });
 }

@@ -30,7 +30,7 @@ struct LoraPlan {
   int64_t s_size = 0;
 
   // `row_slot` [rows]; only loaded slots are named. Allocates only beyond the largest step so far.
-  void build(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t element_bytes) {
+  void build(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t element_bytes, int team) {
     order.clear();
     s_size = 0;
     for (int g = 0; g < GROUPS; ++g) shrink[g].clear(), expand[g].clear();
@@ -42,6 +42,10 @@ struct LoraPlan {
     for (int64_t r = 0; r < rows; ++r)
       if (row_slot[r] >= 0) order[first_of_slot[row_slot[r]]++] = (int32_t)r;
     // first_of_slot[s] is now the end of s
+    int64_t adapters = 0;
+    for (int64_t s = 0; s < pool.slots; ++s) adapters += first_of_slot[s] > (s ? first_of_slot[s - 1] : 0);
+    // few adapters are cut finely, so that everybody has work; of many, each page is read in one go
+    const int64_t piece_bytes = adapters < 4 * team ? 32 << 10 : 256 << 10;
     for (int64_t slot = 0; slot < pool.slots; ++slot) {
       const int32_t begin = slot ? first_of_slot[slot - 1] : 0, end = first_of_slot[slot];
       if (begin == end) continue;
@@ -52,7 +56,7 @@ struct LoraPlan {
           const int64_t in = pool.in[m], out = pool.out[m];
           const int32_t pages_each = (int32_t)std::max<int64_t>(1, (24 << 10) / (PAGE * in * element_bytes));
           const int64_t column_bytes = PAGE * pages * element_bytes;
-          const int32_t columns = (int32_t)std::max<int64_t>(64, round_up(std::min(out, (48 << 10) / column_bytes), 64));
+          const int32_t columns = (int32_t)std::max<int64_t>(64, round_up(std::min(out, piece_bytes / column_bytes), 64));
           for (int32_t row = begin; row < end; row += LORA_ROWS) {
             const int32_t n = std::min(LORA_ROWS, end - row);
             for (int32_t p = 0; p < pages; p += pages_each)
@@ -162,12 +166,13 @@ static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
 
 // y[r] += s[r] B for one page, outputs [0, n) from where `b` and `y` point.
 template <class T, int R>
-INLINE void expand_rows(const T* b, int64_t out, int64_t n, const float* const* s, float* const* y, const char* next) {
+INLINE void expand_rows(const T* b, int64_t out, int64_t n, const float* const* s, float* const* y, const char* next,
+                        int64_t next_out) {
   int64_t i = 0;
   for (; i + W <= n; i += W) {
     if (next && i * sizeof(T) % 64 == 0)
 #pragma GCC unroll 8
-      for (int k = 0; k < PAGE; ++k) prefetch(next + (k * out + i) * sizeof(T));
+      for (int k = 0; k < PAGE; ++k) prefetch(next + (k * next_out + i) * sizeof(T));
     vf acc[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) acc[r] = load(y[r] + i);
@@ -189,8 +194,8 @@ INLINE void expand_rows(const T* b, int64_t out, int64_t n, const float* const* 
 }
 
 template <class T>
-static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, int64_t layer, const float* s, float* y,
-                         int64_t ldy) {
+static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
+                         const float* s, float* y, int64_t ldy) {
   const int64_t in = pool.in[piece.module], out = pool.out[piece.module], width = piece.pages * PAGE;
   int64_t column = piece.first;
   for (int m = piece.module; m > 0 && m != 3 && m != 4 && m != 6; --m) column += pool.out[m - 1];
@@ -198,8 +203,13 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   for (int p = 0; p < piece.pages; ++p) {
     const T* b = lora_page<T>(pool, piece.slot, piece.module, p, layer) + PAGE * in + piece.first;
     const char* next = nullptr;
+    int64_t next_out = out;
     if (p + 1 < piece.pages)
       next = (const char*)(lora_page<T>(pool, piece.slot, piece.module, p + 1, layer) + PAGE * in + piece.first);
+    else if (after) {
+      next = (const char*)(lora_page<T>(pool, after->slot, after->module, 0, layer) + PAGE * pool.in[after->module] + after->first);
+      next_out = pool.out[after->module];
+    }
     const float* from[R];
     float* to[R];
     for (int r = 0; r < piece.rows;) {
@@ -209,9 +219,9 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
         to[j] = y + plan.order[piece.row0 + r + j] * ldy + column;
       }
       if (n == R)
-        expand_rows<T, R>(b, out, piece.count, from, to, next);
+        expand_rows<T, R>(b, out, piece.count, from, to, next, next_out);
       else
-        expand_rows<T, 1>(b, out, piece.count, from, to, next);
+        expand_rows<T, 1>(b, out, piece.count, from, to, next, next_out);
       next = nullptr;
       r += n;
     }
