@@ -210,6 +210,37 @@ class CpuEngine:
             which,
         )
 
+    def attention(
+        self, out: torch.Tensor, qkv: torch.Tensor, cache: torch.Tensor, step: Any, *, heads: int, window: int = 0
+    ) -> None:
+        """`kernels.attend` over float32 `qkv` [rows, heads + 2 * kv_heads, head_dim] into `out` [rows, heads * head_dim].
+
+        `cache` is one layer's blocks; `step` has the arrays of AttentionBatch.build.
+        """
+        _, block_size, _, kv_heads, head_dim = cache.shape
+        arguments = Step(
+            rows=len(qkv),
+            seqs=len(step.context_lens),
+            table_stride=step.block_tables.shape[1],
+            seq_starts=step.seq_starts.ctypes.data,
+            context_lens=step.context_lens.ctypes.data,
+            block_tables=step.block_tables.ctypes.data,
+            kv_slots=step.kv_slots.ctypes.data,
+        )
+        self.library.motet_attention(
+            self._handle,
+            TYPES[cache.dtype],
+            arguments,
+            address(qkv, torch.float32),
+            address(cache),
+            heads,
+            kv_heads,
+            head_dim,
+            block_size,
+            window,
+            address(out, torch.float32),
+        )
+
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Multiply-adds from registers, times two, per second, all threads."""
         return self.library.motet_peak_flops(self._handle, TYPES[dtype])
