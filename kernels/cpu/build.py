@@ -4,7 +4,8 @@
     python -m kernels.cpu.build --all      every one that this compiler knows
 
 A library lies in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) under a name that contains the hash of
-sources, flags and compiler: what changes is built anew, what does not is found again. CXX names another compiler.
+sources, flags and compiler: what changes is built anew, what does not is found again. CXX names another compiler,
+MOTET_CPU_CXXFLAGS adds flags (`make sanitize` does).
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ def available_isas() -> tuple[str, ...]:
     return tuple(found)
 
 
-def build(isa: str, *, extra_flags: tuple[str, ...] = ()) -> Path:
+def build(isa: str) -> Path:
     """The library for `isa`, compiled if the cache does not have it. Raises BuildError."""
     compiler = _compiler()
-    flags = [*_FLAGS, *_ISAS[isa][1], f"-DMOTET_LEVEL={ISAS.index(isa)}", *extra_flags]
+    more = os.environ.get("MOTET_CPU_CXXFLAGS", "").split()
+    flags = [*_FLAGS, *_ISAS[isa][1], f"-DMOTET_LEVEL={ISAS.index(isa)}", *more]
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")

@@ -42,7 +42,16 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-5) -> Non
 @pytest.mark.parametrize("add", [False, True])
 def test_a_packed_product_is_the_product(engine: CpuEngine, dtype: torch.dtype, add: bool) -> None:
     draw = torch.Generator().manual_seed(1)
-    for n, k, rows in [(16, 32, 1), (48, 64, 2), (211, 90, 7), (33, 31, 3), (97, 45, 50), (130, 96, 17), (64, 512, 200), (1, 1, 5)]:
+    for n, k, rows in [
+        (16, 32, 1),
+        (48, 64, 2),
+        (211, 90, 7),
+        (33, 31, 3),
+        (97, 45, 50),
+        (130, 96, 17),
+        (64, 512, 200),
+        (1, 1, 5),
+    ]:
         w, x = torch.randn(n, k, generator=draw).to(dtype), torch.randn(rows, k, generator=draw)
         bias = torch.randn(n, generator=draw) if n % 2 else None
         y = torch.full((rows, n), 3.0 if add else float("nan"))
@@ -89,7 +98,11 @@ def random_pool(dtype: torch.dtype, shapes: dict[str, tuple[int, int]], seed: in
                 rank = int(draw.choice([1, 3, 8, 12, 16, 40, 64, 128]))
                 fan_in, fan_out = shapes[module]
                 for layer in range(2):
-                    pairs[layer, module] = (float(draw.random()), torch.randn(rank, fan_in).to(dtype), torch.randn(fan_out, rank).to(dtype))
+                    pairs[layer, module] = (
+                        float(draw.random()),
+                        torch.randn(rank, fan_in).to(dtype),
+                        torch.randn(fan_out, rank).to(dtype),
+                    )
         adapters.append(pairs)
         if slot != 3:
             pool.load(slot, pairs)
