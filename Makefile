@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: help setup serve test demo check format bench-quick compose-secrets lock clean
+.PHONY: help setup serve test demo check format sanitize bench-quick compose-secrets lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,14 @@ check: $(DEV_STAMP) ## style, types, and who may import whom
 format: $(DEV_STAMP) ## put the code into shape
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+SANITIZED = PYTHONMALLOC=malloc $(BIN)/python -X faulthandler -m pytest -q -p no:cacheprovider --timeout 1800 tests/kernels/test_cpu_kernels.py $(ARGS)
+sanitize: $(DEV_STAMP) ## the compiled CPU kernels under the address, undefined-behaviour and thread sanitizers
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
+		MOTET_CPU_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g" $(SANITIZED)
+	LD_PRELOAD="$$(g++ -print-file-name=libtsan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
+		TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66" \
+		MOTET_CPU_CXXFLAGS="-fsanitize=thread -g" $(SANITIZED)
 
 bench-quick: $(DEV_STAMP) ## short runs of the benchmarks
 	@$(BIN)/python -m bench mesh --quick

@@ -1,0 +1,156 @@
+"""Every matrix product and LoRA shape of two models, as a fraction of what this machine can do, measured in the same run.
+
+    M   hidden 1536, 16 layers, 12 heads, 4 KV heads, MLP 4096, vocabulary 8192
+    S   hidden 512, 8 layers, 8 heads, 4 KV heads, MLP 1408, vocabulary 4096
+
+bfloat16 throughout. A product's limit is the slower of reading its weights and multiplying them, at the bandwidth and the
+peak that two probes reach; weights of a shape are as many as do not fit the caches, and every one is read in turn. LoRA is 32
+adapters of ranks 8, 16, 32, 64 in turn on q, k, v, o, one row each: its limit is reading every page once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from bench import report
+from kernels import GROUPS, LoraPool
+from kernels.cpu import CpuEngine, Packer
+
+SHAPES = {  # model: layers, {product: (in, out)}, {module: (in, out)}
+    "M": (
+        16,
+        {"qkv": (1536, 2560), "o": (1536, 1536), "gate_up": (1536, 8192), "down": (4096, 1536), "lm_head": (1536, 8192)},
+        {"q_proj": (1536, 1536), "k_proj": (1536, 512), "v_proj": (1536, 512), "o_proj": (1536, 1536)},
+    ),
+    "S": (
+        8,
+        {"qkv": (512, 1024), "o": (512, 512), "gate_up": (512, 2816), "down": (1408, 512), "lm_head": (512, 4096)},
+        {"q_proj": (512, 512), "k_proj": (512, 256), "v_proj": (512, 256), "o_proj": (512, 512)},
+    ),
+}
+MLP = {"M": 4096, "S": 1408}
+RANKS = (8, 16, 32, 64)
+ADAPTERS = 32
+ROWS = (1, 8, 32, 256)
+BATCH = 32  # rows of the figure
+COLD_BYTES = 192 << 20  # weights of one shape, so that a product finds none of its own in a cache
+DTYPE = torch.bfloat16
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print the tables, return the figures."""
+    repeats = 3 if args.quick else 7
+    engine = CpuEngine()
+    torch.manual_seed(0)
+    probe = torch.ones(256 << 20, dtype=torch.uint8)
+    limits = _Limits(engine, probe)
+    products: list[list[object]] = []
+    gemm_fractions, lora_fractions = [], []
+    adapters: list[list[object]] = []
+    for model, (layers, shapes, modules) in SHAPES.items():
+        for name, (fan_in, fan_out) in shapes.items():
+            for rows, (gbps, gflops, fraction) in _product(engine, limits, fan_in, fan_out, repeats).items():
+                products.append([f"{model} {name} {fan_in}x{fan_out}", rows, gbps, gflops, fraction])
+                if rows == BATCH:
+                    gemm_fractions.append(fraction)
+        for name, (gbps, fraction) in _lora(engine, limits, layers, modules, MLP[model], repeats).items():
+            adapters.append([f"{model} {name}", gbps, fraction])
+            lora_fractions.append(fraction)
+    print(f"{engine.isa}, {engine.threads} threads: {limits.bandwidth / 1e9:.1f} GB/s, {limits.peak / 1e9:.0f} GFLOP/s bf16")
+    print(report.table("Packed products", ["weights", "rows", "GB/s", "GFLOP/s", "of the limit"], products))
+    print(report.table("LoRA, 32 adapters, one row each", ["part", "GB/s", "of the bandwidth"], adapters))
+    return {
+        "lora_decode_bandwidth_fraction": round(statistics.fmean(lora_fractions), 3),
+        "gemm_b32_peak_fraction": round(statistics.fmean(gemm_fractions), 3),
+        "bandwidth_gb_per_s": round(limits.bandwidth / 1e9, 1),
+        "peak_bf16_gflop_per_s": round(limits.peak / 1e9),
+        "isa": engine.isa,
+        "threads": engine.threads,
+    }
+
+
+class _Limits:
+    """What reading and multiplying reach at best, probed again beside every measurement: the machine may be shared."""
+
+    def __init__(self, engine: CpuEngine, memory: torch.Tensor) -> None:
+        self._engine, self._memory = engine, memory
+        self.bandwidth = self.peak = 0.0
+        for _ in range(3):
+            self.probe()
+
+    def probe(self) -> None:
+        self.bandwidth = max(self.bandwidth, self._engine.read_bandwidth(self._memory))
+        self.peak = max(self.peak, self._engine.peak_flops(DTYPE))
+
+
+def _product(
+    engine: CpuEngine, limits: _Limits, fan_in: int, fan_out: int, repeats: int
+) -> dict[int, tuple[float, float, float]]:
+    """{rows: (GB/s, GFLOP/s, fraction of the limit)} of one shape, over copies of its weights."""
+    nbytes = fan_in * fan_out * DTYPE.itemsize
+    copies = max(2, COLD_BYTES // nbytes)
+    pack = Packer(engine)
+    weight = torch.randn(fan_out, fan_in).to(DTYPE)
+    packed = [pack(weight) for _ in range(copies)]
+    found = {}
+    for rows in ROWS:
+        x, y = torch.randn(rows, fan_in), torch.empty(rows, fan_out)
+
+        def once(x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+            for one in packed:
+                engine.gemm(one, x, y, DTYPE)
+
+        seconds = _best(once, repeats) / copies
+        limits.probe()
+        flops = 2 * rows * fan_in * fan_out
+        limit = max(nbytes / limits.bandwidth, flops / limits.peak)
+        found[rows] = (nbytes / seconds / 1e9, flops / seconds / 1e9, limit / seconds)
+    return found
+
+
+def _lora(
+    engine: CpuEngine, limits: _Limits, layers: int, modules: dict[str, tuple[int, int]], mlp: int, repeats: int
+) -> dict[str, tuple[float, float]]:
+    """{part: (GB/s, fraction of the bandwidth)} of shrink and expand over all layers."""
+    hidden = modules["q_proj"][0]
+    shapes = modules | {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp), "down_proj": (mlp, hidden)}
+    per_rank = sum(fan_in + fan_out for fan_in, fan_out in modules.values()) * layers * DTYPE.itemsize
+    total = sum(RANKS[i % len(RANKS)] for i in range(ADAPTERS)) * per_rank
+    pool = LoraPool(shapes, layers=layers, slots=ADAPTERS, max_rank=max(RANKS), bytes_total=total + (1 << 20), dtype=DTYPE)
+    engine.library.motet_advise(pool.arena.data_ptr(), pool.arena.nbytes)
+    pairs = {m: (torch.randn(max(RANKS), i).to(DTYPE), torch.randn(o, max(RANKS)).to(DTYPE)) for m, (i, o) in modules.items()}
+    for slot in range(ADAPTERS):
+        rank = RANKS[slot % len(RANKS)]
+        pool.load(slot, {(layer, m): (1.0, a[:rank], b[:, :rank]) for layer in range(layers) for m, (a, b) in pairs.items()})
+    slots = torch.arange(ADAPTERS, dtype=torch.int32)
+    ranks = sum(RANKS[i % len(RANKS)] for i in range(ADAPTERS))
+    found = {}
+    for number, group in enumerate(("qkv", "o")):
+        x = torch.randn(ADAPTERS, hidden)
+        y = torch.zeros(ADAPTERS, sum(modules[m][1] for m in GROUPS[group]))
+        for which, part in ((1, "shrink"), (2, "expand")):
+            nbytes = ranks * layers * DTYPE.itemsize * sum(modules[m][which - 1] for m in GROUPS[group])
+
+            def once(x: torch.Tensor = x, y: torch.Tensor = y, number: int = number, which: int = which) -> None:
+                engine.lora(y, x, pool, 0, number, slots, layers=layers, which=which)
+
+            seconds = _best(once, repeats)
+            limits.probe()
+            found[f"{group} {part}"] = (nbytes / seconds / 1e9, nbytes / seconds / limits.bandwidth)
+    return found
+
+
+def _best(call: Any, repeats: int) -> float:
+    """Seconds of the fastest of `repeats` calls after one to warm up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return min(times)

@@ -1,0 +1,250 @@
+"""The compiled kernels against their formulas in fp64, on every instruction set that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import GROUPS, AttentionBatch, KvCache, LoraPool, attend
+from kernels.cpu import BuildError, CpuEngine, Packer, available_isas
+from kernels.cpu.build import build
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MODULES = tuple(module for group in GROUPS.values() for module in group)
+GROUP_NAMES = tuple(GROUPS)
+
+
+@pytest.fixture(scope="module", params=available_isas())
+def engine(request: pytest.FixtureRequest) -> Iterator[CpuEngine]:
+    yield CpuEngine(threads=2, isa=request.param)
+
+
+def multiplies_bf16(engine: CpuEngine, dtype: torch.dtype) -> bool:
+    """Whether activations are rounded to bf16 before they meet weights of `dtype`."""
+    return dtype == torch.bfloat16 and engine.isa in ("avx512bf16", "amx")
+
+
+def as_activation(engine: CpuEngine, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.bfloat16().double() if multiplies_bf16(engine, dtype) else x.double()
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert not got.isnan().any()
+    assert (got.double() - want).abs().max() <= tolerance * max(want.abs().max().item(), 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+def test_a_packed_product_is_the_product(engine: CpuEngine, dtype: torch.dtype, add: bool) -> None:
+    draw = torch.Generator().manual_seed(1)
+    for n, k, rows in [
+        (16, 32, 1),
+        (48, 64, 2),
+        (211, 90, 7),
+        (33, 31, 3),
+        (97, 45, 50),
+        (130, 96, 17),
+        (64, 512, 200),
+        (1, 1, 5),
+    ]:
+        w, x = torch.randn(n, k, generator=draw).to(dtype), torch.randn(rows, k, generator=draw)
+        bias = torch.randn(n, generator=draw) if n % 2 else None
+        y = torch.full((rows, n), 3.0 if add else float("nan"))
+        engine.gemm(Packer(engine)(w, bias), x, y, dtype, add=add)
+        want = as_activation(engine, x, dtype) @ w.double().T + (0 if bias is None else bias.double()) + 3.0 * add
+        close(y, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_product_is_the_same_bits_for_any_number_of_rows(engine: CpuEngine, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(2)
+    w, x = torch.randn(70, 200, generator=draw).to(dtype), torch.randn(200, 200, generator=draw)
+    packed = Packer(engine)(w)
+    everything = torch.empty(200, 70)
+    engine.gemm(packed, x, everything, dtype)
+    for rows in range(1, 40):
+        some = torch.empty(rows, 70)
+        engine.gemm(packed, x[50 : 50 + rows].clone(), some, dtype)
+        assert torch.equal(some, everything[50 : 50 + rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_weights_are_within_half_a_step_of_each_output(engine: CpuEngine, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(3)
+    w, x = torch.randn(53, 100, generator=draw).to(dtype), torch.randn(9, 100, generator=draw)
+    scale = w.float().abs().amax(1, keepdim=True) / 127
+    rounded = (w.float() * (127 / w.float().abs().amax(1, keepdim=True))).round() * scale
+    y = torch.empty(9, 53)
+    engine.gemm(Packer(engine, int8=True)(w), x, y, dtype)
+    close(y, as_activation(engine, x, dtype) @ rounded.double().T)
+
+
+def random_pool(dtype: torch.dtype, shapes: dict[str, tuple[int, int]], seed: int) -> tuple[LoraPool, list[dict]]:
+    """Adapters of random ranks and targets in a pool whose free memory is NaN; slot 3 stays empty."""
+    draw = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    pool = LoraPool(shapes, layers=2, slots=9, max_rank=128, bytes_total=16 << 20, dtype=dtype)
+    pool.arena.fill_(float("nan"))
+    adapters: list[dict] = []
+    for slot in range(9):
+        pairs = {}
+        for module in MODULES:
+            if slot != 3 and draw.random() < 0.8:
+                rank = int(draw.choice([1, 3, 8, 12, 16, 40, 64, 128]))
+                fan_in, fan_out = shapes[module]
+                for layer in range(2):
+                    pairs[layer, module] = (
+                        float(draw.random()),
+                        torch.randn(rank, fan_in).to(dtype),
+                        torch.randn(fan_out, rank).to(dtype),
+                    )
+        adapters.append(pairs)
+        if slot != 3:
+            pool.load(slot, pairs)
+    for slot in (0, 5):  # holes, and pages elsewhere
+        pool.free(slot)
+        for start, end in pool._holes:
+            pool.arena[start * 8 : end * 8] = float("nan")
+    pool.load(5, adapters[5])
+    return pool, adapters
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 5, 33, 150])
+@pytest.mark.parametrize("sizes", [(64, 64, 32, 96), (72, 40, 24, 50), (33, 21, 7, 35)])
+def test_lora_is_scale_times_b_a_x(engine: CpuEngine, dtype: torch.dtype, rows: int, sizes: tuple[int, ...]) -> None:
+    hidden, q, kv, mlp = sizes
+    fans = [(hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden)]
+    shapes = dict(zip(MODULES, fans, strict=True))
+    pool, adapters = random_pool(dtype, shapes, seed=rows)
+    draw = np.random.default_rng(rows)
+    slots = draw.choice([-1, 1, 2, 4, 5, 6, 7, 8], rows).astype(np.int32)
+    for number, group in enumerate(GROUP_NAMES):
+        modules = GROUPS[group]
+        x = torch.randn(rows, shapes[modules[0]][0])
+        y = torch.randn(rows, sum(shapes[module][1] for module in modules))
+        want, before = y.double(), y.clone()
+        xs = as_activation(engine, x, dtype)
+        column = 0
+        for module in modules:
+            width = shapes[module][1]
+            for row, slot in enumerate(slots.tolist()):
+                if slot >= 0 and (1, module) in adapters[slot]:
+                    scale, a, b = adapters[slot][1, module]
+                    want[row, column : column + width] += scale * (b.double() @ (a.double() @ xs[row]))
+            column += width
+        engine.lora(y, x, pool, 1, number, torch.from_numpy(slots))
+        close(y, want)
+        assert torch.equal(y[slots < 0], before[slots < 0]), "rows of the base keep every bit"
+
+
+def paged(draw: np.random.Generator, counts: list[int], contexts: list[int], block_size: int, blocks: int) -> SimpleNamespace:
+    """A step of sequences with `counts` rows at the end of `contexts` tokens, blocks scattered."""
+    free = draw.permutation(blocks).tolist()
+    tables = np.zeros((len(counts), max(-(-c // block_size) for c in contexts)), dtype=np.int32)
+    kv_slots, all_slots = [], []
+    for i, (count, context) in enumerate(zip(counts, contexts, strict=True)):
+        need = -(-context // block_size)
+        tables[i, :need] = [free.pop() for _ in range(need)]
+        at = [int(tables[i, p // block_size]) * block_size + p % block_size for p in range(context)]
+        all_slots.append(at)
+        kv_slots += at[context - count :]
+    return SimpleNamespace(
+        seq_starts=np.cumsum([0, *counts]).astype(np.int32),
+        context_lens=np.array(contexts, dtype=np.int32),
+        block_tables=tables,
+        kv_slots=np.array(kv_slots, dtype=np.int64),
+        all_slots=all_slots,
+    )
+
+
+CASES = [  # heads, kv heads, head size, block size, window
+    (4, 2, 32, 8, 0),
+    (4, 4, 24, 16, 0),
+    (6, 2, 128, 16, 19),
+    (3, 1, 20, 5, 7),
+    (8, 2, 64, 32, 0),
+    (5, 1, 16, 24, 33),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_attention_is_softmax_over_what_a_row_may_see(engine: CpuEngine, dtype: torch.dtype, case: tuple[int, ...]) -> None:
+    heads, kv_heads, head_dim, block_size, window = case
+    draw = np.random.default_rng(sum(case))
+    torch.manual_seed(sum(case))
+    counts = [1, 9, 1, 70, 1, 3, 1, 1, 1, 1, 1]
+    contexts = [1, 9, 50, 101, 16, 90, 33, 17, 7, 130, 64]
+    blocks = sum(-(-c // block_size) for c in contexts) + 3
+    step = paged(draw, counts, contexts, block_size, blocks)
+    cache = torch.full((blocks, block_size, 2, kv_heads, head_dim), float("nan")).to(dtype)
+    tokens = cache.view(-1, 2, kv_heads, head_dim)
+    rows = sum(counts)
+    qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim)
+    want = torch.empty(rows, heads, head_dim, dtype=torch.float64)
+    for i, (count, context) in enumerate(zip(counts, contexts, strict=True)):
+        start = int(step.seq_starts[i])
+        slots = torch.tensor(step.all_slots[i])
+        kv = torch.randn(context, 2, kv_heads, head_dim).to(dtype)
+        kv[context - count :] = qkv[start : start + count, heads:].unflatten(1, (2, kv_heads)).to(dtype)
+        tokens[slots[: context - count]] = kv[: context - count]
+        for r in range(count):
+            position = context - count + r
+            low = max(0, position - window + 1) if window else 0
+            for head in range(heads):
+                k, v = kv[low : position + 1, :, head // (heads // kv_heads)].double().unbind(1)
+                weights = torch.softmax(k @ qkv[start + r, head].double() / head_dim**0.5, 0)
+                want[start + r, head] = weights @ v
+    out = attention(engine, step, qkv, cache, heads, window)
+    close(out, want.flatten(1))
+    one = attention(engine, one_of(step, 3, counts), qkv[11:81].clone(), cache, heads, window)
+    assert torch.equal(one, out[11:81]), "others in the batch make no difference"
+
+
+def one_of(step: SimpleNamespace, i: int, counts: list[int]) -> SimpleNamespace:
+    start = int(step.seq_starts[i])
+    return SimpleNamespace(
+        seq_starts=np.array([0, counts[i]], dtype=np.int32),
+        context_lens=step.context_lens[i : i + 1].copy(),
+        block_tables=step.block_tables[i : i + 1].copy(),
+        kv_slots=step.kv_slots[start : start + counts[i]].copy(),
+    )
+
+
+def attention(engine: CpuEngine, step: Any, qkv: torch.Tensor, cache: torch.Tensor, heads: int, window: int) -> torch.Tensor:
+    out = torch.full((len(qkv), heads * qkv.shape[2]), float("nan"))
+    engine.attention(out, qkv.contiguous(), cache, step, heads=heads, window=window)
+    return out
+
+
+def test_the_compiled_attention_reads_what_the_reference_wrote(engine: CpuEngine) -> None:
+    torch.manual_seed(0)
+    cache = KvCache(layers=1, blocks=20, block_size=8, kv_heads=2, head_dim=16, dtype=torch.float32)
+    draw = np.random.default_rng(0)
+    contexts, counts = [21, 9, 40], [21, 1, 12]
+    step = paged(draw, counts, contexts, 8, 20)
+    cache.data.normal_()
+    qkv = torch.randn(34, 8, 16)
+    arrays = {name: getattr(step, name) for name in ("seq_starts", "context_lens", "block_tables", "kv_slots")}
+    got = attention(engine, step, qkv, cache.data[0].clone(), 4, 0)
+    want = attend(qkv, cache, 0, AttentionBatch.build(cache, **arrays, windows=[0]), heads=4)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_an_instruction_set_that_is_not_here_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="vax"):
+        CpuEngine(isa="vax")
+
+
+def test_a_build_is_found_again_and_one_without_a_compiler_says_so(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build("portable") == build("portable")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(BuildError, match=r"C\+\+ compiler"):
+        build("portable")
