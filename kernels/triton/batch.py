@@ -111,14 +111,13 @@ def _counting(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(slots=True)
 class GroupTensors:
-    """GroupWork on the device, plus what the launch needs to know on the host."""
+    """GroupWork on the device, and how many items it has room for."""
 
     header: torch.Tensor
     segments: torch.Tensor
     item_segment: torch.Tensor
     item_pages: torch.Tensor
     scales: torch.Tensor
-    max_groups: int
     max_items: int
 
 
@@ -137,11 +136,11 @@ class PackedBatch:
         self._bytes = 0
         self._section((max_rows or len(work.rows),), torch.int32)
         self._section((max_groups, 2), torch.int32)
-        limits = []
+        limits: dict[str, int] = {}
         for name, modules in GROUPS.items():
             items = max_rows * len(modules) * blocks or len(work.parts[name].item_segment)
             segments = max_groups * len(modules)
-            limits.append((max_groups, items))
+            limits[name] = items
             self._section((3,), torch.int32)
             self._section((segments, 2), torch.int32)
             self._section((items,), torch.int32)
@@ -150,9 +149,10 @@ class PackedBatch:
         self._buffer = torch.empty(self._bytes, dtype=torch.uint8, device=device)
         views = [self._buffer[at].view(dtype).view(shape) for at, dtype, shape in self._sections]
         self.rows, self.groups = views[:2]
-        self.parts = {
-            name: GroupTensors(*views[2 + 5 * i : 7 + 5 * i], *limits[i]) for i, name in enumerate(GROUPS)
-        }
+        self.parts = {}
+        for i, (name, max_items) in enumerate(limits.items()):
+            header, spans, item_segment, item_pages, scales = views[2 + 5 * i : 7 + 5 * i]
+            self.parts[name] = GroupTensors(header, spans, item_segment, item_pages, scales, max_items)
         self.fill(work)
 
     def fill(self, work: WorkList) -> None:

@@ -11,7 +11,8 @@
   grid, and one CUDA graph, serves every batch that fits the buffers.
 - The ticketed launch does both halves: tickets are handed out in order, shrink items first, and an expand item waits
   until its segment's counter says that all its planes are there. Whoever holds a shrink ticket is running and waits for
-  nobody, so the wait ends however few programs the device runs at a time (even one: the interpreter).
+  nobody, so the wait ends however few programs the device runs at a time (even one: the interpreter). The counter's
+  release and acquire order the planes; no line of a plane is read before it is whole.
 - Rows are gathered by `rows`; what is masked off is never read from the pool, so memory that an adapter does not own
   cannot reach a result.
 
@@ -125,7 +126,7 @@ def _expand_item(
     M: tl.constexpr,
     R: tl.constexpr,
     BN: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
+    UNROLL: tl.constexpr,
     ALIGN: tl.constexpr,
     WHOLE_N: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -151,25 +152,26 @@ def _expand_item(
         inside = n < width
         planes = tl.zeros((M, R), dtype=tl.int32) + split_k  # a block: the interpreter cannot mask by a scalar
         acc = tl.zeros((M, BN), dtype=tl.float32)
-        for block in range(0, blocks):
+        for block in range(blocks):
             item = first + block
             line = tl.load(item_pages + item * (R // PAGE_RANKS) + j // PAGE_RANKS)
             held = line >= 0
             rank_row = tl.multiple_of(line * 8 + (j % PAGE_RANKS) * width, ALIGN if ALIGN < 8 else 8)
             part = h + item.to(tl.int64) * (M * R) + m[:, None] * R + j[None, :]
             mask = live[:, None] & held[None, :]
-            sums = tl.load(part, mask=mask, other=0.0, cache_modifier=".cg")  # L1 may hold what stood there before
-            for q in tl.static_range(1, MAX_SPLIT):
-                plane = part + q * n_items.to(tl.int64) * (M * R)
-                sums += tl.load(plane, mask=mask & (planes > q), other=0.0, cache_modifier=".cg")
+            sums = tl.load(part, mask=mask, other=0.0)
+            if UNROLL:  # a small tile has registers for all planes at once: one wait instead of split_k
+                for q in tl.static_range(1, 8):
+                    plane = part + q * n_items.to(tl.int64) * (M * R)
+                    sums += tl.load(plane, mask=mask & (planes > q), other=0.0)
+            else:
+                for q in range(1, split_k):
+                    sums += tl.load(part + q * n_items.to(tl.int64) * (M * R), mask=mask, other=0.0)
             if WHOLE_N:
                 b = tl.load(b_column[None, :] + rank_row[:, None], mask=held[:, None], other=0.0)
             else:
                 b = tl.load(b_column[None, :] + rank_row[:, None], mask=held[:, None] & inside[None, :], other=0.0)
-            if UPCAST:
-                acc = _dot(sums, b, acc, UPCAST)
-            else:
-                acc = _dot(sums.to(b.dtype), b, acc, UPCAST)
+            acc = _dot(sums if UPCAST else sums.to(b.dtype), b, acc, UPCAST)
         mask = live[:, None] if WHOLE_N else live[:, None] & inside[None, :]
         before = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_tile, (before + acc * scale).to(y.dtype.element_ty), mask=mask)
@@ -232,7 +234,7 @@ def lora_expand(
     M: tl.constexpr,
     R: tl.constexpr,
     BN: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
+    UNROLL: tl.constexpr,
     ALIGN: tl.constexpr,
     WHOLE_N: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -245,7 +247,7 @@ def lora_expand(
         _expand_item(
             work // tiles, work % tiles, split_k, n_items,
             y, y_stride, arena, h, rows, groups, segments, item_pages, scales + layer * scales_stride, layer, K, N0, N1, N2,
-            S, M, R, BN, MAX_SPLIT, ALIGN, WHOLE_N, UPCAST,
+            S, M, R, BN, UNROLL, ALIGN, WHOLE_N, UPCAST,
         )  # fmt: skip
 
 
@@ -276,7 +278,7 @@ def lora_ticketed(
     R: tl.constexpr,
     BK: tl.constexpr,
     BN: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
+    UNROLL: tl.constexpr,
     ALIGN: tl.constexpr,
     WHOLE_K: tl.constexpr,
     WHOLE_N: tl.constexpr,
@@ -315,7 +317,7 @@ def lora_ticketed(
             _expand_item(
                 group, tile, split_k, n_items,
                 y, y_stride, arena, h, rows, groups, segments, item_pages, scales + layer * scales_stride, layer, K, N0, N1, N2,
-                S, M, R, BN, MAX_SPLIT, ALIGN, WHOLE_N, UPCAST,
+                S, M, R, BN, UNROLL, ALIGN, WHOLE_N, UPCAST,
             )  # fmt: skip
         ticket = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
     left = tl.atomic_add(counters + 1, 1, sem="acq_rel", scope="gpu")

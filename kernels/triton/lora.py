@@ -13,6 +13,7 @@ registers and load widths (tests/kernels/test_triton_compiled.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -36,14 +37,14 @@ class Launch:
     warps: int
     stages: int
     programs: int
-    split_planes: int = 8  # most planes that expand adds
+    unroll: bool = True  # expand: load all planes of h at once
 
 
 TILES: dict[tuple[int, str], Launch] = {
     (16, "shrink"): Launch(block=256, warps=4, stages=3, programs=4),
     (16, "expand"): Launch(block=128, warps=4, stages=3, programs=6),
     (64, "shrink"): Launch(block=64, warps=4, stages=4, programs=2),
-    (64, "expand"): Launch(block=128, warps=8, stages=2, programs=2),
+    (64, "expand"): Launch(block=128, warps=8, stages=2, programs=2, unroll=False),
 }
 TICKETED = Launch(block=128, warps=4, stages=3, programs=4)  # both of K and of columns
 
@@ -68,7 +69,7 @@ class LoraBatch:
         self.h = torch.empty(planes * self.tile.rows * self.tile.ranks, dtype=torch.float32, device=device)
         segments = max(part.segments.shape[0] for part in self.packed.parts.values())
         self.counters = torch.zeros(2 + segments, dtype=torch.int32, device=device)
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.side = _side_stream(device)
         self.shrunk: tuple[int, str] | None = None  # what the side stream is working on
 
     @staticmethod
@@ -122,7 +123,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group
     if batch.plan == "ticketed":
         _ticketed(y, x, pool, layer, group, batch)
         return
-    if batch.shrunk == (layer, group):
+    if batch.side is not None and batch.shrunk == (layer, group):
         torch.cuda.current_stream(y.device).wait_stream(batch.side)
         batch.shrunk = None
     else:
@@ -141,7 +142,8 @@ def _shrink(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: Lora
         x, x.stride(0), pool.arena, batch.h, batch.packed.rows, batch.packed.groups, part.item_segment, part.item_pages,
         part.header, layer, *sizes,
         S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, BK=launch.block, ALIGN=_alignment(x, pool, group),
-        WHOLE_K=sizes[0] % launch.block == 0, UPCAST=_upcast(pool), num_warps=launch.warps, num_stages=launch.stages,
+        WHOLE_K=sizes[0] % launch.block == 0, UPCAST=_upcast(pool),
+        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -151,9 +153,9 @@ def _expand(y: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: Lora
     lora_expand[_programs(batch, launch)](
         y, y.stride(0), pool.arena, batch.h, batch.packed.rows, batch.packed.groups, part.segments, part.item_pages,
         part.scales, part.scales.stride(0), part.header, layer, *sizes,
-        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, BN=launch.block, MAX_SPLIT=launch.split_planes,
+        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, BN=launch.block, UNROLL=launch.unroll,
         ALIGN=_alignment(y, pool, group), WHOLE_N=all(n % launch.block == 0 for n in sizes[1:]), UPCAST=_upcast(pool),
-        num_warps=launch.warps, num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -163,10 +165,10 @@ def _ticketed(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, grou
     lora_ticketed[_programs(batch, launch)](
         x, x.stride(0), y, y.stride(0), pool.arena, batch.h, batch.packed.rows, batch.packed.groups, part.segments,
         part.item_segment, part.item_pages, part.scales, part.scales.stride(0), part.header, batch.counters, layer, *sizes,
-        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, BK=launch.block, BN=launch.block, MAX_SPLIT=launch.split_planes,
+        S=len(GROUPS[group]), M=tile.rows, R=tile.ranks, BK=launch.block, BN=launch.block, UNROLL=launch.unroll,
         ALIGN=min(_alignment(x, pool, group), _alignment(y, pool, group)), WHOLE_K=sizes[0] % launch.block == 0,
         WHOLE_N=all(n % launch.block == 0 for n in sizes[1:]), UPCAST=_upcast(pool),
-        num_warps=launch.warps, num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -189,5 +191,11 @@ def _programs(batch: LoraBatch, launch: Launch) -> tuple[int]:
     return (INTERPRETED_PROGRAMS if INTERPRETED else batch.multiprocessors * launch.programs,)
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+@cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
