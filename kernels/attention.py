@@ -124,6 +124,29 @@ class AttentionBatch:
             ]
         return batch
 
+    @staticmethod
+    def reserve(cache: KvCache, *, rows: int, columns: int, windows: Sequence[int]) -> AttentionBatch:
+        """A plan for `rows` decoding sequences of up to `columns` blocks each, for `update`: its tensors stay in place."""
+        device, positions = cache.data.device, columns * cache.block_size
+        batch = AttentionBatch(torch.zeros(rows, dtype=torch.int64, device=device), {}, {})
+        for window in dict.fromkeys(windows):
+            blocks = torch.full((rows * columns,), cache.null_block, dtype=torch.int64, device=device)
+            mask = torch.full((rows, 1, 1, positions), float("-inf"), dtype=cache.data.dtype, device=device)
+            batch.decode[window] = [_Decode(0, rows, blocks, mask)]
+            batch.prefill[window] = []
+        return batch
+
+    def update(self, cache: KvCache, other: AttentionBatch) -> None:
+        """Take over `other`, a plan that decodes as many sequences of at most as many blocks, all in one tile."""
+        self.kv_slots.copy_(other.kv_slots)
+        for window, (mine,) in self.decode.items():
+            (theirs,) = other.decode[window]
+            rows, seen = mine.end, theirs.mask.shape[-1]
+            mine.blocks.fill_(cache.null_block)
+            mine.blocks.view(rows, -1)[:, : seen // cache.block_size] = theirs.blocks.view(rows, -1)
+            mine.mask.fill_(float("-inf"))
+            mine.mask[..., :seen] = theirs.mask
+
 
 def attend(
     qkv: torch.Tensor, cache: KvCache, layer: int, batch: AttentionBatch, *, heads: int, window: int = 0

@@ -14,6 +14,7 @@ import torch
 
 from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
 from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.loader import load_weights, resolve_dtype
 from services.worker.engine.model import Model
 from services.worker.engine.model_config import ModelConfig, read_model_config
@@ -61,7 +62,7 @@ class ModelRunner:
         self._model = Model(self.config, load_weights(model_dir, self.config, self.dtype, self.device))
         self._cache = KvCache(
             layers=self.config.num_layers,
-            blocks=kv_blocks,
+            blocks=kv_blocks + (self.device.type == "cuda"),  # there the last is DecodeGraphs' scratch block
             block_size=block_size,
             kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
@@ -79,6 +80,9 @@ class ModelRunner:
         )
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(self._pool, self._lora_rows)
+        self._graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda":
+            self._graphs = DecodeGraphs(self._model, self._cache, self._pool, scratch_block=kv_blocks)
 
     @staticmethod
     def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int) -> int:
@@ -113,6 +117,9 @@ class ModelRunner:
 
         Raises ValueError when a row names an empty adapter slot.
         """
+        logits = self._graphs.forward(batch) if self._graphs is not None else None
+        if logits is not None:
+            return logits
         batch = _arranged(batch)
         attention = AttentionBatch.build(
             self._cache,
