@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
+import kernels.lora
+import kernels.reference
+import kernels.triton
 from services.worker.engine.decode_graphs import LEAST_COLUMNS, ROWS, DecodeBuffers, bucket_for
 from services.worker.engine.runner import ModelRunner, StepBatch
 from tests.support_models import VOCAB, make_adapters, make_checkpoint, make_runner
@@ -52,23 +56,27 @@ def buffers_of(runner: ModelRunner, bucket: tuple[int, int], scratch_block: int)
     return DecodeBuffers(bucket, runner._model, runner._cache, runner._pool, scratch_block)
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral"])
-def test_the_same_buffers_serve_one_step_after_another(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "on"), [("llama3", kernels.reference), ("mistral", kernels.reference), ("qwen2", kernels.triton)]
+)
+def test_the_same_buffers_serve_one_step_after_another(
+    family: str, on: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model_dir = make_checkpoint(family, tmp_path)
     adapters = make_adapters(model_dir, tmp_path)[:3]
     runner, twin = make_runner(model_dir, adapters), make_runner(model_dir, adapters)
     for each in (runner, twin):  # the same history
         each._cache.data.copy_(torch.randn(each._cache.data.shape, generator=torch.Generator().manual_seed(1)))
         each._cache.data[:, each._cache.null_block] = 0
+    steps = [
+        decode_step([5, 90, 1, 33, 17], [0, -1, 1, 1, 2], seed=0),
+        decode_step([6, 91], [2, -1], seed=1),
+        decode_step([7, 100, 128, 8, 9, 9, 64, 2], [0, 0, 0, 1, 2, 2, -1, -1], seed=2),
+    ]
+    want = [twin.forward(step) for step in steps]
+    monkeypatch.setattr(kernels.lora, "_kernels", lambda pool: on)
     with torch.inference_mode():
         buffers = buffers_of(runner, (8, 16), scratch_block=runner._cache.null_block - 1)
-        for seed, (lengths, slots) in enumerate(
-            [
-                ([5, 90, 1, 33, 17], [0, -1, 1, 1, 2]),
-                ([6, 91], [2, -1]),
-                ([7, 100, 128, 8, 9, 9, 64, 2], [0, 0, 0, 1, 2, 2, -1, -1]),
-            ]
-        ):
-            step = decode_step(lengths, slots, seed)
+        for step, logits in zip(steps, want, strict=True):
             buffers.fill(step)
-            torch.testing.assert_close(buffers.run()[: len(lengths)], twin.forward(step), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(buffers.run()[: len(logits)], logits, rtol=1e-4, atol=1e-4)
