@@ -243,6 +243,7 @@ def decode(pool: LoraPool, layers: Layers, limits: Limits, rows: int, adapters: 
     line["mbgmv"] = added_us(baselines.mbgmv(pool, row_slot))
     occupy(pool, [max(own)] * adapters)
     line["padded"] = added_us(LoraBatch.build(pool, row_slot, "two_launches"))
+    line["grouped_mm"] = replayed_us(partial(layers.step, x, None, grouped_mm(pool, own, row_slot))) / layers.layers - base_us
     line["padded_bgmv"] = added_us(baselines.mbgmv(pool, row_slot))
     return line
 
@@ -264,6 +265,33 @@ def prefill(pool: LoraPool, layers: Layers, limits: Limits, tokens: int) -> dict
         beside = replayed_us(partial(layers.step, x, before, after)) / layers.layers
         line[f"{plan}_beside"] = beside - base_us
     return line
+
+
+def grouped_mm(pool: LoraPool, own: list[int], row_slot: np.ndarray) -> Finish:
+    """PyTorch's grouped product over rows sorted by adapter and stacks padded to the largest rank.
+
+    The stacks are pieces of the pool's memory, so that every layer reads its own; the sums mean nothing.
+    """
+    rank, device = max(own), pool.arena.device
+    order = torch.from_numpy(np.argsort(row_slot, kind="stable")).to(device)
+    ends = torch.from_numpy(np.cumsum(np.bincount(row_slot, minlength=len(own))).astype(np.int32)).to(device)
+    at = 0
+
+    def stack(width: int) -> torch.Tensor:
+        nonlocal at
+        size = len(own) * rank * width
+        at = at + size if at + 2 * size <= len(pool.arena) else 0
+        return pool.arena[at : at + size].view(len(own), rank, width)
+
+    def after(layer: int, group: str, y: torch.Tensor, x: torch.Tensor) -> None:
+        grouped, column = x.index_select(0, order), 0
+        for module in GROUPS[group]:
+            fan_in, fan_out = pool.shapes[module]
+            shrunk = torch._grouped_mm(grouped, stack(fan_in).transpose(1, 2), offs=ends)
+            y[:, column : column + fan_out].index_add_(0, order, torch._grouped_mm(shrunk, stack(fan_out), offs=ends))
+            column += fan_out
+
+    return after
 
 
 def lora_steps(pool: LoraPool, batch: LoraBatch) -> tuple[Start, Finish]:

@@ -53,15 +53,12 @@ class DecodeBuffers:
         scratch_slot = (self._scratch_block + 1) * self._cache.block_size - 1  # the last: its block never needs clearing
         self._token_ids.copy_(torch.from_numpy(_padded(batch.token_ids, missing, 0)))
         self._positions.copy_(torch.from_numpy(_padded(batch.positions, missing, 0)))
-        step = AttentionBatch.build(
+        self._attention.update(
             self._cache,
-            seq_starts=np.arange(self._rows + 1, dtype=np.int32),
             context_lens=_padded(batch.context_lens, missing, 1),
             block_tables=np.pad(batch.block_tables, ((0, missing), (0, 0)), constant_values=self._scratch_block),
             kv_slots=_padded(batch.kv_slots, missing, scratch_slot),
-            windows=self._model.config.windows,
         )
-        self._attention.update(self._cache, step)
         row_slot = _padded(batch.row_slot, missing, -1)
         if self._lora.version != self._pool.version or not np.array_equal(row_slot, self._row_slot):
             self._lora.update(self._pool, row_slot)
@@ -88,7 +85,8 @@ class DecodeGraphs:
         if rows != len(batch.context_lens):
             return None
         blocks = -(-int(batch.context_lens.max()) // self._cache.block_size)
-        bucket = bucket_for(rows, blocks, self._cache.tile_blocks)
+        gathers = self._cache.library is None  # a library reads blocks where they are
+        bucket = bucket_for(rows, blocks, self._cache.tile_blocks if gathers else ROWS[-1] * self._cache.null_block)
         if bucket is None:
             return None
         if bucket not in self._captured:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
+from kernels.library_attention import agreeing_library
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.loader import load_weights, resolve_dtype
@@ -82,6 +83,7 @@ class ModelRunner:
         self._lora_batch = LoraBatch.build(self._pool, self._lora_rows)
         self._graphs: DecodeGraphs | None = None
         if self.device.type == "cuda":
+            self._cache.library = agreeing_library(self._cache, heads=self.config.num_heads, windows=self.config.windows)
             self._graphs = DecodeGraphs(self._model, self._cache, self._pool, scratch_block=kv_blocks)
 
     @staticmethod
