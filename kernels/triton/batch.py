@@ -59,9 +59,9 @@ class WorkList:
 
 
 def tile_for(row_slot: np.ndarray) -> Tile:
-    """Large tiles pay once an adapter has more rows than a small one holds, on average."""
+    """Large tiles pay once an adapter has the rows to fill one: its prompt then outweighs everybody's decoding."""
     adapted = row_slot[row_slot >= 0]
-    return PREFILL if len(adapted) > DECODE.rows * len(np.unique(adapted)) else DECODE
+    return PREFILL if len(adapted) and np.bincount(adapted).max() > PREFILL.rows else DECODE
 
 
 def work_list(pool: LoraPool, row_slot: np.ndarray, tile: Tile, multiprocessors: int) -> WorkList:

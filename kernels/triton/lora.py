@@ -4,7 +4,7 @@ Three plans over the same device functions:
 
     two_launches   shrink, expand; `start_lora` puts the shrink on a side stream, beside the base model's product
     ticketed       one launch for both
-    segmented      two launches with 64-row tiles: prefill, and decoding with few adapters
+    segmented      two launches with 64-row tiles: steps with a prompt in them
 
 `TILES` is a frozen table: nothing is tuned while serving. All of it was chosen for sm_90 and is checked there for
 registers and load widths (tests/kernels/test_triton_compiled.py).

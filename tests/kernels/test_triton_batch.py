@@ -94,7 +94,7 @@ def test_k_is_split_until_two_items_fall_to_every_multiprocessor() -> None:
     assert [split_k_for(items, 132) for items in (0, 33, 34, 66, 67, 132, 263, 264, 9999)] == [8, 8, 8, 4, 4, 2, 2, 1, 1]
 
 
-def test_large_tiles_are_for_adapters_with_many_rows() -> None:
-    assert tile_for(np.repeat(np.arange(4, dtype=np.int32), 16)) is DECODE
-    assert tile_for(np.repeat(np.arange(4, dtype=np.int32), 17)) is PREFILL
+def test_large_tiles_are_for_batches_in_which_an_adapter_fills_one() -> None:
+    assert tile_for(np.repeat(np.arange(8, dtype=np.int32), 64)) is DECODE
+    assert tile_for(np.array([*range(32), *[5] * 64], dtype=np.int32)) is PREFILL
     assert tile_for(np.full(500, -1, dtype=np.int32)) is DECODE

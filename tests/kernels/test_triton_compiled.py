@@ -48,5 +48,11 @@ def test_weights_and_activations_move_in_pieces_of_16_bytes(compiled: dict[str, 
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
+def test_tensor_cores_multiply_and_large_tiles_in_warp_groups(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    assert compiled[name]["products"] > 0
+    assert (compiled[name]["wide_products"] > 0) == ("64 rows" in name)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_shapes_without_promises_compile_too(compiled: dict[str, dict[str, Any]], name: str) -> None:
     assert compiled[f"{name}, ragged"]["local_bytes"] == 0

@@ -68,6 +68,8 @@ def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -
         "registers": int(re.findall(r"REG:(\d+)", used)[0]),
         "local_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", used))),  # spills, if any
         "shared_bytes": built.metadata.shared,
+        "products": len(re.findall(r"wgmma\.mma|mma\.sync", ptx)),
+        "wide_products": len(re.findall(r"wgmma\.mma", ptx)),
         "copies_16": len(re.findall(r"cp\.async\.cg\.shared\.global[^;]*, 0x10|cp\.async\.cg\.shared\.global[^;]*, 16", ptx)),
         "copies_narrow": len(re.findall(r"cp\.async\.ca\.", ptx)),
         "loads_16": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64", ptx)),
