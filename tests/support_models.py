@@ -264,7 +264,7 @@ def drive(runner: ModelRunner, sequences: list[Sequence], *, chunk: int, block_s
         for sequence, take in zip(live, takes, strict=True):
             while len(sequence.blocks) * block_size < sequence.done + take:
                 sequence.blocks.append(free.pop())
-        logits = runner.forward(step_batch(live, takes, block_size))
+        logits = runner.forward(step_batch(live, takes, block_size)).clone()
         at = 0
         for sequence, take in zip(live, takes, strict=True):
             sequence.logits.extend(logits[at : at + take])

@@ -90,7 +90,7 @@ class Planner:
         info = self._adapters.resolve(model)
         if info is None and model.startswith(self.base_model + ":"):
             info = self._adapters.resolve(model.removeprefix(self.base_model + ":"))
-        if info is None:
+        if info is None or info.version.base_model != self.base_model:
             raise ModelNotFound(f"The model `{model}` does not exist.", param="model")
         version = info.version
         return AdapterRef(name=info.entry.name, digest=version.digest, rank=version.rank, size_bytes=version.size_bytes)

@@ -38,7 +38,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     max_waiting: Annotated[int, Meta(ge=1, description="requests that may wait here before new ones are refused")] = 256
     max_step_tokens: Annotated[int, Meta(ge=16, description="tokens per engine step; longer prompts go in chunks")] = 512
     max_model_len: Annotated[int, Meta(ge=0, description="longest prompt plus output; 0 for the model's own")] = 0
-    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 128
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 256
     lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory for adapter weights")] = 256
     max_loras: Annotated[int, Meta(ge=1, le=4096, description="adapters on the device at once")] = 64
     prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of equal prompt beginnings")] = True

@@ -8,39 +8,39 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.worker.engine.linear import Linear
 from services.worker.engine.model_config import ModelConfig, UnsupportedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+M = TypeVar("M")  # a base-model matrix as the kernels want it
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
 
 
 @dataclass(slots=True)
-class LayerWeights:
+class LayerWeights(Generic[M]):
     """One decoder layer. Fused matrices have the projections' outputs one after the other."""
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
+    qkv: M  # hidden -> (heads + 2 * kv_heads) * head_dim
     qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]: the q norm's weight per q head, then the k norm's
-    o: Linear  # heads * head_dim -> hidden
+    o: M  # heads * head_dim -> hidden
     post_norm: torch.Tensor  # [hidden]
-    gate_up: Linear  # hidden -> 2 * intermediate
-    down: Linear  # intermediate -> hidden
+    gate_up: M  # hidden -> 2 * intermediate
+    down: M  # intermediate -> hidden
 
 
 @dataclass(slots=True)
-class ModelWeights:
+class ModelWeights(Generic[M]):
     """All weights of a decoder, on one device in one type."""
 
     embed: torch.Tensor  # [vocab, hidden]
-    layers: list[LayerWeights]
+    layers: list[LayerWeights[M]]
     norm: torch.Tensor  # [hidden]
-    lm_head: Linear  # hidden -> vocab; of `embed` when tied
+    lm_head: M  # hidden -> vocab; of `embed` when tied
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
@@ -51,8 +51,14 @@ def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Read, convert and fuse the checkpoint in `model_dir`.
+def load_weights(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    linear: Callable[[torch.Tensor, torch.Tensor | None], M],
+) -> ModelWeights[M]:
+    """Read, convert and fuse the checkpoint in `model_dir`; `linear` turns each matrix [out, in] and its bias into an M.
 
     Every name and shape is checked against `config` before a byte of weights is read. Raises UnsupportedModel naming the
     file or tensor: a missing one, one of another shape, and one that the config does not know (it would be ignored
@@ -75,18 +81,23 @@ def load_weights(model_dir: Path, config: ModelConfig, dtype: torch.dtype, devic
         embed = read("model.embed_tokens.weight")
         return ModelWeights(
             embed=embed,
-            layers=[_layer(f"model.layers.{i}.", config, read) for i in range(config.num_layers)],
+            layers=[_layer(f"model.layers.{i}.", config, read, linear) for i in range(config.num_layers)],
             norm=read("model.norm.weight"),
-            lm_head=Linear(embed if config.tied_embeddings else read("lm_head.weight")),
+            lm_head=linear(embed if config.tied_embeddings else read("lm_head.weight"), None),
         )
 
 
-def _layer(prefix: str, config: ModelConfig, read: Callable[..., torch.Tensor]) -> LayerWeights:
+def _layer(
+    prefix: str,
+    config: ModelConfig,
+    read: Callable[..., torch.Tensor],
+    linear: Callable[[torch.Tensor, torch.Tensor | None], M],
+) -> LayerWeights[M]:
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
 
-    def linear(parent: str, modules: tuple[str, ...], bias: bool) -> Linear:
+    def fused(parent: str, modules: tuple[str, ...], bias: bool) -> M:
         weight = read(*(f"{parent}{module}.weight" for module in modules))
-        return Linear(weight, read(*(f"{parent}{module}.bias" for module in modules)) if bias else None)
+        return linear(weight, read(*(f"{parent}{module}.bias" for module in modules)) if bias else None)
 
     qk_norm = None
     if config.qk_norm:
@@ -95,12 +106,12 @@ def _layer(prefix: str, config: ModelConfig, read: Callable[..., torch.Tensor]) 
         qk_norm = torch.cat([q, k])
     return LayerWeights(
         input_norm=read(prefix + "input_layernorm.weight"),
-        qkv=linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+        qkv=fused(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
         qk_norm=qk_norm,
-        o=linear(attention, ("o_proj",), config.o_bias),
+        o=fused(attention, ("o_proj",), config.o_bias),
         post_norm=read(prefix + "post_attention_layernorm.weight"),
-        gate_up=linear(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
-        down=linear(mlp, ("down_proj",), config.mlp_bias),
+        gate_up=fused(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
+        down=fused(mlp, ("down_proj",), config.mlp_bias),
     )
 
 

@@ -23,7 +23,7 @@ from services.worker.engine.model_config import ModelConfig, RopeConfig
 class Model:
     """Weights and the arithmetic over them; owns no per-request state."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights[Linear]) -> None:
         self.config = config
         self.weights = weights
         self._rope = RotaryEmbedding(config.rope, config.head_dim, weights.embed.dtype, weights.embed.device)
@@ -58,7 +58,7 @@ class Model:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
 
-    def _rotate(self, qkv: torch.Tensor, layer: LayerWeights, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, qkv: torch.Tensor, layer: LayerWeights[Linear], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Normalise (where the family does) and rotate q and k in place: [rows, columns] -> [rows, all heads, head_dim]."""
         config = self.config
         qkv = qkv.unflatten(1, (-1, config.head_dim))

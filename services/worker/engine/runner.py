@@ -6,6 +6,7 @@ business; nothing here waits for anything but the device. One thread at a time.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,20 @@ import numpy as np
 import torch
 
 from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
+from kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
 from kernels.library_attention import agreeing_library
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.decode_graphs import DecodeGraphs
+from services.worker.engine.linear import Linear
 from services.worker.engine.loader import load_weights, resolve_dtype
-from services.worker.engine.model import Model
+from services.worker.engine.model import Model, RotaryEmbedding
 from services.worker.engine.model_config import ModelConfig, read_model_config
+from shared.config import ConfigError
+from shared.telemetry import logger
+
+KERNELS = ("auto", "reference", "cpu")
+_log = logger(__name__)
+SLOWER = "3 to 10"  # times, the reference beside the compiled kernels, at 32 sequences without and with adapters
 
 
 @dataclass(slots=True)
@@ -39,7 +48,9 @@ class ModelRunner:
     """A loaded model with its KV cache and adapter pool.
 
     `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or "float16", for weights, KV and adapters alike;
-    `threads` 0 leaves torch's setting. Raises UnsupportedModel for a checkpoint that the engine does not run.
+    `threads` 0 leaves torch's setting. `kernels` is "cpu" (compiled), "reference" (torch) or "auto": compiled ones on a CPU
+    when they can be built; MOTET_KERNELS overrides "auto". Raises UnsupportedModel for a checkpoint that the engine does
+    not run, ConfigError when the kernels asked for cannot be had.
     """
 
     def __init__(
@@ -54,13 +65,14 @@ class ModelRunner:
         max_lora_rank: int,
         max_loras: int,
         threads: int = 0,
+        kernels: str = "auto",
     ) -> None:
         if threads:
             torch.set_num_threads(threads)
         self.config = read_model_config(model_dir)
         self.dtype = resolve_dtype(dtype, self.config)
         self.device = torch.device(device)
-        self._model = Model(self.config, load_weights(model_dir, self.config, self.dtype, self.device))
+        compiled = _compiled(kernels, self.device, threads)
         self._cache = KvCache(
             layers=self.config.num_layers,
             blocks=kv_blocks + (self.device.type == "cuda"),  # there the last is DecodeGraphs' scratch block
@@ -79,10 +91,17 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
+        self._model: Model | None = None
+        self._compiled: CpuForward | None = None
+        if compiled is None:
+            weights = load_weights(model_dir, self.config, self.dtype, self.device, Linear)
+            self._model = Model(self.config, weights)
+        else:
+            self._compiled = self._on_cpu(compiled, model_dir)
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(self._pool, self._lora_rows)
         self._graphs: DecodeGraphs | None = None
-        if self.device.type == "cuda":
+        if self._model is not None and self.device.type == "cuda":
             self._cache.library = agreeing_library(self._cache, heads=self.config.num_heads, windows=self.config.windows)
             self._graphs = DecodeGraphs(self._model, self._cache, self._pool, scratch_block=kv_blocks)
 
@@ -117,8 +136,11 @@ class ModelRunner:
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the rows' K and V and return the wanted logits, float32 [n, vocab], in the order of `logit_rows`.
 
-        Raises ValueError when a row names an empty adapter slot.
+        They are valid until the next call. Raises ValueError when a row names an empty adapter slot.
         """
+        if self._compiled is not None:
+            return self._compiled(batch)
+        assert self._model is not None
         logits = self._graphs.forward(batch) if self._graphs is not None else None
         if logits is not None:
             return logits
@@ -141,6 +163,26 @@ class ModelRunner:
             self._lora(batch.row_slot),
         )
 
+    def _on_cpu(self, engine: CpuEngine, model_dir: Path) -> CpuForward:
+        weights = load_weights(model_dir, self.config, self.dtype, self.device, Packer(engine))
+        half = self.config.head_dim // 2
+        rope = RotaryEmbedding(self.config.rope, self.config.head_dim, torch.float32, self.device)
+
+        def rotary(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            cos, sin = rope.at(positions)
+            return cos[:, 0, :half], sin[:, 0, half:]
+
+        return CpuForward(
+            engine,
+            weights,
+            heads=self.config.num_heads,
+            eps=self.config.rms_norm_eps,
+            windows=self.config.windows,
+            rotary=rotary,
+            cache=self._cache,
+            pool=self._pool,
+        )
+
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
@@ -150,6 +192,25 @@ class ModelRunner:
             self._lora_batch = LoraBatch.build(self._pool, row_slot)
             self._lora_rows = row_slot.copy()
         return self._lora_batch
+
+
+def _compiled(kernels: str, device: torch.device, threads: int) -> CpuEngine | None:
+    """The compiled kernels, or None for the reference."""
+    if kernels == "auto":
+        kernels = os.environ.get("MOTET_KERNELS", "auto")
+    if kernels not in KERNELS:
+        raise ConfigError(f"kernels {kernels!r}: one of {', '.join(KERNELS)} is expected")
+    if kernels == "reference" or (kernels == "auto" and device.type != "cpu"):
+        return None
+    if device.type != "cpu":
+        raise ConfigError(f"kernels 'cpu': the model is on {device}")
+    try:
+        return CpuEngine(threads=threads)
+    except (BuildError, ValueError) as error:
+        if kernels == "cpu":
+            raise ConfigError(f"kernels 'cpu': {error}") from None
+        _log.warning("compiled CPU kernels are missing, steps take %s times as long: %s", SLOWER, error)
+        return None
 
 
 def _arranged(batch: StepBatch) -> StepBatch:

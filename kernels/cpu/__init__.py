@@ -1,0 +1,16 @@
+"""Compiled kernels for the CPU: packed-weight products, paged attention, multi-rank LoRA, and a whole step in one call.
+
+    src/simd.h        vectors of one instruction set        src/team.h      threads that run one function together
+    src/gemm.h        weights packed once, panels           src/lora.h      shrink and expand over pages
+    src/attention.h   decode and chunked prefill            src/forward.h   the step
+    build.py          the system's compiler, cached         library.py      ctypes
+    forward.py        what the engine calls
+
+Importing this package compiles nothing; the first CpuEngine of an instruction set does, once per machine.
+"""
+
+from kernels.cpu.build import ISAS, BuildError, available_isas
+from kernels.cpu.forward import CpuForward
+from kernels.cpu.library import CpuEngine, Packed, Packer
+
+__all__ = ["ISAS", "BuildError", "CpuEngine", "CpuForward", "Packed", "Packer", "available_isas"]

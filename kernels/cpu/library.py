@@ -1,0 +1,297 @@
+"""The compiled library as Python sees it: the structures of src/motet_cpu.h, and one object per instruction set.
+
+Calls release the GIL. Tensors go in as addresses, so every function here checks type, device and contiguity first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.cpu.build import ISAS, BuildError, available_isas, build
+from kernels.pool import MODULES, LoraPool
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+
+
+class Matrix(Structure):
+    """A packed matrix."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("type", c_int64),
+    ]
+
+
+class Layer(Structure):
+    """One decoder layer."""
+
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("qk_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("qkv", Matrix),
+        ("o", Matrix),
+        ("gate_up", Matrix),
+        ("down", Matrix),
+        ("window", c_int64),
+    ]
+
+
+class Pool(Structure):
+    """A LoraPool."""
+
+    _fields_ = [
+        ("arena", c_void_p),
+        ("table", c_void_p),
+        ("pages", c_void_p),
+        ("scales", c_void_p),
+        ("slots", c_int64),
+        ("max_pages", c_int64),
+        ("layers", c_int64),
+        ("fan_in", c_int64 * 7),
+        ("fan_out", c_int64 * 7),
+    ]
+
+
+class Model(Structure):
+    """A decoder with its KV cache and adapter pool."""
+
+    _fields_ = [
+        ("type", c_int64),
+        ("hidden", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("mlp", c_int64),
+        ("vocab", c_int64),
+        ("layers", c_int64),
+        ("eps", c_float),
+        ("embed", c_void_p),
+        ("norm", c_void_p),
+        ("lm_head", Matrix),
+        ("layer", POINTER(Layer)),
+        ("kv", c_void_p),
+        ("blocks", c_int64),
+        ("block_size", c_int64),
+        ("pool", Pool),
+    ]
+
+
+class Step(Structure):
+    """One step's rows."""
+
+    _fields_ = [
+        ("rows", c_int64),
+        ("seqs", c_int64),
+        ("logits", c_int64),
+        ("table_stride", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("row_slot", c_void_p),
+        ("seq_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("kv_slots", c_void_p),
+        ("logit_rows", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("out", c_void_p),
+    ]
+
+
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "motet_engine_new": (c_void_p, [ctypes.c_int]),
+    "motet_engine_free": (None, [c_void_p]),
+    "motet_alloc": (c_void_p, [c_int64]),
+    "motet_release": (None, [c_void_p, c_int64]),
+    "motet_advise": (None, [c_void_p, c_int64]),
+    "motet_packed_bytes": (c_int64, [c_int64, c_int64, c_int64]),
+    "motet_pack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
+    "motet_forward": (None, [c_void_p, POINTER(Model), POINTER(Step)]),
+    "motet_gemm": (None, [c_void_p, c_int64, POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+    "motet_lora": (
+        None,
+        [c_void_p, c_int64, POINTER(Pool), c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64],
+    ),
+    "motet_attention": (None, [c_void_p, c_int64, POINTER(Step), c_void_p, c_void_p, *[c_int64] * 5, c_void_p]),
+    "motet_peak_flops": (c_double, [c_void_p, c_int64]),
+    "motet_read_bandwidth": (c_double, [c_void_p, c_void_p, c_int64]),
+}
+
+
+@lru_cache
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class CpuEngine:
+    """Threads and workspace of one instruction set. One call at a time.
+
+    `isa` is one of `available_isas()`, by default MOTET_CPU_ISA or the best; `threads` 0 takes every allowed CPU.
+    Raises BuildError when there is no library to be had, ValueError for an instruction set that this machine lacks.
+    """
+
+    def __init__(self, *, threads: int = 0, isa: str | None = None) -> None:
+        here = available_isas()
+        self.isa = isa or os.environ.get("MOTET_CPU_ISA") or here[-1]
+        if self.isa not in here:
+            raise ValueError(f"instruction set {self.isa!r}: this machine has {', '.join(here)}, of {', '.join(ISAS)}")
+        self.threads = threads or len(os.sched_getaffinity(0))
+        self.library = _load(build(self.isa))
+        self._handle = self.library.motet_engine_new(self.threads)
+        if not self._handle:
+            raise BuildError(f"the operating system refuses {self.isa}; set MOTET_CPU_ISA={here[-2]}")
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.library.motet_engine_free(self._handle)
+            self._handle = None
+
+    @property
+    def handle(self) -> int:
+        """What the library's functions take first."""
+        return self._handle
+
+    def gemm(
+        self, packed: Packed, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype, *, add: bool = False, times: int = 1
+    ) -> None:
+        """y [rows, n] (+)= x [rows, k] times the packed matrix, both float32; `dtype` is the model's."""
+        self.library.motet_gemm(
+            self._handle,
+            TYPES[dtype],
+            packed.matrix,
+            address(x, torch.float32),
+            x.shape[0],
+            address(y, torch.float32),
+            int(add),
+            times,
+        )
+
+    def lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        pool: LoraPool,
+        layer: int,
+        group: int,
+        row_slot: torch.Tensor,
+        *,
+        layers: int = 1,
+        which: int = 3,
+    ) -> None:
+        """`kernels.add_lora` over float32 `x` and `y`, for `layers` layers from `layer`; `which` 1 shrinks, 2 expands."""
+        self.library.motet_lora(
+            self._handle,
+            TYPES[pool.arena.dtype],
+            pool_struct(pool),
+            address(row_slot, torch.int32),
+            len(row_slot),
+            layer,
+            layers,
+            group,
+            address(x, torch.float32),
+            address(y, torch.float32),
+            which,
+        )
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """Multiply-adds from registers, times two, per second, all threads."""
+        return self.library.motet_peak_flops(self._handle, TYPES[dtype])
+
+    def read_bandwidth(self, data: torch.Tensor) -> float:
+        """Bytes per second when all threads read `data` once."""
+        return self.library.motet_read_bandwidth(self._handle, address(data), data.nbytes)
+
+
+class Arena:
+    """Memory in huge pages for packed weights: pieces are given out and all freed together, with this object."""
+
+    CHUNK_BYTES = 64 << 20  # what is not given out is never touched, so it costs nothing
+    ALIGN = 64
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._chunks: list[tuple[int, int]] = []  # address, bytes
+        self._next = self._end = 0
+
+    def take(self, nbytes: int) -> int:
+        """The address of `nbytes` zeroed bytes."""
+        at = -(-self._next // self.ALIGN) * self.ALIGN
+        if at + nbytes > self._end:
+            size = max(nbytes, self.CHUNK_BYTES)
+            at = self._library.motet_alloc(size)
+            if not at:
+                raise MemoryError(f"{size} bytes for packed weights")
+            self._chunks.append((at, size))
+            self._end = at + size
+        self._next = at + nbytes
+        return at
+
+    def __del__(self) -> None:
+        for at, size in self._chunks:
+            self._library.motet_release(at, size)
+        self._chunks = []
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed matrix and what it points into."""
+
+    matrix: Matrix
+    kept: tuple[Any, ...]
+
+
+class Packer:
+    """Turns weights [n, k] with bias [n] into packed matrices; with `int8`, of whole numbers and one scale per output."""
+
+    def __init__(self, engine: CpuEngine, *, int8: bool = False) -> None:
+        self._engine, self._int8, self._arena = engine, int8, Arena(engine.library)
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
+        n, k = weight.shape
+        library, kind = self._engine.library, TYPES[torch.int8 if self._int8 else weight.dtype]
+        data = self._arena.take(library.motet_packed_bytes(n, k, kind))
+        scale = self._arena.take(n * 4) if self._int8 else None
+        floats = None if bias is None else bias.float().contiguous()
+        matrix = Matrix(data, scale, None if floats is None else floats.data_ptr(), n, k, kind)
+        library.motet_pack(self._engine.handle, address(weight), TYPES[weight.dtype], n, k, kind, data, scale)
+        return Packed(matrix, (self._arena, floats))
+
+
+def address(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+    """Of the first element of a contiguous CPU tensor. Raises ValueError for any other, or one not of `dtype`."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or (dtype is not None and tensor.dtype != dtype):
+        raise ValueError(f"{tensor.dtype} tensor on {tensor.device}: a contiguous one on the CPU is expected, of {dtype}")
+    return tensor.data_ptr()
+
+
+def pool_struct(pool: LoraPool) -> Pool:
+    """The addresses of a pool's tables, which it never replaces."""
+    shapes = [pool.shapes[module] for module in MODULES]
+    return Pool(
+        address(pool.arena),
+        pool.table.ctypes.data,
+        pool.pages.ctypes.data,
+        pool.scales.ctypes.data,
+        len(pool.loaded),
+        pool.table.shape[2],
+        pool.layers,
+        (c_int64 * 7)(*(fan_in for fan_in, _ in shapes)),
+        (c_int64 * 7)(*(fan_out for _, fan_out in shapes)),
+    )

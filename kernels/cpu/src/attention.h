@@ -1,0 +1,227 @@
+// Paged attention over KV [blocks, block_size, 2, kv_heads, head_dim] of one layer, decode and chunked prefill alike.
+//
+// A piece of work is some rows of one sequence and some of its KV heads. It walks the sequence's blocks in order, at most
+// 16 tokens at a time, with running maximum and sum per query. What a row gets depends on its position and context alone:
+// not on its chunk, its neighbours or who computes them. Nothing beyond a row's context is used, whatever it holds.
+#pragma once
+#include "gemm.h"
+
+namespace motet {
+
+constexpr int CHUNK = 16;    // tokens
+constexpr int QUERIES = 32;  // query vectors of one KV head that walk together
+
+struct AttentionItem {
+  int32_t seq, row0, row1, head0, head1;  // rows of the step; KV heads
+};
+
+struct Attention {
+  const Step* step;
+  const float* qkv;  // [rows, ldq]: q after rope
+  int64_t ldq;
+  const void* kv;  // of this layer
+  int64_t heads, kv_heads, head_dim, block_size, window;
+};
+
+INLINE int64_t attention_rows(int64_t heads_per_kv) { return std::max<int64_t>(1, QUERIES / heads_per_kv); }
+
+// Floats of scratch that one thread needs.
+INLINE int64_t attention_scratch(int64_t heads, int64_t kv_heads, int64_t head_dim) {
+  const int64_t queries = std::max(heads, attention_rows(heads / kv_heads) * (heads / kv_heads));
+  return queries * (2 * round_up(head_dim, 16) + CHUNK + 2) + 64;
+}
+
+inline void attention_items(const Step& step, int64_t heads, int64_t kv_heads, int team, std::vector<AttentionItem>& items) {
+  items.clear();
+  const int64_t together = attention_rows(heads / kv_heads);
+  const bool few = step.seqs < 4 * team;
+  for (int32_t s = 0; s < step.seqs; ++s) {
+    const int32_t begin = step.seq_starts[s], end = step.seq_starts[s + 1];
+    if (end - begin == 1 && !few) {
+      items.push_back({s, begin, end, 0, (int32_t)kv_heads});
+      continue;
+    }
+    for (int32_t row = end; row > begin; row -= std::min<int32_t>(together, row - begin))  // the longest contexts first
+      for (int32_t head = 0; head < kv_heads; ++head)
+        items.push_back({s, std::max<int32_t>(begin, row - (int32_t)together), row, head, head + 1});
+  }
+}
+
+// scores[q][t] = queries[q] . keys[t] for Q queries and 4 tokens.
+template <class T, int Q>
+INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, float* scores) {
+  vf acc[Q][4];
+#pragma GCC unroll 4
+  for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; ++t) acc[i][t] = zero();
+  int d = 0;
+  for (; d + W <= head_dim; d += W) {
+    vf keys[4];
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; ++t) keys[t] = load(k + t * ldk + d);
+#pragma GCC unroll 4
+    for (int i = 0; i < Q; ++i) {
+      const vf value = load(q + i * ldq + d);
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t) acc[i][t] += value * keys[t];
+    }
+  }
+  if (d < head_dim) {
+    for (int t = 0; t < 4; ++t) {
+      const vf key = load_n(k + t * ldk + d, head_dim - d);
+      for (int i = 0; i < Q; ++i) acc[i][t] += load(q + i * ldq + d) * key;
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < Q; ++i) sum4(acc[i][0], acc[i][1], acc[i][2], acc[i][3], scores + i * CHUNK);
+}
+
+template <class T, int Q>
+INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, float* scores) {
+  int t = 0;
+  for (; t + 4 <= tokens; t += 4) scores4<T, Q>(q, ldq, k + t * ldk, ldk, head_dim, scores + t);
+  if (t < tokens) {  // the last token again and again in the place of those that are not there
+    const int last = tokens - t;
+    for (int one = 0; one < last; ++one) {
+      float same[Q * CHUNK];
+      scores4<T, Q>(q, ldq, k + (t + one) * ldk, 0, head_dim, same);
+      for (int i = 0; i < Q; ++i) scores[i * CHUNK + t + one] = same[i * CHUNK];
+    }
+  }
+}
+
+// out[q][d] = out[q][d] * shrink[q] + sum over t of weights[q][t] * values[t][d], for Q queries.
+template <class T, int Q>
+INLINE void add_values(float* out, int64_t ldo, const float* weights, const float* shrink, const T* v, int64_t ldv, int head_dim,
+                       int first, int last) {
+  constexpr int D = W == 16 ? 4 : 2;
+  int d = 0;
+  for (; d + D * W <= head_dim; d += D * W) {
+    vf acc[Q][D];
+#pragma GCC unroll 4
+    for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < D; ++j) acc[i][j] = load(out + i * ldo + d + j * W) * shrink[i];
+    for (int t = first; t < last; ++t) {
+      vf values[D];
+#pragma GCC unroll 4
+      for (int j = 0; j < D; ++j) values[j] = load(v + t * ldv + d + j * W);
+#pragma GCC unroll 4
+      for (int i = 0; i < Q; ++i) {
+        const vf weight = broadcast(weights[i * CHUNK + t]);
+#pragma GCC unroll 4
+        for (int j = 0; j < D; ++j) acc[i][j] += weight * values[j];
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < D; ++j) store(out + i * ldo + d + j * W, acc[i][j]);
+  }
+  for (; d < head_dim; d += W) {
+    vf acc[Q];
+    for (int i = 0; i < Q; ++i) acc[i] = load(out + i * ldo + d) * shrink[i];
+    for (int t = first; t < last; ++t) {
+      const vf values = load_n(v + t * ldv + d, head_dim - d);
+      for (int i = 0; i < Q; ++i) acc[i] += weights[i * CHUNK + t] * values;
+    }
+    for (int i = 0; i < Q; ++i) store(out + i * ldo + d, acc[i]);
+  }
+}
+
+// Calls f<Q>(first query) over `n` queries, four at a time as far as that goes.
+#define EACH_QUERIES(n, call)                    \
+  do {                                           \
+    int at = 0;                                  \
+    for (; at + 4 <= (n); at += 4) call(4);      \
+    if ((n)-at == 3) call(3);                    \
+    if ((n)-at == 2) call(2);                    \
+    if ((n)-at == 1) call(1);                    \
+  } while (0)
+
+template <class T, class A>
+static void attention_item(const Attention& a, const AttentionItem& item, A* out, int64_t ldo, float* scratch) {
+  const Step& step = *a.step;
+  const int64_t per = a.heads / a.kv_heads, width = round_up(a.head_dim, 16), rows = item.row1 - item.row0;
+  const int64_t token_stride = 2 * a.kv_heads * a.head_dim;
+  const int head_dim = (int)a.head_dim, queries = (int)(rows * per);  // of one KV head: [row][head]
+  const int64_t all = (item.head1 - item.head0) * queries;
+  float *q = scratch, *sums = q + all * width, *weights = sums + all * width, *top = weights + all * CHUNK, *total = top + all;
+  const float scale = 1.0f / sqrtf((float)head_dim);
+  memset(q, 0, 2 * all * width * sizeof(float));
+  for (int64_t h = item.head0, at = 0; h < item.head1; ++h)
+    for (int64_t row = item.row0; row < item.row1; ++row)
+      for (int64_t g = 0; g < per; ++g, ++at) {
+        const float* from = a.qkv + row * a.ldq + (h * per + g) * a.head_dim;
+        for (int d = 0; d < head_dim; ++d) q[at * width + d] = from[d] * scale;
+        top[at] = -INFINITY;
+        total[at] = 0;
+      }
+  // positions of the first and last row; a row sees (position - window, position]
+  const int64_t begin = step.context_lens[item.seq] - step.seq_starts[item.seq + 1] + item.row0;
+  const int64_t final = begin + rows - 1;
+  const int64_t oldest = a.window ? std::max<int64_t>(0, begin - a.window + 1) : 0;
+  const int32_t* table = step.block_tables + item.seq * step.table_stride;
+  const T* kv = (const T*)a.kv;
+  for (int64_t block = oldest / a.block_size; block * a.block_size <= final; ++block) {
+    const T* tokens = kv + table[block] * a.block_size * token_stride;
+    if (item.head1 - item.head0 == a.kv_heads && (block + 1) * a.block_size <= final) {
+      const char* soon = (const char*)(kv + table[block + 1] * a.block_size * token_stride);
+      const int64_t live = std::min(a.block_size, final + 1 - (block + 1) * a.block_size);
+      for (int64_t byte = 0; byte < live * token_stride * (int64_t)sizeof(T); byte += 64) prefetch(soon + byte);
+    }
+    for (int64_t offset = 0; offset < a.block_size; offset += CHUNK) {
+      const int64_t base = block * a.block_size + offset;
+      const int here = (int)std::min<int64_t>({CHUNK, a.block_size - offset, final + 1 - base});
+      if (here <= 0) break;
+      if (base + here <= oldest) continue;
+      const int first = (int)std::max<int64_t>(0, oldest - base);
+      for (int64_t h = item.head0; h < item.head1; ++h) {
+        const int64_t mine = (h - item.head0) * queries;
+        const T* k = tokens + offset * token_stride + h * a.head_dim;
+        const T* v = k + a.kv_heads * a.head_dim;
+        float *hq = q + mine * width, *hs = sums + mine * width, *hw = weights + mine * CHUNK;
+        float shrink[QUERIES * 4];
+#define SCORE(Q) score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, hw + at * CHUNK)
+        EACH_QUERIES(queries, SCORE);
+        for (int i = 0; i < queries; ++i) {
+          const int64_t position = begin + i / per;
+          const int low = a.window ? (int)std::max<int64_t>(0, position - a.window + 1 - base) : 0;
+          const int high = (int)std::min<int64_t>(here, position + 1 - base);
+          float* w = hw + i * CHUNK;
+          for (int t = 0; t < std::min(low, CHUNK); ++t) w[t] = -INFINITY;
+          for (int t = std::max(high, 0); t < CHUNK; ++t) w[t] = -INFINITY;
+          shrink[i] = 1;
+          if (low >= high) {  // this row sees nothing here
+            memset(w, 0, CHUNK * sizeof(float));
+            continue;
+          }
+          vf most = load(w);
+          for (int t = W; t < CHUNK; t += W) most = max(most, load(w + t));
+          const float now = std::max(top[mine + i], largest(most));
+          vf sum_here = zero();
+          for (int t = 0; t < CHUNK; t += W) {
+            const vf e = exp(load(w + t) - broadcast(now));
+            store(w + t, e);
+            sum_here += e;
+          }
+          if (now != top[mine + i]) shrink[i] = expf(top[mine + i] - now);
+          total[mine + i] = total[mine + i] * shrink[i] + sum(sum_here);
+          top[mine + i] = now;
+        }
+#define ADD(Q) add_values<T, Q>(hs + at * width, width, hw + at * CHUNK, shrink + at, v, token_stride, head_dim, first, here)
+        EACH_QUERIES(queries, ADD);
+      }
+    }
+  }
+  for (int64_t h = item.head0, at = 0; h < item.head1; ++h)
+    for (int64_t row = item.row0; row < item.row1; ++row)
+      for (int64_t g = 0; g < per; ++g, ++at) {
+        const float share = 1.0f / total[at];
+        A* to = out + row * ldo + (h * per + g) * a.head_dim;
+        for (int d = 0; d < head_dim; d += W) store_n(to + d, load(sums + at * width + d) * share, head_dim - d);
+      }
+}
+
+}  // namespace motet

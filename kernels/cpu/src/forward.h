@@ -1,0 +1,228 @@
+// A whole step of the decoder as one function that every member of the team runs: phases with a barrier between them.
+//
+//   x += embed                                            [rows, hidden] float, the residual stream
+//   per layer   h = norm(x) | y = h Wqkv, s = h A | y += s B | rope, KV write | h = attention | x += h Wo, s = h A | x += s B
+//               h = norm(x) | y = h Wgu,  s = h A | y += s B | h = silu(gate) up              | x += h Wd, s = h A | x += s B
+//   logits = norm(x[logit_rows]) Whead
+//
+// h is in the type that the instruction set multiplies with the weights, everything else that is not stored is float.
+#pragma once
+#include "attention.h"
+#include "lora.h"
+#include "workspace.h"
+
+namespace motet {
+
+constexpr int ROWS_EACH = 4;  // of a piece of a row-wise phase
+
+template <class F>
+INLINE void each_rows(Team& team, int64_t rows, F&& f) {
+  team.each((rows + ROWS_EACH - 1) / ROWS_EACH, [&](int64_t item, int64_t) {
+    for (int64_t row = item * ROWS_EACH; row < std::min(rows, (item + 1) * ROWS_EACH); ++row) f(row);
+  });
+}
+
+// to[n] = x / rms(x) * weight, then zeros up to `stride`.
+template <class A>
+INLINE void norm_row(const float* x, const float* weight, int64_t n, float eps, A* to, int64_t stride) {
+  vf squares = zero();
+  for (int64_t i = 0; i < n; i += W) {
+    const vf v = load_n(x + i, (int)std::min<int64_t>(W, n - i));
+    squares += v * v;
+  }
+  const float inverse = 1.0f / sqrtf(sum(squares) / (float)n + eps);
+  for (int64_t i = 0; i < n; i += W) {
+    const int live = (int)std::min<int64_t>(W, n - i);
+    store_n(to + i, load_n(x + i, live) * inverse * load_n(weight + i, live), live);
+  }
+  if (stride > n) memset((void*)(to + n), 0, (stride - n) * sizeof(A));
+}
+
+// x rotated in place: pairs (i, i + half).
+INLINE void rotate(float* x, const float* cos, const float* sin, int half) {
+  for (int i = 0; i < half; i += W) {
+    const int live = std::min(W, half - i);
+    const vf a = load_n(x + i, live), b = load_n(x + half + i, live), c = load_n(cos + i, live), s = load_n(sin + i, live);
+    store_n(x + i, a * c - b * s, live);
+    store_n(x + half + i, b * c + a * s, live);
+  }
+}
+
+template <class T>
+INLINE void write_kv(const float* k, const float* v, T* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += W) {
+    const int live = (int)std::min<int64_t>(W, n - i);
+    store_n(to + i, load_n(k + i, live), live);
+    store_n(to + n + i, load_n(v + i, live), live);
+  }
+}
+
+template <class A>
+INLINE void silu_row(const float* gate, const float* up, int64_t n, A* to, int64_t stride) {
+  for (int64_t i = 0; i < n; i += W) {
+    const int live = (int)std::min<int64_t>(W, n - i);
+    const vf g = load_n(gate + i, live);
+    store_n(to + i, g / (exp(-g) + 1.0f) * load_n(up + i, live), live);
+  }
+  if (stride > n) memset((void*)(to + n), 0, (stride - n) * sizeof(A));
+}
+
+// y (+)= h w (+ LoRA of `group`). Two phases, or one without adapters.
+template <class T, class A>
+static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const LoraPlan& lora, int group, int64_t layer, float* s) {
+  const GemmItems<A> items(gemm);
+  const int64_t products = items.count();
+  const std::vector<LoraPiece>& shrink = lora.shrink[group];
+  team.each(products + (int64_t)shrink.size(), [&](int64_t item, int64_t next) {
+    if (item < products) return gemm_item(gemm, items, item, next < products ? next : -1);
+    shrink_piece<T, A>(pool, lora, shrink[item - products], next < 0 ? nullptr : &shrink[next - products], layer, gemm.x, gemm.ldx, s);
+  });
+  const std::vector<LoraPiece>& expand = lora.expand[group];
+  if (expand.empty()) return;
+  team.each((int64_t)expand.size(), [&](int64_t item, int64_t) {
+    expand_piece<T>(pool, lora, expand[item], layer, s, gemm.y, gemm.ldy);
+  });
+}
+
+template <class T>
+static void forward(const Model& m, const Step& step, Workspace& ws, Team& team, int member) {
+  typedef typename ActivationOf<T>::type A;
+  [[maybe_unused]] const Tiles tiles;
+  const int64_t rows = step.rows, hidden = m.hidden, hd = m.head_dim, half = hd / 2;
+  const int64_t q_n = m.heads * hd, kv_n = m.kv_heads * hd, qkv_n = q_n + 2 * kv_n;
+  const int64_t by_hidden = row_stride<A>(hidden), by_q = row_stride<A>(q_n), by_mlp = row_stride<A>(m.mlp);
+  float *x = ws.x.data<float>(), *y = ws.y.data<float>(), *s = ws.s.data<float>();
+  A* h = ws.h.data<A>();
+  float* scratch = ws.scratch.data<float>() + member * ws.scratch_each;
+  const T* embed = (const T*)m.embed;
+
+  each_rows(team, rows, [&](int64_t row) {
+    const T* from = embed + step.token_ids[row] * hidden;
+    float* to = x + row * hidden;
+    for (int64_t i = 0; i < hidden; i += W) {
+      const int live = (int)std::min<int64_t>(W, hidden - i);
+      store_n(to + i, load_n(from + i, live), live);
+    }
+    norm_row(to, m.layer[0].input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
+  });
+  for (int64_t l = 0; l < m.layers; ++l) {
+    const Layer& layer = m.layer[l];
+    T* kv = (T*)m.kv + l * m.blocks * m.block_size * 2 * kv_n;
+    if (l) each_rows(team, rows, [&](int64_t row) {
+      norm_row(x + row * hidden, layer.input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
+    });
+    project<T>(team, Gemm<A>{&layer.qkv, h, by_hidden, rows, y, qkv_n, false}, m.pool, ws.lora, 0, l, s);
+    each_rows(team, rows, [&](int64_t row) {
+      float* qkv = y + row * qkv_n;
+      const int64_t at = step.positions[row] * half;
+      for (int64_t head = 0; head < m.heads + m.kv_heads; ++head) {
+        float* one = qkv + head * hd;
+        if (layer.qk_norm) norm_row(one, layer.qk_norm + head * hd, hd, m.eps, one, hd);
+        rotate(one, step.cos + at, step.sin + at, (int)half);
+      }
+      write_kv(qkv + q_n, qkv + q_n + kv_n, kv + step.kv_slots[row] * 2 * kv_n, kv_n);
+      memset((void*)(h + row * by_q + q_n), 0, (by_q - q_n) * sizeof(A));
+    });
+    const Attention attention{&step, y, qkv_n, kv, m.heads, m.kv_heads, hd, m.block_size, layer.window};
+    team.each((int64_t)ws.attention.size(), [&](int64_t item, int64_t) {
+      attention_item<T>(attention, ws.attention[item], h, by_q, scratch);
+    });
+    project<T>(team, Gemm<A>{&layer.o, h, by_q, rows, x, hidden, true}, m.pool, ws.lora, 1, l, s);
+    each_rows(team, rows, [&](int64_t row) {
+      norm_row(x + row * hidden, layer.post_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
+    });
+    project<T>(team, Gemm<A>{&layer.gate_up, h, by_hidden, rows, y, 2 * m.mlp, false}, m.pool, ws.lora, 2, l, s);
+    each_rows(team, rows, [&](int64_t row) {
+      const float* gate = y + row * 2 * m.mlp;
+      silu_row(gate, gate + m.mlp, m.mlp, h + row * by_mlp, by_mlp);
+    });
+    project<T>(team, Gemm<A>{&layer.down, h, by_mlp, rows, x, hidden, true}, m.pool, ws.lora, 3, l, s);
+  }
+  each_rows(team, step.logits, [&](int64_t i) {
+    norm_row(x + step.logit_rows[i] * hidden, m.norm, hidden, m.eps, h + i * by_hidden, by_hidden);
+  });
+  const Gemm<A> head{&m.lm_head, h, by_hidden, step.logits, step.out, m.vocab, false};
+  const GemmItems<A> items(head);
+  team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(head, items, item, next); });
+}
+
+template <class T>
+static void run_forward(const Model& m, const Step& step, Workspace& ws, Team& team) {
+  typedef typename ActivationOf<T>::type A;
+  const int64_t q_n = m.heads * m.head_dim, qkv_n = q_n + 2 * m.kv_heads * m.head_dim;
+  const int64_t rows = round_up(std::max(step.rows, step.logits), 16);
+  ws.lora.build(m.pool, step.row_slot, step.rows, sizeof(T));
+  attention_items(step, m.heads, m.kv_heads, team.size(), ws.attention);
+  ws.x.reserve(rows * m.hidden * sizeof(float));
+  ws.y.reserve(rows * std::max(qkv_n, 2 * m.mlp) * sizeof(float));
+  ws.h.reserve(rows * row_stride<A>(std::max({m.hidden, q_n, m.mlp})) * sizeof(A));
+  ws.s.reserve(ws.lora.s_size * sizeof(float));
+  ws.scratch_each = round_up(attention_scratch(m.heads, m.kv_heads, m.head_dim), 64);
+  ws.scratch.reserve(ws.scratch_each * team.size() * sizeof(float));
+  team.run([&](int member) { forward<T>(m, step, ws, team, member); });
+}
+
+// One kernel at a time, for tests and measurements: float in and out, `type` as in a Model of that type.
+
+template <class T>
+static void run_gemm(const Matrix& w, const float* x, int64_t rows, float* y, bool add, int64_t times, Workspace& ws, Team& team) {
+  typedef typename ActivationOf<T>::type A;
+  const int64_t stride = row_stride<A>(w.k);
+  ws.h.reserve(round_up(rows, 16) * stride * sizeof(A));
+  A* h = ws.h.data<A>();
+  const Gemm<A> gemm{&w, h, stride, rows, y, w.n, add};
+  const GemmItems<A> items(gemm);
+  team.run([&](int) {
+    [[maybe_unused]] const Tiles tiles;
+    each_rows(team, rows, [&](int64_t row) { take_row(x + row * w.k, h + row * stride, w.k, stride); });
+    for (int64_t i = 0; i < times; ++i)
+      team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(gemm, items, item, next); });
+  });
+}
+
+template <class T>
+static void run_lora(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t layer, int64_t layers, int group,
+                     const float* x, float* y, int64_t which, Workspace& ws, Team& team) {
+  typedef typename ActivationOf<T>::type A;
+  const int64_t in = pool.in[GROUP_START[group]], stride = row_stride<A>(in);
+  int64_t out = 0;
+  for (int module = GROUP_START[group]; module < GROUP_START[group + 1]; ++module) out += pool.out[module];
+  ws.lora.build(pool, row_slot, rows, sizeof(T));
+  ws.h.reserve(round_up(rows, 16) * stride * sizeof(A));
+  ws.s.reserve(ws.lora.s_size * sizeof(float));
+  A* h = ws.h.data<A>();
+  float* s = ws.s.data<float>();
+  const std::vector<LoraPiece>&shrink = ws.lora.shrink[group], &expand = ws.lora.expand[group];
+  team.run([&](int) {
+    each_rows(team, rows, [&](int64_t row) { take_row(x + row * in, h + row * stride, in, stride); });
+    for (int64_t l = layer; l < layer + layers; ++l) {
+      if (which & 1)
+        team.each((int64_t)shrink.size(), [&](int64_t item, int64_t next) {
+          shrink_piece<T, A>(pool, ws.lora, shrink[item], next < 0 ? nullptr : &shrink[next], l, h, stride, s);
+        });
+      if (which & 2)
+        team.each((int64_t)expand.size(), [&](int64_t item, int64_t) { expand_piece<T>(pool, ws.lora, expand[item], l, s, y, out); });
+    }
+  });
+}
+
+template <class T>
+static void run_attention(const Step& step, const float* qkv, void* kv, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                          int64_t block_size, int64_t window, float* out, Workspace& ws, Team& team) {
+  const int64_t q_n = heads * head_dim, kv_n = kv_heads * head_dim, qkv_n = q_n + 2 * kv_n;
+  attention_items(step, heads, kv_heads, team.size(), ws.attention);
+  ws.scratch_each = round_up(attention_scratch(heads, kv_heads, head_dim), 64);
+  ws.scratch.reserve(ws.scratch_each * team.size() * sizeof(float));
+  const Attention attention{&step, qkv, qkv_n, kv, heads, kv_heads, head_dim, block_size, window};
+  team.run([&](int member) {
+    each_rows(team, step.rows, [&](int64_t row) {
+      const float* k = qkv + row * qkv_n + q_n;
+      write_kv(k, k + kv_n, (T*)kv + step.kv_slots[row] * 2 * kv_n, kv_n);
+    });
+    team.each((int64_t)ws.attention.size(), [&](int64_t item, int64_t) {
+      attention_item<T>(attention, ws.attention[item], out, q_n, ws.scratch.data<float>() + member * ws.scratch_each);
+    });
+  });
+}
+
+}  // namespace motet

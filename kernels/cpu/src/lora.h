@@ -1,0 +1,221 @@
+// Multi-adapter LoRA over rank-sized pages (see kernels/pool.py): y[row, out] += scale * B (A x[row]).
+//
+//   plan      rows sorted by adapter; work cut to pieces of similar size, the same pieces for every layer
+//   shrink    piece = rows of one adapter x some pages of A:     s[row, rank] = scale * A x[row], float
+//   expand    piece = rows of one adapter x some outputs of B:   y[row, out] += B s[row], pages in order
+//
+// An adapter's page is read from memory once per step and layer however many rows it has.
+#pragma once
+#include "gemm.h"
+
+namespace motet {
+
+constexpr int PAGE = 8;       // ranks
+constexpr int MODULES = 7;    // q k v o gate up down
+constexpr int GROUPS = 4;     // fused: qkv, o, gate_up, down
+constexpr int GROUP_START[GROUPS + 1] = {0, 3, 4, 6, 7};
+constexpr int LORA_ROWS = 48;  // of one piece
+
+struct LoraPiece {
+  int32_t row0, rows;    // into LoraPlan::order
+  int32_t slot, module;
+  int32_t pages;         // of the adapter: a row of s has 8 * pages values
+  int32_t first, count;  // shrink: pages; expand: outputs
+  int64_t s;             // where s of row0 starts
+};
+
+struct LoraPlan {
+  std::vector<int32_t> order, first_of_slot;
+  std::vector<LoraPiece> shrink[GROUPS], expand[GROUPS];
+  int64_t s_size = 0;
+
+  // `row_slot` [rows]; only loaded slots are named. Allocates only beyond the largest step so far.
+  void build(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t element_bytes) {
+    order.clear();
+    s_size = 0;
+    for (int g = 0; g < GROUPS; ++g) shrink[g].clear(), expand[g].clear();
+    first_of_slot.assign(pool.slots + 1, 0);
+    for (int64_t r = 0; r < rows; ++r)
+      if (row_slot[r] >= 0) ++first_of_slot[row_slot[r] + 1];
+    for (int64_t s = 0; s < pool.slots; ++s) first_of_slot[s + 1] += first_of_slot[s];
+    order.resize(first_of_slot[pool.slots]);
+    for (int64_t r = 0; r < rows; ++r)
+      if (row_slot[r] >= 0) order[first_of_slot[row_slot[r]]++] = (int32_t)r;
+    // first_of_slot[s] is now the end of s
+    for (int64_t slot = 0; slot < pool.slots; ++slot) {
+      const int32_t begin = slot ? first_of_slot[slot - 1] : 0, end = first_of_slot[slot];
+      if (begin == end) continue;
+      for (int g = 0; g < GROUPS; ++g)
+        for (int m = GROUP_START[g]; m < GROUP_START[g + 1]; ++m) {
+          const int32_t pages = pool.pages[slot * MODULES + m];
+          if (!pages) continue;
+          const int64_t in = pool.in[m], out = pool.out[m];
+          const int32_t pages_each = (int32_t)std::max<int64_t>(1, (24 << 10) / (PAGE * in * element_bytes));
+          const int64_t column_bytes = PAGE * pages * element_bytes;
+          const int32_t columns = (int32_t)std::max<int64_t>(64, round_up(std::min(out, (48 << 10) / column_bytes), 64));
+          for (int32_t row = begin; row < end; row += LORA_ROWS) {
+            const int32_t n = std::min(LORA_ROWS, end - row);
+            for (int32_t p = 0; p < pages; p += pages_each)
+              shrink[g].push_back({row, n, (int32_t)slot, m, pages, p, std::min(pages_each, pages - p), s_size});
+            for (int32_t c = 0; c < out; c += columns)
+              expand[g].push_back({row, n, (int32_t)slot, m, pages, c, (int32_t)std::min<int64_t>(columns, out - c), s_size});
+            s_size += (int64_t)n * pages * PAGE;
+          }
+        }
+    }
+  }
+};
+
+template <class T>
+INLINE const T* lora_page(const Pool& pool, int slot, int module, int page, int64_t layer) {
+  const int64_t line = pool.table[(slot * MODULES + module) * pool.max_pages + page];
+  return (const T*)pool.arena + line * 8 + layer * PAGE * (pool.in[module] + pool.out[module]);
+}
+
+// 8 ranks x R rows of dot products over `in`. `next` is a page to prefetch along the way.
+template <class T, class A, int R>
+INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, float* const* s, const char* next) {
+  constexpr int N = MOTET_LEVEL >= 2 ? 8 : 4;  // ranks that fit the registers
+  for (int half = 0; half < PAGE; half += N, a += N * in) {
+    vf acc[N][R];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) acc[n][r] = zero();
+    int64_t i = 0;
+#if MOTET_LEVEL >= 3
+    if constexpr (sizeof(A) == 2) {
+      for (; i + 32 <= in; i += 32) {
+        if (next)
+#pragma GCC unroll 8
+          for (int n = 0; n < N; ++n) prefetch(next + i * N * 2 + n * 64);
+        __m512bh value[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) value[r] = pairs(x[r] + i);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) {
+          const __m512bh weights = pairs(a + n * in + i);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) acc[n][r] = _mm512_dpbf16_ps(acc[n][r], weights, value[r]);
+        }
+      }
+    }
+#endif
+    for (; i + W <= in; i += W) {
+      if (next && sizeof(A) == 4)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) prefetch(next + (half * in + i * N + n * W) * sizeof(T));
+      vf value[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) value[r] = load(x[r] + i);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) {
+        const vf weights = load(a + n * in + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) acc[n][r] += weights * value[r];
+      }
+    }
+    if (i < in)
+      for (int n = 0; n < N; ++n) {
+        const vf weights = load_n(a + n * in + i, (int)(in - i));
+        for (int r = 0; r < R; ++r) acc[n][r] += weights * load_n(x[r] + i, (int)(in - i));
+      }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int n = 0; n < N; n += 4) {
+        float four[4];
+        sum4(acc[n][r], acc[n + 1][r], acc[n + 2][r], acc[n + 3][r], four);
+        for (int j = 0; j < 4; ++j) s[r][half + n + j] = four[j] * scale;
+      }
+  }
+}
+
+template <class T, class A>
+static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
+                         const A* x, int64_t ldx, float* s) {
+  const float scale = pool.scales[(piece.slot * MODULES + piece.module) * pool.layers + layer];
+  const int64_t in = pool.in[piece.module], width = piece.pages * PAGE;
+  for (int p = 0; p < piece.count; ++p) {
+    const T* a = lora_page<T>(pool, piece.slot, piece.module, piece.first + p, layer);
+    const char* next = nullptr;
+    if (p + 1 < piece.count)
+      next = (const char*)lora_page<T>(pool, piece.slot, piece.module, piece.first + p + 1, layer);
+    else if (after && pool.in[after->module] == in)
+      next = (const char*)lora_page<T>(pool, after->slot, after->module, after->first, layer);
+    const A* rows[4];
+    float* sums[4];
+    for (int r = 0; r < piece.rows;) {
+      const int n = std::min(3, piece.rows - r);
+      for (int j = 0; j < n; ++j) {
+        rows[j] = x + plan.order[piece.row0 + r + j] * ldx;
+        sums[j] = s + piece.s + (r + j) * width + (piece.first + p) * PAGE;
+      }
+      if (n == 3) shrink_rows<T, A, 3>(a, rows, in, scale, sums, next);
+      if (n == 2) shrink_rows<T, A, 2>(a, rows, in, scale, sums, next);
+      if (n == 1) shrink_rows<T, A, 1>(a, rows, in, scale, sums, next);
+      next = nullptr;
+      r += n;
+    }
+  }
+}
+
+// y[r] += s[r] B for one page, outputs [0, n) from where `b` and `y` point.
+template <class T, int R>
+INLINE void expand_rows(const T* b, int64_t out, int64_t n, const float* const* s, float* const* y, const char* next) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    if (next && i * sizeof(T) % 64 == 0)
+#pragma GCC unroll 8
+      for (int k = 0; k < PAGE; ++k) prefetch(next + (k * out + i) * sizeof(T));
+    vf acc[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) acc[r] = load(y[r] + i);
+#pragma GCC unroll 8
+    for (int k = 0; k < PAGE; ++k) {
+      const vf weights = load(b + k * out + i);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) acc[r] += weights * s[r][k];
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) store(y[r] + i, acc[r]);
+  }
+  if (i < n)
+    for (int r = 0; r < R; ++r) {
+      vf acc = load_n(y[r] + i, (int)(n - i));
+      for (int k = 0; k < PAGE; ++k) acc += load_n(b + k * out + i, (int)(n - i)) * s[r][k];
+      store_n(y[r] + i, acc, (int)(n - i));
+    }
+}
+
+template <class T>
+static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, int64_t layer, const float* s, float* y,
+                         int64_t ldy) {
+  const int64_t in = pool.in[piece.module], out = pool.out[piece.module], width = piece.pages * PAGE;
+  int64_t column = piece.first;
+  for (int m = piece.module; m > 0 && m != 3 && m != 4 && m != 6; --m) column += pool.out[m - 1];
+  constexpr int R = 4;
+  for (int p = 0; p < piece.pages; ++p) {
+    const T* b = lora_page<T>(pool, piece.slot, piece.module, p, layer) + PAGE * in + piece.first;
+    const char* next = nullptr;
+    if (p + 1 < piece.pages)
+      next = (const char*)(lora_page<T>(pool, piece.slot, piece.module, p + 1, layer) + PAGE * in + piece.first);
+    const float* from[R];
+    float* to[R];
+    for (int r = 0; r < piece.rows;) {
+      const int n = piece.rows - r >= R ? R : 1;
+      for (int j = 0; j < n; ++j) {
+        from[j] = s + piece.s + (r + j) * width + p * PAGE;
+        to[j] = y + plan.order[piece.row0 + r + j] * ldy + column;
+      }
+      if (n == R)
+        expand_rows<T, R>(b, out, piece.count, from, to, next);
+      else
+        expand_rows<T, 1>(b, out, piece.count, from, to, next);
+      next = nullptr;
+      r += n;
+    }
+  }
+}
+
+}  // namespace motet

@@ -1,0 +1,161 @@
+// The whole library in one translation unit, compiled once per instruction set into a shared library of its own: inline
+// functions of the standard library would otherwise be shared between units that may not run on the same machine.
+// Entry points, memory and packing are here; plain C, nothing throws across it.
+#include "motet_cpu.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "forward.h"
+#include "probes.h"
+#include "team.h"
+
+namespace {
+
+using namespace motet;
+
+// One 2- or 4-byte unit of 16 rows per line; a unit is two bf16 neighbours, one float or one f16.
+template <class U>
+void pack_panel(const U* from, int64_t rows, int64_t k, int64_t stride, int64_t padded, U* to) {
+  for (int64_t i = 0; i < k; ++i)
+    for (int64_t r = 0; r < 16; ++r) to[i * 16 + r] = r < rows ? from[r * stride + i] : U{};
+  memset(to + k * 16, 0, (padded - k) * 16 * sizeof(U));
+}
+
+float value_of(const void* from, int64_t type, int64_t at) {
+  if (type == F32) return ((const float*)from)[at];
+  const uint16_t bits = ((const uint16_t*)from)[at];
+  float value;
+  if (type == BF16) {
+    const uint32_t wide = (uint32_t)bits << 16;
+    memcpy(&value, &wide, 4);
+    return value;
+  }
+  _Float16 half;
+  memcpy(&half, &bits, 2);
+  return (float)half;
+}
+
+void pack_int8(const void* from, int64_t type, int64_t rows, int64_t k, int64_t padded, int8_t* to, float* scale) {
+  memset(to, 0, padded * 16);
+  for (int64_t r = 0; r < rows; ++r) {
+    float largest = 0;
+    for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::fabs(value_of(from, type, r * k + i)));
+    scale[r] = largest / 127.0f;
+    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    for (int64_t i = 0; i < k; ++i)
+      to[i / 2 * 32 + r * 2 + i % 2] = (int8_t)std::lrintf(value_of(from, type, r * k + i) * inverse);
+  }
+}
+
+}  // namespace
+
+// What a caller holds: a team and the memory that its steps use.
+struct Engine {
+  Team team;
+  Workspace workspace;
+  explicit Engine(int threads) : team(threads) {}
+};
+
+#define BY_TYPE(type, call)            \
+  switch (type) {                      \
+    case BF16: {                       \
+      typedef bf16 T;                  \
+      call;                            \
+      break;                           \
+    }                                  \
+    case F16: {                        \
+      typedef f16 T;                   \
+      call;                            \
+      break;                           \
+    }                                  \
+    default: {                         \
+      typedef float T;                 \
+      call;                            \
+    }                                  \
+  }
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Null when the operating system refuses the instruction set's registers.
+Engine* motet_engine_new(int threads) {
+#if MOTET_LEVEL >= 4
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // AMX: 8 KiB of state, on request
+  if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0) return nullptr;
+#endif
+  return new Engine(threads);
+}
+void motet_engine_free(Engine* engine) { delete engine; }
+
+// Zeroed memory in huge pages where the system has them.
+void* motet_alloc(int64_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) return nullptr;
+  madvise(p, bytes, MADV_HUGEPAGE);
+  return p;
+}
+void motet_release(void* p, int64_t bytes) { munmap(p, bytes); }
+
+// Asks for huge pages for memory that exists already and is not touched yet.
+void motet_advise(void* p, int64_t bytes) {
+  const uintptr_t page = 4096, begin = ((uintptr_t)p + page - 1) / page * page, end = ((uintptr_t)p + bytes) / page * page;
+  if (end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+}
+
+int64_t motet_packed_bytes(int64_t n, int64_t k, int64_t type) {
+  static const int bytes[] = {4, 2, 2, 1};
+  return (n + 15) / 16 * 16 * ((k + 31) / 32 * 32) * bytes[type];
+}
+
+// `from` [n, k] of `from_type` into `to` of `type`; the types differ only for I8, which also fills `scale` [n].
+void motet_pack(Engine* engine, const void* from, int64_t from_type, int64_t n, int64_t k, int64_t type, void* to, float* scale) {
+  const int64_t padded = (k + 31) / 32 * 32, panel = motet_packed_bytes(16, k, type);
+  engine->team.run([=](int) {
+    engine->team.each((n + 15) / 16, [=](int64_t p, int64_t) {
+      const int64_t rows = std::min<int64_t>(16, n - p * 16), at = p * 16 * k;
+      char* out = (char*)to + p * panel;
+      if (type == I8)
+        pack_int8((const char*)from + at * (from_type == F32 ? 4 : 2), from_type, rows, k, padded, (int8_t*)out, scale + p * 16);
+      else if (type == F32)
+        pack_panel((const uint32_t*)from + at, rows, k, k, padded, (uint32_t*)out);
+      else if (type == F16)
+        pack_panel((const uint16_t*)from + at, rows, k, k, padded, (uint16_t*)out);
+      else if (k % 2 == 0)
+        pack_panel((const uint32_t*)((const uint16_t*)from + at), rows, k / 2, k / 2, padded / 2, (uint32_t*)out);
+      else {
+        memset(out, 0, panel);
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t i = 0; i < k; ++i) ((uint16_t*)out)[i / 2 * 32 + r * 2 + i % 2] = ((const uint16_t*)from)[at + r * k + i];
+      }
+    });
+  });
+}
+
+void motet_forward(Engine* engine, const Model* model, const Step* step) {
+  BY_TYPE(model->type, run_forward<T>(*model, *step, engine->workspace, engine->team))
+}
+// `times` > 1 measures: the product again and again.
+void motet_gemm(Engine* engine, int64_t type, const Matrix* w, const float* x, int64_t rows, float* y, int64_t add, int64_t times) {
+  BY_TYPE(type, run_gemm<T>(*w, x, rows, y, add != 0, times, engine->workspace, engine->team))
+}
+// `which`: 1 shrink, 2 expand, 3 both; layers [layer, layer + layers) one after the other.
+void motet_lora(Engine* engine, int64_t type, const Pool* pool, const int32_t* row_slot, int64_t rows, int64_t layer, int64_t layers,
+                int64_t group, const float* x, float* y, int64_t which) {
+  BY_TYPE(type, run_lora<T>(*pool, row_slot, rows, layer, layers, (int)group, x, y, which, engine->workspace, engine->team))
+}
+void motet_attention(Engine* engine, int64_t type, const Step* step, const float* qkv, void* kv, int64_t heads, int64_t kv_heads,
+                     int64_t head_dim, int64_t block_size, int64_t window, float* out) {
+  BY_TYPE(type, run_attention<T>(*step, qkv, kv, heads, kv_heads, head_dim, block_size, window, out, engine->workspace, engine->team))
+}
+double motet_peak_flops(Engine* engine, int64_t type) {
+  return type == BF16 ? peak_of<bf16>(engine->team) : peak_of<float>(engine->team);
+}
+double motet_read_bandwidth(Engine* engine, const void* data, int64_t bytes) { return bandwidth_of(data, bytes, engine->team); }
+}
+#pragma GCC visibility pop

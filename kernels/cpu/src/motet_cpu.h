@@ -1,0 +1,62 @@
+// The C interface of the compiled CPU kernels. Every pointer is the caller's and stays valid for the call (Model: until
+// motet_model_free). Sizes are in elements unless the name says otherwise. Mirrored by kernels/cpu/library.py.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
+
+// A packed [n, k] matrix: panels of 16 outputs, see gemm.h. `scale` [n] belongs to I8, `bias` [n] may be null.
+struct Matrix {
+  const void* data;
+  const float* scale;
+  const float* bias;
+  int64_t n, k;
+  int64_t type;
+};
+
+struct Layer {
+  const float* input_norm;  // [hidden]
+  const float* qk_norm;     // [heads + kv_heads, head_dim] or null
+  const float* post_norm;   // [hidden]
+  Matrix qkv, o, gate_up, down;
+  int64_t window;  // tokens, 0 for full attention
+};
+
+// Projections in the order q, k, v, o, gate, up, down; a page is 8 ranks, its address is in lines of 8 elements.
+struct Pool {
+  const void* arena;
+  const int64_t* table;  // [slots, 7, max_pages]
+  const int32_t* pages;  // [slots, 7]
+  const float* scales;   // [slots, 7, layers]
+  int64_t slots, max_pages, layers;
+  int64_t in[7], out[7];
+};
+
+struct Model {
+  int64_t type;  // of embed, KV cache and adapters: F32, BF16 or F16
+  int64_t hidden, heads, kv_heads, head_dim, mlp, vocab, layers;
+  float eps;
+  const void* embed;  // [vocab, hidden], row-major
+  const float* norm;  // [hidden]
+  Matrix lm_head;
+  const Layer* layer;  // [layers]
+  void* kv;            // [layers, blocks, block_size, 2, kv_heads, head_dim]
+  int64_t blocks, block_size;
+  Pool pool;
+};
+
+struct Step {
+  int64_t rows, seqs, logits, table_stride;
+  const int64_t* token_ids;     // [rows]
+  const int64_t* positions;     // [rows]
+  const int32_t* row_slot;      // [rows], -1 for the base alone
+  const int32_t* seq_starts;    // [seqs + 1]
+  const int32_t* context_lens;  // [seqs]
+  const int32_t* block_tables;  // [seqs, table_stride]
+  const int64_t* kv_slots;      // [rows]
+  const int64_t* logit_rows;    // [logits]
+  const float* cos;             // [positions.max() + 1, head_dim / 2]
+  const float* sin;
+  float* out;  // [logits, vocab]
+};

@@ -1,0 +1,138 @@
+// A fixed team of threads that run one function together.
+//
+//   team.run(f)             every member runs f(member); returns when all are done
+//   team.each(n, f)         inside f: items 0..n-1, each done once by whoever claims it; ends with a barrier
+//
+// Claims look one item ahead, so that an item can prefetch the memory of the next one. Waiting spins for a while (a
+// phase lasts microseconds), then sleeps on a futex (the gap between two engine steps lasts much longer).
+#pragma once
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A number that only grows, to wait on.
+class Generation {
+ public:
+  uint32_t get() const { return value_.load(std::memory_order_acquire); }
+  void wait_beyond(uint32_t seen, int spins) {
+    for (int i = 0; i < spins; ++i) {
+      if (get() != seen) return;
+      cpu_relax();
+    }
+    sleepers_.fetch_add(1);
+    while (value_.load() == seen) syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    sleepers_.fetch_sub(1);
+  }
+  void advance() {
+    value_.fetch_add(1);
+    if (sleepers_.load()) syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+  }
+
+ private:
+  std::atomic<uint32_t> value_{0};
+  std::atomic<uint32_t> sleepers_{0};
+};
+
+class Team {
+ public:
+  // Pinned one per allowed CPU when there are as many members as CPUs; otherwise the kernel places them.
+  explicit Team(int size) : size_(size < 1 ? 1 : size) {
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) == size_)
+      for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+        if (CPU_ISSET(cpu, &allowed)) cpus_.push_back(cpu);
+    for (int member = 1; member < size_; ++member) threads_.emplace_back([this, member] { serve(member); });
+  }
+  ~Team() {
+    stop_ = true;
+    jobs_.advance();
+    for (auto& thread : threads_) thread.join();
+  }
+  int size() const { return size_; }
+
+  template <class F>
+  void run(F&& f) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (size_ == 1) return f(0);
+    cpu_set_t before;
+    const bool pinned = !cpus_.empty() && sched_getaffinity(0, sizeof before, &before) == 0;
+    if (pinned) pin(cpus_[0]);
+    job_ = std::ref(f);
+    jobs_.advance();
+    f(0);
+    barrier();
+    if (pinned) sched_setaffinity(0, sizeof before, &before);
+  }
+
+  void barrier() {
+    if (size_ == 1) {
+      ticket_.store(0, std::memory_order_relaxed);
+      return;
+    }
+    const uint32_t seen = phase_.get();
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      ticket_.store(0, std::memory_order_relaxed);
+      phase_.advance();
+    } else {
+      phase_.wait_beyond(seen, 20000);
+    }
+  }
+
+  template <class F>
+  void each(int64_t n, F&& f) {  // f(item, next item or -1)
+    int64_t item = claim();
+    while (item < n) {
+      const int64_t next = claim();
+      f(item, next < n ? next : -1);
+      item = next;
+    }
+    barrier();
+  }
+
+ private:
+  int64_t claim() { return ticket_.fetch_add(1, std::memory_order_relaxed); }
+  static void pin(int cpu) {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    sched_setaffinity(0, sizeof one, &one);
+  }
+  void serve(int member) {
+    pthread_setname_np(pthread_self(), "motet-kernels");
+    if (!cpus_.empty()) pin(cpus_[member]);
+    for (uint32_t seen = 0;; ++seen) {
+      jobs_.wait_beyond(seen, 4000);
+      if (stop_) return;
+      job_(member);
+      barrier();
+    }
+  }
+
+  const int size_;
+  std::vector<int> cpus_;
+  std::vector<std::thread> threads_;
+  std::function<void(int)> job_;
+  std::mutex mutex_;
+  std::atomic<bool> stop_{false};
+  Generation jobs_, phase_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int64_t> ticket_{0};
+};

@@ -1,0 +1,60 @@
+"""Promise: the documentation that can be checked is true."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from shared import subjects
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
+
+
+def test_generated_pages_say_what_the_code_says() -> None:
+    script = (
+        "import runpy, json; pages = runpy.run_path('docs/generate.py')['PAGES'];"
+        "print(json.dumps({name: write() for name, write in pages.items()}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name, text in json.loads(done.stdout.splitlines()[-1]).items():
+        assert (ROOT / "docs" / name).read_text() == text, f"run `python docs/generate.py`: docs/{name} is out of date"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_local_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if not target.startswith(("http:", "https:", "mailto:")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_path_named_in_the_readme_and_the_architecture_exists() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs" / "architecture.md"):
+        for path in re.findall(
+            r"`((?:services|policies|kernels|shared|motet|bench|examples|docs)/[\w./-]+)`", page.read_text()
+        ):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_the_nats_documents_are_valid_and_name_the_subjects_in_use() -> None:
+    for name in ("request", "result"):
+        schema = json.loads((ROOT / "docs" / "nats" / f"{name}.schema.json").read_text())
+        jsonschema.Draft202012Validator.check_schema(schema)
+    document = yaml.safe_load((ROOT / "docs" / "nats" / "asyncapi.yaml").read_text())
+    addresses = {channel["address"] for channel in document["channels"].values()}
+    tenant, request_id = "{tenant}", "{request_id}"
+    assert addresses == {
+        subjects.requests(tenant),
+        subjects.results(tenant, request_id),
+        subjects.tokens(tenant, request_id),
+        subjects.dead(tenant),
+    }
