@@ -56,8 +56,8 @@ def commit() -> str:
 
 def append(name: str, figures: dict[str, Any]) -> Path:
     """Add one run to bench/results/<name>.jsonl."""
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     line = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(), "machine": machine(), **figures}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

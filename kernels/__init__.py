@@ -1,7 +1,8 @@
 """Batched multi-rank LoRA and paged attention: the one call signature, whatever computes it.
 
     once per model         once per engine step (from numpy)    per layer
-    LoraPool(shapes, ..)   LoraBatch.build(pool, row_slot)      add_lora(y, x, pool, layer, group, batch)
+    LoraPool(shapes, ..)   LoraBatch.build(pool, row_slot)      start_lora(x, pool, layer, group, batch)
+                                                                add_lora(y, x, pool, layer, group, batch)
     KvCache(layers=, ..)   AttentionBatch.build(cache, ..)      attend(qkv, cache, layer, batch, heads=, window=)
 
 Semantics of `add_lora`, for every projection s of the group (its columns of y are `out_s`), every row i with slot
@@ -17,13 +18,15 @@ a = row_slot[i] >= 0, when adapter a has projection s:
 Products accumulate in fp32; x A^T and the sum are rounded to the tensors' type, as PEFT does. A result depends on which
 other rows are in the batch by rounding only, and never on pool memory that the row's adapter does not own.
 
+The pool's device decides what computes: plain torch on a CPU, the Triton kernels (kernels/triton) on a GPU.
+
 This package needs torch and nothing else of ours. (`transformers` looks for a hub package of the same import name; a test
 asserts that it does not take this one for it.)
 """
 
 from kernels.attention import AttentionBatch, KvCache, attend
+from kernels.lora import LoraBatch, add_lora, start_lora
 from kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PoolFull
-from kernels.reference import LoraBatch, add_lora
 
 __all__ = [
     "GROUPS",
@@ -35,4 +38,5 @@ __all__ = [
     "PoolFull",
     "add_lora",
     "attend",
+    "start_lora",
 ]

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kernels.library_attention import LibraryAttention
+
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
 """How much context decoding sequences gather at a time, per layer: on a CPU what its L2 cache holds."""
 
@@ -39,6 +41,7 @@ class KvCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.block_size = block_size
+        self.library: LibraryAttention | None = None  # what attends instead of the functions below
         self.null_block = blocks
         block_bytes = block_size * 2 * kv_heads * head_dim * dtype.itemsize
         self.tile_blocks = max(TILE_BYTES[torch.device(device).type] // block_bytes, 1)
@@ -86,6 +89,7 @@ class AttentionBatch:
     kv_slots: torch.Tensor  # int64 [rows]
     decode: dict[int, list[_Decode]]  # by window
     prefill: dict[int, list[_Prefill]]
+    library: LibraryAttention | None = None  # has the plan in place of the two above
 
     @staticmethod
     def build(
@@ -105,11 +109,11 @@ class AttentionBatch:
         """
         device, size = cache.data.device, cache.block_size
         counts = np.diff(seq_starts)
-        last = kv_slots[seq_starts[1:] - 1]
-        begun = (last % size < counts) & (last % size != size - 1)
-        if begun.any():
-            cache.clear(torch.from_numpy(last[begun] // size).to(device))
-        batch = AttentionBatch(torch.from_numpy(kv_slots).to(device), {}, {})
+        _clear_begun(cache, seq_starts, kv_slots)
+        batch = AttentionBatch(torch.from_numpy(kv_slots).to(device), {}, {}, cache.library)
+        if batch.library is not None:
+            batch.library.plan(seq_starts, context_lens, block_tables)
+            return batch
         several = np.flatnonzero(counts > 1).tolist()
         for window in dict.fromkeys(windows):
             first = np.maximum(context_lens - window, 0) // size if window else np.zeros_like(context_lens)
@@ -124,6 +128,46 @@ class AttentionBatch:
             ]
         return batch
 
+    @staticmethod
+    def reserve(cache: KvCache, *, rows: int, columns: int, windows: Sequence[int]) -> AttentionBatch:
+        """A plan for `rows` decoding sequences of up to `columns` blocks each, for `update`: its tensors stay in place."""
+        device, positions = cache.data.device, columns * cache.block_size
+        batch = AttentionBatch(torch.zeros(rows, dtype=torch.int64, device=device), {}, {})
+        if cache.library is not None:
+            batch.library = cache.library.for_graph(rows, columns)
+            return batch
+        for window in dict.fromkeys(windows):
+            blocks = torch.full((rows * columns,), cache.null_block, dtype=torch.int64, device=device)
+            mask = torch.full((rows, 1, 1, positions), float("-inf"), dtype=cache.data.dtype, device=device)
+            batch.decode[window] = [_Decode(0, rows, blocks, mask)]
+            batch.prefill[window] = []
+        return batch
+
+    def update(self, cache: KvCache, *, context_lens: np.ndarray, block_tables: np.ndarray, kv_slots: np.ndarray) -> None:
+        """Make a reserved plan that of this step: as many sequences, one row each. The arrays are those of `build`."""
+        seq_starts = np.arange(len(kv_slots) + 1, dtype=np.int32)
+        if self.library is not None:
+            _clear_begun(cache, seq_starts, kv_slots)
+            self.kv_slots.copy_(torch.from_numpy(kv_slots))
+            self.library.plan(seq_starts, context_lens, block_tables)
+            return
+        step = AttentionBatch.build(
+            cache,
+            seq_starts=seq_starts,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            kv_slots=kv_slots,
+            windows=tuple(self.decode),
+        )
+        self.kv_slots.copy_(step.kv_slots)
+        for window, (mine,) in self.decode.items():
+            (theirs,) = step.decode[window]
+            rows, seen = mine.end, theirs.mask.shape[-1]
+            mine.blocks.fill_(cache.null_block)
+            mine.blocks.view(rows, -1)[:, : seen // cache.block_size] = theirs.blocks.view(rows, -1)
+            mine.mask.fill_(float("-inf"))
+            mine.mask[..., :seen] = theirs.mask
+
 
 def attend(
     qkv: torch.Tensor, cache: KvCache, layer: int, batch: AttentionBatch, *, heads: int, window: int = 0
@@ -137,6 +181,8 @@ def attend(
     rows, _, head_dim = qkv.shape
     q, kv = qkv[:, :heads], qkv[:, heads:].unflatten(1, (2, -1))
     cache.write(layer, batch.kv_slots, kv)
+    if batch.library is not None:
+        return batch.library.attend(q, layer, window).flatten(1)
     out = qkv.new_empty(rows, heads, head_dim)
     for tile in batch.decode[window]:
         out[tile.start : tile.end] = _attend_decode(q[tile.start : tile.end], cache, layer, tile)
@@ -167,6 +213,14 @@ def _attend_prefill(q: torch.Tensor, kv: torch.Tensor, cache: KvCache, layer: in
         enable_gqa=k.shape[0] != q.shape[1],
     )
     return out[0].transpose(0, 1)
+
+
+def _clear_begun(cache: KvCache, seq_starts: np.ndarray, kv_slots: np.ndarray) -> None:
+    """Zero the blocks that the step begins and leaves unfinished."""
+    size, last = cache.block_size, kv_slots[seq_starts[1:] - 1]
+    begun = (last % size < np.diff(seq_starts)) & (last % size != size - 1)
+    if begun.any():
+        cache.clear(torch.from_numpy(last[begun] // size).to(cache.data.device))
 
 
 def _tiles(blocks: np.ndarray, tile_blocks: int) -> list[tuple[int, int]]:

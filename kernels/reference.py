@@ -86,6 +86,20 @@ class LoraBatch:
                 batch.buckets.setdefault(module, []).append(bucket)
         return batch
 
+    @staticmethod
+    def reserve(pool: LoraPool, rows: int) -> LoraBatch:
+        """A batch of `rows` rows of the base alone."""
+        return LoraBatch.build(pool, np.full(rows, -1, dtype=np.int32))
+
+    def update(self, pool: LoraPool, row_slot: np.ndarray) -> None:
+        """Become the batch of `row_slot`."""
+        built = LoraBatch.build(pool, row_slot)
+        self.version, self.buckets = built.version, built.buckets
+
+
+def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
+    """Nothing can run beside the caller's own products here: add_lora does it all."""
+
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
     """Add the adapters' part of one fused projection group to `y` in place; see the package's docstring for the formula.

@@ -28,3 +28,16 @@ def test_transformers_does_not_take_our_package_for_the_hub_package() -> None:
         [sys.executable, "-c", PROBE, kernels.__file__], cwd=root, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_triton_is_not_imported_for_a_pool_on_a_cpu() -> None:
+    root = Path(kernels.__file__).parents[1]
+    probe = (
+        "import sys, torch, numpy as np, kernels\n"
+        "shapes = {m: (8, 8) for g in kernels.GROUPS.values() for m in g}\n"
+        "pool = kernels.LoraPool(shapes, layers=1, slots=1, max_rank=8, bytes_total=1 << 16, dtype=torch.float32)\n"
+        "kernels.LoraBatch.build(pool, np.array([-1], dtype=np.int32))\n"
+        "print('kernels.triton' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "False", done.stderr

@@ -14,7 +14,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool, add_lora, attend
+from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool, add_lora, attend, start_lora
 from services.worker.engine.linear import Linear
 from services.worker.engine.loader import LayerWeights, ModelWeights
 from services.worker.engine.model_config import ModelConfig, RopeConfig
@@ -44,22 +44,14 @@ class Model:
         cos, sin = self._rope.at(positions)
         for i, layer in enumerate(weights.layers):
             h = self._norm(x, layer.input_norm)
-            qkv = layer.qkv(h)
-            add_lora(qkv, h, pool, i, "qkv", lora)
-            qkv = self._rotate(qkv, layer, cos, sin)
+            qkv = self._rotate(_project(layer.qkv, h, pool, i, "qkv", lora), layer, cos, sin)
             h = attend(qkv, cache, i, attention, heads=config.num_heads, window=config.windows[i])
-            o = layer.o(h)
-            add_lora(o, h, pool, i, "o", lora)
-            x = x.add_(o)
+            x = x.add_(_project(layer.o, h, pool, i, "o", lora))
 
             h = self._norm(x, layer.post_norm)
-            gate_up = layer.gate_up(h)
-            add_lora(gate_up, h, pool, i, "gate_up", lora)
-            gate, up = gate_up.chunk(2, dim=-1)
+            gate, up = _project(layer.gate_up, h, pool, i, "gate_up", lora).chunk(2, dim=-1)
             h = F.silu(gate).mul_(up)
-            down = layer.down(h)
-            add_lora(down, h, pool, i, "down", lora)
-            x = x.add_(down)
+            x = x.add_(_project(layer.down, h, pool, i, "down", lora))
         x = self._norm(x.index_select(0, logit_rows), weights.norm)
         return weights.lm_head(x).float()
 
@@ -76,6 +68,14 @@ class Model:
         half_turned = qk.roll(config.head_dim // 2, dims=-1)
         qk.mul_(cos).addcmul_(half_turned, sin)
         return qkv
+
+
+def _project(linear: Linear, x: torch.Tensor, pool: LoraPool, layer: int, group: str, lora: LoraBatch) -> torch.Tensor:
+    """The base's fused matrix and the adapters' part, the latter begun first: a GPU computes both at a time."""
+    start_lora(x, pool, layer, group, lora)
+    y = linear(x)
+    add_lora(y, x, pool, layer, group, lora)
+    return y
 
 
 class RotaryEmbedding:

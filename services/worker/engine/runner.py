@@ -15,7 +15,9 @@ import torch
 
 from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
 from kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
+from kernels.library_attention import agreeing_library
 from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.linear import Linear
 from services.worker.engine.loader import load_weights, resolve_dtype
 from services.worker.engine.model import Model, RotaryEmbedding
@@ -73,7 +75,7 @@ class ModelRunner:
         compiled = _compiled(kernels, self.device, threads)
         self._cache = KvCache(
             layers=self.config.num_layers,
-            blocks=kv_blocks,
+            blocks=kv_blocks + (self.device.type == "cuda"),  # there the last is DecodeGraphs' scratch block
             block_size=block_size,
             kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
@@ -98,6 +100,10 @@ class ModelRunner:
             self._compiled = self._on_cpu(compiled, model_dir)
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(self._pool, self._lora_rows)
+        self._graphs: DecodeGraphs | None = None
+        if self._model is not None and self.device.type == "cuda":
+            self._cache.library = agreeing_library(self._cache, heads=self.config.num_heads, windows=self.config.windows)
+            self._graphs = DecodeGraphs(self._model, self._cache, self._pool, scratch_block=kv_blocks)
 
     @staticmethod
     def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int) -> int:
@@ -135,6 +141,9 @@ class ModelRunner:
         if self._compiled is not None:
             return self._compiled(batch)
         assert self._model is not None
+        logits = self._graphs.forward(batch) if self._graphs is not None else None
+        if logits is not None:
+            return logits
         batch = _arranged(batch)
         attention = AttentionBatch.build(
             self._cache,

@@ -1,0 +1,150 @@
+"""Attention through FlashInfer, where it is installed: the same results as kernels/attention.py, without gathering context.
+
+    library = agreeing_library(cache, heads=, windows=)   None: not installed, or it does not give here what torch gives
+    cache.library = library                               from then on AttentionBatch.build plans for it
+
+Wants a GPU and a 16-bit type. Decoding rows and prefill chunks of a step go through one call per layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from kernels.attention import KvCache
+
+WORKSPACE_BYTES = 128 << 20
+_log = logging.getLogger(__name__)
+
+
+class LibraryAttention:
+    """FlashInfer's plan for one step at a time, per distinct sliding window.
+
+    With `rows` the plan is for exactly that many decoding sequences of up to `columns` blocks, and a graph captured with
+    it stays valid when it is planned anew.
+    """
+
+    def __init__(
+        self,
+        flashinfer: ModuleType,
+        cache: KvCache,
+        *,
+        heads: int,
+        windows: Sequence[int],
+        rows: int = 0,
+        columns: int = 0,
+        workspace: torch.Tensor | None = None,
+    ) -> None:
+        self._flashinfer, self._cache, self._heads = flashinfer, cache, heads
+        self._windows = tuple(dict.fromkeys(windows))
+        device = cache.data.device
+        if workspace is None:
+            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = workspace
+        self._wrappers: dict[int, Any] = {}
+        for window in self._windows:
+            fixed: dict[str, Any] = {}
+            if rows:
+                sizes = {"qo_indptr_buf": rows + 1, "paged_kv_indptr_buf": rows + 1, "paged_kv_last_page_len_buf": rows}
+                sizes["paged_kv_indices_buf"] = rows * columns
+                fixed = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
+                fixed["use_cuda_graph"] = True
+            self._wrappers[window] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **fixed)
+
+    def for_graph(self, rows: int, columns: int) -> LibraryAttention:
+        """One of its own for a captured graph; graphs run one at a time and share the workspace."""
+        return LibraryAttention(
+            self._flashinfer,
+            self._cache,
+            heads=self._heads,
+            windows=self._windows,
+            rows=rows,
+            columns=columns,
+            workspace=self._workspace,
+        )
+
+    def plan(self, seq_starts: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> None:
+        """For the step's arrays, as AttentionBatch.build takes them."""
+        size, kv = self._cache.block_size, self._cache.data
+        blocks = -(-context_lens.astype(np.int64) // size)
+        ids = block_tables[np.arange(block_tables.shape[1]) < blocks[:, None]].astype(np.int32)
+        starts = np.concatenate(([0], np.cumsum(blocks))).astype(np.int32)
+        for window, wrapper in self._wrappers.items():
+            wrapper.plan(
+                torch.from_numpy(seq_starts.astype(np.int32)),
+                torch.from_numpy(starts),
+                torch.from_numpy(ids).to(kv.device),
+                torch.from_numpy((context_lens - (blocks - 1) * size).astype(np.int32)),
+                self._heads,
+                kv.shape[4],
+                kv.shape[5],
+                size,
+                causal=True,  # a chunk's last row sees the whole context, as FlashInfer aligns it
+                window_left=window - 1,  # how far back a row sees besides itself; -1: all
+                q_data_type=kv.dtype,
+                kv_data_type=kv.dtype,
+            )
+
+    def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
+        """q [rows, heads, head_dim], this step's K and V being in the cache -> [rows, heads, head_dim]."""
+        kv = self._cache.data[layer]
+        out: torch.Tensor = self._wrappers[window].run(q, (kv[:, :, 0], kv[:, :, 1]))
+        return out
+
+
+def agreeing_library(cache: KvCache, *, heads: int, windows: Sequence[int]) -> LibraryAttention | None:
+    """FlashInfer over `cache` when it can be had and agrees with plain torch on a small batch; tried once, at start."""
+    if cache.data.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    try:
+        import flashinfer
+    except ImportError:
+        return None
+    try:
+        if _agrees(flashinfer, cache, heads, windows):
+            return LibraryAttention(flashinfer, cache, heads=heads, windows=windows)
+        _log.warning("FlashInfer's attention differs from PyTorch's on this device; PyTorch's is used")
+    except Exception as error:  # it compiles for this device now, and whatever goes wrong must not stop the worker
+        _log.warning("FlashInfer does not run here, PyTorch's attention is used: %s", error)
+    return None
+
+
+def _agrees(flashinfer: ModuleType, like: KvCache, heads: int, windows: Sequence[int]) -> bool:
+    """A chunk of 5 rows after 20 tokens, and two decoding sequences, in blocks that lie apart."""
+    from kernels.attention import AttentionBatch, KvCache, attend
+
+    size, (kv_heads, head_dim), device = like.block_size, like.data.shape[4:], like.data.device
+    contexts, counts = np.array([25, 3, 17], dtype=np.int32), np.array([5, 1, 1])
+    columns = -(-int(contexts.max()) // size)
+    cache = KvCache(
+        layers=1,
+        blocks=3 * columns,
+        block_size=size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=like.data.dtype,
+        device=device,
+    )
+    cache.data[:, :-1].normal_()
+    tables = np.arange(3 * columns, dtype=np.int32).reshape(columns, 3).T[::-1].copy()
+    positions = [np.arange(context - count, context) for context, count in zip(contexts, counts, strict=True)]
+    step = {
+        "seq_starts": np.concatenate(([0], np.cumsum(counts))).astype(np.int32),
+        "context_lens": contexts,
+        "block_tables": tables,
+        "kv_slots": np.concatenate([table[at // size] * size + at % size for table, at in zip(tables, positions, strict=True)]),
+    }
+    step["kv_slots"] = step["kv_slots"].astype(np.int64)
+    qkv = torch.randn(int(counts.sum()), heads + 2 * kv_heads, head_dim, device=device).to(like.data.dtype)
+    plain = AttentionBatch.build(cache, windows=windows, **step)
+    want = [attend(qkv, cache, 0, plain, heads=heads, window=window) for window in windows]
+    cache.library = LibraryAttention(flashinfer, cache, heads=heads, windows=windows)
+    planned = AttentionBatch.build(cache, windows=windows, **step)
+    got = [attend(qkv, cache, 0, planned, heads=heads, window=window) for window in windows]
+    return all(torch.allclose(a.float(), b.float(), rtol=3e-2, atol=3e-2) for a, b in zip(got, want, strict=True))

@@ -1,0 +1,65 @@
+"""Batched LoRA for whatever device the pool is on: plain torch on a CPU, Triton on a GPU (imported only then)."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from kernels import reference
+from kernels.pool import LoraPool
+
+
+class LoraBatch:
+    """One step's rows by adapter. Valid while `version` is the pool's: a load or free makes it out of date."""
+
+    __slots__ = ("plan", "uses", "version")
+
+    def __init__(self, pool: LoraPool, row_slot: np.ndarray, *, reserved: bool) -> None:
+        self.uses = _kernels(pool)
+        self.version = pool.version
+        make = self.uses.LoraBatch
+        self.plan = make.reserve(pool, len(row_slot)) if reserved else make.build(pool, row_slot)
+
+    @staticmethod
+    def build(pool: LoraPool, row_slot: np.ndarray) -> LoraBatch:
+        """From `row_slot`, int32 [rows]: each row's slot, -1 for the base alone.
+
+        Raises ValueError when a row names an empty slot: serving the base in its place would be a wrong answer.
+        """
+        return LoraBatch(pool, row_slot, reserved=False)
+
+    @staticmethod
+    def reserve(pool: LoraPool, rows: int) -> LoraBatch:
+        """A batch of `rows` rows of the base alone, for `update`: a GPU keeps its buffers where a graph expects them."""
+        return LoraBatch(pool, np.full(rows, -1, dtype=np.int32), reserved=True)
+
+    def update(self, pool: LoraPool, row_slot: np.ndarray) -> None:
+        """Make a reserved batch that of `row_slot`, as many rows. Raises ValueError when a row names an empty slot."""
+        self.plan.update(pool, row_slot)
+        self.version = pool.version
+
+
+def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
+    """Begin what add_lora finishes, beside whatever is enqueued in between; `x` must not change until then.
+
+    Optional. On a GPU the first half then runs on a side stream; elsewhere nothing happens here.
+    """
+    batch.uses.start_lora(x, pool, layer, group, batch.plan)
+
+
+def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
+    """Add the adapters' part of one fused projection group to `y` in place; see the package's docstring for the formula.
+
+    `y` [rows, sum of out], `x` [rows, in], both of the pool's type and device.
+    """
+    batch.uses.add_lora(y, x, pool, layer, group, batch.plan)
+
+
+def _kernels(pool: LoraPool) -> ModuleType:
+    if pool.arena.is_cuda:
+        from kernels import triton
+
+        return triton
+    return reference

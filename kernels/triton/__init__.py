@@ -1,0 +1,11 @@
+"""The Triton kernels of batched multi-rank LoRA, for pools on a GPU. `kernels` chooses them when a pool is there.
+
+device.py      the kernels
+batch.py       a step's work list, once per batch
+lora.py        the plans, their launch constants, add_lora
+baselines.py   what the field measures against: padded BGMV, per-token MBGMV
+"""
+
+from kernels.triton.lora import LoraBatch, add_lora, start_lora
+
+__all__ = ["LoraBatch", "add_lora", "start_lora"]

@@ -1,0 +1,174 @@
+"""One step's work list for the Triton kernels: rows sorted by adapter, groups of rows, blocks of ranks.
+
+    rows      row numbers, those of one adapter together; rows of the base alone are absent
+    groups    [first in rows, how many]: at most M rows of one adapter, so that A and B are read once for all of them
+    segments  [first item, items] for every (group, projection); none where the adapter lacks the projection
+    items     blocks of R ranks of a segment: its segment, and the arena lines of its R / 8 pages (-1 beyond the rank)
+    header    [items, groups, split_k], on the device: a captured graph finds a new batch's counts there
+    scales    [layer, segment]
+
+`work_list` is pure numpy; `PackedBatch` lays the arrays of all four projection groups into one buffer and sends it in one
+copy. A buffer made for a number of rows takes every batch of up to that many, at the same addresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.pool import GROUPS, MODULES, PAGE_RANKS, LoraPool
+
+SECTION_BYTES = 64  # sections begin at multiples of this
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one item covers: `rows` of a group and `ranks` of a block."""
+
+    rows: int
+    ranks: int
+
+
+DECODE = Tile(rows=16, ranks=16)
+PREFILL = Tile(rows=64, ranks=64)
+
+
+def split_k_for(items: int, multiprocessors: int) -> int:
+    """Parts of K per shrink item: as many as bring two items to every multiprocessor, 8 at most."""
+    return min(max(-(-2 * multiprocessors // max(items, 1)), 1), 8)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """The arrays of one projection group ("qkv", ..); S projections, L layers, G row groups, n items."""
+
+    header: np.ndarray  # int32 [3]
+    segments: np.ndarray  # int32 [G * S, 2]
+    item_segment: np.ndarray  # int32 [n]
+    item_pages: np.ndarray  # int64 [n, ranks / 8]
+    scales: np.ndarray  # float32 [L, G * S]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    rows: np.ndarray  # int32
+    groups: np.ndarray  # int32 [G, 2]
+    parts: dict[str, GroupWork]
+
+
+def tile_for(row_slot: np.ndarray) -> Tile:
+    """Large tiles pay once an adapter has the rows to fill one: its prompt then outweighs everybody's decoding."""
+    adapted = row_slot[row_slot >= 0]
+    return PREFILL if len(adapted) and np.bincount(adapted).max() > PREFILL.rows else DECODE
+
+
+def work_list(pool: LoraPool, row_slot: np.ndarray, tile: Tile, multiprocessors: int) -> WorkList:
+    """From `row_slot`, int32 [rows], -1 for the base alone.
+
+    Raises ValueError when a row names an empty slot: serving the base in its place would be a wrong answer.
+    """
+    order = np.argsort(row_slot, kind="stable").astype(np.int32)
+    rows = order[np.count_nonzero(row_slot < 0) :]
+    slots, starts, counts = np.unique(row_slot[rows], return_index=True, return_counts=True)
+    if len(slots) and (slots[-1] >= len(pool.loaded) or not pool.loaded[slots].all()):
+        raise ValueError(f"rows name empty adapter slots: {slots.tolist()} of which some are not loaded")
+    per_adapter = -(-counts // tile.rows)
+    adapter = np.repeat(np.arange(len(slots)), per_adapter)
+    within = tile.rows * _counting(per_adapter)
+    groups = np.stack([starts[adapter] + within, np.minimum(counts[adapter] - within, tile.rows)], axis=1).astype(np.int32)
+    parts = {name: _group_work(pool, slots[adapter], modules, tile, multiprocessors) for name, modules in GROUPS.items()}
+    return WorkList(rows, groups, parts)
+
+
+def _group_work(pool: LoraPool, slots: np.ndarray, modules: tuple[str, ...], tile: Tile, multiprocessors: int) -> GroupWork:
+    """`slots` [G]: the adapter of each row group."""
+    module = np.array([MODULES.index(name) for name in modules])
+    pages_each = tile.ranks // PAGE_RANKS
+    segment_slot, segment_module = np.repeat(slots, len(module)), np.tile(module, len(slots))
+    pages = pool.pages[segment_slot, segment_module]
+    blocks = -(-pages // pages_each)
+    item_segment = np.repeat(np.arange(len(blocks)), blocks)
+    page = (pages_each * _counting(blocks))[:, None] + np.arange(pages_each)
+    exists = page < pages[item_segment, None]
+    page = np.where(exists, page, 0)
+    lines = pool.table[segment_slot[item_segment, None], segment_module[item_segment, None], page]
+    header = [len(item_segment), len(slots), split_k_for(len(item_segment), multiprocessors)]
+    return GroupWork(
+        header=np.array(header, dtype=np.int32),
+        segments=np.stack([np.cumsum(blocks) - blocks, blocks], axis=1).astype(np.int32),
+        item_segment=item_segment.astype(np.int32),
+        item_pages=np.where(exists, lines, -1),
+        scales=np.ascontiguousarray(pool.scales[segment_slot, segment_module].T),
+    )
+
+
+def _counting(counts: np.ndarray) -> np.ndarray:
+    """[2, 3] -> [0, 1, 0, 1, 2]."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+@dataclass(slots=True)
+class GroupTensors:
+    """GroupWork on the device, and how many items it has room for."""
+
+    header: torch.Tensor
+    segments: torch.Tensor
+    item_segment: torch.Tensor
+    item_pages: torch.Tensor
+    scales: torch.Tensor
+    max_items: int
+
+
+class PackedBatch:
+    """Device buffers for work lists of one shape, filled in one copy from pinned memory.
+
+    With `max_rows` the buffers take any batch of up to that many rows and adapters of any rank; without, they are as
+    large as `work`.
+    """
+
+    def __init__(self, pool: LoraPool, work: WorkList, tile: Tile, max_rows: int = 0) -> None:
+        device = pool.arena.device
+        max_groups = max_rows or len(work.groups)
+        blocks = -(-pool.max_rank // tile.ranks)
+        self._sections: list[tuple[slice, torch.dtype, tuple[int, ...]]] = []
+        self._bytes = 0
+        self._section((max_rows or len(work.rows),), torch.int32)
+        self._section((max_groups, 2), torch.int32)
+        limits: dict[str, int] = {}
+        for name, modules in GROUPS.items():
+            items = max_rows * len(modules) * blocks or len(work.parts[name].item_segment)
+            segments = max_groups * len(modules)
+            limits[name] = items
+            self._section((3,), torch.int32)
+            self._section((segments, 2), torch.int32)
+            self._section((items,), torch.int32)
+            self._section((items, tile.ranks // PAGE_RANKS), torch.int64)
+            self._section((pool.layers, segments), torch.float32)
+        self._buffer = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+        views = [self._buffer[at].view(dtype).view(shape) for at, dtype, shape in self._sections]
+        self.rows, self.groups = views[:2]
+        self.parts = {}
+        for i, (name, max_items) in enumerate(limits.items()):
+            header, spans, item_segment, item_pages, scales = views[2 + 5 * i : 7 + 5 * i]
+            self.parts[name] = GroupTensors(header, spans, item_segment, item_pages, scales, max_items)
+        self.fill(work)
+
+    def fill(self, work: WorkList) -> None:
+        """Replace the contents. The copy is ordered before what is launched next on the current stream."""
+        arrays = [work.rows, work.groups]
+        for name in GROUPS:
+            part = work.parts[name]
+            arrays += [part.header, part.segments, part.item_segment, part.item_pages, part.scales]
+        host = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=self._buffer.is_cuda)  # the caching allocator's
+        raw = host.numpy()
+        for array, (at, _, shape) in zip(arrays, self._sections, strict=True):
+            section = raw[at].view(array.dtype).reshape(shape)
+            section[tuple(slice(size) for size in array.shape)] = array
+        self._buffer.copy_(host, non_blocking=True)
+
+    def _section(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        size = int(np.prod(shape)) * dtype.itemsize
+        self._sections.append((slice(self._bytes, self._bytes + size), dtype, shape))
+        self._bytes += -(-size // SECTION_BYTES) * SECTION_BYTES

@@ -1,0 +1,114 @@
+"""Decoding steps as CUDA graphs: hundreds of launches become one.
+
+    step (numpy) --padded to its bucket--> buffers that never move --replay--> logits
+
+A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step
+that fits. What differs between such steps (tokens, tables, which adapters, how much work) lies in the buffers. A padding
+row is token 0 of the base alone; it writes and reads the scratch block, which belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
+from services.worker.engine.model import Model
+
+if TYPE_CHECKING:
+    from services.worker.engine.runner import StepBatch
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LEAST_COLUMNS = 16
+
+Bucket = tuple[int, int]
+
+
+def bucket_for(rows: int, blocks: int, most_blocks: int) -> Bucket | None:
+    """The smallest bucket for `rows` sequences of up to `blocks` blocks; None when it would gather over `most_blocks`."""
+    columns = max(LEAST_COLUMNS, 1 << (blocks - 1).bit_length())
+    fitting = next((size for size in ROWS if size >= rows), None)
+    return None if fitting is None or fitting * columns > most_blocks else (fitting, columns)
+
+
+class DecodeBuffers:
+    """One bucket's inputs at fixed addresses, and the forward pass over them."""
+
+    def __init__(self, bucket: Bucket, model: Model, cache: KvCache, pool: LoraPool, scratch_block: int) -> None:
+        self._rows, columns = bucket
+        self._model, self._cache, self._pool = model, cache, pool
+        self._scratch_block = scratch_block
+        device, windows = cache.data.device, model.config.windows
+        self._token_ids, self._positions = torch.zeros((2, self._rows), dtype=torch.int64, device=device)
+        self._every_row = torch.arange(self._rows, device=device)
+        self._attention = AttentionBatch.reserve(cache, rows=self._rows, columns=columns, windows=windows)
+        self._lora = LoraBatch.reserve(pool, self._rows)
+        self._row_slot = np.full(self._rows, -1, dtype=np.int32)
+
+    def fill(self, batch: StepBatch) -> None:
+        """Put one step in: as many sequences as the bucket has or fewer, one row each."""
+        missing = self._rows - len(batch.token_ids)
+        scratch_slot = (self._scratch_block + 1) * self._cache.block_size - 1  # the last: its block never needs clearing
+        self._token_ids.copy_(torch.from_numpy(_padded(batch.token_ids, missing, 0)))
+        self._positions.copy_(torch.from_numpy(_padded(batch.positions, missing, 0)))
+        self._attention.update(
+            self._cache,
+            context_lens=_padded(batch.context_lens, missing, 1),
+            block_tables=np.pad(batch.block_tables, ((0, missing), (0, 0)), constant_values=self._scratch_block),
+            kv_slots=_padded(batch.kv_slots, missing, scratch_slot),
+        )
+        row_slot = _padded(batch.row_slot, missing, -1)
+        if self._lora.version != self._pool.version or not np.array_equal(row_slot, self._row_slot):
+            self._lora.update(self._pool, row_slot)
+            self._row_slot = row_slot
+
+    def run(self) -> torch.Tensor:
+        """Logits of every row, float32 [rows of the bucket, vocab]. Nothing here depends on what the buffers hold."""
+        return self._model.forward(
+            self._token_ids, self._positions, self._every_row, self._cache, self._attention, self._pool, self._lora
+        )
+
+
+class DecodeGraphs:
+    """The graphs of one model on one GPU."""
+
+    def __init__(self, model: Model, cache: KvCache, pool: LoraPool, *, scratch_block: int) -> None:
+        self._model, self._cache, self._pool, self._scratch_block = model, cache, pool, scratch_block
+        self._captured: dict[Bucket, tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._memory = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share it
+
+    def forward(self, batch: StepBatch) -> torch.Tensor | None:
+        """The wanted logits, valid until the next call; None when the step does more than decode or fits no bucket."""
+        rows = len(batch.token_ids)
+        if rows != len(batch.context_lens):
+            return None
+        blocks = -(-int(batch.context_lens.max()) // self._cache.block_size)
+        gathers = self._cache.library is None  # a library reads blocks where they are
+        bucket = bucket_for(rows, blocks, self._cache.tile_blocks if gathers else ROWS[-1] * self._cache.null_block)
+        if bucket is None:
+            return None
+        if bucket not in self._captured:
+            self._captured[bucket] = self._capture(bucket, batch)
+        buffers, graph, logits = self._captured[bucket]
+        buffers.fill(batch)
+        graph.replay()
+        return logits[torch.from_numpy(batch.logit_rows).to(logits.device)]
+
+    def _capture(self, bucket: Bucket, batch: StepBatch) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]:
+        buffers = DecodeBuffers(bucket, self._model, self._cache, self._pool, self._scratch_block)
+        buffers.fill(batch)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # kernels are compiled and libraries initialised outside the capture
+            buffers.run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits = buffers.run()
+        return buffers, graph, logits
+
+
+def _padded(array: np.ndarray, missing: int, value: int) -> np.ndarray:
+    return np.pad(array, (0, missing), constant_values=value)

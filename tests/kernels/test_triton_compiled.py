@@ -1,0 +1,58 @@
+"""What the Triton kernels become on sm_90: no spills, registers for the programs that are meant to share a multiprocessor,
+and 16-byte reads. The interpreter accepts what the compiler rejects, so this runs everywhere too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.triton.lora import TICKETED, TILES
+
+ROOT = Path(__file__).parents[2]
+LAUNCHES = {f"{half} {rows} rows": launch for (rows, half), launch in TILES.items()} | {"ticketed 16 rows": TICKETED}
+REGISTERS_PER_MULTIPROCESSOR = 65536
+SHARED_BYTES_PER_MULTIPROCESSOR = 227 << 10
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.triton_resources"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_nothing_spills_and_the_programs_fit(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    used, launch = compiled[name], LAUNCHES[name]
+    assert used["local_bytes"] == 0
+    assert used["registers"] * 32 * launch.warps * launch.programs <= REGISTERS_PER_MULTIPROCESSOR
+    assert used["shared_bytes"] * launch.programs <= SHARED_BYTES_PER_MULTIPROCESSOR
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_weights_and_activations_move_in_pieces_of_16_bytes(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    used = compiled[name]
+    assert used["copies_16"] + used["loads_16"] > 0
+    assert used["loads_16_bits"] == used["stores_16_bits"] == 0
+    if "shrink" not in name:
+        assert used["stores_16"] > 0
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_tensor_cores_multiply_and_large_tiles_in_warp_groups(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    assert compiled[name]["products"] > 0
+    assert (compiled[name]["wide_products"] > 0) == ("64 rows" in name)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_shapes_without_promises_compile_too(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    assert compiled[f"{name}, ragged"]["local_bytes"] == 0

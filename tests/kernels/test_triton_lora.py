@@ -1,0 +1,149 @@
+"""Every plan of the Triton kernels against the formula in fp64; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import GROUPS, LoraPool
+from kernels.triton import LoraBatch, add_lora, baselines, start_lora
+from kernels.triton import lora as launches
+from kernels.triton.lora import Plan
+from tests.kernels.test_lora import MODULES, Adapter, formula, make_pool, poison, random_adapter, random_io, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLANS: tuple[Plan, ...] = ("two_launches", "ticketed", "segmented")
+RANKS = (1, 8, 12, 24, 64, 128)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def gpu_pool(ranks: tuple[int, ...] = RANKS, dtype: torch.dtype = torch.float32) -> tuple[LoraPool, dict[int, Adapter]]:
+    """Slot i holds an adapter of rank ranks[i]; its pages are scattered and all other memory is NaN."""
+    draw = random.Random(sum(ranks))
+    pool = make_pool(dtype=dtype)
+    for slot in range(len(ranks), 12):  # pages that will be holes between the others
+        pool.load(slot, random_adapter(draw, dict.fromkeys(MODULES, draw.choice((8, 16)))))
+    held = {}
+    for slot, rank in enumerate(ranks):
+        if slot + len(ranks) < 12:
+            poison(pool, slot + len(ranks))
+        adapter = random_adapter(draw, dict.fromkeys(MODULES, rank))
+        pool.load(slot, adapter)
+        held[slot] = {key: (scale, a.to(dtype), b.to(dtype)) for key, (scale, a, b) in adapter.items()}
+    for slot in range(len(ranks), 12):
+        if pool.loaded[slot]:
+            poison(pool, slot)
+    pool.arena = pool.arena.to(DEVICE)
+    return pool, held
+
+
+def assert_follows_the_formula(
+    pool: LoraPool, held: dict[int, Adapter], slots: np.ndarray, batch: LoraBatch, group: str
+) -> None:
+    dtype = pool.arena.dtype
+    y, x = random_io(group, len(slots), dtype)
+    base = torch.from_numpy(slots < 0)
+    y[base, 0] = -0.0
+    x[base] = float("nan")  # what goes wrong in a base row stays in it
+    want = formula(y, x, held, 1, group, slots)
+    results = []
+    for _ in range(2):
+        got = y.clone().to(DEVICE)
+        add_lora(got, x.to(DEVICE), pool, 1, group, batch)
+        results.append(got.cpu())
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(results[0].view(bits), results[1].view(bits)), "the same batch gives the same bits"
+    assert torch.equal(results[0][base].view(bits), y[base].view(bits)), "rows of the base keep every bit"
+    assert relative_error(results[0], want) < TOLERANCE[dtype]
+    assert not batch.counters.any(), "counters are left at zero"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("multiprocessors", [1, 20])
+def test_mixed_ranks_and_scattered_pages_follow_the_formula(
+    plan: Plan, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "_multiprocessors", lambda device: multiprocessors)
+    pool, held = gpu_pool()
+    slots = np.array([0, 1, -1, 2, 3, 4, 5, 2, -1, *[3] * 17], dtype=np.int32)
+    batch = LoraBatch.build(pool, slots, plan)
+    splits = [part.header.tolist()[2] for part in batch.packed.parts.values()]
+    assert (max(splits) > 1) == (multiprocessors > 1)
+    assert_follows_the_formula(pool, held, slots, batch, "qkv" if multiprocessors == 1 else "down")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_follows_the_formula_within_its_rounding(plan: Plan, dtype: torch.dtype) -> None:
+    pool, held = gpu_pool((24, 12), dtype)
+    slots = np.array([1, 0, -1, 0], dtype=np.int32)
+    assert_follows_the_formula(pool, held, slots, LoraBatch.build(pool, slots, plan), "gate_up")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_adapters_and_rows_follow_the_formula(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks = tuple(draw.randint(1, 128) for _ in range(3))
+    pool, held = gpu_pool(ranks)
+    slots = np.array([draw.choice([-1, 0, 1, 2]) for _ in range(draw.choice([1, 9, 33]))], dtype=np.int32)
+    assert_follows_the_formula(pool, held, slots, LoraBatch.build(pool, slots, PLANS[seed % 3]), draw.choice(list(GROUPS)))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_modules_that_an_adapter_lacks_keep_every_bit(plan: Plan) -> None:
+    pool = make_pool()
+    pool.load(2, random_adapter(random.Random(0), {"q_proj": 8, "v_proj": 20}))
+    pool.arena = pool.arena.to(DEVICE)
+    batch = LoraBatch.build(pool, np.array([2, 2], dtype=np.int32), plan)
+    for group in GROUPS:
+        y, x = random_io(group, 2)
+        y.fill_(-0.0)
+        got = y.clone().to(DEVICE)
+        add_lora(got, x.to(DEVICE), pool, 0, group, batch)
+        kept = slice(48, 64) if group == "qkv" else slice(None)  # the columns of k
+        assert torch.equal(got.cpu()[:, kept].view(torch.int32), y[:, kept].view(torch.int32))
+        assert torch.equal(got.cpu(), y) == (group != "qkv")
+
+
+def test_a_reserved_batch_takes_one_step_after_another() -> None:
+    pool, held = gpu_pool((16, 40))
+    reserved = LoraBatch.reserve(pool, 4)
+    for slots in ([-1, -1, -1, -1], [0, 1, -1, 0], [1, -1, -1, -1]):
+        row_slot = np.array(slots, dtype=np.int32)
+        reserved.update(pool, row_slot)
+        assert_follows_the_formula(pool, held, row_slot, reserved, "o")
+
+
+def test_starting_early_changes_nothing() -> None:
+    pool, _ = gpu_pool((16, 40))
+    batch = LoraBatch.build(pool, np.array([0, 1, -1], dtype=np.int32))
+    y, x = (tensor.to(DEVICE) for tensor in random_io("o", 3))
+    at_once, started = y.clone(), y.clone()
+    add_lora(at_once, x, pool, 0, "o", batch)
+    start_lora(x, pool, 0, "o", batch)
+    add_lora(started, x, pool, 0, "o", batch)
+    assert torch.equal(at_once, started)
+
+
+def test_the_baselines_compute_the_same() -> None:
+    pool, held = gpu_pool((8, 24))
+    slots = np.array([0, 1, 1, -1, 0], dtype=np.int32)
+    batch = baselines.mbgmv(pool, slots)
+    assert batch.packed.groups[:, 1].tolist() == [1, 1, 1, 1]
+    assert_follows_the_formula(pool, held, slots, batch, "o")
+    grown = make_pool()
+    for slot, adapter in held.items():
+        grown.load(slot, baselines.padded(adapter, 40))
+    grown.arena = grown.arena.to(DEVICE)
+    assert (grown.pages[:2] == 5).all()
+    assert_follows_the_formula(grown, held, slots, baselines.mbgmv(grown, slots), "o")
+
+
+def test_a_row_that_names_an_empty_slot_is_refused() -> None:
+    pool, _ = gpu_pool((8,))
+    for slot in (1, 12):
+        with pytest.raises(ValueError, match="empty"):
+            LoraBatch.build(pool, np.array([-1, slot], dtype=np.int32))

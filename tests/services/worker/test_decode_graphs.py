@@ -1,0 +1,100 @@
+"""What a decode graph replays: a step padded into buffers that never move. The capture itself needs a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+import kernels.lora
+import kernels.reference
+import kernels.triton
+from services.worker.engine.decode_graphs import LEAST_COLUMNS, ROWS, DecodeBuffers, bucket_for
+from services.worker.engine.runner import ModelRunner, StepBatch
+from tests.support_models import VOCAB, make_adapters, make_checkpoint, make_runner
+
+BLOCK = 8
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def test_a_bucket_has_room_and_not_much_more() -> None:
+    for rows in range(1, ROWS[-1] + 1):
+        for blocks in (1, 15, 16, 17, 100):
+            bucket = bucket_for(rows, blocks, 1 << 30)
+            assert bucket is not None
+            assert rows <= bucket[0] <= max(2 * rows, 1) and bucket[0] in ROWS
+            assert blocks <= bucket[1] <= max(2 * blocks, LEAST_COLUMNS)
+
+
+def test_what_would_gather_too_much_has_no_bucket() -> None:
+    assert bucket_for(4, 32, 128) == (4, 32)
+    assert bucket_for(4, 33, 128) is None
+    assert bucket_for(ROWS[-1] + 1, 1, 1 << 30) is None
+
+
+def decode_step(lengths: list[int], slots: list[int], seed: int) -> StepBatch:
+    """One row for sequences of these lengths, whose blocks are their own."""
+    draw = np.random.default_rng(seed)
+    contexts = np.array(lengths, dtype=np.int32)
+    tables = np.arange(len(lengths) * 16, dtype=np.int32).reshape(len(lengths), 16)
+    last = contexts.astype(np.int64) - 1
+    return StepBatch(
+        token_ids=draw.integers(0, VOCAB, len(lengths)),
+        positions=last,
+        row_slot=np.array(slots, dtype=np.int32),
+        seq_starts=np.arange(len(lengths) + 1, dtype=np.int32),
+        context_lens=contexts,
+        block_tables=np.ascontiguousarray(tables[:, : -(-int(contexts.max()) // BLOCK)]),
+        kv_slots=tables[np.arange(len(lengths)), last // BLOCK].astype(np.int64) * BLOCK + last % BLOCK,
+        logit_rows=np.arange(len(lengths)),
+    )
+
+
+STEPS = [
+    decode_step([5, 90, 1, 33, 17], [0, -1, 1, 1, 2], seed=0),
+    decode_step([6, 91], [2, -1], seed=1),
+    decode_step([7, 100, 128, 8, 9, 9, 64, 2], [0, 0, 0, 1, 2, 2, -1, -1], seed=2),
+]
+
+
+def give_history(*runners: ModelRunner) -> None:
+    """The same keys and values to all."""
+    for runner in runners:
+        blocks = runner._cache.data[:, :512]
+        blocks.copy_(torch.randn(blocks.shape, generator=torch.Generator().manual_seed(1)))
+
+
+def buffers_of(runner: ModelRunner, bucket: tuple[int, int], scratch_block: int) -> DecodeBuffers:
+    return DecodeBuffers(bucket, runner._model, runner._cache, runner._pool, scratch_block)
+
+
+@pytest.mark.parametrize(
+    ("family", "on"), [("llama3", kernels.reference), ("mistral", kernels.reference), ("qwen2", kernels.triton)]
+)
+def test_the_same_buffers_serve_one_step_after_another(
+    family: str, on: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = make_checkpoint(family, tmp_path)
+    adapters = make_adapters(model_dir, tmp_path)[:3]
+    runner, twin = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
+    give_history(runner, twin)
+    want = [twin.forward(step) for step in STEPS]
+    monkeypatch.setattr(kernels.lora, "_kernels", lambda pool: on)
+    with torch.inference_mode():
+        buffers = buffers_of(runner, (8, 16), scratch_block=runner._cache.null_block - 1)
+        for step, logits in zip(STEPS, want, strict=True):
+            buffers.fill(step)
+            torch.testing.assert_close(buffers.run()[: len(logits)], logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_here_says_what_the_reference_says(device: str, tmp_path: Path) -> None:
+    model_dir = make_checkpoint("llama3", tmp_path)
+    adapters = make_adapters(model_dir, tmp_path)[:3]
+    runner, twin = make_runner(model_dir, adapters, device=device), make_runner(model_dir, adapters, kernels="reference")
+    for step in (*STEPS, *STEPS):  # on a GPU the second round replays what the first captured
+        give_history(runner, twin)
+        torch.testing.assert_close(runner.forward(step).cpu(), twin.forward(step), rtol=1e-3, atol=1e-3)
