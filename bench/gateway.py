@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -36,61 +35,67 @@ from motet.nats_server import NatsServer
 
 STREAMS = 256
 AHEAD = 256
-WARM_UP_S = 3.0
-MEASURE_S = 10.0
-SLICES = 5  # the rate is the median of so many parts: a disturbance in one does not count
-
-MODES = (("flat out", AHEAD), ("lock-step", 1))
+WARM_UP_S = 2.0
+ROUNDS = 3  # everybody in turn, so that a busy time of the machine hits all
+SECONDS = 4
 
 spawn = multiprocessing.get_context("spawn")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table, return the figures."""
-    seconds = args.seconds or (2.0 if args.quick else MEASURE_S)
-    cores = sorted(os.sched_getaffinity(0))
-    server_core, other_core = cores[0], cores[-1]
+    rounds, seconds = (1, 3) if args.quick else (ROUNDS, SECONDS)
+    seconds = round(args.seconds) or seconds
+    before = os.sched_getaffinity(0)
+    server_core, other_core = min(before), max(before)
     os.sched_setaffinity(0, {other_core})  # children inherit it; servers move to theirs
-    rows, figures = [], {}
-    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
-        work = Path(directory)
-        write_model(work / "bench")
-        nats = NatsServer(work / "nats")
-        url = asyncio.run(nats.start())
-        try:
-            counters = Counters(spawn)
-            with _running(engine, url, counters), _running(gateway_server, url, str(work / "bench"), server_core) as server:
-                for mode, window in MODES:
-                    counters.window.value = window
-                    rows.append(_measure(f"motet gateway, {mode}", server, counters, seconds))
-        finally:
-            nats.stop()
-        for mode, window in MODES:
-            counters = Counters(spawn)
-            counters.window.value = window
-            with _running(starlette_server, server_core, counters, window == 1) as server:
-                rows.append(_measure(f"starlette generator, {mode}", server, counters, seconds))
-    ours, ours_stepwise, rival, rival_stepwise = rows
-    columns = ["server", "tokens/s", "us of CPU per token", "server CPU", "others' CPU", "reads/s"]
-    print(report.table(f"SSE tokens/s of one process, {STREAMS} streams", columns, rows))
-    figures = {
-        "gateway_vs_starlette": round(ours[1] / rival[1], 3),
-        "gateway_vs_starlette_per_cpu_s": round(rival[2] / ours[2], 3),
-        "gateway_vs_starlette_lockstep_per_cpu_s": round(rival_stepwise[2] / ours_stepwise[2], 3),
-        "gateway_tokens_per_s": round(ours[1]),
-        "starlette_tokens_per_s": round(rival[1]),
+    flat, step = Counters(spawn, AHEAD), Counters(spawn, 1)
+    try:
+        with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory, contextlib.ExitStack() as stack:
+            work = Path(directory)
+            write_model(work / "bench")
+            nats = NatsServer(work / "nats")
+            url = asyncio.run(nats.start())
+            stack.callback(nats.stop)
+            ours_counters = Counters(spawn, AHEAD)
+            stack.enter_context(_running(engine, url, ours_counters))
+            ours = stack.enter_context(_running(gateway_server, url, str(work / "bench"), server_core))
+            rival = stack.enter_context(_running(starlette_server, server_core, flat, False))
+            rival_paced = stack.enter_context(_running(starlette_server, server_core, step, True))
+            contestants = [
+                Contestant("motet gateway, flat out", ours, ours_counters, AHEAD),
+                Contestant("starlette generator, flat out", rival, flat, AHEAD),
+                Contestant("motet gateway, lock-step", ours, ours_counters, 1),
+                Contestant("starlette generator, lock-step", rival_paced, step, 1),
+            ]
+            for _ in range(rounds):
+                for contestant in contestants:
+                    contestant.measure(seconds)
+    finally:
+        os.sched_setaffinity(0, before)
+    columns = ["server", "tokens/s", "us of CPU per token", "server CPU", "others' CPU", "tokens per read"]
+    print(report.table(f"SSE tokens/s of one process, {STREAMS} streams", columns, [c.row() for c in contestants]))
+    gateway, starlette, gateway_paced, starlette_paced = contestants
+    return {
+        "gateway_vs_starlette": round(gateway.tokens_per_s / starlette.tokens_per_s, 3),
+        "gateway_vs_starlette_per_cpu_s": round(starlette.cpu_us / gateway.cpu_us, 3),
+        "gateway_vs_starlette_lockstep_per_cpu_s": round(starlette_paced.cpu_us / gateway_paced.cpu_us, 3),
+        "gateway_tokens_per_s": round(gateway.tokens_per_s),
+        "starlette_tokens_per_s": round(starlette.tokens_per_s),
+        "gateway_cpu_us_per_token": round(gateway.cpu_us, 3),
+        "starlette_cpu_us_per_token": round(starlette.cpu_us, 3),
         "streams": STREAMS,
         "stream_tokens": STREAM_TOKENS,
         "steps_ahead": AHEAD,
+        "rounds": rounds,
         "seconds": seconds,
     }
-    return figures
 
 
 Server = tuple[int, int]  # (process id, port)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _running(target: Callable[..., None], *args: Any) -> Any:
     """A child process; yields (pid, port) for a server, which sends its port when it is ready."""
     here, there = spawn.Pipe()
@@ -109,30 +114,52 @@ def _running(target: Callable[..., None], *args: Any) -> Any:
             process.kill()
 
 
-def _measure(name: str, server: Server, counters: Counters, seconds: float) -> list[Any]:
-    """One contestant: warm up, then count for `seconds`."""
-    pid, port = server
-    _wait_until_ready(port)
-    client = spawn.Process(target=load, args=(port, STREAMS, STREAM_TOKENS, counters))
-    client.start()
-    try:
-        time.sleep(WARM_UP_S)
-        rates = []
-        began, first, reads = time.monotonic(), counters.seen.value, counters.reads.value
-        cpu, other = _cpu_s(pid), _others(pid)
-        for _ in range(SLICES):
-            slice_began, before = time.monotonic(), counters.seen.value
-            time.sleep(seconds / SLICES)
-            rates.append((counters.seen.value - before) / (time.monotonic() - slice_began))
-        took, tokens = time.monotonic() - began, counters.seen.value - first
-        reads, cpu, other = counters.reads.value - reads, _cpu_s(pid) - cpu, _others(pid) - other
-    finally:
-        client.terminate()
-        client.join()
-    if not tokens:
-        raise RuntimeError(f"{name}: no token arrived")
-    rate = statistics.median(rates)
-    return [name, rate, cpu / tokens * 1e6, f"{cpu / took:.0%}", f"{other / took:.0%}", reads / took]
+class Contestant:
+    """One server in one mode, and what was measured of it over all rounds."""
+
+    def __init__(self, name: str, server: Server, counters: Counters, ahead: int) -> None:
+        self.name, self._server, self._counters, self._ahead = name, server, counters, ahead
+        self.tokens_per_s = 0.0  # in its best second: what else the machine does only slows it down
+        self._tokens = self._reads = 0
+        self._took_s = self._cpu_s = self._other_s = 0.0
+
+    @property
+    def cpu_us(self) -> float:
+        """CPU time of the server per token, in microseconds."""
+        return self._cpu_s / self._tokens * 1e6
+
+    def row(self) -> list[Any]:
+        """Its line of the table."""
+        shares = [f"{cpu / self._took_s:.0%}" for cpu in (self._cpu_s, self._other_s)]
+        return [self.name, self.tokens_per_s, self.cpu_us, *shares, self._tokens / max(self._reads, 1)]
+
+    def measure(self, seconds: int) -> None:
+        """One round: load it, let it warm up, then count second by second."""
+        pid, port = self._server
+        counters = self._counters
+        _wait_until_ready(port)
+        counters.window.value = self._ahead
+        client = spawn.Process(target=load, args=(port, STREAMS, STREAM_TOKENS, counters))
+        client.start()
+        try:
+            time.sleep(WARM_UP_S)
+            began, tokens, reads = time.monotonic(), counters.seen.value, counters.reads.value
+            cpu, other = _cpu_s(pid), _others(pid)
+            for _ in range(seconds):
+                at, seen = time.monotonic(), counters.seen.value
+                time.sleep(1.0)
+                self.tokens_per_s = max(self.tokens_per_s, (counters.seen.value - seen) / (time.monotonic() - at))
+            tokens = counters.seen.value - tokens
+            self._tokens += tokens
+            self._reads += counters.reads.value - reads
+            self._took_s += time.monotonic() - began
+            self._cpu_s += _cpu_s(pid) - cpu
+            self._other_s += _others(pid) - other
+        finally:
+            client.terminate()
+            client.join()
+        if not tokens:
+            raise RuntimeError(f"{self.name}: no token arrived")
 
 
 def _wait_until_ready(port: int) -> None:

@@ -14,10 +14,10 @@ BODY = {"model": "bench", "prompt": [1, 2, 3], "stream": True, "ignore_eos": Tru
 class Counters:
     """Shared between processes: what the client has seen, and how far the engine may be ahead of it."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, window: int) -> None:
         self.seen = context.Value("Q", 0, lock=False)  # events
         self.reads = context.Value("Q", 0, lock=False)
-        self.window = context.Value("i", 1, lock=False)  # steps
+        self.window = context.Value("i", window, lock=False)  # steps
 
 
 def load(port: int, streams: int, stream_tokens: int, counters: Counters) -> None:

@@ -90,10 +90,14 @@ class Pace:
         self._seen = counters.seen.value
         self._owed = 0  # tokens sent that the client has not seen
 
+    def forget(self) -> None:
+        """A client left that has not seen everything."""
+        self._owed = 0
+
     def may_step(self, streams: int) -> bool:
         """Whether one more token for each of `streams` may be sent; if so it counts as sent."""
         seen = self._counters.seen.value
-        self._owed = max(self._owed - (seen - self._seen), 0) if streams else 0  # who left has not seen everything
+        self._owed = max(self._owed - (seen - self._seen), 0)
         self._seen = seen
         if not streams or self._owed > (self._counters.window.value - 1) * streams:
             return False
@@ -118,7 +122,7 @@ def starlette_server(ready: Connection, core: int, counters: Counters, paced: bo
     head, tail = (b"data: " + orjson.dumps(event) + b"\n\n").split(b'""', 1)
     events = [head + orjson.dumps(texts[i % VOCABULARY]) + tail for i in range(STREAM_TOKENS)]
     events[-1] += b"data: [DONE]\n\n"
-    step, running = asyncio.Event(), 0
+    step, pace, running = asyncio.Event(), Pace(counters), 0
 
     async def completions(request: Request) -> StreamingResponse:
         await request.body()
@@ -136,11 +140,11 @@ def starlette_server(ready: Connection, core: int, counters: Counters, paced: bo
                     yield chunk
             finally:
                 running -= 1
+                pace.forget()
 
         return StreamingResponse(paced_chunks() if paced else chunks(), media_type="text/event-stream")
 
     async def walk() -> None:
-        pace = Pace(counters)
         while True:
             if pace.may_step(running):
                 step.set()
@@ -173,6 +177,25 @@ class Progress:
         self.index = 0
 
 
+def item_tails() -> list[bytes]:
+    """What follows request id and epoch in an encoded item, by index."""
+    last = STREAM_TOKENS - 1
+    items = [StreamItem("", 0, i, [i % VOCABULARY], "length" if i == last else None) for i in range(STREAM_TOKENS)]
+    return [encode(item)[3:] for item in items]
+
+
+def next_frame(step: int, running: list[Progress], tails: list[bytes]) -> bytes:
+    """An encoded TokenFrame with everybody's next token. Put together from bytes made before: the engine is not measured."""
+    frame = encode(TokenFrame(WORKER, step, []))  # ends with an empty list and the version
+    parts = [frame[:-2], b"\xdd", len(running).to_bytes(4, "big")]
+    for progress in running:
+        parts.append(progress.head)
+        parts.append(tails[progress.index])
+        progress.index += 1
+    parts.append(frame[-1:])
+    return b"".join(parts)
+
+
 def engine(ready: Connection, url: str, counters: Counters) -> None:
     """A scheduler and worker in one that answers every request with the same tokens, until terminated."""
 
@@ -180,6 +203,7 @@ def engine(ready: Connection, url: str, counters: Counters) -> None:
         bus = await Bus.connect(BusConfig(nats_url=url), "engine")
         await provision(bus)
         running: dict[str, Progress] = {}
+        pace = Pace(counters)
 
         async def submit(request: GenerateRequest) -> Assigned:
             running[request.request_id] = Progress(request)
@@ -188,40 +212,30 @@ def engine(ready: Connection, url: str, counters: Counters) -> None:
         def control(message: Control) -> None:
             if isinstance(message, Cancel):
                 running.pop(message.request_id, None)
+                pace.forget()
 
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, submit, queue="scheduler")
         await bus.subscribe(subjects.control(WORKER), Control, control)
         await LeaseHolder(bus, "worker", WORKER, "1").start()
         bus.spawn(_heartbeat(bus))
         ready.send(0)
-        await _steps(bus, running, counters)
+        await _steps(bus, running, pace)
 
     uvloop.run(serve())
 
 
-async def _steps(bus: Bus, running: dict[str, Progress], counters: Counters) -> None:
-    """One frame per step with one token of every stream. Put together from bytes made before: the engine is not measured."""
-    pace, step = Pace(counters), 0
-    tails = []  # what follows request id and epoch in an encoded item
-    for index in range(STREAM_TOKENS):
-        last = index == STREAM_TOKENS - 1
-        item = StreamItem("", 0, index, [index % VOCABULARY], "length" if last else None)
-        tails.append(encode(item)[3:])
+async def _steps(bus: Bus, running: dict[str, Progress], pace: Pace) -> None:
+    """One frame per step with one token of every stream."""
+    step, tails = 0, item_tails()
     while True:
         if not pace.may_step(len(running)):
             await asyncio.sleep(IDLE_S)
             continue
         step += 1
-        frame = encode(TokenFrame(WORKER, step, []))  # ends with an empty list and the version
-        parts = [frame[:-2], b"\xdd", len(running).to_bytes(4, "big")]
-        for progress in running.values():
-            parts.append(progress.head)
-            parts.append(tails[progress.index])
-            progress.index += 1
-        parts.append(frame[-1:])
+        frame = next_frame(step, list(running.values()), tails)
         for request_id in [r for r, progress in running.items() if progress.index == STREAM_TOKENS]:
             del running[request_id]
-        await bus.publish_encoded(subjects.stream("bench"), b"".join(parts))
+        await bus.publish_encoded(subjects.stream("bench"), frame)
         await bus.nc.flush() if step % 64 == 0 else await asyncio.sleep(0)
 
 

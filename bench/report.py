@@ -39,6 +39,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "os": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        "load_1m": round(os.getloadavg()[0], 1),  # what else was going on, the bench itself included
     }
 
 

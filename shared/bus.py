@@ -40,6 +40,7 @@ _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 PENDING_MSGS = 65_536
 PENDING_BYTES = 64 * 1024 * 1024
 OUTBOX_BYTES = 16 * 1024 * 1024
+LINGER_S = 0.05
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -243,13 +244,26 @@ class Bus:
         if micro is not None and self.connected:
             endpoints, micro._endpoints = micro._endpoints, []
             try:
-                for endpoint in endpoints:
-                    if endpoint._subscription is not None:
-                        await endpoint._subscription.drain()
+                await self._leave([e._subscription for e in endpoints if e._subscription is not None])
                 await micro.stop()
             except (nats_errors.Error, TimeoutError) as error:
                 log.warning("left without goodbye", extra={"error": repr(error)})
         await asyncio.gather(*self._answering, return_exceptions=True)
+
+    async def _leave(self, subscriptions: list[Subscription]) -> None:
+        """As `Subscription.drain`, but listening `LINGER_S` longer.
+
+        The server may have chosen us for a message at the moment we left; it then arrives after the answer to our flush,
+        and a subscription that is gone by then would drop it.
+        """
+        for subscription in subscriptions:
+            await self.nc._send_unsubscribe(subscription._id)
+        await self.nc.flush()
+        await asyncio.sleep(LINGER_S)
+        for subscription in subscriptions:
+            await subscription._pending_queue.join()
+            subscription._stop_processing()
+            self.nc._remove_sub(subscription._id)
 
     def spawn(self, work: Any) -> asyncio.Task[Any]:
         """Run a coroutine in a task that the bus keeps alive and whose failure is logged."""

@@ -92,7 +92,7 @@ SHAPES: dict[str, AdapterShape] = {
     "drop-vowels": AdapterShape(8, 16, ATTENTION, HARD_STEPS),
     "sort-letters": AdapterShape(64, 64, ATTENTION + MLP, HARD_STEPS),
     "count-letters": AdapterShape(32, 64, ATTENTION, HARD_STEPS),
-    "double-letters": AdapterShape(16, 32, ATTENTION, EASY_STEPS),
+    "double-letters": AdapterShape(16, 32, ATTENTION, HARD_STEPS),
     "initials": AdapterShape(8, 16, ("q_proj", "v_proj"), HARD_STEPS),
     "swap-case": AdapterShape(4, 8, ATTENTION, EASY_STEPS),
     "caesar": AdapterShape(16, 32, MLP, EASY_STEPS),

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway import adapters_api, answers, protocol
 from services.gateway.auth import Keys
@@ -20,7 +21,7 @@ from services.gateway.http import install_error_handlers, json_answer, read_body
 from services.gateway.owner import Owner
 from services.gateway.planner import Plan, Planner
 from services.gateway.prompt import Prompts
-from services.gateway.sse import SseResponse
+from services.gateway.sse import SERVER_SEND, SseResponse
 from shared import subjects
 from shared.adapter_watch import AdapterWatch
 from shared.bus import Bus
@@ -29,6 +30,7 @@ from shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
 from shared.service import metrics_text
 
 STATUS_TIMEOUT_S = 2.0
+SLO_HEADERS = {"class": "x-slo-class", "ttft_ms": "x-slo-ttft-ms", "tpot_ms": "x-slo-tpot-ms"}
 VERSION = installed_version("motet")
 
 
@@ -75,7 +77,7 @@ _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
-def build_app(gateway: Gateway) -> FastAPI:
+def build_app(gateway: Gateway) -> ASGIApp:
     """All routes of one gateway."""
     app = FastAPI(title="Motet", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
@@ -85,7 +87,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     async def run(request: Request, parse: Callable[[bytes], Any]) -> Response:
         gateway.admit()
         parsed = parse(await read_body(request, config.max_body_bytes))
-        slo = gateway.planner.slo(_slo_headers(request), where="x-slo-")
+        slo = gateway.planner.slo(_slo_headers(request), names=SLO_HEADERS)
         plan: Plan = await gateway.planner.plan(parsed, tenant=request.state.tenant, slo=slo)
         if parsed.stream:
             streams, signal = await while_connected(request, answers.open_all(owner, plan))
@@ -122,7 +124,7 @@ def build_app(gateway: Gateway) -> FastAPI:
             chat = protocol.ChatRequest(messages=asked.messages)
             tokens = await gateway.prompts.chat(chat.conversation(), add_generation_prompt=asked.add_generation_prompt)
         elif asked.prompt is not None:
-            tokens = await gateway.prompts.text(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
+            [tokens] = await gateway.prompts.texts([asked.prompt], add_special_tokens=asked.add_special_tokens is not False)
         else:
             raise BadRequest("expected `prompt` or `messages`", param="prompt")
         names = [gateway.prompts.tokenizer.id_to_token(token) for token in tokens] if asked.return_token_strs else None
@@ -157,15 +159,17 @@ def build_app(gateway: Gateway) -> FastAPI:
 
     adapters_api.add_routes(api, gateway)
     app.include_router(api)
-    return app
+
+    async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SERVER_SEND] = send
+        await app(scope, receive, send)
+
+    return outermost
 
 
 def _slo_headers(request: Request) -> dict[str, str]:
     headers = request.headers
-    return {key: headers[name] for key, name in _SLO_HEADERS if name in headers}
-
-
-_SLO_HEADERS = (("class", "x-slo-class"), ("ttft_ms", "x-slo-ttft-ms"), ("tpot_ms", "x-slo-tpot-ms"))
+    return {key: headers[name] for key, name in SLO_HEADERS.items() if name in headers}
 
 
 def _base_card(gateway: Gateway) -> dict[str, Any]:

@@ -98,9 +98,9 @@ class Fleet:
         brief = view.requests.get(request_id)
         return brief is None or brief.epoch != epoch
 
-    def max_model_len(self, at_most: int) -> int:
-        """The longest sequence that some worker takes, bounded by what the model allows."""
-        return min(at_most, max((view.limits.max_model_len for view in self.workers().values()), default=at_most))
+    def max_model_len(self, default: int) -> int:
+        """The longest sequence that some worker takes, in tokens; `default` while there is none."""
+        return max((view.limits.max_model_len for view in self.workers().values()), default=default)
 
     def tiers(self, digest: str) -> dict[str, str]:
         """Where an adapter version is resident: worker id -> fastest tier."""

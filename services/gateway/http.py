@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -85,6 +86,12 @@ def install_error_handlers(app: FastAPI) -> None:
             log.warning("request failed", extra={"code": error.code, "error": error.message})
         return error_answer(error)
 
+    async def on_invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        param = str(first["loc"][-1])
+        return error_answer(BadRequest(f"{param}: {first['msg']}", param=param))
+
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         reason = f"{request.method} {request.url.path}: {error.detail}"
@@ -98,6 +105,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_answer(MotetError(f"internal error: {type(error).__name__}"))
 
     app.add_exception_handler(MotetError, on_motet_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGone, on_gone)
     app.add_exception_handler(Exception, on_bug)

@@ -1,4 +1,4 @@
-"""The gateway's metrics: our own `motet_*` (docs/metrics.md), and the `vllm:*` names that Kubernetes gateways scrape.
+"""The gateway's metrics: our own `motet_*`, and the `vllm:*` names that Kubernetes gateways scrape.
 
 Adapter names are tenants' choice, so the `adapter` label keeps the first `ADAPTERS_MAX` names it meets and calls the rest
 "other"; the base model is "base".

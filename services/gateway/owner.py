@@ -19,13 +19,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from services.gateway import metrics
 from services.gateway.detokenize import Detokenizer
 from services.gateway.fleet import Fleet
-from services.gateway.stream import Delta, Job, Signal, SlowReader, Stream
+from services.gateway.stream import Job, Signal, SlowReader, Stream
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s
@@ -142,18 +142,15 @@ class Owner:
         stream.deadline = loop.call_later(job.timeout_s, self._on_deadline, stream)
         try:
             await self._place(stream, OPEN_PATIENCE_S)
+        except MotetError as error:
+            self._abort(stream, error, error.code)
+            raise
         except BaseException:
             stream.cancel()
             raise
         if stream.error is not None:
             raise stream.error
         return stream
-
-    async def generate(self, job: Job) -> AsyncIterator[Delta]:
-        """`open` and iterate in one; the request is cancelled when the iteration is left early."""
-        stream = await self.open(job)
-        async for delta in stream:
-            yield delta
 
     # ---- placing a request on a worker
 
@@ -263,7 +260,7 @@ class Owner:
                 stream.worker_id = worker_id
             stream.sign_s = now
             if item.index == len(stream.tokens) and item.error is None:
-                if stream.plain and item.finish is None:
+                if stream.plain and item.finish is None and len(item.tokens) == 1:
                     if not stream.push_plain(item.tokens):
                         self._cancel(stream)
                         self._done(stream)

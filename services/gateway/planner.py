@@ -27,6 +27,7 @@ from shared.model import AdapterRef, SamplingParams, Slo
 T = TypeVar("T")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 SLO_MAX_MS = 3_600_000
+SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms"}
 SEED_MASK = (1 << 63) - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # between the choices of one request: odd, so that no two are equal
 
@@ -70,17 +71,20 @@ class Planner:
         """The longest prompt plus output that can be served now, in tokens."""
         return self._fleet.max_model_len(self._prompts.context_length)
 
-    def slo(self, given: Mapping[str, Any], *, where: str = "slo.") -> Slo:
-        """The objective from `class`, `ttft_ms` and `tpot_ms`, each optional. Raises BadRequest naming `where` + the key."""
+    def slo(self, given: Mapping[str, Any], *, names: Mapping[str, str] = SLO_FIELDS) -> Slo:
+        """The objective from `class`, `ttft_ms` and `tpot_ms`, each optional.
+
+        Raises BadRequest naming the field as the client knows it: `names` says how.
+        """
         classes = self._config.slo_classes
         name = given.get("class", "standard")
         base = classes.get(name) if isinstance(name, str) else None
         if base is None:
-            raise BadRequest(f"{where}class: {name!r} is none of {', '.join(classes)}", param=f"{where}class")
+            raise BadRequest(f"{names['class']}: {name!r} is none of {', '.join(classes)}", param=names["class"])
         return Slo(
             slo_class=base.slo_class,
-            ttft_slo_ms=_milliseconds(given.get("ttft_ms", base.ttft_slo_ms), f"{where}ttft_ms"),
-            tpot_slo_ms=_milliseconds(given.get("tpot_ms", base.tpot_slo_ms), f"{where}tpot_ms"),
+            ttft_slo_ms=_milliseconds(given.get("ttft_ms", base.ttft_slo_ms), names["ttft_ms"]),
+            tpot_slo_ms=_milliseconds(given.get("tpot_ms", base.tpot_slo_ms), names["tpot_ms"]),
         )
 
     def adapter(self, model: str | None) -> AdapterRef | None:
@@ -162,18 +166,17 @@ class Planner:
         given = request.prompts()
         if len(given) > SEQUENCES_MAX:
             raise BadRequest(f"at most {SEQUENCES_MAX} prompts are taken, not {len(given)}", param="prompt")
-        out = []
-        for prompt in given:
-            if isinstance(prompt, str):
-                tokens = await self._prompts.text(prompt, add_special_tokens=request.add_special_tokens is not False)
-            else:
-                tokens = prompt
-                size = self._prompts.vocab_size
-                wrong = next((t for t in tokens if not 0 <= t < size), None)
-                if wrong is not None:
-                    raise BadRequest(f"token id {wrong} is outside the vocabulary of {size}", param="prompt")
-            out.append(self._checked(tokens, "prompt"))
-        return out
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        tokenized = iter(await self._prompts.texts(texts, add_special_tokens=request.add_special_tokens is not False))
+        prompts = [next(tokenized) if isinstance(prompt, str) else self._known(prompt) for prompt in given]
+        return [self._checked(tokens, "prompt") for tokens in prompts]
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        size = self._prompts.vocab_size
+        wrong = next((t for t in tokens if not 0 <= t < size), None)
+        if wrong is not None:
+            raise BadRequest(f"token id {wrong} is outside the vocabulary of {size}", param="prompt")
+        return tokens
 
     def _checked(self, tokens: list[int], param: str) -> list[int]:
         longest = self.max_model_len

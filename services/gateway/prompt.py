@@ -27,6 +27,7 @@ from shared.errors import BadRequest, Overloaded
 
 T = TypeVar("T")
 INLINE_CHARS = 4096  # about 1.5 ms of tokenization
+MESSAGE_CHARS = 32  # rendering a message costs about as much as tokenizing so many characters
 THREADS = 2
 WAITING_MAX = 256  # long prompts in the threads or waiting for one
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -85,7 +86,7 @@ class Prompts:
         """Tokens of a conversation. Raises BadRequest naming `messages` when the template refuses it."""
         if self._template is None:
             raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
-        size = sum(len(str(m.get("content"))) for m in messages)
+        size = sum(MESSAGE_CHARS + len(str(message.get("content"))) for message in messages)
 
         def work() -> list[int]:
             text = self.render(
@@ -98,15 +99,18 @@ class Prompts:
 
         return await self._run(work, size)
 
-    async def text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a plain text, with the special tokens the tokenizer adds; a BOS already in the text is not doubled."""
+    async def texts(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Tokens of plain texts, with the special tokens the tokenizer adds; a BOS already in a text is not doubled."""
 
-        def work() -> list[int]:
-            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            doubled = add_special_tokens and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
-            return ids[1:] if doubled else ids
+        def work() -> list[list[int]]:
+            return [self._plain(text, add_special_tokens) for text in texts]
 
-        return await self._run(work, len(text))
+        return await self._run(work, sum(map(len, texts)))
+
+    def _plain(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        doubled = add_special_tokens and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
+        return ids[1:] if doubled else ids
 
     def render(
         self,

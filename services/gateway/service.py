@@ -34,7 +34,8 @@ from shared.service import run
 from shared.telemetry import REGISTRY, logger
 
 log = logger("motet.gateway")
-SHUTDOWN_S = 2.0  # for answers that are on their way out after the drain
+KEEP_ALIVE_S = 75  # longer than what clients and balancers keep idle connections for
+SHUTDOWN_S = 2  # for answers that are on their way out after the drain
 
 
 class GatewayService:
@@ -52,7 +53,6 @@ class GatewayService:
         self._changed = asyncio.Event()
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._collector: metrics.FleetCollector | None = None
         self._stack = contextlib.AsyncExitStack()  # what `stop` has to undo, last first
 
     async def start(self) -> None:
@@ -64,6 +64,7 @@ class GatewayService:
         self._stack.callback(self.prompts.close)
         self.bus = await Bus.connect(config, self.gateway_id, inbox="gateway")
         self._stack.push_async_callback(self.bus.close)
+        self._stack.push_async_callback(self._stop_serving)  # after the owner has told the streams that it leaves
         self.adapters = AdapterWatch(self.bus, self._on_adapters)
         self.fleet = Fleet(self.bus, config.base_model)
         self.owner = Owner(
@@ -88,6 +89,7 @@ class GatewayService:
         await self._serve(listener)
         gc.collect()
         gc.freeze()  # what lives as long as the process is never looked at again
+        self._stack.callback(gc.unfreeze)
         self._started = True
         log.info("serving", extra={"url": f"http://{config.host}:{self.port}", "model": config.base_model})
 
@@ -116,13 +118,7 @@ class GatewayService:
 
     async def stop(self) -> None:
         self._draining = True
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await asyncio.gather(self._serving, return_exceptions=True)
         await self._stack.aclose()
-        if self._collector is not None:
-            REGISTRY.unregister(self._collector)
-            gc.unfreeze()
 
     async def settled(self, visible: Callable[[], bool], within_s: float) -> bool:
         """Wait until `visible()` holds for the adapters we see; False when it does not within `within_s`."""
@@ -145,8 +141,9 @@ class GatewayService:
         def names() -> dict[str, str]:
             return {info.entry.digest: info.entry.name for info in reversed(self.adapters.all())}
 
-        self._collector = metrics.FleetCollector(self.fleet, self.config.base_model, names)
-        REGISTRY.register(self._collector)
+        collector = metrics.FleetCollector(self.fleet, self.config.base_model, names)
+        REGISTRY.register(collector)
+        self._stack.callback(REGISTRY.unregister, collector)
 
     async def _serve(self, listener: socket.socket) -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -159,7 +156,8 @@ class GatewayService:
             access_log=False,
             server_header=False,
             date_header=False,
-            timeout_graceful_shutdown=int(SHUTDOWN_S),
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=SHUTDOWN_S,
         )
         self._server = _Server(server_config)
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]))
@@ -168,6 +166,11 @@ class GatewayService:
                 self._serving.result()
                 raise Unavailable("the HTTP server did not start")
             await asyncio.sleep(0.01)
+
+    async def _stop_serving(self) -> None:
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
 
 
 class _Server(uvicorn.Server):

@@ -21,6 +21,7 @@ from services.gateway.stream import Delta, Signal, Stream
 from shared.errors import MotetError
 
 GRACE_S = 30.0
+SERVER_SEND = "motet.server_send"  # in the scope: `send` as the server gave it, without middleware around it
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00text\x00"
 
@@ -46,16 +47,16 @@ class SseResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        task = asyncio.current_task()
-        assert task is not None
         loop = asyncio.get_running_loop()
-        listener = loop.create_task(self._listen(receive, task))
+        # a task of its own and the server's own `send`: no token passes through the framework's twenty frames
+        pump = loop.create_task(self._pump(scope.get(SERVER_SEND, send)))
+        listener = loop.create_task(self._listen(receive, pump))
         # a client that reads nothing at all holds its last chunks no longer than a request may live
-        limit = loop.call_later(self._plan.jobs[0].timeout_s + GRACE_S, self._cut, task)
+        limit = loop.call_later(self._plan.jobs[0].timeout_s + GRACE_S, self._cut, pump)
         for stream in self._streams:
-            stream.on_slow = functools.partial(self._cut, task)
+            stream.on_slow = functools.partial(self._cut, pump)
         try:
-            await self._pump(send)
+            await pump
         except asyncio.CancelledError:
             if not self._gone:
                 raise
@@ -85,14 +86,12 @@ class SseResponse(Response):
             try:
                 for i in list(running):
                     stream = self._streams[i]
-                    deltas = stream.take()
-                    if self._plain and deltas:
-                        last = deltas.pop() if deltas[-1].finish is not None else None
-                        if texts := [orjson.dumps(delta.text) for delta in deltas if delta.text]:
-                            before, between, after = self._frames[i]
-                            parts += (before, between.join(texts), after)
-                        deltas = [last] if last is not None else []
-                    parts += [self._full(i, delta) for delta in deltas]
+                    if self._plain and (texts := stream.take_texts()):
+                        parts += self._quick(i, texts)
+                    else:
+                        for delta in stream.take():
+                            quick = self._plain and delta.finish is None
+                            parts += self._quick(i, [delta.text]) if quick else [self._full(i, delta)]
                     if stream.ended:
                         stream.take()  # raises what ended it
                         running.remove(i)
@@ -134,10 +133,16 @@ class SseResponse(Response):
         before, after = self._event(choice, content).split(orjson.dumps(_MARK))
         return before, after + before, after
 
+    def _quick(self, i: int, texts: list[str]) -> tuple[bytes, ...]:
+        """Chunks that say nothing but their text, one per text; a text may be empty while a character is incomplete."""
+        encoded = [orjson.dumps(text) for text in texts if text]
+        if not encoded:
+            return ()
+        before, between, after = self._frames[i]
+        return before, between.join(encoded), after
+
     def _full(self, i: int, delta: Delta) -> bytes:
         """Any chunk, encoded whole: the last one, and those with log-probabilities or running usage."""
-        if not delta.text and not delta.tokens and delta.finish is None:
-            return b""
         body: dict[str, Any] = {"index": i}
         if self._plan.chat:
             body["delta"] = {"content": delta.text} if delta.text or not delta.finish else {}

@@ -41,14 +41,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     arrived_s: float = 0.0  # `now_s()` when the client's request came; 0 for when it is opened
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of one sequence."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-
 class Delta(msgspec.Struct, gc=False):
     """What became visible at once. `tokens` are the shown ones of this step; `text` may lag behind them (half characters,
     held-back beginnings of stop strings) and is complete with the last delta, the one with `finish`."""
@@ -100,6 +92,7 @@ class Stream:
         "_on_cancel",
         "_ready",
         "_text",
+        "_texts",
         "begun_s",
         "cached_tokens",
         "deadline",
@@ -146,29 +139,41 @@ class Stream:
         self._text = detokenizer.stream(skip_special_tokens=job.skip_special_tokens, continues_text=job.continues_text)
         self._filter = StopFilter(job.stop, job.include_stop) if job.stop else None
         self._on_cancel = on_cancel
-        self._ready: list[Delta] = []
+        self._ready: list[Delta] = []  # not taken yet, and after these:
+        self._texts: list[str] = []  # the texts of the last tokens, one each, when there is nothing to tell but their text
         self._limit = limit
 
     # ---- the caller's half
 
     @property
-    def usage(self) -> Usage:
-        """Counts so far; final once a delta had `finish`."""
-        return Usage(prompt_tokens=len(self.job.prompt), completion_tokens=len(self.tokens), cached_tokens=self.cached_tokens)
-
-    @property
     def ended(self) -> bool:
         """Whether `take` has nothing more to give, ever."""
-        return not self._ready and (self.finish is not None or self.error is not None)
+        return not self._ready and not self._texts and (self.finish is not None or self.error is not None)
 
     def take(self) -> list[Delta]:
         """Everything that is ready now, possibly nothing. Raises the MotetError that ended the request."""
+        self._fold()
         ready = self._ready
         if ready:
             self._ready = []
         elif self.error is not None:
             raise self.error
         return ready
+
+    def take_texts(self) -> list[str]:
+        """What `take` would give when that is nothing but one more text per token; else nothing, and `take` has it."""
+        texts = self._texts
+        if not texts or self._ready:
+            return []
+        self._texts = []
+        return texts
+
+    def _fold(self) -> None:
+        """Make deltas of the texts."""
+        if texts := self._texts:
+            tokens = self.tokens[-len(texts) :]
+            self._ready += [Delta(text, [token]) for text, token in zip(texts, tokens, strict=True)]
+            self._texts = []
 
     def cancel(self) -> None:
         """Stop it at the worker at once and let it go. Harmless when it has ended."""
@@ -189,18 +194,19 @@ class Stream:
     # ---- the Owner's half
 
     def push_plain(self, new: list[int]) -> bool:
-        """`push` of tokens in mid-stream that need nothing but their text: the hot path. False when the reader is too slow."""
-        self.tokens += new
-        ready = self._ready
-        if len(ready) >= self._limit:
+        """`push` of one token in mid-stream that needs only its text: the hot path. False when the reader is too slow."""
+        texts = self._texts
+        if len(texts) >= self._limit:
             self._too_slow()
             return False
-        ready.append(Delta(self._text.push(new), new))
+        self.tokens += new
+        texts.append(self._text.push(new))
         self.signal.set()
         return True
 
     def push(self, new: list[int], item: StreamItem, logprobs: list[TokenLogprobs] | None) -> None:
         """Take in `new`, the tokens of `item` that were not known yet; sets `finish` when they end the sequence."""
+        self._fold()
         tokens = self.tokens
         if not tokens and new:
             self.first_s = now_s()
@@ -231,6 +237,7 @@ class Stream:
 
     def end(self, finish: FinishReason) -> None:
         """Finish without a new token."""
+        self._fold()
         text = self._text.finish()
         if self._filter is not None:
             text, _ = self._filter.push(text)

@@ -62,18 +62,20 @@ class Stack:
 
     def local(self, service: str, text: str) -> str:
         spec = self.spec["services"][service]
+        own = self.address[service]
+        replaced = {"0.0.0.0": own, "127.0.0.1": own}
         for mount in spec.get("volumes", []):
             source, target = mount.split(":")[:2]
-            host = (COMPOSE / source).resolve() if source.startswith(".") else self.home / source
-            text = re.sub(rf"{re.escape(target)}(?=/|$)", str(host), text)
+            replaced[target] = str((COMPOSE / source).resolve() if source.startswith(".") else self.home / source)
         for mount in spec.get("tmpfs", []):
             target = mount.split(":")[0]
-            text = re.sub(rf"^{re.escape(target)}(?=/|$)", str(self.home / f"{service}{target}"), text)
+            replaced[target] = f"{self.home / service}{target}"
         for name in spec.get("secrets", []):
-            file = self.home / "secrets" / Path(self.spec["secrets"][name]["file"]).name
-            text = text.replace(f"/run/secrets/{name}", str(file))
-        text = text.replace("0.0.0.0", self.address[service]).replace("127.0.0.1", self.address[service])
-        return re.sub(r"(?<=//)(\w+)(?=:)", lambda m: self.address.get(m[1], m[1]), text)
+            replaced[f"/run/secrets/{name}"] = str(self.home / "secrets" / Path(self.spec["secrets"][name]["file"]).name)
+        replaced |= {f"//{name}": f"//{address}" for name, address in self.address.items()}
+        words = "|".join(re.escape(word) for word in sorted(replaced, key=len, reverse=True))
+        # one pass, and only whole words: what was put in is not looked at again
+        return re.sub(rf"(?<![\w.])(?:{words})(?![\w.-])", lambda m: replaced[m[0]], text)
 
     def environment(self, service: str) -> dict[str, str]:
         bin_dir = str(Path(sys.executable).parent)

@@ -204,6 +204,8 @@ async def test_what_is_wrong_with_an_addition_is_named(mesh: Mesh, registry: Fak
         async with http.post(url, json=body) as answer:
             error = (await answer.json())["error"]
             assert (answer.status, error["param"]) == (400, param), (body, error)
+    async with http.delete(f"{url}/upper?force=perhaps") as answer:
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "force")
     form = aiohttp.FormData({"name": "x", "replace": "perhaps"})
     form.add_field("file", b"x", filename="x.zip")
     async with http.post(url, data=form) as answer:

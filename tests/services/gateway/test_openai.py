@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from motet.nats_server import NatsServer
 from shared.errors import MotetError
 from shared.messages import TokenLogprobs, unpack_tokens
 from tests.services.gateway.conftest import Mesh
@@ -248,3 +249,37 @@ async def test_a_failure_in_mid_stream_is_raised_by_the_client(mesh: Mesh, clien
     with pytest.raises(openai.APIError, match="engine broke"):
         async for _ in stream:
             pass
+
+
+async def test_a_restart_of_the_broker_in_mid_stream_goes_unnoticed_by_the_client(
+    mesh: Mesh, client: Client, nats_server: NatsServer
+) -> None:
+    tokens = mesh.gateway.prompts.tokenizer.encode(TEXT).ids
+    stream = await client.chat.completions.create(model="demo", messages=USER, stream=True)
+    request = await assigned(mesh.first)
+    await mesh.first.emit(request, 0, tokens[:3])
+    chunks = stream.__aiter__()
+    text = ""
+    while not text:
+        text += (await anext(chunks)).choices[0].delta.content or ""
+    nats_server.kill()
+    await eventually(lambda: not mesh.gateway.bus.connected)
+    await nats_server.start()
+    await eventually(lambda: mesh.gateway.bus.connected and mesh.first.bus.connected and mesh.scheduler.bus.connected)
+    await mesh.first.emit(request, 5, tokens[5:7])  # what came between was lost
+    resumed = await assigned(mesh.first, 2)
+    assert unpack_tokens(resumed.output) == tokens[:3]
+    for i in range(3, len(tokens)):
+        await mesh.first.emit(resumed, i, [tokens[i]], "length" if i == len(tokens) - 1 else None)
+    assert text + "".join([c.choices[0].delta.content or "" async for c in chunks]) == TEXT
+
+
+async def test_a_gateway_that_stops_tells_its_streams(mesh: Mesh, client: Client) -> None:
+    stream = await client.chat.completions.create(model="demo", messages=USER, stream=True)
+    request = await assigned(mesh.first)
+    stopping = asyncio.ensure_future(mesh.gateway.stop())
+    with pytest.raises(openai.APIError, match="shutting down"):
+        async for _ in stream:
+            pass
+    await cancelled(mesh.first, request.request_id)
+    await stopping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -91,7 +92,6 @@ async def test_a_request_streams_from_its_worker_to_its_end(mesh: Mesh) -> None:
     assert text_of(deltas) == TEXT
     assert tokens_of(deltas) == TOKENS
     assert deltas[-1].finish == "length"
-    assert (stream.usage.prompt_tokens, stream.usage.completion_tokens) == (3, len(TOKENS))
     assert mesh.owner.inflight == 0
 
 
@@ -256,12 +256,11 @@ async def test_a_caller_that_cancels_stops_the_worker_at_once(mesh: Mesh) -> Non
 
 
 async def test_leaving_the_iteration_early_cancels(mesh: Mesh) -> None:
-    deltas = mesh.owner.generate(job())
-    task = asyncio.ensure_future(anext(deltas))
+    stream = await mesh.owner.open(job())
     await speak(mesh.first, await assigned(mesh.first), until=1)
-    await task
-    await deltas.aclose()  # type: ignore[attr-defined]
-    await eventually(lambda: mesh.owner.inflight == 0)
+    async with contextlib.aclosing(stream.__aiter__()) as deltas:  # type: ignore[type-var]
+        await anext(deltas)
+    assert mesh.owner.inflight == 0
     await cancelled(mesh.first, "r1")
 
 
@@ -286,7 +285,7 @@ async def test_the_token_that_ended_it_is_counted_and_not_shown(mesh: Mesh) -> N
     await mesh.first.emit(await assigned(mesh.first), 0, [*TOKENS[:2], 99], "stop", stop_token=99)
     deltas = await read(stream)
     assert (tokens_of(deltas), deltas[-1].stop_reason) == (TOKENS[:2], 99)
-    assert stream.usage.completion_tokens == 3
+    assert len(stream.tokens) == 3
 
 
 async def test_a_caller_that_does_not_read_loses_its_request_and_nobody_elses(mesh: Mesh) -> None:

@@ -64,9 +64,10 @@ async def test_the_demo_models_chat_prompts_are_those_of_transformers(messages: 
 async def test_plain_prompts_get_the_tokenizers_special_tokens_once(tmp_path: Path) -> None:
     prompts = Prompts(write_model_dir(tmp_path, sentence_piece()))
     bos = 1
-    assert (await prompts.text("hello world"))[0] == bos
-    assert (await prompts.text("<s>hello"))[:2].count(bos) == 1
-    assert bos not in await prompts.text("hello world", add_special_tokens=False)
+    plain, with_bos = await prompts.texts(["hello world", "<s>hello"])
+    assert plain[0] == bos
+    assert with_bos[:2].count(bos) == 1
+    assert await prompts.texts(["hello world"], add_special_tokens=False) == [plain[1:]]
 
 
 async def test_a_template_file_wins_over_the_tokenizers_configuration(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ async def test_a_long_prompt_does_not_stall_the_event_loop(tmp_path: Path) -> No
 
     watcher = asyncio.ensure_future(watch())
     began = now_s()
-    tokens = await prompts.text("hello world " * (INLINE_CHARS * 20))
+    [tokens] = await prompts.texts(["hello world " * (INLINE_CHARS * 20)])
     took_s = now_s() - began
     watcher.cancel()
     assert len(tokens) > INLINE_CHARS
