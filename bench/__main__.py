@@ -1,4 +1,4 @@
-"""`python -m bench NAME [--quick] [--seconds S]`: runs `bench.<NAME>.run`, records the result, ends with one line of JSON."""
+"""`python -m bench NAME [--quick] ...`: runs `bench.<NAME>.run`, records the result, ends with one line of JSON."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ def main() -> int:
     parser.add_argument("name", choices=names, help="what to measure")
     parser.add_argument("--quick", action="store_true", help="a short run, to see that it works; not recorded")
     parser.add_argument("--seconds", type=float, default=0.0, help="length of each measurement; 0 for the bench's own")
+    chosen = next((word for word in sys.argv[1:] if word in names), None)
+    add_arguments = getattr(importlib.import_module(f"bench.{chosen}"), "arguments", None) if chosen else None
+    if add_arguments is not None:  # the bench has options of its own
+        add_arguments(parser)
     args = parser.parse_args()
     figures = importlib.import_module(f"bench.{args.name}").run(args)
     if not args.quick:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.mesh_parts import Lap, cpu_s, engine_alone, prompts, stream, write_model
+from bench.mesh_parts import Lap, cpu_s, engine_alone, prompts, stream
+from bench.models import SHAPES, write_model
 from motet.stack import Stack, StackOptions, read_facts
 
 STREAMS = (1, 8, 64)
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     output_tokens = 32 if args.quick else OUTPUT_TOKENS
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
         model, data = Path(directory) / "bench", Path(directory) / "data"
-        write_model(model)
+        write_model(model, SHAPES["S"])
         with _engine(str(model), threads) as engine, asyncio.Runner() as runner:
             stack = Stack(
                 StackOptions(model=str(model), served_model_name="bench", data_dir=data, port=0, drain_s=2.0), _Quiet()

@@ -1,4 +1,4 @@
-"""The mesh bench's model, its client and its rival: the engine alone in a process of its own."""
+"""The client of the benches over HTTP, and the mesh bench's rival: the engine alone in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,73 +7,19 @@ import os
 import random
 import select
 import socket
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench.models import SHAPES
 from shared.clock import now_s
 
-VOCABULARY = 4096
-LAYERS, HIDDEN, HEADS, KV_HEADS, MLP = 8, 512, 8, 4, 1408
-TAIL = len(b"data: ") - 1
+VOCABULARY = SHAPES["S"].vocabulary
 
-
-def write_model(path: Path, *, seed: int = 0) -> None:
-    """A random 30M-parameter Llama with a word-level tokenizer: Hugging Face format, made without transformers."""
-    import torch
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    path.mkdir(parents=True)
-    draw = torch.Generator().manual_seed(seed)
-
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw) * 0.02
-
-    head_dim = HIDDEN // HEADS
-    tensors = {"model.embed_tokens.weight": weight(VOCABULARY, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
-    tensors["lm_head.weight"] = weight(VOCABULARY, HIDDEN)
-    for i in range(LAYERS):
-        layer = f"model.layers.{i}"
-        shapes = {
-            "self_attn.q_proj": (HIDDEN, HIDDEN),
-            "self_attn.k_proj": (KV_HEADS * head_dim, HIDDEN),
-            "self_attn.v_proj": (KV_HEADS * head_dim, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, HIDDEN),
-            "mlp.gate_proj": (MLP, HIDDEN),
-            "mlp.up_proj": (MLP, HIDDEN),
-            "mlp.down_proj": (HIDDEN, MLP),
-        }
-        tensors |= {f"{layer}.{name}.weight": weight(*shape) for name, shape in shapes.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{layer}.{name}.weight"] = torch.ones(HIDDEN)
-    save_file(tensors, str(path / "model.safetensors"), metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": MLP,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "dtype": "float32",
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    letters = "abcdefghijklmnop"
-    words = [f"Ġ{letters[i // 256]}{letters[i // 16 % 16]}{letters[i % 16]}n" for i in range(VOCABULARY)]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
+_laps = count()  # request ids never repeat
 
 
 def prompts(streams: int, tokens: int, *, seed: int) -> list[list[int]]:
@@ -89,6 +35,7 @@ class Lap:
     first_s: list[float]
     last_s: list[float]
     tokens: int  # per stream
+    gaps_s: list[float] = field(default_factory=list)  # between the tokens of each stream, where the client looked at them
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,16 +46,17 @@ class Lap:
         return [(last - first) / (self.tokens - 1) for first, last in zip(self.first_s, self.last_s, strict=True)]
 
 
-def stream(port: int, prompts_: list[list[int]], max_tokens: int) -> Lap:
+def stream(port: int, prompts_: list[list[int]], max_tokens: int, models: Sequence[str] = ("bench",)) -> Lap:
     """All prompts at once over HTTP, streamed; plain sockets, because the client shares the machine with the mesh.
 
-    Raises RuntimeError when an answer is an error or is not `max_tokens` long.
+    Prompt i asks for model i of `models`, which repeat. Raises RuntimeError when an answer is an error or is not
+    `max_tokens` long.
     """
     poll = select.epoll()
     streams: dict[int, _Stream] = {}
     for i, prompt in enumerate(prompts_):
-        body = {"model": "bench", "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "seed": i}
-        body |= {"temperature": 0, "stream_options": {"include_usage": True}}
+        body: dict[str, Any] = {"model": models[i % len(models)], "prompt": prompt, "max_tokens": max_tokens, "seed": i}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         text = json.dumps(body).encode()
         head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-type: application/json\r\n"
         connection = socket.create_connection(("127.0.0.1", port))
@@ -130,7 +78,9 @@ def stream(port: int, prompts_: list[list[int]], max_tokens: int) -> Lap:
                 one.connection.close()
                 continue
             one.data += data
-            if b'"text"' in data:
+            if events := data.count(b'"text"'):
+                if one.first_s:
+                    one.gaps_s += [(now - one.last_s) / events] * events
                 one.first_s = one.first_s or now
                 one.last_s = now
     poll.close()
@@ -138,16 +88,18 @@ def stream(port: int, prompts_: list[list[int]], max_tokens: int) -> Lap:
         if f'"completion_tokens":{max_tokens}'.encode() not in one.data.replace(b": ", b":"):
             raise RuntimeError(f"not {max_tokens} tokens: {bytes(one.data[:600])!r} ... {bytes(one.data[-600:])!r}")
     every = list(streams.values())
-    return Lap([one.first_s for one in every], [one.last_s for one in every], max_tokens)
+    gaps_s = [gap for one in every for gap in one.gaps_s]
+    return Lap([one.first_s for one in every], [one.last_s for one in every], max_tokens, gaps_s)
 
 
 class _Stream:
-    __slots__ = ("connection", "data", "first_s", "last_s", "request")
+    __slots__ = ("connection", "data", "first_s", "gaps_s", "last_s", "request")
 
     def __init__(self, connection: socket.socket, request: bytes) -> None:
         self.connection, self.request = connection, request
         self.data = bytearray()
         self.first_s = self.last_s = 0.0
+        self.gaps_s: list[float] = []
 
 
 def engine_alone(pipe: Connection, model: str, threads: int) -> None:
@@ -164,23 +116,40 @@ def engine_alone(pipe: Connection, model: str, threads: int) -> None:
 
 
 def _engine_lap(engine: Any, prompts_: list[list[int]], max_tokens: int) -> Lap:
+    began = now_s()
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for i, _ in run_engine(engine, prompts_, max_tokens, [None] * len(prompts_)):
+        last[i] = now_s() - began
+        first.setdefault(i, last[i])
+    return Lap(list(first.values()), list(last.values()), max_tokens)
+
+
+def run_engine(
+    engine: Any, prompts_: list[list[int]], max_tokens: int, adapters: Sequence[Any]
+) -> Iterator[tuple[int, list[int]]]:
+    """Give the engine all prompts, each with its adapter or None, and step until they end: (which prompt, new tokens).
+
+    Raises what failed when a request ends before its `max_tokens`.
+    """
     from services.worker.engine.request import EngineRequest
     from shared.model import SamplingParams
 
-    began = now_s()
-    for i, prompt in enumerate(prompts_):
+    lap, now = next(_laps), now_s()
+    for i, (prompt, adapter) in enumerate(zip(prompts_, adapters, strict=True)):
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=i, ignore_eos=True)
-        request = EngineRequest(request_id=f"{began}-{i}", gateway_id="g", prompt=prompt, sampling=sampling, arrival_s=now_s())
-        engine.add(request, now_s())
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
+        request = EngineRequest(
+            request_id=f"{lap}-{i}", gateway_id="g", prompt=prompt, sampling=sampling, arrival_s=now, adapter=adapter
+        )
+        engine.add(request, now)
     while engine.has_work():
         output = engine.step(now_s())
-        now = now_s() - began
+        if output.failure is not None:
+            raise output.failure
         for item in output.items.get("g", []):
-            first.setdefault(item.request_id, now)
-            last[item.request_id] = now
-    return Lap(list(first.values()), list(last.values()), max_tokens)
+            if item.error is not None:
+                raise RuntimeError(f"request {item.request_id}: {item.error.message}")
+            yield int(item.request_id.partition("-")[2]), item.tokens
 
 
 def cpu_s(pid: int) -> float:

@@ -1,0 +1,180 @@
+"""What many adapters cost: Motet's engine beside vLLM and transformers + PEFT on the CPU, with the very same files.
+
+    python -m bench engine --model M|S      offline: 32 requests of 64 + 64 tokens at once, greedy, to their full length
+        base    no LoRA            one   one adapter for all        16, 32   as many adapters of mixed ranks in turn
+        b1      one request, no LoRA
+    python -m bench engine --serve          over HTTP, see bench.engine_serve
+
+Every contestant has a process of its own for the whole bench and the same cores. A round asks each of them for each
+configuration, in another order every time and with prompts that none has seen; figures are ratios of medians over the
+rounds. vLLM without LoRA is an engine in which LoRA is off: only then does vLLM compile its model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from bench import report, vllm_peer
+from bench.engine_parent import Contestant, Lap
+from bench.mesh_parts import prompts
+from bench.models import RANKS, SHAPES, model_and_adapters
+
+REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 64
+POPULAR = 2  # the adapter that "one" uses, of rank 32
+ROUNDS = 3
+KV_GIB = 1
+BASES = ("base", "b1")
+
+Measured = Mapping[tuple[str, str], Sequence[Lap]]
+"""{(contestant, configuration): its laps}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What one lap asks for: the adapter of each request, -1 for none."""
+
+    name: str
+    shown: str
+    adapters: tuple[int, ...]
+
+
+CONFIGURATIONS = (
+    Configuration("base", "no LoRA", (-1,) * REQUESTS),
+    Configuration("one", "1 adapter", (POPULAR,) * REQUESTS),
+    Configuration("16", "16 adapters", tuple(i % 16 for i in range(REQUESTS))),
+    Configuration("32", "32 adapters", tuple(range(REQUESTS))),
+    Configuration("b1", "no LoRA, batch 1", (-1,)),
+)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The bench's own options."""
+    parser.add_argument("--model", choices=sorted(SHAPES), default="M", help="428M or 30M parameters")
+    parser.add_argument("--no-peers", action="store_true", help="without vLLM and PEFT, and without their figures")
+    parser.add_argument("--serve", action="store_true", help="over HTTP instead of offline")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print the table, return the figures."""
+    if args.serve:
+        from bench.engine_serve import run_serve
+
+        return run_serve(args)
+    threads = len(os.sched_getaffinity(0))
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    tokens = 16 if args.quick else OUTPUT_TOKENS
+    with _contestants(args.model, threads, peers=not args.no_peers) as contestants:
+        measured = _rounds(contestants, args.model, 1 if args.quick else ROUNDS, tokens)
+        resident = {name: min(c.rss_mib() for c in sides.values()) for name, sides in contestants.items()}
+    _show(args.model, tokens, measured)
+    return {"model": args.model, "output_tokens": tokens, **figures(measured), "rss_mib": resident}
+
+
+Sides = dict[str, Contestant]
+"""One contestant's processes: "base" for laps without LoRA, "lora" for those with; often the same."""
+
+
+@contextmanager
+def _contestants(model: str, threads: int, *, peers: bool) -> Iterator[dict[str, Sides]]:
+    directory, adapter_dirs = model_and_adapters(model)
+    adapters = [str(path) for path in adapter_dirs]
+    size_mib = sum((path / "adapter_model.safetensors").stat().st_size for path in adapter_dirs) >> 20
+    setup = {"model": str(directory), "adapters": adapters, "threads": threads, "kv_gib": KV_GIB, "max_rank": max(RANKS)}
+    setup["lora_mib"] = size_mib + 16
+    with ExitStack() as stack:
+
+        def start(name: str, python: str, environment: dict[str, str], **changes: Any) -> Contestant:
+            print(f"starting {name}", file=sys.stderr)
+            return stack.enter_context(Contestant(name, [python, "-m", f"bench.engine_{name}"], setup | changes, environment))
+
+        environment = os.environ | {"PYTHONPATH": str(vllm_peer.ROOT)}
+        motet = start("motet", sys.executable, environment)
+        contestants = {"motet": {"base": motet, "lora": motet}}
+        if peers:
+            python, of_vllm = vllm_peer.python(), vllm_peer.environment(KV_GIB)
+            contestants["vllm"] = {
+                "lora": start("vllm", python, of_vllm),
+                "base": start("vllm", python, of_vllm, adapters=[]),
+            }
+            peft = start("peft", sys.executable, environment)
+            contestants["peft"] = {"base": peft, "lora": peft}
+        yield contestants
+
+
+def _rounds(contestants: dict[str, Sides], model: str, rounds: int, tokens: int) -> Measured:
+    """All laps. A first round of a few tokens warms up (loads adapters, compiles) and is not counted."""
+    measured: dict[tuple[str, str], list[Lap]] = {(name, c.name): [] for name in contestants for c in CONFIGURATIONS}
+    order = list(contestants)
+    for number in range(rounds + 1):
+        for configuration in CONFIGURATIONS:
+            seed = 100 * number + CONFIGURATIONS.index(configuration)
+            asked = prompts(len(configuration.adapters), PROMPT_TOKENS, seed=seed)
+            for name in order:
+                side = contestants[name]["base" if configuration.name in BASES else "lora"]
+                lap = side.lap(asked, configuration.adapters, tokens if number else 4)
+                if number:
+                    measured[name, configuration.name].append(lap)
+        order.append(order.pop(0))
+    return measured
+
+
+def rate(laps: Sequence[Lap]) -> float:
+    """Output tokens per second, the median over the laps."""
+    return statistics.median(lap.tokens_per_s for lap in laps)
+
+
+def agreement(ours: Sequence[Lap], theirs: Sequence[Lap]) -> float:
+    """The share of requests for which two contestants' first tokens are the same: 1 but for near-ties in bf16."""
+    pairs = [(a[0], b[0]) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x.outputs, y.outputs, strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def figures(measured: Measured) -> dict[str, Any]:
+    """The bench's figures, of the contestants there are; rates are output tokens per second."""
+    rates = {key: rate(laps) for key, laps in measured.items()}
+    names = list(dict.fromkeys(name for name, _ in measured))
+
+    def ratio(ours: str, theirs: tuple[str, str]) -> float:
+        return round(rates["motet", ours] / rates[theirs], 3)
+
+    found = {"lora32_vs_own_base": ratio("32", ("motet", "base")), "lora_one_vs_own_base": ratio("one", ("motet", "base"))}
+    if "vllm" in names:
+        found["lora32_vs_vllm"] = ratio("32", ("vllm", "32"))
+        found["base_vs_vllm"] = ratio("base", ("vllm", "base"))
+        found["base_b1_vs_vllm"] = ratio("b1", ("vllm", "b1"))
+    if "peft" in names:
+        found["lora32_vs_peft"] = ratio("32", ("peft", "32"))
+    by_name = {name: {c.name: round(rates[name, c.name], 1) for c in CONFIGURATIONS} for name in names}
+    same = {
+        name: {c.name: round(agreement(measured["motet", c.name], measured[name, c.name]), 3) for c in CONFIGURATIONS}
+        for name in names[1:]
+    }
+    return found | {"tokens_per_s": by_name} | ({"same_first_token": same} if same else {})
+
+
+def _show(model: str, tokens: int, measured: Measured) -> None:
+    names = list(dict.fromkeys(name for name, _ in measured))
+    base = {name: rate(measured[name, "base"]) for name in names}
+    rows: list[list[object]] = []
+    for configuration in CONFIGURATIONS:
+        ours = rate(measured["motet", configuration.name])
+        row: list[object] = [configuration.shown]
+        for name in names:
+            own = rate(measured[name, configuration.name])
+            row += [own, f"{own / base[name]:.2f}"]
+            if name != "motet":
+                row.append(f"{ours / own:.2f}x")
+                row.append(f"{agreement(measured['motet', configuration.name], measured[name, configuration.name]):.0%}")
+        rows.append(row)
+    columns = ["", "motet", "of its base"]
+    for name in names[1:]:
+        columns += [name, "of its base", f"motet / {name}", "same first token"]
+    title = f"{model}: output tokens/s, {REQUESTS} requests of {PROMPT_TOKENS} + {tokens} tokens"
+    print(report.table(title, columns, rows))

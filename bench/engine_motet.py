@@ -1,0 +1,53 @@
+"""Motet's engine as a contestant of the engine bench: what a worker runs, without the mesh around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bench.engine_child import Generate, serve
+
+
+def make(setup: dict[str, Any]) -> Generate:
+    """A warm engine as a worker assembles it, and the adapters in host memory as a worker has them."""
+    from bench.mesh_parts import run_engine
+    from services.worker.assemble import assemble
+    from services.worker.config import WorkerConfig
+    from services.worker.state import START_PERF, StepTimes
+
+    model = Path(setup["model"])
+    config = WorkerConfig(
+        model=setup["model"],
+        threads=setup["threads"],
+        kv_memory_gib=setup["kv_gib"],
+        max_lora_rank=setup["max_rank"],
+        max_loras=len(setup["adapters"]),
+        lora_memory_mib=setup["lora_mib"],
+    )
+    assembly = assemble(config, model, StepTimes(START_PERF))
+    adapters = [assembly.parse_adapter(_blob(model, Path(path))) for path in setup["adapters"]]
+
+    def generate(prompts: list[list[int]], wanted: list[int], tokens: int) -> list[list[int]]:
+        outputs: list[list[int]] = [[] for _ in prompts]
+        chosen = [None if number < 0 else adapters[number] for number in wanted]
+        for i, new in run_engine(assembly.engine, prompts, tokens, chosen):
+            outputs[i] += new
+        return outputs
+
+    return generate
+
+
+def _blob(model: Path, adapter: Path) -> bytes:
+    """The adapter as the registry stores it."""
+    from services.registry.peft import convert
+    from shared.base_shapes import read_shapes
+
+    weights = adapter / "adapter_model.safetensors"
+    size = weights.stat().st_size
+    with weights.open("rb") as file:
+        config = (adapter / "adapter_config.json").read_bytes()
+        return convert(config, file, size, read_shapes(model), max_rank=1024, max_bytes=size).blob
+
+
+if __name__ == "__main__":
+    serve(make)
