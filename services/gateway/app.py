@@ -179,7 +179,8 @@ def _base_card(gateway: Gateway) -> dict[str, Any]:
 
 def _adapter_card(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
     created_s = info.version.created_unix_ms // 1000
-    return _card(info.entry.name, created_s, info.version.source, gateway.config.base_model, None)
+    root = info.version.source.split(":", 1)[-1]  # as vLLM: the path or hub id, without what kind of source it was
+    return _card(info.entry.name, created_s, root, gateway.config.base_model, None)
 
 
 def _card(name: str, created_s: int, root: str, parent: str | None, max_model_len: int | None) -> dict[str, Any]:

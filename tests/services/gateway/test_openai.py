@@ -211,7 +211,7 @@ async def test_completion_logprobs_have_offsets_into_the_text(mesh: Mesh, client
 async def test_models_are_listed_with_their_roots_and_parents(mesh: Mesh, client: Client) -> None:
     base, upper = [model async for model in client.models.list()]
     assert (base.id, base.parent, base.max_model_len) == ("demo", None, 256)
-    assert (upper.id, upper.parent, upper.root) == ("upper", "demo", "path:/adapters/upper")
+    assert (upper.id, upper.parent, upper.root) == ("upper", "demo", "/adapters/upper")
     assert (await client.models.retrieve("upper")).id == "upper"
     assert (await client.models.retrieve("demo")).id == "demo"
     with pytest.raises(openai.NotFoundError):
