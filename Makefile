@@ -31,6 +31,7 @@ $(RUN_STAMP): requirements.txt pyproject.toml
 	$(PIP) install -r $(VENV)/without-torch.txt
 	$(PIP) install $(if $(TORCH_INDEX),--retries 2 --extra-index-url $(TORCH_INDEX)) "$$(grep '^torch==' requirements.txt)"
 	$(PIP) install --no-build-isolation --no-deps -e .
+	@$(BIN)/python -m kernels.cpu || echo "==> the engine will run without compiled kernels, several times slower"
 	@touch $@
 
 $(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)

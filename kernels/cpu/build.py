@@ -1,7 +1,7 @@
 """Builds the compiled kernels with the system's C++ compiler, one shared library per instruction set, and caches them.
 
-    python -m kernels.cpu.build            the best instruction set of this machine
-    python -m kernels.cpu.build --all      every one that this compiler knows
+    python -m kernels.cpu            the best instruction set of this machine
+    python -m kernels.cpu --all      every one that this compiler knows
 
 A library lies in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) under a name that contains the hash of
 sources, flags and compiler: what changes is built anew, what does not is found again. CXX names another compiler,
@@ -10,7 +10,6 @@ MOTET_CPU_CXXFLAGS adds flags (`make sanitize` does).
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import platform
@@ -110,16 +109,3 @@ def _cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
-
-
-def main() -> None:
-    """The command line above."""
-    parser = argparse.ArgumentParser(prog="python -m kernels.cpu.build", description=__doc__.splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="every instruction set, not only this machine's best")
-    isas = ISAS if parser.parse_args().all else available_isas()[-1:]
-    for isa in isas:
-        print(f"{isa}: {build(isa)}")
-
-
-if __name__ == "__main__":
-    main()
