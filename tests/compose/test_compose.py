@@ -22,6 +22,7 @@ import aiohttp
 import pytest
 import yaml
 
+from kernels.cpu.build import cache_dir
 from tests.support import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,7 @@ class Stack:
     def environment(self, service: str) -> dict[str, str]:
         bin_dir = str(Path(sys.executable).parent)
         base = {"PATH": f"{bin_dir}:/usr/bin:/bin", "HOME": str(self.home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        base["MOTET_CACHE_DIR"] = str(cache_dir())  # the image brings the compiled kernels and names them the same way
         declared = self.spec["services"][service].get("environment", {})
         return base | {key: self.local(service, str(value)) for key, value in declared.items()}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.cpu import available_isas
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.request import EngineRequest
@@ -66,6 +67,16 @@ def test_every_token_of_27_concurrent_requests_is_the_one_the_oracle_says(family
         greedy = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert answer == greedy, f"request {i}"
         assert len(answer) == NEW_TOKENS
+
+
+@pytest.mark.parametrize("kernels", ["reference", *available_isas()])
+def test_every_kernel_and_instruction_set_says_the_same(
+    family: Family, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOTET_KERNELS", "reference" if kernels == "reference" else "cpu")
+    monkeypatch.setenv("MOTET_CPU_ISA", "" if kernels == "reference" else kernels)
+    result = run(make_engine(family.model_dir, max_step_tokens=50), family.requests())
+    assert result.tokens == family.expected()
 
 
 def test_adapters_change_the_answer(family: Family) -> None:
