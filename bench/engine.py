@@ -52,6 +52,7 @@ CONFIGURATIONS = (
     Configuration("32", "32 adapters", tuple(range(REQUESTS))),
     Configuration("b1", "no LoRA, batch 1", (-1,)),
 )
+WARM_UP = tuple(c for c in CONFIGURATIONS if c.name in (*BASES, "32"))  # the others have nothing new
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,16 +110,18 @@ def _contestants(model: str, threads: int, *, peers: bool) -> Iterator[dict[str,
 
 
 def _rounds(contestants: dict[str, Sides], model: str, rounds: int, tokens: int) -> Measured:
-    """All laps. A first round of a few tokens warms up (loads adapters, compiles) and is not counted."""
+    """All laps. A first round of a few tokens warms up (loads every adapter, compiles) and is not counted."""
     measured: dict[tuple[str, str], list[Lap]] = {(name, c.name): [] for name in contestants for c in CONFIGURATIONS}
     order = list(contestants)
     for number in range(rounds + 1):
-        for configuration in CONFIGURATIONS:
+        for configuration in CONFIGURATIONS if number else WARM_UP:
             seed = 100 * number + CONFIGURATIONS.index(configuration)
             asked = prompts(len(configuration.adapters), PROMPT_TOKENS, seed=seed)
             for name in order:
                 side = contestants[name]["base" if configuration.name in BASES else "lora"]
                 lap = side.lap(asked, configuration.adapters, tokens if number else 4)
+                what = f"round {number} of {rounds}" if number else "warm-up"
+                print(f"{what}: {name}, {configuration.shown}: {lap.seconds:.1f} s", file=sys.stderr)
                 if number:
                     measured[name, configuration.name].append(lap)
         order.append(order.pop(0))
