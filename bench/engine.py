@@ -72,10 +72,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     tokens = 16 if args.quick else OUTPUT_TOKENS
     with _contestants(args.model, threads, peers=not args.no_peers) as contestants:
-        measured = _rounds(contestants, args.model, 1 if args.quick else ROUNDS, tokens)
+        rounds = 1 if args.quick else ROUNDS
+        measured = _rounds(contestants, args.model, rounds, tokens)
         resident = {name: min(c.rss_mib() for c in sides.values()) for name, sides in contestants.items()}
     _show(args.model, tokens, measured)
-    return {"model": args.model, "output_tokens": tokens, **figures(measured), "rss_mib": resident}
+    return {"model": args.model, "output_tokens": tokens, "rounds": rounds, **figures(measured), "rss_mib": resident}
 
 
 Sides = dict[str, Contestant]
