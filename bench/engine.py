@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with _contestants(args.model, threads, peers=not args.no_peers) as contestants:
         rounds = 1 if args.quick else ROUNDS
         measured = _rounds(contestants, args.model, rounds, tokens)
-        resident = {name: min(c.rss_mib() for c in sides.values()) for name, sides in contestants.items()}
+        resident = {name: sides["lora"].rss_mib() for name, sides in contestants.items()}
     _show(args.model, tokens, measured)
     return {"model": args.model, "output_tokens": tokens, "rounds": rounds, **figures(measured), "rss_mib": resident}
 
