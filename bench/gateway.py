@@ -144,7 +144,7 @@ class Contestant:
         try:
             time.sleep(WARM_UP_S)
             began, tokens, reads = time.monotonic(), counters.seen.value, counters.reads.value
-            cpu, other = _cpu_s(pid), _others(pid)
+            cpu, other = report.cpu_s(pid), _others(pid)
             for _ in range(seconds):
                 at, seen = time.monotonic(), counters.seen.value
                 time.sleep(1.0)
@@ -153,7 +153,7 @@ class Contestant:
             self._tokens += tokens
             self._reads += counters.reads.value - reads
             self._took_s += time.monotonic() - began
-            self._cpu_s += _cpu_s(pid) - cpu
+            self._cpu_s += report.cpu_s(pid) - cpu
             self._other_s += _others(pid) - other
         finally:
             client.terminate()
@@ -176,13 +176,7 @@ def _wait_until_ready(port: int) -> None:
     raise RuntimeError("the server did not become ready")
 
 
-def _cpu_s(pid: int) -> float:
-    """CPU seconds a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _others(server_pid: int) -> float:
     """CPU seconds of this process's other descendants."""
     children = {int(p) for p in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()}
-    return sum(_cpu_s(pid) for pid in children - {server_pid} if Path(f"/proc/{pid}").exists())
+    return sum(report.cpu_s(pid) for pid in children - {server_pid} if Path(f"/proc/{pid}").exists())

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.mesh_parts import Lap, cpu_s, engine_alone, prompts, stream
+from bench.mesh_parts import Lap, engine_alone, prompts, stream
 from bench.models import SHAPES, write_model
 from motet.stack import Stack, StackOptions, read_facts
 
@@ -122,11 +122,11 @@ def _laps(streams: int, laps: int, output_tokens: int, stack: Stack, data: Path,
         return lap, (_engine_s(data) - engine_before) / max(lap.last_s), {kind: after[kind] - before[kind] for kind in after}
 
     def in_engine(asked: list[list[int]]) -> tuple[Lap, float]:
-        before = cpu_s(engine_pid)
+        before = report.cpu_s(engine_pid)
         pipe.send((asked, output_tokens))
         if not pipe.poll(600):
             raise RuntimeError("the engine hangs")
-        return pipe.recv(), cpu_s(engine_pid) - before
+        return pipe.recv(), report.cpu_s(engine_pid) - before
 
     for number in range(laps + 1):
         asked = prompts(streams, PROMPT_TOKENS, seed=1000 * streams + number)
@@ -151,7 +151,7 @@ def _mesh_cpu_s(data: Path) -> dict[str, float]:
     used: dict[str, float] = {"client": time.process_time()}
     for name, service in facts.services.items():
         kind = name.split("-")[0]
-        used[kind] = used.get(kind, 0.0) + cpu_s(service["pid"])
+        used[kind] = used.get(kind, 0.0) + report.cpu_s(service["pid"])
     return used
 
 

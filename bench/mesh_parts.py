@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import select
 import socket
@@ -150,9 +149,3 @@ def run_engine(
             if item.error is not None:
                 raise RuntimeError(f"request {item.request_id}: {item.error.message}")
             yield int(item.request_id.partition("-")[2]), item.tokens
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds a process has used, all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

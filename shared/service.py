@@ -18,6 +18,7 @@ import uvloop
 from aiohttp import web
 from prometheus_client import exposition
 
+from shared.bus import Bus
 from shared.config import ConfigError, ServiceConfig
 from shared.errors import MotetError
 from shared.telemetry import REGISTRY, configure_logging, logger
@@ -41,6 +42,31 @@ class Service(Protocol):
 
     async def stop(self) -> None:
         """Let go of everything. Called exactly once, also when start failed half-way."""
+
+
+class BusService:
+    """The life of a service that is nothing but answers on the bus: ready while connected, gone from its groups on drain.
+
+    A subclass sets `_bus` in its `start`.
+    """
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self._nats_url = config.nats_url
+        self._bus: Bus | None = None
+
+    def not_ready(self) -> list[str]:
+        if self._bus is None or not self._bus.connected:
+            return [f"no connection to NATS at {self._nats_url}"]
+        return []
+
+    async def drain(self) -> None:
+        """Leave the queue groups; answer what was asked here."""
+        if self._bus is not None:
+            await self._bus.stop_serving()
+
+    async def stop(self) -> None:
+        if self._bus is not None:
+            await self._bus.close()
 
 
 def metrics_text() -> bytes:

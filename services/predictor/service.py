@@ -14,7 +14,7 @@ from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s
 from shared.messages import Outcome, Prediction, PredictRequest
-from shared.service import run
+from shared.service import BusService, run
 from shared.telemetry import REGISTRY
 
 PREDICTIONS = Counter(
@@ -33,14 +33,14 @@ OUTCOMES = Counter("motet_predictor_outcomes", "Finished requests learned from."
 ADAPTERS = Gauge("motet_predictor_adapters", "Adapters with a length histogram, the base included.", registry=REGISTRY)
 
 
-class PredictorService:
+class PredictorService(BusService):
     """One predictor (`shared.service.Service`)."""
 
     name = "predictor"
 
     def __init__(self, config: PredictorConfig) -> None:
+        super().__init__(config)
         self._config = config
-        self._bus: Bus | None = None
         self.lengths = LengthQuantiles(config.max_adapters)
 
     async def start(self) -> None:
@@ -48,20 +48,6 @@ class PredictorService:
         self._bus = bus = await Bus.connect(self._config, self._config.identity(self.name), inbox=self.name)
         await bus.subscribe(subjects.OUTCOME, Outcome, self._learn)
         await bus.serve("predict", subjects.PREDICT, PredictRequest, self._predict, queue=self.name)
-
-    def not_ready(self) -> list[str]:
-        if self._bus is None or not self._bus.connected:
-            return [f"no connection to NATS at {self._config.nats_url}"]
-        return []
-
-    async def drain(self) -> None:
-        """Leave the queue group; answer what was asked."""
-        if self._bus is not None:
-            await self._bus.stop_serving()
-
-    async def stop(self) -> None:
-        if self._bus is not None:
-            await self._bus.close()
 
     def _learn(self, outcome: Outcome) -> None:
         self.lengths.observe(outcome.adapter_digest, outcome.output_tokens)

@@ -41,7 +41,7 @@ from shared.messages import (
     WorkerState,
 )
 from shared.model import RequestBrief
-from shared.service import run
+from shared.service import BusService, run
 from shared.telemetry import logger
 
 log = logger("motet.scheduler")
@@ -51,15 +51,18 @@ ADAPTERS = 4096  # length histograms kept for when the predictor does not answer
 TOKEN_BYTES = 4
 
 
-class SchedulerService:
-    """One scheduler (`shared.service.Service`)."""
+class SchedulerService(BusService):
+    """One scheduler (`shared.service.Service`).
+
+    Ready is who can answer; that there are no workers is an answer too (see motet_scheduler_workers).
+    """
 
     name = "scheduler"
 
     def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
         self._config = config
         self.id = config.identity("scheduler")
-        self._bus: Bus | None = None
         self._leases: LeaseWatch | None = None
         self._lengths = LengthQuantiles(ADAPTERS)
         self.cluster = Cluster(
@@ -81,21 +84,6 @@ class SchedulerService:
         await self._settle(watching)
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
-
-    def not_ready(self) -> list[str]:
-        """Ready is who can answer; that there are no workers is an answer too (see motet_scheduler_workers)."""
-        if self._bus is None or not self._bus.connected:
-            return [f"no connection to NATS at {self._config.nats_url}"]
-        return []
-
-    async def drain(self) -> None:
-        """Leave the queue group; finish what was submitted here."""
-        if self._bus is not None:
-            await self._bus.stop_serving()
-
-    async def stop(self) -> None:
-        if self._bus is not None:
-            await self._bus.close()
 
     async def _settle(self, watching: asyncio.Task[None]) -> None:
         """A scheduler that knows nobody would refuse what its neighbour could place, so first hear who lives."""
