@@ -4,8 +4,9 @@
     S   hidden 512, 8 layers, 8 heads, 4 KV heads, MLP 1408, vocabulary 4096
 
 bfloat16 throughout. A product's limit is the slower of reading its weights and multiplying them, at the bandwidth and the
-peak that two probes reach; weights of a shape are as many as do not fit the caches, and every one is read in turn. LoRA is 32
-adapters of ranks 8, 16, 32, 64 in turn on q, k, v, o, one row each: its limit is reading every page once.
+peak that two probes reach; weights of a shape are as many as do not fit the caches, and every one is read in turn, as in a
+step. LoRA is 32 adapters of ranks 8, 16, 32, 64 in turn on q, k, v, o, one row each, of which there are as many sets as do not
+fit the caches: its limit is reading every page once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import torch
 from bench import report
 from kernels import GROUPS, LoraPool
 from kernels.cpu import CpuEngine, Packer
+from kernels.memory import lazy_zeros
 
 SHAPES = {  # model: layers, {product: (in, out)}, {module: (in, out)}
     "M": (
@@ -38,7 +41,7 @@ RANKS = (8, 16, 32, 64)
 ADAPTERS = 32
 ROWS = (1, 8, 32, 256)
 BATCH = 32  # rows of the figure
-COLD_BYTES = 192 << 20  # weights of one shape, so that a product finds none of its own in a cache
+COLD_BYTES = 1 << 30  # weights of one kind: more than the last-level cache of any server, so that nothing is found there
 DTYPE = torch.bfloat16
 
 
@@ -47,8 +50,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     repeats = 3 if args.quick else 7
     engine = CpuEngine()
     torch.manual_seed(0)
-    probe = torch.ones(256 << 20, dtype=torch.uint8)
-    limits = _Limits(engine, probe)
+    limits = _Limits(engine)
     products: list[list[object]] = []
     gemm_fractions, lora_fractions = [], []
     adapters: list[list[object]] = []
@@ -77,15 +79,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 class _Limits:
     """What reading and multiplying reach at best, probed again beside every measurement: the machine may be shared."""
 
-    def __init__(self, engine: CpuEngine, memory: torch.Tensor) -> None:
-        self._engine, self._memory = engine, memory
-        self.bandwidth = self.peak = 0.0
+    def __init__(self, engine: CpuEngine) -> None:
+        self._engine = engine
+        self._memory = lazy_zeros([COLD_BYTES], torch.uint8)
+        self._memory.fill_(1)
+        self.bandwidths: list[float] = []
+        self.peak = 0.0
         for _ in range(3):
             self.probe()
 
-    def probe(self) -> None:
-        self.bandwidth = max(self.bandwidth, self._engine.read_bandwidth(self._memory))
+    def probe(self) -> float:
+        """Measure both; returns the bandwidth of now, in bytes per second."""
+        self.bandwidths.append(self._engine.read_bandwidth(self._memory))
         self.peak = max(self.peak, self._engine.peak_flops(DTYPE))
+        return self.bandwidths[-1]
+
+    @property
+    def bandwidth(self) -> float:
+        """The median of all."""
+        return statistics.median(self.bandwidths)
 
 
 def _product(
@@ -93,22 +105,17 @@ def _product(
 ) -> dict[int, tuple[float, float, float]]:
     """{rows: (GB/s, GFLOP/s, fraction of the limit)} of one shape, over copies of its weights."""
     nbytes = fan_in * fan_out * DTYPE.itemsize
-    copies = max(2, COLD_BYTES // nbytes)
+    copies = COLD_BYTES // nbytes
     pack = Packer(engine)
     weight = torch.randn(fan_out, fan_in).to(DTYPE)
     packed = [pack(weight) for _ in range(copies)]
     found = {}
     for rows in ROWS:
-        x, y = torch.randn(rows, fan_in), torch.empty(rows, fan_out)
-
-        def once(x: torch.Tensor = x, y: torch.Tensor = y) -> None:
-            for one in packed:
-                engine.gemm(one, x, y, DTYPE)
-
-        seconds = _best(once, repeats) / copies
-        limits.probe()
+        x, y = torch.randn(rows, fan_in), torch.empty(rows, fan_out + 16)[:, :fan_out]
+        seconds, bandwidth = _beside(limits, lambda x=x, y=y: engine.gemm(packed, x, y, DTYPE), repeats)  # type: ignore[misc]
+        seconds /= copies
         flops = 2 * rows * fan_in * fan_out
-        limit = max(nbytes / limits.bandwidth, flops / limits.peak)
+        limit = max(nbytes / bandwidth, flops / limits.peak)
         found[rows] = (nbytes / seconds / 1e9, flops / seconds / 1e9, limit / seconds)
     return found
 
@@ -119,38 +126,40 @@ def _lora(
     """{part: (GB/s, fraction of the bandwidth)} of shrink and expand over all layers."""
     hidden = modules["q_proj"][0]
     shapes = modules | {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp), "down_proj": (mlp, hidden)}
-    per_rank = sum(fan_in + fan_out for fan_in, fan_out in modules.values()) * layers * DTYPE.itemsize
-    total = sum(RANKS[i % len(RANKS)] for i in range(ADAPTERS)) * per_rank
-    pool = LoraPool(shapes, layers=layers, slots=ADAPTERS, max_rank=max(RANKS), bytes_total=total + (1 << 20), dtype=DTYPE)
-    engine.library.motet_advise(pool.arena.data_ptr(), pool.arena.nbytes)
+    ranks = sum(RANKS[i % len(RANKS)] for i in range(ADAPTERS))
+    per_set = ranks * sum(fan_in + fan_out for fan_in, fan_out in modules.values()) * layers * DTYPE.itemsize
+    sets = max(1, COLD_BYTES // per_set)
+    pool = LoraPool(
+        shapes, layers=layers, slots=sets * ADAPTERS, max_rank=max(RANKS), bytes_total=sets * per_set + (1 << 20), dtype=DTYPE
+    )
     pairs = {m: (torch.randn(max(RANKS), i).to(DTYPE), torch.randn(o, max(RANKS)).to(DTYPE)) for m, (i, o) in modules.items()}
-    for slot in range(ADAPTERS):
+    for slot in range(sets * ADAPTERS):
         rank = RANKS[slot % len(RANKS)]
         pool.load(slot, {(layer, m): (1.0, a[:rank], b[:, :rank]) for layer in range(layers) for m, (a, b) in pairs.items()})
-    slots = torch.arange(ADAPTERS, dtype=torch.int32)
-    ranks = sum(RANKS[i % len(RANKS)] for i in range(ADAPTERS))
+    slots = [torch.arange(i * ADAPTERS, (i + 1) * ADAPTERS, dtype=torch.int32) for i in range(sets)]
     found = {}
     for number, group in enumerate(("qkv", "o")):
         x = torch.randn(ADAPTERS, hidden)
         y = torch.zeros(ADAPTERS, sum(modules[m][1] for m in GROUPS[group]))
         for which, part in ((1, "shrink"), (2, "expand")):
-            nbytes = ranks * layers * DTYPE.itemsize * sum(modules[m][which - 1] for m in GROUPS[group])
+            nbytes = sets * ranks * layers * DTYPE.itemsize * sum(modules[m][which - 1] for m in GROUPS[group])
 
             def once(x: torch.Tensor = x, y: torch.Tensor = y, number: int = number, which: int = which) -> None:
-                engine.lora(y, x, pool, 0, number, slots, layers=layers, which=which)
+                for chosen in slots:
+                    engine.lora(y, x, pool, 0, number, chosen, layers=layers, which=which)
 
-            seconds = _best(once, repeats)
-            limits.probe()
-            found[f"{group} {part}"] = (nbytes / seconds / 1e9, nbytes / seconds / limits.bandwidth)
+            seconds, bandwidth = _beside(limits, once, repeats)
+            found[f"{group} {part}"] = (nbytes / seconds / 1e9, nbytes / seconds / bandwidth)
     return found
 
 
-def _best(call: Any, repeats: int) -> float:
-    """Seconds of the fastest of `repeats` calls after one to warm up."""
+def _beside(limits: _Limits, call: Callable[[], None], repeats: int) -> tuple[float, float]:
+    """(seconds of one call, bandwidth meanwhile), medians over `repeats` pairs of a call and a probe."""
     call()
-    times = []
+    seconds, bandwidths = [], []
     for _ in range(repeats):
         began = time.perf_counter()
         call()
-        times.append(time.perf_counter() - began)
-    return min(times)
+        seconds.append(time.perf_counter() - began)
+        bandwidths.append(limits.probe())
+    return statistics.median(seconds), statistics.median(bandwidths)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
@@ -116,11 +117,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "motet_engine_free": (None, [c_void_p]),
     "motet_alloc": (c_void_p, [c_int64]),
     "motet_release": (None, [c_void_p, c_int64]),
-    "motet_advise": (None, [c_void_p, c_int64]),
     "motet_packed_bytes": (c_int64, [c_int64, c_int64, c_int64]),
     "motet_pack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "motet_forward": (None, [c_void_p, POINTER(Model), POINTER(Step)]),
-    "motet_gemm": (None, [c_void_p, c_int64, POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+    "motet_gemm": (None, [c_void_p, c_int64, POINTER(Matrix), c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
     "motet_lora": (
         None,
         [c_void_p, c_int64, POINTER(Pool), c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64],
@@ -169,18 +169,24 @@ class CpuEngine:
         return self._handle
 
     def gemm(
-        self, packed: Packed, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype, *, add: bool = False, times: int = 1
+        self, packed: Sequence[Packed], x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype, *, add: bool = False
     ) -> None:
-        """y [rows, n] (+)= x [rows, k] times the packed matrix, both float32; `dtype` is the model's."""
+        """y [rows, n] (+)= x [rows, k] times each packed matrix in turn, all of one shape; both float32, `dtype` is the model's.
+
+        Rows of y may lie apart.
+        """
+        if y.stride(1) != 1 or y.dtype != torch.float32 or len(y) != len(x):
+            raise ValueError(f"y is {y.dtype} {tuple(y.shape)}: float32 with {len(x)} rows of neighbours is expected")
         self.library.motet_gemm(
             self._handle,
             TYPES[dtype],
-            packed.matrix,
+            (Matrix * len(packed))(*(one.matrix for one in packed)),
+            len(packed),
             address(x, torch.float32),
-            x.shape[0],
-            address(y, torch.float32),
+            len(x),
+            y.data_ptr(),
+            y.stride(0),
             int(add),
-            times,
         )
 
     def lora(

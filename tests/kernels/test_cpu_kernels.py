@@ -55,7 +55,7 @@ def test_a_packed_product_is_the_product(engine: CpuEngine, dtype: torch.dtype, 
         w, x = torch.randn(n, k, generator=draw).to(dtype), torch.randn(rows, k, generator=draw)
         bias = torch.randn(n, generator=draw) if n % 2 else None
         y = torch.full((rows, n), 3.0 if add else float("nan"))
-        engine.gemm(Packer(engine)(w, bias), x, y, dtype, add=add)
+        engine.gemm([Packer(engine)(w, bias)], x, y, dtype, add=add)
         want = as_activation(engine, x, dtype) @ w.double().T + (0 if bias is None else bias.double()) + 3.0 * add
         close(y, want)
 
@@ -66,10 +66,10 @@ def test_a_row_of_a_product_is_the_same_bits_for_any_number_of_rows(engine: CpuE
     w, x = torch.randn(70, 200, generator=draw).to(dtype), torch.randn(200, 200, generator=draw)
     packed = Packer(engine)(w)
     everything = torch.empty(200, 70)
-    engine.gemm(packed, x, everything, dtype)
+    engine.gemm([packed], x, everything, dtype)
     for rows in range(1, 40):
         some = torch.empty(rows, 70)
-        engine.gemm(packed, x[50 : 50 + rows].clone(), some, dtype)
+        engine.gemm([packed], x[50 : 50 + rows].clone(), some, dtype)
         assert torch.equal(some, everything[50 : 50 + rows])
 
 
@@ -80,7 +80,7 @@ def test_int8_weights_are_within_half_a_step_of_each_output(engine: CpuEngine, d
     scale = w.float().abs().amax(1, keepdim=True) / 127
     rounded = (w.float() * (127 / w.float().abs().amax(1, keepdim=True))).round() * scale
     y = torch.empty(9, 53)
-    engine.gemm(Packer(engine, int8=True)(w), x, y, dtype)
+    engine.gemm([Packer(engine, int8=True)(w)], x, y, dtype)
     close(y, as_activation(engine, x, dtype) @ rounded.double().T)
 
 

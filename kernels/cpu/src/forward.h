@@ -2,7 +2,7 @@
 //
 //   x += embed                                            [rows, hidden] float, the residual stream
 //   per layer   h = norm(x) | y = h Wqkv, s = h A | y += s B | rope, KV write | h = attention | x += h Wo, s = h A | x += s B
-//               h = norm(x) | y = h Wgu,  s = h A | y += s B | h = silu(gate) up              | x += h Wd, s = h A | x += s B
+//               h = norm(x) | y = h Wgu,  s = h A | y += s B | g = silu(gate) up              | x += g Wd, s = g A | x += s B
 //   logits = norm(x[logit_rows]) Whead
 //
 // h is in the type that the instruction set multiplies with the weights, everything else that is not stored is float.
@@ -58,13 +58,12 @@ INLINE void write_kv(const float* k, const float* v, T* to, int64_t n) {
 }
 
 template <class A>
-INLINE void silu_row(const float* gate, const float* up, int64_t n, A* to, int64_t stride) {
+INLINE void silu_row(const float* gate, const float* up, int64_t n, A* to) {
   for (int64_t i = 0; i < n; i += W) {
     const int live = (int)std::min<int64_t>(W, n - i);
     const vf g = load_n(gate + i, live);
-    store_n(to + i, g / (exp(-g) + 1.0f) * load_n(up + i, live), live);
+    store_n(to + i, gated(g, load_n(up + i, live)), live);
   }
-  if (stride > n) memset((void*)(to + n), 0, (stride - n) * sizeof(A));
 }
 
 // y (+)= h w (+ LoRA of `group`). Two phases, or one without adapters.
@@ -91,14 +90,16 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   const int64_t rows = step.rows, hidden = m.hidden, hd = m.head_dim, half = hd / 2;
   const int64_t q_n = m.heads * hd, kv_n = m.kv_heads * hd, qkv_n = q_n + 2 * kv_n;
   const int64_t by_hidden = row_stride<A>(hidden), by_q = row_stride<A>(q_n), by_mlp = row_stride<A>(m.mlp);
+  const int64_t by_x = row_stride<float>(hidden), by_qkv = row_stride<float>(qkv_n), by_gate_up = row_stride<float>(2 * m.mlp);
+  const bool gate = on_tiles<A> && ws.lora.shrink[2].empty() && m.mlp % PANEL == 0;
   float *x = ws.x.data<float>(), *y = ws.y.data<float>(), *s = ws.s.data<float>();
-  A* h = ws.h.data<A>();
+  A *h = ws.h.data<A>(), *gated = ws.gated.data<A>();
   float* scratch = ws.scratch.data<float>() + member * ws.scratch_each;
   const T* embed = (const T*)m.embed;
 
   each_rows(team, rows, [&](int64_t row) {
     const T* from = embed + step.token_ids[row] * hidden;
-    float* to = x + row * hidden;
+    float* to = x + row * by_x;
     for (int64_t i = 0; i < hidden; i += W) {
       const int live = (int)std::min<int64_t>(W, hidden - i);
       store_n(to + i, load_n(from + i, live), live);
@@ -109,11 +110,11 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
     const Layer& layer = m.layer[l];
     T* kv = (T*)m.kv + l * m.blocks * m.block_size * 2 * kv_n;
     if (l) each_rows(team, rows, [&](int64_t row) {
-      norm_row(x + row * hidden, layer.input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
+      norm_row(x + row * by_x, layer.input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
     });
-    project<T>(team, Gemm<A>{&layer.qkv, h, by_hidden, rows, y, qkv_n, false}, m.pool, ws.lora, 0, l, s);
+    project<T>(team, Gemm<A>{&layer.qkv, h, by_hidden, rows, y, by_qkv, false}, m.pool, ws.lora, 0, l, s);
     each_rows(team, rows, [&](int64_t row) {
-      float* qkv = y + row * qkv_n;
+      float* qkv = y + row * by_qkv;
       const int64_t at = step.positions[row] * half;
       for (int64_t head = 0; head < m.heads + m.kv_heads; ++head) {
         float* one = qkv + head * hd;
@@ -123,23 +124,26 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
       write_kv(qkv + q_n, qkv + q_n + kv_n, kv + step.kv_slots[row] * 2 * kv_n, kv_n);
       memset((void*)(h + row * by_q + q_n), 0, (by_q - q_n) * sizeof(A));
     });
-    const Attention attention{&step, y, qkv_n, kv, m.heads, m.kv_heads, hd, m.block_size, layer.window};
+    const Attention attention{&step, y, by_qkv, kv, m.heads, m.kv_heads, hd, m.block_size, layer.window};
     team.each((int64_t)ws.attention.size(), [&](int64_t item, int64_t) {
       attention_item<T>(attention, ws.attention[item], h, by_q, scratch);
     });
-    project<T>(team, Gemm<A>{&layer.o, h, by_q, rows, x, hidden, true}, m.pool, ws.lora, 1, l, s);
+    project<T>(team, Gemm<A>{&layer.o, h, by_q, rows, x, by_x, true}, m.pool, ws.lora, 1, l, s);
     each_rows(team, rows, [&](int64_t row) {
-      norm_row(x + row * hidden, layer.post_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
+      norm_row(x + row * by_x, layer.post_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
+      memset((void*)(gated + row * by_mlp + m.mlp), 0, (by_mlp - m.mlp) * sizeof(A));
     });
-    project<T>(team, Gemm<A>{&layer.gate_up, h, by_hidden, rows, y, 2 * m.mlp, false}, m.pool, ws.lora, 2, l, s);
-    each_rows(team, rows, [&](int64_t row) {
-      const float* gate = y + row * 2 * m.mlp;
-      silu_row(gate, gate + m.mlp, m.mlp, h + row * by_mlp, by_mlp);
+    Gemm<A> gate_up{&layer.gate_up, h, by_hidden, rows, y, by_gate_up, false};
+    if (gate) gate_up.gated = gated, gate_up.ld_gated = by_mlp;
+    project<T>(team, gate_up, m.pool, ws.lora, 2, l, s);
+    if (!gate) each_rows(team, rows, [&](int64_t row) {
+      const float* both = y + row * by_gate_up;
+      silu_row(both, both + m.mlp, m.mlp, gated + row * by_mlp);
     });
-    project<T>(team, Gemm<A>{&layer.down, h, by_mlp, rows, x, hidden, true}, m.pool, ws.lora, 3, l, s);
+    project<T>(team, Gemm<A>{&layer.down, gated, by_mlp, rows, x, by_x, true}, m.pool, ws.lora, 3, l, s);
   }
   each_rows(team, step.logits, [&](int64_t i) {
-    norm_row(x + step.logit_rows[i] * hidden, m.norm, hidden, m.eps, h + i * by_hidden, by_hidden);
+    norm_row(x + step.logit_rows[i] * by_x, m.norm, hidden, m.eps, h + i * by_hidden, by_hidden);
   });
   const Gemm<A> head{&m.lm_head, h, by_hidden, step.logits, step.out, m.vocab, false};
   const GemmItems<A> items(head);
@@ -153,9 +157,10 @@ static void run_forward(const Model& m, const Step& step, Workspace& ws, Team& t
   const int64_t rows = round_up(std::max(step.rows, step.logits), 16);
   ws.lora.build(m.pool, step.row_slot, step.rows, sizeof(T), team.size());
   attention_items(step, m.heads, m.kv_heads, team.size(), ws.attention);
-  ws.x.reserve(rows * m.hidden * sizeof(float));
-  ws.y.reserve(rows * std::max(qkv_n, 2 * m.mlp) * sizeof(float));
-  ws.h.reserve(rows * row_stride<A>(std::max({m.hidden, q_n, m.mlp})) * sizeof(A));
+  ws.x.reserve(rows * row_stride<float>(m.hidden) * sizeof(float));
+  ws.y.reserve(rows * row_stride<float>(std::max(qkv_n, 2 * m.mlp)) * sizeof(float));
+  ws.h.reserve(rows * row_stride<A>(std::max(m.hidden, q_n)) * sizeof(A));
+  ws.gated.reserve(rows * row_stride<A>(m.mlp) * sizeof(A));
   ws.s.reserve(ws.lora.s_size * sizeof(float));
   ws.scratch_each = round_up(attention_scratch(m.heads, m.kv_heads, m.head_dim), 64);
   ws.scratch.reserve(ws.scratch_each * team.size() * sizeof(float));
@@ -165,18 +170,20 @@ static void run_forward(const Model& m, const Step& step, Workspace& ws, Team& t
 // One kernel at a time, for tests and measurements: float in and out, `type` as in a Model of that type.
 
 template <class T>
-static void run_gemm(const Matrix& w, const float* x, int64_t rows, float* y, bool add, int64_t times, Workspace& ws, Team& team) {
+static void run_gemm(const Matrix* w, int64_t count, const float* x, int64_t rows, float* y, int64_t ldy, bool add, Workspace& ws,
+                     Team& team) {
   typedef typename ActivationOf<T>::type A;
-  const int64_t stride = row_stride<A>(w.k);
+  const int64_t k = w->k, stride = row_stride<A>(k);
   ws.h.reserve(round_up(rows, 16) * stride * sizeof(A));
   A* h = ws.h.data<A>();
-  const Gemm<A> gemm{&w, h, stride, rows, y, w.n, add};
-  const GemmItems<A> items(gemm);
   team.run([&](int) {
     [[maybe_unused]] const Tiles tiles;
-    each_rows(team, rows, [&](int64_t row) { take_row(x + row * w.k, h + row * stride, w.k, stride); });
-    for (int64_t i = 0; i < times; ++i)
+    each_rows(team, rows, [&](int64_t row) { take_row(x + row * k, h + row * stride, k, stride); });
+    for (int64_t i = 0; i < count; ++i) {
+      const Gemm<A> gemm{w + i, h, stride, rows, y, ldy, add};
+      const GemmItems<A> items(gemm);
       team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(gemm, items, item, next); });
+    }
   });
 }
 

@@ -8,7 +8,9 @@
 //   I8    [k / 2][16][2]     four
 //
 // Every sum runs over k in order in one accumulator, so a row's result does not depend on the other rows. A piece of work
-// is a group of panels for a block of rows; while it computes it prefetches the group that comes next.
+// is a group of panels for a block of rows; while it computes it prefetches the group that comes next. A gated product
+// takes a panel of the first half of the outputs with its like of the second half and stores silu(first) second as
+// activations: what lies between the two never leaves the registers' neighbourhood.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -70,6 +72,8 @@ struct Gemm {
   float* y;
   int64_t ldy;
   bool add;
+  A* gated = nullptr;  // takes the place of y: [rows, w.n / 2]
+  int64_t ld_gated = 0;
 };
 
 INLINE int64_t panel_bytes(const Matrix& w) {
@@ -77,19 +81,45 @@ INLINE int64_t panel_bytes(const Matrix& w) {
   return round_up(w.k, 32) * PANEL * bytes[w.type];
 }
 
-// Rows [row, row + R) of panels [panel, panel + P), from sums [R][P * 16].
+// silu(gate) * up
+INLINE vf gated(vf gate, vf up) { return gate / (exp(-gate) + 1.0f) * up; }
+
+// One panel's sums at `at` as values of the product.
 template <class A>
-INLINE void finish(const Gemm<A>& g, int64_t row, int rows, int64_t panel, int panels, const float* sums) {
-  const Matrix& w = *g.w;
+INLINE vf finished(const Gemm<A>& g, const float* sums, int64_t n, int live) {
+  vf v = load(sums);
+  if (g.w->type == I8) v *= load_n(g.w->scale + n, live);
+  if (g.w->bias) v += load_n(g.w->bias + n, live);
+  return v;
+}
+
+struct Sums {  // of some rows and panels; steps in floats
+  const float* at;
+  int by_row, by_panel;
+  const float* of(int row, int panel) const { return at + row * by_row + panel * by_panel; }
+};
+
+// Stores `rows` rows from `row` of a panel of each half.
+template <class A>
+INLINE void finish_gated(const Gemm<A>& g, int64_t row, int rows, int64_t panel, const Sums& sums) {
+  for (int r = 0; r < rows; ++r)
+    for (int at = 0; at < PANEL; at += W) {
+      const int64_t n = panel * PANEL + at;
+      const vf gate = finished(g, sums.of(r, 0) + at, n, W), up = finished(g, sums.of(r, 1) + at, g.w->n / 2 + n, W);
+      store(g.gated + (row + r) * g.ld_gated + n, gated(gate, up));
+    }
+}
+
+// Stores `rows` rows from `row` of `panels` panels from `panel`.
+template <class A>
+INLINE void finish(const Gemm<A>& g, int64_t row, int rows, int64_t panel, int panels, const Sums& sums) {
   for (int r = 0; r < rows; ++r)
     for (int p = 0; p < panels; ++p)
       for (int at = 0; at < PANEL; at += W) {
         const int64_t n = (panel + p) * PANEL + at;
-        const int live = (int)std::min<int64_t>(W, w.n - n);
+        const int live = (int)std::min<int64_t>(W, g.w->n - n);
         if (live <= 0) break;
-        vf v = load(sums + (r * panels + p) * PANEL + at);
-        if (w.type == I8) v *= load_n(w.scale + n, live);
-        if (w.bias) v += load_n(w.bias + n, live);
+        vf v = finished(g, sums.of(r, p) + at, n, live);
         float* y = g.y + (row + r) * g.ldy + n;
         if (g.add) v += load_n(y, live);
         store_n(y, v, live);
@@ -124,15 +154,17 @@ INLINE vf line_values(const int8_t* line, int u, int at) {
   return __builtin_convertvector(u & 1 ? (wide << 16) >> 24 : (wide << 24) >> 24, vf);
 }
 
-struct Ahead {  // lines still to prefetch, `per_line` for every line of weights read
-  const char* at;
-  const char* end;
-  int per_line;
+// What is still to prefetch: [at, end) and what lies `gap` behind each of its lines. In order of address, or the hardware's own
+// prefetcher, which fetches more than software can have under way, would not understand; and little by little: a burst
+// takes all of a core's line buffers, and what is already in the second-level cache waits behind it.
+struct Ahead {
+  const char *at = nullptr, *end = nullptr;
+  int64_t gap = 0;
 };
 
 template <class Wt, class A, int R, int P>
 static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride, const A* x, int64_t ldx, int64_t k,
-                                              float* out, Ahead& ahead) {
+                                              float* out, Ahead& all_ahead, int per_line) {
   constexpr int KL = Packed<Wt>::KL, VP = PANEL / W;
   constexpr int LINE = 64 / sizeof(Wt);
   vf acc[R][P * VP];
@@ -140,9 +172,9 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int p = 0; p < P * VP; ++p) acc[r][p] = zero();
-  const char* soon = ahead.at;
+  Ahead ahead = all_ahead;  // a copy of our own stays in registers
   for (int64_t i = 0; i < k; i += KL, w += LINE) {
-    for (int j = 0; j < ahead.per_line && soon < ahead.end; ++j, soon += 64) prefetch(soon);
+    for (int j = 0; j < per_line && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
 #if MOTET_LEVEL >= 3
     if constexpr (sizeof(A) == 2) {
       __m512bh weights[P];
@@ -172,7 +204,7 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
       }
     }
   }
-  ahead.at = soon;
+  all_ahead = ahead;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
@@ -186,29 +218,30 @@ constexpr int GROUP = 1, BLOCK = MOTET_LEVEL == 1 ? 6 : 2;
 #endif
 
 template <class Wt, class A, int R>
-INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Ahead& ahead) {
+INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Ahead& ahead,
+                     int per_line) {
   alignas(64) float sums[R * GROUP * PANEL];
   const A* x = g.x + row * g.ldx;
   const int64_t k = round_up(g.w->k, 32);
   if (panels == 1)
-    sums_of<Wt, A, R, 1>(w, stride, x, g.ldx, k, sums, ahead);
+    sums_of<Wt, A, R, 1>(w, stride, x, g.ldx, k, sums, ahead, per_line);
   else if (panels == 2)
-    sums_of<Wt, A, R, GROUP >= 2 ? 2 : 1>(w, stride, x, g.ldx, k, sums, ahead);
+    sums_of<Wt, A, R, GROUP >= 2 ? 2 : 1>(w, stride, x, g.ldx, k, sums, ahead, per_line);
   else
-    sums_of<Wt, A, R, GROUP>(w, stride, x, g.ldx, k, sums, ahead);
-  finish(g, row, R, panel, panels, sums);
+    sums_of<Wt, A, R, GROUP>(w, stride, x, g.ldx, k, sums, ahead, per_line);
+  finish(g, row, R, panel, panels, Sums{sums, panels * PANEL, PANEL});
 }
 
 template <class Wt, class A>
 static void panels_by_vectors(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
-                              int panels, const char* next) {
+                              int panels, Ahead ahead) {
   const int64_t blocks = (row1 - row0 + BLOCK - 1) / BLOCK;
-  Ahead ahead{next, next ? next + panels * panel_bytes(*g.w) : next, (int)((panels + blocks - 1) / blocks)};
+  const int per_line = (int)((panels + blocks - 1) / blocks);  // lines ahead for every line of weights read
   int64_t row = row0;
-  for (; row1 - row >= BLOCK; row += BLOCK) block_of<Wt, A, BLOCK>(g, w, stride, row, panel, panels, ahead);
-  for (; row1 - row >= 4 && BLOCK >= 4; row += 4) block_of<Wt, A, BLOCK >= 4 ? 4 : 1>(g, w, stride, row, panel, panels, ahead);
-  for (; row1 - row >= 2; row += 2) block_of<Wt, A, 2>(g, w, stride, row, panel, panels, ahead);
-  for (; row < row1; ++row) block_of<Wt, A, 1>(g, w, stride, row, panel, panels, ahead);
+  for (; row1 - row >= BLOCK; row += BLOCK) block_of<Wt, A, BLOCK>(g, w, stride, row, panel, panels, ahead, per_line);
+  for (; row1 - row >= 4 && BLOCK >= 4; row += 4) block_of<Wt, A, BLOCK >= 4 ? 4 : 1>(g, w, stride, row, panel, panels, ahead, per_line);
+  for (; row1 - row >= 2; row += 2) block_of<Wt, A, 2>(g, w, stride, row, panel, panels, ahead, per_line);
+  for (; row < row1; ++row) block_of<Wt, A, 1>(g, w, stride, row, panel, panels, ahead, per_line);
 }
 
 #if MOTET_LEVEL >= 3
@@ -223,6 +256,9 @@ static void widen(const int8_t* from, bf16* to, int64_t k) {
 }
 #endif
 
+constexpr int TILE_ROWS = 32, TILES_K = 256;  // rows that tiles take at once; k of which two panels stay in the first cache
+constexpr int MAX_ROWS = 256;                 // of one piece of work: their sums are kept between blocks of k
+
 #if MOTET_LEVEL >= 4
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -230,18 +266,30 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Two panels (or one) for rows in blocks of 32 (or 16): tiles 0-3 are sums, 4-5 rows of x, 6-7 weights. Rows of x are
-// padded to 16 in memory; what they hold does not matter.
+// Adds [k0, k1) of one panel or two to the sums of 32 rows (or 16), which lie at `sums` tile after tile: tiles 0-3 are sums,
+// 4-5 rows of x, 6-7 weights. Rows of x are padded to 16 in memory; what they hold does not matter.
 template <bool TWO_ROWS, bool TWO_PANELS>
-INLINE void tiles_of(const bf16* w, int64_t stride, const bf16* x, int64_t ldx, int64_t k, float* out, Ahead& ahead) {
+INLINE void tiles_of(const bf16* w, int64_t stride, const bf16* x, int64_t ldx, int64_t k0, int64_t k1, float* sums,
+                     Ahead& all_ahead, int lines) {
+  constexpr int TILE = 16 * PANEL;
   asm volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  const char* soon = ahead.at;
-  for (int64_t i = 0; i < k; i += 32) {
-    for (int j = 0; j < 16 * ahead.per_line && soon < ahead.end; ++j, soon += 64) prefetch(soon);
+  if (k0) {
+    _tile_loadd(0, sums, 64);
+    if (TWO_PANELS) _tile_loadd(1, sums + TILE, 64);
+    if (TWO_ROWS) _tile_loadd(2, sums + 2 * TILE, 64);
+    if (TWO_ROWS && TWO_PANELS) _tile_loadd(3, sums + 3 * TILE, 64);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  Ahead ahead = all_ahead;
+  for (int64_t i = k0; i < k1; i += 32) {
+    for (int j = 0; j < lines && ahead.at < ahead.end; ++j, ahead.at += 64) {
+      prefetch(ahead.at);
+      prefetch(ahead.at + ahead.gap);
+    }
     _tile_loadd(4, x + i, ldx * 2);
     _tile_loadd(6, w + i * PANEL, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -255,29 +303,35 @@ INLINE void tiles_of(const bf16* w, int64_t stride, const bf16* x, int64_t ldx, 
       if (TWO_PANELS) _tile_dpbf16ps(3, 5, 7);
     }
   }
-  ahead.at = soon;
-  constexpr int wide = TWO_PANELS ? 2 * PANEL : PANEL;
-  _tile_stored(0, out, wide * 4);
-  if (TWO_PANELS) _tile_stored(1, out + PANEL, wide * 4);
-  if (TWO_ROWS) _tile_stored(2, out + 16 * wide, wide * 4);
-  if (TWO_ROWS && TWO_PANELS) _tile_stored(3, out + 16 * wide + PANEL, wide * 4);
+  all_ahead = ahead;
+  _tile_stored(0, sums, 64);
+  if (TWO_PANELS) _tile_stored(1, sums + TILE, 64);
+  if (TWO_ROWS) _tile_stored(2, sums + 2 * TILE, 64);
+  if (TWO_ROWS && TWO_PANELS) _tile_stored(3, sums + 3 * TILE, 64);
 }
 
 static void panels_by_tiles(const Gemm<bf16>& g, const bf16* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
-                            int panels, const char* next) {
-  alignas(64) float sums[32 * 2 * PANEL];
-  const int64_t k = round_up(g.w->k, 32), blocks = (row1 - row0 + 31) / 32;
-  Ahead ahead{next, next ? next + panels * panel_bytes(*g.w) : next, (int)((panels + blocks - 1) / blocks)};
-  for (int64_t row = row0; row < row1; row += 32) {
-    const bf16* x = g.x + row * g.ldx;
-    const int rows = (int)std::min<int64_t>(32, row1 - row);
-    if (rows > 16)
-      panels == 2 ? tiles_of<true, true>(w, stride, x, g.ldx, k, sums, ahead)
-                  : tiles_of<true, false>(w, stride, x, g.ldx, k, sums, ahead);
-    else
-      panels == 2 ? tiles_of<false, true>(w, stride, x, g.ldx, k, sums, ahead)
-                  : tiles_of<false, false>(w, stride, x, g.ldx, k, sums, ahead);
-    finish(g, row, rows, panel, panels, sums);
+                            int panels, Ahead ahead) {
+  alignas(64) float sums[MAX_ROWS * 2 * PANEL];  // per 32 rows: [row half][panel][16][16]
+  const int64_t k = round_up(g.w->k, 32), blocks = (row1 - row0 + TILE_ROWS - 1) / TILE_ROWS;
+  const int64_t k_each = blocks == 1 ? k : TILES_K;
+  const int lines = (int)((16 + blocks - 1) / blocks);  // of each panel ahead, for 32 k of a block of rows
+  for (int64_t k0 = 0; k0 < k; k0 += k_each)
+    for (int64_t row = row0; row < row1; row += TILE_ROWS) {
+      const bf16* x = g.x + row * g.ldx;
+      const int64_t k1 = std::min(k, k0 + k_each);
+      float* block = sums + (row - row0) * 2 * PANEL;
+      if (row1 - row > 16)
+        panels == 2 ? tiles_of<true, true>(w, stride, x, g.ldx, k0, k1, block, ahead, lines)
+                    : tiles_of<true, false>(w, stride, x, g.ldx, k0, k1, block, ahead, lines);
+      else
+        panels == 2 ? tiles_of<false, true>(w, stride, x, g.ldx, k0, k1, block, ahead, lines)
+                    : tiles_of<false, false>(w, stride, x, g.ldx, k0, k1, block, ahead, lines);
+    }
+  for (int64_t row = row0; row < row1; row += 16) {
+    const Sums tiles{sums + (row - row0) * 2 * PANEL, PANEL, 16 * PANEL};
+    const int rows = (int)std::min<int64_t>(16, row1 - row);
+    g.gated ? finish_gated(g, row, rows, panel, tiles) : finish(g, row, rows, panel, panels, tiles);
   }
 }
 #endif
@@ -293,38 +347,56 @@ struct Tiles {
 #endif
 };
 
-// The pieces of a product: [row block][panel group], numbered from 0.
+// Whether products of activations A run on tiles, the only ones that can be gated.
+template <class A>
+constexpr bool on_tiles = MOTET_LEVEL >= 4 && sizeof(A) == 2;
+
+constexpr int64_t CACHE_BYTES = MOTET_LEVEL >= 4 ? 1280 << 10 : 768 << 10;  // every AMX machine has 2 MiB per core
+
+// The pieces of a product: [row block][groups of panels], numbered from 0. The `per_group` panels of a group are multiplied
+// together and lie `apart` panels from each other. A piece of a gated product is two groups: 64 bytes of every row.
 template <class A>
 struct GemmItems {
-  int64_t rows_each, blocks, groups;
+  int64_t rows_each, blocks, panels, groups, groups_each, items_each, apart;
   int per_group;
 
   explicit GemmItems(const Gemm<A>& g) {
-    const bool tiles = MOTET_LEVEL >= 4 && sizeof(A) == 2;
-    per_group = tiles ? 2 : GROUP;
-    groups = ((g.w->n + PANEL - 1) / PANEL + per_group - 1) / per_group;
+    panels = (g.w->n + PANEL - 1) / PANEL;
+    per_group = on_tiles<A> ? 2 : GROUP;
+    groups = (panels + per_group - 1) / per_group;
+    groups_each = g.gated ? 2 : 1;
+    items_each = (groups + groups_each - 1) / groups_each;
+    apart = g.gated ? panels / 2 : 1;
     // rows of one block stay in the second-level cache while all panels pass by
-    const int64_t fit = (768 << 10) / (int64_t)(g.ldx * sizeof(A));
-    rows_each = std::max<int64_t>(96, fit / 96 * 96);
-    blocks = (g.rows + rows_each - 1) / rows_each;
+    const int64_t unit = on_tiles<A> ? TILE_ROWS : 96, fit = CACHE_BYTES / (int64_t)(g.ldx * sizeof(A)) / unit * unit;
+    const int64_t most = std::max(unit, on_tiles<A> ? std::min<int64_t>(MAX_ROWS, fit) : fit);
+    blocks = (g.rows + most - 1) / most;
+    rows_each = round_up((g.rows + blocks - 1) / blocks, unit);
   }
-  int64_t count() const { return blocks * groups; }
+  int64_t count() const { return blocks * items_each; }
+  int64_t first_group(int64_t item) const { return item % items_each * groups_each; }
+  int64_t first_panel(int64_t group) const { return apart > 1 ? group : group * per_group; }
+  int count_panels(int64_t group) const { return apart > 1 ? 2 : (int)std::min<int64_t>(per_group, panels - first_panel(group)); }
 };
 
+// Rows [row0, row1) of one group; `soon` is the group that comes next, or -1.
 template <class A>
-static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item, int64_t next_item) {
+static void gemm_group(const Gemm<A>& g, const GemmItems<A>& items, int64_t row0, int64_t row1, int64_t group, int64_t soon) {
   const Matrix& w = *g.w;
-  const int64_t row0 = item / items.groups * items.rows_each, row1 = std::min(g.rows, row0 + items.rows_each);
-  const int64_t panel = item % items.groups * items.per_group;
-  const int panels = (int)std::min<int64_t>(items.per_group, (w.n + PANEL - 1) / PANEL - panel);
-  const int64_t bytes = panel_bytes(w);
+  const int64_t panel = items.first_panel(group), bytes = panel_bytes(w), apart = items.apart * bytes;
+  const int panels = items.count_panels(group);
   const char* data = (const char*)w.data + panel * bytes;
-  const int64_t next_panel = next_item < 0 ? 0 : next_item % items.groups * items.per_group;
-  const char* next = next_item < 0 ? nullptr : (const char*)w.data + next_panel * bytes;
+  Ahead ahead;
+  if (soon >= 0) {
+    const int count = items.count_panels(soon);
+    ahead.at = (const char*)w.data + items.first_panel(soon) * bytes;
+    ahead.end = ahead.at + (on_tiles<A> ? 1 : count) * bytes;
+    ahead.gap = on_tiles<A> && count == 2 ? apart : 0;
+  }
   if constexpr (sizeof(A) == 2) {
 #if MOTET_LEVEL >= 3
     const bf16* weights = (const bf16*)data;
-    int64_t stride = bytes / 2;
+    int64_t stride = apart / 2;
     if (w.type == I8) {
       static thread_local bf16* wide = nullptr;
       static thread_local int64_t capacity = 0;
@@ -334,23 +406,31 @@ static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item,
         capacity = stride * GROUP;
         wide = (bf16*)aligned_alloc(64, round_up(capacity * 2, 64));
       }
-      for (int p = 0; p < panels; ++p) widen((const int8_t*)data + p * bytes, wide + p * stride, round_up(w.k, 32));
+      for (int p = 0; p < panels; ++p) widen((const int8_t*)data + p * apart, wide + p * stride, round_up(w.k, 32));
       weights = wide;
     }
 #if MOTET_LEVEL >= 4
-    panels_by_tiles(g, weights, stride, row0, row1, panel, panels, next);
+    panels_by_tiles(g, weights, stride, row0, row1, panel, panels, ahead);
 #else
-    panels_by_vectors(g, weights, stride, row0, row1, panel, panels, next);
+    panels_by_vectors(g, weights, stride, row0, row1, panel, panels, ahead);
 #endif
 #endif
   } else {
     switch (w.type) {
-      case F32: return panels_by_vectors(g, (const float*)data, bytes / 4, row0, row1, panel, panels, next);
-      case BF16: return panels_by_vectors(g, (const bf16*)data, bytes / 2, row0, row1, panel, panels, next);
-      case F16: return panels_by_vectors(g, (const f16*)data, bytes / 2, row0, row1, panel, panels, next);
-      default: return panels_by_vectors(g, (const int8_t*)data, bytes, row0, row1, panel, panels, next);
+      case F32: return panels_by_vectors(g, (const float*)data, bytes / 4, row0, row1, panel, panels, ahead);
+      case BF16: return panels_by_vectors(g, (const bf16*)data, bytes / 2, row0, row1, panel, panels, ahead);
+      case F16: return panels_by_vectors(g, (const f16*)data, bytes / 2, row0, row1, panel, panels, ahead);
+      default: return panels_by_vectors(g, (const int8_t*)data, bytes, row0, row1, panel, panels, ahead);
     }
   }
+}
+
+template <class A>
+static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item, int64_t next_item) {
+  const int64_t row0 = item / items.items_each * items.rows_each, row1 = std::min(g.rows, row0 + items.rows_each);
+  const int64_t begin = items.first_group(item), end = std::min(items.groups, begin + items.groups_each);
+  for (int64_t group = begin; group < end; ++group)
+    gemm_group(g, items, row0, row1, group, group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item));
 }
 
 // x of another type as activations, rows [row0, row1), padding included.

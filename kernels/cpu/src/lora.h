@@ -76,10 +76,26 @@ INLINE const T* lora_page(const Pool& pool, int slot, int module, int page, int6
   return (const T*)pool.arena + line * 8 + layer * PAGE * (pool.in[module] + pool.out[module]);
 }
 
-// 8 ranks x R rows of dot products over `in`. `next` is a page to prefetch along the way.
+// The page that is read next, prefetched little by little between the loads of the one that is read now: a burst would take
+// all of a core's line buffers.
+struct Next {
+  const char *at = nullptr, *end = nullptr;
+  int each = 1;  // lines for every line of the page that is read now
+
+  Next() = default;
+  template <class T>
+  Next(const T* page, int64_t width, int64_t width_now)
+      : at((const char*)page), end((const char*)(page + PAGE * width)), each((int)((width + width_now - 1) / width_now)) {}
+  __attribute__((always_inline)) void line() {
+    for (int j = 0; j < each && at < end; ++j, at += 64) prefetch(at);
+  }
+};
+
+// 8 ranks x R rows of dot products over `in`.
 template <class T, class A, int R>
-INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, float* const* s, const char* next) {
+INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, float* const* s, Next& all_next) {
   constexpr int N = MOTET_LEVEL >= 2 ? 8 : 4;  // ranks that fit the registers
+  Next next = all_next;  // a copy of our own stays in registers
   for (int half = 0; half < PAGE; half += N, a += N * in) {
     vf acc[N][R];
 #pragma GCC unroll 8
@@ -90,15 +106,13 @@ INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, 
 #if MOTET_LEVEL >= 3
     if constexpr (sizeof(A) == 2) {
       for (; i + 32 <= in; i += 32) {
-        if (next)
-#pragma GCC unroll 8
-          for (int n = 0; n < N; ++n) prefetch(next + i * N * 2 + n * 64);
         __m512bh value[R];
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) value[r] = pairs(x[r] + i);
 #pragma GCC unroll 8
         for (int n = 0; n < N; ++n) {
           const __m512bh weights = pairs(a + n * in + i);
+          next.line();
 #pragma GCC unroll 4
           for (int r = 0; r < R; ++r) acc[n][r] = _mm512_dpbf16_ps(acc[n][r], weights, value[r]);
         }
@@ -106,15 +120,13 @@ INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, 
     }
 #endif
     for (; i + W <= in; i += W) {
-      if (next && sizeof(A) == 4)
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) prefetch(next + (half * in + i * N + n * W) * sizeof(T));
       vf value[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) value[r] = load(x[r] + i);
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         const vf weights = load(a + n * in + i);
+        if (i % (64 / sizeof(T)) == 0) next.line();
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) acc[n][r] += weights * value[r];
       }
@@ -133,6 +145,7 @@ INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, 
         for (int j = 0; j < 4; ++j) s[r][half + n + j] = four[j] * scale;
       }
   }
+  all_next = next;
 }
 
 template <class T, class A>
@@ -142,11 +155,12 @@ static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   const int64_t in = pool.in[piece.module], width = piece.pages * PAGE;
   for (int p = 0; p < piece.count; ++p) {
     const T* a = lora_page<T>(pool, piece.slot, piece.module, piece.first + p, layer);
-    const char* next = nullptr;
-    if (p + 1 < piece.count)
-      next = (const char*)lora_page<T>(pool, piece.slot, piece.module, piece.first + p + 1, layer);
-    else if (after && pool.in[after->module] == in)
-      next = (const char*)lora_page<T>(pool, after->slot, after->module, after->first, layer);
+    const LoraPiece* soon = p + 1 < piece.count ? &piece : after;
+    Next next;
+    if (soon) {
+      const int page = soon == &piece ? piece.first + p + 1 : soon->first;
+      next = Next(lora_page<T>(pool, soon->slot, soon->module, page, layer), pool.in[soon->module], in);
+    }
     const A* rows[4];
     float* sums[4];
     for (int r = 0; r < piece.rows;) {
@@ -158,39 +172,80 @@ static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
       if (n == 3) shrink_rows<T, A, 3>(a, rows, in, scale, sums, next);
       if (n == 2) shrink_rows<T, A, 2>(a, rows, in, scale, sums, next);
       if (n == 1) shrink_rows<T, A, 1>(a, rows, in, scale, sums, next);
-      next = nullptr;
       r += n;
     }
   }
 }
 
+// Two vectors of weights or of y: neighbours, except that bf16 comes as the even and the odd ones, which are cheaper to widen.
+struct Two {
+  vf a, b;
+};
+#if MOTET_LEVEL >= 2
+INLINE Two load_two(const bf16* p) {
+  vu both;
+  memcpy(&both, p, sizeof both);
+  return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
+}
+INLINE Two sorted(Two v, const bf16*) {
+  const vi even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+  return {_mm512_permutex2var_ps(v.a, (__m512i)even, v.b), _mm512_permutex2var_ps(v.a, (__m512i)(even + 1), v.b)};
+}
+INLINE Two unsorted(Two v, const bf16*) {
+  const vi low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  return {_mm512_permutex2var_ps(v.a, (__m512i)low, v.b), _mm512_permutex2var_ps(v.a, (__m512i)(low + 8), v.b)};
+}
+#endif
+template <class T>
+INLINE Two load_two(const T* p) {
+  return {load(p), load(p + W)};
+}
+template <class T>
+INLINE Two sorted(Two v, const T*) {
+  return v;
+}
+template <class T>
+INLINE Two unsorted(Two v, const T*) {
+  return v;
+}
+
 // y[r] += s[r] B for one page, outputs [0, n) from where `b` and `y` point.
 template <class T, int R>
-INLINE void expand_rows(const T* b, int64_t out, int64_t n, const float* const* s, float* const* y, const char* next,
-                        int64_t next_out) {
+INLINE void expand_rows(const T* b, int64_t out, int64_t n, const float* const* s, float* const* y, Next& all_next) {
+  constexpr int LINES = (2 * W * (int)sizeof(T) + 63) / 64;  // of a rank's two vectors
+  Next next = all_next;
   int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    if (next && i * sizeof(T) % 64 == 0)
+  for (; i + 2 * W <= n; i += 2 * W) {
+    Two acc[R];
 #pragma GCC unroll 8
-      for (int k = 0; k < PAGE; ++k) prefetch(next + (k * next_out + i) * sizeof(T));
-    vf acc[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) acc[r] = load(y[r] + i);
+    for (int r = 0; r < R; ++r) acc[r] = sorted({load(y[r] + i), load(y[r] + i + W)}, b);
 #pragma GCC unroll 8
     for (int k = 0; k < PAGE; ++k) {
-      const vf weights = load(b + k * out + i);
+      const Two weights = load_two(b + k * out + i);
+#pragma GCC unroll 2
+      for (int j = 0; j < LINES; ++j) next.line();
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) acc[r] += weights * s[r][k];
+      for (int r = 0; r < R; ++r) {
+        acc[r].a += weights.a * s[r][k];
+        acc[r].b += weights.b * s[r][k];
+      }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) store(y[r] + i, acc[r]);
-  }
-  if (i < n)
     for (int r = 0; r < R; ++r) {
-      vf acc = load_n(y[r] + i, (int)(n - i));
-      for (int k = 0; k < PAGE; ++k) acc += load_n(b + k * out + i, (int)(n - i)) * s[r][k];
-      store_n(y[r] + i, acc, (int)(n - i));
+      const Two v = unsorted(acc[r], b);
+      store(y[r] + i, v.a);
+      store(y[r] + i + W, v.b);
     }
+  }
+  for (; i < n; i += W) {
+    const int live = (int)std::min<int64_t>(W, n - i);
+    for (int r = 0; r < R; ++r) {
+      vf acc = load_n(y[r] + i, live);
+      for (int k = 0; k < PAGE; ++k) acc += load_n(b + k * out + i, live) * s[r][k];
+      store_n(y[r] + i, acc, live);
+    }
+  }
+  all_next = next;
 }
 
 template <class T>
@@ -202,13 +257,11 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   constexpr int R = 4;
   for (int p = 0; p < piece.pages; ++p) {
     const T* b = lora_page<T>(pool, piece.slot, piece.module, p, layer) + PAGE * in + piece.first;
-    const char* next = nullptr;
-    int64_t next_out = out;
-    if (p + 1 < piece.pages)
-      next = (const char*)(lora_page<T>(pool, piece.slot, piece.module, p + 1, layer) + PAGE * in + piece.first);
-    else if (after) {
-      next = (const char*)(lora_page<T>(pool, after->slot, after->module, 0, layer) + PAGE * pool.in[after->module] + after->first);
-      next_out = pool.out[after->module];
+    const LoraPiece* soon = p + 1 < piece.pages ? &piece : after;
+    Next next;
+    if (soon && soon->count == pool.out[soon->module]) {  // some outputs only: rows of one adapter, which compute anyway
+      const T* page = lora_page<T>(pool, soon->slot, soon->module, soon == &piece ? p + 1 : 0, layer);
+      next = Next(page + PAGE * pool.in[soon->module], soon->count, piece.count);
     }
     const float* from[R];
     float* to[R];
@@ -219,10 +272,9 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
         to[j] = y + plan.order[piece.row0 + r + j] * ldy + column;
       }
       if (n == R)
-        expand_rows<T, R>(b, out, piece.count, from, to, next, next_out);
+        expand_rows<T, R>(b, out, piece.count, from, to, next);
       else
-        expand_rows<T, 1>(b, out, piece.count, from, to, next, next_out);
-      next = nullptr;
+        expand_rows<T, 1>(b, out, piece.count, from, to, next);
       r += n;
     }
   }

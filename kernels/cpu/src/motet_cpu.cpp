@@ -102,12 +102,6 @@ void* motet_alloc(int64_t bytes) {
 }
 void motet_release(void* p, int64_t bytes) { munmap(p, bytes); }
 
-// Asks for huge pages for memory that exists already and is not touched yet.
-void motet_advise(void* p, int64_t bytes) {
-  const uintptr_t page = 4096, begin = ((uintptr_t)p + page - 1) / page * page, end = ((uintptr_t)p + bytes) / page * page;
-  if (end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
-}
-
 int64_t motet_packed_bytes(int64_t n, int64_t k, int64_t type) {
   static const int bytes[] = {4, 2, 2, 1};
   return (n + 15) / 16 * 16 * ((k + 31) / 32 * 32) * bytes[type];
@@ -140,9 +134,10 @@ void motet_pack(Engine* engine, const void* from, int64_t from_type, int64_t n, 
 void motet_forward(Engine* engine, const Model* model, const Step* step) {
   BY_TYPE(model->type, run_forward<T>(*model, *step, engine->workspace, engine->team))
 }
-// `times` > 1 measures: the product again and again.
-void motet_gemm(Engine* engine, int64_t type, const Matrix* w, const float* x, int64_t rows, float* y, int64_t add, int64_t times) {
-  BY_TYPE(type, run_gemm<T>(*w, x, rows, y, add != 0, times, engine->workspace, engine->team))
+// y (+)= x w^T for each of `count` matrices of one shape; more than one is for measuring.
+void motet_gemm(Engine* engine, int64_t type, const Matrix* w, int64_t count, const float* x, int64_t rows, float* y, int64_t ldy,
+                int64_t add) {
+  BY_TYPE(type, run_gemm<T>(w, count, x, rows, y, ldy, add != 0, engine->workspace, engine->team))
 }
 // `which`: 1 shrink, 2 expand, 3 both; layers [layer, layer + layers) one after the other.
 void motet_lora(Engine* engine, int64_t type, const Pool* pool, const int32_t* row_slot, int64_t rows, int64_t layer, int64_t layers,

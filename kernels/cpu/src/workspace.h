@@ -16,9 +16,11 @@ class Buffer {
   void reserve(int64_t bytes) {
     if (bytes <= capacity_) return;
     free(data_);
-    capacity_ = (bytes + (bytes >> 2) + 4095) / 4096 * 4096;
-    data_ = aligned_alloc(4096, capacity_);
+    const int64_t page = bytes < HUGE / 32 ? 4096 : HUGE;
+    capacity_ = (bytes + (bytes >> 2) + page - 1) / page * page;
+    data_ = aligned_alloc(page, capacity_);
     if (!data_) abort();
+    if (page == HUGE) madvise(data_, capacity_, MADV_HUGEPAGE);
     memset(data_, 0, capacity_);
   }
   template <class T>
@@ -27,6 +29,7 @@ class Buffer {
   }
 
  private:
+  static constexpr int64_t HUGE = 2 << 20;  // a page of its own saves most address translations
   void* data_ = nullptr;
   int64_t capacity_ = 0;
 };
@@ -34,7 +37,7 @@ class Buffer {
 namespace motet {
 
 struct Workspace {
-  Buffer x, y, h, s, scratch;
+  Buffer x, y, h, gated, s, scratch;
   int64_t scratch_each = 0;  // floats of one thread
   LoraPlan lora;
   std::vector<AttentionItem> attention;
