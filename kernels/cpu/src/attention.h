@@ -166,11 +166,15 @@ static void attention_item(const Attention& a, const AttentionItem& item, A* out
   const T* kv = (const T*)a.kv;
   for (int64_t block = oldest / a.block_size; block * a.block_size <= final; ++block) {
     const T* tokens = kv + table[block] * a.block_size * token_stride;
+    const char *soon = nullptr, *soon_end = nullptr;  // the next block, prefetched a share at a time
     if (item.head1 - item.head0 == a.kv_heads && (block + 1) * a.block_size <= final) {
-      const char* soon = (const char*)(kv + table[block + 1] * a.block_size * token_stride);
-      const int64_t live = std::min(a.block_size, final + 1 - (block + 1) * a.block_size);
-      for (int64_t byte = 0; byte < live * token_stride * (int64_t)sizeof(T); byte += 64) prefetch(soon + byte);
+      soon = (const char*)(kv + table[block + 1] * a.block_size * token_stride);
+      soon_end = soon + std::min(a.block_size, final + 1 - (block + 1) * a.block_size) * token_stride * (int64_t)sizeof(T);
     }
+    const int64_t share = round_up((soon_end - soon) / (a.kv_heads * ((a.block_size + CHUNK - 1) / CHUNK) * 2) + 1, 64);
+    const auto prefetch_share = [&] {
+      for (const char* end = std::min(soon_end, soon + share); soon < end; soon += 64) prefetch(soon);
+    };
     for (int64_t offset = 0; offset < a.block_size; offset += CHUNK) {
       const int64_t base = block * a.block_size + offset;
       const int here = (int)std::min<int64_t>({CHUNK, a.block_size - offset, final + 1 - base});
@@ -184,6 +188,7 @@ static void attention_item(const Attention& a, const AttentionItem& item, A* out
         float *hq = q + mine * width, *hs = sums + mine * width, *hw = weights + mine * CHUNK;
         float shrink[QUERIES * 4];
 #define SCORE(Q) score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, hw + at * CHUNK)
+        prefetch_share();
         EACH_QUERIES(queries, SCORE);
         for (int i = 0; i < queries; ++i) {
           const int64_t position = begin + i / per;
@@ -211,6 +216,7 @@ static void attention_item(const Attention& a, const AttentionItem& item, A* out
           top[mine + i] = now;
         }
 #define ADD(Q) add_values<T, Q>(hs + at * width, width, hw + at * CHUNK, shrink + at, v, token_stride, head_dim, first, here)
+        prefetch_share();
         EACH_QUERIES(queries, ADD);
       }
     }

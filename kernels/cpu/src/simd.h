@@ -124,11 +124,15 @@ INLINE float sum(vf v) {
 #endif
 }
 INLINE float largest(vf v) {
+#if MOTET_LEVEL >= 2
+  return _mm512_reduce_max_ps(v);
+#else
   float m[W];
   memcpy(m, &v, sizeof v);
   for (int half = W / 2; half; half /= 2)
     for (int i = 0; i < half; ++i) m[i] = m[i] > m[i + half] ? m[i] : m[i + half];
   return m[0];
+#endif
 }
 // The sums of four vectors at once.
 INLINE void sum4(vf a, vf b, vf c, vf d, float* out) {
