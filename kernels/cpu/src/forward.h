@@ -91,7 +91,8 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   const int64_t q_n = m.heads * hd, kv_n = m.kv_heads * hd, qkv_n = q_n + 2 * kv_n;
   const int64_t by_hidden = row_stride<A>(hidden), by_q = row_stride<A>(q_n), by_mlp = row_stride<A>(m.mlp);
   const int64_t by_x = row_stride<float>(hidden), by_qkv = row_stride<float>(qkv_n), by_gate_up = row_stride<float>(2 * m.mlp);
-  const bool gate = on_tiles<A> && ws.lora.shrink[2].empty() && m.mlp % PANEL == 0;
+  const bool gate = on_tiles<A> && m.mlp % PANEL == 0;
+  const uint8_t* plain = ws.lora.on_gate_up.data();
   float *x = ws.x.data<float>(), *y = ws.y.data<float>(), *s = ws.s.data<float>();
   A *h = ws.h.data<A>(), *gated = ws.gated.data<A>();
   float* scratch = ws.scratch.data<float>() + member * ws.scratch_each;
@@ -134,9 +135,10 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
       memset((void*)(gated + row * by_mlp + m.mlp), 0, (by_mlp - m.mlp) * sizeof(A));
     });
     Gemm<A> gate_up{&layer.gate_up, h, by_hidden, rows, y, by_gate_up, false};
-    if (gate) gate_up.gated = gated, gate_up.ld_gated = by_mlp;
+    if (gate) gate_up.gated = gated, gate_up.ld_gated = by_mlp, gate_up.plain = plain;
     project<T>(team, gate_up, m.pool, ws.lora, 2, l, s);
-    if (!gate) each_rows(team, rows, [&](int64_t row) {
+    if (!gate || !ws.lora.shrink[2].empty()) each_rows(team, rows, [&](int64_t row) {
+      if (gate && !plain[row]) return;
       const float* both = y + row * by_gate_up;
       silu_row(both, both + m.mlp, m.mlp, gated + row * by_mlp);
     });

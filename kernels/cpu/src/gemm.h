@@ -74,6 +74,7 @@ struct Gemm {
   bool add;
   A* gated = nullptr;  // takes the place of y: [rows, w.n / 2]
   int64_t ld_gated = 0;
+  const uint8_t* plain = nullptr;  // [rows]: 1 for those that want y all the same
 };
 
 INLINE int64_t panel_bytes(const Matrix& w) {
@@ -105,7 +106,14 @@ INLINE void finish_gated(const Gemm<A>& g, int64_t row, int rows, int64_t panel,
   for (int r = 0; r < rows; ++r)
     for (int at = 0; at < PANEL; at += W) {
       const int64_t n = panel * PANEL + at;
-      const vf gate = finished(g, sums.of(r, 0) + at, n, W), up = finished(g, sums.of(r, 1) + at, g.w->n / 2 + n, W);
+      const int64_t half = g.w->n / 2;
+      const vf gate = finished(g, sums.of(r, 0) + at, n, W), up = finished(g, sums.of(r, 1) + at, half + n, W);
+      if (g.plain[row + r]) {
+        float* y = g.y + (row + r) * g.ldy + n;
+        store(y, gate);
+        store(y + half, up);
+        continue;
+      }
       store(g.gated + (row + r) * g.ld_gated + n, gated(gate, up));
     }
 }
@@ -371,7 +379,7 @@ struct GemmItems {
     const int64_t unit = on_tiles<A> ? TILE_ROWS : 96, fit = CACHE_BYTES / (int64_t)(g.ldx * sizeof(A)) / unit * unit;
     const int64_t most = std::max(unit, on_tiles<A> ? std::min<int64_t>(MAX_ROWS, fit) : fit);
     blocks = (g.rows + most - 1) / most;
-    rows_each = round_up((g.rows + blocks - 1) / blocks, unit);
+    rows_each = blocks ? round_up((g.rows + blocks - 1) / blocks, unit) : 0;  // a step that is all prefill wants no logits
   }
   int64_t count() const { return blocks * items_each; }
   int64_t first_group(int64_t item) const { return item % items_each * groups_each; }

@@ -27,11 +27,13 @@ struct LoraPiece {
 struct LoraPlan {
   std::vector<int32_t> order, first_of_slot;
   std::vector<LoraPiece> shrink[GROUPS], expand[GROUPS];
+  std::vector<uint8_t> on_gate_up;  // [rows]: 1 for those whose adapter adds to the gate or up projection
   int64_t s_size = 0;
 
   // `row_slot` [rows]; only loaded slots are named. Allocates only beyond the largest step so far.
   void build(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t element_bytes, int team) {
     order.clear();
+    on_gate_up.assign(rows, 0);
     s_size = 0;
     for (int g = 0; g < GROUPS; ++g) shrink[g].clear(), expand[g].clear();
     first_of_slot.assign(pool.slots + 1, 0);
@@ -64,6 +66,8 @@ struct LoraPlan {
             for (int32_t c = 0; c < out; c += columns)
               expand[g].push_back({row, n, (int32_t)slot, m, pages, c, (int32_t)std::min<int64_t>(columns, out - c), s_size});
             s_size += (int64_t)n * pages * PAGE;
+            if (g == 2)
+              for (int32_t i = row; i < row + n; ++i) on_gate_up[order[i]] = 1;
           }
         }
     }
