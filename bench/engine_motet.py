@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ def make(setup: dict[str, Any]) -> Generate:
         lora_memory_mib=setup["lora_mib"],
     )
     assembly = assemble(config, model, StepTimes(START_PERF))
-    adapters = [assembly.parse_adapter(_blob(model, Path(path))) for path in setup["adapters"]]
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
+        files = [_stored(model, Path(path), Path(directory)) for path in setup["adapters"]]
+        adapters = [assembly.parse_adapter(file, file.name) for file in files]  # mapped: they outlive the directory
 
     def generate(prompts: list[list[int]], wanted: list[int], tokens: int) -> list[list[int]]:
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -37,8 +40,8 @@ def make(setup: dict[str, Any]) -> Generate:
     return generate
 
 
-def _blob(model: Path, adapter: Path) -> bytes:
-    """The adapter as the registry stores it."""
+def _stored(model: Path, adapter: Path, directory: Path) -> Path:
+    """The adapter as the registry stores it and a worker's disk tier has it: a file whose name is its digest."""
     from services.registry.peft import convert
     from shared.base_shapes import read_shapes
 
@@ -46,7 +49,10 @@ def _blob(model: Path, adapter: Path) -> bytes:
     size = weights.stat().st_size
     with weights.open("rb") as file:
         config = (adapter / "adapter_config.json").read_bytes()
-        return convert(config, file, size, read_shapes(model), max_rank=1024, max_bytes=size).blob
+        converted = convert(config, file, size, read_shapes(model), max_rank=1024, max_bytes=size)
+    path = directory / converted.digest
+    path.write_bytes(converted.blob)
+    return path
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.library_attention import LibraryAttention
+from kernels.memory import lazy_zeros
 
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
 """How much context decoding sequences gather at a time, per layer: on a CPU what its L2 cache holds."""
@@ -45,7 +46,7 @@ class KvCache:
         self.null_block = blocks
         block_bytes = block_size * 2 * kv_heads * head_dim * dtype.itemsize
         self.tile_blocks = max(TILE_BYTES[torch.device(device).type] // block_bytes, 1)
-        self.data = torch.zeros((layers, blocks + 1, block_size, 2, kv_heads, head_dim), dtype=dtype, device=device)
+        self.data = lazy_zeros((layers, blocks + 1, block_size, 2, kv_heads, head_dim), dtype=dtype, device=device)
         self._blocks = list(self.data)  # [blocks + 1, block_size, 2, kv_heads, head_dim] per layer
         self._tokens = [layer.view(-1, 2, kv_heads, head_dim) for layer in self._blocks]
 

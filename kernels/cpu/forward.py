@@ -92,8 +92,6 @@ class CpuForward:
         self._engine, self._rotary, self._pool = engine, rotary, pool
         dtype = weights.embed.dtype
         self._kept: list[Any] = [cache.data, pool.arena, weights]  # what the structures point into
-        for region in (cache.data, pool.arena):
-            engine.library.motet_advise(region.data_ptr(), region.nbytes)
         layer_type = Layer * layers
         self._layers = layer_type(*(self._layer(layer, window) for layer, window in zip(weights.layers, windows, strict=True)))
         self._model = Model(

@@ -116,7 +116,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "motet_engine_free": (None, [c_void_p]),
     "motet_alloc": (c_void_p, [c_int64]),
     "motet_release": (None, [c_void_p, c_int64]),
-    "motet_advise": (None, [c_void_p, c_int64]),
     "motet_packed_bytes": (c_int64, [c_int64, c_int64, c_int64]),
     "motet_pack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "motet_forward": (None, [c_void_p, POINTER(Model), POINTER(Step)]),

@@ -102,12 +102,6 @@ void* motet_alloc(int64_t bytes) {
 }
 void motet_release(void* p, int64_t bytes) { munmap(p, bytes); }
 
-// Asks for huge pages for memory that exists already and is not touched yet.
-void motet_advise(void* p, int64_t bytes) {
-  const uintptr_t page = 4096, begin = ((uintptr_t)p + page - 1) / page * page, end = ((uintptr_t)p + bytes) / page * page;
-  if (end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
-}
-
 int64_t motet_packed_bytes(int64_t n, int64_t k, int64_t type) {
   static const int bytes[] = {4, 2, 2, 1};
   return (n + 15) / 16 * 16 * ((k + 31) / 32 * 32) * bytes[type];
