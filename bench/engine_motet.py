@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_child import Generate, serve
+from services.registry.peft import Converted, convert
+from shared.base_shapes import read_shapes
 
 
 def make(setup: dict[str, Any]) -> Generate:
@@ -24,6 +26,7 @@ def make(setup: dict[str, Any]) -> Generate:
         max_lora_rank=setup["max_rank"],
         max_loras=len(setup["adapters"]),
         lora_memory_mib=setup["lora_mib"],
+        quantization=setup["quantization"],
     )
     assembly = assemble(config, model, StepTimes(START_PERF))
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
@@ -41,18 +44,20 @@ def make(setup: dict[str, Any]) -> Generate:
 
 
 def _stored(model: Path, adapter: Path, directory: Path) -> Path:
-    """The adapter as the registry stores it and a worker's disk tier has it: a file whose name is its digest."""
-    from services.registry.peft import convert
-    from shared.base_shapes import read_shapes
+    """The adapter as a worker's disk tier has it: a file whose name is its digest."""
+    converted = stored_adapter(model, adapter)
+    path = directory / converted.digest
+    path.write_bytes(converted.blob)
+    return path
 
+
+def stored_adapter(model: Path, adapter: Path) -> Converted:
+    """A PEFT directory as the registry stores it."""
     weights = adapter / "adapter_model.safetensors"
     size = weights.stat().st_size
     with weights.open("rb") as file:
         config = (adapter / "adapter_config.json").read_bytes()
-        converted = convert(config, file, size, read_shapes(model), max_rank=1024, max_bytes=size)
-    path = directory / converted.digest
-    path.write_bytes(converted.blob)
-    return path
+        return convert(config, file, size, read_shapes(model), max_rank=1024, max_bytes=size)
 
 
 if __name__ == "__main__":

@@ -75,10 +75,9 @@ class KvWatch:
 
     async def stop(self) -> None:
         """Stop following."""
-        if self._task is not None:
+        while self._task is not None and not self._task.done():  # wait_for swallows a cancellation that meets its result
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task}, timeout=0.5)
 
     @property
     def live(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -34,43 +35,49 @@ def rounded_checkpoint(model_dir: Path, directory: Path) -> Path:
     return path
 
 
+@dataclass
+class Family:
+    model_dir: Path
+    adapters: list[AdapterFixture]
+    want: list[Sequence]  # what the reference says of the rounded weights
+
+
+def sequences() -> list[Sequence]:
+    return [Sequence(prompt, i % 9 - 1, 6) for i, prompt in enumerate(random_prompts(18, seed=3))]
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[AdapterFixture]]:
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     directory = tmp_path_factory.mktemp(request.param)
     model_dir = make_checkpoint(request.param, directory)
-    return model_dir, rounded_checkpoint(model_dir, directory), make_adapters(model_dir, directory)
+    adapters, want = make_adapters(model_dir, directory), sequences()
+    drive(make_runner(rounded_checkpoint(model_dir, directory), adapters, kernels="reference"), want, chunk=7)
+    return Family(model_dir, adapters, want)
 
 
 @pytest.mark.parametrize("isa", available_isas())
 def test_int8_weights_say_what_the_reference_says_of_the_rounded_ones(
-    family: tuple[Path, Path, list[AdapterFixture]], isa: str, monkeypatch: pytest.MonkeyPatch
+    family: Family, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_dir, rounded, adapters = family
     monkeypatch.setenv("MOTET_CPU_ISA", isa)
-    compiled = make_runner(model_dir, adapters, kernels="cpu", quantization="int8")
-    reference = make_runner(rounded, adapters, kernels="reference")
-    got, want = ([Sequence(p, i % 9 - 1, 6) for i, p in enumerate(random_prompts(18, seed=3))] for _ in range(2))
-    drive(compiled, got, chunk=7)
-    drive(reference, want, chunk=7)
-    for ours, theirs in zip(got, want, strict=True):
+    got = sequences()
+    drive(make_runner(family.model_dir, family.adapters, kernels="cpu", quantization="int8"), got, chunk=7)
+    for ours, theirs in zip(got, family.want, strict=True):
         assert ours.output == theirs.output
         assert (torch.stack(ours.logits) - torch.stack(theirs.logits)).abs().max() < 1e-4
 
 
-def test_int8_weights_are_not_the_checkpoints_own(family: tuple[Path, Path, list[AdapterFixture]]) -> None:
-    model_dir, _, _ = family
+def test_int8_weights_are_not_the_checkpoints_own(family: Family) -> None:
     exact, coarse = (Sequence(random_prompts(1, seed=1, shortest=30)[0], -1, 1) for _ in range(2))
-    drive(make_runner(model_dir, []), [exact], chunk=100)
-    drive(make_runner(model_dir, [], quantization="int8"), [coarse], chunk=100)
+    drive(make_runner(family.model_dir, []), [exact], chunk=100)
+    drive(make_runner(family.model_dir, [], quantization="int8"), [coarse], chunk=100)
     difference = (torch.stack(exact.logits) - torch.stack(coarse.logits)).abs().max()
     assert 1e-3 < difference < 0.3 * torch.stack(exact.logits).abs().max()
 
 
-def test_int8_without_compiled_kernels_is_refused(
-    family: tuple[Path, Path, list[AdapterFixture]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int8_without_compiled_kernels_is_refused(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--quantization int8: only the compiled CPU kernels"):
-        make_runner(family[0], [], kernels="reference", quantization="int8")
+        make_runner(family.model_dir, [], kernels="reference", quantization="int8")
     monkeypatch.setenv("MOTET_KERNELS", "reference")
     with pytest.raises(ConfigError, match="--quantization int8"):
-        make_runner(family[0], [], quantization="int8")
+        make_runner(family.model_dir, [], quantization="int8")
