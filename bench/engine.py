@@ -59,6 +59,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
     parser.add_argument("--model", choices=sorted(SHAPES), default="M", help="428M or 30M parameters")
     parser.add_argument("--no-peers", action="store_true", help="without vLLM and PEFT, and without their figures")
+    parser.add_argument("--quantization", choices=["none", "int8"], default="none", help="of Motet's base weights")
     parser.add_argument("--serve", action="store_true", help="over HTTP instead of offline")
 
 
@@ -71,12 +72,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     threads = len(os.sched_getaffinity(0))
     os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     tokens = 16 if args.quick else OUTPUT_TOKENS
-    with _contestants(args.model, threads, peers=not args.no_peers) as contestants:
+    with _contestants(args.model, threads, args.quantization, peers=not args.no_peers) as contestants:
         rounds = 1 if args.quick else ROUNDS
         measured = _rounds(contestants, args.model, rounds, tokens)
         resident = {name: sides["lora"].rss_mib() for name, sides in contestants.items()}
     _show(args.model, tokens, measured)
-    return {"model": args.model, "output_tokens": tokens, "rounds": rounds, **figures(measured), "rss_mib": resident}
+    asked = {"model": args.model, "quantization": args.quantization, "output_tokens": tokens, "rounds": rounds}
+    return asked | figures(measured) | {"rss_mib": resident}
 
 
 Sides = dict[str, Contestant]
@@ -84,12 +86,12 @@ Sides = dict[str, Contestant]
 
 
 @contextmanager
-def _contestants(model: str, threads: int, *, peers: bool) -> Iterator[dict[str, Sides]]:
+def _contestants(model: str, threads: int, quantization: str, *, peers: bool) -> Iterator[dict[str, Sides]]:
     directory, adapter_dirs = model_and_adapters(model)
     adapters = [str(path) for path in adapter_dirs]
     size_mib = sum((path / "adapter_model.safetensors").stat().st_size for path in adapter_dirs) >> 20
     setup = {"model": str(directory), "adapters": adapters, "threads": threads, "kv_gib": KV_GIB, "max_rank": max(RANKS)}
-    setup["lora_mib"] = size_mib + 16
+    setup |= {"lora_mib": size_mib + 16, "quantization": quantization}
     with ExitStack() as stack:
 
         def start(name: str, python: str, environment: dict[str, str], **changes: Any) -> Contestant:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from bench.engine_child import Generate, serve
+from services.registry.peft import Converted, convert
+from shared.base_shapes import read_shapes
 
 
 def make(setup: dict[str, Any]) -> Generate:
@@ -23,9 +26,12 @@ def make(setup: dict[str, Any]) -> Generate:
         max_lora_rank=setup["max_rank"],
         max_loras=len(setup["adapters"]),
         lora_memory_mib=setup["lora_mib"],
+        quantization=setup["quantization"],
     )
     assembly = assemble(config, model, StepTimes(START_PERF))
-    adapters = [assembly.parse_adapter(_blob(model, Path(path))) for path in setup["adapters"]]
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
+        files = [_stored(model, Path(path), Path(directory)) for path in setup["adapters"]]
+        adapters = [assembly.parse_adapter(file, file.name) for file in files]  # mapped: they outlive the directory
 
     def generate(prompts: list[list[int]], wanted: list[int], tokens: int) -> list[list[int]]:
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -37,16 +43,21 @@ def make(setup: dict[str, Any]) -> Generate:
     return generate
 
 
-def _blob(model: Path, adapter: Path) -> bytes:
-    """The adapter as the registry stores it."""
-    from services.registry.peft import convert
-    from shared.base_shapes import read_shapes
+def _stored(model: Path, adapter: Path, directory: Path) -> Path:
+    """The adapter as a worker's disk tier has it: a file whose name is its digest."""
+    converted = stored_adapter(model, adapter)
+    path = directory / converted.digest
+    path.write_bytes(converted.blob)
+    return path
 
+
+def stored_adapter(model: Path, adapter: Path) -> Converted:
+    """A PEFT directory as the registry stores it."""
     weights = adapter / "adapter_model.safetensors"
     size = weights.stat().st_size
     with weights.open("rb") as file:
         config = (adapter / "adapter_config.json").read_bytes()
-        return convert(config, file, size, read_shapes(model), max_rank=1024, max_bytes=size).blob
+        return convert(config, file, size, read_shapes(model), max_rank=1024, max_bytes=size)
 
 
 if __name__ == "__main__":

@@ -109,12 +109,13 @@ def _complete(port: int, model: str) -> tuple[int, str]:
         connection.close()
 
 
-def motet_server(model: Path, adapters: list[Path], data: Path) -> Server:
+def motet_server(model: Path, adapters: list[Path], data: Path, quantization: str = "none") -> Server:
     """`motet up`, every service its own process."""
     port = free_port()
     size_mib = sum((path / "adapter_model.safetensors").stat().st_size for path in adapters) >> 20
     argv = [sys.executable, "-m", "motet", "up", "--model", str(model), "--served-model-name", BASE, "--port", str(port)]
     argv += ["--adapters-dir", str(adapters[0].parent), "--data-dir", str(data), "--drain-s", "2"]
+    argv += ["--quantization", quantization]
     environment = os.environ | {"PYTHONPATH": str(vllm_peer.ROOT), "MOTET_KV_MEMORY_GIB": str(KV_GIB)}
     environment |= {"MOTET_LORA_MEMORY_MIB": str(size_mib + 16), "MOTET_MAX_LORA_RANK": str(max(RANKS))}
     return Server("motet", argv, environment, port, adapters[-1].name)
@@ -125,7 +126,18 @@ def vllm_server(model: Path, adapters: list[Path]) -> Server:
     port, many = free_port(), str(len(adapters))
     argv = [vllm_peer.python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", BASE]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048"]
-    argv += ["--max-num-seqs", "64", "--enable-lora", "--max-loras", many, "--max-cpu-loras", many]
+    # its own 4096 take as long for 32 prompts, show no first token before the last, and need 2.5 GiB more
+    argv += [
+        "--max-num-batched-tokens",
+        "512",
+        "--max-num-seqs",
+        "64",
+        "--enable-lora",
+        "--max-loras",
+        many,
+        "--max-cpu-loras",
+        many,
+    ]
     argv += ["--max-lora-rank", str(max(RANKS)), "--disable-uvicorn-access-log"]
     argv += ["--lora-modules", *(f"{path.name}={path}" for path in adapters)]
     return Server("vllm", argv, vllm_peer.environment(KV_GIB), port, adapters[-1].name)
@@ -166,7 +178,10 @@ def run_serve(args: argparse.Namespace) -> dict[str, Any]:
             for number in range(starts):
                 print(f"starting {name} ({number + 1} of {starts})", file=sys.stderr)
                 data = Path(directory) / f"data-{number}"
-                server = motet_server(model, adapters, data) if name == "motet" else vllm_server(model, adapters)
+                if name == "motet":
+                    server = motet_server(model, adapters, data, args.quantization)
+                else:
+                    server = vllm_server(model, adapters)
                 with ExitStack() as this_start:
                     this_start.enter_context(server)
                     side.starts_s.append(server.first_token_s)
@@ -178,7 +193,8 @@ def run_serve(args: argparse.Namespace) -> dict[str, Any]:
         for server in servers:
             sides[server.name].rss_mib = server.rss_mib()
     _show(args.model, tokens, sides)
-    return {"model": args.model, "serve": True, "output_tokens": tokens, **figures(sides)}
+    setup = {"model": args.model, "serve": True, "quantization": args.quantization, "output_tokens": tokens}
+    return setup | figures(sides)
 
 
 def _latencies(servers: list[Server], sides: dict[str, Side], laps: dict[int, int], tokens: int, names: list[str]) -> None:

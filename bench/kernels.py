@@ -81,7 +81,7 @@ class _Limits:
 
     def __init__(self, engine: CpuEngine) -> None:
         self._engine = engine
-        self._memory = lazy_zeros([COLD_BYTES], torch.uint8)
+        self._memory = lazy_zeros([COLD_BYTES], dtype=torch.uint8)
         self._memory.fill_(1)
         self.bandwidths: list[float] = []
         self.peak = 0.0

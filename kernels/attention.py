@@ -46,7 +46,7 @@ class KvCache:
         self.null_block = blocks
         block_bytes = block_size * 2 * kv_heads * head_dim * dtype.itemsize
         self.tile_blocks = max(TILE_BYTES[torch.device(device).type] // block_bytes, 1)
-        self.data = lazy_zeros((layers, blocks + 1, block_size, 2, kv_heads, head_dim), dtype, device)
+        self.data = lazy_zeros((layers, blocks + 1, block_size, 2, kv_heads, head_dim), dtype=dtype, device=device)
         self._blocks = list(self.data)  # [blocks + 1, block_size, 2, kv_heads, head_dim] per layer
         self._tokens = [layer.view(-1, 2, kv_heads, head_dim) for layer in self._blocks]
 

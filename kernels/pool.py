@@ -67,7 +67,7 @@ class LoraPool:
         self._lines = bytes_total // self._line_bytes
         # one page of slack behind the end keeps the strided views below inside the storage
         slack = max(fan_in + fan_out for fan_in, fan_out in self.shapes.values()) * layers
-        self.arena = lazy_zeros([(self._lines + slack) * LINE], dtype, device)
+        self.arena = lazy_zeros(((self._lines + slack) * LINE,), dtype=dtype, device=device)
         self.page_lines = {m: layers * (fan_in + fan_out) for m, (fan_in, fan_out) in self.shapes.items()}
         max_pages = -(-max_rank // PAGE_RANKS)
         self.table = np.zeros((slots, len(MODULES), max_pages), dtype=np.int64)

@@ -1,7 +1,6 @@
 """The local stack: which processes it has, how they are told about each other, where their data lies.
 
-    nats -+-> registry -+-> gateway-1.., scheduler-1.., predictor
-          +-> worker-1..     (slowest to start and needs nothing but NATS, so it starts beside the registry)
+    nats -> worker-1.., gateway-1.., registry, scheduler-1.., predictor     all at once: each waits for what it needs
 
     data directory:  lock  stack.json  credentials/<user>.password  nats/  logs/<child>.log  adapters/<worker>/
 
@@ -43,6 +42,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     gateways: int = 1
     schedulers: int = 1
     threads: int = 0  # per worker; 0 shares the cores
+    quantization: str = "none"  # of the base's weights, in every worker
     host: str = "127.0.0.1"
     port: int = 8000
     nats_port: int = 0  # of the embedded server; 0 for a free one
@@ -89,9 +89,9 @@ class Stack:
     def names(self) -> list[str]:
         """The children, in the order in which they start."""
         o = self.options
-        copies = {"worker": o.workers, "scheduler": o.schedulers, "gateway": o.gateways}
-        names = ["registry", "predictor", *(f"{kind}-{i + 1}" for kind, count in copies.items() for i in range(count))]
-        return [*(["nats"] if o.bus is None else []), *names]
+        copies = {"worker": o.workers, "gateway": o.gateways, "scheduler": o.schedulers}  # the slowest to start first
+        names = [f"{kind}-{i + 1}" for kind, count in copies.items() for i in range(count)]
+        return [*(["nats"] if o.bus is None else []), *names, "registry", "predictor"]
 
     async def start(self) -> None:
         """Start everything and wait until it is ready. Raises ConfigError, NatsStartError or supervisor.StartFailed."""
@@ -176,15 +176,14 @@ class Stack:
             threads = o.threads or max(1, _cores() // o.workers)
             env["OMP_NUM_THREADS"] = str(threads)
             flags += ["--threads", str(threads), "--adapter-cache-dir", str(self.data_dir / "adapters" / name)]
+            flags += ["--quantization", o.quantization]
 
         def argv(ops_port: int) -> list[str]:
             bus = self._bus_flags(kind)
             return [sys.executable, "-m", "motet", kind, *flags, *bus, "--ops-port", str(ops_port)]
 
-        before: tuple[str, ...] = ("nats",) if o.bus is None else ()
-        if kind not in ("registry", "worker"):
-            before = ("registry",)
-        spec = ServiceSpec(name=name, argv=argv, env=env, after=before, stop_rank=STOP_RANK[kind])
+        after = ("nats",) if o.bus is None else ()
+        spec = ServiceSpec(name=name, argv=argv, env=env, after=after, stop_rank=STOP_RANK[kind])
         return ServiceProcess(spec, self.data_dir / "logs", echo=self._echo)
 
     def _bus_flags(self, kind: str) -> list[str]:

@@ -46,6 +46,13 @@ def _directory(**more: Any) -> click.Path:
 )
 @click.option("--schedulers", default=1, show_default=True, type=click.IntRange(1, 16), help="Schedulers.")
 @click.option("--threads", default=0, type=click.IntRange(0), help="CPU threads per worker.  [default: cores / workers]")
+@click.option(
+    "--quantization",
+    default="none",
+    show_default=True,
+    type=click.Choice(["none", "int8"]),
+    help="Base weights in the workers' memory: as they are, or int8 (CPU).",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address the gateways listen on.")
 @click.option(
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port of the first gateway; 0 for any."

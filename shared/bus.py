@@ -295,6 +295,22 @@ class Bus:
                     raise Unavailable(f"bucket {bucket} is not there: {error!r}") from error
                 await asyncio.sleep(0.1)
 
+    async def answered_control(self, msg: Msg, sequence: int) -> bool:
+        """Whether `msg`, of a push consumer, is no message of the stream but flow control or a heartbeat.
+
+        Flow control is answered here, so that the server sends no faster than we read. `sequence` is the consumer's of the
+        last message; raises nats.js.errors.Error when a heartbeat knows of later ones.
+        """
+        headers = msg.headers or {}
+        if headers.get("Status") != "100":
+            return False
+        if reply := msg.reply or headers.get("Nats-Consumer-Stalled"):
+            await self.nc.publish(reply)
+        last = headers.get("Nats-Last-Consumer")
+        if last is not None and int(last) != sequence:
+            raise js_errors.Error(f"{int(last) - sequence} messages lost")
+        return True
+
     async def close(self) -> None:
         """Finish what was received, flush, disconnect."""
         while self._tasks:  # again for those that missed it: wait_for may swallow a cancellation that meets its result

@@ -16,7 +16,6 @@ import contextlib
 from collections.abc import Callable
 
 from nats import errors as nats_errors
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import errors as js_errors
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
@@ -76,10 +75,9 @@ class KvWatch:
 
     async def stop(self) -> None:
         """Stop following."""
-        if self._task is not None:
+        while self._task is not None and not self._task.done():  # wait_for swallows a cancellation that meets its result
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task}, timeout=0.5)
 
     @property
     def live(self) -> bool:
@@ -142,15 +140,13 @@ class KvWatch:
             if msg is None:
                 continue
             self._heard_s = now_s()
-            headers = msg.headers or {}
-            if headers.get("Status") == "100":
-                await self._answer_control(msg, headers, sequence)
+            if await self._bus.answered_control(msg, sequence):
                 continue
             at = msg.metadata
             if at.sequence.consumer != sequence + 1:
                 raise js_errors.Error(f"{at.sequence.consumer - sequence - 1} updates lost")
             sequence += 1
-            key = msg.subject.removeprefix(self._prefix)
+            key, headers = msg.subject.removeprefix(self._prefix), msg.headers or {}
             deleted = headers.get(KV_OP) in (KV_DEL, KV_PURGE) or KV_MARKER_REASON in headers
             if keys is not None:
                 keys.discard(key) if deleted else keys.add(key)
@@ -158,14 +154,6 @@ class KvWatch:
             if keys is not None and at.num_pending == 0:
                 self._report_synced(keys)
                 keys = None
-
-    async def _answer_control(self, msg: Msg, headers: dict[str, str], sequence: int) -> None:
-        """Flow control is answered in turn, so the server sends no faster than we report; heartbeats reveal a lost tail."""
-        if reply := msg.reply or headers.get("Nats-Consumer-Stalled"):
-            await self._bus.nc.publish(reply)
-        last = headers.get("Nats-Last-Consumer")
-        if last is not None and int(last) != sequence:
-            raise js_errors.Error(f"{int(last) - sequence} updates lost")
 
     def _report(self, key: str, value: bytes | None) -> None:
         try:

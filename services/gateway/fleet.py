@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 from nats.aio.subscription import Subscription
 
 from shared import subjects
@@ -66,6 +69,7 @@ class Fleet:
     def __init__(self, bus: Bus, base_model: str) -> None:
         self._bus, self._base_model = bus, base_model
         self._workers: dict[str, WorkerView] = {}
+        self._newcomer = asyncio.Event()
         self._inlet: Subscription | None = None
 
     async def start(self) -> None:
@@ -75,6 +79,9 @@ class Fleet:
     def _on_state(self, state: WorkerState) -> None:
         if isinstance(state, WorkerSnapshot):
             if state.limits.base_model == self._base_model:
+                if state.worker_id not in self._workers:
+                    self._newcomer.set()
+                    self._newcomer = asyncio.Event()
                 self._workers[state.worker_id] = WorkerView(state)
         elif (known := self._workers.get(state.worker_id)) is not None:
             known.apply(state)
@@ -85,6 +92,14 @@ class Fleet:
         for worker_id in [w for w, view in self._workers.items() if view.heard_s < oldest]:
             del self._workers[worker_id]
         return self._workers
+
+    async def newcomer(self, within_s: float) -> bool:
+        """Wait for a worker that was not here; whether one came."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._newcomer.wait()
+                return True
+        return False
 
     def lose(self, worker_id: str) -> None:
         """Forget a worker whose lease ended."""

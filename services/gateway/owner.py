@@ -175,8 +175,7 @@ class Owner:
                 if isinstance(error, DeadlineExceeded):  # some worker may have taken it
                     stream.epoch = epoch = epoch + 1
                 stream.excluded = [w for w in stream.excluded if not self._leases.alive(w)]
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, BACKOFF_S[1])
+            pause = BACKOFF_S[0] if await self._fleet.newcomer(pause) else min(pause * 2, BACKOFF_S[1])
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -27,7 +27,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 from nats import errors as nats_errors
 from nats.js import errors as js_errors
-from nats.js.api import ObjectInfo
+from nats.js.api import ObjectInfo, ObjectMeta, ObjectMetaOptions
 
 from shared import subjects
 from shared.adapter_watch import NAME, VERSION
@@ -37,6 +37,7 @@ from shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadReque
 from shared.kv_watch import KvWatch
 from shared.messages import AdapterInfo
 from shared.model import AdapterEntry, AdapterVersion
+from shared.objects import read_object
 from shared.telemetry import logger
 
 log = logger("motet.registry.store")
@@ -44,6 +45,7 @@ HOLDS = "holds."
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
 NAME_CHARS = 128
 ATTEMPTS = 20
+CHUNK_BYTES = 1 << 20  # each is acknowledged before the next one is sent
 PUT_S = 300.0  # a blob that is not stored by then is given up
 DELETING_S = 10.0  # how long a deletion may take before others take it over (at three times this)
 UNUSED_S = 30.0  # an old version waits this long for requests that are on their way
@@ -212,7 +214,7 @@ class AdapterStore:
             file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's
             try:
                 async with asyncio.timeout(PUT_S):
-                    await self._uploads.get(name, writeinto=file)
+                    await read_object(self._bus, self._uploads, name, file)
             except BaseException:
                 file.close()
                 raise
@@ -359,7 +361,8 @@ class AdapterStore:
             info = await self._blobs.get_info(digest)
         if info is None or info.size != len(blob):
             async with asyncio.timeout(PUT_S):
-                await self._blobs.put(digest, blob)
+                options = ObjectMetaOptions(max_chunk_size=min(CHUNK_BYTES, self._bus.max_payload // 2))
+                await self._blobs.put(digest, blob, ObjectMeta(options=options))
 
 
 def _entry(name: str, digest: str, present: AdapterEntry | None, hold: str, alias_of: str | None = None) -> AdapterEntry:

@@ -1,11 +1,12 @@
 """Where a worker keeps adapter weights outside the device: two tiers in front of the object store.
 
-    object store  --fetch, SHA-256 checked, atomic rename-->  disk  --read, SHA-256 checked, parsed-->  host  -->  engine
-    (registry's)                                              LRU by bytes                             LRU by bytes, counted
+    object store  --fetch, SHA-256 checked, atomic rename-->  disk  --SHA-256 checked, mapped, parsed-->  host  -->  engine
+    (registry's)                                              LRU by bytes                               LRU by bytes, counted
 
 Rules:
 - an adapter is its content digest; a file whose content has another digest is deleted and fetched again.
 - one load per digest, however many requests wait for it. It fails for those that wait now and is tried again later.
+- a host copy is a mapping of its file, alive also when the file is evicted; files are never written to once named.
 - a host copy with holders stays. When holders fill the budget, loads wait for one to let go: requests wait, memory
   does not grow. Each request holds at most one adapter, so somebody always finishes.
 - `drop` takes a version out of both tiers as soon as nobody holds it.
@@ -36,6 +37,7 @@ from shared.bus import Bus
 from shared.clock import now_s
 from shared.errors import AdapterNotFound, TooLarge, Unavailable
 from shared.model import AdapterRef, Tier
+from shared.objects import read_object
 from shared.telemetry import logger
 
 if TYPE_CHECKING:
@@ -122,7 +124,8 @@ class _Load:
 
 
 class AdapterTiers:
-    """Disk and host tier. `acquire` and `release` count holders; `parse` makes a host copy of a verified blob.
+    """Disk and host tier. `acquire` and `release` count holders; `parse` makes the host copy
+    of a verified file from its path and digest.
 
     `on_change(digest)` is called after a digest entered or left a tier.
     """
@@ -133,7 +136,7 @@ class AdapterTiers:
         disk: DiskTier,
         *,
         host_bytes: int,
-        parse: Callable[[bytes], HostAdapter],
+        parse: Callable[[Path, str], HostAdapter],
         on_change: Callable[[str], None],
     ) -> None:
         self._bus, self._disk, self._budget, self._parse, self._on_change = bus, disk, host_bytes, parse, on_change
@@ -238,19 +241,18 @@ class AdapterTiers:
             began = now_s()
             await self._reserve(ref.size_bytes)
             try:
-                data = await asyncio.to_thread(self._read_disk, digest) if digest in self._disk else None
+                adapter = await asyncio.to_thread(self._from_disk, digest) if digest in self._disk else None
                 source = "disk"
-                if data is None:
+                if adapter is None:
                     source = "store"
                     self._disk.discard(digest)
-                    data = await self._fetch(ref)
-                adapter = await asyncio.to_thread(self._parse, data)
+                    adapter = await self._fetch(ref)
             finally:
                 self._reserved -= ref.size_bytes
                 self._room.set()
             waiters = self._loads[digest].waiters
-            self._host[digest] = _Held(adapter, len(data), waiters)
-            for gone in self._disk.added(digest, len(data)):
+            self._host[digest] = _Held(adapter, adapter.nbytes, waiters)
+            for gone in self._disk.added(digest, adapter.nbytes):
                 metrics.ADAPTER_EVICTIONS.labels("disk").inc()
                 self._changed(gone)
             if not waiters and digest in self._doomed:
@@ -275,22 +277,28 @@ class AdapterTiers:
                 self._changed(idle)
             self._reserved += size_bytes
 
-    def _read_disk(self, digest: str) -> bytes | None:
-        """The verified file, or None when it is missing or its content is not what its name says."""
+    def _from_disk(self, digest: str) -> HostAdapter | None:
+        """The host copy, or None when the file is missing or its content is not what its name says."""
         path = self._disk.path(digest)
         try:
-            data = path.read_bytes()
+            adapter = self._verified(path, digest)
+            if adapter is None:
+                metrics.ADAPTER_CORRUPT.labels("disk").inc()
+                log.warning("cached adapter corrupt, fetching it again", extra={"digest": digest})
+                return None
+            os.utime(path)  # the order of use survives a restart
         except OSError as error:
             log.warning("cached adapter unreadable", extra={"digest": digest, "error": repr(error)})
             return None
-        if hashlib.sha256(data).hexdigest() != digest:
-            metrics.ADAPTER_CORRUPT.labels("disk").inc()
-            log.warning("cached adapter corrupt, fetching it again", extra={"digest": digest})
-            return None
-        os.utime(path)  # the order of use survives a restart
-        return data
+        return adapter
 
-    async def _fetch(self, ref: AdapterRef) -> bytes:
+    def _verified(self, path: Path, digest: str) -> HostAdapter | None:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                return None
+        return self._parse(path, digest)
+
+    async def _fetch(self, ref: AdapterRef) -> HostAdapter:
         """Download, verify, move into the disk tier; one more try when the content is wrong."""
         if self._store is None:
             self._store = await self._bus.object_store(subjects.BLOBS)
@@ -299,14 +307,12 @@ class AdapterTiers:
             partial = self._disk.partial(ref.digest)
             try:
                 with partial.open("wb") as sink:
-                    await asyncio.wait_for(self._store.get(ref.digest, writeinto=sink), timeout_s)
-                data = await asyncio.to_thread(self._admit, partial, ref.digest)
-                if data is not None:
-                    return data
+                    await asyncio.wait_for(read_object(self._bus, self._store, ref.digest, sink), timeout_s)
+                adapter = await asyncio.to_thread(self._admit, partial, ref.digest)
+                if adapter is not None:
+                    return adapter
             except js_errors.ObjectNotFoundError:
                 raise AdapterNotFound(f"adapter {ref.name!r} ({ref.digest[:12]}) is not in the object store") from None
-            except js_errors.DigestMismatchError:
-                log.warning("download damaged", extra={"digest": ref.digest})
             except (nats_errors.Error, js_errors.Error, TimeoutError, OSError) as error:
                 raise Unavailable(f"adapter {ref.name!r} ({ref.digest[:12]}) cannot be fetched: {error!r}") from error
             finally:
@@ -314,12 +320,11 @@ class AdapterTiers:
             metrics.ADAPTER_CORRUPT.labels("store").inc()
         raise Unavailable(f"adapter {ref.name!r}: the object store's copy does not have digest {ref.digest[:12]}")
 
-    def _admit(self, partial: Path, digest: str) -> bytes | None:
-        data = partial.read_bytes()
-        if hashlib.sha256(data).hexdigest() != digest:
-            return None
-        partial.replace(self._disk.path(digest))
-        return data
+    def _admit(self, partial: Path, digest: str) -> HostAdapter | None:
+        adapter = self._verified(partial, digest)  # mapped before it is named: from then on others may evict it
+        if adapter is not None:
+            partial.replace(self._disk.path(digest))
+        return adapter
 
     def _changed(self, digest: str) -> None:
         metrics.ADAPTERS_RESIDENT.labels("host").set(len(self._host))

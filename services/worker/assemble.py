@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from shared.config import ConfigError
 from shared.model import SamplingParams, WorkerLimits
 
 GPU_SHARE = 0.9  # of what is free before loading; the rest is left to activations, logits and CUDA itself
-WARM_UP_PROMPTS = (8, 64, 1)  # lengths in tokens
+WARM_UP_PROMPTS = (8, 8, 64, 1)  # lengths in tokens; the first is the cold process's
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,8 @@ class Assembly:
     engine: Engine
     limits: WorkerLimits
     vocab_size: int
-    parse_adapter: Callable[[bytes], HostAdapter]
+    parse_adapter: Callable[[Path, str], HostAdapter]
+    """A host copy from a verified blob's file and digest."""
 
 
 def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembly:
@@ -60,6 +60,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
             max_lora_rank=config.max_lora_rank,
             max_loras=config.max_loras,
             threads=config.engine_threads,
+            quantization=config.quantization,
         )
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from None
@@ -89,13 +90,18 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
         max_lora_rank=config.max_lora_rank,
     )
     _warm_up(engine, limits, model.vocab_size, times)
-    return Assembly(engine, limits, model.vocab_size, partial(HostAdapter.from_blob, config=model))
+
+    def parse_adapter(path: Path, digest: str) -> HostAdapter:
+        return HostAdapter.from_blob(path, model, digest=digest)
+
+    return Assembly(engine, limits, model.vocab_size, parse_adapter)
 
 
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
     block_bytes = ModelRunner.kv_bytes_per_block(model, dtype=config.dtype, block_size=config.block_size)
     weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
-    weights = weights * resolve_dtype(config.dtype, model).itemsize // resolve_dtype("auto", model).itemsize
+    itemsize = 1 if config.quantization == "int8" else resolve_dtype(config.dtype, model).itemsize
+    weights = weights * itemsize // resolve_dtype("auto", model).itemsize
     on_cpu = device == "cpu"
     free = free_host_bytes() if on_cpu else int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     left = free - weights - config.lora_bytes
@@ -109,23 +115,22 @@ def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device
 
 def _warm_up(engine: Engine, limits: WorkerLimits, vocab_size: int, times: StepTimes) -> None:
     """Run a few short requests: the first user should not pay for lazy initialisation, and the fit gets a start."""
-    for round_ in range(2):  # the first round's times are those of a cold process
-        for length in WARM_UP_PROMPTS:
-            length = min(length, limits.max_model_len // 2)
-            engine.add(
-                EngineRequest(
-                    request_id=f"warm-up-{round_}-{length}",
-                    gateway_id="",
-                    prompt=[(7 * round_ + 13 * length + i) % vocab_size for i in range(length)],
-                    sampling=SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
-                    arrival_s=now_s(),
-                ),
-                now_s(),
-            )
-            while engine.has_work():
-                began = now_s()
-                output = engine.step(began)
-                if output.failure is not None:
-                    raise output.failure
-                if round_:
-                    times.observe((now_s() - began) * 1000, output.stats)
+    for number, length in enumerate(WARM_UP_PROMPTS):
+        length = min(length, limits.max_model_len // 2)
+        engine.add(
+            EngineRequest(
+                request_id=f"warm-up-{number}",
+                gateway_id="",
+                prompt=[(7 * number + 13 * length + i) % vocab_size for i in range(length)],
+                sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+                arrival_s=now_s(),
+            ),
+            now_s(),
+        )
+        while engine.has_work():
+            began = now_s()
+            output = engine.step(began)
+            if output.failure is not None:
+                raise output.failure
+            if number:
+                times.observe((now_s() - began) * 1000, output.stats)

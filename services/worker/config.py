@@ -24,6 +24,10 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     dtype: Annotated[
         str, Meta(pattern="^(auto|float32|bfloat16|float16)$", description="weights and KV: auto, float32, bfloat16, float16")
     ] = "auto"
+    quantization: Annotated[
+        str,
+        Meta(pattern="^(none|int8)$", description="base weights: none (in --dtype), or int8 in memory, with compiled kernels"),
+    ] = "none"
     device: Annotated[
         str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto (cuda when there), cpu, cuda or cuda:<n>")
     ] = "auto"

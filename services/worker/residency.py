@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.worker import metrics
@@ -38,7 +39,7 @@ class Adapters:
         config: WorkerConfig,
         engine: EngineThread,
         reporter: StateReporter,
-        parse: Callable[[bytes], HostAdapter],
+        parse: Callable[[Path, str], HostAdapter],
     ) -> None:
         self._bus, self._engine, self._reporter = bus, engine, reporter
         self._device: set[str] = set()

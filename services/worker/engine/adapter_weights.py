@@ -30,15 +30,17 @@ class HostAdapter:
     ranks: dict[str, int]  # {module: largest over its layers}: what the device pool charges for
     nbytes: int  # of the blob
     pairs: dict[tuple[int, str], tuple[float, torch.Tensor, torch.Tensor]]
+    memory: mmap.mmap | bytearray
 
     @staticmethod
-    def from_blob(blob: Path | str | bytes, config: ModelConfig) -> HostAdapter:
+    def from_blob(blob: Path | bytes, config: ModelConfig, *, digest: str = "") -> HostAdapter:
         """Map the file at a path, or take the bytes, and check that the adapter fits the model.
 
-        The registry has validated it already; this is cheap (the header and a hash) and protects the engine from a blob
-        that was registered for another base. Raises InvalidAdapter, or OSError when the file cannot be opened.
+        The registry has validated it already; this is cheap (the header, and a hash where the caller does not know it) and
+        protects the engine from a blob that was registered for another base. Raises InvalidAdapter, or OSError when the
+        file cannot be opened.
         """
-        buffer = bytearray(blob) if isinstance(blob, bytes) else _map(Path(blob))
+        buffer = bytearray(blob) if isinstance(blob, bytes) else _map(blob)
         index = read_index(memoryview(buffer), len(buffer))
         _check(index, config)
         dtype = _DTYPES[index.dtype]
@@ -54,8 +56,13 @@ class HostAdapter:
                 tensor(pair.b_bytes, pair.b_shape),
             )
             ranks[pair.module] = max(pair.rank, ranks.get(pair.module, 0))
-        digest = hashlib.sha256(buffer).hexdigest()
-        return HostAdapter(digest=digest, rank=index.rank, ranks=ranks, nbytes=len(buffer), pairs=pairs)
+        digest = digest or hashlib.sha256(buffer).hexdigest()
+        return HostAdapter(digest=digest, rank=index.rank, ranks=ranks, nbytes=len(buffer), pairs=pairs, memory=buffer)
+
+    def rest(self) -> None:
+        """Hold no memory of a mapped file until the tensors are read again, which takes it from the system's page cache."""
+        if isinstance(self.memory, mmap.mmap):
+            self.memory.madvise(mmap.MADV_DONTNEED)
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -49,8 +49,9 @@ class ModelRunner:
 
     `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or "float16", for weights, KV and adapters alike;
     `threads` 0 leaves torch's setting. `kernels` is "cpu" (compiled), "reference" (torch) or "auto": compiled ones on a CPU
-    when they can be built; MOTET_KERNELS overrides "auto". Raises UnsupportedModel for a checkpoint that the engine does
-    not run, ConfigError when the kernels asked for cannot be had.
+    when they can be built; MOTET_KERNELS overrides "auto". `quantization` "int8" keeps the base's matrices as whole numbers
+    with one scale per output, which compiled kernels alone can read. Raises UnsupportedModel for a checkpoint that the
+    engine does not run, ConfigError when the kernels asked for or needed cannot be had.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ModelRunner:
         max_loras: int,
         threads: int = 0,
         kernels: str = "auto",
+        quantization: str = "none",
     ) -> None:
         if threads:
             torch.set_num_threads(threads)
@@ -73,6 +75,11 @@ class ModelRunner:
         self.dtype = resolve_dtype(dtype, self.config)
         self.device = torch.device(device)
         compiled = _compiled(kernels, self.device, threads)
+        if quantization != "none" and compiled is None:
+            raise ConfigError(
+                f"--quantization {quantization}: only the compiled CPU kernels read such weights, and they are not in use here"
+                f" (device {device}; see the warning above, or MOTET_KERNELS)"
+            )
         self._cache = KvCache(
             layers=self.config.num_layers,
             blocks=kv_blocks + (self.device.type == "cuda"),  # there the last is DecodeGraphs' scratch block
@@ -97,7 +104,7 @@ class ModelRunner:
             weights = load_weights(model_dir, self.config, self.dtype, self.device, Linear)
             self._model = Model(self.config, weights)
         else:
-            self._compiled = self._on_cpu(compiled, model_dir)
+            self._compiled = self._on_cpu(compiled, model_dir, int8=quantization == "int8")
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(self._pool, self._lora_rows)
         self._graphs: DecodeGraphs | None = None
@@ -127,6 +134,7 @@ class ModelRunner:
         """Copy an adapter into an empty slot. Raises kernels.PoolFull when pages are short, ValueError on a taken slot."""
         with torch.inference_mode():
             self._pool.load(slot, weights.pairs)
+        weights.rest()
 
     def free_adapter(self, slot: int) -> None:
         """Empty a slot; no row of a later step may name it until it is loaded again."""
@@ -163,8 +171,8 @@ class ModelRunner:
             self._lora(batch.row_slot),
         )
 
-    def _on_cpu(self, engine: CpuEngine, model_dir: Path) -> CpuForward:
-        weights = load_weights(model_dir, self.config, self.dtype, self.device, Packer(engine))
+    def _on_cpu(self, engine: CpuEngine, model_dir: Path, *, int8: bool) -> CpuForward:
+        weights = load_weights(model_dir, self.config, self.dtype, self.device, Packer(engine, int8=int8))
         half = self.config.head_dim // 2
         rope = RotaryEmbedding(self.config.rope, self.config.head_dim, torch.float32, self.device)
 

@@ -24,6 +24,10 @@ class Parsed:
 
     data: bytes
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
 
 def blob(seed: int, size_bytes: int = 64 * KIB) -> tuple[AdapterRef, bytes]:
     data = hashlib.shake_128(seed.to_bytes(4, "little")).digest(size_bytes)
@@ -43,14 +47,15 @@ class Bench:
         self.fetched: list[str] = []
         fetch = self.tiers._fetch
 
-        async def counted(ref: AdapterRef) -> bytes:
+        async def counted(ref: AdapterRef) -> Parsed:
             self.fetched.append(ref.digest)
             return await fetch(ref)
 
         self.tiers._fetch = counted
 
-    def _parse(self, data: bytes) -> Parsed:
+    def _parse(self, path: Path, digest: str) -> Parsed:
         self.parsed += 1
+        data = path.read_bytes()
         if data.startswith(b"bad"):
             raise InvalidAdapter("does not fit the model")
         return Parsed(data)
