@@ -171,7 +171,7 @@ class CpuEngine:
     def gemm(
         self, packed: Sequence[Packed], x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype, *, add: bool = False
     ) -> None:
-        """y [rows, n] (+)= x [rows, k] times each packed matrix in turn, all of one shape; both float32, `dtype` is the model's.
+        """y [rows, n] (+)= x [rows, k] times each packed matrix in turn, all of one shape. Both float32; `dtype` is the model's.
 
         Rows of y may lie apart.
         """
