@@ -171,9 +171,9 @@ class CpuEngine:
     def gemm(
         self, packed: Sequence[Packed], x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype, *, add: bool = False
     ) -> None:
-        """y [rows, n] (+)= x [rows, k] times each packed matrix in turn, all of one shape. Both float32; `dtype` is the model's.
+        """y [rows, n] (+)= x [rows, k] times each packed matrix in turn, all of one shape, both float32.
 
-        Rows of y may lie apart.
+        `dtype` is the model's; rows of y may lie apart.
         """
         if y.stride(1) != 1 or y.dtype != torch.float32 or len(y) != len(x):
             raise ValueError(f"y is {y.dtype} {tuple(y.shape)}: float32 with {len(x)} rows of neighbours is expected")
