@@ -108,12 +108,13 @@ class BatchAdmission(Generic[S]):
         return plan
 
     def _schedule_decodes(self, state: AdmissionState[S], plan: Plan[S]) -> None:
-        kv = state.kv
-        block_size = kv.block_size
+        kv, decodes = state.kv, plan.decodes
+        block_size, publishing = kv.block_size, kv.prefix_cache
         for seq in tuple(state.running):
-            if not seq.blocks or len(seq.tokens) - seq.computed != 1:
-                continue  # preempted a moment ago, or still in its prompt
-            if seq.computed == len(seq.blocks) * block_size:
+            computed = seq.computed
+            if len(seq.tokens) - computed != 1 or not seq.blocks:
+                continue  # still in its prompt, or preempted a moment ago
+            if computed % block_size == 0 and computed == len(seq.blocks) * block_size:
                 # The victim is the last of the running ones: never one that was served before in this loop.
                 while not kv.free and seq.blocks:
                     _preempt(state, state.running[-1], plan)
@@ -122,9 +123,9 @@ class BatchAdmission(Generic[S]):
                 seq.blocks += kv.allocate(1)
                 plan.grown.append(seq)
             seq.scheduled = 1
-            plan.decodes.append(seq)
-            if (seq.computed + 1) % block_size == 0:
-                publish_full_blocks(kv, seq, seq.computed + 1)
+            decodes.append(seq)
+            if publishing and (computed + 1) % block_size == 0:
+                publish_full_blocks(kv, seq, computed + 1)
         plan.tokens = len(plan.decodes)
 
     def _schedule_prefills(self, state: AdmissionState[S], plan: Plan[S]) -> None:
@@ -249,25 +250,25 @@ def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
 def advance_steady(state: AdmissionState[S], plan: Plan[S], steps: int) -> None:
     """`steps` steps of a steady plan have run; books what `decide` and `advance` would have booked, in their order.
 
-    The caller has added, or adds, the tokens that were drawn; what `tokens` holds up to the last step is looked at here.
+    The caller has added the tokens that were drawn: with a prefix cache they are looked at here.
     """
     kv, size = state.kv, state.kv.block_size
-    bookings: list[tuple[int, int, S]] = []  # (step, place in the step's order, who)
+    bookings: list[tuple[int, int, int, S]] = []  # (step, place in the step's order, tokens computed by its end, who)
     for place, seq in enumerate(plan.decodes):
-        room = len(seq.blocks) * size - seq.computed
-        if room < steps:
-            bookings += [(step, place, seq) for step in range(room, steps, size)]
-        if kv.prefix_cache:
-            bookings += [(step, place, seq) for step in range(size - 1 - seq.computed % size, steps, size)]
+        computed = seq.computed
+        seq.computed = computed + steps
         seq.scheduled = 0
+        room = len(seq.blocks) * size - computed
+        if room < steps:
+            bookings += [(step, place, computed + step + 1, seq) for step in range(room, steps, size)]
+        if kv.prefix_cache:
+            fills = range(size - 1 - computed % size, steps, size)
+            bookings += [(step, place, computed + step + 1, seq) for step in fills]
     bookings.sort(key=_when)
-    for step, _, seq in bookings:
-        end = seq.computed + step + 1
+    for _, _, end, seq in bookings:
         if end > len(seq.blocks) * size:
             seq.blocks += kv.allocate(1)
         publish_full_blocks(kv, seq, end)
-    for seq in plan.decodes:
-        seq.computed += steps
 
 
 def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:
@@ -318,7 +319,7 @@ def _give_back(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> No
         seq.slot = -1
 
 
-def _when(booking: tuple[int, int, object]) -> tuple[int, int]:
+def _when(booking: tuple[int, int, int, object]) -> tuple[int, int]:
     return booking[:2]
 
 
