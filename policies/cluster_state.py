@@ -178,20 +178,13 @@ class ClusterState:
         self.ids[row] = ""
         self._free.append(row)
 
-    def heard(
-        self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool, running_left: int | None = None
-    ) -> None:
-        """A worker spoke: these facts are its latest, and what was held against it is forgiven.
-
-        `running_left`: output tokens its running requests are still expected to produce, by its own count.
-        """
+    def heard(self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool) -> None:
+        """A worker spoke: these facts are its latest, and what was held against it is forgiven."""
         row, t = self._row[worker_id], self.table
         t["heard_s"][row] = now_s
         t["kv_tokens_free"][row] = kv_blocks_free * t["block_size"][row]
         t["draining"][row] = draining
         t["refusing"][row] = False
-        if running_left is not None:
-            self._loads[worker_id].running_left = t["running_left"][row] = running_left
 
     def set_heard(self, worker_id: str, heard_s: float) -> None:
         """Change only when the worker was last heard."""
@@ -245,6 +238,11 @@ class ClusterState:
         if old.adapter_digest not in load.adapters:
             self._locate(worker_id, old.adapter_digest)
         self._write(worker_id, load)
+
+    def set_running_left(self, worker_id: str, tokens: int) -> None:
+        """The worker's own count of output tokens its running requests are still expected to produce."""
+        self._loads[worker_id].running_left = tokens
+        self.table["running_left"][self._row[worker_id]] = tokens
 
     def _write(self, worker_id: str, load: WorkerLoad) -> None:
         row, t = self._row[worker_id], self.table

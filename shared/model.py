@@ -79,7 +79,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     hold: str = ""  # the registry's own: this entry's claim on the version's blob
 
 
-class RequestBrief(msgspec.Struct, array_like=True):
+class RequestBrief(msgspec.Struct, array_like=True, gc=False):
     """What a scheduler must know of a request on a worker. Token counts; `rank` 0 and `adapter_digest` "" for the base."""
 
     request_id: str
@@ -93,7 +93,7 @@ class RequestBrief(msgspec.Struct, array_like=True):
     tpot_slo_ms: float = 0.0
 
 
-class Residency(msgspec.Struct, array_like=True, frozen=True):
+class Residency(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An adapter version held by a worker and the fastest tier it is in."""
 
     digest: str

@@ -108,6 +108,8 @@ class Cluster:
             self.state.put_adapter(message.worker_id, held.digest, held.tier)
         for digest in message.evicted:
             self.state.drop_adapter(message.worker_id, digest)
+        if message.running_left is not None:
+            self.state.set_running_left(message.worker_id, message.running_left)
 
     def _heard(self, worker: _Worker, message: WorkerSnapshot | WorkerDelta, now_s: float) -> None:
         worker.heard_s, worker.draining = now_s, message.draining
