@@ -218,6 +218,58 @@ def advance(plan: Plan[S]) -> list[S]:
     return complete
 
 
+def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
+    """How many steps in a row `decide` would plan alike, this `plan` included; between 1 and `limit`.
+
+    Only decodes of all running sequences repeat themselves, while nothing arrives, ends or is removed, and no block has to
+    be taken from a sequence. Whoever waits goes on waiting: running sequences only take blocks, and keep their slots. With
+    a prefix cache a block that fills up may be the very one a waiting sequence begins with, so then the run ends there.
+    """
+    if limit <= 1 or not plan.decodes or len(plan.decodes) < len(state.running) or plan.preempted:
+        return 1
+    kv, size = state.kv, state.kv.block_size
+    steps = limit
+    if state.waiting and kv.prefix_cache:
+        steps = min(steps, min(size - 1 - seq.computed % size or size for seq in plan.decodes))
+    if len(plan.decodes) * (steps // size + 1) <= kv.free:
+        return steps
+    # How many steps each sequence can do with the blocks it has; then it takes one every `size` steps.
+    room = sorted(len(seq.blocks) * size - seq.computed for seq in plan.decodes)
+    taken = 0
+    for turn in range(steps // size + 1):
+        for left in room:
+            if left + turn * size >= steps:
+                break
+            taken += 1
+            if taken > kv.free:
+                return left + turn * size
+    return steps
+
+
+def advance_steady(state: AdmissionState[S], plan: Plan[S], steps: int) -> None:
+    """`steps` steps of a steady plan have run; books what `decide` and `advance` would have booked, in their order.
+
+    The caller has added, or adds, the tokens that were drawn; what `tokens` holds up to the last step is looked at here.
+    """
+    kv, size = state.kv, state.kv.block_size
+    bookings: list[tuple[int, int, S]] = []  # (step, place in the step's order, who)
+    for place, seq in enumerate(plan.decodes):
+        room = len(seq.blocks) * size - seq.computed
+        if room < steps:
+            bookings += [(step, place, seq) for step in range(room, steps, size)]
+        if kv.prefix_cache:
+            bookings += [(step, place, seq) for step in range(size - 1 - seq.computed % size, steps, size)]
+        seq.scheduled = 0
+    bookings.sort(key=_when)
+    for step, _, seq in bookings:
+        end = seq.computed + step + 1
+        if end > len(seq.blocks) * size:
+            seq.blocks += kv.allocate(1)
+        publish_full_blocks(kv, seq, end)
+    for seq in plan.decodes:
+        seq.computed += steps
+
+
 def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:
     """Take a sequence out wherever it is and give back what it holds. `spoiled`: its K and V are not to be reused."""
     if seq.blocks:
@@ -264,6 +316,10 @@ def _give_back(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> No
     if seq.slot >= 0:
         state.adapters.release(seq.adapter)
         seq.slot = -1
+
+
+def _when(booking: tuple[int, int, object]) -> tuple[int, int]:
+    return booking[:2]
 
 
 def _order(seq: Sequence) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from policies.candidates import Ask
 from policies.cluster_state import IN_USE, ON_DEVICE, ClusterState, PerfColumns
-from policies.perf_model import MIB, Floats, load_ms
+from policies.perf_model import Floats, fetch_ms, load_ms
 
 
 class Choice(NamedTuple):
@@ -27,8 +27,6 @@ class Choice(NamedTuple):
 
 
 Choose = Callable[[ClusterState, Ask, NDArray[np.bool_], float], Choice]
-FETCH_BASE_MS, FETCH_MS_PER_MIB = 5.0, 2.0
-"""To get an adapter into a worker's host memory: half a GiB per second, since no worker reports its own."""
 _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -61,8 +59,8 @@ def adapter_ms(state: ClusterState, perf: PerfColumns, ask: Ask) -> tuple[Floats
     count = len(state.ids)
     if not ask.adapter:
         return np.zeros(count), np.zeros(count)
-    copy = load_ms(perf, np.full(count, float(ask.adapter_bytes)))
-    fetch = np.full(count, FETCH_BASE_MS + FETCH_MS_PER_MIB * ask.adapter_bytes / MIB)
+    size_bytes = np.full(count, float(ask.adapter_bytes))
+    copy, fetch = load_ms(perf, size_bytes), fetch_ms(perf, size_bytes)
     rows, bits = state.holders(ask.adapter)
     copy[rows[(bits & (ON_DEVICE | IN_USE)) != 0]] = 0.0
     fetch[rows] = 0.0

@@ -26,7 +26,7 @@ from shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
 
 _PERF = (
     "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
-    "load_base_ms", "load_ms_per_mib",
+    "load_base_ms", "load_ms_per_mib", "fetch_base_ms", "fetch_ms_per_mib",
 )  # fmt: skip
 COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). Counts are floats: they meet times.
     "base": ("i8", -1),  # index of the base model's name; -1: a free row
@@ -72,6 +72,8 @@ class PerfColumns:
         self.decode_lora_ms: Floats = table["decode_lora_ms"]
         self.load_base_ms: Floats = table["load_base_ms"]
         self.load_ms_per_mib: Floats = table["load_ms_per_mib"]
+        self.fetch_base_ms: Floats = table["fetch_base_ms"]
+        self.fetch_ms_per_mib: Floats = table["fetch_ms_per_mib"]
 
     def lora_load(self, rows: Floats, rank_sum: Floats, max_rank: Floats) -> Floats:
         """Each worker's LoRA load under its own kernel; the vector form of `perf_model.lora_load`."""

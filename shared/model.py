@@ -108,6 +108,8 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     prefill(T, load) = prefill_base_ms + prefill_token_ms * T + prefill_lora_ms * load
     decode(B, load)  = decode_base_ms + decode_row_ms * B + decode_lora_ms * load
     where load is `rows * max rank` (kernel "bgmv") or `sum of ranks` (kernel "mbgmv").
+    An adapter of so many MiB takes load_base_ms + load_ms_per_mib * MiB from host memory to the device, during which no
+    step runs, and before that fetch_base_ms + fetch_ms_per_mib * MiB into host memory, where only its requests wait.
     """
 
     kernel: Literal["bgmv", "mbgmv"] = "mbgmv"
@@ -119,6 +121,8 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     decode_lora_ms: float
     load_base_ms: float
     load_ms_per_mib: float
+    fetch_base_ms: float = 0.0
+    fetch_ms_per_mib: float = 0.0
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
