@@ -16,7 +16,7 @@ returns the plan of one step; `advance(state, plan)` is called when the step has
 The sequence that arrived first is never preempted while another one runs, so every step makes progress.
 
     tokens    |-- cached or computed --|-- scheduled this step --|-- later chunks --|
-              0                     computed          computed + scheduled     len(tokens)
+              0                     computed          computed + scheduled        length
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ class AdmissionLimits:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """What the policy knows of one request. `tokens` is prompt and output so far, int32."""
+    """What the policy knows of one request. `tokens` are its ids, int32, and `length` of them are known: prompt and output
+    so far. Only a prefix cache looks at the ids themselves."""
 
     order: int  # of arrival, unique
     tokens: array[int]
+    length: int = -1  # by default, of `tokens`
     adapter: str = ""  # digest, "" for the base
     adapter_bytes: int = 0  # on the device
     computed: int = 0  # tokens whose K and V are in the cache
@@ -63,6 +65,15 @@ class Sequence:
     bypassed: int = 0  # sequences that came in past this one while it found no slot
     cached_tokens: int = 0  # found in the prefix cache at the last admission
     admitted_s: float | None = None  # first admission
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            self.length = len(self.tokens)
+
+    def append(self, token: int) -> None:
+        """The next token was drawn."""
+        self.tokens.append(token)
+        self.length += 1
 
 
 S = TypeVar("S", bound=Sequence)
@@ -112,7 +123,7 @@ class BatchAdmission(Generic[S]):
         block_size, publishing = kv.block_size, kv.prefix_cache
         for seq in tuple(state.running):
             computed = seq.computed
-            if len(seq.tokens) - computed != 1 or not seq.blocks:
+            if seq.length - computed != 1 or not seq.blocks:
                 continue  # still in its prompt, or preempted a moment ago
             if computed % block_size == 0 and computed == len(seq.blocks) * block_size:
                 # The victim is the last of the running ones: never one that was served before in this loop.
@@ -136,7 +147,7 @@ class BatchAdmission(Generic[S]):
                 self._schedule_chunk(state.kv, seq, plan)
 
     def _schedule_chunk(self, kv: KvBlocks, seq: S, plan: Plan[S]) -> None:
-        seq.scheduled = min(len(seq.tokens) - seq.computed, self.limits.max_step_tokens - plan.tokens)
+        seq.scheduled = min(seq.length - seq.computed, self.limits.max_step_tokens - plan.tokens)
         if seq.scheduled:
             plan.tokens += seq.scheduled
             plan.prefills.append(seq)
@@ -192,10 +203,10 @@ class BatchAdmission(Generic[S]):
         kv = state.kv
         cached: list[int] = []
         if kv.prefix_cache:
-            reusable = (len(seq.tokens) - 1) // kv.block_size
+            reusable = (seq.length - 1) // kv.block_size
             _extend_keys(kv, seq, reusable)
             cached = kv.match(seq.keys[:reusable])
-        fresh = kv.blocks_for(len(seq.tokens)) - len(cached)
+        fresh = kv.blocks_for(seq.length) - len(cached)
         if fresh + len(state.running) > kv.free - kv.idle_among(cached):
             return False
         kv.take(cached)
@@ -214,7 +225,7 @@ def advance(plan: Plan[S]) -> list[S]:
     for seq in plan.prefills:
         seq.computed += seq.scheduled
         seq.scheduled = 0
-        if seq.computed == len(seq.tokens):
+        if seq.computed == seq.length:
             complete.append(seq)
     return complete
 
@@ -248,15 +259,14 @@ def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
 
 
 def advance_steady(state: AdmissionState[S], plan: Plan[S], steps: int) -> None:
-    """`steps` steps of a steady plan have run; books what `decide` and `advance` would have booked, in their order.
-
-    The caller has added the tokens that were drawn: with a prefix cache they are looked at here.
-    """
+    """`steps` steps of a steady plan have run and each sequence drew as many tokens: books what `decide`, `advance` and
+    `append` would have booked, in their order. With a prefix cache, `tokens` has those tokens already."""
     kv, size = state.kv, state.kv.block_size
     bookings: list[tuple[int, int, int, S]] = []  # (step, place in the step's order, tokens computed by its end, who)
     for place, seq in enumerate(plan.decodes):
         computed = seq.computed
         seq.computed = computed + steps
+        seq.length += steps
         seq.scheduled = 0
         room = len(seq.blocks) * size - computed
         if room < steps:

@@ -124,7 +124,7 @@ class Cluster:
         request, scheduler = attempt.request, attempt.scheduler
         chosen = None
         if len(attempt.tried) < scheduler.spec.attempts:
-            chosen = scheduler.decide(request, attempt.tried, self.events.now_s).worker_id
+            chosen = scheduler.decide(request, attempt.predicted_tokens, attempt.tried, self.events.now_s).worker_id
         if chosen is None:
             self.metrics.refused[request.index] = True
             self._open -= 1
@@ -164,15 +164,17 @@ class Cluster:
 
     def _delta(self, reporter: _Reporter) -> None:
         reporter.due, reporter.last_ps = False, self.events.now_ps
-        changed, removed = reporter.worker.take_changes()
-        if changed or removed:
-            worker = reporter.worker
-            self._send(Report(worker.worker_id, False, worker.kv_blocks_free, changed, removed))
+        worker = reporter.worker
+        worker.settle()
+        changed, removed, tiers = worker.take_changes()
+        if changed or removed or tiers:
+            self._send(Report(worker.worker_id, False, worker.kv_blocks_free, changed, removed, tiers, worker.running_left()))
 
     def _heartbeat(self, reporter: _Reporter) -> None:
         worker = reporter.worker
         briefs = worker.briefs()
-        self._send(Report(worker.worker_id, True, worker.kv_blocks_free, briefs, []))
+        tiers = worker.tiers()
+        self._send(Report(worker.worker_id, True, worker.kv_blocks_free, briefs, [], tiers, worker.running_left()))
         reporter.last_ps = self.events.now_ps
         if self._open:
             self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)

@@ -1,38 +1,31 @@
 """One scheduler of the twin: its own copy of the workers' state, late as on the bus, and its own assignments on top.
 
-`decide` is the policy: `policies.rank_aware.decide` or anything with its signature. It sees what the live scheduler sees
-and nothing of the workers themselves.
+`policy` names it as the live scheduler's configuration does (`policies.dispatch`). It sees what the live scheduler sees and
+nothing of the workers themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from policies.candidates import Ask
-from policies.cluster_state import ClusterState
+from policies.choice import Choose
+from policies.cluster_state import ClusterState, hash_of
+from policies.dispatch import POLICIES, Decision, decide
 from policies.flights import Flights
 from policies.length_quantiles import LengthQuantiles
-from policies.rank_aware import Decision
-from shared.model import PerfModel, RequestBrief, WorkerLimits
+from shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
 from twin.workload import Request
 
 ADAPTERS = 4096  # length histograms kept
-
-
-class Decide(Protocol):
-    """A scheduling policy."""
-
-    def __call__(self, state: ClusterState, ask: Ask, now_s: float, *, stale_s: float, avg_resp_len: float) -> Decision:
-        """The worker for `ask`; `worker_id` None when there is no candidate."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerSpec:
     """As in services/scheduler/config.py. `oracle_lengths`: predictions are the true output lengths."""
 
-    decide: Decide
+    policy: str | Choose = "motet"  # a name of `POLICIES`, or a policy itself
     stale_s: float = 3.0
     in_flight_s: float = 3.0
     attempts: int = 3
@@ -49,6 +42,8 @@ class Report:
     kv_blocks_free: int
     changed: list[RequestBrief]
     removed: list[str]
+    tiers: Mapping[str, Tier | None]  # adapters that are now in this tier, or in none
+    running_left: int
 
 
 class Scheduler:
@@ -56,6 +51,7 @@ class Scheduler:
 
     def __init__(self, spec: SchedulerSpec) -> None:
         self.spec = spec
+        self._choose = POLICIES[spec.policy]() if isinstance(spec.policy, str) else spec.policy
         self.state = ClusterState()
         self.flights = Flights(self.state, spec.in_flight_s)
         self._lengths = LengthQuantiles(ADAPTERS)
@@ -72,8 +68,16 @@ class Scheduler:
         self.state.heard(report.worker_id, now_s, kv_blocks_free=report.kv_blocks_free, draining=False)
         if report.whole:
             self.flights.snapshot(report.worker_id, report.changed)
+            held = {digest: tier for digest, tier in report.tiers.items() if tier is not None}
+            self.state.replace_adapters(report.worker_id, held)
         else:
             self.flights.delta(report.worker_id, report.changed, report.removed)
+            for digest, tier in report.tiers.items():
+                if tier is None:
+                    self.state.drop_adapter(report.worker_id, digest)
+                else:
+                    self.state.put_adapter(report.worker_id, digest, tier)
+        self.state.set_running_left(report.worker_id, report.running_left)
 
     def predict(self, request: Request) -> int:
         """Expected output tokens."""
@@ -85,16 +89,22 @@ class Scheduler:
         """A request has ended; its true length is known."""
         self._lengths.observe(request.digest, request.output_tokens)
 
-    def decide(self, request: Request, tried: tuple[str, ...], now_s: float) -> Decision:
+    def decide(self, request: Request, predicted_tokens: int, tried: tuple[str, ...], now_s: float) -> Decision:
         """Who takes it."""
         ask = Ask(
             base_model=self._base_model,
             rank=request.rank,
             tokens=request.prompt_tokens,
             tpot_slo_ms=request.slo.tpot_slo_ms,
+            ttft_slo_ms=request.slo.ttft_slo_ms,
+            out_tokens=predicted_tokens,
+            adapter=request.digest,
+            adapter_bytes=request.adapter_bytes,
+            key=hash_of(str(request.index)),
             tried=tried,
         )
-        return self.spec.decide(self.state, ask, now_s, stale_s=self.spec.stale_s, avg_resp_len=self._lengths.mean_tokens())
+        avg_resp_len = self._lengths.mean_tokens()
+        return decide(self._choose, self.state, ask, now_s, stale_s=self.spec.stale_s, avg_resp_len=avg_resp_len)
 
     def expect(self, worker_id: str, request: Request, request_id: str, predicted_tokens: int) -> None:
         """It is about to be assigned there."""

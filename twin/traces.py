@@ -136,8 +136,9 @@ def read_popularity(path: Path) -> Popularity:
     table = np.array(counts, np.float64)
     if not table.sum():
         raise TraceError(path, 1, "", "no invocations")
-    per_minute: Floats = table.sum(axis=0) / 60.0
-    return Popularity(table.sum(axis=1) / table.sum(), Intensity(60.0 * np.arange(len(minutes) + 1), per_minute))
+    per_minute = np.asarray(table.sum(axis=0) / 60.0, np.float64)
+    edges_s = np.arange(len(minutes) + 1, dtype=np.float64) * 60.0
+    return Popularity(table.sum(axis=1) / table.sum(), Intensity(edges_s, per_minute))
 
 
 def read_lengths(path: Path) -> Lengths:

@@ -32,7 +32,7 @@ from policies.batch_admission import (
     steady_steps,
 )
 from policies.kv_blocks import KvBlocks
-from shared.model import PerfModel, Phase, RequestBrief, WorkerLimits
+from shared.model import PerfModel, Phase, RequestBrief, Tier, WorkerLimits
 from twin.events import STEP, Events
 from twin.metrics import Metrics
 from twin.steps import Batch, StepModel, elapsed_ps, steps_within
@@ -40,6 +40,7 @@ from twin.storage import EVERYTHING_IN_HOST, HostTier, StorageModel
 from twin.workload import Request
 
 FOREVER = 1 << 40
+NO_CONTENT = array("i")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,7 @@ class Live(Sequence):
 
     request: Request
     rank: int
-    own_token: array[int]  # one token that no other request has: what it is made of, but for shared prefixes
+    expected_length: int  # prompt and predicted output tokens
     end_length: int  # prompt and output tokens, when it ends
     request_id: str
     predicted_tokens: int
@@ -79,7 +80,7 @@ class Live(Sequence):
             self.adapter,
             self.rank,
             request.prompt_tokens,
-            len(self.tokens) - request.prompt_tokens,
+            self.length - request.prompt_tokens,
             self.predicted_tokens,
             self.phase,
             request.slo.tpot_slo_ms,
@@ -105,6 +106,7 @@ class Changes:
 
     changed: dict[str, Live] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
+    tiers: dict[str, Tier | None] = field(default_factory=dict)
 
 
 class Worker:
@@ -147,11 +149,11 @@ class Worker:
         limits = self.spec.limits
         if len(self.live) >= limits.max_running + limits.max_waiting:
             return False
-        own_token = array("i", (~request.index,))
         live = Live(
             order=0,
-            tokens=_prompt(request, own_token),
-            own_token=own_token,
+            tokens=_content(request) if self.spec.prefix_cache else NO_CONTENT,
+            length=request.prompt_tokens,
+            expected_length=request.prompt_tokens + predicted_tokens,
             rank=request.rank,
             adapter=request.digest,
             adapter_bytes=request.adapter_bytes,
@@ -206,7 +208,7 @@ class Worker:
             self._moved(plan, now_ps)
         if not plan.tokens:
             return  # all that is here is still loading
-        left = min([live.end_length - len(live.tokens) for live in plan.decodes]) if plan.decodes else 0
+        left = min([live.end_length - live.length for live in plan.decodes]) if plan.decodes else 0
         steps = 1 if plan.prefills else steady_steps(self.state, plan, min(self.max_run, left))
         batch = self._batch(plan)
         model = self.spec.steps
@@ -239,6 +241,10 @@ class Worker:
             if live.adapter:
                 metrics.adapter_admissions += 1
             self.changes.changed[live.request_id] = live
+        for digest, _ in plan.evictions:
+            self.changes.tiers[digest] = "host" if digest in self.host else None
+        for live in plan.loads:
+            self.changes.tiers[live.adapter] = "device"
         metrics.device_loads += len(plan.loads)
         metrics.evictions += len(plan.evictions)
 
@@ -289,8 +295,6 @@ class Worker:
     def _book(self, run: _Run, steps: int) -> None:
         """`steps` steps of a steady run are over, none of which ends a sequence or only the last one does."""
         decodes = run.plan.decodes
-        for live in decodes:
-            live.tokens.extend(live.own_token * steps)
         advance_steady(self.state, run.plan, steps)
         self._metrics.gaps(run.first_ps, run.growth_ps, steps, len(decodes))
         self.busy_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
@@ -308,9 +312,9 @@ class Worker:
             self._book(run, run.steps)
         ended: list[Live] = []
         if run.left == run.steps:
-            ended += [live for live in plan.decodes if len(live.tokens) >= live.end_length]
+            ended += [live for live in plan.decodes if live.length >= live.end_length]
         if plan.prefills:
-            ended += [live for live in plan.prefills if len(live.tokens) >= live.end_length]
+            ended += [live for live in plan.prefills if live.length >= live.end_length]
         for live in ended:
             self._end(live, now_ps)
         self.kv_blocks_free = self.state.kv.free
@@ -323,11 +327,11 @@ class Worker:
         """A step with prefill chunks is over."""
         plan, metrics = run.plan, self._metrics
         for live in advance(plan):
-            live.tokens.extend(live.own_token)
+            live.length += 1
         if plan.decodes:
             metrics.gaps(run.first_ps, 0, 1, len(plan.decodes))
         for live in plan.prefills:
-            if live.computed != len(live.tokens) - 1 or live.decoding:
+            if live.computed != live.length - 1 or live.decoding:
                 continue  # chunks are left
             live.decoding = True
             if live.last_token_ps < 0:
@@ -345,17 +349,27 @@ class Worker:
         self.changes = Changes()
         return [live.brief() for live in self.live.values()]
 
-    def take_changes(self) -> tuple[list[RequestBrief], list[str]]:
-        """Requests that are new or in a new phase, and those that have ended, since the last time anything was taken."""
+    def take_changes(self) -> tuple[list[RequestBrief], list[str], dict[str, Tier | None]]:
+        """Requests that are new or in a new phase, those that have ended, and adapters that are in another tier or in none,
+        since the last time anything was taken."""
         changes, self.changes = self.changes, Changes()
-        return [live.brief() for live in changes.changed.values()], changes.removed
+        return [live.brief() for live in changes.changed.values()], changes.removed, changes.tiers
+
+    def tiers(self) -> dict[str, Tier]:
+        """Adapters here and the fastest tier of each."""
+        tiers: dict[str, Tier] = dict.fromkeys(self.host.digests(), "host")
+        tiers.update(dict.fromkeys(self.state.adapters.digests(), "device"))
+        return tiers
+
+    def running_left(self) -> int:
+        """Output tokens that the running requests are still expected to produce."""
+        return sum([max(1, live.expected_length - live.length) for live in self.state.running])
 
 
-def _prompt(request: Request, own_token: array[int]) -> array[int]:
-    """The prompt's token ids: equal blocks are equal in content, the rest is the request's own."""
+def _content(request: Request) -> array[int]:
+    """Token ids of prompt and output to come: equal prefix blocks are equal, all other tokens are the request's own."""
     tokens = array("i")
     for block_id in request.prefix:
         tokens.extend(array("i", (block_id,)) * request.prefix_tokens)
     del tokens[request.prompt_tokens :]
-    tokens.extend(own_token * (request.prompt_tokens - len(tokens)))
-    return tokens
+    return tokens + array("i", (~request.index,)) * (request.prompt_tokens + request.output_tokens - len(tokens))

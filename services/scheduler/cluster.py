@@ -26,7 +26,7 @@ from policies.cluster_state import ClusterState
 from policies.flights import Flights
 from services.scheduler.metrics import STATE_GAPS
 from shared.messages import WorkerDelta, WorkerSnapshot, WorkerStatus
-from shared.model import RequestBrief, Tier, WorkerLimits
+from shared.model import RequestBrief, WorkerLimits
 from shared.telemetry import logger
 
 log = logger("motet.scheduler.cluster")
@@ -43,7 +43,6 @@ class _Worker(msgspec.Struct):
     heard_s: float
     draining: bool = False
     adapter_bytes_free: int = 0
-    adapters: dict[str, Tier] = {}
 
 
 class Cluster:
@@ -88,8 +87,8 @@ class Cluster:
         elif message.seq != worker.seq + 1 and worker.in_sync:
             STATE_GAPS.inc()
         worker.limits, worker.seq, worker.in_sync = message.limits, message.seq, True
-        worker.adapters = {r.digest: r.tier for r in message.adapters}
         self.state.put_worker(worker_id, message.limits, message.perf)
+        self.state.replace_adapters(worker_id, {r.digest: r.tier for r in message.adapters})
         self._heard(worker, message, now_s)
         self._flights.snapshot(worker_id, message.requests)
 
@@ -105,9 +104,12 @@ class Cluster:
         if not worker.in_sync:
             return
         self._flights.delta(message.worker_id, message.changed, message.removed)
-        worker.adapters.update((r.digest, r.tier) for r in message.resident)
+        for held in message.resident:
+            self.state.put_adapter(message.worker_id, held.digest, held.tier)
         for digest in message.evicted:
-            worker.adapters.pop(digest, None)
+            self.state.drop_adapter(message.worker_id, digest)
+        if message.running_left is not None:
+            self.state.set_running_left(message.worker_id, message.running_left)
 
     def _heard(self, worker: _Worker, message: WorkerSnapshot | WorkerDelta, now_s: float) -> None:
         worker.heard_s, worker.draining = now_s, message.draining
@@ -207,20 +209,20 @@ class Cluster:
         return bool(self.state.table["heard_s"][self.state.row(worker_id)] < now_s - self._stale_s)
 
     def _status(self, worker_id: str, worker: _Worker, now_s: float) -> WorkerStatus:
-        row = self.state.table[self.state.row(worker_id)]
-        tiers = list(worker.adapters.values())
+        row, table = self.state.row(worker_id), self.state.table
+        tiers = list(self.state.adapters(worker_id).values())
         return WorkerStatus(
             worker_id=worker_id,
             incarnation=worker.incarnation,
             base_model=worker.limits.base_model,
             engine=worker.limits.engine,
             device=worker.limits.device,
-            running=int(row["running"]),
-            waiting=int(row["queued"]),
+            running=int(table["running"][row]),
+            waiting=int(table["queued"][row]),
             in_flight=self._flights.count(worker_id),
             max_running=worker.limits.max_running,
             max_waiting=worker.limits.max_waiting,
-            kv_blocks_free=int(row["kv_blocks_free"]),
+            kv_blocks_free=int(table["kv_tokens_free"][row]) // worker.limits.block_size,
             kv_blocks_total=worker.limits.kv_blocks_total,
             adapter_bytes_free=worker.adapter_bytes_free,
             adapter_bytes_total=worker.limits.adapter_bytes_total,

@@ -47,7 +47,7 @@ class World:
         """One step; every sequence that is up to date gets a token."""
         plan = self.decide()
         for seq in advance(plan):
-            seq.tokens.append(next(self.tokens))
+            seq.append(next(self.tokens))
         self.check()
         return plan
 
@@ -107,7 +107,7 @@ def test_long_prompts_go_in_chunks_of_what_the_budget_leaves() -> None:
         plan = world.decide()
         sizes.append((decoding in plan.decodes, rows(plan.prefills)))
         for seq in advance(plan):
-            seq.tokens.append(next(world.tokens))
+            seq.append(next(world.tokens))
     assert sizes == [(True, [15]), (True, [15]), (True, [10]), (True, [])]
 
 
