@@ -261,24 +261,25 @@ def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
 def advance_steady(state: AdmissionState[S], plan: Plan[S], steps: int) -> None:
     """`steps` steps of a steady plan have run and each sequence drew as many tokens: books what `decide`, `advance` and
     `append` would have booked, in their order. With a prefix cache, `tokens` has those tokens already."""
-    kv, size = state.kv, state.kv.block_size
-    bookings: list[tuple[int, int, int, S]] = []  # (step, place in the step's order, tokens computed by its end, who)
-    for place, seq in enumerate(plan.decodes):
+    kv, size, publishing = state.kv, state.kv.block_size, state.kv.prefix_cache
+    bookings: list[tuple[int, int, int, S]] = []  # (step, order of arrival, tokens computed by its end, who)
+    for seq in plan.decodes:
         computed = seq.computed
-        seq.computed = computed + steps
-        seq.length += steps
+        seq.computed = end = computed + steps
+        seq.length = end + 1
         seq.scheduled = 0
-        room = len(seq.blocks) * size - computed
-        if room < steps:
-            bookings += [(step, place, computed + step + 1, seq) for step in range(room, steps, size)]
-        if kv.prefix_cache:
-            fills = range(size - 1 - computed % size, steps, size)
-            bookings += [(step, place, computed + step + 1, seq) for step in fills]
+        held = len(seq.blocks) * size
+        if end > held:
+            bookings += [(at - computed, seq.order, at + 1, seq) for at in range(held, end, size)]
+        if publishing:
+            fills = range(computed + size - 1 - computed % size, end, size)
+            bookings += [(at - computed, seq.order, at + 1, seq) for at in fills]
     bookings.sort(key=_when)
     for _, _, end, seq in bookings:
         if end > len(seq.blocks) * size:
             seq.blocks += kv.allocate(1)
-        publish_full_blocks(kv, seq, end)
+        if publishing:
+            publish_full_blocks(kv, seq, end)
 
 
 def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:

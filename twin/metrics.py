@@ -35,6 +35,7 @@ class Metrics:
     """Filled while the twin runs. Times in picoseconds on the virtual clock, `NEVER` for what did not happen."""
 
     requests: int
+    stream_ps: int = 0  # from the worker to the client
     first_ps: NDArray[np.int64] = field(init=False)
     end_ps: NDArray[np.int64] = field(init=False)
     admitted_ps: NDArray[np.int64] = field(init=False)  # into its first batch
@@ -65,10 +66,10 @@ class Metrics:
         self.admitted_ps[index] = now_ps
 
     def first_token(self, index: int, now_ps: int) -> None:
-        self.first_ps[index] = now_ps
+        self.first_ps[index] = now_ps + self.stream_ps
 
     def ended(self, index: int, now_ps: int, output_tokens: int) -> None:
-        self.end_ps[index] = now_ps
+        self.end_ps[index] = now_ps + self.stream_ps
         self.output_tokens[index] = output_tokens
 
     def gaps(self, first_ps: int, growth_ps: int, steps: int, rows: int) -> None:
