@@ -260,26 +260,36 @@ def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
 
 def advance_steady(state: AdmissionState[S], plan: Plan[S], steps: int) -> None:
     """`steps` steps of a steady plan have run and each sequence drew as many tokens: books what `decide`, `advance` and
-    `append` would have booked, in their order. With a prefix cache, `tokens` has those tokens already."""
-    kv, size, publishing = state.kv, state.kv.block_size, state.kv.prefix_cache
-    bookings: list[tuple[int, int, int, S]] = []  # (step, order of arrival, tokens computed by its end, who)
+    `append` would have booked. With a prefix cache, `tokens` has those tokens already."""
+    kv = state.kv
+    if kv.prefix_cache:
+        _book_in_order(kv, plan, steps)
     for seq in plan.decodes:
-        computed = seq.computed
-        seq.computed = end = computed + steps
+        seq.computed = end = seq.computed + steps
         seq.length = end + 1
         seq.scheduled = 0
-        held = len(seq.blocks) * size
-        if end > held:
-            bookings += [(at - computed, seq.order, at + 1, seq) for at in range(held, end, size)]
-        if publishing:
-            fills = range(computed + size - 1 - computed % size, end, size)
-            bookings += [(at - computed, seq.order, at + 1, seq) for at in fills]
+        missing = kv.blocks_for(end) - len(seq.blocks)
+        if missing > 0:
+            seq.blocks += kv.allocate(missing)
+
+
+def _book_in_order(kv: KvBlocks, plan: Plan[S], steps: int) -> None:
+    """Blocks in the order of steps and sequences: which cached block is given up, and who has a content first, depends on it.
+
+    Without a prefix cache all blocks are alike.
+    """
+    size = kv.block_size
+    bookings: list[tuple[int, int, int, S]] = []  # (step, order of arrival, tokens computed by its end, who)
+    for seq in plan.decodes:
+        start, end = seq.computed, seq.computed + steps
+        grows = range(len(seq.blocks) * size, end, size)
+        fills = range(start + size - 1 - start % size, end, size)
+        bookings += [(at - start, seq.order, at + 1, seq) for at in (*grows, *fills)]
     bookings.sort(key=_when)
     for _, _, end, seq in bookings:
         if end > len(seq.blocks) * size:
             seq.blocks += kv.allocate(1)
-        if publishing:
-            publish_full_blocks(kv, seq, end)
+        publish_full_blocks(kv, seq, end)
 
 
 def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:
