@@ -70,6 +70,8 @@ class Cluster:
     ) -> None:
         if scheduler is None and len(workers) != 1:
             raise ValueError(f"{len(workers)} workers need a scheduler")
+        for spec in workers:
+            _check_adapters(workload, spec)
         self.workload, self.events = workload, Events()
         self.metrics = Metrics(len(workload), to_ps(bus.stream_ms))
         on_change = self._on_change if scheduler is not None else _nobody_listens
@@ -98,6 +100,8 @@ class Cluster:
         events, every = self.events, 10 * PS_PER_S
         until_ps = None if until_s is None else round(until_s * PS_PER_S)
         while self._open and (until_ps is None or events.now_ps < until_ps):
+            if not len(events):
+                raise RuntimeError(f"{self._open} requests are waiting for nothing")
             ahead = events.now_ps + every
             events.run(ahead if until_ps is None else min(ahead, until_ps))
             if progress is not None:
@@ -185,7 +189,7 @@ class Cluster:
         worker = reporter.worker
         briefs = worker.briefs()
         tiers = worker.tiers()
-        self._send(Report(worker.worker_id, True, worker.kv_blocks_free, briefs, [], tiers, worker.running_left()))
+        self._send(Report(worker.worker_id, True, worker.kv_blocks_free, briefs, [], tiers))
         reporter.last_ps = self.events.now_ps
         if self._open:
             self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)
@@ -197,6 +201,14 @@ class Cluster:
         now_s = self.events.now_s
         for scheduler in self.schedulers:
             scheduler.hear(report, now_s)
+
+
+def _check_adapters(workload: Workload, spec: WorkerSpec) -> None:
+    largest = int(workload.adapter_bytes.max(initial=0))
+    host_bytes = spec.storage.host_bytes
+    for name, room in (("device", spec.limits.adapter_bytes_total), ("host", host_bytes)):
+        if room is not None and largest > room:
+            raise ValueError(f"an adapter of {largest} bytes does not fit in the {room} bytes of {name} memory for adapters")
 
 
 def _nobody_listens(worker: Worker) -> None:

@@ -43,7 +43,7 @@ class Report:
     changed: list[RequestBrief]
     removed: list[str]
     tiers: Mapping[str, Tier | None]  # adapters that are now in this tier, or in none
-    running_left: int
+    running_left: int = 0  # what a whole report says request by request
 
 
 class Scheduler:
@@ -77,7 +77,7 @@ class Scheduler:
                     self.state.drop_adapter(report.worker_id, digest)
                 else:
                     self.state.put_adapter(report.worker_id, digest, tier)
-        self.state.set_running_left(report.worker_id, report.running_left)
+            self.state.set_running_left(report.worker_id, report.running_left)
 
     def predict(self, request: Request) -> int:
         """Expected output tokens."""

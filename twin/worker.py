@@ -138,6 +138,7 @@ class Worker:
         self.kv_blocks_free = limits.kv_blocks_total  # after the last step that has ended
         self.changes = Changes()
         self.busy_ps = 0
+        self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._orders = count()
         self._run: _Run | None = None
         self._serial = 0
@@ -145,9 +146,9 @@ class Worker:
     # ---- requests
 
     def assign(self, request: Request, request_id: str, predicted_tokens: int) -> bool:
-        """Take a request, or refuse it for lack of room."""
+        """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all."""
         limits = self.spec.limits
-        if len(self.live) >= limits.max_running + limits.max_waiting:
+        if len(self.live) >= limits.max_running + limits.max_waiting or request.prompt_tokens >= self._max_length:
             return False
         live = Live(
             order=0,
@@ -158,7 +159,7 @@ class Worker:
             adapter=request.digest,
             adapter_bytes=request.adapter_bytes,
             request=request,
-            end_length=min(request.prompt_tokens + request.output_tokens, limits.max_model_len),
+            end_length=min(request.prompt_tokens + request.output_tokens, self._max_length),
             request_id=request_id,
             predicted_tokens=predicted_tokens,
             arrived_ps=self._events.now_ps,

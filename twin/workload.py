@@ -147,6 +147,11 @@ class Intensity:
         edges = np.array([0.0, at_s, at_s + length_s, max(duration_s, at_s + length_s)])
         return cls(edges, np.array([rate, rate * factor, rate]))
 
+    def until(self, end_s: float) -> Intensity:
+        """The same up to `end_s`."""
+        edges = np.append(self.edges_s[self.edges_s < end_s], min(end_s, float(self.edges_s[-1])))
+        return Intensity(edges, self.rates[: len(edges) - 1])
+
 
 def arrivals(rng: Generator, intensity: Intensity, *, cv: float = 1.0) -> Floats:
     """Ascending arrival times in seconds. `cv` is the coefficient of variation of the gaps at constant rate."""
