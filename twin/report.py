@@ -187,7 +187,9 @@ def _plot(curves: Sequence[_Curve], unit: str, *, log_x: bool = False, share: bo
         return f'<svg width="{WIDTH}" height="{HEIGHT}"><text x="{WIDTH // 2}" y="{HEIGHT // 2}">nothing to show</text></svg>'
     smallest = min(float(curve.x.min()) for curve in drawn)
     low_x = max(smallest, 1e-3) if log_x else 0.0
-    high_x = max([float(curve.x.max()) for curve in drawn] + [m for m in marks]) or 1.0
+    high_x = max(float(curve.x.max()) for curve in drawn) or 1.0
+    marks = [mark for mark in marks if low_x < mark < 2 * high_x]  # one that is far away would press the curves together
+    high_x = max(high_x, *marks, 0.0)
     high_y = 1.0 if share else max(float(curve.y.max()) for curve in drawn) * 1.05 or 1.0
 
     def at_x(value: Floats | float) -> Any:
@@ -214,7 +216,7 @@ def _plot(curves: Sequence[_Curve], unit: str, *, log_x: bool = False, share: bo
         x = at_x(mark)
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#6b7280" stroke-dasharray="4 3"/>'
-            f'<text x="{x - 4:.1f}" y="{TOP + 10}" text-anchor="end">SLO</text>'
+            f'<text x="{x - 4:.1f}" y="{HEIGHT - BOTTOM - 6}" text-anchor="end">SLO</text>'
         )
     for curve, color in zip(curves, COLORS, strict=False):
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(at_x(curve.x), at_y(curve.y), strict=True))
