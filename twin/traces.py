@@ -37,6 +37,7 @@ VERSION = 1
 MAX_LINE = 1 << 20  # characters
 MAX_TOKENS = 1 << 24
 MOONCAKE_BLOCK = 512  # tokens
+MAX_BLOCK_ID = 1 << 31
 
 Row = dict[str, Any]
 
@@ -181,8 +182,8 @@ def _mooncake(path: Path, rows: Iterable[tuple[int, Row]]) -> Trace:
         prompt.append(_whole(path, at, row, "input_length", 1))
         output.append(_whole(path, at, row, "output_length", 1))
         ids = row.get("hash_ids")
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise FileError(path, at, "hash_ids", "must be a list of whole numbers")
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < MAX_BLOCK_ID for i in ids):
+            raise FileError(path, at, "hash_ids", f"must be a list of whole numbers from 0 to {MAX_BLOCK_ID - 1}")
         prefix.append(tuple(ids))
     return _sorted(times, prompt_tokens=prompt, output_tokens=output, prefix=prefix, prefix_tokens=MOONCAKE_BLOCK)
 
