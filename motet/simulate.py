@@ -50,30 +50,35 @@ class Mix(click.ParamType):
         return mix
 
 
-def positive(least: float = 0.0) -> click.FloatRange:
-    return click.FloatRange(min=least, min_open=True, max=1e9)
+class Number(click.FloatRange):
+    """A finite number; a range alone lets "nan" through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
+
+
+POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 
 
 @click.command()
 @click.option("--trace", type=EXISTING, help="Recorded requests: Motet's, Azure, Mooncake, MAF 2021 or GenTD26 format.")
 @click.option("--popularity", type=EXISTING, help="MAF 2019 counts: adapters' shares, and the rate over time without --trace.")
 @click.option("--lengths", type=EXISTING, help="Token lengths: CSV num_prefill_tokens,num_decode_tokens or Alpaca JSON lines.")
-@click.option("--rate", type=positive(), help="Requests per second; a trace is stretched to it.  [default: 4, or the trace's]")
-@click.option("--duration-s", type=positive(), help="Length of the workload.  [default: 300, or the trace's]")
+@click.option("--rate", type=POSITIVE, help="Requests per second; a trace is stretched to it.  [default: 4, or the trace's]")
+@click.option("--duration-s", type=POSITIVE, help="Length of the workload.  [default: 300, or the trace's]")
 @click.option("--shape", type=click.Choice(["constant", "diurnal", "flash"]), default="constant", help="The rate over time.")
-@click.option("--cv", type=positive(), default=1.0, show_default=True, help="Coefficient of variation of the gaps; 1: Poisson.")
-@click.option("--prompt-tokens", type=positive(), default=250.0, show_default=True, help="Mean, log-normal.")
-@click.option("--output-tokens", type=positive(), default=230.0, show_default=True, help="Mean, log-normal.")
+@click.option("--cv", type=POSITIVE, default=1.0, show_default=True, help="Coefficient of variation of the gaps; 1: Poisson.")
+@click.option("--prompt-tokens", type=POSITIVE, default=250.0, show_default=True, help="Mean, log-normal.")
+@click.option("--output-tokens", type=POSITIVE, default=230.0, show_default=True, help="Mean, log-normal.")
 @click.option("--adapters", type=click.IntRange(0, 1_000_000), default=64, show_default=True, help="0: the base model only.")
-@click.option(
-    "--zipf", "exponent", type=click.FloatRange(0, 10), default=1.0, show_default=True, help="Popularity; 0: all alike."
-)
+@click.option("--zipf", "exponent", type=Number(0, 10), default=1.0, show_default=True, help="Popularity; 0: all alike.")
 @click.option("--ranks", type=Mix(), default="8,16,32,64", show_default=True, help="How often each rank occurs: 8:3,64:1.")
-@click.option(
-    "--rank-mib", type=positive(), default=LLAMA2_7B_RANK_BYTES / MIB, show_default=True, help="MiB per unit of rank."
-)
-@click.option("--slo-ttft-ms", type=positive(), default=Slo().ttft_slo_ms, show_default=True, help="Objective per request.")
-@click.option("--slo-tpot-ms", type=positive(), default=Slo().tpot_slo_ms, show_default=True, help="Objective per request.")
+@click.option("--rank-mib", type=POSITIVE, default=LLAMA2_7B_RANK_BYTES / MIB, show_default=True, help="MiB per unit of rank.")
+@click.option("--slo-ttft-ms", type=POSITIVE, default=Slo().ttft_slo_ms, show_default=True, help="Objective per request.")
+@click.option("--slo-tpot-ms", type=POSITIVE, default=Slo().tpot_slo_ms, show_default=True, help="Objective per request.")
 @click.option("--profile", type=EXISTING, help="What a worker is, from `motet profile`.  [default: Llama-2-7B on an A10]")
 @click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Workers of that profile.")
 @click.option("--policy", "policies", type=click.Choice(sorted(POLICIES)), multiple=True, help="Scheduling; more to compare.")
