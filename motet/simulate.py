@@ -23,7 +23,7 @@ from twin.report import Result, html, table_rows
 from twin.scheduler import SchedulerSpec
 from twin.steps import LLAMA2_7B_RANK_BYTES
 from twin.traces import FileError, Popularity, Trace, read_lengths, read_popularity, read_trace, write_trace
-from twin.workload import Intensity, Lengths, Workload, arrivals, rank_mix, zipf
+from twin.workload import MAX_CV, Intensity, Lengths, Workload, arrivals, rank_mix, zipf
 
 MIB = 1 << 20
 EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -53,6 +53,8 @@ class Mix(click.ParamType):
 class Number(click.FloatRange):
     """A finite number; a range alone lets "nan" through."""
 
+    name = "number"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
@@ -70,7 +72,9 @@ POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 @click.option("--rate", type=POSITIVE, help="Requests per second; a trace is stretched to it.  [default: 4, or the trace's]")
 @click.option("--duration-s", type=POSITIVE, help="Length of the workload.  [default: 300, or the trace's]")
 @click.option("--shape", type=click.Choice(["constant", "diurnal", "flash"]), default="constant", help="The rate over time.")
-@click.option("--cv", type=POSITIVE, default=1.0, show_default=True, help="Coefficient of variation of the gaps; 1: Poisson.")
+@click.option(
+    "--cv", type=Number(0.05, MAX_CV), default=1.0, show_default=True, help="Coefficient of variation of the gaps; 1: Poisson."
+)
 @click.option("--prompt-tokens", type=POSITIVE, default=250.0, show_default=True, help="Mean, log-normal.")
 @click.option("--output-tokens", type=POSITIVE, default=230.0, show_default=True, help="Mean, log-normal.")
 @click.option("--adapters", type=click.IntRange(0, 1_000_000), default=64, show_default=True, help="0: the base model only.")

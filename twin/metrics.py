@@ -25,7 +25,7 @@ from twin.workload import Workload
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 STARVED_BELOW = 0.9
 NEVER = -1
-_FLUSH = 1 << 16  # runs
+_FLUSH = 1 << 18  # steps, that is 2 MiB per column of them
 _BIN = 0.002  # relative width of an ITL bin
 _SMALLEST_MS = 1e-4
 
@@ -56,7 +56,7 @@ class Metrics:
         self.first_ps, self.end_ps, self.admitted_ps = (np.full(n, NEVER, np.int64) for _ in range(3))
         self.worker, self.output_tokens = np.full(n, -1, np.int32), np.zeros(n, np.int32)
         self.refused = np.zeros(n, bool)
-        self._runs = array("q")
+        self._runs, self._steps = array("q"), 0
         self._gaps = np.zeros(round(np.log(1e12) / np.log1p(_BIN)), np.float64)  # log bins from 0.1 microseconds up
         self._gap_sum_ps = 0
 
@@ -75,12 +75,13 @@ class Metrics:
     def gaps(self, first_ps: int, growth_ps: int, steps: int, rows: int) -> None:
         """`rows` sequences got a token in each of `steps` steps of `first_ps + i * growth_ps`."""
         self._runs.extend((first_ps, growth_ps, steps, rows))
-        if len(self._runs) >= 4 * _FLUSH:
+        self._steps += steps
+        if self._steps >= _FLUSH:
             self._flush()
 
     def _flush(self) -> None:
         first, growth, steps, rows = np.array(self._runs, np.int64).reshape(-1, 4).T
-        self._runs = array("q")
+        self._runs, self._steps = array("q"), 0
         ends = np.cumsum(steps)
         inside = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - steps, steps)
         gap_ps = np.repeat(first, steps) + inside * np.repeat(growth, steps)

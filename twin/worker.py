@@ -150,16 +150,17 @@ class Worker:
         limits = self.spec.limits
         if len(self.live) >= limits.max_running + limits.max_waiting or request.prompt_tokens >= self._max_length:
             return False
+        end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
             order=0,
-            tokens=_content(request) if self.spec.prefix_cache else NO_CONTENT,
+            tokens=_content(request, end_length) if self.spec.prefix_cache else NO_CONTENT,
             length=request.prompt_tokens,
             expected_length=request.prompt_tokens + predicted_tokens,
             rank=request.rank,
             adapter=request.digest,
             adapter_bytes=request.adapter_bytes,
             request=request,
-            end_length=min(request.prompt_tokens + request.output_tokens, self._max_length),
+            end_length=end_length,
             request_id=request_id,
             predicted_tokens=predicted_tokens,
             arrived_ps=self._events.now_ps,
@@ -367,10 +368,10 @@ class Worker:
         return sum([max(1, live.expected_length - live.length) for live in self.state.running])
 
 
-def _content(request: Request) -> array[int]:
+def _content(request: Request, length: int) -> array[int]:
     """Token ids of prompt and output to come: equal prefix blocks are equal, all other tokens are the request's own."""
     tokens = array("i")
     for block_id in request.prefix:
         tokens.extend(array("i", (block_id,)) * request.prefix_tokens)
     del tokens[request.prompt_tokens :]
-    return tokens + array("i", (~request.index,)) * (request.prompt_tokens + request.output_tokens - len(tokens))
+    return tokens + array("i", (~request.index,)) * (length - len(tokens))

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from shared.model import Slo
 from twin.events import PS_PER_S
 
+MAX_CV = 30.0  # beyond that nearly all requests come at the same few instants
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -154,7 +156,9 @@ class Intensity:
 
 
 def arrivals(rng: Generator, intensity: Intensity, *, cv: float = 1.0) -> Floats:
-    """Ascending arrival times in seconds. `cv` is the coefficient of variation of the gaps at constant rate."""
+    """Ascending arrival times in seconds. `cv` is the coefficient of variation of the gaps at constant rate, up to `MAX_CV`."""
+    if not 0.0 < cv <= MAX_CV:
+        raise ValueError(f"a coefficient of variation of {cv:g} is not above 0 and up to {MAX_CV:g}")
     upto = np.concatenate([[0.0], np.cumsum(np.diff(intensity.edges_s) * intensity.rates)])
     shape = 1.0 / (cv * cv)
     gaps: list[Floats] = []
