@@ -129,7 +129,7 @@ class Cluster:
             self.metrics.refused[request.index] = True
             self._open -= 1
             return
-        scheduler.expect(chosen, request, str(request.index), attempt.predicted_tokens)
+        scheduler.expect(chosen, request, str(request.index), attempt.predicted_tokens, self.events.now_s)
         if self._assign_ps:
             self.events.at(self.events.now_ps + self._assign_ps, ARRIVAL, self._assign, attempt, chosen)
         else:
