@@ -149,7 +149,7 @@ class _Fleet:
             began = perf_counter()
             decision = decide(choose, cluster.state, ask, self.now_s, stale_s=STALE_S, avg_resp_len=float(OUTPUT))
             assert decision.worker_id is not None
-            cluster.expect(decision.worker_id, brief)
+            cluster.expect(decision.worker_id, brief, self.now_s)
             cluster.accepted(decision.worker_id, brief.request_id, self.now_s)
             decisions_s.append(perf_counter() - began)
             sequence += 1

@@ -14,17 +14,17 @@ from policies.cluster_state import ON_DEVICE, ClusterState, PerfColumns
 from policies.perf_model import decode_ms, prefill_ms
 
 
-def random(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], _: float) -> Choice:
+def random(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
     """Any candidate (CaraServe section 7.5: Random)."""
     return Choice(spread(state, np.flatnonzero(fit), ask.key))
 
 
-def most_idle(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], _: float) -> Choice:
+def most_idle(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
     """The least workload (CaraServe section 7.5: MostIdle): the fewest requests, running or queued."""
     return Choice(spread(state, lightest(state.table["exists"], fit), ask.key))
 
 
-def first_fit(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], _: float) -> Choice:
+def first_fit(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
     """First-fit bin packing (CaraServe section 7.5: FirstFit; Punica section 5): the first worker with a seat and memory.
 
     A seat is a place in the running batch, memory is for the prompt. When nobody has both: the shortest queue.
@@ -36,7 +36,7 @@ def first_fit(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], _: float) -
     return Choice(spread(state, lightest(t["queued"], fit), ask.key))
 
 
-def least_pending(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len: float) -> Choice:
+def least_pending(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
     """The shortest estimated pending time (dLoRA section 5.1): loading the adapter, if it is not there, and queuing.
 
     Queuing is the prefill of what is queued; a request that finds no free seat also waits for so many to end as are
@@ -62,7 +62,7 @@ def least_pending(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_res
 ACTIVE, ROOM, WAITING, FULL = 1.0, 0.8, 0.6, 0.0
 
 
-def lora_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], _: float) -> Choice:
+def lora_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
     """The LoRA affinity score of the Kubernetes gateway API's inference extension; the shortest queue among equals.
 
     1.0 where the adapter is active (on the device), 0.8 where there is room (a free seat), 0.6 where it waits already,
@@ -83,7 +83,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = ""
 
-    def __call__(self, state: ClusterState, ask: Ask, fit: NDArray[np.bool_], _: float) -> Choice:
+    def __call__(self, state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
         ids = {state.ids[row]: row for row in np.flatnonzero(fit).tolist()}
         self._last = min((worker_id for worker_id in ids if worker_id > self._last), default=min(ids))
         return Choice(ids[self._last])

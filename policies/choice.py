@@ -1,6 +1,6 @@
 """What a policy answers, and how the best of many rows is found.
 
-A policy is `choose(state, ask, fit, avg_resp_len) -> Choice`: which of the rows in the mask `fit` (at least one) takes
+A policy is `choose(state, ask, fit, now_s, avg_resp_len) -> Choice`: which of the rows in the mask `fit` (at least one) takes
 the request. Chance is a hash of the request and the worker: the same request on the same state goes the same way, two
 requests go different ways, and no generator has to be kept or logged.
 """
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
     breaks_slo: bool = False
 
 
-Choose = Callable[[ClusterState, Ask, NDArray[np.bool_], float], Choice]
+Choose = Callable[[ClusterState, Ask, NDArray[np.bool_], float, float], Choice]
 _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 

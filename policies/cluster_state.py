@@ -51,6 +51,8 @@ COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). 
     "exists": ("f8", 0),  # running + queued
     "rank_sum": ("f8", 0),  # over exists
     "max_rank": ("f8", 0),
+    "opened_s": ("f8", -inf),  # when the first of the queued requests came
+    "began_s": ("f8", -inf),  # when the last one was heard to have begun to run
     "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
     "bgmv": ("?", 0),
     **dict.fromkeys(_PERF, ("f8", 0)),
@@ -202,8 +204,8 @@ class ClusterState:
 
     # ---- their requests
 
-    def replace_requests(self, worker_id: str, briefs: Iterable[RequestBrief]) -> None:
-        """These are all the requests the worker has."""
+    def replace_requests(self, worker_id: str, briefs: Iterable[RequestBrief], now_s: float = 0.0) -> None:
+        """These are all the requests the worker has, as heard at `now_s`."""
         briefs = list(briefs)
         load = self._loads[worker_id]
         if load.progress(briefs):
@@ -216,10 +218,10 @@ class ClusterState:
         self._loads[worker_id] = new
         for digest in load.adapters.keys() ^ new.adapters.keys():
             self._locate(worker_id, digest)
-        self._write(worker_id, new)
+        self._write(worker_id, new, now_s)
 
-    def put_request(self, worker_id: str, brief: RequestBrief) -> None:
-        """The worker has this request, new or changed."""
+    def put_request(self, worker_id: str, brief: RequestBrief, now_s: float = 0.0) -> None:
+        """The worker has this request, new or changed at `now_s`."""
         load = self._loads[worker_id]
         digest = brief.adapter_digest
         old = load.remove(brief.request_id)
@@ -229,7 +231,9 @@ class ClusterState:
             self._locate(worker_id, digest)
         if old is not None and old.adapter_digest not in load.adapters:
             self._locate(worker_id, old.adapter_digest)
-        self._write(worker_id, load)
+        if brief.phase == "running" and (old is None or old.phase != "running"):
+            self.table["began_s"][self._row[worker_id]] = now_s
+        self._write(worker_id, load, now_s)
 
     def drop_request(self, worker_id: str, request_id: str) -> None:
         """The worker does not have this request any more; unknown ids are ignored."""
@@ -239,16 +243,18 @@ class ClusterState:
             return
         if old.adapter_digest not in load.adapters:
             self._locate(worker_id, old.adapter_digest)
-        self._write(worker_id, load)
+        self._write(worker_id, load, 0.0)
 
     def set_running_left(self, worker_id: str, tokens: int) -> None:
         """The worker's own count of output tokens its running requests are still expected to produce."""
         self._loads[worker_id].running_left = tokens
         self.table["running_left"][self._row[worker_id]] = tokens
 
-    def _write(self, worker_id: str, load: WorkerLoad) -> None:
+    def _write(self, worker_id: str, load: WorkerLoad, now_s: float) -> None:
         row, t = self._row[worker_id], self.table
         exists, queue = load.exists, load.queue
+        if queue.size and not t["queued"][row]:
+            t["opened_s"][row] = now_s
         t["running"][row] = exists.size - queue.size
         t["running_left"][row] = load.running_left
         t["queued"][row] = queue.size

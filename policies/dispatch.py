@@ -49,7 +49,7 @@ def decide(choose: Choose, state: ClusterState, ask: Ask, now_s: float, *, stale
     count = int(np.count_nonzero(fit))
     if not count:
         return Decision(worker_id=None, candidates=0, screening=screen(state, ask, now_s, stale_s))
-    row, cost, breaks_slo = choose(state, ask, fit, avg_resp_len)
+    row, cost, breaks_slo = choose(state, ask, fit, now_s, avg_resp_len)
     return Decision(worker_id=state.ids[row], candidates=count, total_cost=cost, breaks_slo=breaks_slo)
 
 

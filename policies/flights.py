@@ -44,10 +44,10 @@ class Flights:
 
     # ---- what we promise
 
-    def expect(self, worker_id: str, brief: RequestBrief) -> None:
+    def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
         """The request is about to be assigned: from now on it counts as waiting there."""
         self._flights.setdefault(worker_id, {})[brief.request_id] = _Flight(brief)
-        self._state.put_request(worker_id, brief)
+        self._state.put_request(worker_id, brief, now_s)
 
     def accepted(self, worker_id: str, request_id: str, now_s: float) -> None:
         """The worker took it: its state will show it soon."""
@@ -62,11 +62,11 @@ class Flights:
 
     # ---- what workers say
 
-    def snapshot(self, worker_id: str, briefs: Iterable[RequestBrief]) -> None:
+    def snapshot(self, worker_id: str, briefs: Iterable[RequestBrief], now_s: float) -> None:
         """These are all the requests the worker knows of."""
         flights = self._flights.get(worker_id)
         if not flights:
-            self._state.replace_requests(worker_id, briefs)
+            self._state.replace_requests(worker_id, briefs, now_s)
             return
         shown = {brief.request_id: brief for brief in briefs}
         for request_id, flight in list(flights.items()):
@@ -77,9 +77,9 @@ class Flights:
                 if flight.snapshots_without >= SNAPSHOTS_WITHOUT:
                     del flights[request_id]
         shown.update((request_id, flight.brief) for request_id, flight in flights.items())
-        self._state.replace_requests(worker_id, shown.values())
+        self._state.replace_requests(worker_id, shown.values(), now_s)
 
-    def delta(self, worker_id: str, changed: Iterable[RequestBrief], removed: Iterable[str]) -> None:
+    def delta(self, worker_id: str, changed: Iterable[RequestBrief], removed: Iterable[str], now_s: float) -> None:
         """These requests are new or changed there, and these are gone."""
         flights = self._flights.get(worker_id, {})
         for brief in changed:
@@ -88,7 +88,7 @@ class Flights:
                 if not _shows(brief, flight):
                     continue
                 del flights[brief.request_id]
-            self._state.put_request(worker_id, brief)
+            self._state.put_request(worker_id, brief, now_s)
         for request_id in removed:
             flights.pop(request_id, None)
             self._state.drop_request(worker_id, request_id)

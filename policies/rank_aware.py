@@ -49,7 +49,7 @@ def total_costs(state: ClusterState, ask: Ask, avg_resp_len: float) -> tuple[Flo
     return cost * exists, breaks_slo
 
 
-def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len: float) -> Choice:
+def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
     """Algorithm 1 over the rows in `fit`."""
     totals, breaks_slo = total_costs(state, ask, avg_resp_len)
     best = lightest(totals, fit)

@@ -3,21 +3,29 @@
 For each worker, with N requests there and the new one r, in milliseconds per output token:
 
     step     = Dec(N + r)                                    one decode step with r in the batch
-    stall    = [Pre(queue + r) - Pre(queue)] + load          everybody waits once: r's prefill, and its adapter if missing
-    others   = N * stall / L + [Dec(N + r) - Dec(N)] * shared       shared: the part of the others' steps that r is in
-    own      = step + N * mean stall / L + wait / out(r)     every one of the N is followed by another request per L tokens
+    stall    = r's share of a prefill, and its adapter's copy if it is missing: so long everybody waits once
+    others   = N * (stall + [Dec(N + r) - Dec(N)] * min(left, out(r))) / L
+    own      = step + N * Pre(nothing) / L + wait / out(r)   each of the N is followed by another request in L tokens
     cost     = others + own + penalties
 
-L is the average response length, out(r) the predicted one, `shared` = sum over the others of min(left, out(r)) / L. The
-paper's Algorithm 1 is `others` with the load left out and everybody there until the end; what it lacks is r's own time,
-so that it fills slow workers as gladly as fast ones and never trades a queue against a loaded adapter.
+L is the average response length, out(r) the predicted one, `left` what a request there has still to produce. The paper's
+Algorithm 1 is `others` with no copy and everybody there until the end. What it lacks:
 
-    wait     = queue's prefill + load (+ fetch, if nobody on the worker has it) + prefill
-               + the time until a seat is free + the time until enough KV blocks are free
+r's own time. Without it slow workers are filled as gladly as fast ones, and a queue never weighs against a loaded adapter.
 
-Penalties, steep but finite, so that among workers that all break something the least harm wins:
-    r's time to first token over its objective, r's time per token over its objective, and the time per token over the
-    strictest objective among those that are there.
+Sharing a prefill. A prefill reads the whole model however few tokens it has, so a request that joins one which is about to
+begin costs the others only its own tokens. A queued prefill begins with the worker's next step; it came at `opened_s`, so
+that a request coming `t` later still joins it with probability 1 - t / step. Otherwise it is a stall of its own.
+
+Sparing the young. A stall spreads over the tokens a request gets before and after, so a short answer that has just begun is
+the one whose time per token it ruins; which one will be short nobody knows. A stall counts YOUNG times more right after
+requests have begun, and that fades within YOUNG_STEPS steps. It makes workers take turns.
+
+    wait     = queue's prefill + copy (+ fetch, if the worker has it in no tier) + the time until a seat is free
+               + the time until enough KV blocks are free
+
+Penalties, steep but finite, so that among workers that all break something the least harm wins: r's time to first token
+over its objective, r's time per token over its objective, and that over the strictest objective of those that are there.
 
 Several schedulers that see the same states must not all choose the same worker. Own assignments count at once
 (`flights`); for those of others, which no state shows yet, the choice falls on any worker whose cost is within NEAR of
@@ -40,11 +48,12 @@ PENALTY_MS = 1000.0
 """Per token, for an objective that is broken; it grows with the excess."""
 NEAR = 0.02
 """Share of the best cost within which another worker is as good."""
+YOUNG, YOUNG_STEPS = 0.5, 4.0
 
 
-def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len: float) -> Choice:
+def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
     """The row with the least cost, or one as good."""
-    cost, breaks_slo = costs(state, ask, avg_resp_len)
+    cost, breaks_slo = costs(state, ask, now_s, avg_resp_len)
     cost[~fit] = np.inf
     near = np.flatnonzero(cost <= cost.min() * (1.0 + NEAR))
     known = not ask.adapter or len(state.holders(ask.adapter)[0])
@@ -52,30 +61,33 @@ def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len: 
     return Choice(row, float(cost[row]), bool(breaks_slo[row]))
 
 
-def costs(state: ClusterState, ask: Ask, avg_resp_len: float) -> tuple[Floats, NDArray[np.bool_]]:
+def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[Floats, NDArray[np.bool_]]:
     """The cost on each row, and whether an objective of the request breaks there."""
     t = state.table
     perf = PerfColumns(t)
     out = float(ask.out_tokens) or avg_resp_len
     n, queued, queue_tokens = t["exists"], t["queued"], t["queue_tokens"]
 
-    max_rank_with = np.maximum(t["max_rank"], ask.rank)
-    step = decode_ms(perf, n + 1, perf.lora_load(n + 1, t["rank_sum"] + ask.rank, max_rank_with))
+    step = decode_ms(perf, n + 1, perf.lora_load(n + 1, t["rank_sum"] + ask.rank, np.maximum(t["max_rank"], ask.rank)))
     d_step = step - decode_ms(perf, n, perf.lora_load(n, t["rank_sum"], t["max_rank"]))
 
+    queue = prefill_ms(perf, queue_tokens, perf.lora_load(queued, t["queue_rank_sum"], t["queue_max_rank"]))
     queue_max_with = np.maximum(t["queue_max_rank"], ask.rank)
-    prefills_with = prefill_ms(
-        perf, queue_tokens + ask.tokens, perf.lora_load(queued + 1, t["queue_rank_sum"] + ask.rank, queue_max_with)
-    )
-    prefills = prefill_ms(perf, queue_tokens, perf.lora_load(queued, t["queue_rank_sum"], t["queue_max_rank"]))
+    queue_load_with = perf.lora_load(queued + 1, t["queue_rank_sum"] + ask.rank, queue_max_with)
+    queue_with = prefill_ms(perf, queue_tokens + ask.tokens, queue_load_with)
+    alone = perf.prefill_base_ms + perf.prefill_token_ms * ask.tokens + perf.prefill_lora_ms * ask.rank
+    steps_s = np.maximum(step, 1e-3) / 1000.0
+    joins = np.where(queued > 0, np.maximum(1.0 - (now_s - t["opened_s"]) / steps_s, 0.0), 0.0)
     copy, fetch = adapter_ms(state, perf, ask)
-    stall = prefills_with - np.where(queued > 0, prefills, 0.0) + copy
+    stall = alone + joins * (queue_with - queue - alone) + copy
 
-    left_mean = (t["running_left"] + t["queue_out"]) / np.maximum(n, 1.0)
-    others = n * (stall + d_step * np.minimum(left_mean, out)) / avg_resp_len
+    left = (t["running_left"] + t["queue_out"]) / np.maximum(n, 1.0)
+    began_s = np.maximum(t["began_s"], np.where(queued > 0, t["opened_s"], -np.inf))
+    young = np.where(n > 0, YOUNG * np.exp((began_s - now_s) / (YOUNG_STEPS * steps_s)), 0.0)
+    others = n * (stall + d_step * np.minimum(left, out)) / avg_resp_len + young * stall * (1.0 - joins)
 
     tpot = step + n * perf.prefill_base_ms / avg_resp_len
-    wait = prefills_with + copy + fetch + _seat_wait_ms(t, step) + _memory_wait_ms(t, ask, step, out)
+    wait = queue_with + copy + fetch + _seat_wait_ms(t, step) + _memory_wait_ms(t, ask, step, out)
     cost = others + tpot + wait / out
 
     ttft_excess = (wait + 0.5 * step) / ask.ttft_slo_ms - 1.0

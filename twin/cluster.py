@@ -140,7 +140,7 @@ class Cluster:
         if chosen is None:
             self._refuse(request)
             return
-        scheduler.expect(chosen, request, str(request.index), attempt.predicted_tokens)
+        scheduler.expect(chosen, request, str(request.index), attempt.predicted_tokens, self.events.now_s)
         if self._assign_ps:
             self.events.at(self.events.now_ps + self._assign_ps, ARRIVAL, self._assign, attempt, chosen)
         else:

@@ -67,11 +67,11 @@ class Scheduler:
         """A worker's report arrived."""
         self.state.heard(report.worker_id, now_s, kv_blocks_free=report.kv_blocks_free, draining=False)
         if report.whole:
-            self.flights.snapshot(report.worker_id, report.changed)
+            self.flights.snapshot(report.worker_id, report.changed, now_s)
             held = {digest: tier for digest, tier in report.tiers.items() if tier is not None}
             self.state.replace_adapters(report.worker_id, held)
         else:
-            self.flights.delta(report.worker_id, report.changed, report.removed)
+            self.flights.delta(report.worker_id, report.changed, report.removed, now_s)
             for digest, tier in report.tiers.items():
                 if tier is None:
                     self.state.drop_adapter(report.worker_id, digest)
@@ -106,7 +106,7 @@ class Scheduler:
         avg_resp_len = self._lengths.mean_tokens()
         return decide(self._choose, self.state, ask, now_s, stale_s=self.spec.stale_s, avg_resp_len=avg_resp_len)
 
-    def expect(self, worker_id: str, request: Request, request_id: str, predicted_tokens: int) -> None:
+    def expect(self, worker_id: str, request: Request, request_id: str, predicted_tokens: int, now_s: float) -> None:
         """It is about to be assigned there."""
         brief = RequestBrief(
             request_id,
@@ -119,4 +119,4 @@ class Scheduler:
             "waiting",
             request.slo.tpot_slo_ms,
         )
-        self.flights.expect(worker_id, brief)
+        self.flights.expect(worker_id, brief, now_s)

@@ -90,7 +90,7 @@ class Cluster:
         self.state.put_worker(worker_id, message.limits, message.perf)
         self.state.replace_adapters(worker_id, {r.digest: r.tier for r in message.adapters})
         self._heard(worker, message, now_s)
-        self._flights.snapshot(worker_id, message.requests)
+        self._flights.snapshot(worker_id, message.requests, now_s)
 
     def _on_delta(self, worker: _Worker, message: WorkerDelta, now_s: float) -> None:
         if message.seq <= worker.seq:
@@ -103,7 +103,7 @@ class Cluster:
         self._heard(worker, message, now_s)
         if not worker.in_sync:
             return
-        self._flights.delta(message.worker_id, message.changed, message.removed)
+        self._flights.delta(message.worker_id, message.changed, message.removed, now_s)
         for held in message.resident:
             self.state.put_adapter(message.worker_id, held.digest, held.tier)
         for digest in message.evicted:
@@ -160,9 +160,9 @@ class Cluster:
 
     # ---- what we promise workers
 
-    def expect(self, worker_id: str, brief: RequestBrief) -> None:
+    def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
         """The request is about to be assigned: from now on it counts as waiting there."""
-        self._flights.expect(worker_id, brief)
+        self._flights.expect(worker_id, brief, now_s)
 
     def accepted(self, worker_id: str, request_id: str, now_s: float) -> None:
         """The worker took it: its state will show it soon."""

@@ -205,7 +205,7 @@ class SchedulerService(BusService):
     async def _assign(self, worker_id: str, request: GenerateRequest, brief: RequestBrief) -> MotetError | None:
         """Hand the request to the worker; None when it took it, else why not. Never raises a MotetError."""
         bus, cluster = self._connected(), self.cluster
-        cluster.expect(worker_id, brief)
+        cluster.expect(worker_id, brief, now_s())
         taken = False
         try:
             reply = await bus.request(subjects.assign(worker_id), request, AssignReply, timeout_s=self._config.assign_s)

@@ -31,34 +31,34 @@ def state() -> ClusterState:
 
 def test_an_assignment_counts_at_once_and_only_once_when_the_worker_shows_it(state: ClusterState) -> None:
     flights = Flights(state, 3.0)
-    flights.expect("w", brief("r"))
+    flights.expect("w", brief("r"), 0.0)
     assert list(state.requests("w")) == ["r"] and flights.count("w") == len(flights) == 1
-    flights.delta("w", [brief("r", phase="running")], [])
+    flights.delta("w", [brief("r", phase="running")], [], 0.1)
     assert state.requests("w")["r"].phase == "running" and len(flights) == 0
 
 
 def test_a_snapshot_from_before_the_assignment_does_not_hide_it(state: ClusterState) -> None:
     flights = Flights(state, 3.0)
-    flights.expect("w", brief("r"))
+    flights.expect("w", brief("r"), 0.0)
     for _ in range(5):
-        flights.snapshot("w", [brief("other")])
+        flights.snapshot("w", [brief("other")], 0.1)
     assert set(state.requests("w")) == {"r", "other"}
 
 
 def test_an_accepted_request_that_no_snapshot_shows_has_come_and_gone(state: ClusterState) -> None:
     flights = Flights(state, 3.0)
-    flights.expect("w", brief("r"))
+    flights.expect("w", brief("r"), 0.0)
     flights.accepted("w", "r", 0.0)
     for _ in range(SNAPSHOTS_WITHOUT):
         assert "r" in state.requests("w")
-        flights.snapshot("w", [])
+        flights.snapshot("w", [], 0.1)
     assert not state.requests("w") and not len(flights)
 
 
 def test_an_accepted_request_that_is_never_shown_expires(state: ClusterState) -> None:
     flights = Flights(state, 3.0)
-    flights.expect("w", brief("accepted"))
-    flights.expect("w", brief("asked"))
+    flights.expect("w", brief("accepted"), 0.0)
+    flights.expect("w", brief("asked"), 0.0)
     flights.accepted("w", "accepted", 1.0)
     flights.expire(4.0)
     assert len(flights) == 2
@@ -68,7 +68,7 @@ def test_an_accepted_request_that_is_never_shown_expires(state: ClusterState) ->
 
 def test_a_refused_request_counts_no_more(state: ClusterState) -> None:
     flights = Flights(state, 3.0)
-    flights.expect("w", brief("r"))
+    flights.expect("w", brief("r"), 0.0)
     flights.withdraw("w", "r")
     flights.withdraw("w", "r")
     assert not state.requests("w") and not len(flights)
@@ -76,21 +76,21 @@ def test_a_refused_request_counts_no_more(state: ClusterState) -> None:
 
 def test_word_of_an_older_epoch_is_not_about_this_assignment(state: ClusterState) -> None:
     flights = Flights(state, 3.0)
-    flights.expect("w", brief("r", epoch=1))
-    flights.delta("w", [brief("r", epoch=0, phase="running")], [])
+    flights.expect("w", brief("r", epoch=1), 0.0)
+    flights.delta("w", [brief("r", epoch=0, phase="running")], [], 0.1)
     assert state.requests("w")["r"].epoch == 1 and len(flights) == 1
 
 
 def test_a_request_that_ended_ends_its_flight(state: ClusterState) -> None:
     flights = Flights(state, 3.0)
-    flights.expect("w", brief("r"))
-    flights.delta("w", [], ["r"])
+    flights.expect("w", brief("r"), 0.0)
+    flights.delta("w", [], ["r"], 0.1)
     assert not state.requests("w") and not len(flights)
 
 
 def test_a_forgotten_worker_has_no_flights(state: ClusterState) -> None:
     flights = Flights(state, 3.0)
-    flights.expect("w", brief("r"))
+    flights.expect("w", brief("r"), 0.0)
     state.drop_worker("w")
     flights.forget("w")
     flights.withdraw("w", "r")
