@@ -25,8 +25,9 @@ import numpy as np
 from bench import report
 from shared.model import PerfModel, Slo, WorkerLimits
 from twin.cluster import Cluster
+from twin.memory import ATTENTION_QKV, LLAMA2_7B
 from twin.scheduler import SchedulerSpec
-from twin.steps import A10_MBGMV, LLAMA2_7B_RANK_BYTES, PerfSteps
+from twin.steps import A10_MBGMV, PerfSteps
 from twin.worker import WorkerSpec
 from twin.workload import Intensity, Lengths, Workload, arrivals, per_adapter, pick, rank_mix, zipf
 
@@ -75,7 +76,7 @@ def gpu_hour(seconds: float) -> Cluster:
         prompt_tokens=prompt,
         output_tokens=output,
         ranks=ranks,
-        adapter_bytes=ranks * LLAMA2_7B_RANK_BYTES,
+        adapter_bytes=ranks * LLAMA2_7B.adapter_rank_bytes(ATTENTION_QKV),
     )
     limits = _limits(max_running=256, kv_blocks=16_000, adapter_bytes=GIB)
     return Cluster(workload, [WorkerSpec(limits=limits, perf=H100, steps=PerfSteps(H100, context_token_ps=80_000))], None)
@@ -94,7 +95,7 @@ def cluster_10min(seconds: float) -> Cluster:
         prompt_tokens=prompt,
         output_tokens=output,
         ranks=ranks,
-        adapter_bytes=ranks * LLAMA2_7B_RANK_BYTES,
+        adapter_bytes=ranks * LLAMA2_7B.adapter_rank_bytes(ATTENTION_QKV),
         slos=(Slo(tpot_slo_ms=60.0),),
     )
     limits = _limits(max_running=64, kv_blocks=900, adapter_bytes=2 * GIB)

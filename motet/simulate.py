@@ -18,14 +18,15 @@ from motet.talk import terminal
 from policies.dispatch import POLICIES
 from shared.model import Slo
 from twin.cluster import Cluster
+from twin.memory import ATTENTION_QKV, LLAMA2_7B
 from twin.profile import Profile, a10_llama2_7b, read_profile
 from twin.report import Result, html, table_rows
 from twin.scheduler import SchedulerSpec
-from twin.steps import LLAMA2_7B_RANK_BYTES
 from twin.traces import FileError, Popularity, Trace, read_lengths, read_popularity, read_trace, write_trace
 from twin.workload import MAX_CV, Intensity, Lengths, Workload, arrivals, rank_mix, zipf
 
 MIB = 1 << 20
+RANK_MIB = LLAMA2_7B.adapter_rank_bytes(ATTENTION_QKV) / MIB
 EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
 NEW = click.Path(dir_okay=False, writable=True, path_type=Path)
 
@@ -80,7 +81,7 @@ POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 @click.option("--adapters", type=click.IntRange(0, 1_000_000), default=64, show_default=True, help="0: the base model only.")
 @click.option("--zipf", "exponent", type=Number(0, 10), default=1.0, show_default=True, help="Popularity; 0: all alike.")
 @click.option("--ranks", type=Mix(), default="8,16,32,64", show_default=True, help="How often each rank occurs: 8:3,64:1.")
-@click.option("--rank-mib", type=POSITIVE, default=LLAMA2_7B_RANK_BYTES / MIB, show_default=True, help="MiB per unit of rank.")
+@click.option("--rank-mib", type=POSITIVE, default=RANK_MIB, show_default=True, help="MiB per unit of rank.")
 @click.option("--slo-ttft-ms", type=POSITIVE, default=Slo().ttft_slo_ms, show_default=True, help="Objective per request.")
 @click.option("--slo-tpot-ms", type=POSITIVE, default=Slo().tpot_slo_ms, show_default=True, help="Objective per request.")
 @click.option("--profile", type=EXISTING, help="What a worker is, from `motet profile`.  [default: Llama-2-7B on an A10]")

@@ -140,6 +140,7 @@ def summary(workload: Workload, metrics: Metrics, *, end_s: float, busy_s: float
     slos = workload.slos
     which = workload.slo if workload.slo is not None else np.zeros(len(workload), np.int64)
     ttft_slo, tpot_slo = (np.array([getattr(slo, name) for slo in slos])[which] for name in ("ttft_slo_ms", "tpot_slo_ms"))
+    class_of = np.array([slo.slo_class for slo in slos])[which]
     rows = times.rows
     in_ttft = times.ttft_ms <= ttft_slo[rows]
     in_tpot = ~(times.tpot_ms > tpot_slo[rows])  # a single token has no time per token to miss
@@ -181,10 +182,7 @@ def summary(workload: Workload, metrics: Metrics, *, end_s: float, busy_s: float
         "preemptions": metrics.preemptions,
         "prefix_hit_tokens": metrics.prefix_tokens,
         "assign_retries": metrics.retries,
-        "classes": {
-            slo.slo_class: _class(times, attained, which == index, in_class=which[rows] == index)
-            for index, slo in enumerate(slos)
-        },
+        "classes": {name: _class(times, attained, class_of == name) for name in sorted({slo.slo_class for slo in slos})},
     }
 
 
@@ -217,13 +215,12 @@ def _starvation(workload: Workload, incoming: NDArray[Any], served: NDArray[Any]
     }
 
 
-def _class(
-    times: Latencies, attained: NDArray[np.bool_], members: NDArray[np.bool_], *, in_class: NDArray[np.bool_]
-) -> dict[str, Any]:
+def _class(times: Latencies, attained: NDArray[np.bool_], members: NDArray[np.bool_]) -> dict[str, Any]:
+    finished = members[times.rows]
     return {
         "requests": int(members.sum()),
         "slo_attainment": float(attained[members].mean()) if members.any() else 1.0,
-        "queue_ms": spread(times.queue_ms[in_class]),
-        "ttft_ms": spread(times.ttft_ms[in_class]),
-        "tpot_ms": spread(times.tpot_ms[in_class]),
+        "queue_ms": spread(times.queue_ms[finished]),
+        "ttft_ms": spread(times.ttft_ms[finished]),
+        "tpot_ms": spread(times.tpot_ms[finished]),
     }

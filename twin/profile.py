@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from shared.model import PerfModel, WorkerLimits
 from twin.events import to_ps
+from twin.memory import LLAMA2_7B
 from twin.steps import A10_MBGMV, Link, PerfSteps
 from twin.storage import StorageModel
 from twin.traces import FileError
@@ -88,8 +89,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
+A10_BYTES = 24_000_000_000
+
+
 def a10_llama2_7b() -> Profile:
-    """CaraServe's worker: what its 24 GB hold beside 13.5 GB of weights, 2 GiB for adapters (0.5 MiB of KV per token)."""
+    """CaraServe's worker: Llama-2-7B on an A10, 2 GiB of it for adapters."""
+    adapter_bytes = 2 << 30
     return Profile(
         motet_profile=VERSION,
         name="Llama-2-7B on an A10 (CaraServe)",
@@ -100,8 +105,8 @@ def a10_llama2_7b() -> Profile:
             max_running=64,
             max_waiting=256,
             block_size=16,
-            kv_blocks_total=900,
-            adapter_bytes_total=2 << 30,
+            kv_blocks_total=LLAMA2_7B.kv_blocks(A10_BYTES, adapter_bytes=adapter_bytes, block_size=16),
+            adapter_bytes_total=adapter_bytes,
             max_lora_rank=128,
         ),
         perf=A10_MBGMV,

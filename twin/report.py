@@ -96,8 +96,26 @@ def html(title: str, subtitle: str, results: Sequence[Result]) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<style>{STYLE}</style></head><body><h1>{escape(title)}</h1><p class="sub">{escape(subtitle)}</p><p>{keys}</p>'
-        f'<div class="plots">{plots}</div><h2>Figures</h2><table><tr><th></th>{head}</tr>{body}</table></body></html>\n'
+        f'<div class="plots">{plots}</div><h2>Figures</h2><table><tr><th></th>{head}</tr>{body}</table>'
+        f"{_classes(results)}</body></html>\n"
     )
+
+
+def _classes(results: Sequence[Result]) -> str:
+    """A table per run of what each class of requests got, where there are several."""
+    parts = []
+    for result in results:
+        classes = result.figures["classes"]
+        if len(classes) > 1:
+            parts.append(f"<h2>Classes: {escape(result.name)}</h2><table><tr><th></th>")
+            parts += [f"<th>{name}</th>" for name in ("requests", "SLO attainment", "queueing p50, ms", "queueing p99, ms")]
+            for name, of in classes.items():
+                queue = of["queue_ms"]
+                waits = [_cell(queue.get(quantile), ",.1f") for quantile in ("p50", "p99")]
+                cells = (f"{of['requests']:,}", f"{of['slo_attainment']:.2%}", *waits)
+                parts.append(f"</tr><tr><td>{escape(name)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells))
+            parts.append("</tr></table>")
+    return "".join(parts)
 
 
 # ---- what is drawn
