@@ -261,16 +261,15 @@ def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
 def advance_steady(state: AdmissionState[S], plan: Plan[S], steps: int) -> None:
     """`steps` steps of a steady plan have run and each sequence drew as many tokens: books what `decide`, `advance` and
     `append` would have booked. With a prefix cache, `tokens` has those tokens already."""
-    kv = state.kv
+    kv, size = state.kv, state.kv.block_size
     if kv.prefix_cache:
         _book_in_order(kv, plan, steps)
     for seq in plan.decodes:
         seq.computed = end = seq.computed + steps
         seq.length = end + 1
         seq.scheduled = 0
-        missing = kv.blocks_for(end) - len(seq.blocks)
-        if missing > 0:
-            seq.blocks += kv.allocate(missing)
+        if end > len(seq.blocks) * size:
+            seq.blocks += kv.allocate(kv.blocks_for(end) - len(seq.blocks))
 
 
 def _book_in_order(kv: KvBlocks, plan: Plan[S], steps: int) -> None:

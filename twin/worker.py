@@ -365,7 +365,8 @@ class Worker:
 
     def running_left(self) -> int:
         """Output tokens that the running requests are still expected to produce."""
-        return sum([max(1, live.expected_length - live.length) for live in self.state.running])
+        running = self.state.running
+        return sum([left if (left := live.expected_length - live.length) > 0 else 1 for live in running])
 
 
 def _content(request: Request, length: int) -> array[int]:
