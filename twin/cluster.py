@@ -23,6 +23,8 @@ from twin.scheduler import Report, Scheduler, SchedulerSpec
 from twin.worker import Changes, Live, Worker, WorkerSpec
 from twin.workload import Request, Workload
 
+SNAPSHOT_REQUESTS, MAX_BEATS = 64, 4  # as in services/worker/reports.py: busy workers tell everything less often
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bus:
@@ -43,6 +45,7 @@ class _Reporter:
     worker: Worker
     last_ps: int = -PS_PER_S
     due: bool = False
+    beats: int = 0  # heartbeats until the next whole report
 
 
 @dataclass(slots=True)
@@ -178,19 +181,26 @@ class Cluster:
             self.events.at(at_ps, MESSAGE, self._delta, reporter)
 
     def _delta(self, reporter: _Reporter) -> None:
+        if reporter.due:  # else a heartbeat has told it meanwhile
+            self._tell_changes(reporter)
+
+    def _tell_changes(self, reporter: _Reporter) -> None:
         reporter.due, reporter.last_ps = False, self.events.now_ps
         worker = reporter.worker
         worker.settle()
         changed, removed, tiers = worker.take_changes()
-        if changed or removed or tiers:
-            self._send(Report(worker.worker_id, False, worker.kv_blocks_free, changed, removed, tiers, worker.running_left()))
+        self._send(Report(worker.worker_id, False, worker.kv_blocks_free, changed, removed, tiers, worker.running_left()))
 
     def _heartbeat(self, reporter: _Reporter) -> None:
         worker = reporter.worker
-        briefs = worker.briefs()
-        tiers = worker.tiers()
-        self._send(Report(worker.worker_id, True, worker.kv_blocks_free, briefs, [], tiers))
-        reporter.last_ps = self.events.now_ps
+        if reporter.beats:
+            reporter.beats -= 1
+            self._tell_changes(reporter)
+        else:
+            reporter.beats = min(len(worker.live) // SNAPSHOT_REQUESTS, MAX_BEATS - 1)
+            briefs = worker.briefs()
+            self._send(Report(worker.worker_id, True, worker.kv_blocks_free, briefs, [], worker.tiers()))
+            reporter.due, reporter.last_ps = False, self.events.now_ps
         if self._open:
             self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)
 
