@@ -21,6 +21,9 @@ from kernels.pool import MODULES, LoraPool
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
+MAX_RANK = 1024
+"""Of an adapter; what the compiled kernels have room for."""
+
 
 class Matrix(Structure):
     """A packed matrix."""
@@ -320,6 +323,8 @@ def address(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
 
 def pool_struct(pool: LoraPool) -> Pool:
     """The addresses of a pool's tables, which it never replaces."""
+    if pool.max_rank > MAX_RANK:
+        raise ValueError(f"a pool of rank {pool.max_rank}: the compiled kernels take ranks up to {MAX_RANK}")
     shapes = [pool.shapes[module] for module in MODULES]
     return Pool(
         address(pool.arena),

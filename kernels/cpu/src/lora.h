@@ -15,6 +15,7 @@ constexpr int MODULES = 7;    // q k v o gate up down
 constexpr int GROUPS = 4;     // fused: qkv, o, gate_up, down
 constexpr int GROUP_START[GROUPS + 1] = {0, 3, 4, 6, 7};
 constexpr int LORA_ROWS = 48;  // of one piece
+constexpr int MAX_PAGES = 128;  // of one adapter: rank 1024
 
 struct LoraPiece {
   int32_t row0, rows;    // into LoraPlan::order
@@ -46,8 +47,9 @@ struct LoraPlan {
     // first_of_slot[s] is now the end of s
     int64_t adapters = 0;
     for (int64_t s = 0; s < pool.slots; ++s) adapters += first_of_slot[s] > (s ? first_of_slot[s - 1] : 0);
-    // few adapters are cut finely, so that everybody has work; of many, each page is read in one go
-    const int64_t piece_bytes = adapters < 4 * team ? 32 << 10 : 256 << 10;
+    // few adapters are cut finely, so that everybody has as much work; of many, each page is read in one go
+    const bool few = adapters < 4 * team;
+    const int32_t rows_each = few ? LORA_ROWS / 3 : LORA_ROWS;
     for (int64_t slot = 0; slot < pool.slots; ++slot) {
       const int32_t begin = slot ? first_of_slot[slot - 1] : 0, end = first_of_slot[slot];
       if (begin == end) continue;
@@ -56,11 +58,11 @@ struct LoraPlan {
           const int32_t pages = pool.pages[slot * MODULES + m];
           if (!pages) continue;
           const int64_t in = pool.in[m], out = pool.out[m];
-          const int32_t pages_each = (int32_t)std::max<int64_t>(1, (24 << 10) / (PAGE * in * element_bytes));
-          const int64_t column_bytes = PAGE * pages * element_bytes;
-          const int32_t columns = (int32_t)std::max<int64_t>(64, round_up(std::min(out, piece_bytes / column_bytes), 64));
-          for (int32_t row = begin; row < end; row += LORA_ROWS) {
-            const int32_t n = std::min(LORA_ROWS, end - row);
+          const int32_t pages_each = few ? 1 : (int32_t)std::max<int64_t>(1, (24 << 10) / (PAGE * in * element_bytes));
+          const int64_t most = (few ? 8 << 10 : 256 << 10) / (PAGE * pages * element_bytes);
+          const int32_t columns = (int32_t)std::max<int64_t>(64, round_up(std::min(out, most), 64));
+          for (int32_t row = begin; row < end; row += rows_each) {
+            const int32_t n = std::min(rows_each, end - row);
             for (int32_t p = 0; p < pages; p += pages_each)
               shrink[g].push_back({row, n, (int32_t)slot, m, pages, p, std::min(pages_each, pages - p), s_size});
             for (int32_t c = 0; c < out; c += columns)
@@ -213,30 +215,31 @@ INLINE Two unsorted(Two v, const T*) {
   return v;
 }
 
-// y[r] += s[r] B for one page, outputs [0, n) from where `b` and `y` point.
+// y[r] += s[r] B for `pages` pages, outputs [0, n) from where `b` and `y` point.
 template <class T, int R>
-INLINE void expand_rows(const T* b, int64_t out, int64_t n, const float* const* s, float* const* y, Next& all_next) {
+INLINE void expand_rows(const T* const* b, int pages, int64_t out, int64_t n, const float* const* s, float* const* y, Next& all_next) {
   constexpr int LINES = (2 * W * (int)sizeof(T) + 63) / 64;  // of a rank's two vectors
   Next next = all_next;
   int64_t i = 0;
   for (; i + 2 * W <= n; i += 2 * W) {
     Two acc[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) acc[r] = sorted({load(y[r] + i), load(y[r] + i + W)}, b);
+    for (int r = 0; r < R; ++r) acc[r] = sorted({load(y[r] + i), load(y[r] + i + W)}, b[0]);
+    for (int p = 0; p < pages; ++p)
 #pragma GCC unroll 8
-    for (int k = 0; k < PAGE; ++k) {
-      const Two weights = load_two(b + k * out + i);
+      for (int k = 0; k < PAGE; ++k) {
+        const Two weights = load_two(b[p] + k * out + i);
 #pragma GCC unroll 2
-      for (int j = 0; j < LINES; ++j) next.line();
+        for (int j = 0; j < LINES; ++j) next.line();
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        acc[r].a += weights.a * s[r][k];
-        acc[r].b += weights.b * s[r][k];
+        for (int r = 0; r < R; ++r) {
+          acc[r].a += weights.a * s[r][p * PAGE + k];
+          acc[r].b += weights.b * s[r][p * PAGE + k];
+        }
       }
-    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const Two v = unsorted(acc[r], b);
+      const Two v = unsorted(acc[r], b[0]);
       store(y[r] + i, v.a);
       store(y[r] + i + W, v.b);
     }
@@ -245,7 +248,8 @@ INLINE void expand_rows(const T* b, int64_t out, int64_t n, const float* const* 
     const int live = (int)std::min<int64_t>(W, n - i);
     for (int r = 0; r < R; ++r) {
       vf acc = load_n(y[r] + i, live);
-      for (int k = 0; k < PAGE; ++k) acc += load_n(b + k * out + i, live) * s[r][k];
+      for (int p = 0; p < pages; ++p)
+        for (int k = 0; k < PAGE; ++k) acc += load_n(b[p] + k * out + i, live) * s[r][p * PAGE + k];
       store_n(y[r] + i, acc, live);
     }
   }
@@ -259,12 +263,16 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   int64_t column = piece.first;
   for (int m = piece.module; m > 0 && m != 3 && m != 4 && m != 6; --m) column += pool.out[m - 1];
   constexpr int R = 4;
-  for (int p = 0; p < piece.pages; ++p) {
-    const T* b = lora_page<T>(pool, piece.slot, piece.module, p, layer) + PAGE * in + piece.first;
-    const LoraPiece* soon = p + 1 < piece.pages ? &piece : after;
+  const T* pages[MAX_PAGES];
+  for (int p = 0; p < piece.pages; ++p)
+    pages[p] = lora_page<T>(pool, piece.slot, piece.module, p, layer) + PAGE * in + piece.first;
+  // many rows: all pages for some outputs, which stay in registers; few: a page after the other, in order of address
+  const int together = piece.rows >= R ? piece.pages : 1;
+  for (int p = 0; p < piece.pages; p += together) {
+    const LoraPiece* soon = p + together < piece.pages ? &piece : after;
     Next next;
     if (soon && soon->count == pool.out[soon->module]) {  // some outputs only: rows of one adapter, which compute anyway
-      const T* page = lora_page<T>(pool, soon->slot, soon->module, soon == &piece ? p + 1 : 0, layer);
+      const T* page = lora_page<T>(pool, soon->slot, soon->module, soon == &piece ? p + together : 0, layer);
       next = Next(page + PAGE * pool.in[soon->module], soon->count, piece.count);
     }
     const float* from[R];
@@ -276,9 +284,9 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
         to[j] = y + plan.order[piece.row0 + r + j] * ldy + column;
       }
       if (n == R)
-        expand_rows<T, R>(b, out, piece.count, from, to, next);
+        expand_rows<T, R>(pages + p, together, out, piece.count, from, to, next);
       else
-        expand_rows<T, 1>(b, out, piece.count, from, to, next);
+        expand_rows<T, 1>(pages + p, together, out, piece.count, from, to, next);
       r += n;
     }
   }
