@@ -273,9 +273,33 @@ struct alignas(64) TileConfig {
   uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
+#endif
 
-// Adds [k0, k1) of one panel or two to the sums of 32 rows (or 16), which lie at `sums` tile after tile: tiles 0-3 are sums,
-// 4-5 rows of x, 6-7 weights. Rows of x are padded to 16 in memory; what they hold does not matter.
+// AMX tiles are configured per thread, for as long as this lives: 0-3 sums and 4-5 rows of x with `rows` rows, 6-7 weights.
+class Tiles {
+#if MOTET_LEVEL >= 4
+ public:
+  Tiles() { configure(16); }
+  ~Tiles() { _tile_release(); }
+  static void take(int64_t rows) {
+    if (rows != rows_) configure((int)rows);
+  }
+
+ private:
+  static inline thread_local int rows_ = 0;
+  static void configure(int rows) {
+    TileConfig config;
+    for (int tile = 0; tile < 6; ++tile) config.rows[tile] = (uint8_t)rows;
+    _tile_loadconfig(&config);
+    rows_ = rows;
+  }
+#endif
+};
+
+#if MOTET_LEVEL >= 4
+
+// Adds [k0, k1) of one panel or two to the sums of 32 rows (or 16), which lie at `sums` tile after tile. Rows of x are padded
+// to 16 in memory; what they hold does not matter.
 template <bool TWO_ROWS, bool TWO_PANELS>
 INLINE void tiles_of(const bf16* w, int64_t stride, const bf16* x, int64_t ldx, int64_t k0, int64_t k1, float* sums,
                      Ahead& all_ahead, int lines) {
@@ -323,6 +347,7 @@ static void panels_by_tiles(const Gemm<bf16>& g, const bf16* w, int64_t stride, 
   alignas(64) float sums[MAX_ROWS * 2 * PANEL];  // per 32 rows: [row half][panel][16][16]
   const int64_t k = round_up(g.w->k, 32), blocks = (row1 - row0 + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t k_each = blocks == 1 ? k : TILES_K;
+  Tiles::take(std::min<int64_t>(16, row1 - row0));
   const int lines = (int)((16 + blocks - 1) / blocks);  // of each panel ahead, for 32 k of a block of rows
   for (int64_t k0 = 0; k0 < k; k0 += k_each)
     for (int64_t row = row0; row < row1; row += TILE_ROWS) {
@@ -343,17 +368,6 @@ static void panels_by_tiles(const Gemm<bf16>& g, const bf16* w, int64_t stride, 
   }
 }
 #endif
-
-// AMX tiles are configured per thread, for as long as this lives.
-struct Tiles {
-#if MOTET_LEVEL >= 4
-  Tiles() {
-    static const TileConfig config;
-    _tile_loadconfig(&config);
-  }
-  ~Tiles() { _tile_release(); }
-#endif
-};
 
 // Whether products of activations A run on tiles, the only ones that can be gated.
 template <class A>
