@@ -199,8 +199,8 @@ def _loads(folder: Path) -> dict[str, tuple[float, float]]:
             extra.setdefault((row.text("model"), full), []).append(extra_ms)
     found = {}
     for model, _ in extra:
-        full, padded = extra.get((model, True)), extra.get((model, False))
-        found[model] = (_median(full or padded or []), _median(padded or full or []))
+        at_full, below = extra.get((model, True), []), extra.get((model, False), [])
+        found[model] = (_median(at_full or below), _median(below or at_full))
     return found
 
 
