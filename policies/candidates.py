@@ -8,7 +8,8 @@ up what it lost.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from math import inf
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -28,6 +29,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     rank: int  # 0 for the base
     tokens: int
     tpot_slo_ms: float
+    ttft_slo_ms: float = inf
+    out_tokens: int = 0  # predicted, still to be produced; 0 for unknown
+    adapter: str = ""  # digest, "" for the base
+    adapter_bytes: int = 0
+    key: int = 0  # hash of the request's id: the only source of chance, so that a logged decision can be repeated
     avoid: tuple[str, ...] = ()  # worker ids: only if nobody else can
     tried: tuple[str, ...] = ()  # worker ids: not again
 
@@ -40,17 +46,19 @@ class Screening(msgspec.Struct, frozen=True, kw_only=True):
     largest_rank: int = 0
 
 
-def candidates(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> NDArray[np.intp]:
-    """Rows of `state.table` that may take the request, in no particular order."""
-    failures = _failures(state, ask, now_s, stale_s)
-    serves = state.table["base"] == state.base_index(ask.base_model)
-    fit = serves & ~np.logical_or.reduce(list(failures.values()))
+def candidates(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> NDArray[np.bool_]:
+    """Which rows of `state.table` may take the request."""
+    fit: NDArray[np.bool_] = state.table["base"] == state.base_index(ask.base_model)
+    first, *others = _failures(state, ask, now_s, stale_s).values()
+    for failing in others:
+        first |= failing
+    fit &= ~first
     if ask.avoid:
         preferred = fit.copy()
         preferred[_rows(state, ask.avoid)] = False
         if preferred.any():
             fit = preferred
-    return np.flatnonzero(fit)
+    return fit
 
 
 def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Screening:
@@ -64,29 +72,30 @@ def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Scree
         if count:
             rejected[reason] = count
         left &= ~failing
-    live = state.table[serves & ~failures["stale"]]
+    live = np.flatnonzero(serves & ~failures["stale"])
     if not len(live):
         return Screening(rejected=rejected)
-    context = np.minimum(live["max_model_len"], live["kv_blocks_total"] * live["block_size"])
-    return Screening(rejected=rejected, longest_context=int(context.max()), largest_rank=int(live["max_lora_rank"].max()))
+    t = state.table
+    context = np.minimum(t["max_model_len"], t["kv_tokens_total"])[live]
+    return Screening(rejected=rejected, longest_context=int(context.max()), largest_rank=int(t["max_lora_rank"][live].max()))
 
 
-def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> dict[Reason, NDArray[Any]]:
+def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> dict[Reason, NDArray[np.bool_]]:
     """Per reason, which rows fail; the first reason that applies is the one a person should read."""
     t = state.table
-    tried = np.zeros(len(t), dtype=bool)
-    if ask.tried:
-        tried[_rows(state, ask.tried)] = True
     needed = ask.tokens + 1  # room for one new token, or there is nothing to generate
-    return {
+    failures: dict[Reason, NDArray[np.bool_]] = {
         "stale": t["heard_s"] < now_s - stale_s,
         "max_model_len": t["max_model_len"] < needed,
-        "kv_memory": t["kv_blocks_total"] * t["block_size"] < needed,
+        "kv_memory": t["kv_tokens_total"] < needed,
         "lora_rank": t["max_lora_rank"] < ask.rank,
         "draining": t["draining"],
-        "tried": tried,
-        "full": t["refusing"] | (t["running"] + t["queued"] >= t["max_requests"]),
     }
+    if ask.tried:
+        failures["tried"] = tried = np.zeros(len(state.ids), dtype=bool)
+        tried[_rows(state, ask.tried)] = True
+    failures["full"] = t["refusing"] | (t["exists"] >= t["max_requests"])
+    return failures
 
 
 def _rows(state: ClusterState, worker_ids: tuple[str, ...]) -> list[int]:

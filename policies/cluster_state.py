@@ -1,60 +1,72 @@
 """What is known of every worker, kept so that a decision costs a few array operations however many workers there are.
 
-One row of `table` per worker (structure of arrays); the sums and maxima that Algorithm 1 needs are kept up to date as
-requests come and go, never recounted:
+One array per fact in `table`, one element per worker (structure of arrays: a decision reads a column from end to end).
+The sums and maxima that decisions need are kept up to date as requests come and go, never recounted:
 
-    put_request / drop_request -> _Load (per worker, plain Python) -> the worker's row -> decide() reads columns
+    put_request / drop_request -> WorkerLoad (per worker, plain Python) -> the worker's row -> decide() reads columns
 
-`queued` requests are those in phase "loading" or "waiting"; `exists` = queued + running. Freed rows are reused and the
-table doubles when it is full. Pure: the caller says who said what and when; what a message means is decided elsewhere.
+Which adapter is where is kept per adapter, since a decision asks for one adapter on all workers.
+
+Freed rows are reused and the table doubles when it is full. Pure: the caller says who said what and when; what a message
+means is decided elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from math import inf
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies.perf_model import Floats
-from shared.model import PerfModel, RequestBrief, WorkerLimits
+from policies.worker_load import WorkerLoad
+from shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
 
 _PERF = (
     "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
-    "load_base_ms", "load_ms_per_mib",
+    "load_base_ms", "load_ms_per_mib", "fetch_base_ms", "fetch_ms_per_mib",
 )  # fmt: skip
-_ROW = np.dtype(
-    [
-        ("base", "i8"),  # index of the base model's name; -1: a free row
-        ("heard_s", "f8"),
-        ("draining", "?"),
-        ("refusing", "?"),  # it refused for lack of room since its last word
-        ("max_model_len", "i8"),
-        ("max_lora_rank", "i8"),
-        ("max_requests", "i8"),  # max_running + max_waiting
-        ("block_size", "i8"),
-        ("kv_blocks_total", "i8"),
-        ("kv_blocks_free", "i8"),
-        ("running", "i8"),
-        ("running_left", "i8"),  # output tokens the running requests are still expected to produce
-        ("queued", "i8"),
-        ("queue_tokens", "i8"),  # tokens the queued requests have to prefill
-        ("queue_rank_sum", "i8"),
-        ("queue_max_rank", "i8"),
-        ("rank_sum", "i8"),  # over exists
-        ("max_rank", "i8"),
-        ("bgmv", "?"),
-        *((name, "f8") for name in _PERF),
-    ]
-)
+COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). Counts are floats: they meet times.
+    "base": ("i8", -1),  # index of the base model's name; -1: a free row
+    "key": ("u8", 0),  # hash of the worker's id
+    "heard_s": ("f8", 0),
+    "draining": ("?", 0),
+    "refusing": ("?", 0),  # it refused for lack of room since its last word
+    "max_model_len": ("i8", 0),
+    "max_lora_rank": ("i8", 0),
+    "max_running": ("f8", 0),
+    "max_requests": ("f8", 0),  # max_running + max_waiting
+    "block_size": ("i8", 0),
+    "kv_tokens_total": ("f8", 0),  # what the KV cache holds
+    "kv_tokens_free": ("f8", 0),
+    "running": ("f8", 0),
+    "running_left": ("f8", 0),  # output tokens the running requests are still expected to produce
+    "queued": ("f8", 0),
+    "queue_tokens": ("f8", 0),  # tokens the queued requests have to prefill
+    "queue_out": ("f8", 0),  # output tokens expected of the queued requests
+    "queue_rank_sum": ("f8", 0),
+    "queue_max_rank": ("f8", 0),
+    "exists": ("f8", 0),  # running + queued
+    "rank_sum": ("f8", 0),  # over exists
+    "max_rank": ("f8", 0),
+    "opened_s": ("f8", -inf),  # when the first of the queued requests came
+    "began_s": ("f8", -inf),  # when the last one was heard to have begun to run
+    "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
+    "bgmv": ("?", 0),
+    **dict.fromkeys(_PERF, ("f8", 0)),
+}
+ON_DEVICE, IN_USE, ON_HOST = 1, 2, 4  # where an adapter is: one bit each
+_TIER_BITS: dict[Tier, int] = {"device": ON_DEVICE | ON_HOST, "host": ON_HOST, "disk": 0}
 
 
 class PerfColumns:
-    """The perf model coefficients of some workers, one array element per worker (`perf_model.Coefficients`)."""
+    """The perf model coefficients of all workers, one array element per worker (`perf_model.Coefficients`)."""
 
-    def __init__(self, table: NDArray[Any]) -> None:
+    def __init__(self, table: Mapping[str, NDArray]) -> None:
         self.bgmv: NDArray[np.bool_] = table["bgmv"]
+        self._some_bgmv = bool(self.bgmv.any())
         self.prefill_base_ms: Floats = table["prefill_base_ms"]
         self.prefill_token_ms: Floats = table["prefill_token_ms"]
         self.prefill_lora_ms: Floats = table["prefill_lora_ms"]
@@ -63,90 +75,38 @@ class PerfColumns:
         self.decode_lora_ms: Floats = table["decode_lora_ms"]
         self.load_base_ms: Floats = table["load_base_ms"]
         self.load_ms_per_mib: Floats = table["load_ms_per_mib"]
+        self.fetch_base_ms: Floats = table["fetch_base_ms"]
+        self.fetch_ms_per_mib: Floats = table["fetch_ms_per_mib"]
 
-    def lora_load(self, rows: NDArray[Any], rank_sum: NDArray[Any], max_rank: NDArray[Any]) -> Floats:
+    def lora_load(self, rows: Floats, rank_sum: Floats, max_rank: Floats) -> Floats:
         """Each worker's LoRA load under its own kernel; the vector form of `perf_model.lora_load`."""
-        return np.where(self.bgmv, rows * max_rank, rank_sum).astype(np.float64)
+        return np.where(self.bgmv, rows * max_rank, rank_sum) if self._some_bgmv else rank_sum
 
 
-class _Ranks:
-    """A multiset of ranks with its size, sum and maximum."""
+class _Holders:
+    """Where one adapter is: row -> bits, and the same as two arrays made when they are asked for."""
 
-    __slots__ = ("counts", "max", "size", "sum")
-
-    def __init__(self) -> None:
-        self.counts: dict[int, int] = {}
-        self.size = self.sum = self.max = 0
-
-    def add(self, rank: int) -> None:
-        self.counts[rank] = self.counts.get(rank, 0) + 1
-        self.size += 1
-        self.sum += rank
-        self.max = max(self.max, rank)
-
-    def remove(self, rank: int) -> None:
-        left = self.counts[rank] - 1
-        self.size -= 1
-        self.sum -= rank
-        if left:
-            self.counts[rank] = left
-        else:
-            del self.counts[rank]
-            if rank == self.max:
-                self.max = max(self.counts, default=0)
-
-
-class _Load:
-    """One worker's requests and their aggregates."""
-
-    __slots__ = ("exists", "queue", "queue_tokens", "requests", "running_left")
+    __slots__ = ("arrays", "bits")
 
     def __init__(self) -> None:
-        self.requests: dict[str, RequestBrief] = {}
-        self.exists, self.queue = _Ranks(), _Ranks()
-        self.queue_tokens = self.running_left = 0
-
-    def add(self, brief: RequestBrief) -> None:
-        self.requests[brief.request_id] = brief
-        self.exists.add(brief.rank)
-        if brief.phase == "running":
-            self.running_left += tokens_left(brief)
-        else:
-            self.queue.add(brief.rank)
-            self.queue_tokens += tokens_to_prefill(brief)
-
-    def remove(self, request_id: str) -> bool:
-        brief = self.requests.pop(request_id, None)
-        if brief is None:
-            return False
-        self.exists.remove(brief.rank)
-        if brief.phase == "running":
-            self.running_left -= tokens_left(brief)
-        else:
-            self.queue.remove(brief.rank)
-            self.queue_tokens -= tokens_to_prefill(brief)
-        return True
+        self.bits: dict[int, int] = {}
+        self.arrays: tuple[NDArray[np.intp], NDArray[np.intp]] | None = None
 
 
-def tokens_left(brief: RequestBrief) -> int:
-    """Output tokens a running request is still expected to produce: at least one."""
-    return max(1, brief.predicted_tokens - brief.output_tokens)
-
-
-def tokens_to_prefill(brief: RequestBrief) -> int:
-    """Tokens a queued request has to prefill: a resumed one recomputes what it already produced."""
-    return brief.prompt_tokens + brief.output_tokens
+_NOWHERE = np.zeros(0, dtype=np.intp)
 
 
 class ClusterState:
-    """All workers. `table` is read by policies, one row per worker and some free ones (`base` is -1)."""
+    """All workers. `table` is read by policies, one element per worker and some free ones (`base` is -1)."""
 
     def __init__(self) -> None:
         self.table = _free_rows(16)
-        self.ids: list[str] = [""] * len(self.table)
+        self.ids: list[str] = [""] * 16
         self._row: dict[str, int] = {}
-        self._free = list(range(len(self.table) - 1, -1, -1))
-        self._loads: dict[str, _Load] = {}
+        self._free = list(range(15, -1, -1))
+        self._loads: dict[str, WorkerLoad] = {}
+        self._adapters: dict[str, dict[str, Tier]] = {}  # worker id -> digest -> tier
+        self._holders: dict[str, _Holders] = {}
         self._bases: dict[str, int] = {}
 
     def __contains__(self, worker_id: str) -> bool:
@@ -164,12 +124,31 @@ class ClusterState:
         return self._bases.get(base_model, -2)
 
     def row(self, worker_id: str) -> int:
-        """The worker's row in `table`, -1 when it is not known."""
+        """The worker's index in the columns of `table`, -1 when it is not known."""
         return self._row.get(worker_id, -1)
 
     def requests(self, worker_id: str) -> Mapping[str, RequestBrief]:
         """What the worker has, by request id."""
         return self._loads[worker_id].requests
+
+    def adapters(self, worker_id: str) -> Mapping[str, Tier]:
+        """The adapters that the worker holds and the fastest tier each is in."""
+        return self._adapters[worker_id]
+
+    def holders(self, digest: str) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Where the adapter is: rows, and for each the sum of ON_DEVICE, IN_USE (by a request there) and ON_HOST."""
+        held = self._holders.get(digest)
+        if held is None:
+            return _NOWHERE, _NOWHERE
+        if held.arrays is None:
+            count = len(held.bits)
+            held.arrays = (
+                np.fromiter(held.bits.keys(), dtype=np.intp, count=count),
+                np.fromiter(held.bits.values(), dtype=np.intp, count=count),
+            )
+        return held.arrays
+
+    # ---- workers
 
     def put_worker(self, worker_id: str, limits: WorkerLimits, perf: PerfModel) -> None:
         """Add a worker, or renew the limits and coefficients of a known one."""
@@ -177,14 +156,16 @@ class ClusterState:
         if row is None:
             row = self._take_row()
             self._row[worker_id], self.ids[row] = row, worker_id
-            self._loads[worker_id] = _Load()
+            self._loads[worker_id], self._adapters[worker_id] = WorkerLoad(), {}
         t = self.table
         t["base"][row] = self._bases.setdefault(limits.base_model, len(self._bases))
+        t["key"][row] = hash_of(worker_id)
         t["max_model_len"][row] = limits.max_model_len
         t["max_lora_rank"][row] = limits.max_lora_rank
+        t["max_running"][row] = limits.max_running
         t["max_requests"][row] = limits.max_running + limits.max_waiting
         t["block_size"][row] = limits.block_size
-        t["kv_blocks_total"][row] = limits.kv_blocks_total
+        t["kv_tokens_total"][row] = limits.kv_blocks_total * limits.block_size
         t["bgmv"][row] = perf.kernel == "bgmv"
         for name in _PERF:
             t[name][row] = getattr(perf, name)
@@ -194,8 +175,11 @@ class ClusterState:
         row = self._row.pop(worker_id, None)
         if row is None:
             return
-        del self._loads[worker_id]
-        self.table[row] = _free_rows(1)[0]
+        load, adapters = self._loads.pop(worker_id), self._adapters.pop(worker_id)
+        for digest in load.adapters.keys() | adapters.keys():
+            self._mark(digest, row, 0)
+        for name, (_, empty) in COLUMNS.items():
+            self.table[name][row] = empty
         self.ids[row] = ""
         self._free.append(row)
 
@@ -203,7 +187,7 @@ class ClusterState:
         """A worker spoke: these facts are its latest, and what was held against it is forgiven."""
         row, t = self._row[worker_id], self.table
         t["heard_s"][row] = now_s
-        t["kv_blocks_free"][row] = kv_blocks_free
+        t["kv_tokens_free"][row] = kv_blocks_free * t["block_size"][row]
         t["draining"][row] = draining
         t["refusing"][row] = False
 
@@ -219,49 +203,134 @@ class ClusterState:
         """Takes nothing new by its own word, until it is heard again."""
         self.table["draining"][self._row[worker_id]] = True
 
-    def replace_requests(self, worker_id: str, briefs: Iterable[RequestBrief]) -> None:
-        """These are all the requests the worker has."""
-        load = _Load()
-        for brief in briefs:
-            load.remove(brief.request_id)  # a snapshot that names one twice must not count it twice
-            load.add(brief)
-        self._loads[worker_id] = load
-        self._write(worker_id, load)
+    # ---- their requests
 
-    def put_request(self, worker_id: str, brief: RequestBrief) -> None:
-        """The worker has this request, new or changed."""
+    def replace_requests(self, worker_id: str, briefs: Iterable[RequestBrief], now_s: float = 0.0) -> None:
+        """These are all the requests the worker has, as heard at `now_s`."""
+        briefs = list(briefs)
         load = self._loads[worker_id]
-        load.remove(brief.request_id)
+        if load.progress(briefs):
+            self.table["running_left"][self._row[worker_id]] = load.running_left
+            return
+        new = WorkerLoad()
+        for brief in briefs:
+            new.remove(brief.request_id)  # a snapshot that names one twice must not count it twice
+            new.add(brief)
+        self._loads[worker_id] = new
+        for digest in load.adapters.keys() ^ new.adapters.keys():
+            self._locate(worker_id, digest)
+        self._write(worker_id, new, now_s)
+
+    def put_request(self, worker_id: str, brief: RequestBrief, now_s: float = 0.0) -> None:
+        """The worker has this request, new or changed at `now_s`."""
+        load = self._loads[worker_id]
+        digest = brief.adapter_digest
+        old = load.remove(brief.request_id)
+        in_use = digest in load.adapters or (old is not None and old.adapter_digest == digest)
         load.add(brief)
-        self._write(worker_id, load)
+        if digest and not in_use:
+            self._locate(worker_id, digest)
+        if old is not None and old.adapter_digest not in load.adapters:
+            self._locate(worker_id, old.adapter_digest)
+        if brief.phase == "running" and (old is None or old.phase != "running"):
+            self.table["began_s"][self._row[worker_id]] = now_s
+        self._write(worker_id, load, now_s)
 
     def drop_request(self, worker_id: str, request_id: str) -> None:
         """The worker does not have this request any more; unknown ids are ignored."""
         load = self._loads[worker_id]
-        if load.remove(request_id):
-            self._write(worker_id, load)
+        old = load.remove(request_id)
+        if old is None:
+            return
+        if old.adapter_digest not in load.adapters:
+            self._locate(worker_id, old.adapter_digest)
+        self._write(worker_id, load, 0.0)
 
-    def _write(self, worker_id: str, load: _Load) -> None:
+    def set_running_left(self, worker_id: str, tokens: int) -> None:
+        """The worker's own count of output tokens its running requests are still expected to produce."""
+        self._loads[worker_id].running_left = tokens
+        self.table["running_left"][self._row[worker_id]] = tokens
+
+    def _write(self, worker_id: str, load: WorkerLoad, now_s: float) -> None:
         row, t = self._row[worker_id], self.table
-        t["running"][row] = load.exists.size - load.queue.size
+        exists, queue = load.exists, load.queue
+        if queue.size and not t["queued"][row]:
+            t["opened_s"][row] = now_s
+        t["running"][row] = exists.size - queue.size
         t["running_left"][row] = load.running_left
-        t["queued"][row] = load.queue.size
+        t["queued"][row] = queue.size
         t["queue_tokens"][row] = load.queue_tokens
-        t["queue_rank_sum"][row] = load.queue.sum
-        t["queue_max_rank"][row] = load.queue.max
-        t["rank_sum"][row] = load.exists.sum
-        t["max_rank"][row] = load.exists.max
+        t["queue_out"][row] = load.queue_out
+        t["queue_rank_sum"][row] = queue.sum
+        t["queue_max_rank"][row] = queue.max
+        t["exists"][row] = exists.size
+        t["rank_sum"][row] = exists.sum
+        t["max_rank"][row] = exists.max
+        t["tightest_tpot_ms"][row] = load.tightest
+
+    # ---- their adapters
+
+    def replace_adapters(self, worker_id: str, tiers: Mapping[str, Tier]) -> None:
+        """These are all the adapters the worker holds."""
+        old = self._adapters[worker_id]
+        if old == tiers:
+            return
+        self._adapters[worker_id] = new = dict(tiers)
+        for digest in old.keys() | new.keys():
+            if old.get(digest) != new.get(digest):
+                self._locate(worker_id, digest)
+
+    def put_adapter(self, worker_id: str, digest: str, tier: Tier) -> None:
+        """An adapter is now fastest in this tier of the worker."""
+        self._adapters[worker_id][digest] = tier
+        self._locate(worker_id, digest)
+
+    def drop_adapter(self, worker_id: str, digest: str) -> None:
+        """The worker holds the adapter in no tier any more; unknown ones are ignored."""
+        if self._adapters[worker_id].pop(digest, None) is not None:
+            self._locate(worker_id, digest)
+
+    def _locate(self, worker_id: str, digest: str) -> None:
+        tier = self._adapters[worker_id].get(digest)
+        bits = _TIER_BITS[tier] if tier is not None else 0
+        self._mark(digest, self._row[worker_id], bits | (IN_USE if digest in self._loads[worker_id].adapters else 0))
+
+    def _mark(self, digest: str, row: int, bits: int) -> None:
+        if not digest:
+            return
+        held = self._holders.get(digest)
+        if held is None:
+            if not bits:
+                return
+            held = self._holders[digest] = _Holders()
+        if held.bits.get(row, 0) == bits:
+            return
+        held.arrays = None
+        if bits:
+            held.bits[row] = bits
+            return
+        del held.bits[row]
+        if not held.bits:
+            del self._holders[digest]
+
+    # ---- rows
 
     def _take_row(self) -> int:
         if not self._free:
-            used = len(self.table)
-            self.table = np.concatenate([self.table, _free_rows(used)])
+            used = len(self.ids)
+            more = _free_rows(used)
+            self.table = {name: np.concatenate([column, more[name]]) for name, column in self.table.items()}
             self.ids += [""] * used
             self._free = list(range(2 * used - 1, used - 1, -1))
         return self._free.pop()
 
 
-def _free_rows(count: int) -> NDArray[Any]:
-    rows = np.zeros(count, dtype=_ROW)
-    rows["base"] = -1
-    return rows
+def hash_of(text: str) -> int:
+    """The same 64 bits for the same text in every process and on every run."""
+    data = text.encode()
+    low = crc32(data)
+    return (crc32(data, low ^ 0x9E3779B9) << 32) | low
+
+
+def _free_rows(count: int) -> dict[str, NDArray]:
+    return {name: np.full(count, empty, dtype=kind) for name, (kind, empty) in COLUMNS.items()}

@@ -44,6 +44,10 @@ class Coefficients(Protocol[Number_co]):
     def load_base_ms(self) -> Number_co: ...
     @property
     def load_ms_per_mib(self) -> Number_co: ...
+    @property
+    def fetch_base_ms(self) -> Number_co: ...
+    @property
+    def fetch_ms_per_mib(self) -> Number_co: ...
 
 
 def lora_load(kernel: Literal["bgmv", "mbgmv"], ranks: Sequence[int]) -> float:
@@ -66,3 +70,8 @@ def decode_ms(perf: Coefficients[Number], rows: Number, load: Number) -> Number:
 def load_ms(perf: Coefficients[Number], size_bytes: Number) -> Number:
     """Time to bring an adapter of `size_bytes` from host memory onto the device."""
     return perf.load_base_ms + perf.load_ms_per_mib * (size_bytes / MIB)
+
+
+def fetch_ms(perf: Coefficients[Number], size_bytes: Number) -> Number:
+    """Time to bring an adapter of `size_bytes` into a worker's host memory."""
+    return perf.fetch_base_ms + perf.fetch_ms_per_mib * (size_bytes / MIB)

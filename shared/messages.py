@@ -170,7 +170,7 @@ Control = Cancel | Drain | LoadAdapter | UnloadAdapter
 
 
 class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
-    """The whole truth of one worker, sent on start and on every heartbeat. Replaces everything known before.
+    """The whole truth of one worker, sent on start and on heartbeats. Replaces everything known before.
 
     `incarnation` changes with every process start; `seq` counts snapshots and deltas together from 1.
     """
@@ -191,7 +191,9 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
 
 
 class WorkerDelta(msgspec.Struct, tag="delta", kw_only=True):
-    """What changed since `seq - 1`. A receiver that missed one keeps what it has and waits for the next snapshot."""
+    """What changed since `seq - 1`; as a heartbeat maybe nothing. A receiver that missed one keeps what it has and waits
+    for the next snapshot. `running_left`: output tokens that all running requests together are still expected to produce.
+    """
 
     worker_id: str
     incarnation: str
@@ -204,6 +206,7 @@ class WorkerDelta(msgspec.Struct, tag="delta", kw_only=True):
     removed: list[str] = []
     resident: list[Residency] = []  # now in this tier
     evicted: list[str] = []  # in no tier any more
+    running_left: int | None = None
     v: int = VERSION
 
 

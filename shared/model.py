@@ -79,7 +79,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     hold: str = ""  # the registry's own: this entry's claim on the version's blob
 
 
-class RequestBrief(msgspec.Struct, array_like=True):
+class RequestBrief(msgspec.Struct, array_like=True, gc=False):
     """What a scheduler must know of a request on a worker. Token counts; `rank` 0 and `adapter_digest` "" for the base."""
 
     request_id: str
@@ -93,7 +93,7 @@ class RequestBrief(msgspec.Struct, array_like=True):
     tpot_slo_ms: float = 0.0
 
 
-class Residency(msgspec.Struct, array_like=True, frozen=True):
+class Residency(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An adapter version held by a worker and the fastest tier it is in."""
 
     digest: str
@@ -108,6 +108,8 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     prefill(T, load) = prefill_base_ms + prefill_token_ms * T + prefill_lora_ms * load
     decode(B, load)  = decode_base_ms + decode_row_ms * B + decode_lora_ms * load
     where load is `rows * max rank` (kernel "bgmv") or `sum of ranks` (kernel "mbgmv").
+    An adapter of so many MiB takes load_base_ms + load_ms_per_mib * MiB from host memory to the device, during which no
+    step runs, and before that fetch_base_ms + fetch_ms_per_mib * MiB into host memory, where only its requests wait.
     """
 
     kernel: Literal["bgmv", "mbgmv"] = "mbgmv"
@@ -119,6 +121,8 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     decode_lora_ms: float
     load_base_ms: float
     load_ms_per_mib: float
+    fetch_base_ms: float = 0.0
+    fetch_ms_per_mib: float = 0.0
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):

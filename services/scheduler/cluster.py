@@ -9,9 +9,8 @@ Rules:
   stay as they were known until the next snapshot, while facts a delta states in full (memory, draining) are still taken.
 - Only a snapshot introduces a worker or an incarnation; a new one at once ends the one before, whose late words are
   ignored. The same goes for an incarnation whose lease was lost, unless the lease turns out to be held again.
-- An assignment counts from the moment it is made, so that a burst between two states spreads out. It stops counting
-  when the state shows it (then it counts as that), when the worker refuses, or when the worker accepted but two
-  snapshots or `in_flight_s` later still does not show it (it came and went unseen).
+- An assignment counts from the moment it is made, so that a burst between two states spreads out
+  (`policies.flights`: when it stops counting).
 - Any word of a worker clears what was held against it (unresponsive, refusing).
 
 Synchronous and without a clock: time comes in as `now_s`, always this process's own, so clocks never need to agree.
@@ -24,22 +23,14 @@ from collections.abc import Callable
 import msgspec
 
 from policies.cluster_state import ClusterState
+from policies.flights import Flights
 from services.scheduler.metrics import STATE_GAPS
 from shared.messages import WorkerDelta, WorkerSnapshot, WorkerStatus
-from shared.model import RequestBrief, Tier, WorkerLimits
+from shared.model import RequestBrief, WorkerLimits
 from shared.telemetry import logger
 
 log = logger("motet.scheduler.cluster")
 GONE_MEMORY = 4096  # ended incarnations remembered, the oldest forgotten first
-SNAPSHOTS_WITHOUT = 2  # one may have been on its way when the worker accepted
-
-
-class _Flight(msgspec.Struct):
-    """An assignment the worker's state does not show yet."""
-
-    brief: RequestBrief
-    accepted_s: float | None = None  # None: the worker has not answered
-    snapshots_without: int = 0
 
 
 class _Worker(msgspec.Struct):
@@ -52,8 +43,6 @@ class _Worker(msgspec.Struct):
     heard_s: float
     draining: bool = False
     adapter_bytes_free: int = 0
-    adapters: dict[str, Tier] = {}
-    flights: dict[str, _Flight] = {}
 
 
 class Cluster:
@@ -61,7 +50,8 @@ class Cluster:
 
     def __init__(self, *, stale_s: float, drop_s: float, in_flight_s: float, lease_held: Callable[[str], bool]) -> None:
         self.state = ClusterState()
-        self._stale_s, self._drop_s, self._in_flight_s = stale_s, drop_s, in_flight_s
+        self._flights = Flights(self.state, in_flight_s)
+        self._stale_s, self._drop_s = stale_s, drop_s
         self._lease_held = lease_held
         self._workers: dict[str, _Worker] = {}
         self._gone: dict[tuple[str, str], None] = {}  # (worker id, incarnation), in the order in which they ended
@@ -97,19 +87,10 @@ class Cluster:
         elif message.seq != worker.seq + 1 and worker.in_sync:
             STATE_GAPS.inc()
         worker.limits, worker.seq, worker.in_sync = message.limits, message.seq, True
-        worker.adapters = {r.digest: r.tier for r in message.adapters}
         self.state.put_worker(worker_id, message.limits, message.perf)
+        self.state.replace_adapters(worker_id, {r.digest: r.tier for r in message.adapters})
         self._heard(worker, message, now_s)
-        shown = {brief.request_id: brief for brief in message.requests}
-        for request_id, flight in list(worker.flights.items()):
-            if _shows(shown.get(request_id), flight):
-                del worker.flights[request_id]
-            elif flight.accepted_s is not None:
-                flight.snapshots_without += 1
-                if flight.snapshots_without >= SNAPSHOTS_WITHOUT:
-                    del worker.flights[request_id]
-        shown.update((request_id, flight.brief) for request_id, flight in worker.flights.items())
-        self.state.replace_requests(worker_id, shown.values())
+        self._flights.snapshot(worker_id, message.requests, now_s)
 
     def _on_delta(self, worker: _Worker, message: WorkerDelta, now_s: float) -> None:
         if message.seq <= worker.seq:
@@ -122,19 +103,13 @@ class Cluster:
         self._heard(worker, message, now_s)
         if not worker.in_sync:
             return
-        for brief in message.changed:
-            flight = worker.flights.get(brief.request_id)
-            if flight is not None:
-                if not _shows(brief, flight):
-                    continue
-                del worker.flights[brief.request_id]
-            self.state.put_request(message.worker_id, brief)
-        for request_id in message.removed:
-            worker.flights.pop(request_id, None)
-            self.state.drop_request(message.worker_id, request_id)
-        worker.adapters.update((r.digest, r.tier) for r in message.resident)
+        self._flights.delta(message.worker_id, message.changed, message.removed, now_s)
+        for held in message.resident:
+            self.state.put_adapter(message.worker_id, held.digest, held.tier)
         for digest in message.evicted:
-            worker.adapters.pop(digest, None)
+            self.state.drop_adapter(message.worker_id, digest)
+        if message.running_left is not None:
+            self.state.set_running_left(message.worker_id, message.running_left)
 
     def _heard(self, worker: _Worker, message: WorkerSnapshot | WorkerDelta, now_s: float) -> None:
         worker.heard_s, worker.draining = now_s, message.draining
@@ -155,11 +130,8 @@ class Cluster:
             if now_s - worker.heard_s > self._drop_s:
                 log.info("worker forgotten", extra={"worker": worker_id, "silent_s": round(now_s - worker.heard_s, 1)})
                 del self._workers[worker_id]  # not `_remove`: the same incarnation may speak again
-                self.state.drop_worker(worker_id)
-                continue
-            for request_id, flight in list(worker.flights.items()):
-                if flight.accepted_s is not None and now_s - flight.accepted_s > self._in_flight_s:
-                    self._land(worker_id, worker, request_id)
+                self._drop(worker_id)
+        self._flights.expire(now_s)
 
     def excuse_silence(self, now_s: float) -> None:
         """Nobody could be heard until now (no connection): everybody's silence starts anew."""
@@ -169,10 +141,14 @@ class Cluster:
 
     def _remove(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id)
-        self.state.drop_worker(worker_id)
+        self._drop(worker_id)
         self._gone[worker_id, worker.incarnation] = None
         if len(self._gone) > GONE_MEMORY:
             del self._gone[next(iter(self._gone))]
+
+    def _drop(self, worker_id: str) -> None:
+        self.state.drop_worker(worker_id)
+        self._flights.forget(worker_id)
 
     def _is_gone(self, worker_id: str, incarnation: str) -> bool:
         if (worker_id, incarnation) not in self._gone:
@@ -184,21 +160,17 @@ class Cluster:
 
     # ---- what we promise workers
 
-    def expect(self, worker_id: str, brief: RequestBrief) -> None:
+    def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
         """The request is about to be assigned: from now on it counts as waiting there."""
-        self._workers[worker_id].flights[brief.request_id] = _Flight(brief)
-        self.state.put_request(worker_id, brief)
+        self._flights.expect(worker_id, brief, now_s)
 
     def accepted(self, worker_id: str, request_id: str, now_s: float) -> None:
         """The worker took it: its state will show it soon."""
-        flight = self._flight(worker_id, request_id)
-        if flight is not None:
-            flight.accepted_s = now_s
+        self._flights.accepted(worker_id, request_id, now_s)
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
         """The worker did not take it."""
-        if self._flight(worker_id, request_id) is not None:
-            self._land(worker_id, self._workers[worker_id], request_id)
+        self._flights.withdraw(worker_id, request_id)
 
     def unresponsive(self, worker_id: str, now_s: float) -> None:
         """It did not answer: no requests until it is heard again."""
@@ -215,14 +187,6 @@ class Cluster:
         if worker_id in self._workers:
             self.state.set_draining(worker_id)
 
-    def _flight(self, worker_id: str, request_id: str) -> _Flight | None:
-        worker = self._workers.get(worker_id)
-        return worker.flights.get(request_id) if worker is not None else None
-
-    def _land(self, worker_id: str, worker: _Worker, request_id: str) -> None:
-        del worker.flights[request_id]
-        self.state.drop_request(worker_id, request_id)
-
     # ---- for people and metrics
 
     def knows(self, worker_id: str) -> bool:
@@ -231,7 +195,7 @@ class Cluster:
 
     def in_flight(self) -> int:
         """Assignments no state shows yet."""
-        return sum(len(worker.flights) for worker in self._workers.values())
+        return len(self._flights)
 
     def stale(self, now_s: float) -> int:
         """Workers that get no requests because they are silent."""
@@ -245,20 +209,20 @@ class Cluster:
         return bool(self.state.table["heard_s"][self.state.row(worker_id)] < now_s - self._stale_s)
 
     def _status(self, worker_id: str, worker: _Worker, now_s: float) -> WorkerStatus:
-        row = self.state.table[self.state.row(worker_id)]
-        tiers = list(worker.adapters.values())
+        row, table = self.state.row(worker_id), self.state.table
+        tiers = list(self.state.adapters(worker_id).values())
         return WorkerStatus(
             worker_id=worker_id,
             incarnation=worker.incarnation,
             base_model=worker.limits.base_model,
             engine=worker.limits.engine,
             device=worker.limits.device,
-            running=int(row["running"]),
-            waiting=int(row["queued"]),
-            in_flight=len(worker.flights),
+            running=int(table["running"][row]),
+            waiting=int(table["queued"][row]),
+            in_flight=self._flights.count(worker_id),
             max_running=worker.limits.max_running,
             max_waiting=worker.limits.max_waiting,
-            kv_blocks_free=int(row["kv_blocks_free"]),
+            kv_blocks_free=int(table["kv_tokens_free"][row]) // worker.limits.block_size,
             kv_blocks_total=worker.limits.kv_blocks_total,
             adapter_bytes_free=worker.adapter_bytes_free,
             adapter_bytes_total=worker.limits.adapter_bytes_total,
@@ -268,8 +232,3 @@ class Cluster:
             stale=self._is_stale(worker_id, now_s),
             age_ms=round((now_s - worker.heard_s) * 1000),
         )
-
-
-def _shows(brief: RequestBrief | None, flight: _Flight) -> bool:
-    """Whether the worker's word is about this assignment and not about an older epoch of the request."""
-    return brief is not None and brief.epoch >= flight.brief.epoch

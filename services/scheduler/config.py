@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -10,8 +10,15 @@ from shared.config import ServiceConfig
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
-    """How long to wait for whom."""
+    """Which policy chooses, and how long to wait for whom."""
 
+    policy: Annotated[
+        Literal["motet", "rank-aware", "random", "first-fit", "most-idle", "least-pending", "lora-affinity", "round-robin"],
+        Meta(
+            description="who decides: Motet's own policy; rank-aware, CaraServe's Algorithm 1; or one to compare with: random, "
+            "first-fit, most-idle, least-pending, lora-affinity, round-robin"
+        ),
+    ] = "motet"
     predict_ms: Annotated[
         float, Meta(gt=0, le=1000, description="milliseconds the predictor gets; later the scheduler goes on without it")
     ] = 5.0

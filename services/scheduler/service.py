@@ -1,6 +1,6 @@
 """The scheduler: takes a request, chooses its worker, hands it over, and answers who has it.
 
-    submit ─> predict (at most predict_ms) ─> decide (policies.rank_aware) ─> assign ─> Assigned
+    submit ─> predict (at most predict_ms) ─> decide (policies.dispatch)   ─> assign ─> Assigned
                                                    ^                            │
                                                    └── next best, `attempts` ───┘ refused, absent or silent
 
@@ -15,8 +15,10 @@ import asyncio
 import msgspec
 
 from policies.candidates import Ask
+from policies.cluster_state import hash_of
+from policies.dispatch import POLICIES, Decision, decide, seconds_until_room
 from policies.length_quantiles import LengthQuantiles
-from policies.rank_aware import Decision, decide, seconds_until_room
+from policies.worker_load import tokens_left
 from services.scheduler import metrics
 from services.scheduler.cluster import Cluster
 from services.scheduler.config import SchedulerConfig
@@ -65,6 +67,7 @@ class SchedulerService(BusService):
         self.id = config.identity("scheduler")
         self._leases: LeaseWatch | None = None
         self._lengths = LengthQuantiles(ADAPTERS)
+        self._policy = POLICIES[config.policy]()
         self.cluster = Cluster(
             stale_s=config.stale_s,
             drop_s=config.drop_s,
@@ -193,9 +196,8 @@ class SchedulerService(BusService):
 
     def _decide(self, ask: Ask) -> Decision:
         began = now_s()
-        decision = decide(
-            self.cluster.state, ask, began, stale_s=self._config.stale_s, avg_resp_len=self._lengths.mean_tokens()
-        )
+        avg_resp_len = self._lengths.mean_tokens()
+        decision = decide(self._policy, self.cluster.state, ask, began, stale_s=self._config.stale_s, avg_resp_len=avg_resp_len)
         metrics.DECISION_S.observe(now_s() - began)
         metrics.CANDIDATES.observe(decision.candidates)
         return decision
@@ -203,7 +205,7 @@ class SchedulerService(BusService):
     async def _assign(self, worker_id: str, request: GenerateRequest, brief: RequestBrief) -> MotetError | None:
         """Hand the request to the worker; None when it took it, else why not. Never raises a MotetError."""
         bus, cluster = self._connected(), self.cluster
-        cluster.expect(worker_id, brief)
+        cluster.expect(worker_id, brief, now_s())
         taken = False
         try:
             reply = await bus.request(subjects.assign(worker_id), request, AssignReply, timeout_s=self._config.assign_s)
@@ -266,6 +268,11 @@ def _ask(request: GenerateRequest, brief: RequestBrief, tried: tuple[str, ...]) 
         rank=brief.rank,
         tokens=brief.prompt_tokens + brief.output_tokens,
         tpot_slo_ms=brief.tpot_slo_ms,
+        ttft_slo_ms=request.slo.ttft_slo_ms,
+        out_tokens=tokens_left(brief),
+        adapter=brief.adapter_digest,
+        adapter_bytes=request.adapter.size_bytes if request.adapter is not None else 0,
+        key=hash_of(request.request_id),
         avoid=request.exclude_workers,
         tried=tried,
     )

@@ -2,15 +2,15 @@
 
     snapshot seq=7 ── delta 8 ── delta 9 ── ... ── snapshot seq=23        seq counts both
 
-Applying the deltas to a snapshot gives the next snapshot, except for three counters that move in nearly every step and
-that only snapshots and deltas sent for another reason refresh: output tokens of running requests, free KV blocks and
-free adapter bytes.
+Applying the deltas to a snapshot gives the next snapshot, except for what moves in nearly every step: free KV blocks, free
+adapter bytes and `running_left` are refreshed by whatever message comes next, each request's output tokens by snapshots.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from policies.worker_load import tokens_left
 from services.worker.engine.request import StepStats
 from shared.messages import WorkerDelta, WorkerSnapshot
 from shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
@@ -115,6 +115,7 @@ class WorkerView:
             removed=[i for i in requests if i not in self.requests],
             resident=[self.adapters[d] for d in adapters if d in self.adapters],
             evicted=[d for d in adapters if d not in self.adapters],
+            running_left=sum(tokens_left(brief) for brief in self.requests.values() if brief.phase == "running"),
         )
 
     def _sent(self) -> None:

@@ -27,7 +27,7 @@ def ask(**changed) -> Ask:
 
 
 def who(state: ClusterState, request: Ask, now_s: float = NOW_S) -> list[str]:
-    return sorted(state.ids[row] for row in candidates(state, request, now_s, STALE_S))
+    return sorted(state.ids[row] for row in candidates(state, request, now_s, STALE_S).nonzero()[0])
 
 
 def test_both_of_two_fitting_workers_are_candidates():

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
+from math import inf
 
-from policies.cluster_state import ClusterState, tokens_left, tokens_to_prefill
+from policies.cluster_state import IN_USE, ON_DEVICE, ON_HOST, ClusterState
+from policies.worker_load import tokens_left, tokens_to_prefill
 from shared.model import RequestBrief
 from tests.support_worker import PERF, worker_limits
 
 
-def brief(request_id: str, rank: int = 0, phase="waiting", *, prompt=10, output=0, predicted=20) -> RequestBrief:
-    return RequestBrief(request_id, 0, f"d{rank}" if rank else "", rank, prompt, output, predicted, phase)
+def brief(request_id: str, rank: int = 0, phase="waiting", *, prompt=10, output=0, predicted=20, tpot=0.0) -> RequestBrief:
+    return RequestBrief(request_id, 0, f"d{rank}" if rank else "", rank, prompt, output, predicted, phase, tpot)
 
 
 def assert_aggregates_are_true(state: ClusterState) -> None:
     for worker_id in state.workers():
-        row = state.table[state.row(worker_id)]
+        row = {name: column[state.row(worker_id)] for name, column in state.table.items()}
         requests = list(state.requests(worker_id).values())
         queue = [r for r in requests if r.phase != "running"]
         running = [r for r in requests if r.phase == "running"]
@@ -26,6 +28,9 @@ def assert_aggregates_are_true(state: ClusterState) -> None:
         assert row["queue_rank_sum"] == sum(r.rank for r in queue)
         assert row["queue_max_rank"] == max((r.rank for r in queue), default=0)
         assert row["queue_tokens"] == sum(map(tokens_to_prefill, queue))
+        assert row["exists"] == len(requests)
+        assert row["queue_out"] == sum(map(tokens_left, queue))
+        assert row["tightest_tpot_ms"] == min((r.tpot_slo_ms for r in requests if r.tpot_slo_ms), default=inf)
         assert row["running_left"] == sum(map(tokens_left, running))
 
 
@@ -44,6 +49,7 @@ def test_aggregates_stay_true_over_random_changes():
             prompt=draw.randrange(1, 500),
             output=draw.randrange(50),
             predicted=draw.randrange(50),
+            tpot=draw.choice([0.0, 50.0, 200.0]),
         )
         if what < 0.6:
             state.put_request(worker_id, made)
@@ -63,12 +69,81 @@ def test_rows_of_dropped_workers_are_empty_and_reused():
     for number in range(100):
         state.put_worker(f"w{number}", worker_limits(), PERF)
         state.put_request(f"w{number}", brief("r", 64))
-    size = len(state.table)
+    size = len(state.ids)
     for number in range(100):
         state.drop_worker(f"w{number}")
     state.drop_worker("never seen")
     assert len(state) == 0 and (state.table["base"] == -1).all() and not state.table["rank_sum"].any()
     for number in range(100):
         state.put_worker(f"v{number}", worker_limits(), PERF)
-    assert len(state.table) == size and sorted(state.workers()) == sorted(f"v{n}" for n in range(100))
+    assert len(state.ids) == size and sorted(state.workers()) == sorted(f"v{n}" for n in range(100))
     assert all(state.ids[state.row(w)] == w for w in state.workers())
+
+
+def holders(state: ClusterState, digest: str) -> dict[str, int]:
+    rows, bits = state.holders(digest)
+    return {state.ids[row]: bit for row, bit in zip(rows.tolist(), bits.tolist(), strict=True)}
+
+
+def test_where_an_adapter_is_follows_tiers_and_the_requests_that_use_it():
+    state = ClusterState()
+    for worker_id in ("a", "b"):
+        state.put_worker(worker_id, worker_limits(), PERF)
+    state.replace_adapters("a", {"d8": "device", "d16": "host"})
+    state.put_adapter("b", "d8", "disk")
+    assert holders(state, "d8") == {"a": ON_DEVICE | ON_HOST}
+    state.put_request("b", brief("1", 8))
+    state.put_request("b", brief("2", 8))
+    assert holders(state, "d8") == {"a": ON_DEVICE | ON_HOST, "b": IN_USE}
+    state.drop_request("b", "1")
+    state.put_adapter("b", "d8", "host")
+    assert holders(state, "d8") == {"a": ON_DEVICE | ON_HOST, "b": IN_USE | ON_HOST}
+    state.replace_requests("b", [])
+    state.replace_adapters("a", {"d16": "host"})
+    assert holders(state, "d8") == {"b": ON_HOST} and holders(state, "d16") == {"a": ON_HOST}
+    state.drop_adapter("b", "d8")
+    state.drop_worker("a")
+    assert holders(state, "d8") == holders(state, "d16") == {}
+
+
+def test_where_adapters_are_stays_true_over_random_changes():
+    draw = random.Random(5)
+    state = ClusterState()
+    for _ in range(3000):
+        worker_id, digest, what = f"w{draw.randrange(6)}", f"d{draw.choice([4, 8])}", draw.randrange(7)
+        if worker_id not in state:
+            state.put_worker(worker_id, worker_limits(), PERF)
+        made = brief(f"r{draw.randrange(4)}", draw.choice([0, 4, 8]), draw.choice(["waiting", "running"]))
+        match what:
+            case 0 | 1:
+                state.put_request(worker_id, made)
+            case 2:
+                state.drop_request(worker_id, made.request_id)
+            case 3:
+                state.put_adapter(worker_id, digest, draw.choice(["device", "host", "disk"]))
+            case 4:
+                state.drop_adapter(worker_id, digest)
+            case 5:
+                state.replace_requests(worker_id, [made])
+                state.replace_adapters(worker_id, {digest: "device"})
+            case 6 if draw.random() < 0.1:
+                state.drop_worker(worker_id)
+        tiers = {"device": ON_DEVICE | ON_HOST, "host": ON_HOST, "disk": 0}
+        for one in ("d4", "d8"):
+            expected = {}
+            for w in state.workers():
+                used = any(r.adapter_digest == one for r in state.requests(w).values())
+                bits = tiers.get(state.adapters(w).get(one, "disk"), 0) | (IN_USE if used else 0)
+                if bits:
+                    expected[w] = bits
+            assert holders(state, one) == expected
+
+
+def test_a_workers_own_count_of_tokens_left_replaces_ours():
+    state = ClusterState()
+    state.put_worker("a", worker_limits(), PERF)
+    state.put_request("a", brief("1", 8, "running", predicted=100))
+    state.set_running_left("a", 40)
+    assert state.table["running_left"][state.row("a")] == 40
+    state.drop_request("a", "1")
+    assert state.table["running_left"][state.row("a")] == 0

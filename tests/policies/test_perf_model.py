@@ -27,10 +27,9 @@ def test_many_workers_at_once_get_what_each_gets_alone():
     perfs = [PERF, msgspec.structs.replace(PERF, kernel="bgmv", decode_lora_ms=0.5)]
     for number, perf in enumerate(perfs):
         state.put_worker(f"w{number}", worker_limits(), perf)
-    rows = [state.row("w0"), state.row("w1")]
-    columns = PerfColumns(state.table[rows])
+    columns = PerfColumns({name: column[[state.row("w0"), state.row("w1")]] for name, column in state.table.items()})
     ranks = [8, 8, 32]
-    load = columns.lora_load(np.array([3, 3]), np.array([48, 48]), np.array([32, 32]))
+    load = columns.lora_load(np.array([3.0, 3.0]), np.array([48.0, 48.0]), np.array([32.0, 32.0]))
     assert load.tolist() == [lora_load(perf.kernel, ranks) for perf in perfs]
     assert decode_ms(columns, np.array([3.0, 3.0]), load).tolist() == [
         decode_ms(perf, 3.0, lora_load(perf.kernel, ranks)) for perf in perfs

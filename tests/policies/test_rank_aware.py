@@ -8,10 +8,13 @@ import time
 import msgspec
 import pytest
 
+from policies import rank_aware
 from policies.candidates import Ask
-from policies.cluster_state import ClusterState, tokens_to_prefill
+from policies.cluster_state import ClusterState
+from policies.dispatch import Decision, decide, seconds_until_room
 from policies.perf_model import decode_ms, lora_load, prefill_ms
-from policies.rank_aware import PENALTY_MS, Decision, decide, seconds_until_room
+from policies.rank_aware import PENALTY_MS
+from policies.worker_load import tokens_to_prefill
 from shared.model import PerfModel
 from tests.policies.test_cluster_state import brief
 from tests.support_worker import PERF, worker_limits
@@ -32,7 +35,7 @@ def ask(rank: int = 16, tokens: int = 50, tpot_slo_ms: float = 200.0) -> Ask:
 
 
 def choose(state: ClusterState, request: Ask, avg_resp_len: float = 100.0) -> Decision:
-    return decide(state, request, 0.0, stale_s=3.0, avg_resp_len=avg_resp_len)
+    return decide(rank_aware.choose, state, request, 0.0, stale_s=3.0, avg_resp_len=avg_resp_len)
 
 
 def test_algorithm_1_by_hand():

@@ -171,7 +171,7 @@ def test_without_a_connection_nobodys_silence_counts(cluster):
 
 def test_an_assignment_counts_at_once_and_exactly_once(cluster):
     cluster.on_state(snapshot(1, brief("a")), 0.0)
-    cluster.expect("w", brief("b"))
+    cluster.expect("w", brief("b"), 100.0)
     assert has(cluster) == ["a", "b"] and cluster.in_flight() == 1
     cluster.on_state(snapshot(2, brief("a")), 0.1)  # sent before it arrived there
     assert has(cluster) == ["a", "b"]
@@ -185,7 +185,7 @@ def test_an_assignment_counts_at_once_and_exactly_once(cluster):
 
 def test_a_refused_assignment_stops_counting(cluster):
     cluster.on_state(snapshot(1), 0.0)
-    cluster.expect("w", brief("b"))
+    cluster.expect("w", brief("b"), 100.0)
     cluster.withdraw("w", "b")
     cluster.withdraw("w", "b")
     cluster.withdraw("gone", "b")
@@ -194,7 +194,7 @@ def test_a_refused_assignment_stops_counting(cluster):
 
 def test_an_accepted_assignment_that_two_snapshots_do_not_show_came_and_went(cluster):
     cluster.on_state(snapshot(1), 0.0)
-    cluster.expect("w", brief("b"))
+    cluster.expect("w", brief("b"), 100.0)
     for seq in (2, 3, 4):
         cluster.on_state(snapshot(seq), 0.1)
     assert has(cluster) == ["b"]  # the worker has not answered: it may still come
@@ -207,7 +207,7 @@ def test_an_accepted_assignment_that_two_snapshots_do_not_show_came_and_went(clu
 
 def test_an_assignment_that_never_shows_up_times_out(cluster):
     cluster.on_state(snapshot(1), 0.0)
-    cluster.expect("w", brief("b"))
+    cluster.expect("w", brief("b"), 100.0)
     cluster.accepted("w", "b", 0.0)
     cluster.expire(2.9)
     assert has(cluster) == ["b"]
@@ -217,14 +217,14 @@ def test_an_assignment_that_never_shows_up_times_out(cluster):
 
 def test_a_request_that_ended_between_two_states_stops_counting_when_its_removal_is_told(cluster):
     cluster.on_state(snapshot(1), 0.0)
-    cluster.expect("w", brief("b"))
+    cluster.expect("w", brief("b"), 100.0)
     cluster.on_state(delta(2, removed=["b"]), 0.1)
     assert has(cluster) == [] and cluster.in_flight() == 0
 
 
 def test_an_older_epoch_in_the_state_does_not_hide_the_new_assignment(cluster):
     cluster.on_state(snapshot(1, brief("b", epoch=0)), 0.0)
-    cluster.expect("w", brief("b", epoch=1))
+    cluster.expect("w", brief("b", epoch=1), 100.0)
     cluster.on_state(delta(2, brief("b", epoch=0, phase="running")), 0.1)
     cluster.on_state(snapshot(3, brief("b", epoch=0)), 0.2)
     assert cluster.in_flight() == 1 and cluster.state.requests("w")["b"].epoch == 1

@@ -196,7 +196,7 @@ async def test_status_lists_every_worker(bus, schedule, hire):
 
 async def test_after_a_refusal_the_next_best_worker_gets_the_request(bus, schedule, hire):
     full, free = await hire("a-full"), await hire("b-free")
-    await schedule()
+    await schedule(policy="rank-aware")
     full.refuse = Overloaded("queue full", retry_after_s=2.0)
     assert (await submit(bus, generate_request("r1"))).worker_id == "b-free"
     assert len(full.assigned) == len(free.assigned) == 1
@@ -204,7 +204,7 @@ async def test_after_a_refusal_the_next_best_worker_gets_the_request(bus, schedu
 
 async def test_a_refusal_because_of_the_request_is_final(bus, schedule, hire):
     first, second = await hire("a"), await hire("b")
-    await schedule()
+    await schedule(policy="rank-aware")
     for error in (AdapterNotFound("no adapter x", param="model"), BadRequest("seed is odd", param="seed")):
         first.refuse = error
         answer = await submit(bus, generate_request())
@@ -215,7 +215,7 @@ async def test_a_refusal_because_of_the_request_is_final(bus, schedule, hire):
 async def test_when_all_tried_workers_are_full_the_answer_is_overloaded_with_the_soonest_retry(bus, schedule, hire):
     for number in range(4):
         (await hire(f"w{number}")).refuse = Overloaded("queue full", retry_after_s=4.0 - number)
-    await schedule()
+    await schedule(policy="rank-aware")
     answer = await submit(bus, generate_request())
     assert isinstance(answer, Overloaded) and answer.retry_after_s == 2.0  # three attempts: w0, w1, w2
 
@@ -223,7 +223,7 @@ async def test_when_all_tried_workers_are_full_the_answer_is_overloaded_with_the
 async def test_an_internal_error_of_one_worker_is_not_the_end(bus, schedule, hire):
     (await hire("a")).refuse = MotetError("adapter file is broken")
     await hire("b")
-    await schedule()
+    await schedule(policy="rank-aware")
     assert (await submit(bus, generate_request())).worker_id == "b"
 
 

@@ -1,0 +1,89 @@
+"""The policies that others use, to compare with. Each one's rule, and where it is from, stands at its function.
+
+All of them choose among the same candidates and see the same state as Motet's own; ties go by `choice.spread`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.candidates import Ask
+from policies.choice import Choice, adapter_ms, lightest, spread
+from policies.cluster_state import ON_DEVICE, ClusterState, PerfColumns
+from policies.perf_model import decode_ms, prefill_ms
+
+
+def random(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+    """Any candidate (CaraServe section 7.5: Random)."""
+    return Choice(spread(state, np.flatnonzero(fit), ask.key))
+
+
+def most_idle(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+    """The least workload (CaraServe section 7.5: MostIdle): the fewest requests, running or queued."""
+    return Choice(spread(state, lightest(state.table["exists"], fit), ask.key))
+
+
+def first_fit(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+    """First-fit bin packing (CaraServe section 7.5: FirstFit; Punica section 5): the first worker with a seat and memory.
+
+    A seat is a place in the running batch, memory is for the prompt. When nobody has both: the shortest queue.
+    """
+    t = state.table
+    seat = fit & (t["exists"] < t["max_running"]) & (t["kv_tokens_free"] - t["queue_tokens"] > ask.tokens)
+    if seat.any():
+        return Choice(min(np.flatnonzero(seat).tolist(), key=state.ids.__getitem__))
+    return Choice(spread(state, lightest(t["queued"], fit), ask.key))
+
+
+def least_pending(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+    """The shortest estimated pending time (dLoRA section 5.1): loading the adapter, if it is not there, and queuing.
+
+    Queuing is the prefill of what is queued; a request that finds no free seat also waits for so many to end as are
+    before it, one every `steps left / running` decode steps.
+    """
+    t = state.table
+    perf = PerfColumns(t)
+    queued, running = t["queued"], t["running"]
+    pending_ms = np.where(
+        queued > 0,
+        prefill_ms(perf, t["queue_tokens"], perf.lora_load(queued, t["queue_rank_sum"], t["queue_max_rank"])),
+        0.0,
+    )
+    step_ms = decode_ms(perf, running, perf.lora_load(running, t["rank_sum"] - t["queue_rank_sum"], t["max_rank"]))
+    behind = np.maximum(0.0, t["exists"] + 1.0 - t["max_running"])
+    pending_ms += behind * step_ms * avg_resp_len / np.maximum(1.0, running)
+    copy, fetch = adapter_ms(state, perf, ask)
+    pending_ms += copy + fetch
+    best = lightest(pending_ms, fit)
+    return Choice(spread(state, best, ask.key), float(pending_ms[best[0]]))
+
+
+ACTIVE, ROOM, WAITING, FULL = 1.0, 0.8, 0.6, 0.0
+
+
+def lora_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+    """The LoRA affinity score of the Kubernetes gateway API's inference extension; the shortest queue among equals.
+
+    1.0 where the adapter is active (on the device), 0.8 where there is room (a free seat), 0.6 where it waits already,
+    0.0 where all is full. The base model is active everywhere.
+    """
+    t = state.table
+    score = np.where(t["exists"] < t["max_running"], ROOM, FULL) if ask.adapter else np.full(len(state.ids), ACTIVE)
+    rows, bits = state.holders(ask.adapter)
+    score[rows] = np.where(bits & ON_DEVICE, ACTIVE, np.maximum(score[rows], WAITING))
+    best = lightest(-score, fit)
+    best = best[lightest(t["queued"][best])]
+    return Choice(spread(state, best, ask.key), float(score[best[0]]))
+
+
+class RoundRobin:
+    """One worker after the other, in the order of their ids."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+        ids = {state.ids[row]: row for row in np.flatnonzero(fit).tolist()}
+        self._last = min((worker_id for worker_id in ids if worker_id > self._last), default=min(ids))
+        return Choice(ids[self._last])

@@ -1,0 +1,67 @@
+"""What a policy answers, and how the best of many rows is found.
+
+A policy is `choose(state, ask, fit, now_s, avg_resp_len) -> Choice`: which of the rows in the mask `fit` (at least one) takes
+the request. Chance is a hash of the request and the worker: the same request on the same state goes the same way, two
+requests go different ways, and no generator has to be kept or logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.candidates import Ask
+from policies.cluster_state import IN_USE, ON_DEVICE, ClusterState, PerfColumns
+from policies.perf_model import Floats, fetch_ms, load_ms
+
+
+class Choice(NamedTuple):
+    """A row of the state's table. `cost` in the policy's own unit; `breaks_slo`: by the policy's own estimate."""
+
+    row: int
+    cost: float = 0.0
+    breaks_slo: bool = False
+
+
+Choose = Callable[[ClusterState, Ask, NDArray[np.bool_], float, float], Choice]
+_MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+
+
+def lightest(cost: NDArray, fit: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
+    """The rows of the smallest cost, among those in `fit`."""
+    if fit is None:
+        return np.flatnonzero(cost == cost.min())
+    rows = np.flatnonzero(fit)
+    if len(rows) == len(cost):
+        return np.flatnonzero(cost == cost.min())
+    costs = cost[rows]
+    return rows[costs == costs.min()]
+
+
+def spread(state: ClusterState, rows: NDArray[np.intp], key: int) -> int:
+    """One of `rows`, each equally likely over all keys, and the same one for the same key (rendezvous hashing)."""
+    if len(rows) == 1:
+        return int(rows[0])
+    mixed = (state.table["key"][rows] ^ np.uint64(key & 0xFFFFFFFFFFFFFFFF)) * _MIX[0]
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * _MIX[1]
+    return int(rows[np.argmax(mixed ^ (mixed >> np.uint64(32)))])
+
+
+def adapter_ms(state: ClusterState, perf: PerfColumns, ask: Ask) -> tuple[Floats, Floats]:
+    """Time to copy the request's adapter onto each worker's device, and to fetch it into the worker's memory before.
+
+    The copy is 0 where the adapter is on the device, or is about to be for another request; the fetch where it is in any
+    tier. Both are 0 for the base.
+    """
+    count = len(state.ids)
+    if not ask.adapter:
+        return np.zeros(count), np.zeros(count)
+    size_bytes = np.array([float(ask.adapter_bytes)])  # one size for all rows
+    copy, fetch = load_ms(perf, size_bytes), fetch_ms(perf, size_bytes)
+    rows, bits = state.holders(ask.adapter)
+    copy[rows[(bits & (ON_DEVICE | IN_USE)) != 0]] = 0.0
+    fetch[rows] = 0.0
+    return copy, fetch

@@ -1,0 +1,73 @@
+"""Which worker takes a request: the candidates, then the choice of a policy, which the scheduler's configuration names.
+
+motet          what the request costs everybody, itself included, under everyone's objectives  (policies/shared_cost)
+rank-aware     CaraServe's Algorithm 1, exactly                                                (policies/rank_aware)
+random, first-fit, most-idle, least-pending, lora-affinity, round-robin                         (policies/baselines)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from policies import baselines, rank_aware, shared_cost
+from policies.candidates import Ask, Screening, candidates, screen
+from policies.choice import Choose
+from policies.cluster_state import ClusterState, PerfColumns
+from policies.perf_model import decode_ms, prefill_ms
+
+POLICIES: dict[str, Callable[[], Choose]] = {
+    "motet": lambda: shared_cost.choose,
+    "rank-aware": lambda: rank_aware.choose,
+    "random": lambda: baselines.random,
+    "first-fit": lambda: baselines.first_fit,
+    "most-idle": lambda: baselines.most_idle,
+    "least-pending": lambda: baselines.least_pending,
+    "lora-affinity": lambda: baselines.lora_affinity,
+    "round-robin": baselines.RoundRobin,
+}
+"""How to make each policy; one of its own for every scheduler."""
+
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker that takes the request and why; without a candidate, `worker_id` is None and `screening` says why."""
+
+    worker_id: str | None
+    candidates: int
+    total_cost: float = 0.0  # in the policy's own unit
+    breaks_slo: bool = False
+    screening: Screening | None = None
+
+
+def decide(choose: Choose, state: ClusterState, ask: Ask, now_s: float, *, stale_s: float, avg_resp_len: float) -> Decision:
+    """Choose a worker for `ask`. `avg_resp_len` is the average response length in tokens, at least 1."""
+    fit = candidates(state, ask, now_s, stale_s)
+    count = int(np.count_nonzero(fit))
+    if not count:
+        return Decision(worker_id=None, candidates=0, screening=screen(state, ask, now_s, stale_s))
+    row, cost, breaks_slo = choose(state, ask, fit, now_s, avg_resp_len)
+    return Decision(worker_id=state.ids[row], candidates=count, total_cost=cost, breaks_slo=breaks_slo)
+
+
+def seconds_until_room(state: ClusterState, ask: Ask, now_s: float, *, stale_s: float) -> float:
+    """When a full worker of the base model is likely to have room again, the soonest of all.
+
+    A place is free when one running request ends. With R running requests that have L tokens left together, one ends
+    about every (L / R) / R decode steps; the queue's prefill shares the engine meanwhile, spread over what is queued.
+    """
+    t = state.table
+    live = (t["base"] == state.base_index(ask.base_model)) & (t["heard_s"] >= now_s - stale_s) & ~t["draining"]
+    if not live.any():
+        return MIN_RETRY_S
+    perf = PerfColumns(t)
+    running = np.maximum(t["running"], 1)
+    queued = np.maximum(t["queued"], 1)
+    step_ms = decode_ms(perf, running, perf.lora_load(t["running"], t["rank_sum"] - t["queue_rank_sum"], t["max_rank"]))
+    queue_load = perf.lora_load(t["queued"], t["queue_rank_sum"], t["queue_max_rank"])
+    prefill_each_ms = prefill_ms(perf, t["queue_tokens"], queue_load) / queued
+    wait_ms = step_ms * np.maximum(t["running_left"], 1) / running**2 + prefill_each_ms
+    return float(np.clip(wait_ms[live].min() / 1000.0, MIN_RETRY_S, MAX_RETRY_S))

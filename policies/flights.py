@@ -1,0 +1,110 @@
+"""Assignments that the workers' states do not show yet: they count from the moment they are made.
+
+A scheduler acts on states that are a moment old. Without this, a burst between two states would all go to the worker
+that looked best before it. A flight counts in `ClusterState` as a waiting request and ends
+
+- when the worker's word shows the request (then it counts as what the worker says), in this epoch or a newer one;
+- when the worker refuses (`withdraw`), or is forgotten;
+- when the worker accepted, but two snapshots or `in_flight_s` later still does not show it: it came and went unseen.
+
+Pure: the live scheduler and the twin's feed it what they hear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from policies.cluster_state import ClusterState
+from shared.model import RequestBrief
+
+SNAPSHOTS_WITHOUT = 2  # one may have been on its way when the worker accepted
+
+
+@dataclass(slots=True)
+class _Flight:
+    brief: RequestBrief
+    accepted_s: float | None = None  # None: the worker has not answered
+    snapshots_without: int = 0
+
+
+class Flights:
+    """The flights of one scheduler, kept beside its `state`: what workers say about requests goes in through here."""
+
+    def __init__(self, state: ClusterState, in_flight_s: float) -> None:
+        self._state, self._in_flight_s = state, in_flight_s
+        self._flights: dict[str, dict[str, _Flight]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._flights.values()))
+
+    def count(self, worker_id: str) -> int:
+        """Flights to one worker."""
+        return len(self._flights.get(worker_id, ()))
+
+    # ---- what we promise
+
+    def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
+        """The request is about to be assigned: from now on it counts as waiting there."""
+        self._flights.setdefault(worker_id, {})[brief.request_id] = _Flight(brief)
+        self._state.put_request(worker_id, brief, now_s)
+
+    def accepted(self, worker_id: str, request_id: str, now_s: float) -> None:
+        """The worker took it: its state will show it soon."""
+        flight = self._flights.get(worker_id, {}).get(request_id)
+        if flight is not None:
+            flight.accepted_s = now_s
+
+    def withdraw(self, worker_id: str, request_id: str) -> None:
+        """The worker did not take it."""
+        if self._flights.get(worker_id, {}).pop(request_id, None) is not None:
+            self._state.drop_request(worker_id, request_id)
+
+    # ---- what workers say
+
+    def snapshot(self, worker_id: str, briefs: Iterable[RequestBrief], now_s: float) -> None:
+        """These are all the requests the worker knows of."""
+        flights = self._flights.get(worker_id)
+        if not flights:
+            self._state.replace_requests(worker_id, briefs, now_s)
+            return
+        shown = {brief.request_id: brief for brief in briefs}
+        for request_id, flight in list(flights.items()):
+            if _shows(shown.get(request_id), flight):
+                del flights[request_id]
+            elif flight.accepted_s is not None:
+                flight.snapshots_without += 1
+                if flight.snapshots_without >= SNAPSHOTS_WITHOUT:
+                    del flights[request_id]
+        shown.update((request_id, flight.brief) for request_id, flight in flights.items())
+        self._state.replace_requests(worker_id, shown.values(), now_s)
+
+    def delta(self, worker_id: str, changed: Iterable[RequestBrief], removed: Iterable[str], now_s: float) -> None:
+        """These requests are new or changed there, and these are gone."""
+        flights = self._flights.get(worker_id, {})
+        for brief in changed:
+            flight = flights.get(brief.request_id)
+            if flight is not None:
+                if not _shows(brief, flight):
+                    continue
+                del flights[brief.request_id]
+            self._state.put_request(worker_id, brief, now_s)
+        for request_id in removed:
+            flights.pop(request_id, None)
+            self._state.drop_request(worker_id, request_id)
+
+    def forget(self, worker_id: str) -> None:
+        """The worker is gone, and `state` has dropped it."""
+        self._flights.pop(worker_id, None)
+
+    def expire(self, now_s: float) -> None:
+        """Drop what was accepted more than `in_flight_s` ago and never shown."""
+        for worker_id, flights in self._flights.items():
+            for request_id, flight in list(flights.items()):
+                if flight.accepted_s is not None and now_s - flight.accepted_s > self._in_flight_s:
+                    self.withdraw(worker_id, request_id)
+
+
+def _shows(brief: RequestBrief | None, flight: _Flight) -> bool:
+    """Whether the worker's word is about this assignment and not about an older epoch of the request."""
+    return brief is not None and brief.epoch >= flight.brief.epoch

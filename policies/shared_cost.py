@@ -1,0 +1,117 @@
+"""Motet's policy: a request goes where it costs everybody the least, itself included, with every objective kept.
+
+For each worker, with N requests there and the new one r, in milliseconds per output token:
+
+    step     = Dec(N + r)                                    one decode step with r in the batch
+    stall    = r's share of a prefill, and its adapter's copy if it is missing: so long everybody waits once
+    others   = N * (stall + [Dec(N + r) - Dec(N)] * min(left, out(r))) / L
+    own      = step + N * Pre(nothing) / L + wait / out(r)   each of the N is followed by another request in L tokens
+    cost     = others + own + penalties
+
+L is the average response length, out(r) the predicted one, `left` what a request there has still to produce. The paper's
+Algorithm 1 is `others` with no copy and everybody there until the end. What it lacks:
+
+r's own time. Without it slow workers are filled as gladly as fast ones, and a queue never weighs against a loaded adapter.
+
+Sharing a prefill. A prefill reads the whole model however few tokens it has, so a request that joins one which is about to
+begin costs the others only its own tokens. A queued prefill begins with the worker's next step; it came at `opened_s`, so
+that a request coming `t` later still joins it with probability 1 - t / step. Otherwise it is a stall of its own.
+
+Sparing the young. A stall spreads over the tokens a request gets before and after, so a short answer that has just begun is
+the one whose time per token it ruins; which one will be short nobody knows. A stall counts YOUNG times more right after
+requests have begun, and that fades within YOUNG_STEPS steps. It makes workers take turns.
+
+    wait     = queue's prefill + copy (+ fetch, if the worker has it in no tier) + the time until a seat is free
+               + the time until enough KV blocks are free
+
+Penalties, steep but finite, so that among workers that all break something the least harm wins: r's time to first token
+over its objective, r's time per token over its objective, and that over the strictest objective of those that are there.
+
+Several schedulers that see the same states must not all choose the same worker. Own assignments count at once
+(`flights`); for those of others, which no state shows yet, the choice falls on any worker whose cost is within NEAR of
+the best. Which one is a hash: of the adapter while nobody has it, so that it is loaded in one place, else of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.candidates import Ask
+from policies.choice import Choice, adapter_ms, spread
+from policies.cluster_state import ClusterState, PerfColumns, hash_of
+from policies.perf_model import Floats, decode_ms, prefill_ms
+
+PENALTY_MS = 1000.0
+"""Per token, for an objective that is broken; it grows with the excess."""
+NEAR = 0.02
+"""Share of the best cost within which another worker is as good."""
+YOUNG, YOUNG_STEPS = 0.5, 4.0
+
+
+def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+    """The row with the least cost, or one as good."""
+    cost, breaks_slo = costs(state, ask, now_s, avg_resp_len)
+    cost[~fit] = np.inf
+    near = np.flatnonzero(cost <= cost.min() * (1.0 + NEAR))
+    known = not ask.adapter or len(state.holders(ask.adapter)[0])
+    row = spread(state, near, ask.key if known else hash_of(ask.adapter))
+    return Choice(row, float(cost[row]), bool(breaks_slo[row]))
+
+
+def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[Floats, NDArray[np.bool_]]:
+    """The cost on each row, and whether an objective of the request breaks there."""
+    t = state.table
+    perf = PerfColumns(t)
+    out = float(ask.out_tokens) or avg_resp_len
+    n, queued, queue_tokens = t["exists"], t["queued"], t["queue_tokens"]
+
+    step = decode_ms(perf, n + 1, perf.lora_load(n + 1, t["rank_sum"] + ask.rank, np.maximum(t["max_rank"], ask.rank)))
+    d_step = step - decode_ms(perf, n, perf.lora_load(n, t["rank_sum"], t["max_rank"]))
+
+    queue = prefill_ms(perf, queue_tokens, perf.lora_load(queued, t["queue_rank_sum"], t["queue_max_rank"]))
+    queue_max_with = np.maximum(t["queue_max_rank"], ask.rank)
+    queue_load_with = perf.lora_load(queued + 1, t["queue_rank_sum"] + ask.rank, queue_max_with)
+    queue_with = prefill_ms(perf, queue_tokens + ask.tokens, queue_load_with)
+    alone = perf.prefill_base_ms + perf.prefill_token_ms * ask.tokens + perf.prefill_lora_ms * ask.rank
+    steps_s = np.maximum(step, 1e-3) / 1000.0
+    joins = np.where(queued > 0, np.maximum(1.0 - (now_s - t["opened_s"]) / steps_s, 0.0), 0.0)
+    copy, fetch = adapter_ms(state, perf, ask)
+    stall = alone + joins * (queue_with - queue - alone) + copy
+
+    left = (t["running_left"] + t["queue_out"]) / np.maximum(n, 1.0)
+    began_s = np.maximum(t["began_s"], np.where(queued > 0, t["opened_s"], -np.inf))
+    young = np.where(n > 0, YOUNG * np.exp((began_s - now_s) / (YOUNG_STEPS * steps_s)), 0.0)
+    others = n * (stall + d_step * np.minimum(left, out)) / avg_resp_len + young * stall * (1.0 - joins)
+
+    tpot = step + n * perf.prefill_base_ms / avg_resp_len
+    wait = queue_with + copy + fetch + _seat_wait_ms(t, step) + _memory_wait_ms(t, ask, step, out)
+    cost = others + tpot + wait / out
+
+    ttft_excess = (wait + 0.5 * step) / ask.ttft_slo_ms - 1.0
+    tpot_excess = tpot / ask.tpot_slo_ms - 1.0
+    breaks = (ttft_excess > 0) | (tpot_excess > 0)
+    excess = np.maximum(ttft_excess, 0.0) + np.maximum(tpot_excess, 0.0) + np.maximum(tpot / t["tightest_tpot_ms"] - 1.0, 0.0)
+    cost += np.where(excess > 0, PENALTY_MS * (1.0 + excess), 0.0)
+    return cost, breaks
+
+
+def _seat_wait_ms(t: Mapping[str, NDArray], step_ms: Floats) -> Floats:
+    """Until the running batch has a seat: those before r take one each, and one comes free every (L / R) / R steps."""
+    running = np.maximum(t["running"], 1.0)
+    behind = np.maximum(t["exists"] + 1.0 - t["max_running"], 0.0)
+    return behind * step_ms * t["running_left"] / running**2
+
+
+def _memory_wait_ms(t: Mapping[str, NDArray], ask: Ask, step_ms: Floats, out: float) -> Floats:
+    """Until enough KV blocks are free for r, for those that wait before it, and for what the running ones will add.
+
+    Requests end one by one over the next 2 * (L / R) steps, each giving back what it holds; so on average half of what
+    they still produce is held at once, and the memory in use comes back evenly over that time.
+    """
+    needed = ask.tokens + out + t["queue_tokens"] + t["queue_out"] + 0.5 * t["running_left"]
+    lacking = np.maximum(needed - t["kv_tokens_free"], 0.0)
+    used = np.maximum(t["kv_tokens_total"] - t["kv_tokens_free"], 1.0)
+    return step_ms * lacking / used * 2.0 * t["running_left"] / np.maximum(t["running"], 1.0)

@@ -1,0 +1,143 @@
+"""What one worker has to do: its requests with the sums, maxima and counts that decisions read, never recounted.
+
+`queued` requests are those in phase "loading" or "waiting"; `exists` = queued + running.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TypeVar
+
+from shared.model import RequestBrief
+
+Key = TypeVar("Key")
+
+
+class Ranks:
+    """A multiset of ranks with its size, sum and maximum."""
+
+    __slots__ = ("counts", "max", "size", "sum")
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self.size = self.sum = self.max = 0
+
+    def add(self, rank: int) -> None:
+        self.counts[rank] = self.counts.get(rank, 0) + 1
+        self.size += 1
+        self.sum += rank
+        if rank > self.max:
+            self.max = rank
+
+    def remove(self, rank: int) -> None:
+        self.size -= 1
+        self.sum -= rank
+        if not _one_less(self.counts, rank) and rank == self.max:
+            self.max = max(self.counts, default=0)
+
+
+class WorkerLoad:
+    """One worker's requests and their aggregates; token counts are expectations from each request's prediction."""
+
+    __slots__ = (
+        "adapters",
+        "exists",
+        "objectives",
+        "queue",
+        "queue_out",
+        "queue_tokens",
+        "requests",
+        "running_left",
+        "tightest",
+    )
+
+    def __init__(self) -> None:
+        self.requests: dict[str, RequestBrief] = {}
+        self.exists, self.queue = Ranks(), Ranks()
+        self.queue_tokens = 0  # to prefill
+        self.queue_out = self.running_left = 0  # output tokens still to come, of queued and of running requests
+        self.adapters: dict[str, int] = {}  # digest -> requests that use it
+        self.objectives: dict[float, int] = {}  # time per output token in ms -> requests that want it
+        self.tightest = inf  # the smallest of `objectives`
+
+    def add(self, brief: RequestBrief) -> None:
+        """`brief.request_id` must not be here."""
+        self.requests[brief.request_id] = brief
+        self.exists.add(brief.rank)
+        if brief.phase == "running":
+            self.running_left += tokens_left(brief)
+        else:
+            self.queue.add(brief.rank)
+            self.queue_tokens += tokens_to_prefill(brief)
+            self.queue_out += tokens_left(brief)
+        if brief.adapter_digest:
+            self.adapters[brief.adapter_digest] = self.adapters.get(brief.adapter_digest, 0) + 1
+        objective_ms = brief.tpot_slo_ms
+        if objective_ms > 0:
+            self.objectives[objective_ms] = self.objectives.get(objective_ms, 0) + 1
+            self.tightest = min(self.tightest, objective_ms)
+
+    def remove(self, request_id: str) -> RequestBrief | None:
+        """Take a request out; None when it is not here."""
+        brief = self.requests.pop(request_id, None)
+        if brief is None:
+            return None
+        self.exists.remove(brief.rank)
+        if brief.phase == "running":
+            self.running_left = max(0, self.running_left - tokens_left(brief))
+        else:
+            self.queue.remove(brief.rank)
+            self.queue_tokens -= tokens_to_prefill(brief)
+            self.queue_out -= tokens_left(brief)
+        if brief.adapter_digest:
+            _one_less(self.adapters, brief.adapter_digest)
+        objective_ms = brief.tpot_slo_ms
+        if objective_ms > 0 and not _one_less(self.objectives, objective_ms) and objective_ms == self.tightest:
+            self.tightest = min(self.objectives, default=inf)
+        return brief
+
+    def progress(self, briefs: list[RequestBrief]) -> bool:
+        """Take in `briefs` if they are the requests that are here and only made progress; False, and no change, if not."""
+        requests = self.requests
+        if len(briefs) != len(requests):
+            return False
+        left = 0
+        for brief in briefs:
+            known = requests.get(brief.request_id)
+            if known is None or known.phase != brief.phase:
+                return False
+            if brief.phase != "running":
+                if known != brief:
+                    return False
+                continue
+            if known.epoch != brief.epoch or known.rank != brief.rank or known.adapter_digest != brief.adapter_digest:
+                return False
+            if known.tpot_slo_ms != brief.tpot_slo_ms:
+                return False
+            left += tokens_left(brief)
+        now = {brief.request_id: brief for brief in briefs}
+        if len(now) != len(requests):  # one was named twice
+            return False
+        self.requests, self.running_left = now, left
+        return True
+
+
+def tokens_left(brief: RequestBrief) -> int:
+    """Output tokens a request is still expected to produce: at least one."""
+    left = brief.predicted_tokens - brief.output_tokens
+    return left if left > 1 else 1
+
+
+def tokens_to_prefill(brief: RequestBrief) -> int:
+    """Tokens a queued request has to prefill: a resumed one recomputes what it already produced."""
+    return brief.prompt_tokens + brief.output_tokens
+
+
+def _one_less(counts: dict[Key, int], key: Key) -> int:
+    """Count `key` down, forgetting it at zero; what is left."""
+    left = counts[key] - 1
+    if left:
+        counts[key] = left
+    else:
+        del counts[key]
+    return left

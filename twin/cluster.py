@@ -1,0 +1,225 @@
+"""N workers, M schedulers, one workload: a whole run.
+
+    arrival ──submit_ms──> a scheduler decides ──assign_ms──> worker accepts ──> ... ──> last token ──stream_ms──> client
+                                ▲          └── the next best, `attempts` times, when it refuses
+                                └──state_ms── heartbeats every heartbeat_s, changes at most every delta_s
+
+Which scheduler a request comes to is drawn from the run's seed; everything else that is random is in the workload and in
+the policy. The same arguments give the same history to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
+from twin.metrics import Metrics, summary
+from twin.scheduler import Report, Scheduler, SchedulerSpec
+from twin.worker import Changes, Live, Worker, WorkerSpec
+from twin.workload import Request, Workload
+
+SNAPSHOT_REQUESTS, MAX_BEATS = 64, 4  # as in services/worker/reports.py: busy workers tell everything less often
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bus:
+    """How late everybody hears of everything; the intervals are those of services/worker/reports.py."""
+
+    submit_ms: float = 0.0
+    assign_ms: float = 0.0
+    stream_ms: float = 0.0
+    state_ms: float = 1.0
+    heartbeat_s: float = 0.5
+    delta_s: float = 0.02
+
+
+@dataclass(slots=True)
+class _Reporter:
+    """When a worker last told of its changes, and whether it is about to."""
+
+    worker: Worker
+    last_ps: int = -PS_PER_S
+    due: bool = False
+    beats: int = 0  # heartbeats until the next whole report
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A request between its scheduler and a worker."""
+
+    request: Request
+    scheduler: Scheduler
+    predicted_tokens: int
+    tried: tuple[str, ...] = field(default=())
+
+
+class Cluster:
+    """Build it, `run` it, read `metrics` or `summary`. Without a scheduler, one worker gets every request at once."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        workers: Sequence[WorkerSpec],
+        scheduler: SchedulerSpec | None,
+        *,
+        schedulers: int = 1,
+        bus: Bus = Bus(),
+        seed: int = 0,
+    ) -> None:
+        if scheduler is None and len(workers) != 1:
+            raise ValueError(f"{len(workers)} workers need a scheduler")
+        for spec in workers:
+            _check_adapters(workload, spec)
+        self.workload, self.events = workload, Events()
+        self.metrics = Metrics(len(workload), to_ps(bus.stream_ms))
+        on_change = self._on_change if scheduler is not None else _nobody_listens
+        self.workers = [
+            Worker(i, spec, self.events, self.metrics, on_change=on_change, on_end=self._on_end)
+            for i, spec in enumerate(workers)
+        ]
+        self._by_id = {worker.worker_id: worker for worker in self.workers}
+        self.schedulers = [Scheduler(scheduler) for _ in range(schedulers)] if scheduler is not None else []
+        self._turn = np.random.default_rng(seed).integers(schedulers, size=len(workload), dtype=np.int16)
+        self._reporters = [_Reporter(worker) for worker in self.workers]
+        self._submit_ps, self._assign_ps, self._state_ps = map(to_ps, (bus.submit_ms, bus.assign_ms, bus.state_ms))
+        self._heartbeat_ps, self._delta_ps = round(bus.heartbeat_s * PS_PER_S), round(bus.delta_s * PS_PER_S)
+        self._open = len(workload)  # requests without an end
+        if scheduler is not None:
+            for worker, reporter in zip(self.workers, self._reporters, strict=True):
+                for one in self.schedulers:
+                    one.meet(worker.worker_id, worker.spec.limits, worker.spec.perf, 0.0)
+                # spread over the interval: workers do not start at the same instant
+                self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
+        if len(workload):
+            self._next_arrival(0)
+
+    def run(self, until_s: float | None = None, *, progress: Callable[[float], None] | None = None) -> None:
+        """Let time pass until every request has an end, or until `until_s`. `progress(now_s)` is called now and then."""
+        events, every = self.events, PS_PER_S
+        until_ps = None if until_s is None else round(until_s * PS_PER_S)
+        while self._open and (until_ps is None or events.now_ps < until_ps):
+            if not len(events):
+                raise RuntimeError(f"{self._open} requests are waiting for nothing")
+            ahead = events.now_ps + every
+            events.run(ahead if until_ps is None else min(ahead, until_ps))
+            if progress is not None:
+                progress(events.now_s)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures up to now, or to the last token."""
+        ended = int(self.metrics.end_ps.max(initial=0))
+        end_s = (self.events.now_ps if self._open else ended) / PS_PER_S
+        busy_s = sum(worker.busy_ps for worker in self.workers) / PS_PER_S
+        return summary(self.workload, self.metrics, end_s=end_s, busy_s=busy_s, workers=len(self.workers))
+
+    # ---- a request
+
+    def _next_arrival(self, index: int) -> None:
+        request = self.workload.request(index)
+        self.events.at(request.arrival_ps + self._submit_ps, ARRIVAL, self._arrive, request)
+
+    def _arrive(self, request: Request) -> None:
+        if request.index + 1 < len(self.workload):
+            self._next_arrival(request.index + 1)
+        if not self.schedulers:
+            if self.workers[0].assign(request, str(request.index), request.output_tokens):
+                self.metrics.worker[request.index] = 0
+            else:
+                self._refuse(request)
+            return
+        scheduler = self.schedulers[self._turn[request.index]]
+        self._place(_Attempt(request, scheduler, scheduler.predict(request)))
+
+    def _place(self, attempt: _Attempt) -> None:
+        request, scheduler = attempt.request, attempt.scheduler
+        chosen = None
+        if len(attempt.tried) < scheduler.spec.attempts:
+            chosen = scheduler.decide(request, attempt.predicted_tokens, attempt.tried, self.events.now_s).worker_id
+        if chosen is None:
+            self._refuse(request)
+            return
+        scheduler.expect(chosen, request, str(request.index), attempt.predicted_tokens, self.events.now_s)
+        if self._assign_ps:
+            self.events.at(self.events.now_ps + self._assign_ps, ARRIVAL, self._assign, attempt, chosen)
+        else:
+            self._assign(attempt, chosen)
+
+    def _assign(self, attempt: _Attempt, worker_id: str) -> None:
+        request, scheduler = attempt.request, attempt.scheduler
+        worker, request_id = self._by_id[worker_id], str(request.index)
+        if worker.assign(request, request_id, attempt.predicted_tokens):
+            self.metrics.worker[request.index] = worker.index
+            scheduler.flights.accepted(worker_id, request_id, self.events.now_s)
+            return
+        self.metrics.retries += 1
+        scheduler.flights.withdraw(worker_id, request_id)
+        scheduler.state.set_refusing(worker_id)
+        attempt.tried += (worker_id,)
+        self._place(attempt)
+
+    def _refuse(self, request: Request) -> None:
+        self.metrics.refused[request.index] = True
+        self._open -= 1
+
+    def _on_end(self, worker: Worker, live: Live) -> None:
+        self._open -= 1
+        for scheduler in self.schedulers:
+            scheduler.observe(live.request)
+
+    # ---- what schedulers hear
+
+    def _on_change(self, worker: Worker) -> None:
+        reporter = self._reporters[worker.index]
+        if not reporter.due:
+            reporter.due = True
+            at_ps = max(self.events.now_ps, reporter.last_ps + self._delta_ps)
+            self.events.at(at_ps, MESSAGE, self._delta, reporter)
+
+    def _delta(self, reporter: _Reporter) -> None:
+        if reporter.due:  # else a heartbeat has told it meanwhile
+            self._tell_changes(reporter)
+
+    def _tell_changes(self, reporter: _Reporter) -> None:
+        reporter.due, reporter.last_ps = False, self.events.now_ps
+        worker = reporter.worker
+        worker.settle()
+        changed, removed, tiers = worker.take_changes()
+        self._send(Report(worker.worker_id, False, worker.kv_blocks_free, changed, removed, tiers, worker.running_left()))
+
+    def _heartbeat(self, reporter: _Reporter) -> None:
+        worker = reporter.worker
+        if reporter.beats:
+            reporter.beats -= 1
+            self._tell_changes(reporter)
+        else:
+            reporter.beats = min(len(worker.live) // SNAPSHOT_REQUESTS, MAX_BEATS - 1)
+            briefs = worker.briefs()
+            self._send(Report(worker.worker_id, True, worker.kv_blocks_free, briefs, [], worker.tiers()))
+            reporter.due, reporter.last_ps = False, self.events.now_ps
+        if self._open:
+            self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)
+
+    def _send(self, report: Report) -> None:
+        self.events.at(self.events.now_ps + self._state_ps, MESSAGE, partial(self._hear, report))
+
+    def _hear(self, report: Report) -> None:
+        now_s = self.events.now_s
+        for scheduler in self.schedulers:
+            scheduler.hear(report, now_s)
+
+
+def _check_adapters(workload: Workload, spec: WorkerSpec) -> None:
+    largest = int(workload.adapter_bytes.max(initial=0))
+    host_bytes = spec.storage.host_bytes
+    for name, room in (("device", spec.limits.adapter_bytes_total), ("host", host_bytes)):
+        if room is not None and largest > room:
+            raise ValueError(f"an adapter of {largest} bytes does not fit in the {room} bytes of {name} memory for adapters")
+
+
+def _nobody_listens(worker: Worker) -> None:
+    worker.changes = Changes()

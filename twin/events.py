@@ -1,0 +1,50 @@
+"""The virtual clock. Time is a whole number of picoseconds, so that sums do not depend on the order of adding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+PS_PER_S = 1_000_000_000_000
+PS_PER_MS = 1_000_000_000
+
+# At one instant, what ends comes first, then what is told about it, then what is new.
+STEP, MESSAGE, HEARTBEAT, ARRIVAL = range(4)
+
+
+def to_ps(time_ms: float) -> int:
+    """Milliseconds as a whole number of picoseconds."""
+    return round(time_ms * PS_PER_MS)
+
+
+class Events:
+    """What will happen, ordered by (time, priority, order of `at`): the same calls always give the same history."""
+
+    def __init__(self) -> None:
+        self.now_ps = 0
+        self._heap: list[tuple[int, int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def now_s(self) -> float:
+        """The time as policies want it."""
+        return self.now_ps / PS_PER_S
+
+    def at(self, time_ps: int, priority: int, action: Callable[..., None], *args: Any) -> None:
+        """`action(*args)` at `time_ps`, which is not in the past."""
+        self._sequence += 1
+        heappush(self._heap, (time_ps, priority, self._sequence, action, args))
+
+    def run(self, until_ps: int | None = None) -> None:
+        """Let time pass until nothing is left to happen, or to the end of instant `until_ps`."""
+        heap = self._heap
+        while heap and (until_ps is None or heap[0][0] <= until_ps):
+            time_ps, _, _, action, args = heappop(heap)
+            self.now_ps = time_ps
+            action(*args)
+        if until_ps is not None:
+            self.now_ps = max(self.now_ps, until_ps)

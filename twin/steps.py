@@ -1,0 +1,134 @@
+"""How long things take: the only models in the twin. All that decides is the real thing.
+
+The time of an engine step is `fixed + context`: everything that its batch fixes, and a part in proportion to the tokens
+whose K and V attention reads. The second is what changes from one decode step to the next of an unchanged batch, by
+`rows * context_token_ps` each time, so a run of such steps is summed exactly, in integers:
+
+    step i of a run (i = 0, 1, ...) takes  first + i * growth          n steps take  n * first + growth * n(n-1)/2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from typing import Protocol
+
+from policies.perf_model import MIB, decode_ms, load_ms, prefill_ms
+from shared.model import PerfModel
+from twin.events import to_ps
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step in numbers. Ranks are summed over sequences, 0 for the base; `max_rank` of an empty part is 0."""
+
+    prefill_requests: int = 0
+    prefill_tokens: int = 0
+    prefill_rank_sum: int = 0
+    prefill_max_rank: int = 0
+    decode_rows: int = 0
+    decode_rank_sum: int = 0
+    decode_max_rank: int = 0
+    distinct_adapters: int = 0
+    waiting: int = 0  # requests that the step's admission left waiting
+    loads: tuple[int, ...] = ()  # bytes of each adapter that is copied to the device first
+
+
+class StepModel(Protocol):
+    """The engine of one kind of worker."""
+
+    @property
+    def context_token_ps(self) -> int:
+        """Added per token in the KV cache of the step's sequences, the new ones included."""
+        ...
+
+    def fixed_ps(self, batch: Batch) -> int:
+        """All the rest."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PerfSteps:
+    """Steps by the linear models that schedulers use (CaraServe section 5). Prefill and decode parts add up.
+
+    `schedule_ms`: what the engine spends on each step outside the model; `waiting_ms` per request that waits (the
+    scheduler overhead of the adapter-caching paper, section 5).
+    """
+
+    perf: PerfModel
+    schedule_ms: float = 0.0
+    waiting_ms: float = 0.0
+    context_token_ps: int = 0
+
+    def fixed_ps(self, batch: Batch) -> int:
+        perf = self.perf
+        bgmv = perf.kernel == "bgmv"
+        total_ms = self.schedule_ms + self.waiting_ms * batch.waiting
+        if batch.decode_rows:
+            load = batch.decode_rows * batch.decode_max_rank if bgmv else batch.decode_rank_sum
+            total_ms += decode_ms(perf, float(batch.decode_rows), float(load))
+        if batch.prefill_tokens:
+            load = batch.prefill_requests * batch.prefill_max_rank if bgmv else batch.prefill_rank_sum
+            total_ms += prefill_ms(perf, float(batch.prefill_tokens), float(load))
+        for size_bytes in batch.loads:
+            total_ms += load_ms(perf, float(size_bytes))
+        return to_ps(total_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way for adapter weights: latency and inverse bandwidth."""
+
+    base_ms: float
+    ms_per_mib: float
+
+    def ps(self, size_bytes: int) -> int:
+        """Time for so many bytes."""
+        return to_ps(self.base_ms + self.ms_per_mib * size_bytes / MIB)
+
+
+def elapsed_ps(first: int, growth: int, steps: int) -> int:
+    """How long the first `steps` steps of a run take."""
+    return steps * first + growth * (steps * (steps - 1) // 2)
+
+
+def steps_within(first: int, growth: int, time_ps: int) -> int:
+    """How many steps of a run have ended `time_ps` after its start."""
+    if not growth:
+        return time_ps // first
+    # the largest n with growth/2 n^2 + (first - growth/2) n <= time
+    b = 2 * first - growth
+    n = (isqrt(b * b + 8 * growth * time_ps) - b) // (2 * growth)
+    while elapsed_ps(first, growth, n + 1) <= time_ps:
+        n += 1
+    while elapsed_ps(first, growth, n) > time_ps:
+        n -= 1
+    return n
+
+
+# A10 with Llama-2-7B. Decode: CaraServe section 2.3, the four latencies around its Fig. 5 (24 requests of rank 32 and 16
+# of rank 64: 34.8 and 35.8 ms with BGMV, 35.3 and 35.9 ms with MBGMV). Prefill is an iteration of its own there (section
+# 2.2), so it costs a pass over the weights and, at half of the card's 125 TFLOP/s, 0.2 ms per token; the LoRA part of both
+# phases is taken as equal. A rank-64 adapter loads in about 10 ms ("a few to tens of milliseconds", section 2.3).
+A10_BGMV = PerfModel(
+    kernel="bgmv",
+    prefill_base_ms=31.8,
+    prefill_token_ms=0.2,
+    prefill_lora_ms=1 / 256,
+    decode_base_ms=31.8,
+    decode_row_ms=0.0,
+    decode_lora_ms=1 / 256,
+    load_base_ms=1.0,
+    load_ms_per_mib=0.1,
+)
+A10_MBGMV = PerfModel(
+    kernel="mbgmv",
+    prefill_base_ms=33.5,
+    prefill_token_ms=0.2,
+    prefill_lora_ms=0.6 / 256,
+    decode_base_ms=33.5,
+    decode_row_ms=0.0,
+    decode_lora_ms=0.6 / 256,
+    load_base_ms=1.0,
+    load_ms_per_mib=0.1,
+)

@@ -1,0 +1,377 @@
+"""One Motet engine: what services/worker does between two network messages, under the virtual clock.
+
+    assign ─> accept or refuse ─> (adapter to host memory) ─> waiting ─┐
+    ┌──────────────────────────────────────────────────────────────────┘
+    └─> decide ─> one step, or a run of equal ones ─> advance, draw tokens, end sequences ─> decide ...
+
+A *run* is a number of decode steps that `policies.batch_admission.steady_steps` says are all alike. It is one event. An
+arrival in the middle shortens it to the end of the step it falls into, where the live engine would see it; a report in the
+middle books the steps that have ended by then:
+
+    step      |  1  |  2  |  3  |  4  |  5  |  6  |     planned
+    report                   ^                          1 and 2 are booked, the run is now 3 to 6
+    arrival                   ^                         the run ends after 3
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from policies.adapter_slots import AdapterSlots
+from policies.batch_admission import (
+    AdmissionLimits,
+    AdmissionState,
+    BatchAdmission,
+    Plan,
+    Sequence,
+    advance,
+    advance_steady,
+    remove,
+    steady_steps,
+)
+from policies.kv_blocks import KvBlocks
+from shared.model import PerfModel, Phase, RequestBrief, Tier, WorkerLimits
+from twin.events import STEP, Events
+from twin.metrics import Metrics
+from twin.steps import Batch, StepModel, elapsed_ps, steps_within
+from twin.storage import EVERYTHING_IN_HOST, HostTier, StorageModel
+from twin.workload import Request
+
+FOREVER = 1 << 40
+NO_CONTENT = array("i")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSpec:
+    """What one worker is: its limits, its times, and what it tells schedulers of its times."""
+
+    limits: WorkerLimits
+    perf: PerfModel  # as reported; schedulers decide with it
+    steps: StepModel  # as it is
+    storage: StorageModel = EVERYTHING_IN_HOST
+    max_step_tokens: int = 512
+    max_loras: int = 64
+    prefix_cache: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Live(Sequence):
+    """A request inside the engine."""
+
+    request: Request
+    rank: int
+    expected_length: int  # prompt and predicted output tokens
+    end_length: int  # prompt and output tokens, when it ends
+    request_id: str
+    predicted_tokens: int
+    phase: Phase = "waiting"
+    decoding: bool = False
+    last_token_ps: int = -1  # of the first token, and of the last one before a preemption
+
+    def brief(self) -> RequestBrief:
+        """What a scheduler must know of it."""
+        request = self.request
+        return RequestBrief(
+            self.request_id,
+            0,
+            self.adapter,
+            self.rank,
+            request.prompt_tokens,
+            self.length - request.prompt_tokens,
+            self.predicted_tokens,
+            self.phase,
+            request.slo.tpot_slo_ms,
+        )
+
+
+@dataclass(slots=True)
+class _Run:
+    """Steps under way. `began_ps` is the start of the first one that is not booked."""
+
+    plan: Plan[Live]
+    began_ps: int
+    first_ps: int
+    growth_ps: int
+    steps: int
+    left: int  # steps until the first of its decodes ends
+    serial: int
+
+
+@dataclass(slots=True)
+class Changes:
+    """What schedulers have not heard yet."""
+
+    changed: dict[str, Live] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
+    tiers: dict[str, Tier | None] = field(default_factory=dict)
+
+
+class Worker:
+    """One engine in one cluster. `on_change` is called when there is news for schedulers, `on_end` when a request ended."""
+
+    max_run = FOREVER  # steps advanced in one go; 1 simulates every step
+
+    def __init__(
+        self,
+        index: int,
+        spec: WorkerSpec,
+        events: Events,
+        metrics: Metrics,
+        *,
+        on_change: Callable[[Worker], None],
+        on_end: Callable[[Worker, Live], None],
+    ) -> None:
+        limits = spec.limits
+        self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
+        self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
+        admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=spec.max_step_tokens)
+        self._admission: BatchAdmission[Live] = BatchAdmission(admission)
+        self.state: AdmissionState[Live] = AdmissionState(
+            kv=KvBlocks(limits.kv_blocks_total, limits.block_size, prefix_cache=spec.prefix_cache),
+            adapters=AdapterSlots(spec.max_loras, limits.adapter_bytes_total),
+        )
+        self.host = HostTier(spec.storage, events)
+        self.live: dict[str, Live] = {}
+        self.kv_blocks_free = limits.kv_blocks_total  # after the last step that has ended
+        self.changes = Changes()
+        self.busy_ps = 0
+        self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
+        self._orders = count()
+        self._run: _Run | None = None
+        self._serial = 0
+
+    # ---- requests
+
+    def assign(self, request: Request, request_id: str, predicted_tokens: int) -> bool:
+        """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all."""
+        limits = self.spec.limits
+        if len(self.live) >= limits.max_running + limits.max_waiting or request.prompt_tokens >= self._max_length:
+            return False
+        end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
+        live = Live(
+            order=0,
+            tokens=_content(request, end_length) if self.spec.prefix_cache else NO_CONTENT,
+            length=request.prompt_tokens,
+            expected_length=request.prompt_tokens + predicted_tokens,
+            rank=request.rank,
+            adapter=request.digest,
+            adapter_bytes=request.adapter_bytes,
+            request=request,
+            end_length=end_length,
+            request_id=request_id,
+            predicted_tokens=predicted_tokens,
+        )
+        self.live[request_id] = live
+        if live.adapter and not self.host.acquire(live.adapter, live.adapter_bytes, lambda: self._enqueue(live)):
+            live.phase = "loading"
+            self._metrics.host_misses += 1
+            self._changed(live)
+        else:
+            self._enqueue(live)
+        return True
+
+    def _enqueue(self, live: Live) -> None:
+        live.phase = "waiting"
+        live.order = next(self._orders)
+        self.state.waiting.append(live)
+        self._changed(live)
+        if self._run is None:
+            self._begin()
+        else:
+            self._shorten(self._run)
+
+    def _changed(self, live: Live) -> None:
+        self.changes.changed[live.request_id] = live
+        self._on_change(self)
+
+    def _end(self, live: Live, now_ps: int) -> None:
+        remove(self.state, live)
+        if live.adapter:
+            self.host.release(live.adapter)
+        del self.live[live.request_id]
+        self.changes.changed.pop(live.request_id, None)
+        self.changes.removed.append(live.request_id)
+        self._metrics.ended(live.request.index, now_ps, live.end_length - live.request.prompt_tokens)
+        self._on_end(self, live)
+
+    # ---- steps
+
+    def _begin(self) -> None:
+        """Decide the next step, or the next run of them, and let it take its time."""
+        if not self.live:
+            return
+        now_ps = self._events.now_ps
+        plan = self._admission.decide(self.state, self._events.now_s)
+        if plan.admitted or plan.preempted:
+            self._moved(plan, now_ps)
+        if not plan.tokens:
+            return  # all that is here is still loading
+        left = min([live.end_length - live.length for live in plan.decodes]) if plan.decodes else 0
+        steps = 1 if plan.prefills else steady_steps(self.state, plan, min(self.max_run, left))
+        batch = self._batch(plan)
+        model = self.spec.steps
+        first_ps = model.fixed_ps(batch)
+        growth_ps = 0
+        if model.context_token_ps:
+            rows = len(plan.decodes)
+            context = sum([live.computed + live.scheduled for live in plan.decodes])
+            context += sum([live.computed + live.scheduled for live in plan.prefills])
+            first_ps += model.context_token_ps * context
+            growth_ps = model.context_token_ps * rows if not plan.prefills else 0
+        self._serial += 1
+        self._run = _Run(plan, now_ps, first_ps, growth_ps, steps, left, self._serial)
+        self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
+
+    def _moved(self, plan: Plan[Live], now_ps: int) -> None:
+        metrics = self._metrics
+        for live in plan.preempted:
+            live.phase = "waiting"
+            if live.decoding:
+                live.decoding, live.last_token_ps = False, now_ps
+            metrics.preemptions += 1
+            self.changes.changed[live.request_id] = live
+        for live in plan.admitted:
+            live.phase = "running"
+            if live.last_token_ps < 0:
+                metrics.admitted(live.request.index, now_ps)
+            metrics.prefix_tokens += live.cached_tokens
+            metrics.admissions += 1
+            if live.adapter:
+                metrics.adapter_admissions += 1
+            self.changes.changed[live.request_id] = live
+        for digest, _ in plan.evictions:
+            self.changes.tiers[digest] = "host" if digest in self.host else None
+        for live in plan.loads:
+            self.changes.tiers[live.adapter] = "device"
+        metrics.device_loads += len(plan.loads)
+        metrics.evictions += len(plan.evictions)
+
+    def _batch(self, plan: Plan[Live]) -> Batch:
+        batch = Batch(waiting=len(self.state.waiting))
+        slots = set()
+        if plan.decodes:
+            ranks = [live.rank for live in plan.decodes]
+            batch.decode_rows, batch.decode_rank_sum, batch.decode_max_rank = len(ranks), sum(ranks), max(ranks)
+            slots.update([live.slot for live in plan.decodes])
+        if plan.prefills:
+            ranks = [live.rank for live in plan.prefills]
+            batch.prefill_requests, batch.prefill_rank_sum, batch.prefill_max_rank = len(ranks), sum(ranks), max(ranks)
+            batch.prefill_tokens = plan.tokens - batch.decode_rows
+            slots.update([live.slot for live in plan.prefills])
+        slots.discard(-1)
+        batch.distinct_adapters = len(slots)
+        if plan.loads:
+            batch.loads = tuple([live.adapter_bytes for live in plan.loads])
+        return batch
+
+    def _shorten(self, run: _Run) -> None:
+        """Something came: the run ends with the step it is in now."""
+        if run.steps == 1:
+            return
+        steps = steps_within(run.first_ps, run.growth_ps, self._events.now_ps - run.began_ps) + 1
+        if steps < run.steps:
+            run.steps = steps
+            self._serial += 1
+            run.serial = self._serial
+            end_ps = run.began_ps + elapsed_ps(run.first_ps, run.growth_ps, steps)
+            self._events.at(end_ps, STEP, self._stop, run.serial)
+
+    def settle(self) -> None:
+        """Book the steps that have ended by now, so that `state`, `live` and `kv_blocks_free` are what they would be."""
+        run = self._run
+        if run is None or run.steps == 1:
+            return
+        steps = min(run.steps - 1, steps_within(run.first_ps, run.growth_ps, self._events.now_ps - run.began_ps))
+        if steps:
+            self._book(run, steps)
+            self.kv_blocks_free = self.state.kv.free
+            run.began_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
+            run.first_ps += run.growth_ps * steps
+            run.steps -= steps
+            run.left -= steps
+
+    def _book(self, run: _Run, steps: int) -> None:
+        """`steps` steps of a steady run are over, none of which ends a sequence or only the last one does."""
+        decodes = run.plan.decodes
+        advance_steady(self.state, run.plan, steps)
+        self._metrics.gaps(run.first_ps, run.growth_ps, steps, len(decodes))
+        self.busy_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
+
+    def _stop(self, serial: int) -> None:
+        """The run is over: tokens are drawn, sequences end, and the next step begins."""
+        run = self._run
+        if run is None or run.serial != serial:
+            return  # it was shortened
+        now_ps = self._events.now_ps
+        plan = run.plan
+        if plan.prefills:
+            self._draw(run, now_ps)
+        else:
+            self._book(run, run.steps)
+        ended: list[Live] = []
+        if run.left == run.steps:
+            ended += [live for live in plan.decodes if live.length >= live.end_length]
+        if plan.prefills:
+            ended += [live for live in plan.prefills if live.length >= live.end_length]
+        for live in ended:
+            self._end(live, now_ps)
+        self.kv_blocks_free = self.state.kv.free
+        self._run = None
+        self._begin()
+        if self.changes.changed or self.changes.removed:
+            self._on_change(self)
+
+    def _draw(self, run: _Run, now_ps: int) -> None:
+        """A step with prefill chunks is over."""
+        plan, metrics = run.plan, self._metrics
+        for live in advance(plan):
+            live.length += 1
+        if plan.decodes:
+            metrics.gaps(run.first_ps, 0, 1, len(plan.decodes))
+        for live in plan.prefills:
+            if live.computed != live.length - 1 or live.decoding:
+                continue  # chunks are left
+            live.decoding = True
+            if live.last_token_ps < 0:
+                metrics.first_token(live.request.index, now_ps)
+            else:
+                metrics.gaps(now_ps - live.last_token_ps, 0, 1, 1)
+            live.last_token_ps = now_ps
+        self.busy_ps += run.first_ps
+
+    # ---- what schedulers hear
+
+    def briefs(self) -> list[RequestBrief]:
+        """Every request here."""
+        self.settle()
+        self.changes = Changes()
+        return [live.brief() for live in self.live.values()]
+
+    def take_changes(self) -> tuple[list[RequestBrief], list[str], dict[str, Tier | None]]:
+        """Requests that are new or in a new phase, those that have ended, and adapters that are in another tier or in none,
+        since the last time anything was taken."""
+        changes, self.changes = self.changes, Changes()
+        return [live.brief() for live in changes.changed.values()], changes.removed, changes.tiers
+
+    def tiers(self) -> dict[str, Tier]:
+        """Adapters here and the fastest tier of each."""
+        tiers: dict[str, Tier] = dict.fromkeys(self.host.digests(), "host")
+        tiers.update(dict.fromkeys(self.state.adapters.digests(), "device"))
+        return tiers
+
+    def running_left(self) -> int:
+        """Output tokens that the running requests are still expected to produce."""
+        running = self.state.running
+        return sum([left if (left := live.expected_length - live.length) > 0 else 1 for live in running])
+
+
+def _content(request: Request, length: int) -> array[int]:
+    """Token ids of prompt and output to come: equal prefix blocks are equal, all other tokens are the request's own."""
+    tokens = array("i")
+    for block_id in request.prefix:
+        tokens.extend(array("i", (block_id,)) * request.prefix_tokens)
+    del tokens[request.prompt_tokens :]
+    return tokens + array("i", (~request.index,)) * (length - len(tokens))

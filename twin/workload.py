@@ -1,0 +1,241 @@
+"""Who asks when, for which adapter, with how many tokens: columns, not objects, so that millions fit.
+
+Arrivals come from one construction: a renewal process of unit rate (Gamma with a coefficient of variation; 1 is Poisson)
+is stretched by the inverse of the cumulated rate. `Intensity` is that rate over time: constant, a day, a flash crowd, or
+counts per minute of a recorded trace. Everything random draws from the generator it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from shared.model import Slo
+from twin.events import PS_PER_S
+
+MAX_CV = 30.0  # beyond that nearly all requests come at the same few instants
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as engines and schedulers of the twin see it. `digest` is "" for the base."""
+
+    index: int
+    arrival_ps: int
+    digest: str
+    rank: int
+    adapter_bytes: int
+    prompt_tokens: int
+    output_tokens: int
+    slo: Slo
+    prefix: tuple[int, ...] = ()  # ids of its first blocks of `prefix_tokens` tokens; equal ids are equal content
+    prefix_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """`n` requests in order of arrival and the adapters they use."""
+
+    arrival_s: Floats
+    adapter: Ints  # [n] index, -1 for the base
+    prompt_tokens: Ints  # [n] at least 1
+    output_tokens: Ints  # [n] at least 1
+    ranks: Ints  # [adapters]
+    adapter_bytes: Ints  # [adapters]
+    slo: Ints | None = None  # [n] index into `slos`; None for the first
+    slos: tuple[Slo, ...] = (Slo(),)
+    prefix: Sequence[tuple[int, ...]] | None = None
+    prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        n = len(self.arrival_s)
+        for name in ("adapter", "prompt_tokens", "output_tokens", "slo", "prefix"):
+            column = getattr(self, name)
+            if column is not None and len(column) != n:
+                raise ValueError(f"{name} has {len(column)} entries for {n} requests")
+        if n and not (np.isfinite(self.arrival_s).all() and self.arrival_s[0] >= 0 and (np.diff(self.arrival_s) >= 0).all()):
+            raise ValueError("arrival_s must be finite, not negative and in ascending order")
+        if n and min(self.prompt_tokens.min(), self.output_tokens.min()) < 1:
+            raise ValueError("prompt_tokens and output_tokens must be at least 1")
+        if n and not (self.adapter.min() >= -1 and self.adapter.max() < len(self.ranks)):
+            raise ValueError(f"adapter must be between -1 and {len(self.ranks) - 1}")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def __iter__(self) -> Iterator[Request]:
+        return map(self.request, range(len(self)))
+
+    @property
+    def duration_s(self) -> float:
+        """From 0 to the last arrival."""
+        return float(self.arrival_s[-1]) if len(self) else 0.0
+
+    @cached_property
+    def digests(self) -> list[str]:
+        """A name for every adapter."""
+        return [f"adapter-{index:05d}" for index in range(len(self.ranks))]
+
+    def request(self, index: int) -> Request:
+        """The request at this place in the order of arrival."""
+        adapter = int(self.adapter[index])
+        based = adapter < 0
+        return Request(
+            index,
+            round(float(self.arrival_s[index]) * PS_PER_S),
+            "" if based else self.digests[adapter],
+            0 if based else int(self.ranks[adapter]),
+            0 if based else int(self.adapter_bytes[adapter]),
+            int(self.prompt_tokens[index]),
+            int(self.output_tokens[index]),
+            self.slos[self.slo[index]] if self.slo is not None else self.slos[0],
+            self.prefix[index] if self.prefix is not None else (),
+            self.prefix_tokens,
+        )
+
+    def until(self, end_s: float) -> Workload:
+        """The requests that arrive before `end_s`."""
+        return self.take(np.arange(np.searchsorted(self.arrival_s, end_s)))
+
+    def faster(self, factor: float) -> Workload:
+        """The same requests with `factor` times the rate."""
+        return replace(self, arrival_s=self.arrival_s / factor)
+
+    def take(self, rows: NDArray[np.intp]) -> Workload:
+        """Some of the requests, by ascending index."""
+        return replace(
+            self,
+            arrival_s=self.arrival_s[rows],
+            adapter=self.adapter[rows],
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            slo=None if self.slo is None else self.slo[rows],
+            prefix=None if self.prefix is None else [self.prefix[row] for row in rows.tolist()],
+        )
+
+
+# ---- when
+
+
+@dataclass(frozen=True, slots=True)
+class Intensity:
+    """A rate over time, requests per second: constant between `edges_s` (one more than `rates`), which start at 0."""
+
+    edges_s: Floats
+    rates: Floats
+
+    @classmethod
+    def constant(cls, rate: float, duration_s: float) -> Intensity:
+        return cls(np.array([0.0, duration_s]), np.array([rate]))
+
+    @classmethod
+    def diurnal(cls, rate: float, duration_s: float, *, period_s: float = 86_400.0, swing: float = 0.8) -> Intensity:
+        """A cosine around `rate`, lowest at the start, between `rate * (1 - swing)` and `rate * (1 + swing)`."""
+        edges = np.linspace(0.0, duration_s, 1 + max(1, round(200 * duration_s / period_s)))
+        middle = (edges[1:] + edges[:-1]) / 2
+        return cls(edges, rate * (1 - swing * np.cos(2 * np.pi * middle / period_s)))
+
+    @classmethod
+    def flash_crowd(cls, rate: float, duration_s: float, *, at_s: float, length_s: float, factor: float) -> Intensity:
+        """`factor` times the rate for `length_s` from `at_s` on."""
+        edges = np.array([0.0, at_s, at_s + length_s, max(duration_s, at_s + length_s)])
+        return cls(edges, np.array([rate, rate * factor, rate]))
+
+    def until(self, end_s: float) -> Intensity:
+        """The same up to `end_s`."""
+        edges = np.append(self.edges_s[self.edges_s < end_s], min(end_s, float(self.edges_s[-1])))
+        return Intensity(edges, self.rates[: len(edges) - 1])
+
+
+def arrivals(rng: Generator, intensity: Intensity, *, cv: float = 1.0) -> Floats:
+    """Ascending arrival times in seconds. `cv` is the coefficient of variation of the gaps at constant rate, up to `MAX_CV`."""
+    if not 0.0 < cv <= MAX_CV:
+        raise ValueError(f"a coefficient of variation of {cv:g} is not above 0 and up to {MAX_CV:g}")
+    upto = np.concatenate([[0.0], np.cumsum(np.diff(intensity.edges_s) * intensity.rates)])
+    shape = 1.0 / (cv * cv)
+    gaps: list[Floats] = []
+    total = 0.0
+    while total < upto[-1]:
+        chunk = rng.gamma(shape, 1.0 / shape, size=int(upto[-1] - total) + 64)
+        gaps.append(chunk)
+        total += float(chunk.sum())
+    if not gaps:
+        return np.zeros(0)
+    events = np.cumsum(np.concatenate(gaps))
+    return np.interp(events[events < upto[-1]], upto, intensity.edges_s)
+
+
+# ---- for which adapter
+
+
+def zipf(adapters: int, exponent: float = 1.0) -> Floats:
+    """Shares of `adapters` adapters in proportion to 1 / place^exponent; they add up to 1."""
+    shares = np.arange(1, adapters + 1, dtype=np.float64) ** -exponent
+    return shares / shares.sum()
+
+
+def power_law(rng: Generator, adapters: int, exponent: float = 2.0) -> Floats:
+    """Shares drawn from a power law with this exponent (above 1), in no order; they add up to 1."""
+    shares = (1.0 - rng.random(adapters)) ** (-1.0 / (exponent - 1.0))
+    return shares / shares.sum()
+
+
+def pick(rng: Generator, shares: Floats, count: int) -> Ints:
+    """Adapter indices drawn by share."""
+    return np.searchsorted(np.cumsum(shares / shares.sum())[:-1], rng.random(count), side="right").astype(np.int64)
+
+
+def rank_mix(rng: Generator, adapters: int, weights: Mapping[int, float]) -> Ints:
+    """A rank per adapter: as exact shares of `weights` (rank -> weight) as numbers allow, in random order."""
+    ranks = np.array(sorted(weights))
+    upto = np.cumsum([weights[rank] for rank in ranks.tolist()])
+    return rng.permutation(ranks[np.searchsorted(upto, (np.arange(adapters) + 0.5) / adapters * upto[-1])]).astype(np.int64)
+
+
+def per_adapter(rng: Generator, rates: Floats, duration_s: float, *, cv: float = 1.0) -> tuple[Floats, Ints]:
+    """One independent process per adapter with its own rate, merged: (arrival times, adapter indices)."""
+    times = [arrivals(rng, Intensity.constant(float(rate), duration_s), cv=cv) for rate in rates]
+    adapter = np.repeat(np.arange(len(rates)), [len(part) for part in times])
+    merged = np.concatenate(times) if times else np.zeros(0)
+    order = np.argsort(merged, kind="stable")
+    return merged[order], adapter[order]
+
+
+# ---- with how many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Prompt and output lengths that occur together, in tokens. `draw` picks rows with replacement."""
+
+    prompt_tokens: Ints
+    output_tokens: Ints
+
+    @classmethod
+    def lognormal(
+        cls, rng: Generator, *, prompt_mean: float, output_mean: float, prompt_cv: float = 1.0, output_cv: float = 1.0
+    ) -> Lengths:
+        """A pool of 20,000 pairs, independent of each other."""
+        columns = []
+        for mean, cv in ((prompt_mean, prompt_cv), (output_mean, output_cv)):
+            sigma = np.sqrt(np.log1p(cv * cv))
+            columns.append(np.maximum(1, np.rint(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 20_000))).astype(np.int64))
+        return cls(*columns)
+
+    def draw(self, rng: Generator, count: int) -> tuple[Ints, Ints]:
+        """(prompt tokens [count], output tokens [count])."""
+        rows = rng.integers(len(self.prompt_tokens), size=count)
+        return self.prompt_tokens[rows], self.output_tokens[rows]
+
+    def capped(self, prompt_tokens: int, total_tokens: int) -> Lengths:
+        """Without pairs whose prompt is longer than `prompt_tokens` or whose sum is above `total_tokens`."""
+        fits = (self.prompt_tokens <= prompt_tokens) & (self.prompt_tokens + self.output_tokens <= total_tokens)
+        return Lengths(self.prompt_tokens[fits], self.output_tokens[fits])
