@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench import report
+from twin.traces import FileError
 from twin.vllm.calibrate import Calibration, calibrate
 from twin.vllm.client import Outcome
 from twin.vllm.runs import Measured, Run, predict, published_twin, read_runs
@@ -48,10 +49,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Fit, predict every run, print the tables, return the figures."""
     began = time.perf_counter()
-    fitted = calibrate(args.calibration or args.runs)
+    try:
+        fitted = calibrate(args.calibration or args.runs)
+        runs = read_runs(args.runs, args.purpose)
+        paper = published_twin(args.runs)
+    except (FileError, FileNotFoundError) as error:
+        raise SystemExit(f"twin_vllm: {error}") from None
     _print_fit(fitted, time.perf_counter() - began)
-    runs = read_runs(args.runs, args.purpose)
-    paper = published_twin(args.runs)
     results = []
     slowest_s = 0.0
     for asked, measured in runs[:: QUICK_EVERY if args.quick else 1]:

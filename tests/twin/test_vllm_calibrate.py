@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from twin.traces import FileError
 from twin.vllm.calibrate import Sample, calibrate, fit
 from twin.vllm.runs import predict, published_twin, read_runs
 from twin.vllm.steps import TERMS, StepModel, features
-from twin.vllm.tables import TableError
 
 MODEL = "llama-3.1-8b-instruct"
 TRUE_MS = dict.fromkeys(TERMS, 0.0) | {
@@ -206,19 +206,19 @@ def test_a_bad_cell_is_refused_with_file_line_and_field(
     folder: Path, changes: dict[str, str], file: str, field: str, reason: str
 ) -> None:
     write_runs(folder, **changes)
-    with pytest.raises(TableError, match=reason) as caught:
+    with pytest.raises(FileError, match=reason) as caught:
         read_runs(folder, "dt-validation")
-    assert str(folder / file) in str(caught.value)
-    assert (caught.value.line, caught.value.field) == (2, field)
+    assert (caught.value.path.name, caught.value.line, caught.value.field) == (file, 2, field)
+    assert str(caught.value).startswith(f"{file}:2: {field}: ")
 
 
 def test_a_torn_file_and_a_missing_column_are_refused(folder: Path) -> None:
     whole = (folder / "runs.csv.gz").read_bytes()
     (folder / "runs.csv.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TableError, match=r"runs\.csv\.gz, line \d"):
+    with pytest.raises(FileError, match=r"runs\.csv\.gz:\d"):
         read_runs(folder, "dt-validation")
     write(folder, "runs.csv.gz", "run_id,purpose", [("r", "dt-validation")])
-    with pytest.raises(TableError, match="field status: missing"):
+    with pytest.raises(FileError, match="status: missing"):
         read_runs(folder, "dt-validation")
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from twin.vllm import client as client_module
-from twin.vllm.client import ApiServer, Client, Workload
+from twin.vllm.client import ApiServer, Client, Requests
 from twin.vllm.workload import arrivals, lengths
 
 
-def asked(count: int, gap_s: float = 1.0, output: int = 101) -> Workload:
-    return Workload(
+def asked(count: int, gap_s: float = 1.0, output: int = 101) -> Requests:
+    return Requests(
         arrival_s=[gap_s * i for i in range(count)],
         adapter=[0] * count,
         prompt_tokens=[10] * count,

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from twin.vllm.client import ApiServer, Outcome, Workload
+from twin.vllm.client import ApiServer, Outcome, Requests
 from twin.vllm.engine import Engine, EngineConfig
 from twin.vllm.steps import TERMS, StepModel
 from twin.vllm.workload import arrivals, lengths
@@ -24,10 +24,10 @@ TEN_MS = model(constant=10.0)
 MIXED = model(constant=12.0, tokens=0.01, rows=0.005, context_ktokens=0.06, mixed_context_ktokens=0.1, adapter=0.3)
 
 
-def work(*requests: tuple[float, int, int, int], ranks: tuple[int, ...] = (8, 8, 8), duration_s: float = 100.0) -> Workload:
+def work(*requests: tuple[float, int, int, int], ranks: tuple[int, ...] = (8, 8, 8), duration_s: float = 100.0) -> Requests:
     """Requests as (arrival in seconds, adapter, prompt tokens, output tokens)."""
     arrival, adapter, prompt, output = (list(column) for column in zip(*requests, strict=True))
-    return Workload(
+    return Requests(
         arrival_s=[float(t) for t in arrival],
         adapter=[int(a) for a in adapter],
         prompt_tokens=[int(t) for t in prompt],
@@ -37,9 +37,9 @@ def work(*requests: tuple[float, int, int, int], ranks: tuple[int, ...] = (8, 8,
     )
 
 
-def engine(workload: Workload, steps: StepModel = TEN_MS, a_max: int = 2, kv_tokens: int = 1 << 20, **options: bool) -> Engine:
+def engine(asked: Requests, steps: StepModel = TEN_MS, a_max: int = 2, kv_tokens: int = 1 << 20, **options: bool) -> Engine:
     config = EngineConfig(a_max=a_max, s_max=8, kv_tokens=kv_tokens)
-    return Engine(config, steps, workload, QUIET, **options)
+    return Engine(config, steps, asked, QUIET, **options)
 
 
 def test_one_request_takes_one_step_per_token() -> None:
@@ -102,7 +102,7 @@ def test_a_request_larger_than_the_cache_is_refused() -> None:
 def test_advancing_many_steps_in_one_go_is_exact(rate: float, kv_tokens: int, a_max: int) -> None:
     rng = np.random.default_rng(3)
     times, adapters = arrivals([rate] * 12, 60.0, seed=1)
-    asked = Workload(
+    asked = Requests(
         arrival_s=times,
         adapter=adapters,
         prompt_tokens=lengths(len(times), 200, rng),

@@ -60,7 +60,7 @@ class Calibration:
 
 
 def calibrate(folder: Path) -> dict[str, Calibration]:
-    """Fit every model that the tables of a folder know. Errors: `TableError`, FileNotFoundError."""
+    """Fit every model that the tables of a folder know. Errors: `FileError`, FileNotFoundError."""
     samples = _samples(folder)
     loads = _loads(folder)
     scan_us = _scan_us(folder)

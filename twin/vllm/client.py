@@ -24,8 +24,8 @@ TIME_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What is asked of one server: requests in order of arrival, and the rank of each adapter they name."""
+class Requests:
+    """What is asked of one server, in order of arrival, and the rank of each adapter that is named."""
 
     arrival_s: list[float]
     adapter: list[int]
@@ -78,7 +78,7 @@ class Outcome:
 class Client:
     """Sends the workload, watches the engine's steps, and turns both into an `Outcome`."""
 
-    def __init__(self, work: Workload, api: ApiServer) -> None:
+    def __init__(self, work: Requests, api: ApiServer) -> None:
         self.work = work
         self.api = api
         self.sent = 0  # arrivals up to here were sent or refused

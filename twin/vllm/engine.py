@@ -22,7 +22,7 @@ import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from twin.vllm.client import ApiServer, Client, Outcome, Workload
+from twin.vllm.client import ApiServer, Client, Outcome, Requests
 from twin.vllm.steps import StepModel
 
 KV_BLOCK_TOKENS = 16
@@ -43,22 +43,22 @@ class Engine:
     """Scheduler, adapter slots, KV blocks and clock of one run; `run` does it all."""
 
     def __init__(
-        self, config: EngineConfig, steps: StepModel, workload: Workload, api: ApiServer, *, advance_in_one_go: bool = True
+        self, config: EngineConfig, steps: StepModel, requests: Requests, api: ApiServer, *, advance_in_one_go: bool = True
     ) -> None:
-        longest = max((p + o for p, o in zip(workload.prompt_tokens, workload.output_tokens, strict=True)), default=0)
+        longest = max((p + o for p, o in zip(requests.prompt_tokens, requests.output_tokens, strict=True)), default=0)
         if longest > config.kv_tokens:
             raise ValueError(f"a request of {longest} tokens does not fit into {config.kv_tokens} KV tokens")
         self.config = config
         self.steps = steps.table(config.a_max, config.s_max, config.max_batched_tokens)
-        self.load_s = [steps.load_s(rank, config.s_max) for rank in workload.ranks]
+        self.load_s = [steps.load_s(rank, config.s_max) for rank in requests.ranks]
         self.scan_s = steps.scan_s
         self.one_go = advance_in_one_go
-        self.work = workload
-        self.client = Client(workload, api)
+        self.work = requests
+        self.client = Client(requests, api)
         self.now_s = 0.0
         self.step = 0
-        n = len(workload.prompt_tokens)
-        adapters = len(workload.ranks)
+        n = len(requests.prompt_tokens)
+        adapters = len(requests.ranks)
         # waiting: one queue per adapter; the heads of queues whose adapter is in the batch, and of the others, in heaps
         self.queues: list[deque[tuple[int, int]]] = [deque() for _ in range(adapters)]  # of (order, request)
         self.heads_in: list[tuple[int, int]] = []  # of (order, adapter)

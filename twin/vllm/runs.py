@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from twin.vllm.calibrate import VERSION, Calibration
-from twin.vllm.client import ApiServer, Outcome, Workload
+from twin.vllm.client import ApiServer, Outcome, Requests
 from twin.vllm.engine import Engine, EngineConfig
 from twin.vllm.tables import Row, find, rows
 from twin.vllm.workload import arrivals, lengths
@@ -46,7 +46,7 @@ class Measured:
 
 
 def read_runs(folder: Path, purpose: str) -> list[tuple[Run, Measured]]:
-    """All runs of a purpose that have results. Errors: `TableError`, FileNotFoundError."""
+    """All runs of a purpose that have results. Errors: `FileError`, FileNotFoundError."""
     adapters = {row.text("run_id"): row for row in rows(folder, "adapters")}
     found = []
     for row in rows(folder, "runs"):
@@ -107,13 +107,13 @@ def _positive(row: Row, field: str, word: str) -> float:
     return value
 
 
-def workload(run: Run) -> Workload:
+def requests(run: Run) -> Requests:
     """The requests of a run, from nothing but its description."""
     times, adapters = arrivals(run.rates_req_s, run.duration_s, CLIENT_SEED)
     rng = np.random.default_rng(CLIENT_SEED)
     ranks = rng.permutation(run.ranks).tolist()
     share = ANSWERED_SHARE.get(run.model, 1.0)
-    return Workload(
+    return Requests(
         arrival_s=times,
         adapter=adapters,
         prompt_tokens=lengths(len(times), run.prompt_mean_tokens, rng),
@@ -131,7 +131,7 @@ def predict(run: Run, calibration: Calibration) -> Outcome:
         kv_tokens=calibration.kv_tokens(run.a_max, run.s_max),
         max_num_seqs=run.max_num_seqs,
     )
-    return Engine(config, calibration.steps, workload(run), ApiServer()).run()
+    return Engine(config, calibration.steps, requests(run), ApiServer()).run()
 
 
 def published_twin(folder: Path) -> dict[str, tuple[float, float]]:

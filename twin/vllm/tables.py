@@ -9,15 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-
-class TableError(ValueError):
-    """A table, row or cell that cannot be used."""
-
-    def __init__(self, path: Path, line: int, field: str, reason: str) -> None:
-        super().__init__(f"{path}, line {line}, field {field}: {reason}")
-        self.path = path
-        self.line = line
-        self.field = field
+from twin.traces import FileError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +20,9 @@ class Row:
     line: int
     cells: dict[str, str | None]
 
-    def error(self, field: str, reason: str) -> TableError:
+    def error(self, field: str, reason: str) -> FileError:
         """What to raise about a cell."""
-        return TableError(self.path, self.line, field, reason)
+        return FileError(self.path, self.line, field, reason)
 
     def text(self, field: str) -> str:
         """A cell as it is; the column must exist and the line must reach it."""
@@ -82,7 +74,7 @@ def rows(folder: Path, name: str) -> Iterator[Row]:
         try:
             for cells in reader:
                 if None in cells:
-                    raise TableError(path, reader.line_num, "(last)", "more cells than the header names")
+                    raise FileError(path, reader.line_num, "(last)", "more cells than the header names")
                 yield Row(path, reader.line_num, cells)
         except (csv.Error, EOFError, OSError, UnicodeDecodeError) as error:
-            raise TableError(path, reader.line_num + 1, "(line)", f"cannot be read: {error}") from None
+            raise FileError(path, reader.line_num + 1, "(line)", f"cannot be read: {error}") from None
