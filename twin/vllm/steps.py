@@ -22,7 +22,6 @@ TERMS = (
     "constant",
     "tokens",
     "tokens_above_128",
-    "tokens_above_512",
     "rows",
     "context_ktokens",
     "mixed_context_ktokens",
@@ -39,7 +38,11 @@ TERMS = (
 def features(
     tokens: float, rows: float, context_tokens: float, a_max: int, s_max: int, distinct: float, *, mixed: bool
 ) -> NDArray[np.float64]:
-    """One row of the linear model, in the order of `TERMS`. `a_max` 0: the engine runs without LoRA."""
+    """What a step's duration is linear in: [len(TERMS)], in the order of `TERMS`.
+
+    `tokens` are the step's, `rows` those of its requests that yield one, `context_tokens` what its decodes have in the cache,
+    `distinct` the adapters in its batch; `mixed` steps have prompt tokens. `a_max` 0: the engine runs without LoRA.
+    """
     padded = _padded(tokens)
     expand = -(-padded // 64)
     split = 64 if padded < 128 else 8
@@ -51,7 +54,6 @@ def features(
             1.0,
             padded,
             max(padded - 128, 0),
-            max(padded - GRAPH_TOKENS, 0),
             rows,
             context_tokens / 1e3,
             context_tokens / 1e3 if mixed else 0.0,
