@@ -7,6 +7,7 @@
     scheduler one scheduler's view: ClusterState and Flights, fed by the workers' reports, late like the live ones
     cluster   N workers and M schedulers, one run from the first arrival to the last token
     metrics   what came out                    report    the same as a page with plots
+    vllm      another engine: vLLM's own behaviour, held against published runs
 
 Read `cluster` first. Nothing here imports a service: what decides is in `policies`, what drives it is here.
 """

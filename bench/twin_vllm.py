@@ -1,0 +1,170 @@
+"""The digital twin's vLLM flavour beside published vLLM runs on an H100: throughput and inter-token latency of each run.
+
+    python -m bench twin_vllm --runs DIR [--calibration DIR] [--purpose dt-validation] [--quick]
+
+Constants are fitted at start from the calibration and overhead tables; then each run is predicted from its description alone:
+model, A_max, S_max, rates, ranks, mean lengths of the prompt pool, duration, seed. MAPE is mean |predicted / measured - 1|;
+the paper's SMAPE is mean |predicted - measured| / (predicted + measured), about half of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from twin.traces import FileError
+from twin.vllm.calibrate import Calibration, calibrate
+from twin.vllm.client import Outcome
+from twin.vllm.runs import Measured, Run, predict, published_twin, read_runs
+
+QUICK_EVERY = 8
+BATCH_EDGES = (20, 100, 300)  # running requests, for the table of where the error sits
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run: asked, measured, predicted, and what the paper's twin said."""
+
+    run: Run
+    measured: Measured
+    predicted: Outcome
+    paper: tuple[float, float] | None
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The bench's own options."""
+    parser.add_argument("--runs", type=Path, required=True, help="folder with runs.csv[.gz] and adapters.csv[.gz]")
+    parser.add_argument("--calibration", type=Path, help="folder with the overhead tables; the runs' folder by default")
+    parser.add_argument("--purpose", default="dt-validation", help="which runs of the table (default: dt-validation)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Fit, predict every run, print the tables, return the figures."""
+    began = time.perf_counter()
+    try:
+        fitted = calibrate(args.calibration or args.runs)
+        runs = read_runs(args.runs, args.purpose)
+        paper = published_twin(args.runs)
+    except (FileError, FileNotFoundError) as error:
+        raise SystemExit(f"twin_vllm: {error}") from None
+    _print_fit(fitted, time.perf_counter() - began)
+    results = []
+    slowest_s = 0.0
+    for asked, measured in runs[:: QUICK_EVERY if args.quick else 1]:
+        if asked.model not in fitted:
+            raise ValueError(f"run {asked.run_id}: the calibration tables do not know the model {asked.model}")
+        started = time.process_time()
+        results.append(Result(asked, measured, predict(asked, fitted[asked.model]), paper.get(asked.run_id)))
+        slowest_s = max(slowest_s, time.process_time() - started)
+    _print_results(results)
+    figures = _figures(results)
+    took_s = time.perf_counter() - began
+    print(f"{len(results)} runs in {took_s:.0f} s; the slowest simulated hour took {slowest_s:.2f} s")
+    return {**figures, "purpose": args.purpose, "slowest_run_s": round(slowest_s, 2)}
+
+
+def _print_fit(fitted: dict[str, Calibration], took_s: float) -> None:
+    print(f"fitted in {took_s:.1f} s; mean error of the fit by kind of measurement, percent")
+    for model, calibration in fitted.items():
+        print(f"  {model}: " + ", ".join(f"{kind} {error:.1f}" for kind, error in calibration.errors.items()))
+        steps = calibration.steps
+        print("    ms per unit: " + ", ".join(f"{term} {ms:.4g}" for term, ms in steps.ms.items()))
+        print(f"    load {steps.load_full_ms:.1f} / {steps.load_padded_ms:.1f} ms, scan {steps.scan_us:.2f} us")
+
+
+def _groups(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+    """The totals, then where the error sits; by model, and without flagged runs except where the name says so."""
+    unflagged = [r for r in results if not r.measured.ports_exhausted]
+    yield from _by_model("unflagged", unflagged)
+    yield from _by_model("client out of ports", [r for r in results if r.measured.ports_exhausted])
+    yield from _by_model("not starved", [r for r in unflagged if not r.measured.starved])
+    yield from _by_model("starved", [r for r in unflagged if r.measured.starved])
+    yield from _by_model("all adapters fit", [r for r in unflagged if len(r.run.rates_req_s) <= r.run.a_max])
+    yield from _by_model("more adapters than slots", [r for r in unflagged if len(r.run.rates_req_s) > r.run.a_max])
+    for s_max in sorted({r.run.s_max for r in unflagged}):
+        yield from _by_model(f"S_max {s_max}", [r for r in unflagged if r.run.s_max == s_max])
+    for low, high in zip((0, *BATCH_EDGES), (*BATCH_EDGES, math.inf), strict=True):
+        yield from _by_model(f"batch from {low}", [r for r in unflagged if low <= r.predicted.running_mean < high])
+
+
+def _by_model(label: str, results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+    for model in sorted({r.run.model for r in results}):
+        yield f"{model.split('-')[0]} {label}", [r for r in results if r.run.model == model]
+
+
+def _print_results(results: Sequence[Result]) -> None:
+    lines = [
+        [
+            r.run.run_id + (" *" if r.measured.ports_exhausted else ""),
+            r.measured.total_tok_s,
+            r.predicted.total_tok_s,
+            (r.predicted.total_tok_s / r.measured.total_tok_s - 1) * 100,
+            r.measured.itl_mean_ms,
+            r.predicted.itl_mean_ms,
+            (r.predicted.itl_mean_ms / r.measured.itl_mean_ms - 1) * 100,
+        ]
+        for r in results
+    ]
+    columns = ["run (* client out of ports)", "tok/s", "predicted", "error %", "ITL ms", "predicted", "error %"]
+    print(report.table("runs", columns, lines))
+    lines = []
+    for label, chosen in _groups(results):
+        lines.append([label, len(chosen), *_errors(chosen), *_paper_errors(chosen)])
+    columns = ["", "runs", "tok/s MAPE", "bias", "SMAPE", "ITL MAPE", "bias", "SMAPE"]
+    columns += ["paper tok/s MAPE", "SMAPE", "paper ITL MAPE", "SMAPE"]
+    print(report.table("errors in percent; right: the paper's own twin on the same runs", columns, lines))
+
+
+def _errors(chosen: Sequence[Result]) -> list[float]:
+    found = []
+    for predicted, measured in (
+        ([r.predicted.total_tok_s for r in chosen], [r.measured.total_tok_s for r in chosen]),
+        ([r.predicted.itl_mean_ms for r in chosen], [r.measured.itl_mean_ms for r in chosen]),
+    ):
+        ratio = np.asarray(predicted) / np.asarray(measured)
+        found += [_mape(predicted, measured), float((ratio - 1).mean()) * 100, _smape(predicted, measured)]
+    return found
+
+
+def _paper_errors(chosen: Sequence[Result]) -> list[object]:
+    known = [(r, r.paper) for r in chosen if r.paper is not None]
+    if not known:
+        return ["-"] * 4
+    found: list[object] = []
+    for predicted, measured in (
+        ([paper[0] for _, paper in known], [r.measured.total_tok_s for r, _ in known]),
+        ([paper[1] for _, paper in known], [r.measured.itl_mean_ms for r, _ in known]),
+    ):
+        found += [_mape(predicted, measured), _smape(predicted, measured)]
+    return found
+
+
+def _mape(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    return float(np.abs(np.asarray(predicted) / np.asarray(measured) - 1).mean()) * 100
+
+
+def _smape(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    p, m = np.asarray(predicted), np.asarray(measured)
+    return float((np.abs(p - m) / (p + m)).mean()) * 100
+
+
+def _figures(results: Sequence[Result]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for name in ("llama", "qwen"):
+        chosen = [r for r in results if r.run.model.startswith(name) and not r.measured.ports_exhausted]
+        errors = _errors(chosen) if chosen else [None] * 6
+        figures |= {f"throughput_mape_{name}": _rounded(errors[0]), f"itl_mape_{name}": _rounded(errors[3])}
+        figures |= {f"throughput_smape_{name}": _rounded(errors[2]), f"itl_smape_{name}": _rounded(errors[5])}
+    return {**figures, "runs": len(results), "runs_unflagged": sum(not r.measured.ports_exhausted for r in results)}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)

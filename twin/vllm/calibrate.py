@@ -1,0 +1,234 @@
+"""Fits the vLLM flavour to calibration tables: overhead_*.csv of vLLM 0.8.5. No served run is looked at.
+
+Each table becomes rows (features of a step, milliseconds); every kind of row weighs the same however many rows it has, errors
+are relative, and coefficients cannot be negative, since none of the causes makes a step faster. Tables and what they tell:
+
+    overhead_slots_itl_v085      batch of one, backbone only: unused slots by number and size
+    overhead_steps_summary_v085  decodes and prefills without LoRA; one adapter by rank; loads (the slowest 1 % of steps)
+    overhead_steps_binned_v085   batched tokens and distinct adapters, few and many, decodes and mixed
+    overhead_latency_v085        what those runs were; full steps with long contexts (`find_max_batch`: median and p99 gap)
+    overhead_memory              KV tokens by slots and their size
+    overhead_scheduler           scheduler time by waiting requests
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twin.vllm.steps import TERMS, StepModel, features
+from twin.vllm.tables import Row, rows
+
+VERSION = "0.8.5"
+STEP_TOKENS = 2048  # max_num_batched_tokens of all runs
+DEFAULT_BATCH = 256  # max_num_seqs where a table leaves it out
+SLOT_OUTPUT_TOKENS = 120
+LOAD_PROMPT_TOKENS = 100
+MIN_STEPS = 4  # bins with fewer steps are noise
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured step duration. `kind` is the sort of measurement."""
+
+    kind: str
+    x: NDArray[np.float64]
+    step_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What is known of one model on one GPU type."""
+
+    steps: StepModel
+    kv_points: dict[int, list[tuple[int, float]]]  # by S_max: (A_max, KV tokens), A_max ascending
+    errors: dict[str, float]  # mean relative error of the fit in percent, by kind of row
+
+    def kv_tokens(self, a_max: int, s_max: int) -> int:
+        """KV capacity, between measured points by straight line; ValueError outside of them."""
+        points = self.kv_points.get(s_max)
+        if not points or not points[0][0] <= a_max <= points[-1][0]:
+            raise ValueError(f"no KV size was measured around A_max {a_max}, S_max {s_max}")
+        return int(np.interp(a_max, [a for a, _ in points], [kv for _, kv in points]))
+
+
+def calibrate(folder: Path) -> dict[str, Calibration]:
+    """Fit every model that the tables of a folder know. Errors: `FileError`, FileNotFoundError."""
+    samples = _samples(folder)
+    loads = _loads(folder)
+    scan_us = _scan_us(folder)
+    memory = _memory(folder)
+    fitted = {}
+    for model in sorted(samples.keys() & loads.keys() & memory.keys()):
+        ms, errors = fit(samples[model])
+        full_ms, padded_ms = loads[model]
+        steps = StepModel(ms=ms, load_full_ms=full_ms, load_padded_ms=padded_ms, scan_us=scan_us)
+        fitted[model] = Calibration(steps, memory[model], errors)
+    return fitted
+
+
+def fit(samples: list[Sample]) -> tuple[dict[str, float], dict[str, float]]:
+    """Non-negative least squares of relative errors: (milliseconds by term, mean error in percent by kind)."""
+    sizes = Counter(sample.kind for sample in samples)
+    measured = np.array([sample.step_ms for sample in samples])
+    weights = np.array([1 / math.sqrt(sizes[sample.kind]) for sample in samples])
+    x = np.stack([sample.x for sample in samples])
+    coefficients = _non_negative(x * (weights / measured)[:, None], weights)
+    errors = np.abs(x @ coefficients / measured - 1) * 100
+    by_kind = {kind: float(np.mean([e for e, s in zip(errors, samples, strict=True) if s.kind == kind])) for kind in sizes}
+    return dict(zip(TERMS, coefficients.tolist(), strict=True)), by_kind
+
+
+def _non_negative(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares, dropping the most negative contribution until there is none."""
+    kept = list(range(x.shape[1]))
+    while True:
+        result = np.zeros(x.shape[1])
+        result[kept] = np.linalg.lstsq(x[:, kept], y, rcond=None)[0]
+        negative = [i for i in kept if result[i] < 0]
+        if not negative:
+            return result
+        kept.remove(min(negative, key=lambda i: result[i] * np.linalg.norm(x[:, i])))
+
+
+# ---- step samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """A calibration run as overhead_latency describes it."""
+
+    kind: str
+    batch: int  # max_num_seqs
+    input_tokens: float
+    output_tokens: float
+
+    @property
+    def decode_context(self) -> float:
+        """Context tokens of a full batch in the middle of its outputs."""
+        return self.input_tokens + self.output_tokens / 2
+
+
+def _samples(folder: Path) -> dict[str, list[Sample]]:
+    setups: dict[str, _Setup] = {}
+    found: dict[str, list[Sample]] = {}
+    for row in rows(folder, "overhead_latency_v085"):
+        batch = row.optional("max_num_seqs")
+        setup = _Setup(
+            row.text("kind"),
+            DEFAULT_BATCH if batch is None else int(batch),
+            row.number("input_tokens_per_req"),
+            row.number("output_tokens_per_req"),
+        )
+        setups[row.text("run_id")] = setup
+        if setup.kind == "find_max_batch":
+            found.setdefault(row.text("model"), []).extend(_full_steps(row, setup))
+    for row in rows(folder, "overhead_slots_itl_v085"):
+        x = features(1, 1, SLOT_OUTPUT_TOKENS / 2, row.integer("A_max"), row.integer("S_max"), 0, mixed=False)
+        found.setdefault(row.text("model"), []).append(Sample("slots", x, row.number("itl_median_ms")))
+    for row in rows(folder, "overhead_steps_summary_v085"):
+        sample = _summary(row, setups.get(row.text("run_id")))
+        if sample is not None:
+            found.setdefault(row.text("model"), []).append(sample)
+    for row in rows(folder, "overhead_steps_binned_v085"):
+        if row.integer("n_steps") >= MIN_STEPS and row.text("run_id") in setups:
+            found.setdefault(row.text("model"), []).append(_bin(row, setups[row.text("run_id")]))
+    return found
+
+
+def _full_steps(row: Row, setup: _Setup) -> Iterator[Sample]:
+    """All slots busy, requests end and start all the time: the median gap is a decode step, the p99 one a full mixed step."""
+    a_max, s_max, batch = row.integer("A_max", at_least=1), row.integer("S_max"), setup.batch
+    batch = min(batch, row.integer("batch_max", at_least=1))
+    distinct = a_max * (1 - math.exp(-batch / a_max))  # adapters are drawn evenly
+    context = batch * setup.decode_context
+    for tokens, mixed, field in ((batch, False, "itl_median_ms"), (STEP_TOKENS, True, "itl_p99_ms")):
+        yield Sample("full", features(tokens, batch, context, a_max, s_max, distinct, mixed=mixed), row.number(field))
+
+
+def _summary(row: Row, setup: _Setup | None) -> Sample | None:
+    step_ms = row.number("step_median_ms")
+    if row.text("purpose") == "calib-loading":
+        s_max = row.integer("S_max", at_least=1)
+        x = features(1, 1, LOAD_PROMPT_TOKENS, row.integer("A_max", at_least=1), s_max, 1, mixed=False)
+        return Sample("one adapter", x, step_ms)
+    if row.text("purpose") != "calib-latency" or setup is None:
+        return None
+    if setup.kind == "prefill":
+        prompts = STEP_TOKENS / max(1.0, setup.input_tokens)
+        return Sample("prefill", features(STEP_TOKENS, prompts, 0, 0, 0, 0, mixed=True), step_ms)
+    batch = setup.batch
+    return Sample("decode", features(batch, batch, batch * setup.decode_context, 0, 0, 0, mixed=False), step_ms)
+
+
+def _bin(row: Row, setup: _Setup) -> Sample:
+    tokens = row.number("batched_tokens_mean", at_least=1)
+    mixed = tokens > setup.batch + 0.5
+    running = min(tokens, setup.batch)
+    # decode tests start and end all requests together, so prompts meet no context there
+    context = 0.0 if mixed and setup.kind != "find_max_batch" else running * setup.decode_context
+    if row.integer("lora_enabled"):
+        a_max, s_max = row.integer("A_max", at_least=1), row.integer("S_max", at_least=1)
+        x = features(tokens, running, context, a_max, s_max, row.number("unique_adapters_mean"), mixed=mixed)
+        return Sample("bins with LoRA", x, row.number("step_median_ms"))
+    return Sample("bins without", features(tokens, running, context, 0, 0, 0, mixed=mixed), row.number("step_median_ms"))
+
+
+# ---- loads, scheduler, memory
+
+
+def _loads(folder: Path) -> dict[str, tuple[float, float]]:
+    """By model, what a step with a load takes longer: (rank is S_max, rank is below it). Two steps in a hundred have one."""
+    ranks: dict[str, int] = {}
+    for row in rows(folder, "overhead_loading_summary_v085"):
+        if row.text("phase") == "serving":
+            ranks[row.text("run_id")] = row.integer("adapter_rank", at_least=1)
+    extra: dict[tuple[str, bool], list[float]] = {}
+    for row in rows(folder, "overhead_steps_summary_v085"):
+        rank = ranks.get(row.text("run_id"))
+        if row.text("purpose") == "calib-loading" and rank is not None:
+            full = rank >= row.integer("S_max", at_least=1)
+            extra_ms = row.number("step_p99_ms") - row.number("step_median_ms")
+            extra.setdefault((row.text("model"), full), []).append(extra_ms)
+    found = {}
+    for model, _ in extra:
+        at_full, below = extra.get((model, True), []), extra.get((model, False), [])
+        found[model] = (_median(at_full or below), _median(below or at_full))
+    return found
+
+
+def _scan_us(folder: Path) -> float:
+    """Scheduler microseconds per waiting request, where all slots are taken and it must look at all of them."""
+    x, y = [], []
+    for row in rows(folder, "overhead_scheduler"):
+        a_max, waiting = row.number("A_max"), row.number("waiting_mean")
+        busy = row.number("mean_loras_by_batch") > 0.85 * a_max and row.number("n_adapters_served") > a_max
+        if busy and waiting > 50 and a_max <= 64:
+            time_us = row.number("sched_time_per_step_ms", at_least=1e-6) * 1e3
+            x.append([row.number("batch_mean") / time_us, waiting / time_us])
+            y.append(1.0)
+    if not x:
+        return 0.0
+    return float(_non_negative(np.array(x), np.array(y))[1])
+
+
+def _memory(folder: Path) -> dict[str, dict[int, list[tuple[int, float]]]]:
+    found: dict[str, dict[int, list[tuple[int, float]]]] = {}
+    for row in rows(folder, "overhead_memory"):
+        if row.text("vllm_version") != VERSION or row.text("purpose") != "calib-memory" or row.text("kv_tokens") == "":
+            continue
+        points = found.setdefault(row.text("model"), {}).setdefault(row.integer("S_max", at_least=1), [])
+        point = (row.integer("A_max", at_least=1), row.number("kv_tokens", at_least=1))
+        points.insert(bisect_left(points, point), point)
+    return found
+
+
+def _median(values: list[float]) -> float:
+    return float(np.median(values))

@@ -1,0 +1,249 @@
+"""The client of the measured runs and vLLM's HTTP front end, as far as they change what the client measures.
+
+The front end is one process with one event loop. Whoever asks it for its metrics blocks it for as long as the answer takes to
+write, and that grows: `lora_requests_info` adds a time series for every new set of running and waiting adapters, so after an
+hour of many adapters a scrape takes most of a second. The engine goes on meanwhile; afterwards the tokens of several steps
+reach a stream at once and leave as one chunk, unless the batch is larger than one slice of the output loop (128 requests),
+because between slices the streams get their turn. The client counts a gap per chunk: mean inter-token latency rises by
+tokens / chunks although no token was later on average.
+
+The client holds a TCP connection per request. Ports of finished requests stay in TIME_WAIT for a minute; when all are taken,
+new requests fail at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+PORTS = 28_232  # Linux: 32768 to 60999
+TIME_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """What is asked of one server, in order of arrival, and the rank of each adapter that is named."""
+
+    arrival_s: list[float]
+    adapter: list[int]
+    prompt_tokens: list[int]
+    output_tokens: list[int]
+    ranks: list[int]
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiServer:
+    """How long a scrape blocks the front end, and how often somebody asks.
+
+    The defaults are what writing and compressing such an answer takes with prometheus_client on one core: 6, 11, 16 and 21 us
+    per series at 4, 16, 50 and 150 names.
+    """
+
+    scrape_every_s: float = 2.0  # pause between the end of a scrape and the next
+    series_s: float = 8e-6  # per time series of the answer: formatting and compression
+    name_s: float = 0.09e-6  # per adapter name in their labels
+    slice_requests: int = 128  # requests whose outputs are handled before the streams get their turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the client measured over requests that completed inside the window. Latencies in ms, rates per second."""
+
+    completed: int
+    refused: int  # no port was free
+    input_tok_s: float
+    output_tok_s: float
+    ttft_mean_ms: float
+    ttft_p99_ms: float
+    tpot_mean_ms: float
+    itl_mean_ms: float
+    itl_p50_ms: float
+    running_mean: float
+    waiting_mean: float
+    step_mean_ms: float
+    steps: int
+    loads: int
+    preemptions: int
+
+    @property
+    def total_tok_s(self) -> float:
+        """Input and output: the paper's throughput."""
+        return self.input_tok_s + self.output_tok_s
+
+
+class Client:
+    """Sends the workload, watches the engine's steps, and turns both into an `Outcome`."""
+
+    def __init__(self, work: Requests, api: ApiServer) -> None:
+        self.work = work
+        self.api = api
+        self.sent = 0  # arrivals up to here were sent or refused
+        self.open = 0
+        self.refused = 0
+        self.closed_s: deque[float] = deque()  # ends of requests whose ports are in TIME_WAIT
+        n = len(work.arrival_s)
+        self.first_s = [math.nan] * n
+        self.last_s = [math.nan] * n
+        self.merged_before = [0] * n  # `merged` at the first token
+        self.merged_within = [0] * n
+        self.merged = 0  # chunks that a stream which is always open has lost so far
+        self.steps = 0
+        self.durations_s: list[float] = []
+        self.tokens: list[int] = []
+        self.running_s = 0.0
+        self.waiting_s = 0.0
+        # label sets of the metrics: a random word per (adapter, running or waiting), combined by exclusive or
+        words = np.random.default_rng(0).integers(1, 2**62, (2, max(1, len(work.ranks))))
+        self.running_word, self.waiting_word = words.tolist()
+        self.labels = 0
+        self.names = 0
+        self.seen: set[int] = set()
+        self.series_names = 0
+        self.next_scrape_s = 0.0
+        self.blocked_until_s: float | None = None
+        self.steps_at_block = 0
+
+    # ---- arrivals
+
+    def next_arrival_s(self) -> float:
+        """When the engine can see the next request: at its arrival, or when the front end is free again."""
+        if self.sent >= len(self.work.arrival_s):
+            return math.inf
+        arrival_s = self.work.arrival_s[self.sent]
+        if self.blocked_until_s is not None and arrival_s > self.next_scrape_s:
+            return max(arrival_s, self.blocked_until_s)
+        return arrival_s
+
+    def arrivals(self, now_s: float) -> list[int]:
+        """Requests that have reached the engine since the last call."""
+        until_s = now_s if self.blocked_until_s is None else self.next_scrape_s
+        times = self.work.arrival_s
+        taken = []
+        while self.sent < len(times) and times[self.sent] <= until_s:
+            if self.open + self._in_time_wait(times[self.sent]) < PORTS:
+                self.open += 1
+                taken.append(self.sent)
+            else:
+                self.refused += 1
+            self.sent += 1
+        return taken
+
+    def _in_time_wait(self, now_s: float) -> int:
+        while self.closed_s and self.closed_s[0] < now_s - TIME_WAIT_S:
+            self.closed_s.popleft()
+        return len(self.closed_s)
+
+    # ---- what the engine reports
+
+    def entered(self, adapter: int) -> None:
+        """An adapter's first request is in the batch."""
+        self.labels ^= self.running_word[adapter]
+        self.names += 1
+
+    def left(self, adapter: int) -> None:
+        """Its last one has left."""
+        self.labels ^= self.running_word[adapter]
+        self.names -= 1
+
+    def queued(self, adapter: int) -> None:
+        """An adapter's first request waits."""
+        self.labels ^= self.waiting_word[adapter]
+        self.names += 1
+
+    def unqueued(self, adapter: int) -> None:
+        """None of its requests waits any more."""
+        self.labels ^= self.waiting_word[adapter]
+        self.names -= 1
+
+    def first_token(self, request: int, now_s: float) -> None:
+        """The end of the step that finished a prompt."""
+        self.first_s[request] = now_s
+        self.merged_before[request] = self.merged
+
+    def finished(self, request: int, now_s: float) -> None:
+        """The end of a request's last step."""
+        self.last_s[request] = now_s
+        self.merged_within[request] = self.merged - self.merged_before[request]
+        self.open -= 1
+        self.closed_s.append(now_s)
+
+    def stepped(self, from_s: float, took_s: float, steps: int, decoding: int, running: int, waiting: int) -> None:
+        """`steps` equal steps with the same batch, from `from_s` on."""
+        self.durations_s.append(took_s / steps)
+        self.tokens.append(steps * decoding)
+        self.running_s += took_s * running
+        self.waiting_s += took_s * waiting
+        self._scrape(from_s, from_s + took_s, took_s / steps, decoding)
+        self.steps += steps
+
+    def labelled(self) -> None:
+        """The front end has handled a step's outputs: its metrics name who runs and who waits by now."""
+        if self.labels not in self.seen:
+            self.seen.add(self.labels)
+            self.series_names += self.names
+
+    def idle_until(self, until_s: float) -> None:
+        """Nothing runs until then."""
+        self._scrape(until_s, until_s, 1.0, 0)
+
+    def _scrape(self, from_s: float, to_s: float, step_s: float, decoding: int) -> None:
+        while True:
+            if self.blocked_until_s is None:
+                if self.next_scrape_s >= to_s:
+                    return
+                blocked_s = len(self.seen) * self.api.series_s + self.series_names * self.api.name_s
+                self.blocked_until_s = self.next_scrape_s + blocked_s
+                self.steps_at_block = self.steps + max(0, int((self.next_scrape_s - from_s) / step_s))
+            if self.blocked_until_s > to_s:
+                return
+            steps_inside = self.steps + max(0, int((self.blocked_until_s - from_s) / step_s)) - self.steps_at_block
+            if steps_inside > 1 and decoding <= self.api.slice_requests:
+                self.merged += steps_inside - 1
+            self.next_scrape_s = self.blocked_until_s + self.api.scrape_every_s
+            self.blocked_until_s = None
+
+    # ---- what it all was
+
+    def outcome(self, end_s: float, *, preemptions: int, loads: int) -> Outcome:
+        """Over requests whose last token came before `end_s`; tokens are prompt and completion."""
+        last_s = np.asarray(self.last_s)
+        done = np.flatnonzero(last_s <= end_s)
+        prompt = np.asarray(self.work.prompt_tokens)[done]
+        output = np.asarray(self.work.output_tokens)[done]
+        first_s = np.asarray(self.first_s)
+        decode_s = (last_s - first_s)[done]
+        started = np.flatnonzero(first_s <= end_s)
+        ttft_ms = (first_s - np.asarray(self.work.arrival_s))[started] * 1e3
+        gaps = output - 1
+        many = gaps > 0
+        chunk_gaps = (gaps - np.minimum(np.asarray(self.merged_within)[done], gaps - 1))[many]
+        nothing = len(done) == 0
+        return Outcome(
+            completed=len(done),
+            refused=self.refused,
+            input_tok_s=float(prompt.sum()) / end_s,
+            output_tok_s=float(output.sum()) / end_s,
+            ttft_mean_ms=float(ttft_ms.mean()) if len(started) else math.nan,
+            ttft_p99_ms=float(np.percentile(ttft_ms, 99)) if len(started) else math.nan,
+            tpot_mean_ms=math.nan if nothing else float((decode_s[many] / gaps[many]).mean()) * 1e3,
+            itl_mean_ms=math.nan if nothing else float(decode_s[many].sum() / chunk_gaps.sum()) * 1e3,
+            itl_p50_ms=_weighted_median(self.durations_s, self.tokens) * 1e3,
+            running_mean=self.running_s / end_s,
+            waiting_mean=self.waiting_s / end_s,
+            step_mean_ms=float(np.mean(self.durations_s)) * 1e3 if self.durations_s else math.nan,
+            steps=self.steps,
+            loads=loads,
+            preemptions=preemptions,
+        )
+
+
+def _weighted_median(values: list[float], weights: list[int]) -> float:
+    if sum(weights) == 0:
+        return math.nan
+    order = np.argsort(values)
+    cumulative = np.cumsum(np.asarray(weights)[order])
+    return float(np.asarray(values)[order][np.searchsorted(cumulative, cumulative[-1] / 2)])

@@ -1,0 +1,142 @@
+"""Measured runs: what was asked of the server (`Run`) apart from what came out (`Measured`), which a prediction never sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from twin.vllm.calibrate import VERSION, Calibration
+from twin.vllm.client import ApiServer, Outcome, Requests
+from twin.vllm.engine import Engine, EngineConfig
+from twin.vllm.tables import Row, find, rows
+from twin.vllm.workload import arrivals, lengths
+
+CLIENT_SEED = 0  # of all runs
+# Completions end before the length that was asked for when the model says so; the data's README gives these shares.
+ANSWERED_SHARE = {"llama-3.1-8b-instruct": 0.99, "qwen-2.5-7b-instruct": 0.96}
+FLAG_PORTS = "client_port_exhaustion"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run as it was configured."""
+
+    run_id: str
+    model: str
+    a_max: int
+    s_max: int
+    max_num_seqs: int
+    duration_s: float
+    prompt_mean_tokens: float  # of the pool that the client draws from
+    output_mean_tokens: float
+    rates_req_s: list[float]  # by adapter
+    ranks: list[int]  # which adapter has which was not recorded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the client of a run measured."""
+
+    total_tok_s: float
+    itl_mean_ms: float
+    starved: bool
+    ports_exhausted: bool
+
+
+def read_runs(folder: Path, purpose: str) -> list[tuple[Run, Measured]]:
+    """All runs of a purpose that have results. Errors: `FileError`, FileNotFoundError."""
+    adapters = {row.text("run_id"): row for row in rows(folder, "adapters")}
+    found = []
+    for row in rows(folder, "runs"):
+        if row.text("purpose") != purpose or row.text("status") != "ok":
+            continue
+        if row.text("vllm_version") != VERSION:
+            raise row.error("vllm_version", f"{row.text('vllm_version')!r}; only {VERSION} is modelled")
+        if row.text("arrival_process") != "poisson_per_adapter":
+            raise row.error("arrival_process", f"{row.text('arrival_process')!r} is not known")
+        if row.text("run_id") not in adapters:
+            raise row.error("run_id", "the table of adapters does not have it")
+        found.append((_run(row, adapters[row.text("run_id")]), _measured(row)))
+    return found
+
+
+def _run(row: Row, adapter_row: Row) -> Run:
+    count = row.integer("n_adapters_served", at_least=1)
+    words = adapter_row.text("rates_req_s_in_adapter_order").split()
+    rates = [_positive(adapter_row, "rates_req_s_in_adapter_order", word) for word in words]
+    if len(rates) != count:
+        raise adapter_row.error("rates_req_s_in_adapter_order", f"{len(rates)} rates for {count} adapters")
+    ranks: list[int] = []
+    for part in adapter_row.text("ranks_multiset").split(";"):
+        rank, _, times = part.partition(":")
+        ranks += [int(_positive(adapter_row, "ranks_multiset", rank))] * int(_positive(adapter_row, "ranks_multiset", times))
+    if len(ranks) != count:
+        raise adapter_row.error("ranks_multiset", f"{len(ranks)} ranks for {count} adapters")
+    return Run(
+        run_id=row.text("run_id"),
+        model=row.text("model"),
+        a_max=row.integer("A_max", at_least=1),
+        s_max=row.integer("S_max", at_least=1),
+        max_num_seqs=row.integer("max_num_seqs", at_least=1),
+        duration_s=row.number("planned_duration_s", at_least=1),
+        prompt_mean_tokens=row.number("pool_mean_input_tokens", at_least=1),
+        output_mean_tokens=row.number("pool_mean_output_tokens", at_least=1),
+        rates_req_s=rates,
+        ranks=ranks,
+    )
+
+
+def _measured(row: Row) -> Measured:
+    return Measured(
+        total_tok_s=row.number("total_tok_s", at_least=1e-9),
+        itl_mean_ms=row.number("itl_mean_ms", at_least=1e-9),
+        starved=row.text("starved") == "1",
+        ports_exhausted=FLAG_PORTS in row.text("flags"),
+    )
+
+
+def _positive(row: Row, field: str, word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        raise row.error(field, f"{word!r} is not a number") from None
+    if not 0 < value < 1e6:
+        raise row.error(field, f"{word!r} is not a positive, finite number")
+    return value
+
+
+def requests(run: Run) -> Requests:
+    """The requests of a run, from nothing but its description."""
+    times, adapters = arrivals(run.rates_req_s, run.duration_s, CLIENT_SEED)
+    rng = np.random.default_rng(CLIENT_SEED)
+    ranks = rng.permutation(run.ranks).tolist()
+    share = ANSWERED_SHARE.get(run.model, 1.0)
+    return Requests(
+        arrival_s=times,
+        adapter=adapters,
+        prompt_tokens=lengths(len(times), run.prompt_mean_tokens, rng),
+        output_tokens=lengths(len(times), run.output_mean_tokens * share, rng),
+        ranks=ranks,
+        duration_s=run.duration_s,
+    )
+
+
+def predict(run: Run, calibration: Calibration) -> Outcome:
+    """Simulate a run. ValueError when its KV size lies outside of what was measured."""
+    config = EngineConfig(
+        a_max=run.a_max,
+        s_max=run.s_max,
+        kv_tokens=calibration.kv_tokens(run.a_max, run.s_max),
+        max_num_seqs=run.max_num_seqs,
+    )
+    return Engine(config, calibration.steps, requests(run), ApiServer()).run()
+
+
+def published_twin(folder: Path) -> dict[str, tuple[float, float]]:
+    """What the paper's own twin predicted, by run: (tokens/s, ITL ms); empty where the folder has no such table."""
+    if find(folder, "twin_reference") is None:
+        return {}
+    found = rows(folder, "twin_reference")
+    return {row.text("run_id"): (row.number("twin_total_tok_s"), row.number("twin_itl_ms")) for row in found}

@@ -1,0 +1,122 @@
+"""How long one step of the engine takes, in terms that each have a cause.
+
+backbone   weights are read once whatever the batch (constant); from about a hundred tokens on arithmetic counts (linear,
+           steeper above 128); sampling and bookkeeping per row that yields a token; attention reads per context token
+LoRA       vLLM's kernels start a grid of blocks for *every* slot, used or not: expand has one block of rows per 64 tokens,
+           shrink one per 32, times ceil(S_max / 16) column blocks, times a split of the inner sum into 64 parts below 128
+           tokens and 8 above. Unused slots return at once but are started (A_max x blocks); adapters of the batch also
+           compute (distinct x ...)
+scheduler  looks at every waiting request that it passes over
+loads      copying an adapter to its slot, slower when its rank is below S_max (padding)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+GRAPH_TOKENS = 512  # largest CUDA graph; sizes in between are multiples of 8
+TERMS = (
+    "constant",
+    "tokens",
+    "tokens_above_128",
+    "rows",
+    "context_ktokens",
+    "mixed_context_ktokens",
+    "lora",
+    "lora_tokens",
+    "slot_expand",
+    "slot_shrink",
+    "adapter",
+    "adapter_expand",
+    "adapter_shrink",
+)
+
+
+def features(
+    tokens: float, rows: float, context_tokens: float, a_max: int, s_max: int, distinct: float, *, mixed: bool
+) -> NDArray[np.float64]:
+    """What a step's duration is linear in: [len(TERMS)], in the order of `TERMS`.
+
+    `tokens` are the step's, `rows` those of its requests that yield one, `context_tokens` what its decodes have in the cache,
+    `distinct` the adapters in its batch; `mixed` steps have prompt tokens. `a_max` 0: the engine runs without LoRA.
+    """
+    padded = _padded(tokens)
+    expand = -(-padded // 64)
+    split = 64 if padded < 128 else 8
+    columns = -(-s_max // 16) * split / 64
+    lora = 1.0 if a_max and distinct else 0.0
+    adapters = distinct if a_max else 0.0
+    return np.array(
+        [
+            1.0,
+            padded,
+            max(padded - 128, 0),
+            rows,
+            context_tokens / 1e3,
+            context_tokens / 1e3 if mixed else 0.0,
+            lora,
+            lora * padded,
+            a_max * expand,
+            a_max * -(-padded // 32) * columns,
+            adapters,
+            adapters * expand,
+            adapters * columns,
+        ]
+    )
+
+
+def _padded(tokens: float) -> float:
+    if tokens > GRAPH_TOKENS:
+        return tokens
+    return max(1.0, tokens) if tokens <= 4 else float(-(-round(tokens) // 8) * 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """Fitted coefficients of one model: milliseconds per unit of each of `TERMS`, and what is not a term of the step."""
+
+    ms: dict[str, float]
+    load_full_ms: float  # adapter whose rank is S_max
+    load_padded_ms: float  # adapter of lower rank
+    scan_us: float  # per waiting request that the scheduler passes over
+
+    @property
+    def scan_s(self) -> float:
+        """Seconds per waiting request passed over."""
+        return self.scan_us * 1e-6
+
+    def load_s(self, rank: int, s_max: int) -> float:
+        """Seconds to bring an adapter from CPU memory into a slot."""
+        return (self.load_full_ms if rank >= s_max else self.load_padded_ms) * 1e-3
+
+    def table(self, a_max: int, s_max: int, max_tokens: int) -> StepTable:
+        """The model at one setting of the slots, looked up by the step's tokens."""
+        weights = np.array([self.ms[term] for term in TERMS]) * 1e-3
+        idle = [float(features(m, 0, 0, a_max, s_max, 0, mixed=False) @ weights) for m in range(max_tokens + 1)]
+        one = [float(features(m, 0, 0, a_max, s_max, 1, mixed=False) @ weights) for m in range(max_tokens + 1)]
+        two = [float(features(m, 0, 0, a_max, s_max, 2, mixed=False) @ weights) for m in range(max_tokens + 1)]
+        per_adapter = [b - a for a, b in zip(one, two, strict=True)]
+        used = [a - d for a, d in zip(one, per_adapter, strict=True)]
+        context_s = self.ms["context_ktokens"] * 1e-6
+        mixed_s = context_s + self.ms["mixed_context_ktokens"] * 1e-6
+        return StepTable(idle, used, per_adapter, self.ms["rows"] * 1e-3, context_s, mixed_s)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """Seconds of a step by its tokens: nobody uses an adapter, somebody does, and per adapter of the batch."""
+
+    idle_s: list[float]
+    used_s: list[float]
+    adapter_s: list[float]
+    row_s: float
+    context_s: float  # per context token in a step of decodes
+    mixed_context_s: float  # and in one with prompt tokens
+
+    def seconds(self, tokens: int, rows: int, context_tokens: int, distinct: int, *, mixed: bool) -> float:
+        """Duration of a step."""
+        base_s = self.used_s[tokens] + distinct * self.adapter_s[tokens] if distinct else self.idle_s[tokens]
+        return base_s + rows * self.row_s + context_tokens * (self.mixed_context_s if mixed else self.context_s)

@@ -1,0 +1,65 @@
+"""The requests of a run from its description: the client's own arrival process, and lengths of which only means are known."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+LENGTH_MIN_TOKENS = 4
+LENGTH_MAX_TOKENS = 1024  # the client's own limit for prompts; twice that for prompt and completion together
+
+
+def arrivals(rates_req_s: list[float], duration_s: float, seed: int) -> tuple[list[float], list[int]]:
+    """Poisson arrivals of each adapter, merged: (seconds, adapter) in order of time.
+
+    As the client does it: one coroutine per adapter, all drawing their exponential gaps from one stream of numpy's legacy
+    generator in the order in which they wake, the first request after one gap.
+    """
+    mean = sum(rates_req_s) * duration_s
+    stream = np.random.RandomState(seed)
+    gaps: list[float] = stream.standard_exponential(int(mean + 6 * math.sqrt(mean)) + 2 * len(rates_req_s) + 16).tolist()
+    heap = [(gap / rate, adapter) for adapter, (gap, rate) in enumerate(zip(gaps, rates_req_s, strict=False))]
+    heapq.heapify(heap)
+    used = len(heap)
+    times: list[float] = []
+    adapters: list[int] = []
+    while heap and heap[0][0] <= duration_s:
+        time_s, adapter = heap[0]
+        times.append(time_s)
+        adapters.append(adapter)
+        if used == len(gaps):
+            gaps += stream.standard_exponential(1024).tolist()
+        heapq.heapreplace(heap, (time_s + gaps[used] / rates_req_s[adapter], adapter))
+        used += 1
+    return times, adapters
+
+
+def lengths(count: int, mean_tokens: float, rng: np.random.Generator) -> list[int]:
+    """`count` lengths with a given mean, between 4 and 1,024 tokens.
+
+    Nothing but the mean of the pool belongs to a run's description, so the distribution is the one of maximum entropy for
+    that mean and these bounds: an exponential, cut at both ends. (First turns of chats are close to it: many short ones.)
+    """
+    low, high = float(LENGTH_MIN_TOKENS), float(LENGTH_MAX_TOKENS)
+    if not low < mean_tokens < (low + high) / 2:
+        raise ValueError(f"mean length {mean_tokens:g} is not between {low:g} and {(low + high) / 2:g} tokens")
+    decay = _decay(mean_tokens, low, high)
+    uniform: NDArray[np.float64] = (rng.permutation(count) + rng.random(count)) / max(1, count)  # stratified: the mean is met
+    values = low - np.log1p(uniform * np.expm1(-decay * (high - low))) / decay
+    tokens: list[int] = np.rint(values).astype(np.int64).tolist()
+    return tokens
+
+
+def _decay(mean: float, low: float, high: float) -> float:
+    """Rate of the exponential on [low, high] with this mean, by bisection."""
+    small, large = 1e-6, 1.0
+    for _ in range(100):
+        rate = math.sqrt(small * large)
+        if low + 1 / rate - (high - low) / math.expm1(rate * (high - low)) > mean:
+            small = rate
+        else:
+            large = rate
+    return rate
