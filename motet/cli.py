@@ -28,6 +28,9 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "adapters": ("motet.adapters:adapters", "Add, list, show and remove adapters."),
         "status": ("motet.status:status", "What is running and how it is doing."),
     },
+    "Planning": {
+        "simulate": ("motet.simulate:simulate", "What would a cluster do with a workload? The digital twin."),
+    },
     "Single services": {
         "gateway": ("", "HTTP and durable intake; owns a request until its last token."),
         "predictor": ("", "How many tokens will a request produce?"),

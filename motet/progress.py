@@ -1,9 +1,15 @@
-"""What people see while the stack starts, runs and stops: a live table on a terminal, plain lines everywhere else."""
+"""What people see while something takes long: the stack's start as a live table, a simulation as a bar.
+
+On a terminal only; elsewhere the stack's changes are plain lines and a bar is nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from rich import progress as rich_progress
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
@@ -84,3 +90,18 @@ class Progress:
             detail = f"{at_s:.1f} s" if state == "ready" else note
             table.add_row(mark, name, Text(state, style=STYLE[state]), Text(detail, style="dim"))
         return table
+
+
+@contextmanager
+def bar(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    """A progress bar on standard error: call what it gives with how much of `total` is done."""
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.TaskProgressColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    console = _Console(stderr=True)
+    with rich_progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(title, total=total)
+        yield lambda done: shown.update(task, completed=min(done, total))

@@ -16,7 +16,7 @@ returns the plan of one step; `advance(state, plan)` is called when the step has
 The sequence that arrived first is never preempted while another one runs, so every step makes progress.
 
     tokens    |-- cached or computed --|-- scheduled this step --|-- later chunks --|
-              0                     computed          computed + scheduled     len(tokens)
+              0                     computed          computed + scheduled        length
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ class AdmissionLimits:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """What the policy knows of one request. `tokens` is prompt and output so far, int32."""
+    """What the policy knows of one request. `tokens` are its ids, int32, and `length` of them are known: prompt and output
+    so far. Only a prefix cache looks at the ids themselves."""
 
     order: int  # of arrival, unique
     tokens: array[int]
+    length: int = -1  # by default, of `tokens`
     adapter: str = ""  # digest, "" for the base
     adapter_bytes: int = 0  # on the device
     computed: int = 0  # tokens whose K and V are in the cache
@@ -63,6 +65,15 @@ class Sequence:
     bypassed: int = 0  # sequences that came in past this one while it found no slot
     cached_tokens: int = 0  # found in the prefix cache at the last admission
     admitted_s: float | None = None  # first admission
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            self.length = len(self.tokens)
+
+    def append(self, token: int) -> None:
+        """The next token was drawn."""
+        self.tokens.append(token)
+        self.length += 1
 
 
 S = TypeVar("S", bound=Sequence)
@@ -108,12 +119,13 @@ class BatchAdmission(Generic[S]):
         return plan
 
     def _schedule_decodes(self, state: AdmissionState[S], plan: Plan[S]) -> None:
-        kv = state.kv
-        block_size = kv.block_size
+        kv, decodes = state.kv, plan.decodes
+        block_size, publishing = kv.block_size, kv.prefix_cache
         for seq in tuple(state.running):
-            if not seq.blocks or len(seq.tokens) - seq.computed != 1:
-                continue  # preempted a moment ago, or still in its prompt
-            if seq.computed == len(seq.blocks) * block_size:
+            computed = seq.computed
+            if seq.length - computed != 1 or not seq.blocks:
+                continue  # still in its prompt, or preempted a moment ago
+            if computed % block_size == 0 and computed == len(seq.blocks) * block_size:
                 # The victim is the last of the running ones: never one that was served before in this loop.
                 while not kv.free and seq.blocks:
                     _preempt(state, state.running[-1], plan)
@@ -122,9 +134,9 @@ class BatchAdmission(Generic[S]):
                 seq.blocks += kv.allocate(1)
                 plan.grown.append(seq)
             seq.scheduled = 1
-            plan.decodes.append(seq)
-            if (seq.computed + 1) % block_size == 0:
-                publish_full_blocks(kv, seq, seq.computed + 1)
+            decodes.append(seq)
+            if publishing and (computed + 1) % block_size == 0:
+                publish_full_blocks(kv, seq, computed + 1)
         plan.tokens = len(plan.decodes)
 
     def _schedule_prefills(self, state: AdmissionState[S], plan: Plan[S]) -> None:
@@ -135,7 +147,7 @@ class BatchAdmission(Generic[S]):
                 self._schedule_chunk(state.kv, seq, plan)
 
     def _schedule_chunk(self, kv: KvBlocks, seq: S, plan: Plan[S]) -> None:
-        seq.scheduled = min(len(seq.tokens) - seq.computed, self.limits.max_step_tokens - plan.tokens)
+        seq.scheduled = min(seq.length - seq.computed, self.limits.max_step_tokens - plan.tokens)
         if seq.scheduled:
             plan.tokens += seq.scheduled
             plan.prefills.append(seq)
@@ -191,10 +203,10 @@ class BatchAdmission(Generic[S]):
         kv = state.kv
         cached: list[int] = []
         if kv.prefix_cache:
-            reusable = (len(seq.tokens) - 1) // kv.block_size
+            reusable = (seq.length - 1) // kv.block_size
             _extend_keys(kv, seq, reusable)
             cached = kv.match(seq.keys[:reusable])
-        fresh = kv.blocks_for(len(seq.tokens)) - len(cached)
+        fresh = kv.blocks_for(seq.length) - len(cached)
         if fresh + len(state.running) > kv.free - kv.idle_among(cached):
             return False
         kv.take(cached)
@@ -213,7 +225,7 @@ def advance(plan: Plan[S]) -> list[S]:
     for seq in plan.prefills:
         seq.computed += seq.scheduled
         seq.scheduled = 0
-        if seq.computed == len(seq.tokens):
+        if seq.computed == seq.length:
             complete.append(seq)
     return complete
 
@@ -247,27 +259,36 @@ def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
 
 
 def advance_steady(state: AdmissionState[S], plan: Plan[S], steps: int) -> None:
-    """`steps` steps of a steady plan have run; books what `decide` and `advance` would have booked, in their order.
-
-    The caller has added, or adds, the tokens that were drawn; what `tokens` holds up to the last step is looked at here.
-    """
+    """`steps` steps of a steady plan have run and each sequence drew as many tokens: books what `decide`, `advance` and
+    `append` would have booked. With a prefix cache, `tokens` has those tokens already."""
     kv, size = state.kv, state.kv.block_size
-    bookings: list[tuple[int, int, S]] = []  # (step, place in the step's order, who)
-    for place, seq in enumerate(plan.decodes):
-        room = len(seq.blocks) * size - seq.computed
-        if room < steps:
-            bookings += [(step, place, seq) for step in range(room, steps, size)]
-        if kv.prefix_cache:
-            bookings += [(step, place, seq) for step in range(size - 1 - seq.computed % size, steps, size)]
+    if kv.prefix_cache:
+        _book_in_order(kv, plan, steps)
+    for seq in plan.decodes:
+        seq.computed = end = seq.computed + steps
+        seq.length = end + 1
         seq.scheduled = 0
+        if end > len(seq.blocks) * size:
+            seq.blocks += kv.allocate(kv.blocks_for(end) - len(seq.blocks))
+
+
+def _book_in_order(kv: KvBlocks, plan: Plan[S], steps: int) -> None:
+    """Blocks in the order of steps and sequences: which cached block is given up, and who has a content first, depends on it.
+
+    Without a prefix cache all blocks are alike.
+    """
+    size = kv.block_size
+    bookings: list[tuple[int, int, int, S]] = []  # (step, order of arrival, tokens computed by its end, who)
+    for seq in plan.decodes:
+        start, end = seq.computed, seq.computed + steps
+        grows = range(len(seq.blocks) * size, end, size)
+        fills = range(start + size - 1 - start % size, end, size)
+        bookings += [(at - start, seq.order, at + 1, seq) for at in (*grows, *fills)]
     bookings.sort(key=_when)
-    for step, _, seq in bookings:
-        end = seq.computed + step + 1
+    for _, _, end, seq in bookings:
         if end > len(seq.blocks) * size:
             seq.blocks += kv.allocate(1)
         publish_full_blocks(kv, seq, end)
-    for seq in plan.decodes:
-        seq.computed += steps
 
 
 def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:
@@ -318,7 +339,7 @@ def _give_back(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> No
         seq.slot = -1
 
 
-def _when(booking: tuple[int, int, object]) -> tuple[int, int]:
+def _when(booking: tuple[int, int, int, object]) -> tuple[int, int]:
     return booking[:2]
 
 

@@ -49,8 +49,10 @@ class Screening(msgspec.Struct, frozen=True, kw_only=True):
 def candidates(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> NDArray[np.bool_]:
     """Which rows of `state.table` may take the request."""
     fit: NDArray[np.bool_] = state.table["base"] == state.base_index(ask.base_model)
-    for failing in _failures(state, ask, now_s, stale_s).values():
-        fit &= ~failing
+    first, *others = _failures(state, ask, now_s, stale_s).values()
+    for failing in others:
+        first |= failing
+    fit &= ~first
     if ask.avoid:
         preferred = fit.copy()
         preferred[_rows(state, ask.avoid)] = False

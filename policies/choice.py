@@ -59,7 +59,7 @@ def adapter_ms(state: ClusterState, perf: PerfColumns, ask: Ask) -> tuple[Floats
     count = len(state.ids)
     if not ask.adapter:
         return np.zeros(count), np.zeros(count)
-    size_bytes = np.full(count, float(ask.adapter_bytes))
+    size_bytes = np.array([float(ask.adapter_bytes)])  # one size for all rows
     copy, fetch = load_ms(perf, size_bytes), fetch_ms(perf, size_bytes)
     rows, bits = state.holders(ask.adapter)
     copy[rows[(bits & (ON_DEVICE | IN_USE)) != 0]] = 0.0

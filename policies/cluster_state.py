@@ -66,6 +66,7 @@ class PerfColumns:
 
     def __init__(self, table: Mapping[str, NDArray]) -> None:
         self.bgmv: NDArray[np.bool_] = table["bgmv"]
+        self._some_bgmv = bool(self.bgmv.any())
         self.prefill_base_ms: Floats = table["prefill_base_ms"]
         self.prefill_token_ms: Floats = table["prefill_token_ms"]
         self.prefill_lora_ms: Floats = table["prefill_lora_ms"]
@@ -79,7 +80,7 @@ class PerfColumns:
 
     def lora_load(self, rows: Floats, rank_sum: Floats, max_rank: Floats) -> Floats:
         """Each worker's LoRA load under its own kernel; the vector form of `perf_model.lora_load`."""
-        return np.where(self.bgmv, rows * max_rank, rank_sum)
+        return np.where(self.bgmv, rows * max_rank, rank_sum) if self._some_bgmv else rank_sum
 
 
 class _Holders:

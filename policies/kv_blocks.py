@@ -86,17 +86,21 @@ class KvBlocks:
 
         Blank blocks go first, then the cached ones that were released longest ago.
         """
-        if count > self.free:
+        blank, users = self._blank, self._users
+        if count <= len(blank):
+            taken = blank[: -count - 1 : -1]
+            del blank[len(blank) - count :]
+        elif count > self.free:
             raise ValueError(f"{count} KV blocks asked for, {self.free} are free")
-        taken: list[int] = []
-        for _ in range(count):
-            if self._blank:
-                block = self._blank.pop()
-            else:
+        else:
+            taken = blank[::-1]
+            blank.clear()
+            while len(taken) < count:
                 block, _ = self._idle.popitem(last=False)
                 self._unkey(block)
-            self._users[block] = 1
-            taken.append(block)
+                taken.append(block)
+        for block in taken:
+            users[block] = 1
         return taken
 
     def publish(self, block: int, key: bytes) -> None:

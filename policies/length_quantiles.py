@@ -9,6 +9,7 @@ was neither updated nor asked for the longest time is forgotten.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from math import ceil
 
@@ -22,12 +23,12 @@ MAX_TOKENS = 1 << 20
 _RENORMALISE_AT = 1e12
 
 
-def _edges() -> np.ndarray:
+def _edges() -> list[int]:
     edges, edge = [1], 1
     while edge < MAX_TOKENS:
         edge = max(edge + 1, ceil(edge * 1.08))
         edges.append(edge)
-    return np.array(edges, dtype=np.int64)
+    return edges
 
 
 _EDGES = _edges()  # bucket i holds the lengths edges[i] <= n < edges[i + 1]
@@ -45,39 +46,43 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 class _Histogram:
     """Decayed counts. Instead of shrinking the old weights, each new one is larger; only ratios matter."""
 
-    __slots__ = ("samples", "token_weight", "weight", "weights")
+    __slots__ = ("all_weight", "samples", "token_weight", "weight", "weights")
 
     def __init__(self) -> None:
         self.weights = np.zeros(_BUCKETS, dtype=np.float64)
         self.weight = 1.0  # of the next sample
+        self.all_weight = 0.0  # sum of `weights`
         self.token_weight = 0.0  # sum of weight * length, for the mean
         self.samples = 0
 
     def add(self, tokens: int) -> None:
-        self.weights[np.searchsorted(_EDGES, tokens, side="right") - 1] += self.weight
+        self.weights[bisect_right(_EDGES, tokens) - 1] += self.weight
+        self.all_weight += self.weight
         self.token_weight += self.weight * tokens
         self.samples += 1
         self.weight /= DECAY
         if self.weight > _RENORMALISE_AT:
             self.weights /= self.weight
+            self.all_weight = float(self.weights.sum())
             self.token_weight /= self.weight
             self.weight = 1.0
 
     def quantiles(self, shares: tuple[float, ...]) -> list[int]:
         """The lengths below or at which these shares of the weight lie, interpolated inside a bucket."""
-        upto = np.cumsum(self.weights)
+        upto = self.weights.cumsum()
+        total = float(upto[-1])
         out = []
         for share in shares:
-            target = share * upto[-1]
-            bucket = min(int(np.searchsorted(upto, target)), _BUCKETS - 1)
-            low, last = int(_EDGES[bucket]), int(_EDGES[bucket + 1]) - 1
-            inside = self.weights[bucket]
-            part = (target - (upto[bucket] - inside)) / inside if inside > 0 else 0.0
+            target = share * total
+            bucket = min(int(upto.searchsorted(target)), _BUCKETS - 1)
+            low, last = _EDGES[bucket], _EDGES[bucket + 1] - 1
+            inside = float(self.weights[bucket])
+            part = (target - (float(upto[bucket]) - inside)) / inside if inside > 0 else 0.0
             out.append(round(low + (last - low) * min(1.0, max(0.0, part))))
         return out
 
     def mean(self) -> float:
-        return float(self.token_weight / self.weights.sum())
+        return self.token_weight / self.all_weight
 
 
 class LengthQuantiles:

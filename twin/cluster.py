@@ -20,8 +20,10 @@ import numpy as np
 from twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
 from twin.metrics import Metrics, summary
 from twin.scheduler import Report, Scheduler, SchedulerSpec
-from twin.worker import Live, Worker, WorkerSpec
+from twin.worker import Changes, Live, Worker, WorkerSpec
 from twin.workload import Request, Workload
+
+SNAPSHOT_REQUESTS, MAX_BEATS = 64, 4  # as in services/worker/reports.py: busy workers tell everything less often
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,7 @@ class _Reporter:
     worker: Worker
     last_ps: int = -PS_PER_S
     due: bool = False
+    beats: int = 0  # heartbeats until the next whole report
 
 
 @dataclass(slots=True)
@@ -56,38 +59,42 @@ class _Attempt:
 
 
 class Cluster:
-    """Build it, `run` it, read `metrics` or `summary`."""
+    """Build it, `run` it, read `metrics` or `summary`. Without a scheduler, one worker gets every request at once."""
 
     def __init__(
         self,
         workload: Workload,
         workers: Sequence[WorkerSpec],
-        scheduler: SchedulerSpec,
+        scheduler: SchedulerSpec | None,
         *,
         schedulers: int = 1,
         bus: Bus = Bus(),
         seed: int = 0,
     ) -> None:
-        self.workload, self.events, self.metrics = workload, Events(), Metrics(len(workload))
-        self._bus = bus
+        if scheduler is None and len(workers) != 1:
+            raise ValueError(f"{len(workers)} workers need a scheduler")
+        for spec in workers:
+            _check_adapters(workload, spec)
+        self.workload, self.events = workload, Events()
+        self.metrics = Metrics(len(workload), to_ps(bus.stream_ms))
+        on_change = self._on_change if scheduler is not None else _nobody_listens
         self.workers = [
-            Worker(i, spec, self.events, self.metrics, on_change=self._on_change, on_end=self._on_end)
+            Worker(i, spec, self.events, self.metrics, on_change=on_change, on_end=self._on_end)
             for i, spec in enumerate(workers)
         ]
         self._by_id = {worker.worker_id: worker for worker in self.workers}
-        self.schedulers = [Scheduler(scheduler) for _ in range(schedulers)]
+        self.schedulers = [Scheduler(scheduler) for _ in range(schedulers)] if scheduler is not None else []
         self._turn = np.random.default_rng(seed).integers(schedulers, size=len(workload), dtype=np.int16)
         self._reporters = [_Reporter(worker) for worker in self.workers]
-        self._submit_ps, self._assign_ps, self._stream_ps, self._state_ps = (
-            to_ps(ms) for ms in (bus.submit_ms, bus.assign_ms, bus.stream_ms, bus.state_ms)
-        )
+        self._submit_ps, self._assign_ps, self._state_ps = map(to_ps, (bus.submit_ms, bus.assign_ms, bus.state_ms))
         self._heartbeat_ps, self._delta_ps = round(bus.heartbeat_s * PS_PER_S), round(bus.delta_s * PS_PER_S)
         self._open = len(workload)  # requests without an end
-        for worker, reporter in zip(self.workers, self._reporters, strict=True):
-            for one in self.schedulers:
-                one.meet(worker.worker_id, worker.spec.limits, worker.spec.perf, 0.0)
-            # spread over the interval: workers do not start at the same instant
-            self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
+        if scheduler is not None:
+            for worker, reporter in zip(self.workers, self._reporters, strict=True):
+                for one in self.schedulers:
+                    one.meet(worker.worker_id, worker.spec.limits, worker.spec.perf, 0.0)
+                # spread over the interval: workers do not start at the same instant
+                self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
         if len(workload):
             self._next_arrival(0)
 
@@ -96,6 +103,8 @@ class Cluster:
         events, every = self.events, 10 * PS_PER_S
         until_ps = None if until_s is None else round(until_s * PS_PER_S)
         while self._open and (until_ps is None or events.now_ps < until_ps):
+            if not len(events):
+                raise RuntimeError(f"{self._open} requests are waiting for nothing")
             ahead = events.now_ps + every
             events.run(ahead if until_ps is None else min(ahead, until_ps))
             if progress is not None:
@@ -117,6 +126,12 @@ class Cluster:
     def _arrive(self, request: Request) -> None:
         if request.index + 1 < len(self.workload):
             self._next_arrival(request.index + 1)
+        if not self.schedulers:
+            if self.workers[0].assign(request, str(request.index), request.output_tokens):
+                self.metrics.worker[request.index] = 0
+            else:
+                self._refuse(request)
+            return
         scheduler = self.schedulers[self._turn[request.index]]
         self._place(_Attempt(request, scheduler, scheduler.predict(request)))
 
@@ -126,8 +141,7 @@ class Cluster:
         if len(attempt.tried) < scheduler.spec.attempts:
             chosen = scheduler.decide(request, attempt.predicted_tokens, attempt.tried, self.events.now_s).worker_id
         if chosen is None:
-            self.metrics.refused[request.index] = True
-            self._open -= 1
+            self._refuse(request)
             return
         scheduler.expect(chosen, request, str(request.index), attempt.predicted_tokens, self.events.now_s)
         if self._assign_ps:
@@ -148,6 +162,10 @@ class Cluster:
         attempt.tried += (worker_id,)
         self._place(attempt)
 
+    def _refuse(self, request: Request) -> None:
+        self.metrics.refused[request.index] = True
+        self._open -= 1
+
     def _on_end(self, worker: Worker, live: Live) -> None:
         self._open -= 1
         for scheduler in self.schedulers:
@@ -163,19 +181,26 @@ class Cluster:
             self.events.at(at_ps, MESSAGE, self._delta, reporter)
 
     def _delta(self, reporter: _Reporter) -> None:
+        if reporter.due:  # else a heartbeat has told it meanwhile
+            self._tell_changes(reporter)
+
+    def _tell_changes(self, reporter: _Reporter) -> None:
         reporter.due, reporter.last_ps = False, self.events.now_ps
         worker = reporter.worker
         worker.settle()
         changed, removed, tiers = worker.take_changes()
-        if changed or removed or tiers:
-            self._send(Report(worker.worker_id, False, worker.kv_blocks_free, changed, removed, tiers, worker.running_left()))
+        self._send(Report(worker.worker_id, False, worker.kv_blocks_free, changed, removed, tiers, worker.running_left()))
 
     def _heartbeat(self, reporter: _Reporter) -> None:
         worker = reporter.worker
-        briefs = worker.briefs()
-        tiers = worker.tiers()
-        self._send(Report(worker.worker_id, True, worker.kv_blocks_free, briefs, [], tiers, worker.running_left()))
-        reporter.last_ps = self.events.now_ps
+        if reporter.beats:
+            reporter.beats -= 1
+            self._tell_changes(reporter)
+        else:
+            reporter.beats = min(len(worker.live) // SNAPSHOT_REQUESTS, MAX_BEATS - 1)
+            briefs = worker.briefs()
+            self._send(Report(worker.worker_id, True, worker.kv_blocks_free, briefs, [], worker.tiers()))
+            reporter.due, reporter.last_ps = False, self.events.now_ps
         if self._open:
             self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)
 
@@ -186,3 +211,15 @@ class Cluster:
         now_s = self.events.now_s
         for scheduler in self.schedulers:
             scheduler.hear(report, now_s)
+
+
+def _check_adapters(workload: Workload, spec: WorkerSpec) -> None:
+    largest = int(workload.adapter_bytes.max(initial=0))
+    host_bytes = spec.storage.host_bytes
+    for name, room in (("device", spec.limits.adapter_bytes_total), ("host", host_bytes)):
+        if room is not None and largest > room:
+            raise ValueError(f"an adapter of {largest} bytes does not fit in the {room} bytes of {name} memory for adapters")
+
+
+def _nobody_listens(worker: Worker) -> None:
+    worker.changes = Changes()

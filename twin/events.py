@@ -26,6 +26,9 @@ class Events:
         self._heap: list[tuple[int, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
     @property
     def now_s(self) -> float:
         """The time as policies want it."""

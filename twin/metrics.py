@@ -25,7 +25,7 @@ from twin.workload import Workload
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 STARVED_BELOW = 0.9
 NEVER = -1
-_FLUSH = 1 << 16  # runs
+_FLUSH = 1 << 18  # steps, that is 2 MiB per column of them
 _BIN = 0.002  # relative width of an ITL bin
 _SMALLEST_MS = 1e-4
 
@@ -35,6 +35,7 @@ class Metrics:
     """Filled while the twin runs. Times in picoseconds on the virtual clock, `NEVER` for what did not happen."""
 
     requests: int
+    stream_ps: int = 0  # from the worker to the client
     first_ps: NDArray[np.int64] = field(init=False)
     end_ps: NDArray[np.int64] = field(init=False)
     admitted_ps: NDArray[np.int64] = field(init=False)  # into its first batch
@@ -55,7 +56,7 @@ class Metrics:
         self.first_ps, self.end_ps, self.admitted_ps = (np.full(n, NEVER, np.int64) for _ in range(3))
         self.worker, self.output_tokens = np.full(n, -1, np.int32), np.zeros(n, np.int32)
         self.refused = np.zeros(n, bool)
-        self._runs = array("q")
+        self._runs, self._steps = array("q"), 0
         self._gaps = np.zeros(round(np.log(1e12) / np.log1p(_BIN)), np.float64)  # log bins from 0.1 microseconds up
         self._gap_sum_ps = 0
 
@@ -65,21 +66,22 @@ class Metrics:
         self.admitted_ps[index] = now_ps
 
     def first_token(self, index: int, now_ps: int) -> None:
-        self.first_ps[index] = now_ps
+        self.first_ps[index] = now_ps + self.stream_ps
 
     def ended(self, index: int, now_ps: int, output_tokens: int) -> None:
-        self.end_ps[index] = now_ps
+        self.end_ps[index] = now_ps + self.stream_ps
         self.output_tokens[index] = output_tokens
 
     def gaps(self, first_ps: int, growth_ps: int, steps: int, rows: int) -> None:
         """`rows` sequences got a token in each of `steps` steps of `first_ps + i * growth_ps`."""
         self._runs.extend((first_ps, growth_ps, steps, rows))
-        if len(self._runs) >= 4 * _FLUSH:
+        self._steps += steps
+        if self._steps >= _FLUSH:
             self._flush()
 
     def _flush(self) -> None:
         first, growth, steps, rows = np.array(self._runs, np.int64).reshape(-1, 4).T
-        self._runs = array("q")
+        self._runs, self._steps = array("q"), 0
         ends = np.cumsum(steps)
         inside = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - steps, steps)
         gap_ps = np.repeat(first, steps) + inside * np.repeat(growth, steps)
@@ -138,6 +140,7 @@ def summary(workload: Workload, metrics: Metrics, *, end_s: float, busy_s: float
     slos = workload.slos
     which = workload.slo if workload.slo is not None else np.zeros(len(workload), np.int64)
     ttft_slo, tpot_slo = (np.array([getattr(slo, name) for slo in slos])[which] for name in ("ttft_slo_ms", "tpot_slo_ms"))
+    class_of = np.array([slo.slo_class for slo in slos])[which]
     rows = times.rows
     in_ttft = times.ttft_ms <= ttft_slo[rows]
     in_tpot = ~(times.tpot_ms > tpot_slo[rows])  # a single token has no time per token to miss
@@ -179,10 +182,7 @@ def summary(workload: Workload, metrics: Metrics, *, end_s: float, busy_s: float
         "preemptions": metrics.preemptions,
         "prefix_hit_tokens": metrics.prefix_tokens,
         "assign_retries": metrics.retries,
-        "classes": {
-            slo.slo_class: _class(times, attained, which == index, in_class=which[rows] == index)
-            for index, slo in enumerate(slos)
-        },
+        "classes": {name: _class(times, attained, class_of == name) for name in sorted({slo.slo_class for slo in slos})},
     }
 
 
@@ -215,13 +215,12 @@ def _starvation(workload: Workload, incoming: NDArray[Any], served: NDArray[Any]
     }
 
 
-def _class(
-    times: Latencies, attained: NDArray[np.bool_], members: NDArray[np.bool_], *, in_class: NDArray[np.bool_]
-) -> dict[str, Any]:
+def _class(times: Latencies, attained: NDArray[np.bool_], members: NDArray[np.bool_]) -> dict[str, Any]:
+    finished = members[times.rows]
     return {
         "requests": int(members.sum()),
         "slo_attainment": float(attained[members].mean()) if members.any() else 1.0,
-        "queue_ms": spread(times.queue_ms[in_class]),
-        "ttft_ms": spread(times.ttft_ms[in_class]),
-        "tpot_ms": spread(times.tpot_ms[in_class]),
+        "queue_ms": spread(times.queue_ms[finished]),
+        "ttft_ms": spread(times.ttft_ms[finished]),
+        "tpot_ms": spread(times.tpot_ms[finished]),
     }

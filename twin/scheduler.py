@@ -6,6 +6,7 @@ nothing of the workers themselves.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from policies.candidates import Ask
@@ -41,8 +42,8 @@ class Report:
     kv_blocks_free: int
     changed: list[RequestBrief]
     removed: list[str]
-    tiers: dict[str, Tier]  # adapters that are now in this tier
-    running_left: int
+    tiers: Mapping[str, Tier | None]  # adapters that are now in this tier, or in none
+    running_left: int = 0  # what a whole report says request by request
 
 
 class Scheduler:
@@ -67,12 +68,16 @@ class Scheduler:
         self.state.heard(report.worker_id, now_s, kv_blocks_free=report.kv_blocks_free, draining=False)
         if report.whole:
             self.flights.snapshot(report.worker_id, report.changed, now_s)
-            self.state.replace_adapters(report.worker_id, report.tiers)
+            held = {digest: tier for digest, tier in report.tiers.items() if tier is not None}
+            self.state.replace_adapters(report.worker_id, held)
         else:
             self.flights.delta(report.worker_id, report.changed, report.removed, now_s)
             for digest, tier in report.tiers.items():
-                self.state.put_adapter(report.worker_id, digest, tier)
-        self.state.set_running_left(report.worker_id, report.running_left)
+                if tier is None:
+                    self.state.drop_adapter(report.worker_id, digest)
+                else:
+                    self.state.put_adapter(report.worker_id, digest, tier)
+            self.state.set_running_left(report.worker_id, report.running_left)
 
     def predict(self, request: Request) -> int:
         """Expected output tokens."""

@@ -132,5 +132,3 @@ A10_MBGMV = PerfModel(
     load_base_ms=1.0,
     load_ms_per_mib=0.1,
 )
-LLAMA2_7B_RANK_BYTES = 3 * 2 * 4096 * 32 * 2
-"""Bytes per unit of rank of an adapter on q, k and v in 16 bits: 96 MiB at rank 64, CaraServe's "approximately 100 MiB"."""

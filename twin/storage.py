@@ -51,6 +51,13 @@ class HostTier:
         self._active = 0
         self.fetches = self.reads = 0  # from the store, from disk
 
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._held or digest in self._idle
+
+    def digests(self) -> list[str]:
+        """Every copy here, where that is counted."""
+        return [*self._held, *self._idle]
+
     def acquire(self, digest: str, size_bytes: int, ready: Callable[[], None]) -> bool:
         """Hold the copy. True if it is here; otherwise `ready` is called when it has come and is held."""
         if self._model.host_bytes is None:

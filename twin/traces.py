@@ -9,7 +9,7 @@
     MAF 2019    CSV function, minute_1, ...                                             `read_popularity`: counts, not requests
 
 What a trace does not say is None, and `Trace.workload` draws it. Everything else is checked: a file that is not what it
-claims to be is a TraceError with its line and field.
+claims to be is a FileError with its line and field.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ VERSION = 1
 MAX_LINE = 1 << 20  # characters
 MAX_TOKENS = 1 << 24
 MOONCAKE_BLOCK = 512  # tokens
+MAX_BLOCK_ID = 1 << 31
 
 Row = dict[str, Any]
 
 
-class TraceError(ValueError):
+class FileError(ValueError):
     """A file that cannot be used: which line, which field, why."""
 
     def __init__(self, path: Path, line: int, field: str, reason: str) -> None:
@@ -112,7 +113,7 @@ class Popularity:
 
 
 def read_trace(path: Path) -> Trace | Workload:
-    """Any of the request formats; Motet's own is a Workload already. Raises TraceError."""
+    """Any of the request formats; Motet's own is a Workload already. Raises FileError."""
     with _opened(path) as lines:
         first = _first_line(path, lines)
         if first.startswith("{"):
@@ -122,26 +123,27 @@ def read_trace(path: Path) -> Trace | Workload:
             if needed <= set(header):
                 return read(path, _csv(path, header, lines))
     known = "; ".join(",".join(sorted(needed)) for needed, _ in _CSV)
-    raise TraceError(path, 1, "", f"not a known trace: no JSON object, and no header with {known}")
+    raise FileError(path, 1, "", f"not a known trace: no JSON object, and no header with {known}")
 
 
 def read_popularity(path: Path) -> Popularity:
-    """MAF 2019: invocations per function and minute. Raises TraceError."""
+    """MAF 2019: invocations per function and minute. Raises FileError."""
     with _opened(path) as lines:
         header = next(csv.reader([_first_line(path, lines)]), [])
         minutes = [name for name in header if name.startswith("minute_")]
         if "function" not in header or not minutes:
-            raise TraceError(path, 1, "", "not a table of invocations: no columns function, minute_1, ...")
+            raise FileError(path, 1, "", "not a table of invocations: no columns function, minute_1, ...")
         counts = [[_whole(path, at, row, name, 0) for name in minutes] for at, row in _csv(path, header, lines)]
     table = np.array(counts, np.float64)
     if not table.sum():
-        raise TraceError(path, 1, "", "no invocations")
-    per_minute: Floats = table.sum(axis=0) / 60.0
-    return Popularity(table.sum(axis=1) / table.sum(), Intensity(60.0 * np.arange(len(minutes) + 1), per_minute))
+        raise FileError(path, 1, "", "no invocations")
+    per_minute = np.asarray(table.sum(axis=0) / 60.0, np.float64)
+    edges_s = np.arange(len(minutes) + 1, dtype=np.float64) * 60.0
+    return Popularity(table.sum(axis=1) / table.sum(), Intensity(edges_s, per_minute))
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Prompt and output lengths that occur together. Raises TraceError.
+    """Prompt and output lengths that occur together. Raises FileError.
 
     CSV num_prefill_tokens, num_decode_tokens (ShareGPT, arXiv), or JSON lines with prompt_tokens_est, output_tokens_est
     (Alpaca).
@@ -155,7 +157,7 @@ def read_lengths(path: Path) -> Lengths:
             rows = _csv(path, next(csv.reader([first]), []), lines)
         pairs = [[_whole(path, at, row, name, 1) for name in names] for at, row in rows]
     if not pairs:
-        raise TraceError(path, 1, "", "no rows")
+        raise FileError(path, 1, "", "no rows")
     prompt, output = np.array(pairs, np.int64).T
     return Lengths(prompt, output)
 
@@ -180,8 +182,8 @@ def _mooncake(path: Path, rows: Iterable[tuple[int, Row]]) -> Trace:
         prompt.append(_whole(path, at, row, "input_length", 1))
         output.append(_whole(path, at, row, "output_length", 1))
         ids = row.get("hash_ids")
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise TraceError(path, at, "hash_ids", "must be a list of whole numbers")
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < MAX_BLOCK_ID for i in ids):
+            raise FileError(path, at, "hash_ids", f"must be a list of whole numbers from 0 to {MAX_BLOCK_ID - 1}")
         prefix.append(tuple(ids))
     return _sorted(times, prompt_tokens=prompt, output_tokens=output, prefix=prefix, prefix_tokens=MOONCAKE_BLOCK)
 
@@ -275,16 +277,16 @@ def write_trace(path: Path, workload: Workload) -> None:
 def _motet(path: Path, first: str, lines: Iterator[str]) -> Workload:
     version = _object(path, 1, first).get("motet_trace")
     if version != VERSION:
-        raise TraceError(path, 1, "motet_trace", f"version {version!r}; this program reads version {VERSION}")
+        raise FileError(path, 1, "motet_trace", f"version {version!r}; this program reads version {VERSION}")
     try:
         header = msgspec.json.decode(first, type=_Header)
     except msgspec.MsgspecError as error:
-        raise TraceError(path, 1, "", str(error)) from None
+        raise FileError(path, 1, "", str(error)) from None
     for place, known in enumerate(header.adapters):
         if known.rank < 1 or known.size_bytes < 1:
-            raise TraceError(path, 1, f"adapters[{place}]", "rank and size_bytes must be at least 1")
+            raise FileError(path, 1, f"adapters[{place}]", "rank and size_bytes must be at least 1")
     if not header.slos:
-        raise TraceError(path, 1, "slos", "at least one is needed")
+        raise FileError(path, 1, "slos", "at least one is needed")
     columns: tuple[list[Any], ...] = ([], [], [], [], [])
     for at, row in _json(path, "", lines):
         values = (
@@ -295,7 +297,7 @@ def _motet(path: Path, first: str, lines: Iterator[str]) -> Workload:
             _whole(path, at, row, "slo", 0, len(header.slos) - 1),
         )
         if values[0] < (columns[0][-1] if columns[0] else 0.0):
-            raise TraceError(path, at, "arrival_s", f"{values[0]:g} is before the line above, or negative")
+            raise FileError(path, at, "arrival_s", f"{values[0]:g} is before the line above, or negative")
         for column, value in zip(columns, values, strict=True):
             column.append(value)
     arrival_s, adapter, prompt, output, slo = columns
@@ -316,7 +318,7 @@ def _motet(path: Path, first: str, lines: Iterator[str]) -> Workload:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Iterator[str]]:
-    """The file's lines. What cannot be opened, unpacked or decoded is a TraceError at the line reached."""
+    """The file's lines. What cannot be opened, unpacked or decoded is a FileError at the line reached."""
     at = 0
 
     def lines(file: TextIO) -> Iterator[str]:
@@ -324,7 +326,7 @@ def _opened(path: Path) -> Iterator[Iterator[str]]:
         while line := file.readline(MAX_LINE + 1):
             at += 1
             if len(line) > MAX_LINE:
-                raise TraceError(path, at, "", f"longer than {MAX_LINE} characters")
+                raise FileError(path, at, "", f"longer than {MAX_LINE} characters")
             yield line
 
     try:
@@ -333,20 +335,20 @@ def _opened(path: Path) -> Iterator[Iterator[str]]:
         with gzip.open(path, "rt", encoding="utf-8") if packed else path.open(encoding="utf-8") as file:
             yield lines(file)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(path, at + 1, "", str(error)) from None
+        raise FileError(path, at + 1, "", str(error)) from None
 
 
 def _first_line(path: Path, lines: Iterator[str]) -> str:
     first = next(lines, "").strip()
     if not first:
-        raise TraceError(path, 1, "", "empty")
+        raise FileError(path, 1, "", "empty")
     return first
 
 
 def _csv(path: Path, header: list[str], lines: Iterator[str]) -> Iterator[tuple[int, Row]]:
     for at, values in enumerate(csv.reader(lines), start=2):
         if len(values) != len(header):
-            raise TraceError(path, at, "", f"{len(values)} columns, the header has {len(header)}")
+            raise FileError(path, at, "", f"{len(values)} columns, the header has {len(header)}")
         yield at, dict(zip(header, values, strict=True))
 
 
@@ -361,9 +363,9 @@ def _object(path: Path, at: int, line: str) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TraceError(path, at, "", f"not JSON: {error}") from None
+        raise FileError(path, at, "", f"not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise TraceError(path, at, "", "not a JSON object")
+        raise FileError(path, at, "", "not a JSON object")
     return row
 
 
@@ -374,21 +376,21 @@ def _number(path: Path, at: int, row: Row, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise TraceError(path, at, name, f"{value!r} is not a finite number")
+        raise FileError(path, at, name, f"{value!r} is not a finite number")
     return number
 
 
 def _whole(path: Path, at: int, row: Row, name: str, least: int, most: int = MAX_TOKENS) -> int:
     number = _number(path, at, row, name)
     if number != int(number) or not least <= number <= most:
-        raise TraceError(path, at, name, f"{row[name]!r} is not a whole number from {least} to {most}")
+        raise FileError(path, at, name, f"{row[name]!r} is not a whole number from {least} to {most}")
     return int(number)
 
 
 def _text(path: Path, at: int, row: Row, name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
-        raise TraceError(path, at, name, "missing")
+        raise FileError(path, at, name, "missing")
     return value
 
 
@@ -398,4 +400,4 @@ def _date(path: Path, at: int, row: Row, name: str) -> float:
     try:
         return datetime.fromisoformat(text + "+00:00").timestamp()
     except ValueError:
-        raise TraceError(path, at, name, f"{text!r} is not a date and time") from None
+        raise FileError(path, at, name, f"{text!r} is not a date and time") from None

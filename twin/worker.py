@@ -14,10 +14,10 @@ shortens the run to the end of the step it falls into, where the live engine wou
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast
 
 from policies.adapter_slots import AdapterSlots
 from policies.batch_admission import (
@@ -40,6 +40,7 @@ from twin.storage import EVERYTHING_IN_HOST, HostTier, StorageModel
 from twin.workload import Request
 
 FOREVER = 1 << 40
+NO_CONTENT = array("i")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,30 +56,13 @@ class WorkerSpec:
     prefix_cache: bool = False
 
 
-class Tokens:
-    """Stands for a sequence's token ids: a length, and content only where prefixes are to be compared."""
-
-    __slots__ = ("block_ids", "block_tokens", "length", "owner")
-
-    def __init__(self, length: int, owner: int, block_ids: tuple[int, ...], block_tokens: int) -> None:
-        self.length, self.owner, self.block_ids, self.block_tokens = length, owner, block_ids, block_tokens
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, part: slice) -> memoryview:
-        """What makes the KV block of these positions: equal for equal prefix blocks, else the sequence's own."""
-        shared = part.start // self.block_tokens if self.block_tokens else len(self.block_ids)
-        whose = self.block_ids[shared] if shared < len(self.block_ids) else ~self.owner
-        return memoryview(f"{whose}:{part.start}".encode())
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Live(Sequence):
     """A request inside the engine."""
 
     request: Request
-    counted: Tokens  # `tokens`, for what only counts
+    rank: int
+    expected_length: int  # prompt and predicted output tokens
     end_length: int  # prompt and output tokens, when it ends
     request_id: str
     predicted_tokens: int
@@ -94,9 +78,9 @@ class Live(Sequence):
             self.request_id,
             0,
             self.adapter,
-            request.rank,
+            self.rank,
             request.prompt_tokens,
-            self.counted.length - request.prompt_tokens,
+            self.length - request.prompt_tokens,
             self.predicted_tokens,
             self.phase,
             request.slo.tpot_slo_ms,
@@ -112,8 +96,8 @@ class _Run:
     first_ps: int
     growth_ps: int
     steps: int
+    left: int  # steps until the first of its decodes ends
     serial: int
-    steady: bool
 
 
 @dataclass(slots=True)
@@ -122,7 +106,7 @@ class Changes:
 
     changed: dict[str, Live] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
-    tiers: dict[str, Tier] = field(default_factory=dict)
+    tiers: dict[str, Tier | None] = field(default_factory=dict)
 
 
 class Worker:
@@ -154,6 +138,7 @@ class Worker:
         self.kv_blocks_free = limits.kv_blocks_total  # after the last step that has ended
         self.changes = Changes()
         self.busy_ps = 0
+        self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._orders = count()
         self._run: _Run | None = None
         self._serial = 0
@@ -161,19 +146,21 @@ class Worker:
     # ---- requests
 
     def assign(self, request: Request, request_id: str, predicted_tokens: int) -> bool:
-        """Take a request, or refuse it for lack of room."""
+        """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all."""
         limits = self.spec.limits
-        if len(self.live) >= limits.max_running + limits.max_waiting:
+        if len(self.live) >= limits.max_running + limits.max_waiting or request.prompt_tokens >= self._max_length:
             return False
-        tokens = Tokens(request.prompt_tokens, request.index, request.prefix, request.prefix_tokens)
+        end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
             order=0,
-            tokens=cast(Any, tokens),
-            counted=tokens,
+            tokens=_content(request, end_length) if self.spec.prefix_cache else NO_CONTENT,
+            length=request.prompt_tokens,
+            expected_length=request.prompt_tokens + predicted_tokens,
+            rank=request.rank,
             adapter=request.digest,
             adapter_bytes=request.adapter_bytes,
             request=request,
-            end_length=min(request.prompt_tokens + request.output_tokens, limits.max_model_len),
+            end_length=end_length,
             request_id=request_id,
             predicted_tokens=predicted_tokens,
             arrived_ps=self._events.now_ps,
@@ -223,10 +210,8 @@ class Worker:
             self._moved(plan, now_ps)
         if not plan.tokens:
             return  # all that is here is still loading
-        limit = 1
-        if not plan.prefills:
-            limit = min(self.max_run, min([live.end_length - live.counted.length for live in plan.decodes]))
-        steps = steady_steps(self.state, plan, limit)
+        left = min([live.end_length - live.length for live in plan.decodes]) if plan.decodes else 0
+        steps = 1 if plan.prefills else steady_steps(self.state, plan, min(self.max_run, left))
         batch = self._batch(plan)
         model = self.spec.steps
         first_ps = model.fixed_ps(batch)
@@ -238,7 +223,7 @@ class Worker:
             first_ps += model.context_token_ps * context
             growth_ps = model.context_token_ps * rows if not plan.prefills else 0
         self._serial += 1
-        self._run = _Run(plan, now_ps, first_ps, growth_ps, steps, self._serial, steady=not plan.prefills)
+        self._run = _Run(plan, now_ps, first_ps, growth_ps, steps, left, self._serial)
         self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
 
     def _moved(self, plan: Plan[Live], now_ps: int) -> None:
@@ -259,7 +244,7 @@ class Worker:
                 metrics.adapter_admissions += 1
             self.changes.changed[live.request_id] = live
         for digest, _ in plan.evictions:
-            self.changes.tiers[digest] = "host"
+            self.changes.tiers[digest] = "host" if digest in self.host else None
         for live in plan.loads:
             self.changes.tiers[live.adapter] = "device"
         metrics.device_loads += len(plan.loads)
@@ -269,11 +254,11 @@ class Worker:
         batch = Batch(waiting=len(self.state.waiting))
         slots = set()
         if plan.decodes:
-            ranks = [live.request.rank for live in plan.decodes]
+            ranks = [live.rank for live in plan.decodes]
             batch.decode_rows, batch.decode_rank_sum, batch.decode_max_rank = len(ranks), sum(ranks), max(ranks)
             slots.update([live.slot for live in plan.decodes])
         if plan.prefills:
-            ranks = [live.request.rank for live in plan.prefills]
+            ranks = [live.rank for live in plan.prefills]
             batch.prefill_requests, batch.prefill_rank_sum, batch.prefill_max_rank = len(ranks), sum(ranks), max(ranks)
             batch.prefill_tokens = plan.tokens - batch.decode_rows
             slots.update([live.slot for live in plan.prefills])
@@ -307,12 +292,11 @@ class Worker:
             run.began_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
             run.first_ps += run.growth_ps * steps
             run.steps -= steps
+            run.left -= steps
 
     def _book(self, run: _Run, steps: int) -> None:
         """`steps` steps of a steady run are over, none of which ends a sequence or only the last one does."""
         decodes = run.plan.decodes
-        for live in decodes:
-            live.counted.length += steps
         advance_steady(self.state, run.plan, steps)
         self._metrics.gaps(run.first_ps, run.growth_ps, steps, len(decodes))
         self.busy_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
@@ -323,13 +307,16 @@ class Worker:
         if run is None or run.serial != serial:
             return  # it was shortened
         now_ps = self._events.now_ps
-        if run.steady:
-            self._book(run, run.steps)
-        else:
-            self._draw(run, now_ps)
         plan = run.plan
-        ended = [live for live in plan.decodes if live.counted.length >= live.end_length]
-        ended += [live for live in plan.prefills if live.counted.length >= live.end_length]
+        if plan.prefills:
+            self._draw(run, now_ps)
+        else:
+            self._book(run, run.steps)
+        ended: list[Live] = []
+        if run.left == run.steps:
+            ended += [live for live in plan.decodes if live.length >= live.end_length]
+        if plan.prefills:
+            ended += [live for live in plan.prefills if live.length >= live.end_length]
         for live in ended:
             self._end(live, now_ps)
         self.kv_blocks_free = self.state.kv.free
@@ -342,11 +329,11 @@ class Worker:
         """A step with prefill chunks is over."""
         plan, metrics = run.plan, self._metrics
         for live in advance(plan):
-            live.counted.length += 1
+            live.length += 1
         if plan.decodes:
             metrics.gaps(run.first_ps, 0, 1, len(plan.decodes))
         for live in plan.prefills:
-            if live.computed != live.counted.length - 1 or live.decoding:
+            if live.computed != live.length - 1 or live.decoding:
                 continue  # chunks are left
             live.decoding = True
             if live.last_token_ps < 0:
@@ -364,18 +351,28 @@ class Worker:
         self.changes = Changes()
         return [live.brief() for live in self.live.values()]
 
-    def take_changes(self) -> tuple[list[RequestBrief], list[str], dict[str, Tier]]:
-        """Requests that are new or in a new phase, those that have ended, and adapters that are in another tier, since the
-        last time anything was taken."""
+    def take_changes(self) -> tuple[list[RequestBrief], list[str], dict[str, Tier | None]]:
+        """Requests that are new or in a new phase, those that have ended, and adapters that are in another tier or in none,
+        since the last time anything was taken."""
         changes, self.changes = self.changes, Changes()
         return [live.brief() for live in changes.changed.values()], changes.removed, changes.tiers
 
     def tiers(self) -> dict[str, Tier]:
-        """Adapters on the device."""
-        return dict.fromkeys(self.state.adapters.digests(), "device")
+        """Adapters here and the fastest tier of each."""
+        tiers: dict[str, Tier] = dict.fromkeys(self.host.digests(), "host")
+        tiers.update(dict.fromkeys(self.state.adapters.digests(), "device"))
+        return tiers
 
     def running_left(self) -> int:
         """Output tokens that the running requests are still expected to produce."""
-        return sum(
-            max(1, live.predicted_tokens - live.counted.length + live.request.prompt_tokens) for live in self.state.running
-        )
+        running = self.state.running
+        return sum([left if (left := live.expected_length - live.length) > 0 else 1 for live in running])
+
+
+def _content(request: Request, length: int) -> array[int]:
+    """Token ids of prompt and output to come: equal prefix blocks are equal, all other tokens are the request's own."""
+    tokens = array("i")
+    for block_id in request.prefix:
+        tokens.extend(array("i", (block_id,)) * request.prefix_tokens)
+    del tokens[request.prompt_tokens :]
+    return tokens + array("i", (~request.index,)) * (length - len(tokens))

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from shared.model import Slo
 from twin.events import PS_PER_S
 
+MAX_CV = 30.0  # beyond that nearly all requests come at the same few instants
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -147,9 +149,16 @@ class Intensity:
         edges = np.array([0.0, at_s, at_s + length_s, max(duration_s, at_s + length_s)])
         return cls(edges, np.array([rate, rate * factor, rate]))
 
+    def until(self, end_s: float) -> Intensity:
+        """The same up to `end_s`."""
+        edges = np.append(self.edges_s[self.edges_s < end_s], min(end_s, float(self.edges_s[-1])))
+        return Intensity(edges, self.rates[: len(edges) - 1])
+
 
 def arrivals(rng: Generator, intensity: Intensity, *, cv: float = 1.0) -> Floats:
-    """Ascending arrival times in seconds. `cv` is the coefficient of variation of the gaps at constant rate."""
+    """Ascending arrival times in seconds. `cv` is the coefficient of variation of the gaps at constant rate, up to `MAX_CV`."""
+    if not 0.0 < cv <= MAX_CV:
+        raise ValueError(f"a coefficient of variation of {cv:g} is not above 0 and up to {MAX_CV:g}")
     upto = np.concatenate([[0.0], np.cumsum(np.diff(intensity.edges_s) * intensity.rates)])
     shape = 1.0 / (cv * cv)
     gaps: list[Floats] = []

@@ -8,7 +8,17 @@ from itertools import count
 import pytest
 
 from policies.adapter_slots import AdapterSlots
-from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, Sequence, advance, remove
+from policies.batch_admission import (
+    AdmissionLimits,
+    AdmissionState,
+    BatchAdmission,
+    Plan,
+    Sequence,
+    advance,
+    advance_steady,
+    remove,
+    steady_steps,
+)
 from policies.kv_blocks import KvBlocks
 
 BLOCK_SIZE = 4
@@ -47,7 +57,7 @@ class World:
         """One step; every sequence that is up to date gets a token."""
         plan = self.decide()
         for seq in advance(plan):
-            seq.tokens.append(next(self.tokens))
+            seq.append(next(self.tokens))
         self.check()
         return plan
 
@@ -107,7 +117,7 @@ def test_long_prompts_go_in_chunks_of_what_the_budget_leaves() -> None:
         plan = world.decide()
         sizes.append((decoding in plan.decodes, rows(plan.prefills)))
         for seq in advance(plan):
-            seq.tokens.append(next(world.tokens))
+            seq.append(next(world.tokens))
     assert sizes == [(True, [15]), (True, [15]), (True, [10]), (True, [])]
 
 
@@ -343,3 +353,84 @@ def test_any_load_is_worked_off_with_books_that_add_up(seed: int) -> None:
             break
     assert not wanted, "some never ended"
     assert world.state.kv.free == world.state.kv.total
+
+
+class Scripted:
+    """Sequences whose every token is known beforehand, so that the same history can be stepped in two ways."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.policy: BatchAdmission[Sequence] = BatchAdmission(
+            AdmissionLimits(max_running=draw.choice([3, 6]), max_step_tokens=draw.choice([8, 40]))
+        )
+        kv = KvBlocks(draw.choice([26, 40, 200]), BLOCK_SIZE, prefix_cache=draw.random() < 0.7)
+        self.state: AdmissionState[Sequence] = AdmissionState(kv=kv, adapters=AdapterSlots(2, 1000))
+        self.arrivals: list[tuple[int, Sequence]] = []
+        self.ends: dict[Sequence, int] = {}
+        step = 0
+        for order in range(40):
+            step += draw.choice([0, 0, 1, 7, 30])
+            prompt, output = draw.randint(1, 20), draw.randint(1, 60)
+            tokens = array("i", [draw.randrange(2) for _ in range(prompt + output)])
+            seq = Sequence(
+                order=order, tokens=tokens, length=prompt, adapter=draw.choice(["", "a", "b", "c"]), adapter_bytes=10
+            )
+            self.arrivals.append((step, seq))
+            self.ends[seq] = prompt + output
+        self.step = 0
+        self.history: list[object] = []
+
+    def run(self, *, at_once: bool) -> list[object]:
+        """Work everything off; what the state was after each step that is not in the middle of a run of equal ones."""
+        while self.ends:
+            while self.arrivals and self.arrivals[0][0] <= self.step:
+                self.state.waiting.append(self.arrivals.pop(0)[1])
+            plan = self.policy.decide(self.state, 0.0)
+            until_arrival = self.arrivals[0][0] - self.step if self.arrivals else 1000
+            until_end = min((self.ends[seq] - seq.length for seq in plan.decodes), default=1)
+            limit = 1 if plan.prefills else min(until_arrival, until_end)
+            steps = steady_steps(self.state, plan, limit) if at_once else 1
+            if plan.prefills or not at_once:
+                for seq in advance(plan):
+                    seq.length += 1
+            else:
+                advance_steady(self.state, plan, steps)
+            self.step += steps
+            for seq in [seq for seq in self.state.running if seq.length >= self.ends[seq]]:
+                remove(self.state, seq)
+                del self.ends[seq]
+            self.state.kv.check(seq.blocks for seq in self.state.running)
+            self.history.append((self.step, self._books()))
+        return self.history
+
+    def _books(self) -> object:
+        kv = self.state.kv
+        held = [(seq.order, seq.computed, seq.length, seq.published, tuple(seq.blocks)) for seq in self.state.running]
+        waiting = [(seq.order, seq.bypassed, seq.length) for seq in self.state.waiting]
+        return held if kv.prefix_cache else [(*entry[:-1], len(entry[-1])) for entry in held], waiting, kv.free, kv.cached
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_run_of_equal_steps_leaves_the_books_of_its_single_steps(seed: int) -> None:
+    single, at_once = Scripted(seed).run(at_once=False), Scripted(seed).run(at_once=True)
+    assert len(at_once) < len(single)
+    books = dict(single)
+    assert all(books[step] == entry for step, entry in at_once)
+
+
+def test_a_run_ends_before_a_block_has_to_be_taken_from_somebody() -> None:
+    world = World(blocks=4, prefix_cache=False)
+    seqs = [world.add(4), world.add(4)]
+    world.step()
+    plan = world.decide()
+    assert plan.decodes == seqs and world.state.kv.free == 0
+    assert steady_steps(world.state, plan, 100) == 4
+    assert steady_steps(world.state, plan, 3) == 3
+
+
+def test_a_step_with_prefill_does_not_repeat_itself() -> None:
+    world = World(max_step_tokens=8)
+    world.add(4)
+    world.step()
+    world.add(20)
+    assert steady_steps(world.state, world.decide(), 100) == 1

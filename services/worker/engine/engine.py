@@ -73,8 +73,8 @@ class Engine:
     @property
     def prefill_tokens_waiting(self) -> int:
         """Tokens that are still to be prefilled, of waiting and running sequences."""
-        behind = sum(len(live.tokens) - live.computed for live in self._live.values())
-        return behind - sum(1 for live in self._state.running if len(live.tokens) - live.computed == 1)
+        behind = sum(live.length - live.computed for live in self._live.values())
+        return behind - sum(1 for live in self._state.running if live.length - live.computed == 1)
 
     def briefs(self) -> list[RequestBrief]:
         """Every request here, waiting or running."""
@@ -242,7 +242,7 @@ class Engine:
                 continue
             request = live.request
             item = StreamItem(request.request_id, request.epoch, live.output_tokens, [token])
-            live.tokens.append(token)
+            live.append(token)
             if not live.reported:
                 live.reported = True
                 item.cached_tokens = live.cached_prompt_tokens
@@ -374,7 +374,7 @@ def _finish_of(live: Live) -> FinishReason | None:
     """Whether the last token ended the sequence. Ending tokens before min_tokens cannot be drawn, so are not asked for."""
     if live.tokens[-1] in live.ending:
         return "stop"
-    return "length" if len(live.tokens) >= live.max_length else None
+    return "length" if live.length >= live.max_length else None
 
 
 def _count(plan: Plan[Live], stats: StepStats) -> None:

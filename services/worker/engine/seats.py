@@ -27,7 +27,7 @@ class Live(Sequence):
 
     @property
     def output_tokens(self) -> int:
-        return len(self.tokens) - self.prompt_tokens
+        return self.length - self.prompt_tokens
 
     def brief(self) -> RequestBrief:
         """What a scheduler must know of it."""
@@ -102,7 +102,7 @@ class Seats:
             at = chunk.stop
             self._seq_starts[index + 1] = at
             context_lens[index] = end
-            if end == len(live.tokens):
+            if end == live.length:
                 drawn.append(index)
                 logit_rows.append(at - 1)
         contexts = context_lens[:sequences]

@@ -1,0 +1,132 @@
+"""The live engine and the twin's worker get the same requests and must run the same batches, step for step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.engine import Engine
+from services.worker.engine.model_config import read_model_config
+from shared.model import WorkerLimits
+from tests.services.worker.support_engine import BLOCK_SIZE, make_engine, request, run
+from tests.support_models import MAX_LEN, VOCAB, make_adapters, make_checkpoint
+from twin.cluster import Cluster
+from twin.events import PS_PER_MS
+from twin.steps import A10_MBGMV, Batch
+from twin.worker import WorkerSpec
+from twin.workload import Workload
+
+REQUESTS = 40
+PREFIX_TOKENS = 12  # a block and a half
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[HostAdapter]]:
+    directory = tmp_path_factory.mktemp("parity")
+    model_dir = make_checkpoint("llama2", directory)
+    config = read_model_config(model_dir)
+    return model_dir, [HostAdapter.from_blob(one.blob, config) for one in make_adapters(model_dir, directory)]
+
+
+@dataclass
+class Recorder:
+    """A step model by which every step takes a millisecond; remembers the batches."""
+
+    context_token_ps: int = 0
+    batches: list[Batch] = field(default_factory=list)
+
+    def fixed_ps(self, batch: Batch) -> int:
+        self.batches.append(batch)
+        return PS_PER_MS
+
+
+def scripted(seed: int, engine: Engine, adapters: list[HostAdapter]) -> tuple[Workload, list[list[int]]]:
+    """A workload with one arrival before every step, and its prompts: some begin alike, all end differently."""
+    rng = np.random.default_rng(seed)
+    prefix = [tuple(rng.integers(3, size=rng.integers(4)).tolist()) for _ in range(REQUESTS)]
+    tail = rng.integers(1, 30, size=REQUESTS)
+    prompts = [
+        [10 + block for block in prefix[i] for _ in range(PREFIX_TOKENS)] + rng.integers(20, VOCAB, size=tail[i]).tolist()
+        for i in range(REQUESTS)
+    ]
+    return (
+        Workload(
+            # the engine sees what came before a step; the twin's steps begin at whole milliseconds
+            arrival_s=np.maximum(0.0, np.arange(REQUESTS) - 0.5) / 1000.0,
+            adapter=rng.integers(-1, len(adapters), size=REQUESTS),
+            prompt_tokens=np.array([len(prompt) for prompt in prompts]),
+            output_tokens=rng.integers(5, 40, size=REQUESTS),
+            ranks=np.array([adapter.rank for adapter in adapters]),
+            adapter_bytes=np.array([engine._runner.adapter_bytes(adapter) for adapter in adapters]),
+            prefix=prefix,
+            prefix_tokens=PREFIX_TOKENS,
+        ),
+        prompts,
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("kv_blocks", "max_step_tokens", "max_loras", "prefix_cache"),
+    [(600, 256, 16, True), (600, 24, 16, False), (40, 48, 2, True), (30, 64, 3, False)],
+)
+def test_the_twins_worker_runs_the_batches_of_the_live_engine(
+    checkpoint, seed: int, kv_blocks: int, max_step_tokens: int, max_loras: int, prefix_cache: bool
+) -> None:
+    model_dir, adapters = checkpoint
+    limits = {"kv_blocks": kv_blocks, "max_loras": max_loras, "prefix_cache": prefix_cache}
+    engine = make_engine(model_dir, max_running=12, max_step_tokens=max_step_tokens, **limits)
+    workload, prompts = scripted(seed, engine, adapters)
+    requests = []
+    for i, prompt in enumerate(prompts):
+        adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
+        requests.append(request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i])))
+    live = run(engine, requests, per_step=1)
+
+    recorder = Recorder()
+    worker = WorkerSpec(
+        limits=WorkerLimits(
+            base_model="m",
+            max_model_len=MAX_LEN,
+            max_running=12,
+            max_waiting=1000,
+            block_size=BLOCK_SIZE,
+            kv_blocks_total=kv_blocks,
+            adapter_bytes_total=engine._runner.lora_bytes_total,
+            max_lora_rank=64,
+        ),
+        perf=A10_MBGMV,
+        steps=recorder,
+        max_step_tokens=max_step_tokens,
+        max_loras=max_loras,
+        prefix_cache=prefix_cache,
+    )
+    cluster = Cluster(workload, [worker], None)
+    cluster.workers[0].max_run = 1
+    cluster.run()
+
+    assert [
+        (b.decode_rows, b.prefill_requests, b.prefill_tokens, b.decode_rank_sum + b.prefill_rank_sum, b.distinct_adapters)
+        for b in recorder.batches
+    ] == [(s.decode_rows, s.prefill_requests, s.prefill_tokens, s.rank_sum, s.distinct_adapters) for s in live.steps]
+    assert [(b.waiting, len(b.loads)) for b in recorder.batches] == [(s.waiting, s.adapters_loaded) for s in live.steps]
+    metrics = cluster.metrics
+    assert metrics.preemptions == live.total("preempted") and metrics.prefix_tokens == live.total("cached_tokens")
+    ends = {int(request_id): item.index + len(item.tokens) for request_id, item in live.last.items()}
+    assert metrics.output_tokens.tolist() == [ends[i] for i in range(REQUESTS)]
+
+
+def test_those_settings_preempt_share_prefixes_and_evict_adapters(checkpoint) -> None:
+    model_dir, adapters = checkpoint
+    engine = make_engine(model_dir, max_running=12, max_step_tokens=48, kv_blocks=40, max_loras=2)
+    workload, prompts = scripted(0, engine, adapters)
+    requests = []
+    for i, prompt in enumerate(prompts):
+        adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
+        requests.append(request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i])))
+    live = run(engine, requests, per_step=1)
+    assert live.total("preempted") and live.total("cached_tokens") and live.total("adapters_loaded") > len(adapters)

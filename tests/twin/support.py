@@ -1,0 +1,89 @@
+"""Small clusters for the twin's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shared.model import Slo, WorkerLimits
+from twin.cluster import Bus, Cluster
+from twin.scheduler import SchedulerSpec
+from twin.steps import A10_MBGMV, PerfSteps
+from twin.storage import StorageModel
+from twin.worker import WorkerSpec
+from twin.workload import Intensity, Lengths, Workload, arrivals, pick, rank_mix, zipf
+
+RANK_BYTES = 1 << 20
+
+
+def workload(seed: int = 0, *, rate: float = 12.0, seconds: float = 20.0, prefixes: bool = False, cv: float = 2.0) -> Workload:
+    """Bursty arrivals of short requests on 63 adapters and the base."""
+    rng = np.random.default_rng(seed)
+    times = arrivals(rng, Intensity.constant(rate, seconds), cv=cv)
+    prompt, output = Lengths.lognormal(rng, prompt_mean=60, output_mean=80).draw(rng, len(times))
+    ranks = rank_mix(rng, 63, {8: 1, 16: 1, 32: 1, 64: 1, 128: 1})
+    return Workload(
+        arrival_s=times,
+        adapter=pick(rng, zipf(64), len(times)) - 1,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        ranks=ranks,
+        adapter_bytes=ranks * RANK_BYTES,
+        slos=(Slo(tpot_slo_ms=60.0),),
+        prefix=[tuple(rng.integers(4, size=3).tolist()) for _ in times] if prefixes else None,
+        prefix_tokens=32 if prefixes else 0,
+    )
+
+
+def spec(
+    *,
+    kv_blocks: int = 200,
+    max_running: int = 32,
+    max_waiting: int = 200,
+    context_token_ps: int = 1000,
+    prefix_cache: bool = False,
+    host_bytes: int | None = None,
+    max_loras: int = 8,
+) -> WorkerSpec:
+    limits = WorkerLimits(
+        base_model="base",
+        max_model_len=1024,
+        max_running=max_running,
+        max_waiting=max_waiting,
+        block_size=16,
+        kv_blocks_total=kv_blocks,
+        adapter_bytes_total=1 << 30,
+        max_lora_rank=128,
+    )
+    return WorkerSpec(
+        limits=limits,
+        perf=A10_MBGMV,
+        steps=PerfSteps(A10_MBGMV, waiting_ms=0.01, context_token_ps=context_token_ps),
+        storage=StorageModel(host_bytes=host_bytes),
+        prefix_cache=prefix_cache,
+        max_loras=max_loras,
+    )
+
+
+def run(load: Workload, worker: WorkerSpec, *, workers: int = 3, max_run: int | None = None, **options: Any) -> Cluster:
+    """A finished run that left nothing behind. `max_run` bounds how many steps are advanced in one go."""
+    options.setdefault("bus", Bus(submit_ms=0.5, assign_ms=1.0, stream_ms=0.2))
+    options.setdefault("scheduler", SchedulerSpec())
+    cluster = Cluster(load, [worker] * workers, **options)
+    for one in cluster.workers:
+        if max_run is not None:
+            one.max_run = max_run
+    cluster.run()
+    for one in cluster.workers:
+        assert not one.live and not one.state.running and not one.state.waiting
+        one.state.kv.check([])
+        one.state.adapters.check({})
+    return cluster
+
+
+def history(cluster: Cluster) -> dict[str, Any]:
+    """Everything that a run decided and measured, to the bit."""
+    metrics = cluster.metrics
+    columns = ("first_ps", "end_ps", "admitted_ps", "worker", "output_tokens", "refused")
+    return {**{name: getattr(metrics, name).tolist() for name in columns}, "figures": cluster.summary()}

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.twin.support import RANK_BYTES, history, run, spec, workload
+from twin.cluster import Bus, Cluster
+from twin.metrics import NEVER
+from twin.scheduler import SchedulerSpec
+from twin.workload import Workload
+
+SETTINGS = {
+    "plain": ({}, {}),
+    "short of memory, with preemptions": ({"kv_blocks": 70}, {}),
+    "no part in proportion to the context": ({"context_token_ps": 0}, {}),
+    "prefix cache": ({"prefix_cache": True, "kv_blocks": 150}, {"prefixes": True}),
+    "prefix cache short of memory": ({"prefix_cache": True, "kv_blocks": 70, "host_bytes": 1 << 30}, {"prefixes": True}),
+    "host memory for a few adapters": ({"host_bytes": 512 * RANK_BYTES}, {}),
+    "more requests than room": ({"max_running": 4, "max_waiting": 6}, {"rate": 20.0}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("seed", range(2))
+def test_steps_advanced_in_one_go_give_the_history_of_single_steps(setting: str, seed: int) -> None:
+    worker, load = SETTINGS[setting]
+    at_once = run(workload(seed, **load), spec(**worker), schedulers=2)
+    one_by_one = run(workload(seed, **load), spec(**worker), schedulers=2, max_run=1)
+    assert history(at_once) == history(one_by_one)
+
+
+def test_the_settings_of_that_test_do_what_they_say() -> None:
+    worker, load = SETTINGS["prefix cache short of memory"]
+    metrics = run(workload(0, **load), spec(**worker)).metrics
+    assert metrics.preemptions and metrics.prefix_tokens and metrics.host_misses and metrics.evictions
+    worker, load = SETTINGS["more requests than room"]
+    assert run(workload(0, **load), spec(**worker)).metrics.refused.any()
+
+
+def test_the_same_arguments_give_the_same_history_and_another_seed_does_not() -> None:
+    first, again, other = (run(workload(3), spec(), schedulers=3, seed=seed) for seed in (1, 1, 2))
+    assert history(first) == history(again)
+    assert history(first) != history(other)
+
+
+def test_every_request_ends_once_and_gets_all_its_tokens() -> None:
+    load = workload(1)
+    cluster = run(load, spec())
+    metrics = cluster.metrics
+    done = metrics.end_ps != NEVER
+    assert (done ^ metrics.refused).all()
+    assert (metrics.output_tokens[done] == load.output_tokens[done]).all()
+    assert (metrics.first_ps[done] <= metrics.end_ps[done]).all()
+    assert (metrics.admitted_ps[done] >= np.rint(load.arrival_s[done] * 1e12)).all()
+
+
+def test_a_lone_request_takes_the_time_of_its_steps() -> None:
+    load = workload(0).take(np.arange(1))
+    load = replace(load, arrival_s=np.zeros(1), prompt_tokens=np.array([600]), output_tokens=np.array([11]))
+    load = replace(load, adapter=np.array([-1]))
+    worker = spec(context_token_ps=0)
+    cluster = run(load, worker, workers=1, scheduler=None, bus=Bus())
+    perf = worker.perf
+    prefill = 2 * perf.prefill_base_ms + 600 * perf.prefill_token_ms  # in two chunks: a step takes 512 tokens
+    figures = cluster.summary()
+    assert figures["ttft_ms"]["p50"] == pytest.approx(prefill)
+    assert figures["tpot_ms"]["p50"] == pytest.approx(perf.decode_base_ms + perf.decode_row_ms)
+    assert figures["itl_ms"]["mean"] == pytest.approx(perf.decode_base_ms + perf.decode_row_ms)
+
+
+def test_a_cold_adapter_is_loaded_once_for_all_who_wait_for_it() -> None:
+    load = workload(0).take(np.arange(6))
+    load = replace(load, arrival_s=np.zeros(6), adapter=np.zeros(6, np.int64))
+    cluster = run(load, spec(host_bytes=1 << 30), workers=1, scheduler=None)
+    host = cluster.workers[0].host
+    assert (host.fetches, host.reads, cluster.metrics.host_misses, cluster.metrics.device_loads) == (1, 0, 6, 1)
+
+
+def test_a_second_scheduler_learns_from_the_workers_states() -> None:
+    """With states seconds apart two schedulers do not see each other's assignments, and the load gets uneven."""
+    load = workload(5, rate=30.0, cv=1.0)
+
+    def unevenness(bus: Bus) -> float:
+        cluster = run(load, spec(kv_blocks=2000), workers=4, schedulers=4, bus=bus, scheduler=SchedulerSpec(policy="most-idle"))
+        return cluster.summary()["tpot_ms"]["p99"]
+
+    fresh, late = unevenness(Bus(state_ms=0.1)), unevenness(Bus(state_ms=2500.0))
+    assert fresh < late
+
+
+def test_time_can_be_stopped_and_goes_on() -> None:
+    load = workload(2)
+    whole = run(load, spec())
+    cluster = Cluster(load, [spec()] * 3, SchedulerSpec(), bus=Bus(submit_ms=0.5, assign_ms=1.0, stream_ms=0.2))
+    seen: list[float] = []
+    cluster.run(until_s=7.5)
+    assert cluster.events.now_s == 7.5
+    half = cluster.summary()
+    assert 0 < half["finished"] < len(load) and half["duration_s"] == 7.5
+    cluster.run(progress=seen.append)
+    assert history(cluster) == history(whole)
+    assert seen == sorted(seen) and len(seen) > 1
+
+
+def test_several_workers_need_a_scheduler() -> None:
+    with pytest.raises(ValueError, match="2 workers need a scheduler"):
+        Cluster(workload(), [spec()] * 2, None)
+
+
+@pytest.mark.parametrize("host_bytes", [None, 100 * RANK_BYTES])
+def test_an_adapter_that_never_fits_is_refused_before_the_run(host_bytes: int | None) -> None:
+    load = workload()
+    load = replace(load, adapter_bytes=load.adapter_bytes * (1000 if host_bytes is None else 1))
+    with pytest.raises(ValueError, match="device memory" if host_bytes is None else "host memory"):
+        Cluster(load, [spec(host_bytes=host_bytes)], None)
+
+
+def test_no_requests_are_a_result_too() -> None:
+    empty: Workload = workload().take(np.arange(0))
+    figures = run(empty, spec()).summary()
+    assert figures["requests"] == 0 and figures["ttft_ms"] == {} and figures["duration_s"] == 0.0

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from twin.events import PS_PER_MS, Events
+from twin.steps import Link
+from twin.storage import LOADS_AT_ONCE, HostTier, StorageModel
+
+SIZE = 100
+
+
+def host(room: int) -> tuple[HostTier, Events]:
+    events = Events()
+    return HostTier(StorageModel(host_bytes=room, disk=Link(1.0, 0.0), store=Link(10.0, 0.0)), events), events
+
+
+def load(tier: HostTier, events: Events, digest: str) -> int:
+    """Acquire and wait; how many milliseconds it took."""
+    began, came = events.now_ps, []
+    if tier.acquire(digest, SIZE, lambda: came.append(events.now_ps)):
+        return 0
+    events.run()
+    assert came == [events.now_ps]
+    return (events.now_ps - began) // PS_PER_MS
+
+
+def test_the_first_load_comes_from_the_store_and_later_ones_from_disk() -> None:
+    tier, events = host(SIZE)
+    assert load(tier, events, "a") == 10
+    assert load(tier, events, "a") == 0  # a second holder
+    tier.release("a")
+    tier.release("a")
+    assert "a" in tier
+    assert load(tier, events, "b") == 10
+    assert "a" not in tier
+    tier.release("b")
+    assert load(tier, events, "a") == 1
+    assert (tier.fetches, tier.reads) == (2, 1)
+
+
+def test_the_copy_released_longest_ago_leaves_first() -> None:
+    tier, events = host(3 * SIZE)
+    for digest in "abc":
+        load(tier, events, digest)
+    for digest in "bac":
+        tier.release(digest)
+    load(tier, events, "d")
+    assert sorted(tier.digests()) == ["a", "c", "d"]
+
+
+def test_a_load_waits_for_a_holder_to_let_go() -> None:
+    tier, events = host(SIZE)
+    load(tier, events, "a")
+    came: list[str] = []
+    assert not tier.acquire("b", SIZE, lambda: came.append("b"))
+    events.run()
+    assert came == []
+    tier.release("a")
+    events.run()
+    assert came == ["b"]
+
+
+def test_only_so_many_loads_run_at_once() -> None:
+    tier, events = host(100 * SIZE)
+    ended: list[int] = []
+    for i in range(2 * LOADS_AT_ONCE):
+        tier.acquire(str(i), SIZE, lambda: ended.append(events.now_ps // PS_PER_MS))
+    events.run()
+    assert ended == [10] * LOADS_AT_ONCE + [20] * LOADS_AT_ONCE
