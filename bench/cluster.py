@@ -31,9 +31,10 @@ from policies.dispatch import POLICIES
 from policies.perf_model import MIB
 from shared.model import PerfModel, Slo, WorkerLimits
 from twin.cluster import Bus, Cluster
+from twin.memory import LLAMA2_7B
 from twin.metrics import Latencies
 from twin.scheduler import SchedulerSpec
-from twin.steps import A10_BGMV, A10_MBGMV, LLAMA2_7B_RANK_BYTES, PerfSteps
+from twin.steps import A10_BGMV, A10_MBGMV, PerfSteps
 from twin.traces import read_lengths, read_popularity
 from twin.worker import WorkerSpec
 from twin.workload import Intensity, Lengths, Workload, arrivals, pick, rank_mix, zipf
@@ -85,7 +86,7 @@ class Setting:
         slo = Slo(ttft_slo_ms=60_000.0, tpot_slo_ms=tpot_slo_ms)  # the objective is the time per token
         return Workload(
             arrival_s=at, adapter=adapter, prompt_tokens=prompt, output_tokens=output, ranks=ranks,
-            adapter_bytes=ranks * LLAMA2_7B_RANK_BYTES, slos=(slo,),
+            adapter_bytes=ranks * LLAMA2_7B.adapter_rank_bytes(("q_proj", "k_proj", "v_proj")), slos=(slo,),
         )  # fmt: skip
 
 

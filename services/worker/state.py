@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from policies.perf_model import decode_ms, prefill_ms
 from policies.worker_load import tokens_left
 from services.worker.engine.request import StepStats
 from shared.messages import WorkerDelta, WorkerSnapshot
@@ -134,12 +135,15 @@ class StepTimes:
     """
 
     FORGET = 0.998
+    DRIFT_SHARE = 0.02  # what one step counts in `drift`
     TRUST = 1.0  # start covariance, in units of (1 / start value)^2: how easily the first steps move a coefficient
 
     def __init__(self, start: PerfModel) -> None:
         self._start = start
         self._decode = _Fit([start.decode_base_ms, start.decode_row_ms, start.decode_lora_ms])
         self._prefill = _Fit([start.prefill_base_ms, start.prefill_token_ms, start.prefill_lora_ms])
+        self.drift = {"decode": 0.0, "prefill": 0.0}
+        """How much longer steps take of late than the start values say, as a share; negative when they are shorter."""
 
     def observe(self, step_ms: float, stats: StepStats) -> None:
         """One step's time and what was in it. The prefilling requests' share of the ranks goes by their number."""
@@ -147,11 +151,25 @@ class StepTimes:
         if not rows:
             return
         decode_ranks = stats.rank_sum * stats.decode_rows / rows
+        self._note_drift(step_ms, stats, decode_ranks)
         if not stats.prefill_tokens:
             self._decode.observe([1.0, stats.decode_rows, decode_ranks], step_ms)
             return
         decode_ms = self._decode.predict([1.0, stats.decode_rows, decode_ranks]) if stats.decode_rows else 0.0
         self._prefill.observe([1.0, stats.prefill_tokens, stats.rank_sum - decode_ranks], max(0.0, step_ms - decode_ms))
+
+    def _note_drift(self, step_ms: float, stats: StepStats, decode_ranks: float) -> None:
+        start, expected_ms = self._start, 0.0
+        bgmv = start.kernel == "bgmv"
+        if stats.decode_rows:
+            load = stats.decode_rows * stats.rank_max if bgmv else decode_ranks
+            expected_ms += decode_ms(start, float(stats.decode_rows), load)
+        if stats.prefill_tokens:
+            load = stats.prefill_requests * stats.rank_max if bgmv else stats.rank_sum - decode_ranks
+            expected_ms += prefill_ms(start, float(stats.prefill_tokens), load)
+        phase = "prefill" if stats.prefill_tokens else "decode"
+        if expected_ms > 0:
+            self.drift[phase] += self.DRIFT_SHARE * (step_ms / expected_ms - 1.0 - self.drift[phase])
 
     @property
     def model(self) -> PerfModel:
@@ -166,6 +184,8 @@ class StepTimes:
             decode_lora_ms=decode[2],
             load_base_ms=self._start.load_base_ms,
             load_ms_per_mib=self._start.load_ms_per_mib,
+            fetch_base_ms=self._start.fetch_base_ms,
+            fetch_ms_per_mib=self._start.fetch_ms_per_mib,
         )
 
 
