@@ -44,7 +44,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of equal prompt beginnings")] = True
     profile: Annotated[
         str,
-        Meta(description="file of `motet profile` with this worker's step times; without it they are learned while serving"),
+        Meta(description="file of `motet profile` with this worker's step times; without, they are learned while serving"),
     ] = ""
     adapter_cache_dir: Annotated[
         str, Meta(description="directory of downloaded adapters, kept over restarts; empty: a private one, removed at exit")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from policies.perf_model import decode_ms, prefill_ms
 from policies.worker_load import tokens_left
 from services.worker.engine.request import StepStats
 from shared.messages import WorkerDelta, WorkerSnapshot
@@ -128,8 +127,8 @@ class WorkerView:
 class StepTimes:
     """A running estimate of `PerfModel` from the engine's own steps.
 
-    Two recursive least-squares fits with forgetting: decode over (1, rows, sum of ranks) from steps without prefill, and
-    prefill over (1, tokens, sum of ranks) from what a step with prefill took beyond its decode part. A batch that
+    Two recursive least-squares fits with forgetting: decode over (1, rows, LoRA load) from steps without prefill, and
+    prefill over (1, tokens, LoRA load) from what a step with prefill took beyond its decode part. A batch that
     always looks the same cannot tell the three coefficients apart; the start values then keep their proportions, since
     the fit moves no further from them than the data asks. Coefficients never go below zero.
     """
@@ -150,26 +149,25 @@ class StepTimes:
         rows = stats.decode_rows + stats.prefill_requests
         if not rows:
             return
-        decode_ranks = stats.rank_sum * stats.decode_rows / rows
-        self._note_drift(step_ms, stats, decode_ranks)
+        if self._start.kernel == "bgmv":
+            decode_load = float(stats.decode_rows * stats.rank_max)
+            prefill_load = float(stats.prefill_requests * stats.rank_max)
+        else:
+            decode_load = stats.rank_sum * stats.decode_rows / rows
+            prefill_load = stats.rank_sum - decode_load
+        decode, prefill = [1.0, stats.decode_rows, decode_load], [1.0, stats.prefill_tokens, prefill_load]
+        expected_ms = self._decode.start(decode) if stats.decode_rows else 0.0
         if not stats.prefill_tokens:
-            self._decode.observe([1.0, stats.decode_rows, decode_ranks], step_ms)
+            self._decode.observe(decode, step_ms)
+            self._note_drift("decode", step_ms, expected_ms)
             return
-        decode_ms = self._decode.predict([1.0, stats.decode_rows, decode_ranks]) if stats.decode_rows else 0.0
-        self._prefill.observe([1.0, stats.prefill_tokens, stats.rank_sum - decode_ranks], max(0.0, step_ms - decode_ms))
+        decode_ms = self._decode.predict(decode) if stats.decode_rows else 0.0
+        self._prefill.observe(prefill, max(0.0, step_ms - decode_ms))
+        self._note_drift("prefill", step_ms, expected_ms + self._prefill.start(prefill))
 
-    def _note_drift(self, step_ms: float, stats: StepStats, decode_ranks: float) -> None:
-        start, expected_ms = self._start, 0.0
-        bgmv = start.kernel == "bgmv"
-        if stats.decode_rows:
-            load = stats.decode_rows * stats.rank_max if bgmv else decode_ranks
-            expected_ms += decode_ms(start, float(stats.decode_rows), load)
-        if stats.prefill_tokens:
-            load = stats.prefill_requests * stats.rank_max if bgmv else stats.rank_sum - decode_ranks
-            expected_ms += prefill_ms(start, float(stats.prefill_tokens), load)
-        phase = "prefill" if stats.prefill_tokens else "decode"
+    def _note_drift(self, kind: str, step_ms: float, expected_ms: float) -> None:
         if expected_ms > 0:
-            self.drift[phase] += self.DRIFT_SHARE * (step_ms / expected_ms - 1.0 - self.drift[phase])
+            self.drift[kind] += self.DRIFT_SHARE * (step_ms / expected_ms - 1.0 - self.drift[kind])
 
     @property
     def model(self) -> PerfModel:
@@ -193,15 +191,21 @@ class _Fit:
     """Recursive least squares on features scaled by the start weights, so that one covariance suits all of them."""
 
     MAX_COVARIANCE = 100.0
+    USUAL_MS = (1.0, 0.1, 0.01)  # scale of a coefficient that starts at zero: base, per row or token, per unit of LoRA load
 
     def __init__(self, start: list[float]) -> None:
-        self._scale = np.array(start)
-        self._w = np.ones(len(start))
+        self._start = np.array(start)
+        self._scale = np.where(self._start > 0, self._start, self.USUAL_MS)
+        self._w = self._start / self._scale
         self._p = np.eye(len(start)) * StepTimes.TRUST
 
     @property
     def weights(self) -> list[float]:
         return [float(v) for v in np.maximum(self._w, 0.0) * self._scale]
+
+    def start(self, features: list[float]) -> float:
+        """What the start values say."""
+        return float(np.dot(self._start, features))
 
     def predict(self, features: list[float]) -> float:
         return float(np.dot(np.maximum(self._w, 0.0) * self._scale, features))
