@@ -100,7 +100,7 @@ class Cluster:
 
     def run(self, until_s: float | None = None, *, progress: Callable[[float], None] | None = None) -> None:
         """Let time pass until every request has an end, or until `until_s`. `progress(now_s)` is called now and then."""
-        events, every = self.events, 10 * PS_PER_S
+        events, every = self.events, PS_PER_S
         until_ps = None if until_s is None else round(until_s * PS_PER_S)
         while self._open and (until_ps is None or events.now_ps < until_ps):
             if not len(events):

@@ -4,12 +4,13 @@
     ┌──────────────────────────────────────────────────────────────────┘
     └─> decide ─> one step, or a run of equal ones ─> advance, draw tokens, end sequences ─> decide ...
 
-A *run* is a number of decode steps that `policies.batch_admission.steady_steps` says are all alike. It is one event. When
-something happens in the middle (an arrival, a heartbeat), the steps that have ended by then are booked, and an arrival
-shortens the run to the end of the step it falls into, where the live engine would see it:
+A *run* is a number of decode steps that `policies.batch_admission.steady_steps` says are all alike. It is one event. An
+arrival in the middle shortens it to the end of the step it falls into, where the live engine would see it; a report in the
+middle books the steps that have ended by then:
 
     step      |  1  |  2  |  3  |  4  |  5  |  6  |     planned
-    arrival                  ^                          steps 1, 2 are booked now; the run ends after 3
+    report                   ^                          1 and 2 are booked, the run is now 3 to 6
+    arrival                   ^                         the run ends after 3
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ class Live(Sequence):
     end_length: int  # prompt and output tokens, when it ends
     request_id: str
     predicted_tokens: int
-    arrived_ps: int  # at this worker
     phase: Phase = "waiting"
     decoding: bool = False
     last_token_ps: int = -1  # of the first token, and of the last one before a preemption
@@ -163,7 +163,6 @@ class Worker:
             end_length=end_length,
             request_id=request_id,
             predicted_tokens=predicted_tokens,
-            arrived_ps=self._events.now_ps,
         )
         self.live[request_id] = live
         if live.adapter and not self.host.acquire(live.adapter, live.adapter_bytes, lambda: self._enqueue(live)):
