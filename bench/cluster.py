@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ from twin.scheduler import SchedulerSpec
 from twin.steps import A10_BGMV, A10_MBGMV, PerfSteps
 from twin.traces import read_lengths, read_popularity
 from twin.worker import WorkerSpec
-from twin.workload import Intensity, Lengths, Workload, arrivals, pick, rank_mix, zipf
+from twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
 
 WORKERS, RATE, SLO_FACTOR = 60, 340.0, 1.5
-RANKS = {8: 1.0, 16: 1.0, 32: 1.0, 64: 1.0, 128: 1.0}
+RANKS = (8, 16, 32, 64, 128)
 ADAPTERS = 1250
 LOAD_BASE_MS, LOAD_MS_PER_MIB = 1.0, 0.28
 KV_BLOCKS, BLOCK_SIZE, ADAPTER_MIB, MAX_RUNNING = 512, 16, 2048, 32
@@ -75,14 +76,23 @@ class Setting:
         lengths = Lengths.lognormal(rng, prompt_mean=20.7, output_mean=65.8, prompt_cv=0.7, output_cv=0.95)
         return cls(zipf(ADAPTERS, 1.27), lengths, workers, seconds)
 
-    def workload(self, rate: float, tpot_slo_ms: float, *, rank: int | None = None, shared: bool = True) -> Workload:
-        """So many requests per second; all adapters of one rank, or each request its own adapter, if told so."""
-        rng = np.random.default_rng(1)
-        at = arrivals(rng, Intensity.constant(rate, WARM_S + self.seconds))
-        adapter = pick(rng, self.shares, len(at)) if shared else np.arange(len(at))
-        adapters = len(self.shares) if shared else max(1, len(at))
-        ranks = rank_mix(rng, adapters, RANKS) if rank is None else np.full(adapters, rank)
-        prompt, output = self.lengths.draw(rng, len(at))
+    @cached_property
+    def ranks(self) -> NDArray[np.int64]:
+        """One per adapter: each rank once among every five neighbours in popularity, so that no rank is favoured."""
+        rng = np.random.default_rng(4)
+        fives = -(-len(self.shares) // len(RANKS))
+        in_order = np.concatenate([rng.permutation(RANKS) for _ in range(fives)])[: len(self.shares)]
+        ranks = np.empty(len(self.shares), np.int64)
+        ranks[np.argsort(-self.shares, kind="stable")] = in_order
+        return ranks
+
+    def workload(self, rate: float, tpot_slo_ms: float, *, rank: int = 0, shared: bool = True) -> Workload:
+        """So many requests per second for the adapters; not `shared`: each for an adapter of its own, of this rank."""
+        times, choices, pairs = (np.random.default_rng(seed) for seed in (1, 2, 3))  # alike at every rate
+        at = arrivals(times, Intensity.constant(rate, WARM_S + self.seconds))
+        adapter = pick(choices, self.shares, len(at)) if shared else np.arange(len(at))
+        ranks = self.ranks if shared else np.full(max(1, len(at)), rank)
+        prompt, output = self.lengths.draw(pairs, len(at))
         slo = Slo(ttft_slo_ms=60_000.0, tpot_slo_ms=tpot_slo_ms)  # the objective is the time per token
         return Workload(
             arrival_s=at, adapter=adapter, prompt_tokens=prompt, output_tokens=output, ranks=ranks,

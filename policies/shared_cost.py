@@ -50,9 +50,9 @@ from policies.perf_model import Floats, decode_ms, prefill_ms
 PENALTY_MS = 100.0
 """Per token, for an objective that is missed by its own size."""
 LASTING = 2.0
-NEAR = 0.01
+NEAR = 0.005
 """Share of the best cost within which another worker is as good."""
-YOUNG, YOUNG_STEPS = 0.3, 6.0
+YOUNG, YOUNG_STEPS = 0.5, 10.0
 
 
 def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
