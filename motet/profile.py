@@ -14,7 +14,7 @@ from motet.talk import terminal
 from policies.perf_fit import Fitted, fit
 from shared.config import ConfigError, load
 from shared.hub import resolve_model
-from shared.profile import VERSION, EngineFacts, FitFacts, Profile, Steps, write_profile
+from shared.profile import VERSION, EngineFacts, FitFacts, Profile, Steps, Storage, write_profile
 
 GOOD_R2 = 0.96  # CaraServe, section 5
 
@@ -52,6 +52,10 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
                 config, resolve_model(model), seconds=seconds, progress=lambda share: bar.update(task, completed=share)
             )
         fitted = fit(measured.steps, measured.loads)
+        storage = Storage()
+        perf = msgspec.structs.replace(
+            fitted.perf, fetch_base_ms=storage.store_base_ms, fetch_ms_per_mib=storage.store_ms_per_mib
+        )
     except (ConfigError, ValueError) as error:
         click.echo(f"motet profile: {error}", err=True)
         sys.exit(2)
@@ -62,7 +66,8 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
             motet_profile=VERSION,
             name=f"{measured.limits.base_model} on {measured.limits.device}",
             limits=measured.limits,
-            perf=fitted.perf,
+            perf=perf,
+            storage=storage,
             fit=facts,
             steps=Steps(context_token_ms=fitted.context_token_ms),
             engine=EngineFacts(
