@@ -161,6 +161,7 @@ def _adapters(model_dir: Path, max_rank: int) -> dict[int, list[HostAdapter]]:
             pairs[layer, module] = (1.0, a, torch.randn(fan_out, rank, generator=generator) * 0.01)
         nbytes = sum(2 * (a.numel() + b.numel()) for _, a, b in pairs.values())  # in 16 bits, as adapters come
         digest = hashlib.sha256(f"profile-{rank}-{number}".encode()).hexdigest()
-        return HostAdapter(digest=digest, rank=rank, ranks=dict.fromkeys(ATTENTION, rank), nbytes=nbytes, pairs=pairs)
+        ranks = dict.fromkeys(ATTENTION, rank)
+        return HostAdapter(digest=digest, rank=rank, ranks=ranks, nbytes=nbytes, pairs=pairs, memory=bytearray())  # no blob
 
     return {rank: [make(rank, number) for number in range(ADAPTERS_PER_RANK)] for rank in RANKS if rank <= max_rank}
