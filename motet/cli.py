@@ -29,6 +29,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "status": ("motet.status:status", "What is running and how it is doing."),
     },
     "Planning": {
+        "profile": ("motet.profile:profile", "Measure a worker's step times on this machine."),
         "simulate": ("motet.simulate:simulate", "What would a cluster do with a workload? The digital twin."),
     },
     "Single services": {

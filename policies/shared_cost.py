@@ -4,12 +4,11 @@ For each worker, with N requests there and the new one r, in milliseconds per ou
 
     step     = Dec(N + r)                                    one decode step with r in the batch
     stall    = r's share of a prefill, and its adapter's copy if it is missing: so long everybody waits once
-    others   = N * (stall + [Dec(N + r) - Dec(N)] * min(left, out(r))) / L
+    others   = N * (stall / L + LASTING * [Dec(N + r) - Dec(N)])
     own      = step + N * Pre(nothing) / L + wait / out(r)   each of the N is followed by another request in L tokens
     cost     = others + own + penalties
 
-L is the average response length, out(r) the predicted one, `left` what a request there has still to produce. The paper's
-Algorithm 1 is `others` with no copy and everybody there until the end. What it lacks:
+L is the average response length, out(r) the predicted one. The paper's Algorithm 1 is `others` with no copy. What it lacks:
 
 r's own time. Without it slow workers are filled as gladly as fast ones, and a queue never weighs against a loaded adapter.
 
@@ -24,8 +23,12 @@ requests have begun, and that fades within YOUNG_STEPS steps. It makes workers t
     wait     = queue's prefill + copy (+ fetch, if the worker has it in no tier) + the time until a seat is free
                + the time until enough KV blocks are free
 
-Penalties, steep but finite, so that among workers that all break something the least harm wins: r's time to first token
-over its objective, r's time per token over its objective, and that over the strictest objective of those that are there.
+Keeping ranks apart. With BGMV a request of a high rank slows all others, and the next one of that rank comes to the same
+place, so what it adds lasts longer than the request itself: it counts LASTING times.
+
+Penalties grow with the share by which an objective is missed: r's time to first token, r's time per token, and that over
+the strictest objective of those that are there. A step at the objective instead would, once no worker keeps it, send
+requests to wherever it is missed by least and mix the ranks that the cost keeps apart, which costs everybody more.
 
 Several schedulers that see the same states must not all choose the same worker. Own assignments count at once
 (`flights`); for those of others, which no state shows yet, the choice falls on any worker whose cost is within NEAR of
@@ -44,11 +47,12 @@ from policies.choice import Choice, adapter_ms, spread
 from policies.cluster_state import ClusterState, PerfColumns, hash_of
 from policies.perf_model import Floats, decode_ms, prefill_ms
 
-PENALTY_MS = 1000.0
-"""Per token, for an objective that is broken; it grows with the excess."""
-NEAR = 0.02
+PENALTY_MS = 100.0
+"""Per token, for an objective that is missed by its own size."""
+LASTING = 2.0
+NEAR = 0.005
 """Share of the best cost within which another worker is as good."""
-YOUNG, YOUNG_STEPS = 0.5, 4.0
+YOUNG, YOUNG_STEPS = 0.5, 10.0
 
 
 def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
@@ -81,10 +85,9 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     copy, fetch = adapter_ms(state, perf, ask)
     stall = alone + joins * (queue_with - queue - alone) + copy
 
-    left = (t["running_left"] + t["queue_out"]) / np.maximum(n, 1.0)
     began_s = np.maximum(t["began_s"], np.where(queued > 0, t["opened_s"], -np.inf))
     young = np.where(n > 0, YOUNG * np.exp((began_s - now_s) / (YOUNG_STEPS * steps_s)), 0.0)
-    others = n * (stall + d_step * np.minimum(left, out)) / avg_resp_len + young * stall * (1.0 - joins)
+    others = n * (stall / avg_resp_len + LASTING * d_step) + young * stall * (1.0 - joins)
 
     tpot = step + n * perf.prefill_base_ms / avg_resp_len
     wait = queue_with + copy + fetch + _seat_wait_ms(t, step) + _memory_wait_ms(t, ask, step, out)
@@ -94,8 +97,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     tpot_excess = tpot / ask.tpot_slo_ms - 1.0
     breaks = (ttft_excess > 0) | (tpot_excess > 0)
     excess = np.maximum(ttft_excess, 0.0) + np.maximum(tpot_excess, 0.0) + np.maximum(tpot / t["tightest_tpot_ms"] - 1.0, 0.0)
-    cost += np.where(excess > 0, PENALTY_MS * (1.0 + excess), 0.0)
-    return cost, breaks
+    return cost + PENALTY_MS * excess, breaks
 
 
 def _seat_wait_ms(t: Mapping[str, NDArray], step_ms: Floats) -> Floats:

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.random import Generator
 
 from shared.model import Slo
+from shared.profile import FileError
 from twin.workload import Floats, Intensity, Ints, Lengths, Workload, pick
 
 VERSION = 1
@@ -40,14 +41,6 @@ MOONCAKE_BLOCK = 512  # tokens
 MAX_BLOCK_ID = 1 << 31
 
 Row = dict[str, Any]
-
-
-class FileError(ValueError):
-    """A file that cannot be used: which line, which field, why."""
-
-    def __init__(self, path: Path, line: int, field: str, reason: str) -> None:
-        super().__init__(f"{path.name}:{line}: {f'{field}: ' if field else ''}{reason}")
-        self.path, self.line, self.field, self.reason = path, line, field, reason
 
 
 @dataclass(frozen=True, kw_only=True)

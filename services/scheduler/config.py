@@ -29,3 +29,6 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     in_flight_s: Annotated[
         float, Meta(gt=0, description="seconds an accepted request counts without the worker's state showing it")
     ] = 3.0
+    decision_log: Annotated[
+        str, Meta(description="file for all that decisions rest on, written anew, to replay them; empty for none")
+    ] = ""

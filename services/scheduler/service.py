@@ -11,6 +11,8 @@ queue group gives it. What one assigned, the others learn from the workers' stat
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -22,10 +24,12 @@ from policies.worker_load import tokens_left
 from services.scheduler import metrics
 from services.scheduler.cluster import Cluster
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.decision_log import DecisionLog, Setup
 from services.scheduler.refusal import RETRY_S, refusal
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s
+from shared.config import ConfigError
 from shared.errors import DeadlineExceeded, MotetError, Overloaded, Unavailable, from_info
 from shared.leases import LeaseWatch
 from shared.messages import (
@@ -68,12 +72,16 @@ class SchedulerService(BusService):
         self._leases: LeaseWatch | None = None
         self._lengths = LengthQuantiles(ADAPTERS)
         self._policy = POLICIES[config.policy]()
+        self._log: DecisionLog | None = None
+        lease_held: Callable[[str], bool] = self._lease_held
+        if config.decision_log:
+            self._log = _open_log(config)
+            lease_held = self._log.lease_held(lease_held)
         self.cluster = Cluster(
-            stale_s=config.stale_s,
-            drop_s=config.drop_s,
-            in_flight_s=config.in_flight_s,
-            lease_held=lambda worker_id: self._leases is not None and self._leases.alive(worker_id),
+            stale_s=config.stale_s, drop_s=config.drop_s, in_flight_s=config.in_flight_s, lease_held=lease_held
         )
+        if self._log is not None:
+            self._log.follow(self.cluster)
 
     # ---- life
 
@@ -95,6 +103,14 @@ class SchedulerService(BusService):
             if watching.done() and self._leases is not None and all(map(self.cluster.knows, self._leases.ids())):
                 return
             await asyncio.sleep(0.02)
+
+    def _lease_held(self, worker_id: str) -> bool:
+        return self._leases is not None and self._leases.alive(worker_id)
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._log is not None:
+            self._log.close()
 
     async def _watch_leases(self) -> None:
         """Leases make losses known at once; until the registry has provisioned their bucket, silence has to do."""
@@ -199,6 +215,8 @@ class SchedulerService(BusService):
         avg_resp_len = self._lengths.mean_tokens()
         decision = decide(self._policy, self.cluster.state, ask, began, stale_s=self._config.stale_s, avg_resp_len=avg_resp_len)
         metrics.DECISION_S.observe(now_s() - began)
+        if self._log is not None:
+            self._log.decided(ask, began, avg_resp_len, decision)
         metrics.CANDIDATES.observe(decision.candidates)
         return decision
 
@@ -245,6 +263,14 @@ class SchedulerService(BusService):
     def _connected(self) -> Bus:
         assert self._bus is not None, "start() comes first"
         return self._bus
+
+
+def _open_log(config: SchedulerConfig) -> DecisionLog:
+    setup = Setup(policy=config.policy, stale_s=config.stale_s, drop_s=config.drop_s, in_flight_s=config.in_flight_s)
+    try:
+        return DecisionLog(Path(config.decision_log), setup)
+    except OSError as error:
+        raise ConfigError(f"--decision-log: {error.strerror}: {config.decision_log}") from None
 
 
 def _brief(request: GenerateRequest) -> RequestBrief:

@@ -46,6 +46,10 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory for adapter weights")] = 256
     max_loras: Annotated[int, Meta(ge=1, le=4096, description="adapters on the device at once")] = 64
     prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of equal prompt beginnings")] = True
+    profile: Annotated[
+        str,
+        Meta(description="file of `motet profile` with this worker's step times; without, they are learned while serving"),
+    ] = ""
     adapter_cache_dir: Annotated[
         str, Meta(description="directory of downloaded adapters, kept over restarts; empty: a private one, removed at exit")
     ] = ""

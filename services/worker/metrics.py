@@ -7,6 +7,12 @@ from prometheus_client import Counter, Gauge, Histogram
 from shared.telemetry import LATENCY_BUCKETS_S, REGISTRY
 
 STEP_S = Histogram("motet_worker_step_seconds", "Engine step time.", buckets=LATENCY_BUCKETS_S, registry=REGISTRY)
+STEP_DRIFT = Gauge(
+    "motet_worker_step_time_drift_ratio",
+    "How much longer steps take of late than the worker's profile says, by kind (decode, prefill: with any); 0 is as measured.",
+    ["kind"],
+    registry=REGISTRY,
+)
 TOKENS = Counter("motet_worker_tokens", "Tokens computed, by kind (prefill, decode).", ["kind"], registry=REGISTRY)
 BATCH_ROWS = Histogram(
     "motet_worker_batch_rows",

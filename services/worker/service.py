@@ -20,6 +20,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.worker import admission, metrics
@@ -33,6 +34,7 @@ from services.worker.state import START_PERF, StepTimes, WorkerView
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s
+from shared.config import ConfigError
 from shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
 from shared.hub import resolve_model
 from shared.leases import LeaseHolder, LeaseWatch
@@ -46,7 +48,8 @@ from shared.messages import (
     StreamItem,
     UnloadAdapter,
 )
-from shared.model import AdapterRef, FinishReason, Phase, RequestBrief
+from shared.model import AdapterRef, FinishReason, PerfModel, Phase, RequestBrief
+from shared.profile import FileError, read_profile
 from shared.service import run
 from shared.telemetry import logger
 
@@ -86,7 +89,7 @@ class WorkerService:
         self._live: dict[Key, _Taken] = {}
         self._newest: dict[str, int] = {}  # request id -> epoch
         self._departures = admission.Departures()
-        self._times = StepTimes(START_PERF)
+        self._times = StepTimes(_profiled(config))
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = self._started = False
@@ -343,6 +346,8 @@ class WorkerService:
             metrics.TOKENS.labels("decode").inc(stats.decode_rows)
             if output.failure is None:
                 self._times.observe(report.step_s * 1000, stats)
+                for kind, drift in self._times.drift.items():
+                    metrics.STEP_DRIFT.labels(kind).set(drift)
         metrics.PREFIX_HIT_TOKENS.inc(stats.cached_tokens)
         metrics.PREEMPTIONS.inc(stats.preempted)
         metrics.REQUESTS.labels("running").set(stats.running)
@@ -379,6 +384,16 @@ class WorkerService:
             )
         )
         self.reporter.touch()
+
+
+def _profiled(config: WorkerConfig) -> PerfModel:
+    """The step times to start from: the profile's, or a small model's on two cores. Raises ConfigError for a bad file."""
+    if not config.profile:
+        return START_PERF
+    try:
+        return read_profile(Path(config.profile)).perf
+    except FileError as error:
+        raise ConfigError(f"--profile: {error}") from None
 
 
 def main(config: WorkerConfig) -> int:

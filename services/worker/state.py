@@ -127,31 +127,47 @@ class WorkerView:
 class StepTimes:
     """A running estimate of `PerfModel` from the engine's own steps.
 
-    Two recursive least-squares fits with forgetting: decode over (1, rows, sum of ranks) from steps without prefill, and
-    prefill over (1, tokens, sum of ranks) from what a step with prefill took beyond its decode part. A batch that
+    Two recursive least-squares fits with forgetting: decode over (1, rows, LoRA load) from steps without prefill, and
+    prefill over (1, tokens, LoRA load) from what a step with prefill took beyond its decode part. A batch that
     always looks the same cannot tell the three coefficients apart; the start values then keep their proportions, since
     the fit moves no further from them than the data asks. Coefficients never go below zero.
     """
 
     FORGET = 0.998
+    DRIFT_SHARE = 0.02  # what one step counts in `drift`
     TRUST = 1.0  # start covariance, in units of (1 / start value)^2: how easily the first steps move a coefficient
 
     def __init__(self, start: PerfModel) -> None:
         self._start = start
         self._decode = _Fit([start.decode_base_ms, start.decode_row_ms, start.decode_lora_ms])
         self._prefill = _Fit([start.prefill_base_ms, start.prefill_token_ms, start.prefill_lora_ms])
+        self.drift = {"decode": 0.0, "prefill": 0.0}
+        """How much longer steps take of late than the start values say, as a share; negative when they are shorter."""
 
     def observe(self, step_ms: float, stats: StepStats) -> None:
         """One step's time and what was in it. The prefilling requests' share of the ranks goes by their number."""
         rows = stats.decode_rows + stats.prefill_requests
         if not rows:
             return
-        decode_ranks = stats.rank_sum * stats.decode_rows / rows
+        if self._start.kernel == "bgmv":
+            decode_load = float(stats.decode_rows * stats.rank_max)
+            prefill_load = float(stats.prefill_requests * stats.rank_max)
+        else:
+            decode_load = stats.rank_sum * stats.decode_rows / rows
+            prefill_load = stats.rank_sum - decode_load
+        decode, prefill = [1.0, stats.decode_rows, decode_load], [1.0, stats.prefill_tokens, prefill_load]
+        expected_ms = self._decode.start(decode) if stats.decode_rows else 0.0
         if not stats.prefill_tokens:
-            self._decode.observe([1.0, stats.decode_rows, decode_ranks], step_ms)
+            self._decode.observe(decode, step_ms)
+            self._note_drift("decode", step_ms, expected_ms)
             return
-        decode_ms = self._decode.predict([1.0, stats.decode_rows, decode_ranks]) if stats.decode_rows else 0.0
-        self._prefill.observe([1.0, stats.prefill_tokens, stats.rank_sum - decode_ranks], max(0.0, step_ms - decode_ms))
+        decode_ms = self._decode.predict(decode) if stats.decode_rows else 0.0
+        self._prefill.observe(prefill, max(0.0, step_ms - decode_ms))
+        self._note_drift("prefill", step_ms, expected_ms + self._prefill.start(prefill))
+
+    def _note_drift(self, kind: str, step_ms: float, expected_ms: float) -> None:
+        if expected_ms > 0:
+            self.drift[kind] += self.DRIFT_SHARE * (step_ms / expected_ms - 1.0 - self.drift[kind])
 
     @property
     def model(self) -> PerfModel:
@@ -166,6 +182,8 @@ class StepTimes:
             decode_lora_ms=decode[2],
             load_base_ms=self._start.load_base_ms,
             load_ms_per_mib=self._start.load_ms_per_mib,
+            fetch_base_ms=self._start.fetch_base_ms,
+            fetch_ms_per_mib=self._start.fetch_ms_per_mib,
         )
 
 
@@ -173,15 +191,21 @@ class _Fit:
     """Recursive least squares on features scaled by the start weights, so that one covariance suits all of them."""
 
     MAX_COVARIANCE = 100.0
+    USUAL_MS = (1.0, 0.1, 0.01)  # scale of a coefficient that starts at zero: base, per row or token, per unit of LoRA load
 
     def __init__(self, start: list[float]) -> None:
-        self._scale = np.array(start)
-        self._w = np.ones(len(start))
+        self._start = np.array(start)
+        self._scale = np.where(self._start > 0, self._start, self.USUAL_MS)
+        self._w = self._start / self._scale
         self._p = np.eye(len(start)) * StepTimes.TRUST
 
     @property
     def weights(self) -> list[float]:
         return [float(v) for v in np.maximum(self._w, 0.0) * self._scale]
+
+    def start(self, features: list[float]) -> float:
+        """What the start values say."""
+        return float(np.dot(self._start, features))
 
     def predict(self, features: list[float]) -> float:
         return float(np.dot(np.maximum(self._w, 0.0) * self._scale, features))

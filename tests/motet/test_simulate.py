@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from motet.cli import cli
-from twin.profile import a10_llama2_7b, write_profile
+from shared.profile import write_profile
+from twin.profile import a10_llama2_7b
 
 SHORT = ("--duration-s", "20", "--rate", "3", "--adapters", "10")
 

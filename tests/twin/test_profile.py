@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from twin.profile import a10_llama2_7b, read_profile, write_profile
-from twin.traces import FileError
+from shared.profile import FileError, write_profile
+from twin.profile import a10_llama2_7b, read_profile
 
 
 @pytest.fixture

@@ -233,12 +233,12 @@ def test_an_older_epoch_in_the_state_does_not_hide_the_new_assignment(cluster):
 
 
 def test_what_is_held_against_a_worker_is_forgiven_with_its_next_word(cluster):
-    row = lambda: cluster.state.table[cluster.state.row("w")]  # noqa: E731 - read anew each time
+    held = lambda what: cluster.state.table[what][cluster.state.row("w")]  # noqa: E731 - read anew each time
     cluster.on_state(snapshot(1), 100.0)
     for offence in (lambda: cluster.unresponsive("w", 100.0), lambda: cluster.refusing("w"), lambda: cluster.unavailable("w")):
         offence()
-    assert cluster.status(100.0)[0].stale and row()["refusing"] and row()["draining"]
+    assert cluster.status(100.0)[0].stale and held("refusing") and held("draining")
     cluster.on_state(delta(2), 100.1)
-    assert not cluster.status(100.1)[0].stale and not row()["refusing"] and not row()["draining"]
+    assert not cluster.status(100.1)[0].stale and not held("refusing") and not held("draining")
     for offence in (cluster.refusing, cluster.unavailable):
         offence("never seen")

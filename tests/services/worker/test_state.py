@@ -126,3 +126,30 @@ def test_a_batch_that_never_changes_still_gives_a_right_prediction_for_itself():
     assert model.decode_base_ms + 16 * model.decode_row_ms + 128 * model.decode_lora_ms == pytest.approx(40.0, rel=0.05)
     times.observe(10.0, StepStats(decode_rows=1))
     assert times.model.decode_base_ms < 100.0
+
+
+def test_drift_tells_how_far_steps_are_from_the_profile_while_the_estimate_follows():
+    times = StepTimes(START_PERF)
+    for _ in range(400):
+        rows = 8
+        profiled_ms = START_PERF.decode_base_ms + START_PERF.decode_row_ms * rows + START_PERF.decode_lora_ms * 64
+        times.observe(1.5 * profiled_ms, StepStats(decode_rows=rows, rank_sum=64))
+        prefill_ms = START_PERF.prefill_base_ms + START_PERF.prefill_token_ms * 100 + START_PERF.prefill_lora_ms * 8
+        times.observe(prefill_ms, StepStats(prefill_requests=1, prefill_tokens=100, rank_sum=8))
+    assert times.drift["decode"] == pytest.approx(0.5, abs=0.01)
+    assert times.drift["prefill"] == pytest.approx(0.0, abs=0.01)
+    model = times.model
+    assert model.decode_base_ms + 8 * model.decode_row_ms + 64 * model.decode_lora_ms == pytest.approx(
+        1.5 * profiled_ms, rel=0.02
+    )
+
+
+def test_the_padded_kernel_learns_from_rows_times_largest_rank_and_from_a_start_of_zero():
+    random_ = random.Random(2)
+    times = StepTimes(msgspec.structs.replace(START_PERF, kernel="bgmv", decode_row_ms=0.0))
+    for _ in range(2000):
+        rows, largest = random_.randrange(1, 33), random_.choice([8, 64])
+        stats = StepStats(decode_rows=rows, rank_sum=8 * rows, rank_max=largest)
+        times.observe(4.0 + 0.1 * rows + 0.002 * rows * largest, stats)
+    assert times.model.decode_lora_ms == pytest.approx(0.002, rel=0.1)
+    assert times.model.decode_row_ms == pytest.approx(0.1, rel=0.1)

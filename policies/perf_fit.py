@@ -1,0 +1,148 @@
+"""Fits a worker's linear step-time models to measured steps (CaraServe section 5: R2 of 0.96 there).
+
+All coefficients of one kernel model are fitted at once, over steps that only decode, only prefill or do both:
+
+    time = [decodes]  * (decode_base + decode_row * B + decode_lora * load_d)
+         + [prefills] * (prefill_base + prefill_token * T + prefill_lora * load_p)
+         + context_token * tokens in the KV cache
+
+by least squares with no coefficient below zero. Errors count relative to the time, so that a few long prefills do not
+outweigh a thousand decodes. Steps of one batch are first summed up by their median: what else the machine did for a moment
+is not the model's. Both kernel models are tried; the one that explains the steps better is the worker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.perf_model import Floats
+from shared.model import PerfModel
+
+Kernel = Literal["bgmv", "mbgmv"]
+KERNELS: tuple[Kernel, ...] = ("mbgmv", "bgmv")
+MIN_STEPS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One measured engine step. Ranks are summed, and the largest taken, over its requests, 0 for the base."""
+
+    time_ms: float
+    prefill_requests: int = 0
+    prefill_tokens: int = 0
+    prefill_rank_sum: int = 0
+    prefill_max_rank: int = 0
+    decode_rows: int = 0
+    decode_rank_sum: int = 0
+    decode_max_rank: int = 0
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The models, and how much of the variance of the steps' times they explain, with and without a prefill part."""
+
+    perf: PerfModel
+    context_token_ms: float
+    r2_prefill: float
+    r2_decode: float
+
+
+def fit(steps: Sequence[Step], loads: Sequence[tuple[float, float]] = ()) -> Fitted:
+    """The best models for `steps`; `loads` are (MiB, ms) of adapters copied to the device.
+
+    Raises ValueError for too few steps, or times that are not finite and positive.
+    """
+    if len(steps) < MIN_STEPS:
+        raise ValueError(f"{len(steps)} steps are too few to fit; {MIN_STEPS} are needed")
+    times = np.array([step.time_ms for step in steps])
+    if not (np.isfinite(times).all() and (times > 0).all()):
+        raise ValueError("step times must be finite and positive")
+    if loads and not np.isfinite(np.array(loads)).all():
+        raise ValueError("load times must be finite")
+    if loads:
+        loads = [(size, float(np.median([ms for other, ms in loads if other == size]))) for size in {size for size, _ in loads}]
+    steps = _typical(steps)
+    times = np.array([step.time_ms for step in steps])
+    fitted = [_fit_kernel(kernel, steps, times, loads) for kernel in KERNELS]
+    return max(fitted, key=lambda one: one.r2_decode + one.r2_prefill)
+
+
+def _typical(steps: Sequence[Step]) -> list[Step]:
+    """One step for all that differ in nothing but time and context: the median time, at the mean context."""
+    alike: dict[Step, list[Step]] = {}
+    for step in steps:
+        alike.setdefault(replace(step, time_ms=0.0, context_tokens=0), []).append(step)
+    return [
+        replace(
+            batch,
+            time_ms=float(np.median([step.time_ms for step in group])),
+            context_tokens=round(float(np.mean([step.context_tokens for step in group]))),
+        )
+        for batch, group in alike.items()
+    ]
+
+
+def _fit_kernel(kernel: Kernel, steps: Sequence[Step], times: Floats, loads: Sequence[tuple[float, float]]) -> Fitted:
+    rows = np.array([_features(kernel, step) for step in steps])
+    weights = least_squares(rows / times[:, None], np.ones(len(times)))
+    predicted = rows @ weights
+    prefills = np.array([step.prefill_tokens > 0 for step in steps])
+    load_base, load_per_mib = 0.0, 0.0
+    if loads:
+        sizes, load_ms = np.array(loads).T
+        load_base, load_per_mib = least_squares(np.column_stack([np.ones(len(sizes)), sizes]), load_ms).tolist()
+    decode_base, decode_row, decode_lora, prefill_base, prefill_token, prefill_lora, context_token = weights.tolist()
+    perf = PerfModel(
+        kernel=kernel,
+        prefill_base_ms=prefill_base,
+        prefill_token_ms=prefill_token,
+        prefill_lora_ms=prefill_lora,
+        decode_base_ms=decode_base,
+        decode_row_ms=decode_row,
+        decode_lora_ms=decode_lora,
+        load_base_ms=load_base,
+        load_ms_per_mib=load_per_mib,
+    )
+    return Fitted(
+        perf=perf,
+        context_token_ms=context_token,
+        r2_prefill=r_squared(times[prefills], predicted[prefills]),
+        r2_decode=r_squared(times[~prefills], predicted[~prefills]),
+    )
+
+
+def _features(kernel: Kernel, step: Step) -> list[float]:
+    decodes, prefills = float(step.decode_rows > 0), float(step.prefill_tokens > 0)
+    if kernel == "bgmv":
+        decode_load, prefill_load = step.decode_rows * step.decode_max_rank, step.prefill_requests * step.prefill_max_rank
+    else:
+        decode_load, prefill_load = step.decode_rank_sum, step.prefill_rank_sum
+    tokens = float(step.prefill_tokens)
+    return [decodes, float(step.decode_rows), decode_load, prefills, tokens, prefill_load, float(step.context_tokens)]
+
+
+def least_squares(rows: NDArray[np.float64], values: Floats) -> Floats:
+    """Weights >= 0 that come closest, `rows @ weights ~ values`: what goes below zero is left out, the worst first."""
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-12)
+    kept = list(range(rows.shape[1]))
+    weights = np.zeros(rows.shape[1])
+    while kept:
+        found = np.linalg.lstsq(rows[:, kept] / scale[kept], values, rcond=None)[0]
+        worst = int(np.argmin(found))
+        if found[worst] >= 0:
+            weights[kept] = found / scale[kept]
+            break
+        del kept[worst]
+    return weights
+
+
+def r_squared(values: Floats, predicted: Floats) -> float:
+    """Coefficient of determination: 1 is perfect, 0 no better than the mean; 0 for no values or all the same."""
+    spread = float(((values - values.mean()) ** 2).sum()) if len(values) else 0.0
+    return 1.0 - float(((values - predicted) ** 2).sum()) / spread if spread else 0.0

@@ -1,0 +1,96 @@
+"""What a live scheduler decided is decided again, to the last bit of the cost, from what it had heard."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from policies.candidates import Ask
+from policies.dispatch import POLICIES, decide
+from services.scheduler.cluster import Cluster
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.decision_log import DecisionLog, Setup, replay
+from services.scheduler.service import SchedulerService
+from shared import subjects
+from shared.config import ConfigError
+from shared.errors import Overloaded
+from shared.messages import SubmitReply
+from tests.services.scheduler.test_cluster import snapshot
+from tests.support import eventually
+from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits
+
+REQUESTS = 120
+
+
+@pytest.mark.parametrize("policy", ["motet", "rank-aware", "round-robin"])
+async def test_decisions_of_a_live_scheduler_are_repeated(bus, nats_url, connect, tmp_path, policy):
+    path = tmp_path / "decisions"
+    scheduler = SchedulerService(SchedulerConfig(nats_url=nats_url, policy=policy, decision_log=str(path), stale_s=0.5))
+    workers = [
+        FakeWorker(await connect(f"worker-{n}"), f"w{n}", limits=worker_limits(max_running=20 + n), heartbeat_s=0.05)
+        for n in range(5)
+    ]
+    for worker in workers:
+        await worker.start()
+    await scheduler.start()
+    try:
+        await eventually(lambda: all(scheduler.cluster.knows(worker.worker_id) for worker in workers))
+        workers[0].refuse = Overloaded("full")
+
+        async def ask(number: int) -> None:
+            request = generate_request(f"r{number}", prompt=range(1, 2 + number % 50), rank=(0, 8, 16, 64)[number % 4])
+            await bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=10.0)
+
+        for first in range(0, REQUESTS, 10):
+            await asyncio.gather(*map(ask, range(first, first + 10)))
+            one = workers[1 + first // 10 % 4]
+            running = [brief_of(request, "running") for request in one.assigned[-3:]]
+            await one.delta(changed=running, removed=[request.request_id for request in one.assigned[:-6]])
+            if first == 60:
+                workers[4].mute()
+                await workers[3].goodbye()
+                await eventually(lambda: not scheduler.cluster.knows("w3"))
+    finally:
+        await scheduler.stop()
+    repeated = list(replay(path))
+    assert len(repeated) >= REQUESTS
+    assert {made.worker_id for made, _ in repeated} > {"w1", "w2"}
+    for made, again in repeated:
+        assert (again.worker_id, again.total_cost) == (made.worker_id, made.total_cost)
+
+
+def test_a_replay_decides_anew_and_does_not_repeat_what_it_reads(tmp_path):
+    path = tmp_path / "decisions"
+    log = DecisionLog(path, Setup(policy="motet", stale_s=3.0, drop_s=10.0, in_flight_s=3.0))
+    cluster = Cluster(stale_s=3.0, drop_s=10.0, in_flight_s=3.0, lease_held=log.lease_held(lambda _: True))
+    log.follow(cluster)
+    cluster.on_state(snapshot(1), 1.0)
+    ask = Ask(base_model="demo", rank=8, tokens=5, tpot_slo_ms=50.0)
+    decision = decide(POLICIES["motet"](), cluster.state, ask, 1.5, stale_s=3.0, avg_resp_len=10.0)
+    log.decided(ask, 1.5, 10.0, decision)
+    log.decided(ask, 99.0, 10.0, decision)  # by then the worker's word is stale: nobody takes it
+    log.close()
+    (first, again), (_, stale) = replay(path)
+    assert first.worker_id == again.worker_id == "w" and stale.worker_id is None
+
+
+def test_a_log_that_is_full_ends_and_one_that_is_damaged_is_refused(tmp_path):
+    path = tmp_path / "decisions"
+    log = DecisionLog(path, Setup(policy="motet", stale_s=3.0, drop_s=10.0, in_flight_s=3.0), max_bytes=200)
+    for number in range(100):
+        log.write("lease_lost", f"w{number}")
+    log.close()
+    assert path.stat().st_size <= 200 and list(replay(path)) == []
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="record"):
+        list(replay(path))
+    path.write_bytes(b"not a log at all")
+    with pytest.raises(ValueError, match="record 1"):
+        list(replay(path))
+
+
+def test_a_log_that_cannot_be_written_stops_the_start_with_the_setting_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--decision-log"):
+        SchedulerService(SchedulerConfig(decision_log=str(tmp_path / "none" / "log")))

@@ -1,0 +1,143 @@
+"""Promise: every policy chooses among the candidates by its own rule, and the same request on the same state the same way."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from policies.candidates import Ask
+from policies.choice import Choose
+from policies.cluster_state import ClusterState, hash_of
+from policies.dispatch import POLICIES, Decision, decide
+from tests.policies.test_cluster_state import brief
+from tests.support_worker import PERF, worker_limits
+
+MIB = 1 << 20
+
+
+def cluster(*worker_ids: str, **limits) -> ClusterState:
+    state = ClusterState()
+    for worker_id in worker_ids:
+        state.put_worker(worker_id, worker_limits(**limits), PERF)
+        state.heard(worker_id, 0.0, kv_blocks_free=512, draining=False)
+    return state
+
+
+def ask(number: int = 0, **changed) -> Ask:
+    fields = {
+        "base_model": "demo",
+        "rank": 8,
+        "tokens": 50,
+        "tpot_slo_ms": 200.0,
+        "out_tokens": 100,
+        "adapter": "d8",
+        "adapter_bytes": 8 * MIB,
+        "key": hash_of(str(number)),
+    }
+    return Ask(**(fields | changed))
+
+
+def choose(policy: str | Choose, state: ClusterState, request: Ask, now_s: float = 0.0) -> Decision:
+    chooser = POLICIES[policy]() if isinstance(policy, str) else policy
+    return decide(chooser, state, request, now_s, stale_s=3.0, avg_resp_len=100.0)
+
+
+def load(state: ClusterState, worker_id: str, running: int, rank: int = 8, **more) -> None:
+    state.replace_requests(worker_id, [brief(f"{worker_id}{n}", rank, "running", **more) for n in range(running)])
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_only_candidates_are_chosen_and_without_one_the_decision_says_why(policy):
+    state = cluster("a", "b", "c")
+    state.set_draining("a")
+    state.set_refusing("c")
+    assert {choose(policy, state, ask(n)).worker_id for n in range(20)} == {"b"}
+    state.set_draining("b")
+    nobody = choose(policy, state, ask())
+    assert nobody.worker_id is None and nobody.screening is not None
+    assert nobody.screening.rejected == {"draining": 2, "full": 1}
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_same_request_on_the_same_state_goes_the_same_way(policy):
+    def run() -> list[str | None]:
+        state, chooser, chosen = cluster(*"abcdefg"), POLICIES[policy](), []
+        for number in range(60):
+            decision = choose(chooser, state, ask(number, rank=(8, 64)[number % 2]), number / 100)
+            assert decision.worker_id is not None
+            state.put_request(decision.worker_id, brief(f"r{number}", (8, 64)[number % 2]), number / 100)
+            chosen.append(decision.worker_id)
+        return chosen
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("policy", ["random", "most-idle", "least-pending", "round-robin", "motet"])
+def test_no_worker_is_left_out_when_requests_are_spread_over_equal_ones(policy):
+    state, chooser = cluster(*"abcde"), POLICIES[policy]()
+    counts: Counter[str | None] = Counter()
+    for number in range(200):
+        now_s = number / 10
+        decision = choose(chooser, state, ask(number, adapter="", rank=0), 0.0)
+        assert decision.worker_id is not None
+        counts[decision.worker_id] += 1
+        state.put_request(decision.worker_id, brief(f"r{number}", 0, "running"), now_s)
+        if number >= 20:
+            for worker_id in state.workers():
+                state.drop_request(worker_id, f"r{number - 20}")
+    assert set(counts) == set("abcde") and min(counts.values()) > 200 / 5 / 2
+
+
+def test_random_is_even():
+    state = cluster(*"abcd")
+    load(state, "a", 30)
+    counts = Counter(choose("random", state, ask(n)).worker_id for n in range(4000))
+    assert all(abs(count - 1000) < 120 for count in counts.values()) and len(counts) == 4
+
+
+def test_most_idle_takes_the_worker_with_the_fewest_requests_queued_ones_included():
+    state = cluster("a", "b", "c")
+    load(state, "a", 3)
+    load(state, "b", 1)
+    state.replace_requests("c", [brief("1", 64), brief("2", 64)])
+    assert choose("most-idle", state, ask()).worker_id == "b"
+
+
+def test_first_fit_fills_the_first_worker_until_it_has_no_seat_or_no_memory():
+    state = cluster("b", "a", "c", max_running=2, max_waiting=10)
+    assert choose("first-fit", state, ask()).worker_id == "a"
+    load(state, "a", 2)
+    assert choose("first-fit", state, ask()).worker_id == "b"
+    state.heard("b", 0.0, kv_blocks_free=3, draining=False)  # 48 tokens are too few for 50
+    assert choose("first-fit", state, ask()).worker_id == "c"
+    load(state, "c", 2)
+    state.put_request("c", brief("queued", 8))
+    assert choose("first-fit", state, ask(tokens=60)).worker_id in ("a", "b")  # nobody has both: the shortest queue
+
+
+def test_least_pending_weighs_a_queue_against_loading_the_adapter():
+    state = cluster("queue", "cold")
+    state.put_adapter("queue", "d8", "device")
+    state.put_request("queue", brief("1", 8, prompt=10))  # prefill 4 + 0.1 * 10 + 0.02 * 8 = 5.16 ms
+    assert choose("least-pending", state, ask(adapter_bytes=12 * MIB)).worker_id == "queue"  # load 1 + 0.5 * 12 = 7 ms
+    assert choose("least-pending", state, ask(adapter_bytes=4 * MIB)).worker_id == "cold"  # 3 ms
+
+
+def test_lora_affinity_goes_from_active_to_room_to_waiting_to_full():
+    state = cluster("active", "room", "waiting", "full", max_running=4, max_waiting=10)
+    state.put_adapter("active", "d8", "device")
+    for worker_id in ("active", "waiting", "full"):
+        load(state, worker_id, 4, rank=16)
+    state.put_request("waiting", brief("w", 8))
+    for expected, cost in (("active", 1.0), ("room", 0.8), ("waiting", 0.6), ("full", 0.0)):
+        decision = choose("lora-affinity", state, ask())
+        assert (decision.worker_id, decision.total_cost) == (expected, cost)
+        state.set_draining(expected)
+
+
+def test_round_robin_goes_on_after_the_last_one_whoever_comes_and_goes():
+    state, chooser = cluster("a", "b", "c"), POLICIES["round-robin"]()
+    assert [choose(chooser, state, ask(n)).worker_id for n in range(4)] == ["a", "b", "c", "a"]
+    state.set_draining("b")
+    assert [choose(chooser, state, ask(n)).worker_id for n in range(3)] == ["c", "a", "c"]

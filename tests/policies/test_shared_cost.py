@@ -1,0 +1,136 @@
+"""Promise: Motet's policy weighs what a request costs everybody, itself included, and keeps objectives where it can."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+
+from policies import shared_cost
+from policies.perf_model import decode_ms
+from tests.policies.test_cluster_state import brief
+from tests.policies.test_dispatch import MIB, ask, choose, cluster, load
+from tests.support_worker import PERF, worker_limits
+
+NOW_S = 100.0
+
+
+def slower(state, worker_id: str, **changed) -> None:
+    state.put_worker(worker_id, worker_limits(), msgspec.structs.replace(PERF, **changed))
+
+
+def motet(state, request, now_s: float = NOW_S):
+    for worker_id in state.workers():
+        state.set_heard(worker_id, now_s)
+    return choose("motet", state, request, now_s).worker_id
+
+
+def test_the_cost_on_an_idle_worker_is_the_requests_own_time_per_token():
+    state = cluster("a")
+    cost, breaks = shared_cost.costs(state, ask(), NOW_S, 100.0)
+    prefill, copy = 4.0 + 0.1 * 50 + 0.02 * 8, 1.0 + 0.5 * 8
+    row = state.row("a")
+    assert cost[row] == pytest.approx(decode_ms(PERF, 1.0, 8.0) + (prefill + copy) / 100)
+    assert not breaks[row]
+
+
+def test_an_idle_slow_worker_loses_to_a_busy_fast_one():
+    state = cluster("slow", "fast")
+    slower(state, "slow", decode_base_ms=40.0)
+    load(state, "fast", 6)
+    assert motet(state, ask(adapter="")) == "fast"
+
+
+def test_a_loaded_adapter_is_worth_some_company_and_not_any():
+    state = cluster("here", "idle")
+    state.put_adapter("here", "d8", "device")
+    load(state, "idle", 4, rank=16)
+    load(state, "here", 5, rank=16)
+    assert motet(state, ask(adapter_bytes=64 * MIB)) == "here"
+    load(state, "here", 40, rank=16)
+    assert motet(state, ask(adapter_bytes=64 * MIB)) == "idle"
+
+
+def test_a_request_joins_a_prefill_that_is_about_to_begin_and_not_one_that_has_begun():
+    state = cluster("joinable", "other")
+    for worker_id in ("joinable", "other"):
+        load(state, worker_id, 10)
+    state.put_request("joinable", brief("q", 8), NOW_S)
+    one = ask(adapter="", rank=0)
+    slower(state, "joinable", prefill_base_ms=30.0)
+    slower(state, "other", prefill_base_ms=30.0)
+    assert motet(state, one, NOW_S + 0.001) == "joinable"  # a decode step takes 13 ms
+    assert motet(state, one, NOW_S + 0.020) == "other"
+
+
+def test_workers_whose_requests_have_just_begun_are_spared():
+    state = cluster("young", "old")
+    for worker_id, began_s in (("young", NOW_S - 0.01), ("old", NOW_S - 10.0)):
+        for n in range(10):
+            state.put_request(worker_id, brief(f"{worker_id}{n}", 8, "running"), began_s)
+    state.drop_request("young", "young9")  # one less: it would win otherwise
+    assert motet(state, ask(adapter="", rank=0)) == "old"
+    assert motet(state, ask(adapter="", rank=0), NOW_S + 10.0) == "young"
+
+
+def test_a_high_rank_request_goes_where_ranks_are_high_already_when_batches_are_padded():
+    state = cluster("low", "high")
+    for worker_id, rank in (("low", 8), ("high", 64)):
+        slower(state, worker_id, kernel="bgmv")
+        load(state, worker_id, 8, rank=rank)
+    assert motet(state, ask(adapter="", rank=64)) == "high"
+    assert motet(state, ask(adapter="", rank=8)) == "low"
+
+
+def test_an_objective_that_breaks_outweighs_a_cheaper_worker():
+    state = cluster("slow", "fast")
+    slower(state, "slow", decode_base_ms=30.0)
+    load(state, "fast", 30)  # 18 ms per token, and everybody there pays
+    assert motet(state, ask(adapter="", tpot_slo_ms=200.0)) == "slow"
+    assert motet(state, ask(adapter="", tpot_slo_ms=24.0)) == "fast"
+
+
+def test_a_newcomer_without_hurry_stays_away_from_those_with_a_strict_objective():
+    state = cluster("strict", "lax")
+    load(state, "strict", 20, tpot=14.5)
+    load(state, "lax", 24, tpot=1000.0)
+    lazy = ask(adapter="", rank=0, tpot_slo_ms=1000.0)
+    assert motet(state, lazy) == "lax"
+    load(state, "strict", 20, tpot=1000.0)
+    assert motet(state, lazy) == "strict"
+
+
+def test_the_time_to_first_token_counts_the_queue():
+    state = cluster("queue", "busy")
+    state.replace_requests("queue", [brief("q", 8, prompt=1000)], NOW_S - 1.0)
+    load(state, "busy", 12)
+    assert motet(state, ask(adapter="", rank=0, out_tokens=400)) == "queue"  # cheaper for all, and late
+    assert motet(state, ask(adapter="", rank=0, out_tokens=400, ttft_slo_ms=80.0)) == "busy"
+
+
+def test_a_worker_short_of_memory_is_left_alone():
+    state = cluster("tight", "roomy")
+    load(state, "tight", 4, predicted=500)
+    load(state, "roomy", 8, predicted=500)
+    state.heard("tight", NOW_S, kv_blocks_free=4, draining=False)
+    assert motet(state, ask(adapter="", rank=0)) == "roomy"
+    state.heard("tight", NOW_S, kv_blocks_free=400, draining=False)
+    assert motet(state, ask(adapter="", rank=0)) == "tight"
+
+
+def test_a_worker_without_a_free_seat_makes_one_wait():
+    state = cluster("full", "free", max_running=8)
+    load(state, "full", 8, predicted=1000)
+    load(state, "free", 7, predicted=1000)
+    slower(state, "free", decode_base_ms=12.0)
+    state.put_worker("full", worker_limits(max_running=8), PERF)
+    assert motet(state, ask(adapter="", rank=0, out_tokens=20)) == "free"
+
+
+def test_requests_for_an_adapter_that_nobody_has_go_to_one_place_and_others_spread():
+    state = cluster(*(f"w{n}" for n in range(20)))
+    cold = Counter(motet(state, ask(n, adapter="unseen")) for n in range(50))
+    assert len(cold) == 1
+    base = Counter(motet(state, ask(n, adapter="", rank=0)) for n in range(200))
+    assert len(base) == 20  # what several schedulers do at once on one state
