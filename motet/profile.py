@@ -19,11 +19,12 @@ from rich.table import Table
 from motet.nats_server import NatsServer, NatsStartError
 from motet.talk import terminal
 from policies.perf_fit import Fitted, fit, fit_link
-from policies.step_fit import FittedSteps, fit_steps
+from policies.step_fit import FittedSteps, fit_steps, undisturbed
 from shared.bus import Bus
 from shared.config import BusConfig, ConfigError, load
 from shared.errors import MotetError
 from shared.hub import resolve_model
+from shared.model import PerfModel
 from shared.profile import VERSION, EngineFacts, EngineSteps, FitFacts, Profile, Steps, Storage, write_profile
 from shared.provision import provision
 
@@ -65,21 +66,23 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("measuring", total=1.0)
             measured = asyncio.run(_measure(config, seconds, lambda share: bar.update(task, completed=share)))
-        fitted, steps = fit(measured.steps, measured.loads), fit_steps(measured.steps)
+        steps = undisturbed(measured.steps)
+        fitted, fine = fit(steps, measured.loads), fit_steps(steps)
         store, disk = fit_link(measured.store), fit_link(measured.disk)
     except (ConfigError, MotetError, NatsStartError, ValueError) as error:
         click.echo(f"motet profile: {error}", err=True)
         sys.exit(2)
+    perf = replace(fitted.perf, fetch_base_ms=store[0], fetch_ms_per_mib=store[1])
     write_profile(
         out,
         Profile(
             motet_profile=VERSION,
             name=f"{measured.limits.base_model} on {measured.limits.device}",
             limits=measured.limits,
-            perf=replace(fitted.perf, fetch_base_ms=store[0], fetch_ms_per_mib=store[1]),
-            fit=FitFacts(r2_prefill=fitted.r2_prefill, r2_decode=fitted.r2_decode, steps=len(measured.steps)),
+            perf=perf,
+            fit=FitFacts(r2_prefill=fitted.r2_prefill, r2_decode=fitted.r2_decode, steps=len(steps)),
             steps=Steps(context_token_ms=fitted.context_token_ms),
-            engine_steps=EngineSteps(**dataclasses.asdict(steps)),
+            engine_steps=EngineSteps(**dataclasses.asdict(fine)),
             engine=EngineFacts(
                 max_step_tokens=config.max_step_tokens, max_loras=config.max_loras, prefix_cache=config.prefix_cache
             ),
@@ -92,7 +95,7 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
             ),
         ),
     )
-    console.print(_table(fitted, steps, len(measured.steps)))
+    console.print(_table(perf, fitted, fine, f"{len(steps)} of {len(measured.steps)}"))
     for phase, r2 in (("prefill", fitted.r2_prefill), ("decode", fitted.r2_decode)):
         if r2 < GOOD_R2:
             console.print(f"[yellow]R2 of {phase} is {r2:.3f}, below {GOOD_R2}: was something else running?[/]")
@@ -115,11 +118,11 @@ async def _measure(config: WorkerConfig, seconds: float, progress: Callable[[flo
             nats.stop()
 
 
-def _table(fitted: Fitted, fine: FittedSteps, steps: int) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, title=f"{steps} steps, kernel model {fitted.perf.kernel}")
+def _table(perf: PerfModel, fitted: Fitted, fine: FittedSteps, counted: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, title=f"{counted} steps, kernel model {perf.kernel}")
     table.add_column("coefficient")
     table.add_column("ms", justify="right")
-    for name, value in asdict(fitted.perf).items():
+    for name, value in asdict(perf).items():
         if isinstance(value, float):
             table.add_row(name, f"{value:.5f}")
     table.add_row("context_token_ms", f"{fitted.context_token_ms:.6f}")

@@ -26,6 +26,7 @@ from shared.model import PerfModel
 Kernel = Literal["bgmv", "mbgmv"]
 KERNELS: tuple[Kernel, ...] = ("mbgmv", "bgmv")
 MIN_STEPS = 32
+PARTICULAR = {"time_ms": 0.0, "context_tokens": 0, "prefill_pairs": 0, "row_rank_sum": 0, "adapter_bytes": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +89,10 @@ def fit_link(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _typical(steps: Sequence[Step]) -> list[Step]:
-    """One step for all that differ in nothing but time and context: the median time, at the mean context."""
+    """One step for all that differ in nothing that these models see: the median time, at the mean context."""
     alike: dict[Step, list[Step]] = {}
     for step in steps:
-        alike.setdefault(replace(step, time_ms=0.0, context_tokens=0, prefill_pairs=0), []).append(step)
+        alike.setdefault(replace(step, **PARTICULAR), []).append(step)
     return [
         replace(
             batch,

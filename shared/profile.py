@@ -54,8 +54,7 @@ class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     row_rank_ms: _Ms  # per row and rank
     context_token_ms: _Ms  # per token in the KV cache of the step's sequences
     pair_ms: _Ms  # per token that a prefill row attends to
-    r2: float  # of the steps fitted to, on the steps that were `kept`
-    kept: Annotated[float, Meta(ge=0, le=1)]  # share of the steps, without those that something else delayed
+    r2: float  # coefficient of determination
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,7 +160,7 @@ def _line_of(text: str, field: str) -> int:
     """The line of a field given as a path `a.b`, as good as can be told; 1 when it is not there."""
     at = 0
     for name in field.split("."):
-        found = text.find(f'"{name}"', at)
+        found = text.find(f'"{name.partition("[")[0]}"', at)
         if found < 0:
             break
         at = found
