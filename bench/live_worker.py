@@ -23,7 +23,7 @@ from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s
 from shared.config import BusConfig
-from shared.errors import MotetError, Unavailable
+from shared.errors import Unavailable
 from shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
 from shared.model import AdapterRef, SamplingParams, Slo
 from shared.provision import provision

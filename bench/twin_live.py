@@ -213,13 +213,17 @@ def replayed(workload: Workload, profile: Profile, hop_ms: float, skip: int) -> 
     cluster.run()
     metrics = cluster.metrics
     assert ((metrics.end_ps != NEVER) | metrics.refused).all(), "every request has an end"
-    columns = (workload.arrival_s, metrics.first_ps / PS_PER_S, metrics.end_ps / PS_PER_S, metrics.output_tokens, metrics.refused)
+    columns = (
+        workload.arrival_s,
+        metrics.first_ps / PS_PER_S,
+        metrics.end_ps / PS_PER_S,
+        metrics.output_tokens,
+        metrics.refused,
+    )
     return Outcome.of(*(column[skip:] for column in columns))
 
 
-def _figures(
-    profile: Profile, hop_ms: float, rate: float, seen: dict[str, tuple[Outcome, Outcome]]
-) -> dict[str, Any]:
+def _figures(profile: Profile, hop_ms: float, rate: float, seen: dict[str, tuple[Outcome, Outcome]]) -> dict[str, Any]:
     rows: list[list[Any]] = []
     errors: dict[str, list[float]] = {name: [] for name in FIGURES}
     shapes: dict[str, Any] = {}

@@ -41,7 +41,7 @@ STOP_S = 10.0
 
 @dataclass(slots=True)
 class StepReport:
-    """One step as the loop hears of it, `began_s` by `shared.clock`. `failures` counts consecutive failing steps, this one included."""
+    """One step as the loop hears of it, begun at `began_s`. `failures` counts consecutive failing steps, this one included."""
 
     step: int
     began_s: float

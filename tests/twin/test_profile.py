@@ -12,7 +12,6 @@ from tests.twin.support import STEPS
 from twin.profile import a10_llama2_7b, read_profile
 from twin.steps import MeasuredSteps, PerfSteps
 
-
 WORKER = replace(a10_llama2_7b(), engine_steps=STEPS)
 
 
