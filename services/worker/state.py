@@ -25,6 +25,8 @@ START_PERF = PerfModel(
     decode_lora_ms=0.008,
     load_base_ms=2.0,
     load_ms_per_mib=1.0,
+    fetch_base_ms=5.0,  # from the object store at 1 Gbit/s; not refined
+    fetch_ms_per_mib=8.0,
 )
 
 
