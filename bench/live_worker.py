@@ -116,7 +116,7 @@ class LiveWorker:
         """One way between this process and the worker while it decodes `busy` sequences: half the usual round trip."""
         self._start()
         await asyncio.gather(*(self._ask(str(i), 16, 1024, None) for i in range(busy)))
-        trips = []
+        trips: list[float] = []
         while len(trips) < PINGS and not any(one.over for one in self._served.values()):
             trips.append(await self.ping())
             await asyncio.sleep(0.005)

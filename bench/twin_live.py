@@ -249,7 +249,7 @@ def _figures(profile: Profile, hop_ms: float, rate: float, seen: dict[str, tuple
         "tpot_p99_error": round(worst["tpot_p99_ms"], 2),
         "throughput_error": round(worst["tokens_per_s"], 2),
         "hop_ms": round(hop_ms, 3),
-        "capacity_requests_per_s": round(rate, 2),
+        "capacity_requests_per_s": round(float(rate), 2),
         "step_r2": round(profile.engine_steps.r2, 4) if profile.engine_steps is not None else None,
         "options": {"model": MODEL, **OPTIONS},
         "shapes": shapes,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -241,7 +241,7 @@ class _Profiler:
             times.append((adapter.size_bytes / MIB, (now_s() - began_s) * 1000))
             tiers.release(adapter.digest)
 
-    async def _beside(self, work: asyncio.Coroutine[None, None, None]) -> None:
+    async def _beside(self, work: Coroutine[None, None, None]) -> None:
         """Do it while sequences decode."""
         most = self._limits.max_model_len - PROMPTS[0]
         sequences = min(BESIDE, self._limits.max_running)
