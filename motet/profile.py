@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import logging
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import msgspec
+from msgspec.structs import asdict, replace
 from rich.progress import Progress
 from rich.table import Table
 
+from motet.nats_server import NatsServer, NatsStartError
 from motet.talk import terminal
-from policies.perf_fit import Fitted, fit
-from shared.config import ConfigError, load
+from policies.perf_fit import Fitted, fit, fit_link
+from policies.step_fit import FittedSteps, fit_steps, undisturbed
+from shared.bus import Bus
+from shared.config import BusConfig, ConfigError, load
+from shared.errors import MotetError
 from shared.hub import resolve_model
-from shared.profile import VERSION, EngineFacts, FitFacts, Profile, Steps, Storage, write_profile
+from shared.model import PerfModel
+from shared.profile import VERSION, EngineFacts, EngineSteps, FitFacts, Profile, Steps, Storage, write_profile
+from shared.provision import provision
+
+if TYPE_CHECKING:
+    from services.worker.config import WorkerConfig
+    from services.worker.profiling import Measured
 
 GOOD_R2 = 0.96  # CaraServe, section 5
 
@@ -41,25 +57,22 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
       motet simulate --profile worker.json --workers 8 --rate 40
     """
     from services.worker.config import WorkerConfig
-    from services.worker.profiling import measure
 
     console = terminal()
+    logging.getLogger("motet").setLevel(logging.ERROR)  # the worker's own comings and goings
     try:
         config = load(WorkerConfig, {"model": model, **options})
+        resolve_model(model)
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("measuring", total=1.0)
-            measured = measure(
-                config, resolve_model(model), seconds=seconds, progress=lambda share: bar.update(task, completed=share)
-            )
-        fitted = fit(measured.steps, measured.loads)
-        storage = Storage()
-        perf = msgspec.structs.replace(
-            fitted.perf, fetch_base_ms=storage.store_base_ms, fetch_ms_per_mib=storage.store_ms_per_mib
-        )
-    except (ConfigError, ValueError) as error:
+            measured = asyncio.run(_measure(config, seconds, lambda share: bar.update(task, completed=share)))
+        steps = undisturbed(measured.steps)
+        fitted, fine = fit(steps, measured.loads), fit_steps(steps)
+        store, disk = fit_link(measured.store), fit_link(measured.disk)
+    except (ConfigError, MotetError, NatsStartError, ValueError) as error:
         click.echo(f"motet profile: {error}", err=True)
         sys.exit(2)
-    facts = FitFacts(r2_prefill=fitted.r2_prefill, r2_decode=fitted.r2_decode, steps=len(measured.steps))
+    perf = replace(fitted.perf, fetch_base_ms=store[0], fetch_ms_per_mib=store[1])
     write_profile(
         out,
         Profile(
@@ -67,29 +80,53 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
             name=f"{measured.limits.base_model} on {measured.limits.device}",
             limits=measured.limits,
             perf=perf,
-            storage=storage,
-            fit=facts,
+            fit=FitFacts(r2_prefill=fitted.r2_prefill, r2_decode=fitted.r2_decode, steps=len(steps)),
             steps=Steps(context_token_ms=fitted.context_token_ms),
+            engine_steps=EngineSteps(**dataclasses.asdict(fine)),
             engine=EngineFacts(
                 max_step_tokens=config.max_step_tokens, max_loras=config.max_loras, prefix_cache=config.prefix_cache
             ),
+            storage=Storage(
+                host_mib=config.host_cache_mib,
+                disk_base_ms=disk[0],
+                disk_ms_per_mib=disk[1],
+                store_base_ms=store[0],
+                store_ms_per_mib=store[1],
+            ),
         ),
     )
-    console.print(_table(fitted, len(measured.steps)))
+    console.print(_table(perf, fitted, fine, f"{len(steps)} of {len(measured.steps)}"))
     for phase, r2 in (("prefill", fitted.r2_prefill), ("decode", fitted.r2_decode)):
         if r2 < GOOD_R2:
             console.print(f"[yellow]R2 of {phase} is {r2:.3f}, below {GOOD_R2}: was something else running?[/]")
     console.print(f"written to {out}")
 
 
-def _table(fitted: Fitted, steps: int) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, title=f"{steps} steps, kernel model {fitted.perf.kernel}")
+async def _measure(config: WorkerConfig, seconds: float, progress: Callable[[float], None]) -> Measured:
+    """The worker on a NATS of its own."""
+    from services.worker.profiling import measure
+
+    with tempfile.TemporaryDirectory(prefix="motet-profile-") as directory:
+        nats = NatsServer(Path(directory))
+        url = await nats.start()
+        try:
+            bus = await Bus.connect(BusConfig(nats_url=url), "profile")
+            await provision(bus)
+            await bus.close()
+            return await measure(replace(config, nats_url=url), resolve_model(config.model), seconds=seconds, progress=progress)
+        finally:
+            nats.stop()
+
+
+def _table(perf: PerfModel, fitted: Fitted, fine: FittedSteps, counted: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, title=f"{counted} steps, kernel model {perf.kernel}")
     table.add_column("coefficient")
     table.add_column("ms", justify="right")
-    for name, value in msgspec.structs.asdict(fitted.perf).items():
+    for name, value in asdict(perf).items():
         if isinstance(value, float):
             table.add_row(name, f"{value:.5f}")
     table.add_row("context_token_ms", f"{fitted.context_token_ms:.6f}")
     table.add_row("R2 prefill", f"{fitted.r2_prefill:.4f}")
     table.add_row("R2 decode", f"{fitted.r2_decode:.4f}")
+    table.add_row("R2 of what is simulated", f"{fine.r2:.4f}")
     return table

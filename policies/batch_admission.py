@@ -230,6 +230,11 @@ def advance(plan: Plan[S]) -> list[S]:
     return complete
 
 
+def pairs(computed: int, scheduled: int) -> int:
+    """What the rows of a chunk attend to, summed: row i of `scheduled` sees the `computed` tokens before it and i + 1 more."""
+    return scheduled * computed + scheduled * (scheduled + 1) // 2
+
+
 def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
     """How many steps in a row `decide` would plan alike, this `plan` included; between 1 and `limit`.
 

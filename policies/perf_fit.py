@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from shared.model import PerfModel
 Kernel = Literal["bgmv", "mbgmv"]
 KERNELS: tuple[Kernel, ...] = ("mbgmv", "bgmv")
 MIN_STEPS = 32
+PARTICULAR: dict[str, Any] = {"time_ms": 0.0, "context_tokens": 0, "prefill_pairs": 0, "row_rank_sum": 0, "adapter_bytes": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,10 @@ class Step:
     decode_rank_sum: int = 0
     decode_max_rank: int = 0
     context_tokens: int = 0
+    prefill_pairs: int = 0  # tokens that prefill rows attend to, summed
+    row_rank_sum: int = 0  # over rows
+    adapter_bytes: int = 0  # of distinct adapters
+    sampled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,21 +68,31 @@ def fit(steps: Sequence[Step], loads: Sequence[tuple[float, float]] = ()) -> Fit
     times = np.array([step.time_ms for step in steps])
     if not (np.isfinite(times).all() and (times > 0).all()):
         raise ValueError("step times must be finite and positive")
-    if loads and not np.isfinite(np.array(loads)).all():
-        raise ValueError("load times must be finite")
-    if loads:
-        loads = [(size, float(np.median([ms for other, ms in loads if other == size]))) for size in {size for size, _ in loads}]
+    load = fit_link(loads) if loads else (0.0, 0.0)
     steps = _typical(steps)
     times = np.array([step.time_ms for step in steps])
-    fitted = [_fit_kernel(kernel, steps, times, loads) for kernel in KERNELS]
+    fitted = [_fit_kernel(kernel, steps, times, load) for kernel in KERNELS]
     return max(fitted, key=lambda one: one.r2_decode + one.r2_prefill)
 
 
+def fit_link(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(base ms, ms per MiB) of a way for adapters from (MiB, ms) that were measured; the median where sizes repeat.
+
+    Raises ValueError for times that are not finite.
+    """
+    if not np.isfinite(np.array(times)).all():
+        raise ValueError("load times must be finite")
+    sizes = np.array(sorted({size for size, _ in times}))
+    typical = np.array([np.median([ms for other, ms in times if other == size]) for size in sizes])
+    base, per_mib = least_squares(np.column_stack([np.ones(len(sizes)), sizes]), typical).tolist()
+    return base, per_mib
+
+
 def _typical(steps: Sequence[Step]) -> list[Step]:
-    """One step for all that differ in nothing but time and context: the median time, at the mean context."""
+    """One step for all that differ in nothing that these models see: the median time, at the mean context."""
     alike: dict[Step, list[Step]] = {}
     for step in steps:
-        alike.setdefault(replace(step, time_ms=0.0, context_tokens=0), []).append(step)
+        alike.setdefault(replace(step, **PARTICULAR), []).append(step)
     return [
         replace(
             batch,
@@ -88,15 +103,11 @@ def _typical(steps: Sequence[Step]) -> list[Step]:
     ]
 
 
-def _fit_kernel(kernel: Kernel, steps: Sequence[Step], times: Floats, loads: Sequence[tuple[float, float]]) -> Fitted:
+def _fit_kernel(kernel: Kernel, steps: Sequence[Step], times: Floats, load: tuple[float, float]) -> Fitted:
     rows = np.array([_features(kernel, step) for step in steps])
     weights = least_squares(rows / times[:, None], np.ones(len(times)))
     predicted = rows @ weights
     prefills = np.array([step.prefill_tokens > 0 for step in steps])
-    load_base, load_per_mib = 0.0, 0.0
-    if loads:
-        sizes, load_ms = np.array(loads).T
-        load_base, load_per_mib = least_squares(np.column_stack([np.ones(len(sizes)), sizes]), load_ms).tolist()
     decode_base, decode_row, decode_lora, prefill_base, prefill_token, prefill_lora, context_token = weights.tolist()
     perf = PerfModel(
         kernel=kernel,
@@ -106,8 +117,8 @@ def _fit_kernel(kernel: Kernel, steps: Sequence[Step], times: Floats, loads: Seq
         decode_base_ms=decode_base,
         decode_row_ms=decode_row,
         decode_lora_ms=decode_lora,
-        load_base_ms=load_base,
-        load_ms_per_mib=load_per_mib,
+        load_base_ms=load[0],
+        load_ms_per_mib=load[1],
     )
     return Fitted(
         perf=perf,

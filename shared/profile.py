@@ -1,6 +1,7 @@
 """A worker's profile: what was measured of a live one, as a file that workers start from and the twin simulates.
 
-    {"motet_profile": 1, "limits": {...}, "perf": {...}, "fit": {...}, "steps": {...}, "engine": {...}, "storage": {...}}
+    {"motet_profile": 1, "limits": {...}, "perf": {...}, "fit": {...}, "steps": {...}, "engine_steps": {...}, "engine": {...},
+     "storage": {...}}
 
 `limits` and `perf` are `shared.model`'s WorkerLimits and PerfModel; the rest is optional. Times must be finite and not
 negative, and a decode step must take some. `motet profile` writes one.
@@ -8,6 +9,9 @@ negative, and a decode step must take some. `motet profile` writes one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -37,6 +41,20 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     schedule_ms: _Ms = 0.0
     waiting_ms: _Ms = 0.0  # per request that waits
     context_token_ms: _Ms = 0.0  # per token in the KV cache of the step's sequences
+
+
+class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step costs by what it reads and computes (`policies.step_fit`), in milliseconds."""
+
+    rows: Annotated[tuple[_Count, ...], Meta(min_length=2)]  # ascending
+    pass_ms: Annotated[tuple[_Ms, ...], Meta(min_length=2)]  # all rows of a step through the weights, at each of `rows`
+    sampled_ms: _Ms  # per sequence that draws a token
+    prefill_ms: _Ms  # per prefill chunk
+    adapter_mib_ms: _Ms  # per MiB of the step's distinct adapters
+    row_rank_ms: _Ms  # per row and rank
+    context_token_ms: _Ms  # per token in the KV cache of the step's sequences
+    pair_ms: _Ms  # per token that a prefill row attends to
+    r2: float  # coefficient of determination
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +92,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     perf: PerfModel
     fit: FitFacts | None = None
     steps: Steps = Steps()
+    engine_steps: EngineSteps | None = None  # simulated by instead of `perf` and `steps`, where there
     engine: EngineFacts = EngineFacts()
     storage: Storage = Storage()
 
@@ -121,13 +140,27 @@ def _check(path: Path, text: str, profile: Profile) -> None:
                 raise FileError(path, _line_of(text, field), field, f"{value} is not a finite number from {least:g} up")
     if profile.perf.decode_base_ms + profile.perf.decode_row_ms <= 0 or profile.perf.prefill_token_ms <= 0:
         raise FileError(path, _line_of(text, "perf"), "perf", "a decode step and a prefill token must take some time")
+    if (steps := profile.engine_steps) is not None:
+        for reason, bad in (
+            ("as many numbers as in rows are expected", len(steps.pass_ms) != len(steps.rows)),
+            ("a pass must take some time, and not less with more rows", steps.pass_ms[0] <= 0 or _falls(steps.pass_ms)),
+            ("not a finite number", not all(map(isfinite, steps.pass_ms))),
+        ):
+            if bad:
+                raise FileError(path, _line_of(text, "engine_steps.pass_ms"), "engine_steps.pass_ms", reason)
+        if _falls(steps.rows) or len({*steps.rows}) < len(steps.rows):
+            raise FileError(path, _line_of(text, "engine_steps.rows"), "engine_steps.rows", "rows must ascend")
+
+
+def _falls(values: Sequence[float]) -> bool:
+    return any(later < earlier for earlier, later in pairwise(values))
 
 
 def _line_of(text: str, field: str) -> int:
     """The line of a field given as a path `a.b`, as good as can be told; 1 when it is not there."""
     at = 0
     for name in field.split("."):
-        found = text.find(f'"{name}"', at)
+        found = text.find(f'"{name.partition("[")[0]}"', at)
         if found < 0:
             break
         at = found

@@ -9,7 +9,7 @@ from shared.model import WorkerLimits
 from shared.profile import VERSION
 from twin.events import to_ps
 from twin.memory import LLAMA2_7B
-from twin.steps import A10_MBGMV, Link, PerfSteps
+from twin.steps import A10_MBGMV, Link, MeasuredSteps, PerfSteps
 from twin.storage import StorageModel
 from twin.worker import WorkerSpec
 
@@ -21,16 +21,17 @@ class Profile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def spec(self) -> WorkerSpec:
         """The worker as the twin builds it."""
-        extra, storage = self.steps, self.storage
+        extra, storage, measured = self.steps, self.storage, self.engine_steps
+        linear = PerfSteps(
+            self.perf,
+            schedule_ms=extra.schedule_ms,
+            waiting_ms=extra.waiting_ms,
+            context_token_ps=to_ps(extra.context_token_ms),
+        )
         return WorkerSpec(
             limits=self.limits,
             perf=self.perf,
-            steps=PerfSteps(
-                self.perf,
-                schedule_ms=extra.schedule_ms,
-                waiting_ms=extra.waiting_ms,
-                context_token_ps=to_ps(extra.context_token_ms),
-            ),
+            steps=linear if measured is None else MeasuredSteps(measured, self.perf),
             storage=StorageModel(
                 host_bytes=storage.host_mib * MIB or None,
                 disk=Link(storage.disk_base_ms, storage.disk_ms_per_mib),

@@ -9,12 +9,14 @@ whose K and V attention reads. The second is what changes from one decode step t
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from math import isqrt
 from typing import Protocol
 
 from policies.perf_model import MIB, decode_ms, load_ms, prefill_ms
 from shared.model import PerfModel
+from shared.profile import EngineSteps
 from twin.events import to_ps
 
 
@@ -30,6 +32,10 @@ class Batch:
     decode_rank_sum: int = 0
     decode_max_rank: int = 0
     distinct_adapters: int = 0
+    adapter_bytes: int = 0  # of the distinct adapters
+    row_rank_sum: int = 0  # over rows: a prefill chunk counts once per token
+    prefill_pairs: int = 0  # tokens that prefill rows attend to, summed
+    sampled: int = 0  # sequences that draw a token
     waiting: int = 0  # requests that the step's admission left waiting
     loads: tuple[int, ...] = ()  # bytes of each adapter that is copied to the device first
 
@@ -73,6 +79,39 @@ class PerfSteps:
         for size_bytes in batch.loads:
             total_ms += load_ms(perf, float(size_bytes))
         return to_ps(total_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """Steps by what they read and compute: the model of `policies.step_fit`, where its terms are explained."""
+
+    times: EngineSteps
+    perf: PerfModel  # of adapter loads
+
+    @property
+    def context_token_ps(self) -> int:
+        return to_ps(self.times.context_token_ms)
+
+    def fixed_ps(self, batch: Batch) -> int:
+        times = self.times
+        total_ms = (
+            _between(times.rows, times.pass_ms, batch.decode_rows + batch.prefill_tokens)
+            + times.sampled_ms * batch.sampled
+            + times.prefill_ms * batch.prefill_requests
+            + times.adapter_mib_ms * (batch.adapter_bytes / MIB)
+            + times.row_rank_ms * batch.row_rank_sum
+            + times.pair_ms * batch.prefill_pairs
+        )
+        for size_bytes in batch.loads:
+            total_ms += load_ms(self.perf, float(size_bytes))
+        return to_ps(total_ms)
+
+
+def _between(xs: tuple[int, ...], ys: tuple[float, ...], x: int) -> float:
+    """y at x on the line through the points; beyond the last ones the line goes on."""
+    i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
+    slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
+    return ys[i - 1] + slope * (x - xs[i - 1]) if x > xs[0] else ys[0]
 
 
 @dataclass(frozen=True, slots=True)

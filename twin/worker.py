@@ -29,6 +29,7 @@ from policies.batch_admission import (
     Sequence,
     advance,
     advance_steady,
+    pairs,
     remove,
     steady_steps,
 )
@@ -251,18 +252,22 @@ class Worker:
 
     def _batch(self, plan: Plan[Live]) -> Batch:
         batch = Batch(waiting=len(self.state.waiting))
-        slots = set()
+        adapters: dict[int, int] = {}  # slot -> bytes
         if plan.decodes:
             ranks = [live.rank for live in plan.decodes]
             batch.decode_rows, batch.decode_rank_sum, batch.decode_max_rank = len(ranks), sum(ranks), max(ranks)
-            slots.update([live.slot for live in plan.decodes])
+            adapters.update([(live.slot, live.adapter_bytes) for live in plan.decodes])
+        batch.sampled, batch.row_rank_sum = batch.decode_rows, batch.decode_rank_sum
         if plan.prefills:
             ranks = [live.rank for live in plan.prefills]
             batch.prefill_requests, batch.prefill_rank_sum, batch.prefill_max_rank = len(ranks), sum(ranks), max(ranks)
             batch.prefill_tokens = plan.tokens - batch.decode_rows
-            slots.update([live.slot for live in plan.prefills])
-        slots.discard(-1)
-        batch.distinct_adapters = len(slots)
+            batch.sampled += sum([live.computed + live.scheduled == live.length for live in plan.prefills])
+            batch.row_rank_sum += sum([live.rank * live.scheduled for live in plan.prefills])
+            batch.prefill_pairs = sum([pairs(live.computed, live.scheduled) for live in plan.prefills])
+            adapters.update([(live.slot, live.adapter_bytes) for live in plan.prefills])
+        adapters.pop(-1, None)
+        batch.distinct_adapters, batch.adapter_bytes = len(adapters), sum(adapters.values())
         if plan.loads:
             batch.loads = tuple([live.adapter_bytes for live in plan.loads])
         return batch

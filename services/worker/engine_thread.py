@@ -41,9 +41,10 @@ STOP_S = 10.0
 
 @dataclass(slots=True)
 class StepReport:
-    """One step as the loop hears of it. `failures` counts consecutive failing steps, this one included."""
+    """One step as the loop hears of it, begun at `began_s`. `failures` counts consecutive failing steps, this one included."""
 
     step: int
+    began_s: float
     step_s: float
     output: StepOutput
     failures: int
@@ -140,7 +141,7 @@ class EngineThread:
                 log.exception("engine command failed")
                 continue
             if output is not None:
-                self._report(engine, output, 0.0)
+                self._report(engine, output, now_s(), 0.0)
 
     def _advance(self, engine: Engine) -> None:
         began = self._busy_since = now_s()
@@ -159,7 +160,7 @@ class EngineThread:
             metrics.STEP_FAILURES.inc()
         elif output.stats.sampled_tokens:
             self._failures = 0
-        self._report(engine, output, now_s() - began)
+        self._report(engine, output, began, now_s() - began)
 
     def _abort(self, engine: Engine, error: Exception) -> StepOutput:
         """After an exception that left the engine in an unknown state: nothing in it may go on."""
@@ -171,17 +172,18 @@ class EngineThread:
         output.failure = error
         return output
 
-    def _report(self, engine: Engine, output: StepOutput, step_s: float) -> None:
+    def _report(self, engine: Engine, output: StepOutput, began_s: float, step_s: float) -> None:
         if not self._credits.acquire(blocking=False):
-            began = now_s()
+            waited_since_s = now_s()
             while not self._credits.acquire(timeout=0.1):
                 if self._stopping:
                     return
-            metrics.LOOP_LAG_S.inc(now_s() - began)
+            metrics.LOOP_LAG_S.inc(now_s() - waited_since_s)
         self._on_loop(
             self._take,
             StepReport(
                 step=self._step,
+                began_s=began_s,
                 step_s=step_s,
                 output=output,
                 failures=self._failures,

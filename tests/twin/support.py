@@ -7,14 +7,26 @@ from typing import Any
 import numpy as np
 
 from shared.model import Slo, WorkerLimits
+from shared.profile import EngineSteps
 from twin.cluster import Bus, Cluster
 from twin.scheduler import SchedulerSpec
-from twin.steps import A10_MBGMV, PerfSteps
+from twin.steps import A10_MBGMV, MeasuredSteps, PerfSteps
 from twin.storage import StorageModel
 from twin.worker import WorkerSpec
 from twin.workload import Intensity, Lengths, Workload, arrivals, pick, rank_mix, zipf
 
 RANK_BYTES = 1 << 20
+STEPS = EngineSteps(
+    rows=(1, 16, 64, 512),
+    pass_ms=(30.0, 30.5, 38.0, 150.0),
+    sampled_ms=0.1,
+    prefill_ms=0.7,
+    adapter_mib_ms=0.01,
+    row_rank_ms=0.0003,
+    context_token_ms=0.0002,
+    pair_ms=0.00001,
+    r2=0.99,
+)
 
 
 def workload(seed: int = 0, *, rate: float = 12.0, seconds: float = 20.0, prefixes: bool = False, cv: float = 2.0) -> Workload:
@@ -45,6 +57,7 @@ def spec(
     prefix_cache: bool = False,
     host_bytes: int | None = None,
     max_loras: int = 8,
+    measured: bool = False,
 ) -> WorkerSpec:
     limits = WorkerLimits(
         base_model="base",
@@ -56,10 +69,11 @@ def spec(
         adapter_bytes_total=1 << 30,
         max_lora_rank=128,
     )
+    linear = PerfSteps(A10_MBGMV, waiting_ms=0.01, context_token_ps=context_token_ps)
     return WorkerSpec(
         limits=limits,
         perf=A10_MBGMV,
-        steps=PerfSteps(A10_MBGMV, waiting_ms=0.01, context_token_ps=context_token_ps),
+        steps=MeasuredSteps(STEPS, A10_MBGMV) if measured else linear,
         storage=StorageModel(host_bytes=host_bytes),
         prefix_cache=prefix_cache,
         max_loras=max_loras,

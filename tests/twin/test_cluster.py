@@ -18,6 +18,7 @@ SETTINGS = {
     "prefix cache": ({"prefix_cache": True, "kv_blocks": 150}, {"prefixes": True}),
     "prefix cache short of memory": ({"prefix_cache": True, "kv_blocks": 70, "host_bytes": 1 << 30}, {"prefixes": True}),
     "host memory for a few adapters": ({"host_bytes": 512 * RANK_BYTES}, {}),
+    "steps by what they read": ({"measured": True}, {}),
     "more requests than room": ({"max_running": 4, "max_waiting": 6}, {"rate": 20.0}),
 }
 

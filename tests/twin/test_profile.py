@@ -1,22 +1,29 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from shared.profile import FileError, write_profile
+from tests.twin.support import STEPS
 from twin.profile import a10_llama2_7b, read_profile
+from twin.steps import MeasuredSteps, PerfSteps
+
+WORKER = replace(a10_llama2_7b(), engine_steps=STEPS)
 
 
 @pytest.fixture
 def good(tmp_path: Path) -> Path:
     path = tmp_path / "worker.json"
-    write_profile(path, a10_llama2_7b())
+    write_profile(path, WORKER)
     return path
 
 
 def test_a_profile_is_read_as_it_was_written(good: Path) -> None:
-    assert read_profile(good) == a10_llama2_7b()
+    assert read_profile(good) == WORKER
 
 
 def test_a_profile_is_a_worker_of_the_twin(good: Path) -> None:
@@ -26,6 +33,8 @@ def test_a_profile_is_a_worker_of_the_twin(good: Path) -> None:
         and spec.storage.host_bytes is None
         and spec.max_step_tokens == 512
     )
+    assert spec.steps == MeasuredSteps(STEPS, WORKER.perf)
+    assert isinstance(a10_llama2_7b().spec().steps, PerfSteps)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +51,8 @@ def test_a_profile_is_a_worker_of_the_twin(good: Path) -> None:
         ('"schedule_ms": 0.0', '"schedule_ms": -0.5', "steps.schedule_ms"),
         ('"decode_base_ms": 33.5', '"decode_base_ms": NaN', ""),
         ('"decode_base_ms": 33.5', '"decode_base_ms": 1e999', ""),
+        ('"pair_ms"', '"pear_ms"', "engine_steps"),
+        ('"sampled_ms": 0.1', '"sampled_ms": -0.1', "engine_steps.sampled_ms"),
         ("{", "[", ""),
     ],
 )
@@ -54,6 +65,26 @@ def test_a_bad_profile_is_refused_with_the_line_and_the_field(good: Path, old: s
     assert caught.value.field == field
     if new and field.count(".") == 1:
         assert caught.value.line == text[: text.index(old)].count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "reason"),
+    [
+        ({"pass_ms": (30.0, 29.5, 38.0, 150.0)}, "engine_steps.pass_ms", "not less with more rows"),
+        ({"pass_ms": (0.0, 1.0, 2.0, 3.0)}, "engine_steps.pass_ms", "must take some time"),
+        ({"pass_ms": (30.0, 30.5, 38.0)}, "engine_steps.pass_ms", "as many numbers as in rows"),
+        ({"rows": (1, 16, 16, 512)}, "engine_steps.rows", "ascend"),
+        ({"rows": (16, 1, 64, 512)}, "engine_steps.rows", "ascend"),
+        ({"rows": (0, 1, 64, 512)}, "engine_steps.rows[0]", "`int` >= 1"),
+    ],
+)
+def test_passes_that_are_no_line_are_refused(tmp_path: Path, change: dict[str, Any], field: str, reason: str) -> None:
+    path = tmp_path / "worker.json"
+    write_profile(path, replace(WORKER, engine_steps=replace(STEPS, **change)))
+    with pytest.raises(FileError, match=re.escape(reason)) as caught:
+        read_profile(path)
+    name = field.rpartition(".")[2].partition("[")[0]
+    assert caught.value.field == field and f'"{name}"' in path.read_text().splitlines()[caught.value.line - 1]
 
 
 def test_a_profile_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from tests.twin.support import STEPS
 from twin.events import ARRIVAL, STEP, Events, to_ps
-from twin.steps import A10_BGMV, A10_MBGMV, Batch, PerfSteps, elapsed_ps, steps_within
+from twin.steps import A10_BGMV, A10_MBGMV, Batch, MeasuredSteps, PerfSteps, elapsed_ps, steps_within
 
 
 def test_the_steps_within_a_time_are_counted_as_one_would_by_walking_them() -> None:
@@ -42,6 +43,30 @@ def test_prefill_loads_and_waiting_requests_add_up() -> None:
     perf = A10_MBGMV
     prefill = perf.prefill_base_ms + 100 * perf.prefill_token_ms + 8 * perf.prefill_lora_ms
     assert steps.fixed_ps(batch) == to_ps(0.5 + 1.0 + prefill + perf.load_base_ms + perf.load_ms_per_mib)
+
+
+def test_a_measured_step_costs_its_pass_and_all_that_it_reads_and_computes() -> None:
+    steps = MeasuredSteps(STEPS, A10_MBGMV)
+    assert steps.context_token_ps == to_ps(STEPS.context_token_ms)
+    batch = Batch(
+        prefill_requests=2,
+        prefill_tokens=30,
+        decode_rows=10,
+        sampled=11,
+        adapter_bytes=3 << 20,
+        row_rank_sum=500,
+        prefill_pairs=900,
+        loads=(1 << 20,),
+    )
+    expected = 30.5 + 24 / 48 * 7.5  # 40 rows
+    expected += 0.1 * 11 + 0.7 * 2 + 0.01 * 3 + 0.0003 * 500 + 0.00001 * 900
+    expected += A10_MBGMV.load_base_ms + A10_MBGMV.load_ms_per_mib
+    assert steps.fixed_ps(batch) == pytest.approx(to_ps(expected), abs=2)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 30.0), (16, 30.5), (64, 38.0), (512, 150.0), (960, 262.0)])
+def test_a_pass_is_a_line_between_its_points_and_beyond_the_last(rows: int, expected: float) -> None:
+    assert MeasuredSteps(STEPS, A10_MBGMV).fixed_ps(Batch(decode_rows=rows)) == pytest.approx(to_ps(expected), abs=2)
 
 
 def test_events_happen_by_time_then_priority_then_order_of_asking() -> None:

@@ -14,7 +14,7 @@ from array import array
 from itertools import count
 
 from policies.adapter_slots import AdapterSlots
-from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, advance, remove
+from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, advance, pairs, remove
 from policies.kv_blocks import KvBlocks
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.request import EngineLimits, EngineRequest, ResidencyChange, StepOutput, StepStats
@@ -381,7 +381,11 @@ def _count(plan: Plan[Live], stats: StepStats) -> None:
     stats.preempted = len(plan.preempted)
     stats.decode_rows, stats.prefill_requests = len(plan.decodes), len(plan.prefills)
     stats.prefill_tokens = sum(live.scheduled for live in plan.prefills)
-    ranks = [live.rank for live in plan.decodes] + [live.rank for live in plan.prefills]
-    stats.rank_sum, stats.rank_max = sum(ranks), max(ranks, default=0)
-    slots = {live.slot for live in plan.decodes} | {live.slot for live in plan.prefills}
-    stats.distinct_adapters = len(slots - {-1})
+    decode_ranks, prefill_ranks = [live.rank for live in plan.decodes], [live.rank for live in plan.prefills]
+    stats.prefill_rank_sum = sum(prefill_ranks)
+    stats.rank_sum = sum(decode_ranks) + stats.prefill_rank_sum
+    stats.rank_max = max(decode_ranks + prefill_ranks, default=0)
+    stats.row_rank_sum = sum(decode_ranks) + sum(live.scheduled * live.rank for live in plan.prefills)
+    stats.prefill_pairs = sum(pairs(live.computed, live.scheduled) for live in plan.prefills)
+    slots = {live.slot: live.adapter_bytes for live in (*plan.decodes, *plan.prefills) if live.slot >= 0}
+    stats.distinct_adapters, stats.adapter_bytes = len(slots), sum(slots.values())

@@ -61,6 +61,10 @@ class StepStats:
     distinct_adapters: int = 0
     rank_sum: int = 0  # over the step's sequences; 0 for the base
     rank_max: int = 0
+    prefill_rank_sum: int = 0  # the part of `rank_sum` that prefills
+    row_rank_sum: int = 0  # over rows, so a prefill chunk counts once per token
+    adapter_bytes: int = 0  # on the device, of the distinct adapters
+    prefill_pairs: int = 0  # tokens that prefill rows attend to, summed
     sampled_tokens: int = 0
     cached_tokens: int = 0  # tokens that admissions found in the prefix cache
     preempted: int = 0

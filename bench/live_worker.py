@@ -1,0 +1,185 @@
+"""A worker in a process of its own, asked as a scheduler asks and heard as a gateway hears, for `bench.twin_live`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from motet.lifeline import dying_with_parent
+from motet.nats_server import NatsServer
+from motet.process import tail
+from services.worker.profiling import publish, random_adapter
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import now_s
+from shared.config import BusConfig
+from shared.errors import Unavailable
+from shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
+from shared.model import AdapterRef, SamplingParams, Slo
+from shared.provision import provision
+from twin.workload import Workload
+
+BASE = "bench"
+WORKER = "bench-worker"
+GATEWAY = "bench-gateway"
+START_S = 120.0
+QUIET_S = 60.0  # without a frame, while some are expected
+PINGS = 200
+
+
+@dataclass(slots=True)
+class Served:
+    """One request as its sender saw it, in seconds from the run's start; `end_s` is that of its last token."""
+
+    sent_s: float
+    first_s: float = 0.0
+    end_s: float = 0.0
+    tokens: int = 0
+    refused: bool = False
+    over: bool = False
+
+
+def command(words: Sequence[str], options: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """`motet WORDS` with MOTET_* variables, output to `log`; ends with this process."""
+    variables = {f"MOTET_{name.upper()}": value for name, value in options.items()}
+    with log.open("ab") as sink:
+        return subprocess.Popen(
+            [sys.executable, "-m", "motet", *words],
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            preexec_fn=dying_with_parent(),
+        )
+
+
+class LiveWorker:
+    """`async with`: NATS and one worker with MOTET_* `options`, ready to be asked; both gone afterwards."""
+
+    def __init__(self, model: Path, options: Mapping[str, str], directory: Path) -> None:
+        self._model, self._directory = model, directory
+        self._vocabulary: int = json.loads((model / "config.json").read_text())["vocab_size"]
+        self._options = {**options, "model": str(model), "served_model_name": BASE, "instance_id": WORKER}
+        self._nats = NatsServer(directory / "nats")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._served: dict[str, Served] = {}
+        self._began_s = 0.0
+        self._heard = asyncio.Event()
+        self._runs = 0
+
+    async def __aenter__(self) -> LiveWorker:
+        url = await self._nats.start()
+        self._bus = await Bus.connect(BusConfig(nats_url=url), "bench")
+        await provision(self._bus)
+        await self._bus.subscribe(subjects.stream(GATEWAY), TokenFrame, self._hear)
+        log = self._directory / "worker.log"
+        self._process = command(["worker"], {**self._options, "nats_url": url, "ops_port": "0"}, log)
+        deadline_s = now_s() + START_S
+        while True:
+            try:
+                await self.ping()
+                return self
+            except Unavailable:
+                if self._process.poll() is not None or now_s() > deadline_s:
+                    raise RuntimeError(f"the worker did not start:\n{tail(log)}") from None
+                await asyncio.sleep(0.2)
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            await asyncio.to_thread(self._process.wait, 30)
+        await self._bus.close()
+        self._nats.stop()
+
+    async def publish(self, rank: int, number: int) -> AdapterRef:
+        """A new adapter in the registry's store."""
+        blob, version = random_adapter(self._model, BASE, rank, number)
+        return await publish(self._bus, blob, version, f"bench-{rank}-{number}")
+
+    async def ping(self) -> float:
+        """Ask for what is refused at once; the round trip in milliseconds."""
+        began_s = now_s()
+        await self._bus.request(subjects.assign(WORKER), self._request("ping", 1, 1, None, base=""), AssignReply, timeout_s=5.0)
+        return (now_s() - began_s) * 1000
+
+    async def hop_ms(self, busy: int = 8) -> float:
+        """One way between this process and the worker while it decodes `busy` sequences: half the usual round trip."""
+        self._start()
+        await asyncio.gather(*(self._ask(str(i), 16, 1024, None) for i in range(busy)))
+        trips: list[float] = []
+        while len(trips) < PINGS and not any(one.over for one in self._served.values()):
+            trips.append(await self.ping())
+            await asyncio.sleep(0.005)
+        await self._over()
+        return statistics.median(trips) / 2
+
+    async def run(self, workload: Workload, adapters: Sequence[AdapterRef]) -> list[Served]:
+        """Send each request at its time and wait for the last token."""
+        self._start()
+        asking = []
+        for one in workload:
+            await asyncio.sleep(max(0.0, self._began_s + workload.arrival_s[one.index] - now_s()))
+            adapter = adapters[workload.adapter[one.index]] if one.digest else None
+            asking.append(asyncio.create_task(self._ask(str(one.index), one.prompt_tokens, one.output_tokens, adapter)))
+        await asyncio.gather(*asking)
+        await self._over()
+        return list(self._served.values())
+
+    def _start(self) -> None:
+        self._runs += 1
+        self._served = {}
+        self._began_s = now_s()
+
+    async def _over(self) -> None:
+        while not all(one.over for one in self._served.values()):
+            self._heard.clear()
+            await asyncio.wait_for(self._heard.wait(), QUIET_S)
+
+    async def _ask(self, name: str, prompt_tokens: int, output_tokens: int, adapter: AdapterRef | None) -> None:
+        request = self._request(name, prompt_tokens, output_tokens, adapter)
+        served = self._served[name] = Served(now_s() - self._began_s)
+        reply = await self._bus.request(subjects.assign(WORKER), request, AssignReply, timeout_s=30.0)
+        if isinstance(reply, Refused):
+            if reply.error.code != "overloaded":
+                raise RuntimeError(f"the worker refuses: {reply.error.message}")
+            served.refused = served.over = True
+            self._heard.set()
+
+    def _request(
+        self, name: str, prompt_tokens: int, output_tokens: int, adapter: AdapterRef | None, *, base: str = BASE
+    ) -> GenerateRequest:
+        draw = np.random.default_rng((self._runs, len(self._served)))
+        return GenerateRequest(
+            request_id=f"{self._runs}-{name}",
+            gateway_id=GATEWAY,
+            base_model=base,
+            prompt=pack_tokens(draw.integers(2, self._vocabulary, size=prompt_tokens).tolist()),
+            sampling=SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
+            slo=Slo(),
+            adapter=adapter,
+        )
+
+    def _hear(self, frame: TokenFrame) -> None:
+        at_s = now_s() - self._began_s
+        for item in frame.items:
+            run, _, name = item.request_id.partition("-")
+            served = self._served.get(name)
+            if served is None or int(run) != self._runs:
+                continue
+            if item.error is not None:
+                raise RuntimeError(f"request {item.request_id}: {item.error.message}")
+            if item.tokens:
+                served.first_s = served.first_s or at_s
+                served.end_s, served.tokens = at_s, served.tokens + len(item.tokens)
+            served.over = served.over or item.finish is not None
+        self._heard.set()

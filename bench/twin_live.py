@@ -1,0 +1,260 @@
+"""The digital twin beside the worker it was profiled from: the same requests to both, and how far its figures are off.
+
+    profile   `motet profile` measures a worker and writes a file
+    live      `motet worker` in a process of its own on NATS, asked as a scheduler would and heard as a gateway would
+    twin      the file's worker in a simulation gets the same requests at the times they were sent
+
+What the twin models is the worker: its queue, engine and adapter tiers. Adapters, prompt and output lengths are known to
+it; times are not. One-way times of NATS are measured before, between this process and the busy worker.
+
+    steady    independent arrivals, a few adapters that are here already
+    bursty    the same load in bursts
+    cold      many adapters, each for the first time here or pushed out by others meanwhile
+    overload  more than can be served: the queue fills and requests are refused
+
+Each shape is run `ROUNDS` times with new arrivals; figures are over all requests of a shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from bench import report
+from bench.live_worker import LiveWorker, Served, command
+from bench.models import model_and_adapters
+from motet.process import tail
+from shared.model import AdapterRef
+from twin.cluster import Bus, Cluster
+from twin.events import PS_PER_S
+from twin.metrics import NEVER
+from twin.profile import Profile, read_profile
+from twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
+
+MODEL = "S"
+RANKS = (8, 16, 32, 64)
+OPTIONS = {
+    "threads": "1",  # the other core is for everybody else
+    "max_running": "32",
+    "max_waiting": "64",
+    "lora_memory_mib": "64",
+    "host_cache_mib": "128",
+}
+ROUNDS = 2
+RUN_S = 40.0
+QUICK_RUN_S = 4.0
+PROFILE_RUNS = 3  # the profile takes as long as so many runs
+WARM_EVERY_S = 0.15
+FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "tokens_per_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Arrivals: `load` is the rate as a share of what the worker can serve, `cv` of the gaps between requests."""
+
+    name: str
+    load: float
+    cv: float
+    adapters: int
+    exponent: float  # of their popularity
+    warm: bool  # every adapter is used once before
+
+
+SHAPES = (
+    Shape("steady", 0.6, 1.0, 8, 1.0, True),
+    Shape("bursty", 0.6, 4.0, 8, 1.0, True),
+    Shape("cold", 0.4, 1.0, 150, 0.5, False),
+    Shape("overload", 1.6, 1.0, 16, 1.0, True),
+)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Profile, run live, replay, print the tables, return the figures."""
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
+        run_s = args.seconds or (QUICK_RUN_S if args.quick else RUN_S)
+        return asyncio.run(_compare(Path(directory), run_s, 1 if args.quick else ROUNDS))
+
+
+async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]:
+    model, _ = model_and_adapters(MODEL)
+    profile = await _profile(model, directory, PROFILE_RUNS * run_s)
+    rate = _capacity(profile)
+    seen: dict[str, tuple[Outcome, Outcome]] = {}
+    async with LiveWorker(model, OPTIONS, directory) as worker:
+        hop_ms = await worker.hop_ms()
+        for number, shape in enumerate(SHAPES):
+            outcomes = []
+            for round_ in range(rounds):
+                adapters = [
+                    await worker.publish(RANKS[i % len(RANKS)], 1000 * (10 * round_ + number + 1) + i)
+                    for i in range(shape.adapters)
+                ]
+                draw = np.random.default_rng((number, round_))
+                workload = _workload(draw, shape, adapters, shape.load * rate, run_s)
+                warm = shape.adapters if shape.warm else 0
+                served = await worker.run(workload, adapters)
+                sent = replace(workload, arrival_s=np.maximum.accumulate([one.sent_s for one in served]))
+                outcomes.append((Outcome.live(served, warm), replayed(sent, profile, hop_ms, warm)))
+            live, twin = zip(*outcomes, strict=True)
+            seen[shape.name] = Outcome.together(live), Outcome.together(twin)
+    return _figures(profile, hop_ms, rate, seen)
+
+
+async def _profile(model: Path, directory: Path, seconds: float) -> Profile:
+    """What `motet profile` says of a worker with `OPTIONS`. Raises RuntimeError with the end of its output."""
+    out, log = directory / "profile.json", directory / "profile.log"
+    words = ["profile", "--model", str(model), "--out", str(out), "--seconds", str(seconds)]
+    process = command(words, OPTIONS, log)
+    if await asyncio.to_thread(process.wait, 600 + seconds):
+        raise RuntimeError(f"motet profile failed:\n{tail(log)}")
+    print(tail(log, 30))
+    return read_profile(out)
+
+
+def _lengths(draw: Generator) -> Lengths:
+    pool = Lengths.lognormal(draw, prompt_mean=64, output_mean=64, prompt_cv=0.8, output_cv=0.7)
+    return pool.capped(400, 700)
+
+
+def _capacity(profile: Profile) -> float:
+    """Requests per second of the twin when all places are taken all the time."""
+    draw, count = np.random.default_rng(0), profile.limits.max_running + profile.limits.max_waiting
+    prompt, output = _lengths(draw).draw(draw, count)
+    ranks = np.array([RANKS[i % len(RANKS)] for i in range(16)])
+    workload = Workload(
+        arrival_s=np.zeros(count),
+        adapter=draw.integers(len(ranks), size=count),
+        prompt_tokens=prompt,
+        output_tokens=output,
+        ranks=ranks,
+        adapter_bytes=ranks * 60_000,
+    )
+    cluster = Cluster(workload, [replace(profile.spec(), max_loras=64)], None)
+    cluster.run()
+    first_out = np.sort(cluster.metrics.end_ps)[: profile.limits.max_waiting]  # until then the batch is full
+    return len(first_out) / (first_out[-1] / PS_PER_S)
+
+
+def _workload(draw: Generator, shape: Shape, adapters: Sequence[AdapterRef], rate: float, run_s: float) -> Workload:
+    """One short request per adapter first, where the shape is warm; then `run_s` seconds of arrivals."""
+    times = arrivals(draw, Intensity.constant(rate, run_s), cv=shape.cv)
+    which = pick(draw, draw.permutation(zipf(len(adapters), shape.exponent)), len(times))
+    prompt, output = _lengths(draw).draw(draw, len(times))
+    warm = np.arange(len(adapters) if shape.warm else 0)
+    start_s = WARM_EVERY_S * (len(warm) + 5)
+    return Workload(
+        arrival_s=np.concatenate([WARM_EVERY_S * warm, start_s + times]),
+        adapter=np.concatenate([warm, which]),
+        prompt_tokens=np.concatenate([np.full(len(warm), 8), prompt]),
+        output_tokens=np.concatenate([np.full(len(warm), 2), output]),
+        ranks=np.array([adapter.rank for adapter in adapters]),
+        adapter_bytes=np.array([adapter.size_bytes for adapter in adapters]),
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run in numbers: per finished request in milliseconds, and what the run as a whole took."""
+
+    ttft_ms: NDArray[np.float64]
+    tpot_ms: NDArray[np.float64]
+    tokens: int
+    seconds: float  # from the first request to the last token
+    refused: int
+
+    @classmethod
+    def of(cls, sent_s: Any, first_s: Any, end_s: Any, tokens: Any, refused: Any) -> Outcome:
+        """From columns of equal length, in seconds."""
+        done = ~refused
+        many = done & (tokens > 1)
+        return cls(
+            ttft_ms=(first_s - sent_s)[done] * 1000,
+            tpot_ms=(end_s - first_s)[many] / (tokens - 1)[many] * 1000,
+            tokens=int(tokens[done].sum()),
+            seconds=float(end_s[done].max() - sent_s[0]),
+            refused=int(refused.sum()),
+        )
+
+    @classmethod
+    def live(cls, served: Sequence[Served], skip: int) -> Outcome:
+        """Without the first `skip` requests."""
+        names = ("sent_s", "first_s", "end_s", "tokens", "refused")
+        return cls.of(*(np.array([getattr(one, name) for one in served[skip:]]) for name in names))
+
+    @classmethod
+    def together(cls, rounds: Sequence[Outcome]) -> Outcome:
+        """All requests of all rounds."""
+        return cls(
+            np.concatenate([one.ttft_ms for one in rounds]),
+            np.concatenate([one.tpot_ms for one in rounds]),
+            sum(one.tokens for one in rounds),
+            sum(one.seconds for one in rounds),
+            sum(one.refused for one in rounds),
+        )
+
+    def figures(self) -> dict[str, float]:
+        """`FIGURES`."""
+        ttft, tpot = np.quantile(self.ttft_ms, (0.5, 0.99)), np.quantile(self.tpot_ms, (0.5, 0.99))
+        return dict(zip(FIGURES, [*ttft.tolist(), *tpot.tolist(), self.tokens / self.seconds], strict=True))
+
+
+def replayed(workload: Workload, profile: Profile, hop_ms: float, skip: int) -> Outcome:
+    """What the twin makes of the same requests."""
+    cluster = Cluster(workload, [profile.spec()], None, bus=Bus(submit_ms=hop_ms, stream_ms=hop_ms))
+    cluster.run()
+    metrics = cluster.metrics
+    assert ((metrics.end_ps != NEVER) | metrics.refused).all(), "every request has an end"
+    columns = (
+        workload.arrival_s,
+        metrics.first_ps / PS_PER_S,
+        metrics.end_ps / PS_PER_S,
+        metrics.output_tokens,
+        metrics.refused,
+    )
+    return Outcome.of(*(column[skip:] for column in columns))
+
+
+def _figures(profile: Profile, hop_ms: float, rate: float, seen: dict[str, tuple[Outcome, Outcome]]) -> dict[str, Any]:
+    rows: list[list[Any]] = []
+    errors: dict[str, list[float]] = {name: [] for name in FIGURES}
+    shapes: dict[str, Any] = {}
+    for name, (live, twin) in seen.items():
+        real, simulated = live.figures(), twin.figures()
+        off = {figure: 100 * (simulated[figure] / real[figure] - 1) for figure in FIGURES}
+        for figure in FIGURES:
+            errors[figure].append(abs(off[figure]))
+        rows.append([f"{name}: live", len(live.ttft_ms), live.refused, *real.values()])
+        rows.append(["twin", len(twin.ttft_ms), twin.refused, *simulated.values()])
+        rows.append(["off, percent", "", "", *(f"{value:+.1f}" for value in off.values())])
+        shapes[name] = {
+            "live": _rounded(real) | {"finished": len(live.ttft_ms), "refused": live.refused},
+            "twin": _rounded(simulated) | {"finished": len(twin.ttft_ms), "refused": twin.refused},
+        }
+    columns = ["", "finished", "refused", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "tokens/s"]
+    print(report.table("The same requests live and in the twin", columns, rows))
+    worst = {name: max(values) for name, values in errors.items()}
+    return {
+        "ttft_p50_error": round(worst["ttft_p50_ms"], 2),
+        "ttft_p99_error": round(worst["ttft_p99_ms"], 2),
+        "tpot_p50_error": round(worst["tpot_p50_ms"], 2),
+        "tpot_p99_error": round(worst["tpot_p99_ms"], 2),
+        "throughput_error": round(worst["tokens_per_s"], 2),
+        "hop_ms": round(hop_ms, 3),
+        "capacity_requests_per_s": round(float(rate), 2),
+        "step_r2": round(profile.engine_steps.r2, 4) if profile.engine_steps is not None else None,
+        "options": {"model": MODEL, **OPTIONS},
+        "shapes": shapes,
+    }
+
+
+def _rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in figures.items()}

@@ -1,0 +1,101 @@
+"""Fits what an engine's steps cost by what they read and compute, finer than the linear models that schedulers use.
+
+A step runs all its rows, decodes and prefill chunks alike, through the weights at once:
+
+    time = pass(rows)                     weights are read once: flat while memory is the limit, then a line per row
+         + sampled * sequences            a token is drawn: output matrix, sampling, bookkeeping, one frame item
+         + prefill * new requests         seats, block tables and prefix keys
+         + adapter * MiB                  of the step's distinct adapters, read once however many rows use them
+         + row_rank * ranks               summed over rows: what LoRA computes
+         + context * tokens               in the KV cache of the step's sequences
+         + pairs * tokens                 that prefill rows attend to, summed
+
+`pass` is a line between `ROWS`, never falling. All weights come from one least-squares fit of relative errors with nothing
+below zero. `undisturbed` leaves out the steps that took far longer than a first fit says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from policies.perf_fit import MIN_STEPS, Step, least_squares, r_squared
+from policies.perf_model import MIB, Floats
+
+ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+DISTURBED = 1.5  # times what the fit says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedSteps:
+    """Milliseconds: of a pass at each of `rows`, and per unit of the rest; `r2` is the coefficient of determination."""
+
+    rows: tuple[int, ...]
+    pass_ms: tuple[float, ...]
+    sampled_ms: float
+    prefill_ms: float
+    adapter_mib_ms: float
+    row_rank_ms: float
+    context_token_ms: float
+    pair_ms: float
+    r2: float
+
+
+def undisturbed(steps: Sequence[Step]) -> list[Step]:
+    """Those that something else on the machine did not hold up. Raises what `fit_steps` raises."""
+    features, times, _ = _equations(steps)
+    expected = features @ _solve(features, times)
+    return [step for step, most in zip(steps, DISTURBED * expected, strict=True) if step.time_ms <= most]
+
+
+def fit_steps(steps: Sequence[Step]) -> FittedSteps:
+    """The model of `steps`. Raises ValueError for too few of them, or times that are not finite and positive."""
+    features, times, knots = _equations(steps)
+    weights = _solve(features, times)
+    passes = len(knots)
+    sampled, prefill, adapter_mib, row_rank, context_token, pair = weights[passes:].tolist()
+    rises = weights[1:passes] * np.diff(knots)
+    return FittedSteps(
+        rows=tuple(knots),
+        pass_ms=tuple((weights[0] + np.concatenate([[0.0], np.cumsum(rises)])).tolist()),
+        sampled_ms=sampled,
+        prefill_ms=prefill,
+        adapter_mib_ms=adapter_mib,
+        row_rank_ms=row_rank,
+        context_token_ms=context_token,
+        pair_ms=pair,
+        r2=r_squared(times, features @ weights),
+    )
+
+
+def _equations(steps: Sequence[Step]) -> tuple[Floats, Floats, list[int]]:
+    """Features [steps, weights], times [steps] and the numbers of rows between which passes are lines."""
+    if len(steps) < MIN_STEPS:
+        raise ValueError(f"{len(steps)} steps are too few to fit; {MIN_STEPS} are needed")
+    times = np.array([step.time_ms for step in steps])
+    if not (np.isfinite(times).all() and (times > 0).all()):
+        raise ValueError("step times must be finite and positive")
+    most = max(step.decode_rows + step.prefill_tokens for step in steps)
+    knots = [*(rows for rows in ROWS if rows < most), max(most, 2)]
+    return np.array([_features(step, knots) for step in steps]), times, knots
+
+
+def _solve(features: Floats, times: Floats) -> Floats:
+    return least_squares(features / times[:, None], np.ones(len(times)))
+
+
+def _features(step: Step, knots: Sequence[int]) -> Floats:
+    rows = step.decode_rows + step.prefill_tokens
+    ramps = [float(min(max(rows - low, 0), high - low)) for low, high in pairwise(knots)]
+    rest = [
+        step.sampled,
+        step.prefill_requests,
+        step.adapter_bytes / MIB,
+        step.row_rank_sum,
+        step.context_tokens,
+        step.prefill_pairs,
+    ]
+    return np.array([1.0, *ramps, *rest], dtype=np.float64)

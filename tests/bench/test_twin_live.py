@@ -1,0 +1,74 @@
+"""The live side of the twin's bench: what was sent is served and timed, and the twin gets the very same requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.live_worker import LiveWorker, Served
+from bench.twin_live import Outcome, replayed
+from shared.model import WorkerLimits
+from shared.profile import VERSION
+from tests.support_models import make_checkpoint
+from tests.twin.support import STEPS
+from twin.profile import Profile
+from twin.steps import A10_MBGMV
+from twin.workload import Workload
+
+REQUESTS = 12
+OPTIONS = {"threads": "1", "max_running": "2", "max_waiting": "2", "lora_memory_mib": "8", "kv_blocks": "200"}
+
+
+def workload(adapter: int, adapter_bytes: int, *, gap_s: float) -> Workload:
+    return Workload(
+        arrival_s=gap_s * np.arange(REQUESTS),
+        adapter=np.full(REQUESTS, adapter),
+        prompt_tokens=np.full(REQUESTS, 10),
+        output_tokens=np.full(REQUESTS, 20),
+        ranks=np.array([8]),
+        adapter_bytes=np.array([adapter_bytes]),
+    )
+
+
+async def test_a_live_worker_serves_what_it_has_room_for_and_every_token_is_timed(tmp_path: Path) -> None:
+    async with LiveWorker(make_checkpoint("llama2", tmp_path), OPTIONS, tmp_path) as worker:
+        assert 0 < await worker.hop_ms(busy=2) < 1000
+        adapter = await worker.publish(8, 1)
+        calm = await worker.run(workload(0, adapter.size_bytes, gap_s=0.3), [adapter])
+        crowded = await worker.run(workload(-1, 0, gap_s=0.0), [adapter])
+    assert [one.tokens for one in calm] == [20] * REQUESTS and not any(one.refused for one in calm)
+    assert all(0.3 * number <= one.sent_s < one.first_s < one.end_s for number, one in enumerate(calm))
+    assert 4 <= sum(not one.refused for one in crowded) < REQUESTS
+    assert all(one.tokens == (0 if one.refused else 20) for one in crowded)
+
+
+def test_the_twin_serves_as_many_of_the_same_requests() -> None:
+    limits = WorkerLimits(
+        base_model="bench",
+        max_model_len=256,
+        max_running=2,
+        max_waiting=2,
+        block_size=16,
+        kv_blocks_total=200,
+        adapter_bytes_total=1 << 20,
+        max_lora_rank=64,
+    )
+    profile = Profile(motet_profile=VERSION, limits=limits, perf=A10_MBGMV, engine_steps=STEPS)
+    outcome = replayed(workload(0, 1 << 16, gap_s=0.0), profile, hop_ms=2.0, skip=0)
+    assert len(outcome.ttft_ms) == 4 and outcome.refused == REQUESTS - 4 and outcome.tokens == 4 * 20
+    assert outcome.ttft_ms.min() > 2 * 2.0 + STEPS.pass_ms[0] and outcome.tpot_ms.min() > STEPS.pass_ms[0]
+    assert len(replayed(workload(0, 1 << 16, gap_s=10.0), profile, hop_ms=2.0, skip=3).ttft_ms) == REQUESTS - 3
+
+
+def test_figures_are_over_all_requests_of_all_rounds() -> None:
+    def served(sent_s: float, first_s: float, end_s: float) -> Served:
+        return Served(sent_s, first_s, end_s, tokens=11, over=True)
+
+    warm, refused = served(0.0, 9.0, 10.0), Served(2.0, refused=True, over=True)
+    one = Outcome.live([warm, served(1.0, 1.1, 2.1), refused, served(2.0, 2.3, 5.3)], 1)
+    assert one.ttft_ms.tolist() == pytest.approx([100, 300]) and one.tpot_ms.tolist() == pytest.approx([100, 300])
+    assert (one.tokens, one.refused, one.seconds) == (22, 1, pytest.approx(4.3))
+    both = Outcome.together([one, Outcome.live([served(0.0, 0.2, 1.2)], 0)]).figures()
+    assert both["ttft_p50_ms"] == pytest.approx(200) and both["tokens_per_s"] == pytest.approx(33 / 5.5)

@@ -1,0 +1,87 @@
+"""Promise: the fit finds the costs that made the steps, whatever the mix, and is not led astray by a busy machine."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from policies.perf_fit import Step
+from policies.perf_model import MIB
+from policies.step_fit import fit_steps, undisturbed
+
+SAMPLED, PREFILL, ADAPTER_MIB, ROW_RANK, CONTEXT, PAIR = 0.05, 0.4, 0.11, 0.0004, 0.0006, 0.0002
+
+
+def pass_ms(rows: int) -> float:
+    """Weights are read in 4 ms; beyond 32 rows the arithmetic takes longer."""
+    return max(4.0, 0.125 * rows)
+
+
+def measured(count: int, *, noise: float = 0.0) -> list[Step]:
+    draw = random.Random(3)
+    steps = []
+    for number in range(count):
+        decodes, prefills = draw.randrange(1, 48) if number % 3 else 0, draw.randrange(1, 4) if number % 3 != 1 else 0
+        tokens = prefills * draw.randrange(5, 120)
+        step = Step(
+            time_ms=0.0,
+            prefill_requests=prefills,
+            prefill_tokens=tokens,
+            decode_rows=decodes,
+            context_tokens=decodes * draw.randrange(20, 400) + tokens,
+            prefill_pairs=tokens * draw.randrange(10, 200),
+            row_rank_sum=(decodes + tokens) * draw.choice([0, 8, 64]),
+            adapter_bytes=draw.randrange(8) * MIB,
+            sampled=decodes + draw.randrange(prefills + 1),
+        )
+        time_ms = (
+            pass_ms(step.decode_rows + step.prefill_tokens)
+            + SAMPLED * step.sampled
+            + PREFILL * step.prefill_requests
+            + ADAPTER_MIB * step.adapter_bytes / MIB
+            + ROW_RANK * step.row_rank_sum
+            + CONTEXT * step.context_tokens
+            + PAIR * step.prefill_pairs
+        )
+        steps.append(replace(step, time_ms=time_ms * draw.uniform(1 - noise, 1 + noise)))
+    return steps
+
+
+def test_the_costs_that_made_the_steps_are_found():
+    fitted = fit_steps(measured(1500, noise=0.02))
+    assert fitted.r2 > 0.99
+    assert fitted.sampled_ms == pytest.approx(SAMPLED, rel=0.2)
+    assert fitted.prefill_ms == pytest.approx(PREFILL, rel=0.2)
+    assert fitted.adapter_mib_ms == pytest.approx(ADAPTER_MIB, rel=0.1)
+    assert fitted.row_rank_ms == pytest.approx(ROW_RANK, rel=0.1)
+    assert fitted.context_token_ms == pytest.approx(CONTEXT, rel=0.1)
+    assert fitted.pair_ms == pytest.approx(PAIR, rel=0.1)
+    for rows, passed in zip(fitted.rows, fitted.pass_ms, strict=True):
+        assert passed == pytest.approx(pass_ms(rows), rel=0.1), rows
+
+
+def test_a_pass_never_gets_shorter_with_more_rows():
+    draw = random.Random(5)
+    noise = [Step(time_ms=draw.uniform(1.0, 9.0), decode_rows=draw.randrange(1, 64), sampled=1) for _ in range(400)]
+    fitted = fit_steps(noise)
+    assert list(fitted.pass_ms) == sorted(fitted.pass_ms) and fitted.pass_ms[0] > 0
+    assert list(fitted.rows) == sorted(set(fitted.rows)) and fitted.rows[-1] == 63
+
+
+def test_steps_that_something_else_held_up_are_left_out_and_no_others():
+    steps = measured(600, noise=0.02)
+    held_up = {number: replace(steps[number], time_ms=4 * steps[number].time_ms) for number in range(0, 600, 30)}
+    kept = undisturbed([held_up.get(number, step) for number, step in enumerate(steps)])
+    assert kept == [step for number, step in enumerate(steps) if number not in held_up]
+
+
+def test_too_few_steps_and_times_that_are_no_times_are_refused():
+    for refused in (fit_steps, undisturbed):
+        with pytest.raises(ValueError, match="too few"):
+            refused(measured(10))
+        for bad in (math.nan, math.inf, 0.0, -1.0):
+            with pytest.raises(ValueError, match="finite and positive"):
+                refused([*measured(100), Step(time_ms=bad, decode_rows=1)])
