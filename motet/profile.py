@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import sys
 import tempfile
@@ -19,13 +18,13 @@ from rich.table import Table
 from motet.nats_server import NatsServer, NatsStartError
 from motet.talk import terminal
 from policies.perf_fit import Fitted, fit, fit_link
-from policies.step_fit import FittedSteps, fit_steps, undisturbed
+from policies.step_fit import fit_steps, undisturbed
 from shared.bus import Bus
 from shared.config import BusConfig, ConfigError, load
 from shared.errors import MotetError
 from shared.hub import resolve_model
-from shared.model import PerfModel
-from shared.profile import VERSION, EngineFacts, EngineSteps, FitFacts, Profile, Steps, Storage, write_profile
+from shared.model import EngineSteps, PerfModel
+from shared.profile import VERSION, EngineFacts, FitFacts, Profile, Steps, Storage, write_profile
 from shared.provision import provision
 
 if TYPE_CHECKING:
@@ -62,10 +61,10 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
     logging.getLogger("motet").setLevel(logging.ERROR)  # the worker's own comings and goings
     try:
         config = load(WorkerConfig, {"model": model, **options})
-        resolve_model(model)
+        model_dir = resolve_model(model)
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("measuring", total=1.0)
-            measured = asyncio.run(_measure(config, seconds, lambda share: bar.update(task, completed=share)))
+            measured = asyncio.run(_measure(config, model_dir, seconds, lambda share: bar.update(task, completed=share)))
         steps = undisturbed(measured.steps)
         fitted, fine = fit(steps, measured.loads), fit_steps(steps)
         store, disk = fit_link(measured.store), fit_link(measured.disk)
@@ -82,7 +81,7 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
             perf=perf,
             fit=FitFacts(r2_prefill=fitted.r2_prefill, r2_decode=fitted.r2_decode, steps=len(steps)),
             steps=Steps(context_token_ms=fitted.context_token_ms),
-            engine_steps=EngineSteps(**dataclasses.asdict(fine)),
+            engine_steps=fine,
             engine=EngineFacts(
                 max_step_tokens=config.max_step_tokens, max_loras=config.max_loras, prefix_cache=config.prefix_cache
             ),
@@ -102,7 +101,7 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
     console.print(f"written to {out}")
 
 
-async def _measure(config: WorkerConfig, seconds: float, progress: Callable[[float], None]) -> Measured:
+async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progress: Callable[[float], None]) -> Measured:
     """The worker on a NATS of its own."""
     from services.worker.profiling import measure
 
@@ -113,12 +112,12 @@ async def _measure(config: WorkerConfig, seconds: float, progress: Callable[[flo
             bus = await Bus.connect(BusConfig(nats_url=url), "profile")
             await provision(bus)
             await bus.close()
-            return await measure(replace(config, nats_url=url), resolve_model(config.model), seconds=seconds, progress=progress)
+            return await measure(replace(config, nats_url=url), model_dir, seconds=seconds, progress=progress)
         finally:
             nats.stop()
 
 
-def _table(perf: PerfModel, fitted: Fitted, fine: FittedSteps, counted: str) -> Table:
+def _table(perf: PerfModel, fitted: Fitted, fine: EngineSteps, counted: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, title=f"{counted} steps, kernel model {perf.kernel}")
     table.add_column("coefficient")
     table.add_column("ms", justify="right")

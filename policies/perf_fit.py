@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.perf_model import Floats
+from policies.perf_model import Floats, Kernel, batch_load
 from shared.model import PerfModel
 
-Kernel = Literal["bgmv", "mbgmv"]
 KERNELS: tuple[Kernel, ...] = ("mbgmv", "bgmv")
 MIN_STEPS = 32
 PARTICULAR: dict[str, Any] = {"time_ms": 0.0, "context_tokens": 0, "prefill_pairs": 0, "row_rank_sum": 0, "adapter_bytes": 0}
@@ -63,16 +62,21 @@ def fit(steps: Sequence[Step], loads: Sequence[tuple[float, float]] = ()) -> Fit
 
     Raises ValueError for too few steps, or times that are not finite and positive.
     """
+    step_times(steps)
+    load = fit_link(loads) if loads else (0.0, 0.0)
+    steps = _typical(steps)
+    fitted = [_fit_kernel(kernel, steps, load) for kernel in KERNELS]
+    return max(fitted, key=lambda one: one.r2_decode + one.r2_prefill)
+
+
+def step_times(steps: Sequence[Step]) -> Floats:
+    """Milliseconds [steps]. Raises ValueError for too few of them to fit, or times that are not finite and positive."""
     if len(steps) < MIN_STEPS:
         raise ValueError(f"{len(steps)} steps are too few to fit; {MIN_STEPS} are needed")
     times = np.array([step.time_ms for step in steps])
     if not (np.isfinite(times).all() and (times > 0).all()):
         raise ValueError("step times must be finite and positive")
-    load = fit_link(loads) if loads else (0.0, 0.0)
-    steps = _typical(steps)
-    times = np.array([step.time_ms for step in steps])
-    fitted = [_fit_kernel(kernel, steps, times, load) for kernel in KERNELS]
-    return max(fitted, key=lambda one: one.r2_decode + one.r2_prefill)
+    return times
 
 
 def fit_link(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -103,7 +107,8 @@ def _typical(steps: Sequence[Step]) -> list[Step]:
     ]
 
 
-def _fit_kernel(kernel: Kernel, steps: Sequence[Step], times: Floats, load: tuple[float, float]) -> Fitted:
+def _fit_kernel(kernel: Kernel, steps: Sequence[Step], load: tuple[float, float]) -> Fitted:
+    times = np.array([step.time_ms for step in steps])
     rows = np.array([_features(kernel, step) for step in steps])
     weights = least_squares(rows / times[:, None], np.ones(len(times)))
     predicted = rows @ weights
@@ -130,10 +135,8 @@ def _fit_kernel(kernel: Kernel, steps: Sequence[Step], times: Floats, load: tupl
 
 def _features(kernel: Kernel, step: Step) -> list[float]:
     decodes, prefills = float(step.decode_rows > 0), float(step.prefill_tokens > 0)
-    if kernel == "bgmv":
-        decode_load, prefill_load = step.decode_rows * step.decode_max_rank, step.prefill_requests * step.prefill_max_rank
-    else:
-        decode_load, prefill_load = step.decode_rank_sum, step.prefill_rank_sum
+    decode_load = batch_load(kernel, step.decode_rows, step.decode_rank_sum, step.decode_max_rank)
+    prefill_load = batch_load(kernel, step.prefill_requests, step.prefill_rank_sum, step.prefill_max_rank)
     tokens = float(step.prefill_tokens)
     return [decodes, float(step.decode_rows), decode_load, prefills, tokens, prefill_load, float(step.context_tokens)]
 

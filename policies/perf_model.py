@@ -19,6 +19,7 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+Kernel = Literal["bgmv", "mbgmv"]
 Floats = NDArray[np.float64]
 Number = TypeVar("Number", float, Floats)
 Number_co = TypeVar("Number_co", float, Floats, covariant=True)
@@ -50,11 +51,14 @@ class Coefficients(Protocol[Number_co]):
     def fetch_ms_per_mib(self) -> Number_co: ...
 
 
-def lora_load(kernel: Literal["bgmv", "mbgmv"], ranks: Sequence[int]) -> float:
+def lora_load(kernel: Kernel, ranks: Sequence[int]) -> float:
     """The load of a batch: `ranks` holds one entry per request, 0 for the base."""
-    if kernel == "bgmv":
-        return float(len(ranks) * max(ranks, default=0))
-    return float(sum(ranks))
+    return batch_load(kernel, len(ranks), sum(ranks), max(ranks, default=0))
+
+
+def batch_load(kernel: Kernel, requests: int, rank_sum: int, max_rank: int) -> float:
+    """The load of a batch of which these are known."""
+    return float(requests * max_rank if kernel == "bgmv" else rank_sum)
 
 
 def prefill_ms(perf: Coefficients[Number], tokens: Number, load: Number) -> Number:

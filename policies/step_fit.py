@@ -17,31 +17,16 @@ below zero. `undisturbed` leaves out the steps that took far longer than a first
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from policies.perf_fit import MIN_STEPS, Step, least_squares, r_squared
+from policies.perf_fit import Step, least_squares, r_squared, step_times
 from policies.perf_model import MIB, Floats
+from shared.model import EngineSteps
 
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 DISTURBED = 1.5  # times what the fit says
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittedSteps:
-    """Milliseconds: of a pass at each of `rows`, and per unit of the rest; `r2` is the coefficient of determination."""
-
-    rows: tuple[int, ...]
-    pass_ms: tuple[float, ...]
-    sampled_ms: float
-    prefill_ms: float
-    adapter_mib_ms: float
-    row_rank_ms: float
-    context_token_ms: float
-    pair_ms: float
-    r2: float
 
 
 def undisturbed(steps: Sequence[Step]) -> list[Step]:
@@ -51,14 +36,14 @@ def undisturbed(steps: Sequence[Step]) -> list[Step]:
     return [step for step, most in zip(steps, DISTURBED * expected, strict=True) if step.time_ms <= most]
 
 
-def fit_steps(steps: Sequence[Step]) -> FittedSteps:
+def fit_steps(steps: Sequence[Step]) -> EngineSteps:
     """The model of `steps`. Raises ValueError for too few of them, or times that are not finite and positive."""
     features, times, knots = _equations(steps)
     weights = _solve(features, times)
     passes = len(knots)
     sampled, prefill, adapter_mib, row_rank, context_token, pair = weights[passes:].tolist()
     rises = weights[1:passes] * np.diff(knots)
-    return FittedSteps(
+    return EngineSteps(
         rows=tuple(knots),
         pass_ms=tuple((weights[0] + np.concatenate([[0.0], np.cumsum(rises)])).tolist()),
         sampled_ms=sampled,
@@ -73,11 +58,7 @@ def fit_steps(steps: Sequence[Step]) -> FittedSteps:
 
 def _equations(steps: Sequence[Step]) -> tuple[Floats, Floats, list[int]]:
     """Features [steps, weights], times [steps] and the numbers of rows between which passes are lines."""
-    if len(steps) < MIN_STEPS:
-        raise ValueError(f"{len(steps)} steps are too few to fit; {MIN_STEPS} are needed")
-    times = np.array([step.time_ms for step in steps])
-    if not (np.isfinite(times).all() and (times > 0).all()):
-        raise ValueError("step times must be finite and positive")
+    times = step_times(steps)
     most = max(step.decode_rows + step.prefill_tokens for step in steps)
     knots = [*(rows for rows in ROWS if rows < most), max(most, 2)]
     return np.array([_features(step, knots) for step in steps]), times, knots

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers an adapter may target, in the order in which a layer runs them."""
@@ -123,6 +124,24 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     load_ms_per_mib: float
     fetch_base_ms: float = 0.0
     fetch_ms_per_mib: float = 0.0
+
+
+_Ms = Annotated[float, Meta(ge=0)]
+_Rows = Annotated[int, Meta(ge=1)]
+
+
+class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step costs by what it reads and computes (`policies.step_fit`), in milliseconds."""
+
+    rows: Annotated[tuple[_Rows, ...], Meta(min_length=2)]  # ascending
+    pass_ms: Annotated[tuple[_Ms, ...], Meta(min_length=2)]  # all rows of a step through the weights, at each of `rows`
+    sampled_ms: _Ms  # per sequence that draws a token
+    prefill_ms: _Ms  # per prefill chunk
+    adapter_mib_ms: _Ms  # per MiB of the step's distinct adapters
+    row_rank_ms: _Ms  # per row and rank
+    context_token_ms: _Ms  # per token in the KV cache of the step's sequences
+    pair_ms: _Ms  # per token that a prefill row attends to
+    r2: float  # coefficient of determination
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):

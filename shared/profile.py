@@ -3,8 +3,8 @@
     {"motet_profile": 1, "limits": {...}, "perf": {...}, "fit": {...}, "steps": {...}, "engine_steps": {...}, "engine": {...},
      "storage": {...}}
 
-`limits` and `perf` are `shared.model`'s WorkerLimits and PerfModel; the rest is optional. Times must be finite and not
-negative, and a decode step must take some. `motet profile` writes one.
+`limits`, `perf` and `engine_steps` are `shared.model`'s WorkerLimits, PerfModel and EngineSteps; all but the first two are
+optional. Times must be finite and not negative, and a decode step must take some. `motet profile` writes one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from shared.model import PerfModel, WorkerLimits
+from shared.model import EngineSteps, PerfModel, WorkerLimits
 
 VERSION = 1
 
@@ -41,20 +41,6 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     schedule_ms: _Ms = 0.0
     waiting_ms: _Ms = 0.0  # per request that waits
     context_token_ms: _Ms = 0.0  # per token in the KV cache of the step's sequences
-
-
-class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a step costs by what it reads and computes (`policies.step_fit`), in milliseconds."""
-
-    rows: Annotated[tuple[_Count, ...], Meta(min_length=2)]  # ascending
-    pass_ms: Annotated[tuple[_Ms, ...], Meta(min_length=2)]  # all rows of a step through the weights, at each of `rows`
-    sampled_ms: _Ms  # per sequence that draws a token
-    prefill_ms: _Ms  # per prefill chunk
-    adapter_mib_ms: _Ms  # per MiB of the step's distinct adapters
-    row_rank_ms: _Ms  # per row and rank
-    context_token_ms: _Ms  # per token in the KV cache of the step's sequences
-    pair_ms: _Ms  # per token that a prefill row attends to
-    r2: float  # coefficient of determination
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Protocol
 
-from policies.perf_model import MIB, decode_ms, load_ms, prefill_ms
-from shared.model import PerfModel
-from shared.profile import EngineSteps
+from policies.perf_model import MIB, batch_load, decode_ms, load_ms, prefill_ms
+from shared.model import EngineSteps, PerfModel
 from twin.events import to_ps
 
 
@@ -68,14 +67,13 @@ class PerfSteps:
 
     def fixed_ps(self, batch: Batch) -> int:
         perf = self.perf
-        bgmv = perf.kernel == "bgmv"
         total_ms = self.schedule_ms + self.waiting_ms * batch.waiting
         if batch.decode_rows:
-            load = batch.decode_rows * batch.decode_max_rank if bgmv else batch.decode_rank_sum
-            total_ms += decode_ms(perf, float(batch.decode_rows), float(load))
+            load = batch_load(perf.kernel, batch.decode_rows, batch.decode_rank_sum, batch.decode_max_rank)
+            total_ms += decode_ms(perf, float(batch.decode_rows), load)
         if batch.prefill_tokens:
-            load = batch.prefill_requests * batch.prefill_max_rank if bgmv else batch.prefill_rank_sum
-            total_ms += prefill_ms(perf, float(batch.prefill_tokens), float(load))
+            load = batch_load(perf.kernel, batch.prefill_requests, batch.prefill_rank_sum, batch.prefill_max_rank)
+            total_ms += prefill_ms(perf, float(batch.prefill_tokens), load)
         for size_bytes in batch.loads:
             total_ms += load_ms(perf, float(size_bytes))
         return to_ps(total_ms)

@@ -106,6 +106,7 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
       store_n(to + i, load_n(from + i, live), live);
     }
     norm_row(to, m.layer[0].input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
+    memset((void*)(gated + row * by_mlp + m.mlp), 0, (by_mlp - m.mlp) * sizeof(A));  // for all layers: nothing else writes there
   });
   for (int64_t l = 0; l < m.layers; ++l) {
     const Layer& layer = m.layer[l];
@@ -132,7 +133,6 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
     project<T>(team, Gemm<A>{&layer.o, h, by_q, rows, x, by_x, true}, m.pool, ws.lora, 1, l, s);
     each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.post_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
-      memset((void*)(gated + row * by_mlp + m.mlp), 0, (by_mlp - m.mlp) * sizeof(A));
     });
     Gemm<A> gate_up{&layer.gate_up, h, by_hidden, rows, y, by_gate_up, false};
     if (gate) gate_up.gated = gated, gate_up.ld_gated = by_mlp, gate_up.plain = plain;
