@@ -40,7 +40,9 @@ STARTS = 3
 KV_GIB = 1
 START_S = 600.0
 END_S = 60.0
-SETTLE_S = 0.5  # between laps: threads of the server that was asked may still spin
+QUIET_S = 0.5  # what a server must have been idle for before another one is measured
+SETTLE_S = 30.0
+IDLE_SHARE = 0.2  # of one core, by all of its processes
 BASE = "bench"
 
 
@@ -82,6 +84,22 @@ class Server:
             time.sleep(0.02)
         self._log.seek(0)
         raise RuntimeError(f"{self.name} does not serve {model!r} ({answer}); the end of its log:\n{self._log.read()[-6000:]}")
+
+    def settle(self) -> None:
+        """Wait until its threads have stopped spinning for work to come: they would run beside the server asked next.
+
+        Raises RuntimeError when they never do.
+        """
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline:
+            began, before = time.monotonic(), self._cpu_s()
+            time.sleep(QUIET_S)
+            if self._cpu_s() - before < IDLE_SHARE * (time.monotonic() - began):
+                return
+        raise RuntimeError(f"{self.name} is still busy {SETTLE_S:.0f} s after its last answer")
+
+    def _cpu_s(self) -> float:
+        return sum(report.cpu_s(pid) for pid in process_tree(self._process.pid))
 
     def rss_mib(self) -> tuple[int, int]:
         """Resident memory: of the largest process, which holds the model, and of all together."""
@@ -206,7 +224,8 @@ def _latencies(servers: list[Server], sides: dict[str, Side], laps: dict[int, in
             first = number * streams
             models = [names[(first + i) % len(names)] for i in range(streams)]
             for server in servers if number % 2 else servers[::-1]:
-                time.sleep(SETTLE_S)
+                for other in servers:
+                    other.settle()
                 sides[server.name].laps.setdefault(streams, []).append(stream(server.port, asked, tokens, models))
 
 
