@@ -1,14 +1,15 @@
 """Fits a worker's linear step-time models to measured steps (CaraServe section 5: R2 of 0.96 there).
 
-All coefficients of one kernel model are fitted at once, over steps that only decode, only prefill or do both:
-
     time = [decodes]  * (decode_base + decode_row * B + decode_lora * load_d)
          + [prefills] * (prefill_base + prefill_token * T + prefill_lora * load_p)
          + context_token * tokens in the KV cache
 
-by least squares with no coefficient below zero. Errors count relative to the time, so that a few long prefills do not
-outweigh a thousand decodes. Steps of one batch are first summed up by their median: what else the machine did for a moment
-is not the model's. Both kernel models are tried; the one that explains the steps better is the worker's.
+The engine runs decodes and prefill chunks through the weights together, so a step with both costs less than the two apart.
+Schedulers ask what a prefill adds to those who decode. So the decode part is fitted to steps that only decode, and the prefill
+part to what the others take beyond it, as the live fit does (services/worker/state.py). Both by least squares with no
+coefficient below zero and with errors relative to what the step should take, so that a few long prefills do not outweigh a
+thousand decodes. Steps of one batch are first summed up by their median: what else the machine did for a moment is not the
+model's. Both kernel models are tried; the one that explains the steps better is the worker's.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from shared.model import PerfModel
 
 KERNELS: tuple[Kernel, ...] = ("mbgmv", "bgmv")
 MIN_STEPS = 32
+ROUNDS = 3  # of a relative fit
+LEAST = 0.1  # of the measured time: no step weighs more, however short it should have been
+DECODE = 4  # the features of `_features` that belong to the decode part
 PARTICULAR: dict[str, Any] = {"time_ms": 0.0, "context_tokens": 0, "prefill_pairs": 0, "row_rank_sum": 0, "adapter_bytes": 0}
 
 
@@ -109,11 +113,17 @@ def _typical(steps: Sequence[Step]) -> list[Step]:
 
 def _fit_kernel(kernel: Kernel, steps: Sequence[Step], load: tuple[float, float]) -> Fitted:
     times = np.array([step.time_ms for step in steps])
-    rows = np.array([_features(kernel, step) for step in steps])
-    weights = least_squares(rows / times[:, None], np.ones(len(times)))
-    predicted = rows @ weights
+    features = np.array([_features(kernel, step) for step in steps])
     prefills = np.array([step.prefill_tokens > 0 for step in steps])
-    decode_base, decode_row, decode_lora, prefill_base, prefill_token, prefill_lora, context_token = weights.tolist()
+    decode, prefill = features[:, :DECODE], features[:, DECODE:]
+    weights, more = np.zeros(decode.shape[1]), np.zeros(prefill.shape[1])
+    if not prefills.all():
+        weights = relative_fit(decode[~prefills], times[~prefills])
+    if prefills.any():
+        more = relative_fit(prefill[prefills], times[prefills], decode[prefills] @ weights)
+    predicted = decode @ weights + prefill @ more
+    decode_base, decode_row, decode_lora, context_token = weights.tolist()
+    prefill_base, prefill_token, prefill_lora = more.tolist()
     perf = PerfModel(
         kernel=kernel,
         prefill_base_ms=prefill_base,
@@ -138,7 +148,21 @@ def _features(kernel: Kernel, step: Step) -> list[float]:
     decode_load = batch_load(kernel, step.decode_rows, step.decode_rank_sum, step.decode_max_rank)
     prefill_load = batch_load(kernel, step.prefill_requests, step.prefill_rank_sum, step.prefill_max_rank)
     tokens = float(step.prefill_tokens)
-    return [decodes, float(step.decode_rows), decode_load, prefills, tokens, prefill_load, float(step.context_tokens)]
+    return [decodes, float(step.decode_rows), decode_load, float(step.context_tokens), prefills, tokens, prefill_load]
+
+
+def relative_fit(features: NDArray[np.float64], times: Floats, known: Floats | None = None) -> Floats:
+    """Weights >= 0 of `times ~ known + features @ weights`, errors relative to the expected time.
+
+    Relative to the measured time, a step that was held up would count less than one that was lucky, and all of the model
+    would be as much too fast as the times are spread. The first round does that; the others divide by what it expects.
+    """
+    known = np.zeros(len(times)) if known is None else known
+    expected, weights = times, np.zeros(features.shape[1])
+    for _ in range(ROUNDS):
+        weights = least_squares(features / expected[:, None], (times - known) / expected)
+        expected = np.maximum(known + features @ weights, LEAST * times)
+    return weights
 
 
 def least_squares(rows: NDArray[np.float64], values: Floats) -> Floats:
