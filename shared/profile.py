@@ -142,9 +142,10 @@ def _check(path: Path, text: str, profile: Profile) -> None:
         ):
             if bad:
                 raise FileError(path, _line_of(text, "engine_steps.pass_ms"), "engine_steps.pass_ms", reason)
-        if _falls(steps.prefill_spread) or not all(map(isfinite, steps.prefill_spread)) or len(steps.prefill_spread) == 1:
+        spread = steps.prefill_spread
+        if _falls(spread) or not all(value > 0 and isfinite(value) for value in spread) or len(spread) == 1:
             field = "engine_steps.prefill_spread"
-            raise FileError(path, _line_of(text, field), field, "two or more finite numbers, ascending, are expected, or none")
+            raise FileError(path, _line_of(text, field), field, "none, or two and more positive finite numbers that ascend")
         if _falls(steps.rows) or len({*steps.rows}) < len(steps.rows):
             raise FileError(path, _line_of(text, "engine_steps.rows"), "engine_steps.rows", "rows must ascend")
 

@@ -58,7 +58,8 @@ def test_the_twin_serves_as_many_of_the_same_requests() -> None:
     profile = Profile(motet_profile=VERSION, limits=limits, perf=A10_MBGMV, engine_steps=STEPS, hops=HOPS)
     outcome = replayed(workload(0, 1 << 16, gap_s=0.0), profile, skip=0)
     assert len(outcome.ttft_ms) == 4 and outcome.refused == REQUESTS - 4 and outcome.tokens == 4 * 20
-    assert outcome.ttft_ms.min() > HOPS.assign_ms + HOPS.frame_ms + STEPS.pass_ms[0] and outcome.tpot_ms.min() > STEPS.pass_ms[0]
+    assert outcome.ttft_ms.min() > HOPS.assign_ms + HOPS.frame_ms + STEPS.pass_ms[0]
+    assert outcome.tpot_ms.min() > STEPS.pass_ms[0]
     assert len(replayed(workload(0, 1 << 16, gap_s=10.0), profile, skip=3).ttft_ms) == REQUESTS - 3
 
 
