@@ -124,14 +124,15 @@ def _quantile(values: tuple[float, ...], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way for adapter weights: latency and inverse bandwidth."""
+    """A way for adapter weights: latency and inverse bandwidth, which all that use it at once share."""
 
     base_ms: float
     ms_per_mib: float
 
-    def ps(self, size_bytes: int) -> int:
-        """Time for so many bytes."""
-        return to_ps(self.base_ms + self.ms_per_mib * size_bytes / MIB)
+    def end_ps(self, now_ps: int, free_ps: int, size_bytes: int) -> int:
+        """When so many bytes, asked for now, are there: after the latency, and after those that the link is busy with until
+        `free_ps`."""
+        return max(now_ps + to_ps(self.base_ms), free_ps) + to_ps(self.ms_per_mib * size_bytes / MIB)
 
 
 def elapsed_ps(first: int, growth: int, steps: int) -> int:
