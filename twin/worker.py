@@ -19,7 +19,8 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from random import Random
+
+import numpy as np
 
 from policies.adapter_slots import AdapterSlots
 from policies.batch_admission import (
@@ -142,7 +143,7 @@ class Worker:
         self.busy_ps = 0
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._orders = count()
-        self._chance = Random(index)  # drawn from once per step with prefills, which is never split
+        self._chance = np.random.default_rng(index)  # drawn from once per step with prefills, which is never split
         self._run: _Run | None = None
         self._serial = 0
 
