@@ -12,8 +12,9 @@ lengths are known to it; times are not.
     cold      at 40%, many adapters, each for the first time here or pushed out by others meanwhile
     overload  twice what can be served: after a few seconds the queue is full, and half of all requests are refused
 
-A round is a profile and every shape once, with new arrivals; figures are over all requests of a shape in all rounds. A machine
-whose speed drifts in minutes is then as fast in the profile as in what is compared with it.
+A round is a profile and every shape once, with new arrivals. A machine whose speed drifts in minutes is then as fast in the
+profile as in what is compared with it. A round during which other processes took more than `QUIET_CORES` does not count,
+whatever it says, unless there is no other. Figures are over all requests of a shape in all rounds that count.
 
 The model's weights are larger than a cache (`MODEL`). A model that just fits in the last-level cache takes up to half as long
 again for the same batch, depending on what ran before it; no function of the batch says how long.
@@ -57,6 +58,7 @@ ROUNDS = 3
 RUN_S = 20.0
 QUICK_RUN_S = 4.0
 PROFILE_RUNS = 2  # the profile takes as long as so many runs
+QUIET_CORES = 0.05
 WARM_EVERY_S = 0.15
 FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "tokens_per_s")
 
@@ -91,8 +93,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]:
     model, _ = model_and_adapters(MODEL)
     profiles: list[Profile] = []
-    outcomes: dict[str, list[tuple[Outcome, Outcome]]] = {shape.name: [] for shape in SHAPES}
+    outcomes: list[dict[str, tuple[Outcome, Outcome]]] = []
+    elsewhere: list[float] = []
     for round_ in range(rounds):
+        others = report.Elsewhere()
+        outcomes.append({})
         home = directory / str(round_)
         home.mkdir()
         profile = await _profile(model, home, PROFILE_RUNS * run_s)
@@ -108,12 +113,20 @@ async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]
                 sent = replace(workload, arrival_s=np.maximum.accumulate([one.sent_s for one in served]))
                 pair = Outcome.live(served, warm), replayed(sent, profile, warm)
                 print(f"round {round_ + 1}, {shape.name}: off by {', '.join(_off(*pair).values())} percent", flush=True)
-                outcomes[shape.name].append(pair)
+                outcomes[-1][shape.name] = pair
+        elsewhere.append(others.cores())
+        print(f"round {round_ + 1}: other processes took {elsewhere[-1]:.2f} cores", flush=True)
+    counted = [one for one, cores in zip(outcomes, elsewhere, strict=True) if cores <= QUIET_CORES] or outcomes
     seen = {}
-    for name, pairs in outcomes.items():
-        live, twin = zip(*pairs, strict=True)
-        seen[name] = Outcome.together(live), Outcome.together(twin)
-    return _figures(profiles, rate, seen)
+    for shape in SHAPES:
+        live, twin = zip(*(one[shape.name] for one in counted), strict=True)
+        seen[shape.name] = Outcome.together(live), Outcome.together(twin)
+    return {
+        **_figures(profiles, rate, seen),
+        "rounds": rounds,
+        "rounds_counted": len(counted),
+        "elsewhere_cores": [round(cores, 3) for cores in elsewhere],
+    }
 
 
 async def _profile(model: Path, directory: Path, seconds: float) -> Profile:

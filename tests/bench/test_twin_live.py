@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.live_worker import LiveWorker, Served
+from bench.report import Elsewhere
 from bench.twin_live import Outcome, replayed
 from shared.model import WorkerLimits
 from shared.profile import VERSION, Hops
@@ -58,9 +62,21 @@ def test_the_twin_serves_as_many_of_the_same_requests() -> None:
     profile = Profile(motet_profile=VERSION, limits=limits, perf=A10_MBGMV, engine_steps=STEPS, hops=HOPS)
     outcome = replayed(workload(0, 1 << 16, gap_s=0.0), profile, skip=0)
     assert len(outcome.ttft_ms) == 4 and outcome.refused == REQUESTS - 4 and outcome.tokens == 4 * 20
-    assert outcome.ttft_ms.min() > HOPS.assign_ms + HOPS.frame_ms + STEPS.pass_ms[0]
+    assert outcome.ttft_ms.min() > HOPS.assign_ms + HOPS.frame_ms + STEPS.prefill_spread[0] * STEPS.pass_ms[0]
     assert outcome.tpot_ms.min() > STEPS.pass_ms[0]
     assert len(replayed(workload(0, 1 << 16, gap_s=10.0), profile, skip=3).ttft_ms) == REQUESTS - 3
+
+
+def test_what_other_processes_take_is_counted_and_what_ended_children_took_is_not() -> None:
+    spin = [sys.executable, "-c", "import time\nend = time.monotonic() + 0.6\nwhile time.monotonic() < end: pass"]
+    foreign = subprocess.Popen(spin)  # until it has ended it counts as anybody's
+    others = Elsewhere()
+    time.sleep(0.4)
+    busy = others.cores()
+    foreign.wait()
+    others = Elsewhere()
+    subprocess.run(spin, check=True)
+    assert busy > 0.5 and others.cores() < busy
 
 
 def test_figures_are_over_all_requests_of_all_rounds() -> None:
