@@ -9,7 +9,8 @@ Schedulers ask what a prefill adds to those who decode. So the decode part is fi
 part to what the others take beyond it, as the live fit does (services/worker/state.py). Both by least squares with no
 coefficient below zero and with errors relative to what the step should take, so that a few long prefills do not outweigh a
 thousand decodes. Steps of one batch are first summed up by their median: what else the machine did for a moment is not the
-model's. Both kernel models are tried; the one that explains the steps better is the worker's.
+model's. A median counts, in the fit and in R2, as often as its batch was measured: of few steps it is none of the model's
+either. Both kernel models are tried; the one that explains the steps better is the worker's.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def fit(steps: Sequence[Step], loads: Sequence[tuple[float, float]] = ()) -> Fit
     """
     step_times(steps)
     load = fit_link(loads) if loads else (0.0, 0.0)
-    steps = _typical(steps)
-    fitted = [_fit_kernel(kernel, steps, load) for kernel in KERNELS]
+    typical, counts = _typical(steps)
+    fitted = [_fit_kernel(kernel, typical, counts, load) for kernel in KERNELS]
     return max(fitted, key=lambda one: one.r2_decode + one.r2_prefill)
 
 
@@ -96,12 +97,12 @@ def fit_link(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return base, per_mib
 
 
-def _typical(steps: Sequence[Step]) -> list[Step]:
-    """One step for all that differ in nothing that these models see: the median time, at the mean context."""
+def _typical(steps: Sequence[Step]) -> tuple[list[Step], Floats]:
+    """One step for all that differ in nothing that these models see, the median time at the mean context; and how many."""
     alike: dict[Step, list[Step]] = {}
     for step in steps:
         alike.setdefault(replace(step, **PARTICULAR), []).append(step)
-    return [
+    typical = [
         replace(
             batch,
             time_ms=float(np.median([step.time_ms for step in group])),
@@ -109,18 +110,19 @@ def _typical(steps: Sequence[Step]) -> list[Step]:
         )
         for batch, group in alike.items()
     ]
+    return typical, np.array([len(group) for group in alike.values()], dtype=np.float64)
 
 
-def _fit_kernel(kernel: Kernel, steps: Sequence[Step], load: tuple[float, float]) -> Fitted:
+def _fit_kernel(kernel: Kernel, steps: Sequence[Step], counts: Floats, load: tuple[float, float]) -> Fitted:
     times = np.array([step.time_ms for step in steps])
     features = np.array([_features(kernel, step) for step in steps])
     prefills = np.array([step.prefill_tokens > 0 for step in steps])
     decode, prefill = features[:, :DECODE], features[:, DECODE:]
     weights, more = np.zeros(decode.shape[1]), np.zeros(prefill.shape[1])
     if not prefills.all():
-        weights = relative_fit(decode[~prefills], times[~prefills])
+        weights = relative_fit(decode[~prefills], times[~prefills], counts[~prefills])
     if prefills.any():
-        more = relative_fit(prefill[prefills], times[prefills], decode[prefills] @ weights)
+        more = relative_fit(prefill[prefills], times[prefills], counts[prefills], decode[prefills] @ weights)
     predicted = decode @ weights + prefill @ more
     decode_base, decode_row, decode_lora, context_token = weights.tolist()
     prefill_base, prefill_token, prefill_lora = more.tolist()
@@ -138,8 +140,8 @@ def _fit_kernel(kernel: Kernel, steps: Sequence[Step], load: tuple[float, float]
     return Fitted(
         perf=perf,
         context_token_ms=context_token,
-        r2_prefill=r_squared(times[prefills], predicted[prefills]),
-        r2_decode=r_squared(times[~prefills], predicted[~prefills]),
+        r2_prefill=r_squared(times[prefills], predicted[prefills], counts[prefills]),
+        r2_decode=r_squared(times[~prefills], predicted[~prefills], counts[~prefills]),
     )
 
 
@@ -151,16 +153,21 @@ def _features(kernel: Kernel, step: Step) -> list[float]:
     return [decodes, float(step.decode_rows), decode_load, float(step.context_tokens), prefills, tokens, prefill_load]
 
 
-def relative_fit(features: NDArray[np.float64], times: Floats, known: Floats | None = None) -> Floats:
-    """Weights >= 0 of `times ~ known + features @ weights`, errors relative to the expected time.
+def relative_fit(
+    features: NDArray[np.float64], times: Floats, counts: Floats | None = None, known: Floats | None = None
+) -> Floats:
+    """Weights >= 0 of `times ~ known + features @ weights`, errors relative to the expected time; row i counts `counts[i]`
+    times.
 
     Relative to the measured time, a step that was held up would count less than one that was lucky, and all of the model
     would be as much too fast as the times are spread. The first round does that; the others divide by what it expects.
     """
     known = np.zeros(len(times)) if known is None else known
+    often = np.ones(len(times)) if counts is None else np.sqrt(counts)
     expected, weights = times, np.zeros(features.shape[1])
     for _ in range(ROUNDS):
-        weights = least_squares(features / expected[:, None], (times - known) / expected)
+        scale = often / expected
+        weights = least_squares(features * scale[:, None], (times - known) * scale)
         expected = np.maximum(known + features @ weights, LEAST * times)
     return weights
 
@@ -180,7 +187,11 @@ def least_squares(rows: NDArray[np.float64], values: Floats) -> Floats:
     return weights
 
 
-def r_squared(values: Floats, predicted: Floats) -> float:
-    """Coefficient of determination: 1 is perfect, 0 no better than the mean; 0 for no values or all the same."""
-    spread = float(((values - values.mean()) ** 2).sum()) if len(values) else 0.0
-    return 1.0 - float(((values - predicted) ** 2).sum()) / spread if spread else 0.0
+def r_squared(values: Floats, predicted: Floats, counts: Floats | None = None) -> float:
+    """Coefficient of determination: 1 is perfect, 0 no better than the mean; 0 for no values or all the same. Value i counts
+    `counts[i]` times."""
+    if not len(values):
+        return 0.0
+    counts = np.ones(len(values)) if counts is None else counts
+    spread = float(counts @ (values - np.average(values, weights=counts)) ** 2)
+    return 1.0 - float(counts @ (values - predicted) ** 2) / spread if spread else 0.0

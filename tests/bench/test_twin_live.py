@@ -63,7 +63,7 @@ def test_the_twin_serves_as_many_of_the_same_requests() -> None:
     outcome = replayed(workload(0, 1 << 16, gap_s=0.0), profile, skip=0)
     assert len(outcome.ttft_ms) == 4 and outcome.refused == REQUESTS - 4 and outcome.tokens == 4 * 20
     assert outcome.ttft_ms.min() > HOPS.assign_ms + HOPS.frame_ms + STEPS.prefill_spread[0] * STEPS.pass_ms[0]
-    assert outcome.tpot_ms.min() > STEPS.pass_ms[0]
+    assert outcome.tpot_ms.min() > 0.95 * STEPS.pass_ms[0]  # one of its steps has a prefill and takes its chance
     assert len(replayed(workload(0, 1 << 16, gap_s=10.0), profile, skip=3).ttft_ms) == REQUESTS - 3
 
 
