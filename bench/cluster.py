@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 from bench import report
@@ -53,6 +54,7 @@ POPULARITY, LENGTHS = "maf2019_sample_invocations_per_minute.csv.gz", "alpaca_te
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """This bench's own options."""
+    parser.add_argument("--seed", type=int, default=0, help="another draw of arrivals, lengths, and adapters' ranks")
     parser.add_argument("--data", type=Path, default=os.environ.get("MOTET_DATA"), help=f"directory of {POPULARITY} and so on")
 
 
@@ -64,6 +66,7 @@ class Setting:
     lengths: Lengths
     workers: int
     seconds: float
+    seed: int = 0
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Setting:
@@ -71,15 +74,18 @@ class Setting:
         seconds = args.seconds or (5.0 if args.quick else 45.0)
         if args.data is not None:
             shares = read_popularity(Path(args.data) / POPULARITY).shares
-            return cls(shares, read_lengths(Path(args.data) / LENGTHS), workers, seconds)
+            return cls(shares, read_lengths(Path(args.data) / LENGTHS), workers, seconds, args.seed)
         rng = np.random.default_rng(7)
         lengths = Lengths.lognormal(rng, prompt_mean=20.7, output_mean=65.8, prompt_cv=0.7, output_cv=0.95)
-        return cls(zipf(ADAPTERS, 1.27), lengths, workers, seconds)
+        return cls(zipf(ADAPTERS, 1.27), lengths, workers, seconds, args.seed)
+
+    def _draws(self, *numbers: int) -> Iterator[Generator]:
+        return (np.random.default_rng(1000 * self.seed + number) for number in numbers)
 
     @cached_property
     def ranks(self) -> NDArray[np.int64]:
         """One per adapter: each rank once among every five neighbours in popularity, so that no rank is favoured."""
-        rng = np.random.default_rng(4)
+        (rng,) = self._draws(4)
         fives = -(-len(self.shares) // len(RANKS))
         in_order = np.concatenate([rng.permutation(RANKS) for _ in range(fives)])[: len(self.shares)]
         ranks = np.empty(len(self.shares), np.int64)
@@ -88,7 +94,7 @@ class Setting:
 
     def workload(self, rate: float, tpot_slo_ms: float, *, rank: int = 0, shared: bool = True) -> Workload:
         """So many requests per second for the adapters; not `shared`: each for an adapter of its own, of this rank."""
-        times, choices, pairs = (np.random.default_rng(seed) for seed in (1, 2, 3))  # alike at every rate
+        times, choices, pairs = self._draws(1, 2, 3)  # alike at every rate
         at = arrivals(times, Intensity.constant(rate, WARM_S + self.seconds))
         adapter = pick(choices, self.shares, len(at)) if shared else np.arange(len(at))
         ranks = self.ranks if shared else np.full(max(1, len(at)), rank)
@@ -132,6 +138,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "workers": setting.workers,
         "requests_per_s": RATE * setting.workers / WORKERS,
         "seconds": setting.seconds,
+        "seed": setting.seed,
         "recorded_workload": args.data is not None,
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,6 @@ WORKER = "bench-worker"
 GATEWAY = "bench-gateway"
 START_S = 120.0
 QUIET_S = 60.0  # without a frame, while some are expected
-PINGS = 200
 
 
 @dataclass(slots=True)
@@ -106,22 +104,9 @@ class LiveWorker:
         blob, version = random_adapter(self._model, BASE, rank, number)
         return await publish(self._bus, blob, version, f"bench-{rank}-{number}")
 
-    async def ping(self) -> float:
-        """Ask for what is refused at once; the round trip in milliseconds."""
-        began_s = now_s()
+    async def ping(self) -> None:
+        """Ask for what is refused at once. Raises Unavailable when nobody answers."""
         await self._bus.request(subjects.assign(WORKER), self._request("ping", 1, 1, None, base=""), AssignReply, timeout_s=5.0)
-        return (now_s() - began_s) * 1000
-
-    async def hop_ms(self, busy: int = 8) -> float:
-        """One way between this process and the worker while it decodes `busy` sequences: half the usual round trip."""
-        self._start()
-        await asyncio.gather(*(self._ask(str(i), 16, 1024, None) for i in range(busy)))
-        trips: list[float] = []
-        while len(trips) < PINGS and not any(one.over for one in self._served.values()):
-            trips.append(await self.ping())
-            await asyncio.sleep(0.005)
-        await self._over()
-        return statistics.median(trips) / 2
 
     async def run(self, workload: Workload, adapters: Sequence[AdapterRef]) -> list[Served]:
         """Send each request at its time and wait for the last token."""

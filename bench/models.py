@@ -1,7 +1,8 @@
 """The checkpoints and adapters that benches run on: random weights in Hugging Face and PEFT format.
 
-    S   30M parameters    small enough that everything around the matrix products shows
-    M   428M parameters   large enough that weights have to come from memory
+    S    28M parameters    small enough that everything around the matrix products shows
+    SM   103M parameters   the smallest whose weights no processor keeps in its share of a cache
+    M    428M parameters   large enough that everything else hardly shows
 
 `model_and_adapters` makes a shape's files once and keeps them: <cache>/bench/<name>-<hash>/{model,adapters/lora-00..}.
 """
@@ -47,6 +48,7 @@ class Shape:
 
 SHAPES = {
     "S": Shape(hidden=512, layers=8, heads=8, kv_heads=4, mlp=1408, vocabulary=4096),
+    "SM": Shape(hidden=1024, layers=8, heads=16, kv_heads=8, mlp=2816, vocabulary=4096),
     "M": Shape(hidden=1536, layers=16, heads=12, kv_heads=4, mlp=4096, vocabulary=8192),
 }
 

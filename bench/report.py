@@ -37,6 +37,29 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+class Elsewhere:
+    """Counts from its making what other processes take of the machine meanwhile."""
+
+    def __init__(self) -> None:
+        self._began_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
+
+    def cores(self) -> float:
+        """CPU seconds per second of all that is neither this process nor one of its children that have ended."""
+        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        return max(0.0, others_s / (time.monotonic() - self._began_s))
+
+
+def _busy_s() -> float:
+    """CPU seconds that the machine was not idle; what a hypervisor gave to others counts."""
+    user, nice, system, _idle, _waiting, *rest = map(int, _lines("/proc/stat")[0].split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
 def machine() -> dict[str, Any]:
     """What the numbers depend on."""
     model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")

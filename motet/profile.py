@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from shared.config import BusConfig, ConfigError, load
 from shared.errors import MotetError
 from shared.hub import resolve_model
 from shared.model import EngineSteps, PerfModel
-from shared.profile import VERSION, EngineFacts, FitFacts, Profile, Steps, Storage, write_profile
+from shared.profile import VERSION, EngineFacts, FitFacts, Hops, Profile, Steps, Storage, write_profile
 from shared.provision import provision
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
                 store_base_ms=store[0],
                 store_ms_per_mib=store[1],
             ),
+            hops=Hops(assign_ms=statistics.median(measured.assign_ms), frame_ms=statistics.median(measured.frame_ms)),
         ),
     )
     console.print(_table(perf, fitted, fine, f"{len(steps)} of {len(measured.steps)}"))

@@ -17,7 +17,7 @@ from motet.progress import bar
 from motet.talk import terminal
 from policies.dispatch import POLICIES
 from shared.model import Slo
-from twin.cluster import Cluster
+from twin.cluster import Bus, Cluster
 from twin.memory import ATTENTION_QKV, LLAMA2_7B
 from twin.profile import Profile, a10_llama2_7b, read_profile
 from twin.report import Result, html, table_rows
@@ -173,7 +173,8 @@ def run(policy: str, workload: Workload, profile: Profile, options: dict[str, An
     """One policy on the workload, with a progress bar on a terminal."""
     spec = SchedulerSpec(policy=policy, oracle_lengths=options["oracle_lengths"])
     workers = [profile.spec()] * options["workers"]
-    cluster = Cluster(workload, workers, spec, schedulers=options["schedulers"], seed=options["seed"])
+    bus = Bus(assign_ms=profile.hops.assign_ms, stream_ms=profile.hops.frame_ms)
+    cluster = Cluster(workload, workers, spec, schedulers=options["schedulers"], bus=bus, seed=options["seed"])
     with bar(policy, workload.duration_s) as seen:
         cluster.run(progress=seen)
     return Result(policy, workload, cluster.metrics, cluster.summary())

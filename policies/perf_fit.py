@@ -1,14 +1,16 @@
 """Fits a worker's linear step-time models to measured steps (CaraServe section 5: R2 of 0.96 there).
 
-All coefficients of one kernel model are fitted at once, over steps that only decode, only prefill or do both:
-
     time = [decodes]  * (decode_base + decode_row * B + decode_lora * load_d)
          + [prefills] * (prefill_base + prefill_token * T + prefill_lora * load_p)
          + context_token * tokens in the KV cache
 
-by least squares with no coefficient below zero. Errors count relative to the time, so that a few long prefills do not
-outweigh a thousand decodes. Steps of one batch are first summed up by their median: what else the machine did for a moment
-is not the model's. Both kernel models are tried; the one that explains the steps better is the worker's.
+The engine runs decodes and prefill chunks through the weights together, so a step with both costs less than the two apart.
+Schedulers ask what a prefill adds to those who decode. So the decode part is fitted to steps that only decode, and the prefill
+part to what the others take beyond it, as the live fit does (services/worker/state.py). Both by least squares with no
+coefficient below zero and with errors relative to what the step should take, so that a few long prefills do not outweigh a
+thousand decodes. Steps of one batch are first summed up by their median: what else the machine did for a moment is not the
+model's. A median counts, in the fit and in R2, as often as its batch was measured: of few steps it is none of the model's
+either. Both kernel models are tried; the one that explains the steps better is the worker's.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from shared.model import PerfModel
 
 KERNELS: tuple[Kernel, ...] = ("mbgmv", "bgmv")
 MIN_STEPS = 32
+ROUNDS = 3  # of a relative fit
+LEAST = 0.1  # of the measured time: no step weighs more, however short it should have been
+DECODE = 4  # the features of `_features` that belong to the decode part
 PARTICULAR: dict[str, Any] = {"time_ms": 0.0, "context_tokens": 0, "prefill_pairs": 0, "row_rank_sum": 0, "adapter_bytes": 0}
 
 
@@ -64,8 +69,8 @@ def fit(steps: Sequence[Step], loads: Sequence[tuple[float, float]] = ()) -> Fit
     """
     step_times(steps)
     load = fit_link(loads) if loads else (0.0, 0.0)
-    steps = _typical(steps)
-    fitted = [_fit_kernel(kernel, steps, load) for kernel in KERNELS]
+    typical, counts = _typical(steps)
+    fitted = [_fit_kernel(kernel, typical, counts, load) for kernel in KERNELS]
     return max(fitted, key=lambda one: one.r2_decode + one.r2_prefill)
 
 
@@ -92,12 +97,12 @@ def fit_link(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return base, per_mib
 
 
-def _typical(steps: Sequence[Step]) -> list[Step]:
-    """One step for all that differ in nothing that these models see: the median time, at the mean context."""
+def _typical(steps: Sequence[Step]) -> tuple[list[Step], Floats]:
+    """One step for all that differ in nothing that these models see, the median time at the mean context; and how many."""
     alike: dict[Step, list[Step]] = {}
     for step in steps:
         alike.setdefault(replace(step, **PARTICULAR), []).append(step)
-    return [
+    typical = [
         replace(
             batch,
             time_ms=float(np.median([step.time_ms for step in group])),
@@ -105,15 +110,22 @@ def _typical(steps: Sequence[Step]) -> list[Step]:
         )
         for batch, group in alike.items()
     ]
+    return typical, np.array([len(group) for group in alike.values()], dtype=np.float64)
 
 
-def _fit_kernel(kernel: Kernel, steps: Sequence[Step], load: tuple[float, float]) -> Fitted:
+def _fit_kernel(kernel: Kernel, steps: Sequence[Step], counts: Floats, load: tuple[float, float]) -> Fitted:
     times = np.array([step.time_ms for step in steps])
-    rows = np.array([_features(kernel, step) for step in steps])
-    weights = least_squares(rows / times[:, None], np.ones(len(times)))
-    predicted = rows @ weights
+    features = np.array([_features(kernel, step) for step in steps])
     prefills = np.array([step.prefill_tokens > 0 for step in steps])
-    decode_base, decode_row, decode_lora, prefill_base, prefill_token, prefill_lora, context_token = weights.tolist()
+    decode, prefill = features[:, :DECODE], features[:, DECODE:]
+    weights, more = np.zeros(decode.shape[1]), np.zeros(prefill.shape[1])
+    if not prefills.all():
+        weights = relative_fit(decode[~prefills], times[~prefills], counts[~prefills])
+    if prefills.any():
+        more = relative_fit(prefill[prefills], times[prefills], counts[prefills], decode[prefills] @ weights)
+    predicted = decode @ weights + prefill @ more
+    decode_base, decode_row, decode_lora, context_token = weights.tolist()
+    prefill_base, prefill_token, prefill_lora = more.tolist()
     perf = PerfModel(
         kernel=kernel,
         prefill_base_ms=prefill_base,
@@ -128,8 +140,8 @@ def _fit_kernel(kernel: Kernel, steps: Sequence[Step], load: tuple[float, float]
     return Fitted(
         perf=perf,
         context_token_ms=context_token,
-        r2_prefill=r_squared(times[prefills], predicted[prefills]),
-        r2_decode=r_squared(times[~prefills], predicted[~prefills]),
+        r2_prefill=r_squared(times[prefills], predicted[prefills], counts[prefills]),
+        r2_decode=r_squared(times[~prefills], predicted[~prefills], counts[~prefills]),
     )
 
 
@@ -138,7 +150,26 @@ def _features(kernel: Kernel, step: Step) -> list[float]:
     decode_load = batch_load(kernel, step.decode_rows, step.decode_rank_sum, step.decode_max_rank)
     prefill_load = batch_load(kernel, step.prefill_requests, step.prefill_rank_sum, step.prefill_max_rank)
     tokens = float(step.prefill_tokens)
-    return [decodes, float(step.decode_rows), decode_load, prefills, tokens, prefill_load, float(step.context_tokens)]
+    return [decodes, float(step.decode_rows), decode_load, float(step.context_tokens), prefills, tokens, prefill_load]
+
+
+def relative_fit(
+    features: NDArray[np.float64], times: Floats, counts: Floats | None = None, known: Floats | None = None
+) -> Floats:
+    """Weights >= 0 of `times ~ known + features @ weights`, errors relative to the expected time; row i counts `counts[i]`
+    times.
+
+    Relative to the measured time, a step that was held up would count less than one that was lucky, and all of the model
+    would be as much too fast as the times are spread. The first round does that; the others divide by what it expects.
+    """
+    known = np.zeros(len(times)) if known is None else known
+    often = np.ones(len(times)) if counts is None else np.sqrt(counts)
+    expected, weights = times, np.zeros(features.shape[1])
+    for _ in range(ROUNDS):
+        scale = often / expected
+        weights = least_squares(features * scale[:, None], (times - known) * scale)
+        expected = np.maximum(known + features @ weights, LEAST * times)
+    return weights
 
 
 def least_squares(rows: NDArray[np.float64], values: Floats) -> Floats:
@@ -156,7 +187,11 @@ def least_squares(rows: NDArray[np.float64], values: Floats) -> Floats:
     return weights
 
 
-def r_squared(values: Floats, predicted: Floats) -> float:
-    """Coefficient of determination: 1 is perfect, 0 no better than the mean; 0 for no values or all the same."""
-    spread = float(((values - values.mean()) ** 2).sum()) if len(values) else 0.0
-    return 1.0 - float(((values - predicted) ** 2).sum()) / spread if spread else 0.0
+def r_squared(values: Floats, predicted: Floats, counts: Floats | None = None) -> float:
+    """Coefficient of determination: 1 is perfect, 0 no better than the mean; 0 for no values or all the same. Value i counts
+    `counts[i]` times."""
+    if not len(values):
+        return 0.0
+    counts = np.ones(len(values)) if counts is None else counts
+    spread = float(counts @ (values - np.average(values, weights=counts)) ** 2)
+    return 1.0 - float(counts @ (values - predicted) ** 2) / spread if spread else 0.0

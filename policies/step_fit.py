@@ -11,7 +11,9 @@ A step runs all its rows, decodes and prefill chunks alike, through the weights 
          + pairs * tokens                 that prefill rows attend to, summed
 
 `pass` is a line between `ROWS`, never falling. All weights come from one least-squares fit of relative errors with nothing
-below zero. `undisturbed` leaves out the steps that took far longer than a first fit says.
+below zero. What this does not explain stays as a spread: the quantiles of measured to expected time, of steps with prefills,
+on which the tail of the time to first token depends. `undisturbed` leaves out the steps that took far longer than a first fit
+says.
 """
 
 from __future__ import annotations
@@ -21,25 +23,27 @@ from itertools import pairwise
 
 import numpy as np
 
-from policies.perf_fit import Step, least_squares, r_squared, step_times
+from policies.perf_fit import Step, r_squared, relative_fit, step_times
 from policies.perf_model import MIB, Floats
 from shared.model import EngineSteps
 
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-DISTURBED = 1.5  # times what the fit says
+DISTURBED = 2.5  # times what the fit says: a step that stood still, and not one of the slower ones
+SPREAD = 21  # quantiles
 
 
 def undisturbed(steps: Sequence[Step]) -> list[Step]:
     """Those that something else on the machine did not hold up. Raises what `fit_steps` raises."""
     features, times, _ = _equations(steps)
-    expected = features @ _solve(features, times)
+    expected = features @ relative_fit(features, times)
     return [step for step, most in zip(steps, DISTURBED * expected, strict=True) if step.time_ms <= most]
 
 
 def fit_steps(steps: Sequence[Step]) -> EngineSteps:
     """The model of `steps`. Raises ValueError for too few of them, or times that are not finite and positive."""
     features, times, knots = _equations(steps)
-    weights = _solve(features, times)
+    weights = relative_fit(features, times)
+    expected = features @ weights
     passes = len(knots)
     sampled, prefill, adapter_mib, row_rank, context_token, pair = weights[passes:].tolist()
     rises = weights[1:passes] * np.diff(knots)
@@ -52,7 +56,8 @@ def fit_steps(steps: Sequence[Step]) -> EngineSteps:
         row_rank_ms=row_rank,
         context_token_ms=context_token,
         pair_ms=pair,
-        r2=r_squared(times, features @ weights),
+        prefill_spread=_spread((times / expected)[[step.prefill_tokens > 0 for step in steps]]),
+        r2=r_squared(times, expected),
     )
 
 
@@ -64,8 +69,12 @@ def _equations(steps: Sequence[Step]) -> tuple[Floats, Floats, list[int]]:
     return np.array([_features(step, knots) for step in steps]), times, knots
 
 
-def _solve(features: Floats, times: Floats) -> Floats:
-    return least_squares(features / times[:, None], np.ones(len(times)))
+def _spread(ratios: Floats) -> tuple[float, ...]:
+    """`SPREAD` quantiles of mean 1 on the lines between them, as the twin draws; none for too few."""
+    if len(ratios) < SPREAD:
+        return ()
+    quantiles = np.quantile(ratios, np.linspace(0.0, 1.0, SPREAD))
+    return tuple((quantiles / np.mean((quantiles[1:] + quantiles[:-1]) / 2)).tolist())
 
 
 def _features(step: Step, knots: Sequence[int]) -> Floats:

@@ -1,7 +1,7 @@
 """A worker's profile: what was measured of a live one, as a file that workers start from and the twin simulates.
 
     {"motet_profile": 1, "limits": {...}, "perf": {...}, "fit": {...}, "steps": {...}, "engine_steps": {...}, "engine": {...},
-     "storage": {...}}
+     "storage": {...}, "hops": {...}}
 
 `limits`, `perf` and `engine_steps` are `shared.model`'s WorkerLimits, PerfModel and EngineSteps; all but the first two are
 optional. Times must be finite and not negative, and a decode step must take some. `motet profile` writes one.
@@ -61,6 +61,13 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     store_ms_per_mib: _Ms = 8.0
 
 
+class Hops(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How late a busy worker and those who talk to it hear of each other over the bus."""
+
+    assign_ms: _Ms = 0.0  # a request: from its sender until the worker has taken it
+    frame_ms: _Ms = 0.0  # a token: from the end of its step until a gateway has it
+
+
 class FitFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How well the linear models of `perf` describe what was measured: coefficients of determination, and on how much."""
 
@@ -81,6 +88,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     engine_steps: EngineSteps | None = None  # simulated by instead of `perf` and `steps`, where there
     engine: EngineFacts = EngineFacts()
     storage: Storage = Storage()
+    hops: Hops = Hops()
 
 
 P = TypeVar("P", bound=Profile)
@@ -134,6 +142,10 @@ def _check(path: Path, text: str, profile: Profile) -> None:
         ):
             if bad:
                 raise FileError(path, _line_of(text, "engine_steps.pass_ms"), "engine_steps.pass_ms", reason)
+        spread = steps.prefill_spread
+        if _falls(spread) or not all(value > 0 and isfinite(value) for value in spread) or len(spread) == 1:
+            field = "engine_steps.prefill_spread"
+            raise FileError(path, _line_of(text, field), field, "none, or two and more positive finite numbers that ascend")
         if _falls(steps.rows) or len({*steps.rows}) < len(steps.rows):
             raise FileError(path, _line_of(text, "engine_steps.rows"), "engine_steps.rows", "rows must ascend")
 

@@ -37,6 +37,7 @@ class Batch:
     sampled: int = 0  # sequences that draw a token
     waiting: int = 0  # requests that the step's admission left waiting
     loads: tuple[int, ...] = ()  # bytes of each adapter that is copied to the device first
+    chance: float = 0.5  # which of all steps with such a batch it is: 0 the shortest, 1 the longest
 
 
 class StepModel(Protocol):
@@ -100,6 +101,8 @@ class MeasuredSteps:
             + times.row_rank_ms * batch.row_rank_sum
             + times.pair_ms * batch.prefill_pairs
         )
+        if batch.prefill_tokens and times.prefill_spread:
+            total_ms *= _quantile(times.prefill_spread, batch.chance)
         for size_bytes in batch.loads:
             total_ms += load_ms(self.perf, float(size_bytes))
         return to_ps(total_ms)
@@ -112,16 +115,24 @@ def _between(xs: tuple[int, ...], ys: tuple[float, ...], x: int) -> float:
     return ys[i - 1] + slope * (x - xs[i - 1]) if x > xs[0] else ys[0]
 
 
+def _quantile(values: tuple[float, ...], share: float) -> float:
+    """The value that this share of all is below; `values` are quantiles in even steps."""
+    at = share * (len(values) - 1)
+    i = min(int(at), len(values) - 2)
+    return values[i] + (values[i + 1] - values[i]) * (at - i)
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way for adapter weights: latency and inverse bandwidth."""
+    """A way for adapter weights: latency and inverse bandwidth, which all that use it at once share."""
 
     base_ms: float
     ms_per_mib: float
 
-    def ps(self, size_bytes: int) -> int:
-        """Time for so many bytes."""
-        return to_ps(self.base_ms + self.ms_per_mib * size_bytes / MIB)
+    def end_ps(self, now_ps: int, free_ps: int, size_bytes: int) -> int:
+        """When so many bytes, asked for now, are there: after the latency, and after those that the link is busy with until
+        `free_ps`."""
+        return max(now_ps + to_ps(self.base_ms), free_ps) + to_ps(self.ms_per_mib * size_bytes / MIB)
 
 
 def elapsed_ps(first: int, growth: int, steps: int) -> int:

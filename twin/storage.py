@@ -2,7 +2,8 @@
 
 The rules are those of the live worker's tiers: one load per adapter however many requests wait, `LOADS_AT_ONCE` at a
 time, first come first served; copies nobody holds leave, least recently used first; when holders fill the budget, loads
-wait for one to let go. What was fetched once is read from disk later.
+wait for one to let go. What was fetched once is read from disk later. Loads wait for their links' latency side by side, and
+their bytes come one load after another.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class HostTier:
         self._loads: dict[str, _Load] = {}
         self._queue: deque[str] = deque()
         self._active = 0
+        self._free_ps = {"disk": 0, "store": 0}  # when the last load on each way ends
         self.fetches = self.reads = 0  # from the store, from disk
 
     def __contains__(self, digest: str) -> bool:
@@ -103,11 +105,12 @@ class HostTier:
             self._used += load.size_bytes
             if digest in self._on_disk:
                 self.reads += 1
-                link = self._model.disk
+                way, link = "disk", self._model.disk
             else:
                 self.fetches += 1
-                link = self._model.store
-            self._events.at(self._events.now_ps + link.ps(load.size_bytes), STEP, self._loaded, digest)
+                way, link = "store", self._model.store
+            self._free_ps[way] = link.end_ps(self._events.now_ps, self._free_ps[way], load.size_bytes)
+            self._events.at(self._free_ps[way], STEP, self._loaded, digest)
 
     def _loaded(self, digest: str) -> None:
         load = self._loads.pop(digest)

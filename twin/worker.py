@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
+
 from policies.adapter_slots import AdapterSlots
 from policies.batch_admission import (
     AdmissionLimits,
@@ -141,6 +143,7 @@ class Worker:
         self.busy_ps = 0
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._orders = count()
+        self._chance = np.random.default_rng(index)  # drawn from once per step with prefills, which is never split
         self._run: _Run | None = None
         self._serial = 0
 
@@ -259,6 +262,7 @@ class Worker:
             adapters.update([(live.slot, live.adapter_bytes) for live in plan.decodes])
         batch.sampled, batch.row_rank_sum = batch.decode_rows, batch.decode_rank_sum
         if plan.prefills:
+            batch.chance = self._chance.random()
             ranks = [live.rank for live in plan.prefills]
             batch.prefill_requests, batch.prefill_rank_sum, batch.prefill_max_rank = len(ranks), sum(ranks), max(ranks)
             batch.prefill_tokens = plan.tokens - batch.decode_rows

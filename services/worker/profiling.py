@@ -7,6 +7,7 @@ newcomers (steps that do both), and ends. Adapters are random weights made for t
     period of a step    from its beginning to the beginning of the next one, while there is work: hand-over included
     load                host memory to the device, from the engine's own clock
     disk, store         into host memory, while a small batch decodes beside it, as when serving
+    hops                over the bus to the engine's queue and back, beside such a batch as well
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shared.adapter_blob import TensorInfo, digest_of, write_blob
 from shared.base_shapes import ATTENTION, read_shapes
 from shared.bus import Bus
 from shared.clock import now_s
-from shared.messages import AssignReply, GenerateRequest, Refused, pack_tokens
+from shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
 from shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, WorkerLimits
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ ADAPTERS_PER_RANK = 8
 LINK_RANKS = (8, 64)  # of the adapters that are fetched and read again
 LINK_ADAPTERS = 8  # of each
 BESIDE = 8  # sequences that decode meanwhile
+HOPS = 40  # requests whose way is timed
+KNOCK_S = 0.04  # at most between two of them
+GATEWAY = "profile"
 REPLY_S = 30.0
 
 
@@ -58,6 +62,8 @@ class Measured:
     loads: list[tuple[float, float]] = field(default_factory=list)
     disk: list[tuple[float, float]] = field(default_factory=list)
     store: list[tuple[float, float]] = field(default_factory=list)
+    assign_ms: list[float] = field(default_factory=list)  # a request to the worker
+    frame_ms: list[float] = field(default_factory=list)  # a step's tokens to a gateway
 
 
 async def measure(
@@ -73,6 +79,7 @@ async def measure(
         profiler = _Profiler(worker, model_dir)
         await profiler.publish()
         await profiler.link_times()
+        await profiler.hop_times()
         began_s = now_s()
         batches = list(profiler.batches())
         for number, batch in enumerate(itertools.cycle(batches)):
@@ -91,6 +98,7 @@ class _Observed(WorkerService):
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config, leave=lambda: None)
         self.seen: list[StepReport] = []
+        self.took_s = 0.0  # when the last request came
         self.stepped = asyncio.Event()
 
     def _on_step(self, report: StepReport) -> None:
@@ -99,6 +107,10 @@ class _Observed(WorkerService):
             raise report.output.failure
         self.seen.append(report)
         self.stepped.set()
+
+    def _take(self, request: GenerateRequest) -> None:
+        self.took_s = now_s()
+        super()._take(request)
 
     async def idle(self) -> None:
         """Returns when nothing runs or waits."""
@@ -189,16 +201,19 @@ class _Profiler:
         of_rank = self._adapters.get(ranks[place], [])
         return of_rank[turn % len(of_rank)] if of_rank else None
 
-    async def _ask(self, adapter: AdapterRef | None, prompt: int, tokens: int) -> None:
-        request = GenerateRequest(
+    def _request(self, adapter: AdapterRef | None, prompt: int, tokens: int) -> GenerateRequest:
+        return GenerateRequest(
             request_id=f"profile-{next(self._requests)}",
-            gateway_id="profile",
+            gateway_id=GATEWAY,
             base_model=self._limits.base_model,
             prompt=pack_tokens(self._random.integers(self._worker.vocab_size, size=prompt).tolist()),
             sampling=SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True),
             slo=Slo(),
             adapter=adapter,
         )
+
+    async def _ask(self, adapter: AdapterRef | None, prompt: int, tokens: int) -> None:
+        request = self._request(adapter, prompt, tokens)
         reply = await self._bus.request(subjects.assign(self._worker.worker_id), request, AssignReply, timeout_s=REPLY_S)
         if isinstance(reply, Refused):
             raise RuntimeError(f"the worker refuses a request of its profile: {reply.error.message}")
@@ -240,6 +255,31 @@ class _Profiler:
             await tiers.acquire(adapter)
             times.append((adapter.size_bytes / MIB, (now_s() - began_s) * 1000))
             tiers.release(adapter.digest)
+
+    async def hop_times(self) -> None:
+        """Time requests on their way in, which are refused there, and frames on their way out."""
+        asker = await Bus.connect(self._worker.config, "profile")
+        heard: dict[int, float] = {}  # step -> when
+
+        def hear(frame: TokenFrame) -> None:
+            heard[frame.step] = now_s()
+
+        await asker.subscribe(subjects.stream(GATEWAY), TokenFrame, hear)
+        self._worker.seen.clear()
+        try:
+            await self._beside(self._knock(asker))
+        finally:
+            await asker.close()
+        ends = {report.step: report.began_s + report.step_s for report in self._worker.seen}
+        self.measured.frame_ms += [(heard[step] - end_s) * 1000 for step, end_s in ends.items() if step in heard]
+
+    async def _knock(self, asker: Bus) -> None:
+        for _ in range(HOPS):
+            request = msgspec.structs.replace(self._request(None, PROMPTS[0], 1), base_model="")
+            sent_s = now_s()
+            await asker.request(subjects.assign(self._worker.worker_id), request, AssignReply, timeout_s=REPLY_S)
+            self.measured.assign_ms.append((self._worker.took_s - sent_s) * 1000)
+            await asyncio.sleep(KNOCK_S * self._random.random())  # at any moment of a step
 
     async def _beside(self, work: Coroutine[None, None, None]) -> None:
         """Do it while sequences decode."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+import pytest
+
 from bench import cluster, scheduler
+from twin.workload import Workload
 
 
 def test_the_scheduler_bench_measures_every_policy(capsys) -> None:
@@ -14,8 +17,19 @@ def test_the_scheduler_bench_measures_every_policy(capsys) -> None:
     assert all(policy in printed for policy in scheduler.POLICIES)
 
 
+def test_another_seed_draws_other_requests_of_the_same_kind() -> None:
+    def drawn(seed: int) -> Workload:
+        setting = cluster.Setting.of(Namespace(quick=True, seconds=2.0, data=None, seed=seed))
+        return setting.workload(34.0, 50.0)
+
+    first, again, other = drawn(0), drawn(0), drawn(1)
+    assert first.arrival_s.tolist() == again.arrival_s.tolist() != other.arrival_s.tolist()
+    assert first.ranks.tolist() == again.ranks.tolist() != other.ranks.tolist()
+    assert sorted(set(first.ranks)) == sorted(set(other.ranks)) and len(other) == pytest.approx(len(first), rel=0.2)
+
+
 def test_the_cluster_bench_compares_every_policy_and_motet_is_faster_than_chance(capsys) -> None:
-    figures = cluster.run(Namespace(quick=True, seconds=2.0, data=None))
+    figures = cluster.run(Namespace(quick=True, seconds=2.0, data=None, seed=0))
     for kernel in ("", "_bgmv"):
         assert 0 <= figures[f"attainment{kernel}"] <= 1
         assert 0 < figures[f"least_tpot_vs_random{kernel}"] < figures[f"tpot_vs_random{kernel}"] < 1

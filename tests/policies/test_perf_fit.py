@@ -62,6 +62,28 @@ def test_a_step_that_something_else_delayed_does_not_spoil_the_fit():
     assert fitted.r2_decode > 0.999 and fitted.perf.decode_base_ms == pytest.approx(PERF.decode_base_ms, rel=0.01)
 
 
+def test_what_a_prefill_adds_to_decodes_does_not_bend_the_decode_part():
+    """A step with both costs less than two steps."""
+    steps = [
+        replace(step, time_ms=0.8 * step.time_ms) if step.decode_rows and step.prefill_tokens else step
+        for step in measured(PERF, 1500, noise=0.0)
+    ]
+    fitted = fit(steps)
+    assert fitted.r2_decode > 0.999 and fitted.perf.decode_base_ms == pytest.approx(PERF.decode_base_ms, rel=0.01)
+
+
+def test_times_that_are_spread_are_right_on_average():
+    fitted = fit(measured(PERF, 6000, noise=0.4))
+    assert fitted.perf.decode_base_ms == pytest.approx(PERF.decode_base_ms, rel=0.07)
+
+
+def test_a_batch_counts_as_often_as_it_was_measured():
+    often = [step for step in measured(PERF, 100, noise=0.0) for _ in range(20)]
+    once = [slower(step, 1.5) for step in measured(PERF, 130, noise=0.0)[100:]]
+    fitted = fit([*often, *once])
+    assert fitted.r2_decode > 0.9 and fitted.perf.decode_base_ms == pytest.approx(PERF.decode_base_ms, rel=0.1)
+
+
 def slower(step: Step, factor: float) -> Step:
     """The same step, so many times as long."""
     return replace(step, time_ms=factor * step.time_ms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -61,6 +62,21 @@ def test_the_costs_that_made_the_steps_are_found():
     assert fitted.pair_ms == pytest.approx(PAIR, rel=0.1)
     for rows, passed in zip(fitted.rows, fitted.pass_ms, strict=True):
         assert passed == pytest.approx(pass_ms(rows), rel=0.1), rows
+
+
+def test_times_that_are_spread_are_right_on_average_and_the_spread_is_told():
+    steps = measured(3000, noise=0.4)
+    fitted, exact = fit_steps(steps), fit_steps(measured(3000))
+    for rows, passed, right in zip(fitted.rows, fitted.pass_ms, exact.pass_ms, strict=True):
+        assert passed == pytest.approx(right, rel=0.1), rows
+    spread = fitted.prefill_spread
+    assert (
+        list(spread) == sorted(spread)
+        and spread[0] == pytest.approx(0.6, abs=0.05)
+        and spread[-1] == pytest.approx(1.4, abs=0.05)
+    )
+    assert sum(a + b for a, b in pairwise(spread)) / 2 / (len(spread) - 1) == pytest.approx(1.0)
+    assert fit_steps([replace(step, prefill_requests=0, prefill_tokens=0) for step in steps]).prefill_spread == ()
 
 
 def test_a_pass_never_gets_shorter_with_more_rows():

@@ -74,11 +74,16 @@ def test_a_bad_profile_is_refused_with_the_line_and_the_field(good: Path, old: s
         ({"pass_ms": (0.0, 1.0, 2.0, 3.0)}, "engine_steps.pass_ms", "must take some time"),
         ({"pass_ms": (30.0, 30.5, 38.0)}, "engine_steps.pass_ms", "as many numbers as in rows"),
         ({"rows": (1, 16, 16, 512)}, "engine_steps.rows", "ascend"),
+        ({"prefill_spread": (1.1, 0.9)}, "engine_steps.prefill_spread", "ascend"),
+        ({"prefill_spread": (0.0, 1.0)}, "engine_steps.prefill_spread", "positive"),
+        ({"prefill_spread": (1.0,)}, "engine_steps.prefill_spread", "two and more"),
         ({"rows": (16, 1, 64, 512)}, "engine_steps.rows", "ascend"),
         ({"rows": (0, 1, 64, 512)}, "engine_steps.rows[0]", "`int` >= 1"),
     ],
 )
-def test_passes_that_are_no_line_are_refused(tmp_path: Path, change: dict[str, Any], field: str, reason: str) -> None:
+def test_numbers_that_are_no_line_or_no_spread_are_refused(
+    tmp_path: Path, change: dict[str, Any], field: str, reason: str
+) -> None:
     path = tmp_path / "worker.json"
     write_profile(path, replace(WORKER, engine_steps=replace(STEPS, **change)))
     with pytest.raises(FileError, match=re.escape(reason)) as caught:

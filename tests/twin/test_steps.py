@@ -64,6 +64,15 @@ def test_a_measured_step_costs_its_pass_and_all_that_it_reads_and_computes() -> 
     assert steps.fixed_ps(batch) == pytest.approx(to_ps(expected), abs=2)
 
 
+def test_a_step_with_prefills_takes_its_chance_in_the_spread_and_decodes_do_not() -> None:
+    steps = MeasuredSteps(STEPS, A10_MBGMV)
+    usual = 30.0 + 0.7
+    for chance, factor in ((0.0, 0.8), (0.25, 0.9), (0.5, 1.0), (0.75, 1.2), (1.0, 1.4)):
+        batch = Batch(prefill_requests=1, prefill_tokens=1, chance=chance)
+        assert steps.fixed_ps(batch) == pytest.approx(to_ps(factor * usual), abs=2)
+        assert steps.fixed_ps(Batch(decode_rows=1, chance=chance)) == to_ps(30.0)
+
+
 @pytest.mark.parametrize(("rows", "expected"), [(1, 30.0), (16, 30.5), (64, 38.0), (512, 150.0), (960, 262.0)])
 def test_a_pass_is_a_line_between_its_points_and_beyond_the_last(rows: int, expected: float) -> None:
     assert MeasuredSteps(STEPS, A10_MBGMV).fixed_ps(Batch(decode_rows=rows)) == pytest.approx(to_ps(expected), abs=2)

@@ -58,6 +58,18 @@ def test_a_load_waits_for_a_holder_to_let_go() -> None:
     assert came == ["b"]
 
 
+def test_loads_at_once_share_the_latency_and_queue_for_the_bandwidth() -> None:
+    events, ended = Events(), list[int]()
+    tier = HostTier(StorageModel(host_bytes=4 << 20, store=Link(10.0, 3.0)), events)
+    for i in range(3):
+        tier.acquire(str(i), 1 << 20, lambda: ended.append(events.now_ps // PS_PER_MS))
+    events.run()
+    assert ended == [13, 16, 19]
+    tier.acquire("later", 1 << 20, lambda: ended.append(events.now_ps // PS_PER_MS))
+    events.run()
+    assert ended[-1] == 19 + 13
+
+
 def test_only_so_many_loads_run_at_once() -> None:
     tier, events = host(100 * SIZE)
     ended: list[int] = []
