@@ -16,7 +16,8 @@ not are zero. Memory in holes is never read: it may hold anything, NaN included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -45,7 +46,9 @@ class LoraPool:
     """Slots 0..slots-1, each empty or holding one adapter.
 
     `shapes` is {module: (in, out)} of the base model; `bytes_total` is rounded down to whole lines. `version` changes
-    whenever slots or page addresses do, so that a LoraBatch knows when it is out of date.
+    whenever slots or page addresses do, so that a LoraBatch knows when it is out of date. `loaded` says which slots are
+    taken, `loaded_layers` how many layers of each may be read: fewer than all while a copy runs beside the steps, which pauses
+    while `still()` is entered.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class LoraPool:
         self.pages = np.zeros((slots, len(MODULES)), dtype=np.int32)
         self.scales = np.zeros((slots, len(MODULES), layers), dtype=np.float32)
         self.loaded = np.zeros(slots, dtype=bool)
+        self.loaded_layers = np.zeros(slots, dtype=np.int32)
+        self.still: Callable[[], AbstractContextManager[None]] = nullcontext
         self._holes: list[tuple[int, int]] = [(0, self._lines)] if self._lines else []
         self._views: dict[tuple[int, str, bool], torch.Tensor] = {}
 
@@ -96,9 +101,21 @@ class LoraPool:
         Raises PoolFull when the bytes are short, ValueError when the slot is taken or a rank, shape or layer does not
         fit; the pool is unchanged then.
         """
+        self.allocate(slot, self._check(pairs))
+        for m, module in enumerate(MODULES):
+            for page in range(int(self.pages[slot, m])):
+                self._fill(int(self.table[slot, m, page]), module, page, pairs)
+        for (layer, module), (scale, _, _) in pairs.items():
+            self.scales[slot, MODULES.index(module), layer] = scale
+        self.loaded_layers[slot] = self.layers
+
+    def allocate(self, slot: int, ranks: Mapping[str, int]) -> None:
+        """Give an empty slot the pages for these ranks, {module: largest rank over its layers}; what they hold is to come.
+
+        Raises PoolFull or ValueError; the pool is unchanged then.
+        """
         if self.loaded[slot]:
             raise ValueError(f"slot {slot} is taken")
-        ranks = self._check(pairs)
         if self.bytes_needed(ranks) > self.bytes_free:
             raise PoolFull(f"adapter needs {self.bytes_needed(ranks)} bytes, {self.bytes_free} are free")
         self.loaded[slot] = True
@@ -108,9 +125,6 @@ class LoraPool:
             for page in range(-(-rank // PAGE_RANKS)):
                 self.table[slot, m, page] = self._allocate(self.page_lines[module])
                 self.pages[slot, m] = page + 1  # at once: an allocation may compact, which moves what is counted here
-                self._fill(int(self.table[slot, m, page]), module, page, pairs)
-        for (layer, module), (scale, _, _) in pairs.items():
-            self.scales[slot, MODULES.index(module), layer] = scale
 
     def free(self, slot: int) -> None:
         """Empty a slot. An empty one stays empty."""
@@ -120,6 +134,7 @@ class LoraPool:
         self.pages[slot] = 0
         self.scales[slot] = 0.0
         self.loaded[slot] = False
+        self.loaded_layers[slot] = 0
         self.version += 1
 
     def rows(self, layer: int, module: str, *, b: bool) -> torch.Tensor:
@@ -200,8 +215,9 @@ class LoraPool:
         at = 0
         for start, lines, slot, m, page in self._owned():
             if start != at:
-                source = self.arena[start * LINE : (start + lines) * LINE]
-                self.arena[at * LINE : (at + lines) * LINE].copy_(source.clone() if start - at < lines else source)
-                self.table[slot, m, page] = at
+                with self.still():
+                    source = self.arena[start * LINE : (start + lines) * LINE]
+                    self.arena[at * LINE : (at + lines) * LINE].copy_(source.clone() if start - at < lines else source)
+                    self.table[slot, m, page] = at
             at += lines
         self._holes = [(at, self._lines)] if at < self._lines else []

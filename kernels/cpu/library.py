@@ -66,6 +66,7 @@ class Pool(Structure):
         ("layers", c_int64),
         ("fan_in", c_int64 * 7),
         ("fan_out", c_int64 * 7),
+        ("loaded_layers", c_void_p),
     ]
 
 
@@ -129,6 +130,14 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, c_int64, POINTER(Pool), c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64],
     ),
     "motet_attention": (None, [c_void_p, c_int64, POINTER(Step), c_void_p, c_void_p, *[c_int64] * 5, c_void_p]),
+    "motet_loader_new": (c_void_p, [POINTER(Pool), c_int64, c_double]),
+    "motet_loader_free": (None, [c_void_p]),
+    "motet_loader_begin": (None, [c_void_p, c_int64, POINTER(Pool)]),
+    "motet_loader_cancel": (None, [c_void_p, c_int64]),
+    "motet_loader_hold": (None, [c_void_p]),
+    "motet_loader_release": (None, [c_void_p]),
+    "motet_loader_state": (None, [c_void_p, *[POINTER(c_int64)] * 3]),
+    "motet_loader_ahead": (c_int64, [c_void_p, c_int64]),
     "motet_peak_flops": (c_double, [c_void_p, c_int64]),
     "motet_read_bandwidth": (c_double, [c_void_p, c_void_p, c_int64]),
 }
@@ -336,4 +345,5 @@ def pool_struct(pool: LoraPool) -> Pool:
         pool.layers,
         (c_int64 * 7)(*(fan_in for fan_in, _ in shapes)),
         (c_int64 * 7)(*(fan_out for _, fan_out in shapes)),
+        pool.loaded_layers.ctypes.data,
     )

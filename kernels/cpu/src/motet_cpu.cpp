@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "forward.h"
+#include "loader.h"
 #include "probes.h"
 #include "team.h"
 
@@ -148,6 +149,18 @@ void motet_attention(Engine* engine, int64_t type, const Step* step, const float
                      int64_t head_dim, int64_t block_size, int64_t window, float* out) {
   BY_TYPE(type, run_attention<T>(*step, qkv, kv, heads, kv_heads, head_dim, block_size, window, out, engine->workspace, engine->team))
 }
+
+Loader* motet_loader_new(const Pool* pool, int64_t element_bytes, double bytes_per_s) {
+  return new Loader(*pool, element_bytes, bytes_per_s);
+}
+void motet_loader_free(Loader* loader) { delete loader; }
+void motet_loader_begin(Loader* loader, int64_t slot, const Pool* from) { loader->begin((int32_t)slot, *from); }
+void motet_loader_cancel(Loader* loader, int64_t slot) { loader->cancel((int32_t)slot); }
+void motet_loader_hold(Loader* loader) { loader->hold(); }
+void motet_loader_release(Loader* loader) { loader->release(); }
+void motet_loader_state(Loader* loader, int64_t* queued, int64_t* copied, int64_t* busy_ns) { loader->state(queued, copied, busy_ns); }
+int64_t motet_loader_ahead(Loader* loader, int64_t slot) { return loader->ahead((int32_t)slot); }
+
 double motet_peak_flops(Engine* engine, int64_t type) {
   return type == BF16 ? peak_of<bf16>(engine->team) : peak_of<float>(engine->team);
 }

@@ -31,6 +31,7 @@ struct Pool {
   const float* scales;   // [slots, 7, layers]
   int64_t slots, max_pages, layers;
   int64_t in[7], out[7];
+  int32_t* loaded_layers;  // [slots]: layers that may be read; grows while a Loader copies, see loader.h
 };
 
 struct Model {
