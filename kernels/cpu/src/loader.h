@@ -10,7 +10,6 @@
 // - cancel returns when no piece of that load is being written, and none will be.
 #pragma once
 #include <sys/prctl.h>
-#include <time.h>
 
 #include <condition_variable>
 #include <deque>
@@ -19,12 +18,6 @@
 #include "lora.h"
 
 namespace motet {
-
-inline int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
 
 class Loader {
  public:
