@@ -92,7 +92,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
     _warm_up(engine, limits, model.vocab_size, times)
 
     def parse_adapter(path: Path, digest: str) -> HostAdapter:
-        return HostAdapter.from_blob(path, model, digest=digest)
+        return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
 
     return Assembly(engine, limits, model.vocab_size, parse_adapter)
 

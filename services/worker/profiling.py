@@ -27,7 +27,7 @@ from services.worker.config import MIB, WorkerConfig
 from services.worker.engine_thread import StepReport
 from services.worker.service import WorkerService
 from shared import subjects
-from shared.adapter_blob import TensorInfo, digest_of, write_blob
+from shared.adapter_blob import digest_of, write_blob
 from shared.base_shapes import ATTENTION, read_shapes
 from shared.bus import Bus
 from shared.clock import now_s
@@ -278,10 +278,9 @@ def random_adapter(model_dir: Path, base_model: str, rank: int, number: int) -> 
         fan_in, fan_out = shapes.linear(module)
         sizes = [(rank, fan_in), (fan_out, rank)]
         # the upper half of a float32 number is a bfloat16 number
-        data = [(draw.standard_normal(size, np.float32) * 0.01).view(np.uint16)[..., 1::2].tobytes() for size in sizes]
-        infos = [TensorInfo("BF16", list(size), (0, len(half))) for size, half in zip(sizes, data, strict=True)]
-        pairs[layer, module] = (1.0, infos[0], data[0], infos[1], data[1])
-    blob = write_blob(pairs)
+        lora_a, lora_b = ((draw.standard_normal(size, np.float32) * 0.01).view(np.uint16)[..., 1::2] for size in sizes)
+        pairs[layer, module] = (1.0, lora_a, lora_b)
+    blob = write_blob(pairs, dtype="BF16", layers=shapes.layers)
     return blob, AdapterVersion(
         digest=digest_of(blob),
         base_model=base_model,

@@ -7,7 +7,8 @@
 
 namespace motet {
 
-// Other processes' adapters, mapped. No more than one step may name; all are let go when nothing happens for a while.
+// The base's adapters, mapped: no more than one step may name, and all are let go when nothing happens for a while. What is
+// mapped cannot give its inode to another file, so the inode says whether it is the same memory.
 class Mappings {
  public:
   ~Mappings() { clear(); }
@@ -15,7 +16,7 @@ class Mappings {
   // The adapter's first line, or null when its memory cannot be had. Stays valid for this step and the next calls in it.
   const void* find(int base_pid, const ChannelSlice& slice, uint32_t step) {
     for (Mapping& one : all_)
-      if (one.key == slice.key) {
+      if (one.device == slice.device && one.inode == slice.inode) {
         one.step = step;
         return one.data + slice.data_start;
       }
@@ -27,7 +28,7 @@ class Mappings {
     close(fd);
     if (data == MAP_FAILED) return nullptr;
     if (all_.size() == MAX_SLICES) drop_oldest(step);
-    all_.push_back({slice.key, (const char*)data, slice.file_bytes, step});
+    all_.push_back({slice.device, slice.inode, (const char*)data, slice.file_bytes, step});
     return all_.back().data + slice.data_start;
   }
   void clear() {
@@ -37,7 +38,7 @@ class Mappings {
 
  private:
   struct Mapping {
-    int64_t key;
+    int64_t device, inode;
     const char* data;
     int64_t bytes;
     uint32_t step;  // that used it last

@@ -24,9 +24,8 @@ namespace motet {
 constexpr int MAX_SLICES = 16;  // of one channel and step
 
 struct ChannelSlice {
-  int64_t key;                    // of the adapter: the same for the same memory, never used again for another
-  int64_t data_start, file_bytes;  // of /proc/<base_pid>/fd/<fd>
-  int64_t first_line[MODULES];    // of the module's pages, which follow each other, from data_start on
+  int64_t device, inode, data_start, file_bytes;  // of /proc/<base_pid>/fd/<fd>
+  int64_t first_line[MODULES];  // of the module's pages, which follow each other, from data_start on
   int32_t pages[MODULES];
   int32_t fd, row0, rows;  // rows of x and y
 };
@@ -195,7 +194,8 @@ inline int64_t elements_of(const Pool& pool, int m) { return (int64_t)pool.pages
 // An adapter's rows as the process finds them.
 inline ChannelSlice slice_of(const Loading& loading, int64_t row0, int64_t rows) {
   ChannelSlice slice{};
-  slice.key = loading.key, slice.data_start = loading.data_start, slice.file_bytes = loading.file_bytes;
+  slice.device = loading.device, slice.inode = loading.inode;
+  slice.data_start = loading.data_start, slice.file_bytes = loading.file_bytes;
   slice.fd = loading.fd, slice.row0 = (int32_t)row0, slice.rows = (int32_t)rows;
   for (int m = 0; m < MODULES; ++m) {
     slice.pages[m] = loading.host.pages[m];

@@ -54,8 +54,7 @@ struct Model {
 // An adapter that is not whole on the device when a step begins; see assist.h.
 struct Loading {
   Pool host;          // of one slot: its pages follow each other in host memory
-  int64_t key;        // of that memory, never used again for another
-  int64_t data_start, file_bytes;  // of the arena in its file
+  int64_t device, inode, data_start, file_bytes;  // its file, and where in it the arena begins
   int32_t fd;         // -1: other processes cannot map it
   int32_t slot;
   int64_t layerwise;  // 1: wait for the copy, layer by layer

@@ -133,7 +133,7 @@ class ModelRunner:
     def load_adapter(self, slot: int, weights: HostAdapter) -> None:
         """Copy an adapter into an empty slot. Raises kernels.PoolFull when pages are short, ValueError on a taken slot."""
         with torch.inference_mode():
-            self._pool.load(slot, weights.pairs)
+            self._pool.load(slot, weights.packed)
         weights.rest()
 
     def free_adapter(self, slot: int) -> None:

@@ -28,6 +28,8 @@ class Parsed:
     def nbytes(self) -> int:
         return len(self.data)
 
+    blob_bytes = nbytes
+
 
 def blob(seed: int, size_bytes: int = 64 * KIB) -> tuple[AdapterRef, bytes]:
     data = hashlib.shake_128(seed.to_bytes(4, "little")).digest(size_bytes)

@@ -413,8 +413,8 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_only(model_dir:
 def test_logits_that_are_not_numbers_fail_their_own_request_only(model_dir: Path, adapters: list[HostAdapter]) -> None:
     requests, expected = neighbours(model_dir, adapters)
     engine = make_engine(model_dir)
-    pairs = {key: (scale, a * math.nan, b) for key, (scale, a, b) in adapters[1].pairs.items()}
-    nan = dataclasses.replace(adapters[1], digest="nan", pairs=pairs)
+    packed = dataclasses.replace(adapters[1].packed, arena=adapters[1].packed.arena * math.nan)
+    nan = dataclasses.replace(adapters[1], digest="nan", packed=packed)
     result = run(engine, [request("nan", PROMPT, nan), *requests, request("sampled", PROMPT, nan, temperature=1.0)])
     for name in ("nan", "sampled"):
         assert result.last[name].finish == "error" and result.tokens[name] == []
