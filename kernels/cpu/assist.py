@@ -117,9 +117,7 @@ class Channel:
         """The process's side in this thread, until `stop`."""
         self._library.motet_assist_serve(self._address, 0)
 
-    def call(
-        self, loading: Loading, x: torch.Tensor, y: torch.Tensor, *, layer: int, group: int, bound_s: float
-    ) -> bool:
+    def call(self, loading: Loading, x: torch.Tensor, y: torch.Tensor, *, layer: int, group: int, bound_s: float) -> bool:
         """One request beside any step: `y` float32 [rows, sum of out] = the adapter's part of `x` float32 [rows, in].
 
         False when the channel has failed. No more than `max_rows` rows.
@@ -127,7 +125,9 @@ class Channel:
         modules = list(GROUPS.values())[group]
         wanted = (len(x), self._shapes[modules[0]][0]), (len(x), sum(self._shapes[module][1] for module in modules))
         if (x.shape, y.shape) != wanted or len(x) > self.max_rows:
-            raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)}: {wanted} and at most {self.max_rows} rows are expected")
+            raise ValueError(
+                f"x {tuple(x.shape)} and y {tuple(y.shape)}: {wanted} and at most {self.max_rows} rows are expected"
+            )
         at, to = address(x, torch.float32), address(y, torch.float32)
         bound_ns = int(bound_s * 1e9)
         return bool(self._library.motet_channel_call(self.handle, byref(loading), at, len(x), layer, group, to, bound_ns))

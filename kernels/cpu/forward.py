@@ -123,7 +123,8 @@ class CpuForward:
     def __call__(self, batch: Rows, helpers: Helpers | None = None) -> torch.Tensor:
         """Logits of `batch.logit_rows`, float32 [n, vocab]; fills the cache. Valid until the next call.
 
-        `helpers` are needed when rows name slots of which not all layers are loaded; `assisted` counts what they did. Raises ValueError when a row names an empty adapter slot or a token outside the vocabulary.
+        `helpers` must name the slots of rows of which not all layers are loaded; `assisted` counts what became of them.
+        Raises ValueError when a row names an empty adapter slot or a token outside the vocabulary.
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         if not rows:
@@ -156,10 +157,10 @@ class CpuForward:
         named = slots[slots >= 0]
         if len(named) and (named.max() >= len(self._pool.loaded) or not self._pool.loaded[named].all()):
             raise ValueError(f"rows name empty adapter slots: some of {np.unique(named).tolist()} are not loaded")
-        known = {one.slot for one in helpers.loading} if helpers is not None else set()
-        for slot in np.flatnonzero(self._pool.loaded & (self._pool.loaded_layers < self._pool.layers)).tolist():
-            if slot not in known and slot in named:
-                raise ValueError(f"rows name slot {slot}, of which {self._pool.loaded_layers[slot]} layers are loaded")
+        late = named[self._pool.loaded_layers[named] < self._pool.layers]
+        unknown = set(late.tolist()).difference(one.slot for one in helpers.loading) if helpers is not None else late.tolist()
+        if unknown:
+            raise ValueError(f"rows name adapter slots that are still being loaded: {sorted(set(unknown))}")
         if len(batch.token_ids) and not 0 <= batch.token_ids.min() <= batch.token_ids.max() < self._vocab:
             raise ValueError(f"a token id is outside the vocabulary of {self._vocab}")
 

@@ -1,7 +1,7 @@
 """Adapters on their way into a LoraPool, beside the steps: a thread copies layer by layer at the pace of a link.
 
     loader = CpuLoader(engine, pool, link_bytes_per_s=2e9)
-    pool.allocate(slot, ranks); pool.scales[slot] = ..
+    pool.reserve(slot, packed)
     loader.begin(slot, source)              returns at once; `pool.loaded_layers[slot]` counts up from 0
     loader.cancel(slot); pool.free(slot)    at any time
 
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from ctypes import byref, c_int64
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kernels.cpu.library import CpuEngine, Pool, pool_struct
-from kernels.pool import LoraPool
+from kernels.cpu.library import CpuEngine, pool_struct
+from kernels.pool import LoraPool, PackedLora
 
 FIRST_GUESS_BYTES_PER_S = 4e9
 """Of a link that is as fast as memory, before the first copy."""
@@ -63,24 +63,28 @@ class CpuLoader:
             self._library.motet_loader_free(handle)
             self._sources.clear()
 
-    def begin(self, slot: int, source: Pool, kept: Any) -> None:
-        """Copy the one slot of `source`, of the pool's type, into `slot`, whose pages are allocated and scales written.
+    def begin(self, slot: int, source: PackedLora, kept: Any) -> None:
+        """Copy an adapter of the pool's type into `slot`, which is reserved for it.
 
-        `kept` is what the source's memory belongs to: it is held until the load is whole or cancelled.
+        `kept` is what the source's memory belongs to: it is held until the load is `finished` or cancelled.
         """
-        self._drop_whole()
         self._sources[slot] = kept
-        self._library.motet_loader_begin(self._handle, slot, byref(source))
+        self._library.motet_loader_begin(self._handle, slot, byref(pool_struct(source)))
 
     def cancel(self, slot: int) -> None:
         """Write no more of this slot's load, if there is one; nothing of it is being written when this returns."""
         self._library.motet_loader_cancel(self._handle, slot)
         self._sources.pop(slot, None)
 
-    def source(self, slot: int) -> Any | None:
-        """What a load under way reads from; None once it is whole."""
-        self._drop_whole()
-        return self._sources.get(slot)
+    def finished(self) -> list[Any]:
+        """What loads that are whole by now have read from; each once. Nothing reads it any more."""
+        whole = [slot for slot in self._sources if self._pool.loaded_layers[slot] == self._pool.layers]
+        return [self._sources.pop(slot) for slot in whole]
+
+    @property
+    def under_way(self) -> Mapping[int, Any]:
+        """{slot: what its load reads from}, of loads that were not `finished` yet."""
+        return self._sources
 
     def bytes_ahead(self, slot: int) -> int:
         """Bytes that pass the link until this slot is whole, those of the loads before it included."""
@@ -97,10 +101,6 @@ class CpuLoader:
             self._rate = 1 / ((1 - weight) / self._rate + weight * spent_ns / 1e9 / fresh)
             self._seen = copied.value, busy_ns.value
         return LinkState(queued.value, copied.value, busy_ns.value / 1e9, self._rate)
-
-    def _drop_whole(self) -> None:
-        for slot in [slot for slot in self._sources if self._pool.loaded_layers[slot] == self._pool.layers]:
-            del self._sources[slot]
 
 
 @contextmanager

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import GROUPS, LoraPool
+from kernels import GROUPS, LoraPool, PackedLora
 from kernels.cpu import CpuEngine
-from kernels.cpu.library import pool_struct
 from kernels.cpu.loading import CpuLoader
 
 MODULES = tuple(module for group in GROUPS.values() for module in group)
@@ -51,18 +50,22 @@ def adapter(rank: int, seed: int, modules: tuple[str, ...] = MODULES) -> dict:
     }
 
 
-def in_host_memory(pairs: dict, dtype: torch.dtype = torch.float32) -> LoraPool:
-    """The adapter as a pool of one slot."""
-    pages = sum(-(-max(a.shape[0] for (_, m), (_, a, _) in pairs.items() if m == module) // 8) for _, module in pairs) // LAYERS
-    pool = make_pool(pages, dtype, slots=1)
-    pool.load(0, pairs)
+def in_host_memory(pairs: dict, dtype: torch.dtype = torch.float32) -> PackedLora:
+    cast = {key: (scale, a.to(dtype), b.to(dtype)) for key, (scale, a, b) in pairs.items()}
+    return PackedLora.pack(cast, SHAPES, layers=LAYERS)
+
+
+def begin(loader: CpuLoader, pool: LoraPool, slot: int, host: PackedLora) -> None:
+    pool.reserve(slot, host)
+    loader.begin(slot, host, host)
+
+
+def at_once(pages: int, *hosts: PackedLora) -> LoraPool:
+    """A pool into whose slots 0, 1, .. these were loaded."""
+    pool = make_pool(pages, hosts[0].arena.dtype, slots=len(hosts))
+    for slot, host in enumerate(hosts):
+        pool.load(slot, host)
     return pool
-
-
-def begin(loader: CpuLoader, pool: LoraPool, slot: int, host: LoraPool) -> None:
-    pool.allocate(slot, {module: int(pages) * 8 for module, pages in zip(MODULES, host.pages[0], strict=True) if pages})
-    pool.scales[slot] = host.scales[0]
-    loader.begin(slot, pool_struct(host), host)
 
 
 def rows_of(pool: LoraPool, slot: int, layers: range) -> list[torch.Tensor]:
@@ -97,20 +100,21 @@ def test_a_load_beside_the_steps_writes_the_bits_of_a_load_at_once(
     engine: CpuEngine, dtype: torch.dtype, link_bytes_per_s: float
 ) -> None:
     pairs = adapter(12, seed=1, modules=MODULES[1:6])
-    pool, at_once = make_pool(20, dtype), make_pool(20, dtype)
-    at_once.load(2, pairs)
+    pool, host = make_pool(20, dtype), in_host_memory(pairs, dtype)
+    want = at_once(20, host)
     loader = CpuLoader(engine, pool, link_bytes_per_s=link_bytes_per_s)
-    begin(loader, pool, 2, in_host_memory(pairs, dtype))
+    begin(loader, pool, 2, host)
     wait(lambda: whole(pool, 2))
-    assert same(rows_of(pool, 2, range(LAYERS)), rows_of(at_once, 2, range(LAYERS)))
-    assert np.array_equal(pool.scales[2], at_once.scales[2])
+    assert same(rows_of(pool, 2, range(LAYERS)), rows_of(want, 0, range(LAYERS)))
+    assert np.array_equal(pool.scales[2], want.scales[0])
     assert loader.link.bytes_queued == 0 and loader.link.bytes_copied == pages_bytes(10, dtype)
-    assert loader.source(2) is None, "the host's copy is let go"
+    assert loader.finished() == [host] and not loader.under_way
 
 
 def test_layers_come_in_order_and_each_is_whole_when_it_is_announced(engine: CpuEngine) -> None:
     pairs = adapter(16, seed=2)
     pool, host = make_pool(30), in_host_memory(pairs)
+    want = at_once(30, host)
     loader = CpuLoader(engine, pool, link_bytes_per_s=5e6)
     begin(loader, pool, 0, host)
     seen = [0]
@@ -118,11 +122,11 @@ def test_layers_come_in_order_and_each_is_whole_when_it_is_announced(engine: Cpu
         layers = int(pool.loaded_layers[0])
         if layers != seen[-1]:
             seen.append(layers)
-            assert same(rows_of(pool, 0, range(layers)), rows_of(host, 0, range(layers)))
-        last, held = rows_of(pool, 0, range(LAYERS - 1, LAYERS)), loader.source(0)
+            assert same(rows_of(pool, 0, range(layers)), rows_of(want, 0, range(layers)))
+        last, finished = rows_of(pool, 0, range(LAYERS - 1, LAYERS)), loader.finished()
         if int(pool.loaded_layers[0]) < LAYERS - 1:
             assert all(bool(row.isnan().all()) for row in last), "what lies far ahead is untouched"
-            assert held is host
+            assert not finished and loader.under_way == {0: host}
     assert seen == sorted(seen) and len(seen) > 3
 
 
@@ -154,13 +158,17 @@ def test_an_unpaced_link_is_measured(engine: CpuEngine) -> None:
         wait(lambda: whole(pool, 0))
         pool.free(0)
     link = loader.link
-    assert link.bytes_per_s != first and link.bytes_copied / link.busy_s / 5 < link.bytes_per_s < link.bytes_copied / link.busy_s * 5
+    assert (
+        link.bytes_per_s != first
+        and link.bytes_copied / link.busy_s / 5 < link.bytes_per_s < link.bytes_copied / link.busy_s * 5
+    )
 
 
 def test_what_is_cancelled_writes_nothing_more_and_the_next_load_of_the_slot_is_whole(engine: CpuEngine) -> None:
     pool = make_pool(60)
     loader = CpuLoader(engine, pool, link_bytes_per_s=40e6)
-    old, new, other = (in_host_memory(adapter(16, seed=seed)) for seed in (5, 6, 7))
+    hosts = old, new, other = [in_host_memory(adapter(16, seed=seed)) for seed in (5, 6, 7)]
+    want = at_once(60, *hosts)
     draw = random.Random(8)
     for _ in range(40):
         begin(loader, pool, 1, old)
@@ -174,9 +182,9 @@ def test_what_is_cancelled_writes_nothing_more_and_the_next_load_of_the_slot_is_
         before = pool.loaded_layers[cancelled]
         begin(loader, pool, cancelled, new)
         assert before == 0
-        for slot, host in ((cancelled, new), (3 - cancelled, other if cancelled == 1 else old)):
+        for slot, host in ((cancelled, 1), (3 - cancelled, 2 if cancelled == 1 else 0)):
             wait(lambda slot=slot: whole(pool, slot))
-            assert same(rows_of(pool, slot, range(LAYERS)), rows_of(host, 0, range(LAYERS)))
+            assert same(rows_of(pool, slot, range(LAYERS)), rows_of(want, host, range(LAYERS)))
         for start, end in pool._holes:
             assert bool(pool.arena[start * 8 : end * 8].isnan().all()), "somebody else's memory was written"
         pool.free(1)
@@ -188,28 +196,18 @@ def test_pages_that_move_during_their_copy_arrive_whole(engine: CpuEngine) -> No
     pool = make_pool(56, slots=8)
     loader = CpuLoader(engine, pool, link_bytes_per_s=20e6)
     hosts = [in_host_memory(adapter(8, seed=seed)) for seed in range(8)]
-    compactions = 0
-    compact = pool._compact
-
-    def counted() -> None:
-        nonlocal compactions
-        compactions += 1
-        compact()
-
-    pool._compact = counted  # type: ignore[method-assign]
+    want = at_once(56, *hosts)
     for slot in range(4):
-        pool.load(slot, adapter(8, seed=slot))
+        pool.load(slot, hosts[slot])
     for round_ in range(30):
         begin(loader, pool, 5, hosts[5])
         pool.free(round_ % 4)  # a hole below what is being copied
         begin(loader, pool, 6, hosts[6])
-        compact()
-        pool.load(round_ % 4, adapter(8, seed=round_ % 4))
+        pool._compact()
+        pool.load(round_ % 4, hosts[round_ % 4])
         wait(lambda: whole(pool, 5) and whole(pool, 6))
-        for slot in (5, 6):
-            assert same(rows_of(pool, slot, range(LAYERS)), rows_of(hosts[slot], 0, range(LAYERS)))
-        for slot in range(4):
-            assert same(rows_of(pool, slot, range(LAYERS)), rows_of(hosts[slot], 0, range(LAYERS)))
+        for slot in (0, 1, 2, 3, 5, 6):
+            assert same(rows_of(pool, slot, range(LAYERS)), rows_of(want, slot, range(LAYERS)))
         pool.free(5)
         pool.free(6)
 
@@ -221,5 +219,5 @@ def test_a_loader_that_is_closed_in_the_middle_leaves_the_pool_usable(engine: Cp
     loader.close()
     pool.free(0)
     pool._compact()
-    pool.load(0, adapter(16, seed=9))
-    assert whole(pool, 0) and same(rows_of(pool, 0, range(LAYERS)), rows_of(host, 0, range(LAYERS)))
+    pool.load(0, host)
+    assert whole(pool, 0) and same(rows_of(pool, 0, range(LAYERS)), rows_of(at_once(30, host), 0, range(LAYERS)))
