@@ -1,4 +1,4 @@
-"""Steps with adapters on their way to the device: the numbers of a step with all of them there, wherever each row is computed."""
+"""Steps with adapters on their way to the device: the numbers of a step with all there, wherever each row is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters copied into the pool beside the steps: the same bytes, layer by layer, at the link's pace, whatever comes between."""
+"""Adapters copied into the pool beside the steps: the same bytes, layer by layer, at the link's pace, whatever comes."""
 
 from __future__ import annotations
 
