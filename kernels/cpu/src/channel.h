@@ -131,7 +131,8 @@ class Channel {
   explicit Channel(ChannelHeader* header) : h(*header), sequence_(header->request.sequence.load()) {}
 
   ChannelHeader& h;
-  int64_t requests = 0, work = 0, busy_ns = 0, waited_ns = 0;  // done: rows times elements, the process's time, the base's
+  // done: rows times elements, the process's time, the base's; one writer at a time, and readers at any
+  std::atomic<int64_t> requests{0}, work{0}, busy_ns{0}, waited_ns{0};
 
   int state() const { return state_.load(std::memory_order_acquire); }
   bool alive() const { return state() == ALIVE; }
