@@ -63,7 +63,6 @@ class Live(Sequence):
     """A request inside the engine."""
 
     request: Request
-    rank: int
     expected_length: int  # prompt and predicted output tokens
     end_length: int  # prompt and output tokens, when it ends
     request_id: str

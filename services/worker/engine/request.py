@@ -68,7 +68,10 @@ class StepStats:
     sampled_tokens: int = 0
     cached_tokens: int = 0  # tokens that admissions found in the prefix cache
     preempted: int = 0
-    adapters_loaded: int = 0
+    adapters_loaded: int = 0  # whole since the last step
+    cold_rows: int = 0  # of adapters that were still being copied
+    cold_starts: list[tuple[str, str]] = field(default_factory=list)  # mode and reason of those that joined while or after
+    cold_errors_ms: list[float] = field(default_factory=list)  # time to first token beyond what was predicted for them
     running: int = 0
     waiting: int = 0
     schedule_s: float = 0.0

@@ -7,7 +7,7 @@ business; nothing here waits for anything but the device. One thread at a time.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,7 @@ class StepBatch:
     block_tables: np.ndarray  # int32 [seqs, max_blocks] KV block ids; what lies past a sequence's context is not read
     kv_slots: np.ndarray  # int64 [rows] block * block_size + offset: where each row's K and V go
     logit_rows: np.ndarray  # int64 [n] rows whose logits are wanted
+    slot_modes: dict[int, str] = field(default_factory=dict)  # "assist" or "layerwise", of slots still being copied
 
 
 class ModelRunner:
@@ -130,11 +131,26 @@ class ModelRunner:
         """What this adapter occupies in the pool: whole pages of 8 ranks of each projection it has, over all layers."""
         return self._pool.bytes_needed(weights.ranks)
 
-    def load_adapter(self, slot: int, weights: HostAdapter) -> None:
+    @property
+    def link(self) -> LinkState:
+        return LinkState(0, 0, 0.0, math.inf)
+
+    @property
+    def assist(self) -> CpuAssist | None:
+        return None
+
+    def begin_load(self, slot: int, weights: HostAdapter) -> None:
         """Copy an adapter into an empty slot. Raises kernels.PoolFull when pages are short, ValueError on a taken slot."""
         with torch.inference_mode():
             self._pool.load(slot, weights.packed)
-        weights.rest()
+
+    def loaded_layers(self, slot: int) -> int:
+        """How many layers of this slot's adapter are there."""
+        return int(self._pool.loaded_layers[slot])
+
+    def bytes_ahead(self, slot: int) -> int:
+        """Bytes that pass the link until this slot's adapter is whole."""
+        return 0
 
     def free_adapter(self, slot: int) -> None:
         """Empty a slot; no row of a later step may name it until it is loaded again."""
