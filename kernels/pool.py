@@ -16,7 +16,8 @@ not are zero. Memory in holes is never read: it may hold anything, NaN included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,6 +151,7 @@ class LoraPool:
         self.scales = np.zeros((slots, len(MODULES), layers), dtype=np.float32)
         self.loaded = np.zeros(slots, dtype=bool)
         self.loaded_layers = np.zeros(slots, dtype=np.int32)
+        self.still: Callable[[], AbstractContextManager[None]] = nullcontext
         self._holes: list[tuple[int, int]] = [(0, self._lines)] if self._lines else []
         self._views: dict[tuple[int, str, bool], torch.Tensor] = {}
 
@@ -265,8 +267,9 @@ class LoraPool:
         at = 0
         for start, lines, slot, m, page in self._owned():
             if start != at:
-                source = self.arena[start * LINE : (start + lines) * LINE]
-                self.arena[at * LINE : (at + lines) * LINE].copy_(source.clone() if start - at < lines else source)
-                self.table[slot, m, page] = at
+                with self.still():
+                    source = self.arena[start * LINE : (start + lines) * LINE]
+                    self.arena[at * LINE : (at + lines) * LINE].copy_(source.clone() if start - at < lines else source)
+                    self.table[slot, m, page] = at
             at += lines
         self._holes = [(at, self._lines)] if at < self._lines else []
