@@ -39,7 +39,7 @@ class Copy:
 
     layers: int
     loaded: int  # layers that are there
-    queue_ms: float  # until its next layer begins to be copied
+    queue_ms: float  # until its next layer begins to be copied; negative when that has begun
     each_ms: float  # per layer
 
     @property
@@ -47,7 +47,7 @@ class Copy:
         return self.arrives_ms(self.layers - 1)
 
     def arrives_ms(self, layer: int) -> float:
-        return self.queue_ms + (layer + 1 - self.loaded) * self.each_ms if layer >= self.loaded else 0.0
+        return max(0.0, self.queue_ms + (layer + 1 - self.loaded) * self.each_ms) if layer >= self.loaded else 0.0
 
     def stall_ms(self, base_ms: float) -> float:
         """How much later a step must begin so that its layers, `base_ms` each, find everything there."""
@@ -61,8 +61,7 @@ class Copy:
         """`ahead_bytes` pass the link until it is whole, its own ones included."""
         ms_per_byte = 1e3 / bytes_per_s
         each = size_bytes / layers
-        queue = max(0.0, ahead_bytes - each * (layers - loaded))
-        return Copy(layers, loaded, queue * ms_per_byte, each * ms_per_byte)
+        return Copy(layers, loaded, (ahead_bytes - each * (layers - loaded)) * ms_per_byte, each * ms_per_byte)
 
 
 @dataclass(frozen=True, slots=True)

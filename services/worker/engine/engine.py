@@ -193,7 +193,7 @@ class Engine:
         return True
 
     def unload_adapter(self, digest: str) -> bool:
-        """Drop from the device, or give up its copy, now or when the last request on it has ended; whether it is gone already."""
+        """Drop from the device, copied or not, now or when the last request on it has ended; whether it is gone already."""
         if digest in self._state.adapters or any(live.adapter == digest for live in self._live.values()):
             self._doomed.add(digest)
             self._drop_doomed()

@@ -6,15 +6,18 @@ business; nothing here waits for anything but the device. One thread at a time.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
 from kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
+from kernels.cpu.loading import LinkState
 from kernels.library_attention import agreeing_library
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.decode_graphs import DecodeGraphs
@@ -135,14 +138,16 @@ class ModelRunner:
     def link(self) -> LinkState:
         return LinkState(0, 0, 0.0, math.inf)
 
-    @property
-    def assist(self) -> CpuAssist | None:
-        return None
+    assist: Any = None
 
-    def begin_load(self, slot: int, weights: HostAdapter) -> None:
+    def load_adapter(self, slot: int, weights: HostAdapter) -> None:
         """Copy an adapter into an empty slot. Raises kernels.PoolFull when pages are short, ValueError on a taken slot."""
         with torch.inference_mode():
             self._pool.load(slot, weights.packed)
+        weights.rest()
+
+    def begin_load(self, slot: int, weights: HostAdapter) -> None:
+        self.load_adapter(slot, weights)
 
     def loaded_layers(self, slot: int) -> int:
         """How many layers of this slot's adapter are there."""
