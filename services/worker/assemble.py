@@ -61,6 +61,9 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
             max_loras=config.max_loras,
             threads=config.engine_threads,
             quantization=config.quantization,
+            link_bytes_per_s=config.link_gbps * 1e9,
+            assist_cores=assist_cores(config, device),
+            assist_rows=config.max_step_tokens,
         )
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from None
@@ -77,6 +80,8 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
             prefix_cache=config.prefix_cache,
             max_model_len=max_model_len,
         ),
+        perf=lambda: times.model,
+        cold_start=config.cold_start,
     )
     limits = WorkerLimits(
         base_model=config.base_model,

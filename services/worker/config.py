@@ -46,6 +46,17 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory for adapter weights")] = 256
     max_loras: Annotated[int, Meta(ge=1, le=4096, description="adapters on the device at once")] = 64
     prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of equal prompt beginnings")] = True
+    link_gbps: Annotated[
+        float, Meta(ge=0, description="emulated speed of adapter copies to the device in GB/s; 0: as fast as memory")
+    ] = 0.0
+    cold_start: Annotated[
+        str,
+        Meta(
+            pattern="^(auto|blocking|layerwise|assist)$",
+            description="how a request starts whose adapter is being copied: auto (least predicted time), blocking (when the"
+            " copy is whole), layerwise (when it stays ahead of the layers), assist (at once, with --assist-processes)",
+        ),
+    ] = "auto"
     profile: Annotated[
         str,
         Meta(description="file of `motet profile` with this worker's step times; without, they are learned while serving"),

@@ -23,7 +23,7 @@ from policies.cold_start import AssistRates, ColdStarts, Forced
 from policies.kv_blocks import KvBlocks
 from policies.perf_model import MIB
 from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.request import EngineLimits, EngineRequest, ResidencyChange, StepOutput, StepStats
+from services.worker.engine.request import CopyStats, EngineLimits, EngineRequest, ResidencyChange, StepOutput, StepStats
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Drawn, Sampler
 from services.worker.engine.seats import Live, Seats
@@ -82,6 +82,7 @@ class Engine:
         self._output = StepOutput()  # of the step to come; what happens between steps is reported with it
         self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`
         self._weights: dict[str, HostAdapter] = {}  # of the copies under way
+        self._told: tuple[int, dict[str, int], dict[str, int]] = (0, {}, {})  # what the last CopyStats counted up to
         self.pause_s = 0.0
         """How long `step` will find nothing to do unless a command comes first."""
 
@@ -167,6 +168,8 @@ class Engine:
             stats.postprocess_s = clock.now_s() - ran_s
         if self._doomed:
             self._drop_doomed()
+        if self._state.adapters.loading or (self._cold is not None and stats.adapters_loaded):
+            stats.copies = self._copy_stats()
         stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
         return self._take_output()
 
@@ -204,6 +207,10 @@ class Engine:
         for live in list(self._live.values()):
             self._fail(live, error)
         return self._take_output()
+
+    def close(self) -> None:
+        """End what runs beside the steps."""
+        self._runner.close()
 
     def check(self) -> None:
         """Assert that blocks, slots and seats add up (tests, and idle moments)."""
@@ -285,7 +292,7 @@ class Engine:
                 item.queue_ms = max(0.0, live.admitted_s - request.arrival_s) * 1000
                 if live.cold is not None:
                     took_ms = (clock.now_s() - live.cold_since_s) * 1000
-                    stats.cold_errors_ms.append(took_ms - live.cold_ttft_ms)
+                    stats.cold_errors_ms.append((live.cold.mode, took_ms - live.cold_ttft_ms))
             if drawn.logprobs and index in drawn.logprobs:
                 item.logprobs = [drawn.logprobs[index]]
             item.finish = _finish_of(live)
@@ -398,6 +405,20 @@ class Engine:
         capacity, itemsize = assist.capacity, self._runner.dtype.itemsize
         mib_row_ms = capacity.element_s * 1e3 * MIB / itemsize
         return AssistRates(capacity.processes, mib_row_ms=mib_row_ms) if mib_row_ms else None
+
+    def _copy_stats(self) -> CopyStats:
+        link, counts, assist = self._runner.link, self._runner.assisted, self._runner.assist
+        rows = {"processes": counts.by_processes, "device": counts.on_device, "in_place": counts.in_place}
+        failures = dict(assist.failures) if assist is not None else {}
+        told, self._told = self._told, (link.bytes_copied, rows, failures)
+        return CopyStats(
+            link_bytes=link.bytes_copied - told[0],
+            bytes_per_s=link.bytes_per_s,
+            under_way=len(self._state.adapters.loading),
+            processes=assist.capacity.processes if assist is not None else 0,
+            rows={where: count - told[1].get(where, 0) for where, count in rows.items()},
+            failures={reason: count - told[2].get(reason, 0) for reason, count in failures.items()},
+        )
 
     def _slot_modes(self, plan: Plan[Live], cold: ColdStarts, stats: StepStats) -> dict[int, str]:
         loading = self._state.adapters.loading

@@ -45,7 +45,7 @@ class PacedRunner(ModelRunner):
 
     @property
     def assist(self) -> Any:
-        return SimpleNamespace(capacity=SimpleNamespace(processes=self.processes, max_rows=512, element_s=1e-15))
+        return SimpleNamespace(capacity=SimpleNamespace(processes=self.processes, max_rows=512, element_s=1e-15), failures={})
 
     @assist.setter
     def assist(self, value: None) -> None:
