@@ -109,26 +109,26 @@ def choose(
     if cpu_ms is not None:
         ttft["assist"] = assisted_ms(copy, chunks_ms, cpu_ms)
         cost["assist"] = ttft["assist"] + others * (ttft["assist"] - prefill)
-    mode, reason = _least(copy, ttft, cost) if forced == "auto" else _forced(forced, ttft)
+    ahead = stall <= TOLERANCE * chunks_ms[0]
+    mode, reason = _least(ttft, cost, ahead=ahead) if forced == "auto" else _forced(forced, ttft)
     if mode == "assist":
         return Choice(mode, reason, True, 0.0, ttft, cost)
     wait = copy.whole_ms if mode == "blocking" else stall
-    joins = wait <= (TOLERANCE * chunks_ms[0] if mode == "layerwise" else 0.0)
-    return Choice(mode, reason, joins, wait, ttft, cost)
+    return Choice(mode, reason, ahead if mode == "layerwise" else wait <= 0.0, wait, ttft, cost)
 
 
 def _forced(forced: Mode, ttft: Mapping[Mode, float]) -> tuple[Mode, Reason]:
     return (forced, "forced") if forced in ttft else ("layerwise", "no_processes")
 
 
-def _least(copy: Copy, ttft: Mapping[Mode, float], cost: Mapping[Mode, float]) -> tuple[Mode, Reason]:
+def _least(ttft: Mapping[Mode, float], cost: Mapping[Mode, float], *, ahead: bool) -> tuple[Mode, Reason]:
     """Ties go to what costs nobody else anything."""
     waiting: Mode = "layerwise" if ttft["layerwise"] < ttft["blocking"] else "blocking"
     if "assist" in cost and cost["assist"] < cost[waiting]:
         return "assist", "cpu_ahead"
     if waiting == "blocking":
         return "blocking", "one_layer"
-    if copy.stall_ms((ttft["blocking"] - copy.whole_ms) / copy.layers) <= 0:
+    if ahead:
         return "layerwise", "copy_ahead"
     if "assist" not in cost:
         return "layerwise", "no_processes"

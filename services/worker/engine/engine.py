@@ -168,6 +168,9 @@ class Engine:
             stats.postprocess_s = clock.now_s() - ran_s
         if self._doomed:
             self._drop_doomed()
+        ran = stats.decode_rows or stats.prefill_requests
+        if self._cold is not None and self._state.adapters.loading and not ran:
+            self.pause_s = min(max(self._cold.wait_ms / 1e3, PAUSE_S[0]), PAUSE_S[1])
         if self._state.adapters.loading or (self._cold is not None and stats.adapters_loaded):
             stats.copies = self._copy_stats()
         stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
@@ -247,8 +250,6 @@ class Engine:
         if plan.loads or plan.evictions:
             self._move_adapters(plan, stats)
         _count(plan, stats)
-        if self._cold is not None and not plan.tokens and self._state.adapters.loading:
-            self.pause_s = min(max(self._cold.wait_ms / 1e3, PAUSE_S[0]), PAUSE_S[1])
         return plan
 
     def _run(self, plan: Plan[Live], stats: StepStats) -> Drawn | None:
@@ -381,8 +382,6 @@ class Engine:
         for digest, slot in list(slots.loading.items()):
             if runner.loaded_layers(slot) == cold.layers:
                 self._arrived(self._weights[digest], stats)
-        if slots.loading:
-            self.pause_s = PAUSE_S[1]
         if not slots.loading and not self._state.waiting:
             return
         link = runner.link

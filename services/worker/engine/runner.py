@@ -10,6 +10,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,9 @@ class ModelRunner:
         return LinkState(0, 0, 0.0, math.inf)
 
     assist: Any = None
+    assisted: Any = SimpleNamespace(by_processes=0, on_device=0, in_place=0)
+
+    def close(self) -> None: ...
 
     def load_adapter(self, slot: int, weights: HostAdapter) -> None:
         """Copy an adapter into an empty slot. Raises kernels.PoolFull when pages are short, ValueError on a taken slot."""

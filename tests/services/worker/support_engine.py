@@ -23,6 +23,17 @@ from shared.model import SamplingParams
 BLOCK_SIZE = 8
 
 
+class WholeRunner(ModelRunner):
+    """A runner whose loads are whole on return, as with reference kernels and on a GPU: steps follow from requests alone."""
+
+    @property
+    def link(self) -> LinkState:
+        return LinkState(0, 0, 0.0, math.inf)
+
+    def begin_load(self, slot: int, weights: HostAdapter) -> None:
+        self.load_adapter(slot, weights)
+
+
 class PacedRunner(ModelRunner):
     """A runner whose copies to the device go on when the test says so, layer after layer, first come first served.
 
@@ -107,7 +118,7 @@ class PacedRunner(ModelRunner):
 def make_engine(model_dir: Path, **changes: Any) -> Engine:
     """An engine in float32 with room for everything; any field of EngineLimits may be given, and `lora_bytes`, the class of
     its `runner`, and the engine's own `perf` and `cold_start`."""
-    lora_bytes, runner_class = changes.pop("lora_bytes", 8 << 20), changes.pop("runner", ModelRunner)
+    lora_bytes, runner_class = changes.pop("lora_bytes", 8 << 20), changes.pop("runner", WholeRunner)
     options = {name: changes.pop(name) for name in ("perf", "cold_start") if name in changes}
     fields: dict[str, Any] = {
         "max_running": 64,
