@@ -406,7 +406,7 @@ class Engine:
         return AssistRates(capacity.processes, mib_row_ms=mib_row_ms) if mib_row_ms else None
 
     def _copy_stats(self) -> CopyStats:
-        link, counts, assist = self._runner.link, self._runner.assisted, self._runner.assist
+        link, counts, assist, rates = self._runner.link, self._runner.assisted, self._runner.assist, self._assist_rates()
         rows = {"processes": counts.by_processes, "device": counts.on_device, "in_place": counts.in_place}
         failures = dict(assist.failures) if assist is not None else {}
         told, self._told = self._told, (link.bytes_copied, rows, failures)
@@ -414,7 +414,8 @@ class Engine:
             link_bytes=link.bytes_copied - told[0],
             bytes_per_s=link.bytes_per_s,
             under_way=len(self._state.adapters.loading),
-            processes=assist.capacity.processes if assist is not None else 0,
+            processes=rates.processes if rates is not None else 0,
+            mib_row_ms=rates.mib_row_ms if rates is not None else 0.0,
             rows={where: count - told[1].get(where, 0) for where, count in rows.items()},
             failures={reason: count - told[2].get(reason, 0) for reason, count in failures.items()},
         )

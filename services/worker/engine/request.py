@@ -58,6 +58,7 @@ class CopyStats:
     bytes_per_s: float
     under_way: int
     processes: int = 0  # alive
+    mib_row_ms: float = 0.0  # a process's time for one row of one MiB of adapter
     rows: dict[str, int] = field(default_factory=dict)  # rows times layers by where: processes, device, in_place
     failures: dict[str, int] = field(default_factory=dict)  # of processes, by reason
 
