@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from services.worker import admission, metrics
 from services.worker.config import WorkerConfig
-from services.worker.engine.request import EngineRequest, StepOutput
+from services.worker.engine.request import CopyStats, EngineRequest, StepOutput
 from services.worker.engine_thread import EngineThread, StepReport
 from services.worker.frames import FrameSender
 from services.worker.reports import StateReporter
@@ -353,6 +353,12 @@ class WorkerService:
         metrics.REQUESTS.labels("running").set(stats.running)
         metrics.REQUESTS.labels("waiting").set(stats.waiting)
         metrics.REQUESTS.labels("loading").set(max(0, len(self._live) - stats.running - stats.waiting))
+        for start in stats.cold_starts:
+            metrics.COLD_STARTS.labels(*start).inc()
+        for mode, error_ms in stats.cold_errors_ms:
+            metrics.COLD_START_ERROR_S.labels(mode).observe(abs(error_ms) / 1000)
+        if stats.copies is not None:
+            _measure_copies(stats.copies)
         metrics.KV_USAGE.set(1 - view.kv_blocks_free / view.limits.kv_blocks_total)
 
     def _on_control(self, message: Control) -> None:
@@ -384,6 +390,17 @@ class WorkerService:
             )
         )
         self.reporter.touch()
+
+
+def _measure_copies(copies: CopyStats) -> None:
+    metrics.LINK_BYTES.inc(copies.link_bytes)
+    metrics.LINK_BYTES_PER_S.set(copies.bytes_per_s)
+    metrics.COPIES.set(copies.under_way)
+    metrics.ASSIST_PROCESSES.set(copies.processes)
+    for where, rows in copies.rows.items():
+        metrics.ASSIST_ROWS.labels(where).inc(rows)
+    for reason, count in copies.failures.items():
+        metrics.ASSIST_FAILURES.labels(reason).inc(count)
 
 
 def _profiled(config: WorkerConfig) -> PerfModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,9 +48,7 @@ class StepBatch:
     block_tables: np.ndarray  # int32 [seqs, max_blocks] KV block ids; what lies past a sequence's context is not read
     kv_slots: np.ndarray  # int64 [rows] block * block_size + offset: where each row's K and V go
     logit_rows: np.ndarray  # int64 [n] rows whose logits are wanted
-    slot_modes: Mapping[int, str] = field(
-        default_factory=dict
-    )  # of slots still being loaded: "assist"; all others wait, layer by layer
+    slot_modes: dict[int, str] = field(default_factory=dict)  # "assist" or "layerwise", of slots still being copied
 
 
 class ModelRunner:
