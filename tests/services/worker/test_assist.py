@@ -19,7 +19,7 @@ from kernels import LoraPool
 from kernels.cpu import CpuEngine
 from services.worker.assist import CpuAssist, Profile
 from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.runner import ModelRunner, StepBatch
+from services.worker.engine.runner import StepBatch
 from tests.support_models import AdapterFixture, Sequence, drive, make_adapters, make_checkpoint, make_runner, random_prompts
 
 LINK_BYTES_PER_S = 30e6  # some ten steps of this model for each of the larger adapters
