@@ -56,7 +56,9 @@ class PacedRunner(ModelRunner):
 
     @property
     def assist(self) -> Any:
-        return SimpleNamespace(capacity=SimpleNamespace(processes=self.processes, max_rows=512, element_s=1e-15), failures={})
+        """CPU processes that take no time."""
+        capacity = SimpleNamespace(processes=self.processes, max_rows=512, element_s=1e-15)
+        return SimpleNamespace(capacity=capacity, failures={}, observe=lambda *_: None, close=lambda: None)
 
     @assist.setter
     def assist(self, value: None) -> None:
