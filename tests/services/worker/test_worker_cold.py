@@ -20,7 +20,7 @@ SLOW = {"link_gbps": 1e-3}  # a megabyte per second: adapters of this model take
 
 def compiled(worker) -> bool:
     """Whether copies run beside the steps: not with the reference kernels."""
-    return worker.service._assembly.engine._cold is not None
+    return worker.service._assembly.engine._adapters.cold is not None
 
 
 def options(mode: str) -> dict[str, object]:
