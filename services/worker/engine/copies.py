@@ -96,10 +96,11 @@ class DeviceAdapters:
         return min(max(self.cold.wait_ms / 1e3, PAUSE_S[0]), PAUSE_S[1])
 
     def stats(self) -> CopyStats | None:
-        """Since the last time; None when nothing was copied."""
-        if self.cold is None or not (self.slots.loading or self.arrived):
+        """Since the last time; None when nothing was copied and there are no CPU processes to tell of."""
+        assist = self._runner.assist
+        if self.cold is None or not (self.slots.loading or self.arrived or assist):
             return None
-        link, counts, assist, rates = self._runner.link, self._runner.assisted, self._runner.assist, self._assist_rates()
+        link, counts, rates = self._runner.link, self._runner.assisted, self._assist_rates()
         rows = {"processes": counts.by_processes, "device": counts.on_device, "in_place": counts.in_place}
         failures = dict(assist.failures) if assist is not None else {}
         told, self._told = self._told, (link.bytes_copied, rows, failures)
