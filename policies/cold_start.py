@@ -201,8 +201,13 @@ class ColdStarts:
         copy = Copy.of(size_bytes, self.queued_bytes, layers=self.layers, loaded=0, bytes_per_s=self.bytes_per_s)
         self.copies[digest] = copy
 
-    def consider(self, digest: str, size_bytes: int, *, rank: int, tokens: int, room: int, others: int) -> Choice:
-        """Whether a request joins the step to come, which has `room` tokens left and `others` in it already."""
+    def consider(
+        self, digest: str, size_bytes: int, *, rank: int, tokens: int, room: int, others: int, assisted: int = 0
+    ) -> Choice:
+        """Whether a request joins the step to come, which has `room` tokens left and `others` in it already.
+
+        `assisted`: rows * bytes of adapters that CPU processes are to compute in that step without it.
+        """
         assert self.perf is not None, "rates are observed before decisions"
         copy = self.copies[digest]
         chunks, left = [min(tokens, room)], tokens - min(tokens, room)
@@ -213,7 +218,9 @@ class ColdStarts:
         chunks_ms = [beside + prefill_ms(self.perf, float(chunk), float(rank)) for chunk in chunks]
         cpu_ms = None
         if self.assist is not None and self.assist.processes:
-            cpu_ms = [self.assist.layer_ms(chunk * size_bytes / MIB, self.layers) for chunk in chunks]
+            work = [chunk * size_bytes for chunk in chunks]
+            work[0] += assisted
+            cpu_ms = [self.assist.layer_ms(one / MIB, self.layers) for one in work]
         choice = choose(copy, chunks_ms, cpu_ms, others=others, forced=self.forced)
         if choice.joins:
             if self.modes.get(digest) != "assist":

@@ -137,6 +137,14 @@ def test_an_adapter_stays_assisted_while_one_of_its_requests_is() -> None:
     assert starts.modes == {}, "its copy is whole"
 
 
+def test_processes_that_have_their_hands_full_take_nobody_else() -> None:
+    starts = cold()
+    starts.assist = AssistRates(1, mib_row_ms=0.01)
+    ask = {"rank": 8, "tokens": 100, "room": 512, "others": 1}
+    assert starts.consider("first", 8_000_000, **ask).mode == "assist"
+    assert starts.consider("first", 8_000_000, **ask, assisted=40_000_000_000).mode == "layerwise"
+
+
 def test_a_long_prompt_counts_all_of_its_steps_and_what_others_need_in_each() -> None:
     starts = cold(forced="blocking")
     choice = starts.consider("first", 8_000_000, rank=8, tokens=1000, room=100, others=2)
