@@ -209,13 +209,15 @@ class BatchAdmission(Generic[S]):
                 cold.begun(seq.adapter, seq.adapter_bytes)
         if seq.adapter not in adapters.loading:
             return False
+        rows = (*plan.decodes, *plan.prefills)
         choice = cold.consider(
             seq.adapter,
             seq.adapter_bytes,
             rank=seq.rank,
             tokens=seq.length,
             room=self.limits.max_step_tokens - plan.tokens,
-            others=len(plan.decodes) + len(plan.prefills),
+            others=len(rows),
+            assisted=sum(one.scheduled * one.adapter_bytes for one in rows if cold.modes.get(one.adapter) == "assist"),
         )
         if seq.cold is None:
             seq.cold_since_s, seq.cold_ttft_ms = now_s, choice.ttft_ms[choice.mode]

@@ -76,10 +76,6 @@ class AssistRates:
         """Time of one layer for rows of adapters, `mib_rows` summed over them: rows * MiB on the device."""
         return self.hop_ms + mib_rows * self.mib_row_ms / (layers * self.processes)
 
-    def tokens_per_core(self, base_ms: float, mib: float, layers: int) -> float:
-        """The paper's c: rows of an adapter of so many MiB that one core handles within a base layer's time."""
-        return max(0.0, base_ms - self.hop_ms) * layers / (mib * self.mib_row_ms)
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -205,8 +201,13 @@ class ColdStarts:
         copy = Copy.of(size_bytes, self.queued_bytes, layers=self.layers, loaded=0, bytes_per_s=self.bytes_per_s)
         self.copies[digest] = copy
 
-    def consider(self, digest: str, size_bytes: int, *, rank: int, tokens: int, room: int, others: int) -> Choice:
-        """Whether a request joins the step to come, which has `room` tokens left and `others` in it already."""
+    def consider(
+        self, digest: str, size_bytes: int, *, rank: int, tokens: int, room: int, others: int, assisted: int = 0
+    ) -> Choice:
+        """Whether a request joins the step to come, which has `room` tokens left and `others` in it already.
+
+        `assisted`: rows * bytes of adapters that CPU processes are to compute in that step without it.
+        """
         assert self.perf is not None, "rates are observed before decisions"
         copy = self.copies[digest]
         chunks, left = [min(tokens, room)], tokens - min(tokens, room)
@@ -217,7 +218,9 @@ class ColdStarts:
         chunks_ms = [beside + prefill_ms(self.perf, float(chunk), float(rank)) for chunk in chunks]
         cpu_ms = None
         if self.assist is not None and self.assist.processes:
-            cpu_ms = [self.assist.layer_ms(chunk * size_bytes / MIB, self.layers) for chunk in chunks]
+            work = [chunk * size_bytes for chunk in chunks]
+            work[0] += assisted
+            cpu_ms = [self.assist.layer_ms(one / MIB, self.layers) for one in work]
         choice = choose(copy, chunks_ms, cpu_ms, others=others, forced=self.forced)
         if choice.joins:
             if self.modes.get(digest) != "assist":

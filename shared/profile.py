@@ -64,7 +64,7 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class LinkFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Copies to the device that run beside the steps, and the CPU processes that bridge them, 0 for none."""
 
-    gb_per_s: Annotated[float, Meta(gt=0)]
+    gb_per_s: Annotated[float, Meta(gt=0, le=1e5)]
     layers: _Count
     assist_processes: Annotated[int, Meta(ge=0)] = 0
     assist_mib_row_ms: _Ms = 0.0  # a core's time for one row of one MiB of adapter, over all layers

@@ -47,7 +47,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     max_loras: Annotated[int, Meta(ge=1, le=4096, description="adapters on the device at once")] = 64
     prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of equal prompt beginnings")] = True
     link_gbps: Annotated[
-        float, Meta(ge=0, description="emulated speed of adapter copies to the device in GB/s; 0: as fast as memory")
+        float, Meta(ge=0, le=1e5, description="emulated speed of adapter copies to the device in GB/s; 0: as fast as memory")
     ] = 0.0
     cold_start: Annotated[
         str,
