@@ -1,7 +1,7 @@
-"""The parts of CPU assist by themselves, as in CaraServe's figures 17 and 18; `bench/cpu_assist.py` shows them beside the whole.
+"""The parts of CPU assist by themselves, as in CaraServe's figures 17 and 18.
 
-round_trips     16 tokens x 4096 to each of 1 to 8 processes and as much back: over shared memory (kernels/cpu/src/channel.h)
-                and over Unix domain sockets (raw bytes, nothing serialized); nothing is computed
+round_trips     16 tokens x 4096 to each of 1 to 8 processes and as much back: over the shared memory of
+                kernels/cpu/src/channel.h, and over Unix domain sockets (raw bytes, nothing serialized); nothing computed
 prefills        the LoRA part of one layer's q, k, v for a prompt of 128 tokens, rank 64: cut to as many processes as
                 there are cores, and by torch's own threads
 """
