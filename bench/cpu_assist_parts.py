@@ -161,9 +161,14 @@ def _over_sockets(x: torch.Tensor, ys: Sequence[torch.Tensor], repeats: int) -> 
     return times
 
 
-def _by_torch(adapter: _Adapter, x: torch.Tensor, threads: int, repeats: int) -> list[float]:
+def _matrices(adapter: _Adapter) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A and B^T [rank, hidden] of q, k, v."""
     pages = adapter.packed.arena.view(3, RANK // 8, 2, 8, HIDDEN)  # of one layer: [module, page, A and B^T, rank]
-    parts = [(page[:, 0].reshape(RANK, HIDDEN).clone(), page[:, 1].reshape(RANK, HIDDEN).clone()) for page in pages]
+    return [(page[:, 0].reshape(RANK, HIDDEN).clone(), page[:, 1].reshape(RANK, HIDDEN).clone()) for page in pages]
+
+
+def _by_torch(adapter: _Adapter, x: torch.Tensor, threads: int, repeats: int) -> list[float]:
+    parts = _matrices(adapter)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
