@@ -123,14 +123,23 @@ class Channel:
         False when the channel has failed. No more than `max_rows` rows.
         """
         modules = list(GROUPS.values())[group]
-        wanted = (len(x), self._shapes[modules[0]][0]), (len(x), sum(self._shapes[module][1] for module in modules))
-        if (x.shape, y.shape) != wanted or len(x) > self.max_rows:
-            raise ValueError(
-                f"x {tuple(x.shape)} and y {tuple(y.shape)}: {wanted} and at most {self.max_rows} rows are expected"
-            )
-        at, to = address(x, torch.float32), address(y, torch.float32)
-        bound_ns = int(bound_s * 1e9)
-        return bool(self._library.motet_channel_call(self.handle, byref(loading), at, len(x), layer, group, to, bound_ns))
+        wanted = len(x), sum(self._shapes[module][1] for module in modules)
+        if y.shape != wanted:
+            raise ValueError(f"y {tuple(y.shape)}: {wanted} is expected")
+        self.start(loading, x, layer=layer, group=group, bound_s=bound_s)
+        return self.finish(y)
+
+    def start(self, loading: Loading, x: torch.Tensor, *, layer: int, group: int, bound_s: float) -> None:
+        """The first half of `call`, which waits for nothing."""
+        fan_in = self._shapes[list(GROUPS.values())[group][0]][0]
+        if x.shape != (len(x), fan_in) or len(x) > self.max_rows:
+            raise ValueError(f"x {tuple(x.shape)}: at most [{self.max_rows}, {fan_in}] is expected")
+        at, bound_ns = address(x, torch.float32), int(bound_s * 1e9)
+        self._library.motet_channel_start(self.handle, byref(loading), at, len(x), layer, group, bound_ns)
+
+    def finish(self, y: torch.Tensor) -> bool:
+        """The second half, for a `y` of the right shape."""
+        return bool(self._library.motet_channel_finish(self.handle, address(y, torch.float32)))
 
 
 @dataclass(slots=True)

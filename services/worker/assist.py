@@ -158,13 +158,14 @@ class CpuAssist:
         if helpers is None:
             self.profile.base(rows, step_s / self._pool.layers)
             return
+        seen, self._seen = self._seen, {}
         for channel in helpers.channels:
             counters = channel.counters
-            work, busy_s = self._seen.get(channel, (0, 0.0))
+            work, busy_s = seen.get(channel, (0, 0.0))
             self.profile.processes(counters.work - work, counters.busy_s - busy_s)
-            self._seen[channel] = counters.work, counters.busy_s
-            if channel.state != "alive":
-                del self._seen[channel]
+            if channel.state == "alive":
+                self._seen[channel] = counters.work, counters.busy_s
+            else:
                 self._wake_up()
 
     def close(self) -> None:

@@ -103,21 +103,21 @@ class AssistStep {
 
  private:
   enum Place { DEVICE, HOST };
-  static constexpr int BATCH = 8;  // rows of one piece of work
+  static constexpr int BATCH = 8;           // rows of one piece of work
   static constexpr double LATE_FACTOR = 8;  // times what a request is expected to take
-  struct Row {                   // of the step and of the channel
-    int32_t row, at, channel;
+  struct Row {
+    int32_t row, at, channel;  // of the step; of the channel
   };
   struct Request {  // to one channel in one group
     int32_t channel;
     uint32_t slices;
     int64_t work;  // rows times elements of their adapters' pages
   };
-  struct Slice {                   // rows of one adapter that one process takes
-    int32_t loading, channel, number, first, rows;  // number: of the channel; first: of sliced_, and at_row of the channel
-    int32_t at_row;
-    int64_t elements[GROUPS];  // of the adapter's pages of one layer
-    bool on;
+  struct Slice {  // rows of one adapter that one process takes
+    int32_t loading, channel, number;  // number: among the channel's slices
+    int32_t first, rows, at_row;       // first: of sliced_; at_row: of the channel
+    int64_t elements[GROUPS];          // of the adapter's pages of one layer
+    bool on;                           // in this layer
   };
 
   int64_t last_of(int64_t batch, int group) const { return std::min<int64_t>((batch + 1) * BATCH, rows_[group].size()); }

@@ -205,22 +205,27 @@ inline ChannelSlice slice_of(const Loading& loading, int64_t row0, int64_t rows)
   return slice;
 }
 
-// One request beside any step.
+// One request beside any step, in two halves: x [rows, in] out, y [rows, out] back; false when the channel has failed.
 template <class T>
-static int64_t call(Channel& channel, const Loading& loading, const float* x, int64_t rows, int64_t layer, int group, float* y,
-                    int64_t bound_ns) {
+static void start_call(Channel& channel, const Loading& loading, const float* x, int64_t rows, int64_t layer, int group,
+                       int64_t bound_ns) {
   typedef typename ActivationOf<T>::type A;
   ChannelHeader& h = channel.h;
-  const int64_t in = h.in[GROUP_START[group]], out = group_out(h.out, group);
+  const int64_t in = h.in[GROUP_START[group]];
   int64_t work = 0;
   for (int m = GROUP_START[group]; m < GROUP_START[group + 1]; ++m) work += rows * elements_of(loading.host, m);
   channel.begin_step();
   channel.add_slice(slice_of(loading, 0, rows), loading.host.scales);
   for (int64_t r = 0; r < rows; ++r) take_row(x + r * in, channel_x<A>(h, group, r), in, row_stride<A>(in));
   channel.publish(layer, group, 1, work, bound_ns);
-  if (!channel.await()) return 0;
-  for (int64_t r = 0; r < rows; ++r) memcpy(y + r * out, channel_y(h, group, r), out * sizeof(float));
-  return 1;
+}
+inline bool finish_call(Channel& channel, float* y) {
+  if (!channel.await()) return false;
+  ChannelHeader& h = channel.h;
+  const int group = h.request.group;
+  const int64_t out = group_out(h.out, group);
+  for (int64_t r = 0; r < h.step.slice[0].rows; ++r) memcpy(y + r * out, channel_y(h, group, r), out * sizeof(float));
+  return true;
 }
 
 }  // namespace motet

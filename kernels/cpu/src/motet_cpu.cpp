@@ -183,11 +183,12 @@ void motet_channel_stop(Channel* channel) { channel->stop(); }
 void motet_channel_counters(Channel* channel, int64_t* requests, int64_t* work, int64_t* busy_ns, int64_t* waited_ns) {
   *requests = channel->requests, *work = channel->work, *busy_ns = channel->busy_ns, *waited_ns = channel->waited_ns;
 }
-// y = what a process computes for x [rows, in] of one adapter: 1, or 0 when the channel has failed. For tests and measurements.
-int64_t motet_channel_call(Channel* channel, const Loading* loading, const float* x, int64_t rows, int64_t layer, int64_t group,
-                           float* y, int64_t bound_ns) {
-  BY_TYPE(channel->h.type, return call<T>(*channel, *loading, x, rows, layer, (int)group, y, bound_ns))
+// What a process computes for x [rows, in] of one adapter, in two halves; 0 when the channel has failed. For measurements.
+void motet_channel_start(Channel* channel, const Loading* loading, const float* x, int64_t rows, int64_t layer, int64_t group,
+                         int64_t bound_ns) {
+  BY_TYPE(channel->h.type, start_call<T>(*channel, *loading, x, rows, layer, (int)group, bound_ns))
 }
+int64_t motet_channel_finish(Channel* channel, float* y) { return finish_call(*channel, y); }
 // The process's side; returns when the base says so or is gone. `parent_pid` 0: in a thread of the base.
 void motet_assist_serve(void* memory, int64_t parent_pid) {
   ChannelHeader* header = (ChannelHeader*)memory;

@@ -110,11 +110,11 @@ def assert_as_cached(got: list[Sequence], want: list[Sequence]) -> None:
 
 def assisted_run(cold: Cold, cached: Cached, *, seed: int = 0) -> None:
     """Cached, base and cold rows through prefill and decode while the copies arrive."""
+    sequences = requests(3, 0, -1, 2, 1, 5, 7, 4, 6, 3, seed=seed)
+    want = cached.run(sequences)
     cold.runner.free_adapter(0)
     cold.runner.load_adapter(0, cold.hosts[0])
     cold.begin(1, 2, 3, 4, 5, 6, 7)
-    sequences = requests(3, 0, -1, 2, 1, 5, 7, 4, 6, 3, seed=seed)
-    want = cached.run(sequences)
     drive(cold, sequences, chunk=9)  # type: ignore[arg-type]
     assert_as_cached(sequences, want)
 
@@ -140,7 +140,7 @@ def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replac
 ) -> None:
     cold.assist.watchdog_s = 0.15
     draw = random.Random(1)
-    for seed in range(8):
+    for seed in range(5):
         cold.ready(2)
         victim, steps = draw.choice(cold.assist.pids), draw.randrange(12)
 
@@ -154,6 +154,8 @@ def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replac
     wait(lambda: cold.assist.capacity.processes == 2)
     cold.before_step = lambda: None
     assert sum(cold.assist.failures.values()) > 2
+    if blow == signal.SIGSTOP:
+        assert cold.runner.assisted.repaired > 0, "rows that it was to compute were computed in place"
     before = cold.runner.assisted.by_processes
     assisted_run(cold, cached)
     assert cold.runner.assisted.by_processes > before, "the new ones work"
@@ -180,12 +182,10 @@ def test_a_slot_that_is_freed_in_the_middle_of_prefill_serves_its_next_adapter(c
             drive(_Interrupted(cold, stop_after), cut_short, chunk=3)  # type: ignore[arg-type]
         cold.runner.free_adapter(3)
         cold.hosts[3], cold.hosts[2] = cold.hosts[2], cold.hosts[3]  # adapter 2 comes to slot 3
-        try:
-            cold.begin(3)
-            sequences = requests(3, -1, count=4, seed=draw.randrange(99))
-            drive(cold, sequences, chunk=9)  # type: ignore[arg-type]
-        finally:
-            cold.hosts[3], cold.hosts[2] = cold.hosts[2], cold.hosts[3]
+        cold.begin(3)
+        sequences = requests(3, -1, count=4, seed=draw.randrange(99))
+        drive(cold, sequences, chunk=9)  # type: ignore[arg-type]
+        cold.hosts[3], cold.hosts[2] = cold.hosts[2], cold.hosts[3]
         want = cached.run([Sequence(s.prompt, 2 if s.slot == 3 else -1, s.count) for s in sequences])
         assert_as_cached(sequences, want)
     cold.runner.free_adapter(3)
