@@ -15,7 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,6 +65,17 @@ class _Adapter:
         self.packed = PackedLora.over(arena, SHAPES, layers=pool.layers, pages=pages, scales=scales)
 
 
+@contextmanager
+def _on_one_core() -> Iterator[list[int]]:
+    """This thread on the first core, as an engine that leaves the others to its assistants; yields those others."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:1])
+    try:
+        yield cores[1:] or cores
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def round_trips(*, quick: bool) -> list[dict[str, Any]]:
     """Per number of processes: milliseconds until all have answered, median and 95th percentile, either way."""
     repeats = 50 if quick else 400
@@ -71,8 +83,9 @@ def round_trips(*, quick: bool) -> list[dict[str, Any]]:
     for count in PROCESSES:
         x = torch.randn(TOKENS, HIDDEN)
         ys = [torch.empty(TOKENS, HIDDEN) for _ in range(count)]
-        shared = _over_memory(x, ys, repeats)
-        sockets = _over_sockets(x, ys, repeats)
+        with _on_one_core() as cores:
+            shared = _over_memory(x, ys, cores, repeats)
+            sockets = _over_sockets(x, ys, cores, repeats)
         found.append({"processes": count, **_quantiles("shm", shared), **_quantiles("socket", sockets)})
     return found
 
@@ -115,11 +128,10 @@ def _started(engine: CpuEngine, pool: LoraPool, cores: Sequence[int], max_rows: 
     return assist
 
 
-def _over_memory(x: torch.Tensor, ys: Sequence[torch.Tensor], repeats: int) -> list[float]:
+def _over_memory(x: torch.Tensor, ys: Sequence[torch.Tensor], cores: Sequence[int], repeats: int) -> list[float]:
     engine, pool = _pool()
     adapter = _Adapter(pool, ["q_proj"], 8)  # nothing on o: a request there is a round trip and no more
-    cores = sorted(os.sched_getaffinity(0))
-    assist = _started(engine, pool, [cores[-1 - i % len(cores)] for i in range(len(ys))], TOKENS)
+    assist = _started(engine, pool, [cores[i % len(cores)] for i in range(len(ys))], TOKENS)
     channels = assist.helpers([], 0).channels
     times = _times(lambda: _ask(channels, adapter, [x] * len(ys), ys, OUT), repeats)
     assist.close()
@@ -136,13 +148,14 @@ def _ask(
         raise RuntimeError("a process did not answer")
 
 
-def _over_sockets(x: torch.Tensor, ys: Sequence[torch.Tensor], repeats: int) -> list[float]:
+def _over_sockets(x: torch.Tensor, ys: Sequence[torch.Tensor], cores: Sequence[int], repeats: int) -> list[float]:
     data = x.numpy().data.cast("B")
     peers, processes = [], []
-    for _ in ys:
+    for i in range(len(ys)):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         told = [str(theirs.fileno()), str(len(data))]
         processes.append(subprocess.Popen([sys.executable, "-I", "-S", "-c", _ECHO, *told], pass_fds=(theirs.fileno(),)))
+        os.sched_setaffinity(processes[-1].pid, [cores[i % len(cores)]])
         theirs.close()
         peers.append(ours)
 

@@ -84,6 +84,9 @@ class ModelRunner:
         self.config = read_model_config(model_dir)
         self.dtype = resolve_dtype(dtype, self.config)
         self.device = torch.device(device)
+        allowed = os.sched_getaffinity(0)
+        own = allowed.difference(assist_cores) or allowed
+        os.sched_setaffinity(0, own)  # this thread's, which runs the steps, and its team's: assistants have cores of their own
         compiled = _compiled(kernels, self.device, threads)
         if quantization != "none" and compiled is None:
             raise ConfigError(
@@ -117,9 +120,11 @@ class ModelRunner:
             self._model = Model(self.config, weights)
         else:
             self._compiled = self._on_cpu(compiled, model_dir, int8=quantization == "int8")
+            os.sched_setaffinity(0, allowed)  # of the copying and the watching thread
             self._loader = CpuLoader(compiled, self._pool, link_bytes_per_s=link_bytes_per_s)
             if assist_cores:
                 self.assist = CpuAssist(compiled, self._pool, cores=assist_cores, max_rows=assist_rows)
+            os.sched_setaffinity(0, own)
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(self._pool, self._lora_rows)
         self._graphs: DecodeGraphs | None = None
