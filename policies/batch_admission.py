@@ -34,6 +34,8 @@ from policies.kv_blocks import KvBlocks, chain_key, root_key
 
 BYPASS_WINDOW = 128
 """How many waiting sequences are looked at behind one that finds no slot; bounds the work of a step."""
+COLD_WINDOW = 8
+"""How many sequences whose adapters are being copied are asked in a step whether they join before; copies come in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +168,7 @@ class BatchAdmission(Generic[S]):
 
     def _admit(self, state: AdmissionState[S], plan: Plan[S], now_s: float) -> None:
         blocked: list[S] = []
-        index = 0
+        index = asked = 0
         closed = False  # a sequence has been passed often enough: only the base may
         while (
             index < len(state.waiting)
@@ -180,9 +182,11 @@ class BatchAdmission(Generic[S]):
                 closed = closed or seq.bypassed >= self.limits.max_bypass
                 index += 1
                 continue
-            if seq.adapter and self._cold is not None and self._waits_for_copy(state, seq, plan, self._cold, now_s):
-                index += 1
-                continue
+            if seq.adapter and self._cold is not None and self._under_way(state, seq, plan, self._cold):
+                asked += 1
+                if asked > COLD_WINDOW or not self._joins(seq, plan, self._cold, now_s):
+                    index += 1
+                    continue
             if not self._book_blocks(state, seq):
                 return
             self._book_slot(state, seq, plan)
@@ -200,15 +204,17 @@ class BatchAdmission(Generic[S]):
     def _has_slot(state: AdmissionState[S], seq: S) -> bool:
         return seq.adapter in state.adapters or state.adapters.fits(seq.adapter_bytes)
 
-    def _waits_for_copy(self, state: AdmissionState[S], seq: S, plan: Plan[S], cold: ColdStarts, now_s: float) -> bool:
-        """Whether its adapter is still on its way and it does not join before; it has its slot from here on."""
+    def _under_way(self, state: AdmissionState[S], seq: S, plan: Plan[S], cold: ColdStarts) -> bool:
+        """Whether its adapter is still being copied; if it is, the sequence has its slot from here on."""
         adapters = state.adapters
         if seq.adapter not in adapters or seq.adapter in adapters.loading:
             self._book_slot(state, seq, plan)
             if plan.loads and plan.loads[-1] is seq:
                 cold.begun(seq.adapter, seq.adapter_bytes)
-        if seq.adapter not in adapters.loading:
-            return False
+        return seq.adapter in adapters.loading
+
+    def _joins(self, seq: S, plan: Plan[S], cold: ColdStarts, now_s: float) -> bool:
+        """Whether it is in the step to come although its adapter is not there yet."""
         rows = (*plan.decodes, *plan.prefills)
         choice = cold.consider(
             seq.adapter,
@@ -222,7 +228,7 @@ class BatchAdmission(Generic[S]):
         if seq.cold is None:
             seq.cold_since_s, seq.cold_ttft_ms = now_s, choice.ttft_ms[choice.mode]
         seq.cold = choice
-        return not choice.joins
+        return choice.joins
 
     @staticmethod
     def _book_slot(state: AdmissionState[S], seq: S, plan: Plan[S]) -> None:

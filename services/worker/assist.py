@@ -41,6 +41,7 @@ LASTED_S = 30.0  # a process that served this long may be restarted at once
 POLL_S = 0.01  # while a process is starting
 MEASURED_ROWS, MEASURED_TIMES, MEASURED_BOUND_S = 16, 5, 5.0
 FORGET = 0.97  # of what is known, with every step that is new
+FORGET_MOST = 0.999
 
 log = logger("motet.worker.assist")
 
@@ -59,13 +60,17 @@ class Profile:
 
     def __init__(self) -> None:
         self.element_s = 0.0
+        self._most = 0.0  # work of a step, of late
         self._weight = self._rows = self._rows2 = self._s = self._rows_s = 0.0
 
     def processes(self, work: int, busy_s: float) -> None:
-        """They took `busy_s` for `work` rows times elements."""
+        """They took `busy_s` for `work` rows times elements.
+
+        A step counts by its work: one of few rows pays for reading the adapter and says little of a prefill.
+        """
         if work:
-            fresh = busy_s / work
-            self.element_s = fresh if not self.element_s else FORGET * self.element_s + (1 - FORGET) * fresh
+            fresh, self._most = busy_s / work, max(work, FORGET_MOST * self._most)
+            self.element_s += (fresh - self.element_s) * ((1 - FORGET) * work / self._most if self.element_s else 1.0)
 
     def base(self, rows: int, layer_s: float) -> None:
         """A step of `rows` rows took the base alone `layer_s` per layer."""

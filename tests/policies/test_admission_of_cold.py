@@ -7,7 +7,7 @@ import random
 import pytest
 
 from policies.adapter_slots import AdapterSlots
-from policies.batch_admission import BatchAdmission, Plan, Sequence, remove, steady_steps
+from policies.batch_admission import COLD_WINDOW, BatchAdmission, Plan, Sequence, remove, steady_steps
 from policies.cold_start import AssistRates, ColdStarts, Forced
 from shared.model import PerfModel
 from tests.policies.test_batch_admission import BLOCK_SIZE, World
@@ -105,6 +105,14 @@ def test_a_copy_is_begun_once_however_many_wait_for_it() -> None:
     for _ in range(5):
         assert world.step().admitted == []
     assert world.step().admitted == waiting and world.loads == ["a"]
+
+
+def test_copies_of_all_who_wait_begin_at_once_but_only_the_first_are_asked_to_join_early() -> None:
+    world = ColdWorld(forced="assist", processes=1, slots=20, max_running=32)
+    waiting = [world.add(2, adapter=str(i)) for i in range(20)]
+    plan = world.step()
+    assert plan.loads == waiting and plan.admitted == waiting[:COLD_WINDOW]
+    assert all(seq.slot >= 0 for seq in waiting)
 
 
 def test_a_cold_sequence_that_is_removed_gives_its_slot_back_and_the_copy_goes_on() -> None:

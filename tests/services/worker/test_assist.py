@@ -279,6 +279,9 @@ def test_the_profile_follows_what_it_is_told() -> None:
     for _ in range(200):
         profile.processes(1_000_000, 0.002)
     assert profile.element_s == pytest.approx(2e-9, rel=0.01)
+    for _ in range(100):
+        profile.processes(1_000, 0.00001)  # decodes of one row
+    assert profile.element_s == pytest.approx(2e-9, rel=0.05)
 
 
 def _signal(pid: int, what: signal.Signals) -> None:
