@@ -92,6 +92,7 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
                 store_base_ms=store[0],
                 store_ms_per_mib=store[1],
             ),
+            link=measured.link,
         ),
     )
     console.print(_table(perf, fitted, fine, f"{len(steps)} of {len(measured.steps)}"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import GROUPS, AttentionBatch, KvCache, LoraPool, attend
+from kernels import GROUPS, AttentionBatch, KvCache, LoraPool, PackedLora, attend
 from kernels.cpu import BuildError, CpuEngine, Packer, available_isas
 from kernels.cpu.build import build
 
@@ -112,12 +112,12 @@ def random_pool(dtype: torch.dtype, shapes: dict[str, tuple[int, int]], seed: in
                     )
         adapters.append(pairs)
         if slot != 3:
-            pool.load(slot, pairs)
+            pool.load(slot, PackedLora.pack(pairs, shapes, layers=2))
     for slot in (0, 5):  # holes, and pages elsewhere
         pool.free(slot)
         for start, end in pool._holes:
             pool.arena[start * 8 : end * 8] = float("nan")
-    pool.load(5, adapters[5])
+    pool.load(5, PackedLora.pack(adapters[5], shapes, layers=2))
     return pool, adapters
 
 

@@ -1,8 +1,8 @@
-// Memory that a step needs and the next one finds again: grown to the largest step so far, never shrunk.
+// What one step of an engine leaves to the next.
 #pragma once
+#include "assist.h"
 #include "attention.h"
 #include "buffer.h"
-#include "lora.h"
 
 namespace motet {
 
@@ -10,6 +10,7 @@ struct Workspace {
   Buffer x, y, h, gated, s, scratch;
   int64_t scratch_each = 0;  // floats of one thread
   LoraPlan lora;
+  AssistStep assist;
   std::vector<AttentionItem> attention;
 };
 
