@@ -122,12 +122,11 @@ class CpuAssist:
         cores: Sequence[int],
         max_rows: int,
         watchdog_s: float = 0.02,
-        first_sequence: int = 0,
     ) -> None:
         self.watchdog_s = watchdog_s
         self.profile = Profile()
         self.failures: Counter[str] = Counter()  # by reason: late, died, unreadable, not started
-        self._engine, self._pool, self._max_rows, self._first_sequence = engine, pool, max_rows, first_sequence
+        self._engine, self._pool, self._max_rows = engine, pool, max_rows
         self._members = [_Member(core) for core in cores]
         self._channels: tuple[Channel, ...] = ()
         self._seen: dict[Channel, tuple[int, float]] = {}
@@ -208,7 +207,11 @@ class CpuAssist:
         if member.process is None:
             if now < member.due_s:
                 return member.due_s - now
-            self._start(member, selector)
+            try:
+                self._start(member, selector)
+            except OSError as error:  # no memory, or too many processes or files: the engine goes on without
+                log.warning("CPU LoRA process on core %d: %s", member.core, error)
+                return self._replace(member, selector, "not started", now)
             return POLL_S
         assert member.channel is not None, "a process has one"
         reason = None
@@ -230,6 +233,10 @@ class CpuAssist:
         if reason is None:
             return None
         log.warning("CPU LoRA process %d on core %d: %s", member.process.pid, member.core, reason)
+        return self._replace(member, selector, reason, now)
+
+    def _replace(self, member: _Member, selector: selectors.BaseSelector, reason: str, now: float) -> float:
+        """End what there is of a member's life and say when the next begins; that is looked at at once."""
         self.failures[reason] += 1
         member.failures = 0 if member.serving and now > member.began_s + LASTED_S else member.failures + 1
         member.due_s = now + RESTART_S[min(member.failures, len(RESTART_S)) - 1] if member.failures else now
@@ -237,23 +244,23 @@ class CpuAssist:
         return 0.0
 
     def _start(self, member: _Member, selector: selectors.BaseSelector) -> None:
-        member.channel = Channel(self._engine, self._pool, max_rows=self._max_rows, sequence=self._first_sequence)
+        member.channel = Channel(self._engine, self._pool, max_rows=self._max_rows)
         told = (self._engine.path, member.channel.fd, member.core, os.getpid())
         member.process = subprocess.Popen(
             [sys.executable, "-I", "-S", MAIN, *map(str, told)], stdin=subprocess.DEVNULL, pass_fds=(member.channel.fd,)
         )
-        member.pidfd = os.pidfd_open(member.process.pid)
-        member.began_s = now_s()
-        selector.register(member.pidfd, selectors.EVENT_READ)
+        pidfd = os.pidfd_open(member.process.pid)
+        selector.register(pidfd, selectors.EVENT_READ)
+        member.pidfd, member.began_s = pidfd, now_s()
 
     def _end(self, member: _Member, selector: selectors.BaseSelector) -> None:
-        if member.process is None:
-            return
-        selector.unregister(member.pidfd)
-        os.close(member.pidfd)
-        member.process.kill()
-        member.process.wait()
-        member.process, member.channel, member.serving = None, None, False
+        if member.pidfd >= 0:
+            selector.unregister(member.pidfd)
+            os.close(member.pidfd)
+        if member.process is not None:
+            member.process.kill()
+            member.process.wait()
+        member.process, member.pidfd, member.channel, member.serving = None, -1, None, False
 
     def _measure(self, channel: Channel) -> bool:
         """Whether it answers; how long it takes for an adapter of zeros is a first guess for all."""
