@@ -76,10 +76,6 @@ class AssistRates:
         """Time of one layer for rows of adapters, `mib_rows` summed over them: rows * MiB on the device."""
         return self.hop_ms + mib_rows * self.mib_row_ms / (layers * self.processes)
 
-    def tokens_per_core(self, base_ms: float, mib: float, layers: int) -> float:
-        """The paper's c: rows of an adapter of so many MiB that one core handles within a base layer's time."""
-        return max(0.0, base_ms - self.hop_ms) * layers / (mib * self.mib_row_ms)
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 
-from policies.cold_start import AssistRates, Copy, Forced, step_ms
+from policies.adapter_slots import AdapterSlots
+from policies.batch_admission import Sequence
+from policies.cold_start import AssistRates, ColdStarts, Copy, Forced, step_ms
+from policies.perf_model import MIB
+from shared.model import PerfModel
 from twin.events import PS_PER_MS, PS_PER_S, to_ps
+
+SHORTEST_WAIT_MS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,18 +91,62 @@ class DeviceLink:
     def _find(self, digest: str) -> _Copying:
         return next(copy for copy in self._queue if copy.digest == digest)
 
-    def step_ps(self, warm_ps: int, copies: dict[str, Copy], assisted: dict[str, float], overlapped: list[str]) -> int:
-        """A step that takes `warm_ps` with everything there: `assisted` {digest: rows * MiB of it}, `overlapped` ones waited
-        for in the layers."""
-        model, cpu_ms = self._model, 0.0
-        if assisted:
-            assert model.assist is not None, "assisted without processes"
-            cpu_ms = model.assist.layer_ms(sum(assisted.values()), model.layers)
+
+class Copies:
+    """What `services.worker.engine.copies` is to a live engine: slots and the link, under the virtual clock."""
+
+    def __init__(self, model: LinkModel, slots: AdapterSlots, *, max_step_tokens: int, perf: PerfModel) -> None:
+        self.cold = ColdStarts(model.layers, max_step_tokens, model.cold_start)
+        self.link = DeviceLink(model)
+        self._model, self._slots, self._perf = model, slots, perf
+
+    def look(self, now_ps: int, *, waiting: bool) -> list[str]:
+        """What has arrived by now; tells the policy how far the rest is."""
+        slots, link = self._slots, self.link
+        whole = link.advance(now_ps)
+        for digest in whole:
+            slots.arrived(digest)
+        if slots.loading or waiting:
+            self.cold.observe(
+                perf=self._perf,
+                bytes_per_s=self._model.bytes_per_s,
+                queued_bytes=link.queued_bytes,
+                under_way={
+                    digest: (slots.size_bytes(digest), link.ahead_bytes(digest), link.loaded(digest))
+                    for digest in slots.loading
+                },
+                assist=self._model.assist,
+            )
+        return whole
+
+    def wait_ps(self) -> int:
+        """How long nobody can join, when nobody runs; 0 without copies under way."""
+        if not self._slots.loading:
+            return 0
+        wait_ms = max(self.cold.wait_ms, SHORTEST_WAIT_MS)
+        return min(self.link.first_whole_ps, to_ps(wait_ms)) if isfinite(wait_ms) else self.link.first_whole_ps
+
+    def step_ps(self, lives: Iterable[Sequence], warm_ps: int) -> int:
+        """A step of these sequences that takes `warm_ps` with every adapter there."""
+        loading, cold, model = self._slots.loading, self.cold, self._model
+        mib_rows, assisted, overlapped = 0.0, dict[str, Copy](), dict[str, Copy]()
+        for live in lives:
+            digest = live.adapter
+            if digest not in loading:
+                continue
+            if cold.modes.get(digest) == "assist":
+                assisted[digest] = cold.copies[digest]
+                mib_rows += live.scheduled * live.adapter_bytes / MIB
+            else:
+                overlapped[digest] = cold.copies[digest]
+        if not assisted and not overlapped:
+            return warm_ps
+        cpu_ms = model.assist.layer_ms(mib_rows, model.layers) if model.assist is not None else 0.0
         took_ms = step_ms(
             warm_ps / PS_PER_MS,
             model.layers,
-            [(copies[digest], 0.0) for digest in assisted],
+            [(copy, 0.0) for copy in assisted.values()],
             cpu_ms,
-            [(copies[digest], 0.0) for digest in overlapped],
+            [(copy, 0.0) for copy in overlapped.values()],
         )
         return max(warm_ps, to_ps(took_ms))

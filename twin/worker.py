@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from math import inf
 
 from policies.adapter_slots import AdapterSlots
 from policies.batch_admission import (
@@ -34,19 +33,16 @@ from policies.batch_admission import (
     remove,
     steady_steps,
 )
-from policies.cold_start import ColdStarts
 from policies.kv_blocks import KvBlocks
-from policies.perf_model import MIB
 from shared.model import PerfModel, Phase, RequestBrief, Tier, WorkerLimits
-from twin.events import STEP, Events, to_ps
-from twin.link import DeviceLink, LinkModel
+from twin.events import STEP, Events
+from twin.link import Copies, LinkModel
 from twin.metrics import Metrics
 from twin.steps import Batch, StepModel, elapsed_ps, steps_within
 from twin.storage import EVERYTHING_IN_HOST, HostTier, StorageModel
 from twin.workload import Request
 
 FOREVER = 1 << 40
-SHORTEST_PAUSE_MS = 0.01
 NO_CONTENT = array("i")
 
 
@@ -134,15 +130,14 @@ class Worker:
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
         admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=spec.max_step_tokens)
-        self._cold: ColdStarts | None = None
-        self._link: DeviceLink | None = None
+        slots = AdapterSlots(spec.max_loras, limits.adapter_bytes_total, asynchronous=spec.link is not None)
+        self._copies: Copies | None = None
         if spec.link is not None:
-            self._cold = ColdStarts(spec.link.layers, spec.max_step_tokens, spec.link.cold_start)
-            self._link = DeviceLink(spec.link)
-        self._admission: BatchAdmission[Live] = BatchAdmission(admission, self._cold)
+            self._copies = Copies(spec.link, slots, max_step_tokens=spec.max_step_tokens, perf=spec.perf)
+        self._admission: BatchAdmission[Live] = BatchAdmission(admission, self._copies.cold if self._copies else None)
         self.state: AdmissionState[Live] = AdmissionState(
             kv=KvBlocks(limits.kv_blocks_total, limits.block_size, prefix_cache=spec.prefix_cache),
-            adapters=AdapterSlots(spec.max_loras, limits.adapter_bytes_total, asynchronous=spec.link is not None),
+            adapters=slots,
         )
         self.host = HostTier(spec.storage, events)
         self.live: dict[str, Live] = {}
@@ -215,14 +210,17 @@ class Worker:
         if not self.live:
             return
         now_ps = self._events.now_ps
-        if self._link is not None:
-            self._look_at_copies(self._link, now_ps)
+        copies = self._copies
+        if copies is not None:
+            for digest in copies.look(now_ps, waiting=bool(self.state.waiting)):
+                self.changes.tiers[digest] = "device"
         plan = self._admission.decide(self.state, self._events.now_s)
         if plan.admitted or plan.preempted or plan.loads:
             self._moved(plan, now_ps)
         if not plan.tokens:
-            if self._cold is not None and self._link is not None and self.state.adapters.loading:
-                self._pause(self._cold, self._link)
+            if copies is not None and (wait_ps := copies.wait_ps()):
+                self._serial += 1
+                self._events.at(now_ps + wait_ps, STEP, self._resume, self._serial)
             return  # all that is here is still loading
         left = min([live.end_length - live.length for live in plan.decodes]) if plan.decodes else 0
         steps = 1 if plan.prefills else steady_steps(self.state, plan, min(self.max_run, left))
@@ -236,59 +234,17 @@ class Worker:
             context += sum([live.computed + live.scheduled for live in plan.prefills])
             first_ps += model.context_token_ps * context
             growth_ps = model.context_token_ps * rows if not plan.prefills else 0
-        if self._link is not None and self.state.adapters.loading:
-            first_ps = self._with_copies(self._link, plan, first_ps)
+        if copies is not None:
+            first_ps = copies.step_ps(plan.decodes + plan.prefills, first_ps)
         self._serial += 1
         self._run = _Run(plan, now_ps, first_ps, growth_ps, steps, left, self._serial)
         self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
 
-    def _look_at_copies(self, link: DeviceLink, now_ps: int) -> None:
-        """What has arrived by now, and how far the rest is."""
-        slots, model = self.state.adapters, self.spec.link
-        assert self._cold is not None and model is not None, "they come with the link"
-        for digest in link.advance(now_ps):
-            slots.arrived(digest)
-            self.changes.tiers[digest] = "device"
-        if slots.loading or self.state.waiting:
-            self._cold.observe(
-                perf=self.spec.perf,
-                bytes_per_s=model.bytes_per_s,
-                queued_bytes=link.queued_bytes,
-                under_way={
-                    digest: (slots.size_bytes(digest), link.ahead_bytes(digest), link.loaded(digest))
-                    for digest in slots.loading
-                },
-                assist=model.assist,
-            )
-
-    def _pause(self, cold: ColdStarts, link: DeviceLink) -> None:
-        """Nobody runs: look again when somebody may join, or a copy is whole."""
-        wait_ps = min(link.first_whole_ps, to_ps(max(cold.wait_ms, SHORTEST_PAUSE_MS)) if cold.wait_ms < inf else FOREVER)
-        self._serial += 1
-        self._events.at(self._events.now_ps + wait_ps, STEP, self._resume, self._serial)
-
     def _resume(self, serial: int) -> None:
+        """Somebody may join, or a copy is whole."""
         if serial == self._serial and self._run is None:
             self._begin()
             self._on_change(self)
-
-    def _with_copies(self, link: DeviceLink, plan: Plan[Live], warm_ps: int) -> int:
-        """The time of a step of `warm_ps` some of whose rows belong to adapters under way."""
-        assert self._cold is not None, "it comes with the link"
-        loading, modes = self.state.adapters.loading, self._cold.modes
-        assisted: dict[str, float] = {}
-        overlapped: list[str] = []
-        for live in (*plan.decodes, *plan.prefills):
-            digest = live.adapter
-            if digest not in loading:
-                continue
-            if modes.get(digest) == "assist":
-                assisted[digest] = assisted.get(digest, 0.0) + live.scheduled * live.adapter_bytes / MIB
-            elif digest not in overlapped:
-                overlapped.append(digest)
-        if not assisted and not overlapped:
-            return warm_ps
-        return link.step_ps(warm_ps, self._cold.copies, assisted, overlapped)
 
     def _moved(self, plan: Plan[Live], now_ps: int) -> None:
         metrics = self._metrics
@@ -311,11 +267,11 @@ class Worker:
             self.changes.changed[live.request_id] = live
         for digest, _ in plan.evictions:
             self.changes.tiers[digest] = "host" if digest in self.host else None
-            if self._link is not None:
-                self._link.cancel(digest)
+            if self._copies is not None:
+                self._copies.link.cancel(digest)
         for live in plan.loads:
-            if self._link is not None:
-                self._link.begin(live.adapter, live.adapter_bytes, now_ps)
+            if self._copies is not None:
+                self._copies.link.begin(live.adapter, live.adapter_bytes, now_ps)
             else:
                 self.changes.tiers[live.adapter] = "device"
         metrics.device_loads += len(plan.loads)
@@ -339,7 +295,7 @@ class Worker:
             adapters.update([(live.slot, live.adapter_bytes) for live in plan.prefills])
         adapters.pop(-1, None)
         batch.distinct_adapters, batch.adapter_bytes = len(adapters), sum(adapters.values())
-        if plan.loads and self._link is None:
+        if plan.loads and self._copies is None:
             batch.loads = tuple([live.adapter_bytes for live in plan.loads])
         return batch
 

@@ -215,7 +215,7 @@ class _Profiler:
             assert report is not None, "only the last one has no follower"
             stats = report.output.stats
             working = stats.running + stats.waiting > 0  # so the next step began at once
-            copying = stats.adapters_loaded or stats.copies is not None
+            copying = stats.adapters_loaded or (stats.copies is not None and stats.copies.under_way)
             if report.step_s and following is not None and working and not copying:
                 self.measured.steps.append(_step(stats, (following.began_s - report.began_s) * 1000))
 

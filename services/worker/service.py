@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import secrets
 import signal
 from collections.abc import Callable
@@ -357,6 +358,7 @@ class WorkerService:
             metrics.COLD_STARTS.labels(*start).inc()
         for mode, error_ms in stats.cold_errors_ms:
             metrics.COLD_START_ERROR_S.labels(mode).observe(abs(error_ms) / 1000)
+        metrics.COPIES.set(stats.copies.under_way if stats.copies is not None else 0)
         if stats.copies is not None:
             _measure_copies(stats.copies)
         metrics.KV_USAGE.set(1 - view.kv_blocks_free / view.limits.kv_blocks_total)
@@ -395,7 +397,6 @@ class WorkerService:
 def _measure_copies(copies: CopyStats) -> None:
     metrics.LINK_BYTES.inc(copies.link_bytes)
     metrics.LINK_BYTES_PER_S.set(copies.bytes_per_s)
-    metrics.COPIES.set(copies.under_way)
     metrics.ASSIST_PROCESSES.set(copies.processes)
     for where, rows in copies.rows.items():
         metrics.ASSIST_ROWS.labels(where).inc(rows)
@@ -415,6 +416,8 @@ def _profiled(config: WorkerConfig) -> PerfModel:
 
 def main(config: WorkerConfig) -> int:
     """Run a worker until it is told to stop; the exit status is 1 when its engine failed, so that it is restarted."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every adapter in host memory is an open file
     service = WorkerService(config)
     status = run(service, config)
     return 1 if service.unhealthy else status

@@ -98,10 +98,9 @@ def test_an_assisted_step_takes_the_device_from_the_layer_where_the_copy_has_ove
     assert step_ms(4.0, 4, [(copy, 8.0)], 3.0, [(copy, 8.0)]) == 4.0
 
 
-def test_tokens_per_core_are_those_that_take_no_longer_than_the_base() -> None:
+def test_processes_share_a_layers_rows_and_each_hand_over_takes_its_time() -> None:
     rates = AssistRates(processes=2, mib_row_ms=0.01, hop_ms=0.1)
-    tokens = rates.tokens_per_core(base_ms=1.1, mib=4.0, layers=LAYERS)
-    assert rates.layer_ms(2 * tokens * 4.0, LAYERS) == pytest.approx(1.1)
+    assert rates.layer_ms(400.0, LAYERS) == pytest.approx(0.1 + 400 * 0.01 / (2 * LAYERS))
 
 
 def cold(**options) -> ColdStarts:

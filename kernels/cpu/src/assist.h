@@ -18,15 +18,6 @@ namespace motet {
 
 class AssistStep {
  public:
-  struct Row {  // of the step and of the channel
-    int32_t row, at, channel;
-  };
-  struct Request {  // of one channel in one group
-    int32_t channel, begin, end;  // rows
-    uint32_t slices;
-    int64_t work;  // rows times elements of their adapters' pages
-  };
-
   // Once per step, before the team runs. Leaves `lora` as the plan of all rows: no layer's takes more memory.
   void begin(const Model& model, const Step& step, int64_t element_bytes, int team, LoraPlan& lora) {
     assist_ = step.assist, step_ = &step, lora_ = &lora, element_bytes_ = element_bytes, team_ = team;
@@ -42,7 +33,7 @@ class AssistStep {
   }
 
   const Pool& pool() const { return pool_; }
-  const std::vector<Request>& requests(int group) const { return requests_[group]; }
+  // Pieces of work with the rows that processes compute in this layer.
   int64_t batches(int group) const { return ((int64_t)rows_[group].size() + BATCH - 1) / BATCH; }
 
   void begin_layer(int64_t layer) {
@@ -58,19 +49,25 @@ class AssistStep {
     }
   }
 
+  // Some rows of x to where the processes find them; then, once all are there, word of it.
   template <class A>
-  void publish(int64_t request, int64_t layer, int group, const A* x, int64_t ldx) {
-    const Request& r = requests_[group][request];
-    Channel& channel = *assist_->channel[r.channel];
-    const int64_t bytes = pool_.in[GROUP_START[group]] * sizeof(A);
-    for (int32_t i = r.begin; i < r.end; ++i)
-      memcpy((void*)channel_x<A>(channel.h, group, rows_[group][i].at), x + rows_[group][i].row * ldx, bytes);
-    channel.publish(layer, group, r.slices, r.work, assist_->watchdog_ns + (int64_t)(LATE_FACTOR * assist_->element_ns * (double)r.work));
+  void hand_over(int64_t batch, int group, const A* x, int64_t ldx) {
+    const int64_t bytes = pool_.in[GROUP_START[group]] * sizeof(A), end = last_of(batch, group);
+    for (int64_t i = batch * BATCH; i < end; ++i) {
+      const Row& row = rows_[group][i];
+      memcpy((void*)channel_x<A>(assist_->channel[row.channel]->h, group, row.at), x + row.row * ldx, bytes);
+    }
+  }
+  void publish(int64_t layer, int group) {
+    for (const Request& request : requests_[group]) {
+      const int64_t late_ns = (int64_t)(LATE_FACTOR * assist_->element_ns * (double)request.work);
+      assist_->channel[request.channel]->publish(layer, group, request.slices, request.work, assist_->watchdog_ns + late_ns);
+    }
   }
 
   // Adds what the processes computed to some rows of y, when it is there.
   void collect(int64_t batch, int64_t layer, int group, float* y, int64_t ldy) {
-    const int64_t out = group_out(pool_.out, group), end = std::min<int64_t>((batch + 1) * BATCH, rows_[group].size());
+    const int64_t out = group_out(pool_.out, group), end = last_of(batch, group);
     for (int64_t i = batch * BATCH; i < end; ++i) {
       const Row& row = rows_[group][i];
       Channel& channel = *assist_->channel[row.channel];
@@ -108,6 +105,14 @@ class AssistStep {
   enum Place { DEVICE, HOST };
   static constexpr int BATCH = 8;  // rows of one piece of work
   static constexpr double LATE_FACTOR = 8;  // times what a request is expected to take
+  struct Row {                   // of the step and of the channel
+    int32_t row, at, channel;
+  };
+  struct Request {  // to one channel in one group
+    int32_t channel;
+    uint32_t slices;
+    int64_t work;  // rows times elements of their adapters' pages
+  };
   struct Slice {                   // rows of one adapter that one process takes
     int32_t loading, channel, number, first, rows;  // number: of the channel; first: of sliced_, and at_row of the channel
     int32_t at_row;
@@ -115,6 +120,7 @@ class AssistStep {
     bool on;
   };
 
+  int64_t last_of(int64_t batch, int group) const { return std::min<int64_t>((batch + 1) * BATCH, rows_[group].size()); }
   int32_t loaded(int32_t slot) const { return __atomic_load_n(pool_.loaded_layers + slot, __ATOMIC_ACQUIRE); }
 
   // Who computes how many rows: ceil(rows / c) processes per adapter, those with the least to do.
@@ -180,7 +186,7 @@ class AssistStep {
     for (int g = 0; g < GROUPS; ++g) rows_[g].clear(), requests_[g].clear();
     for (int32_t c = 0; c < assist_->channels; ++c)
       for (int g = 0; g < GROUPS; ++g) {
-        Request request{c, (int32_t)rows_[g].size(), 0, 0, 0};
+        Request request{c, 0, 0};
         for (const Slice& slice : slices_) {
           if (slice.channel != c || !slice.on) continue;
           for (int r = 0; r < slice.rows; ++r) {
@@ -190,7 +196,6 @@ class AssistStep {
           if (slice.elements[g]) request.slices |= 1u << slice.number;
           request.work += slice.rows * slice.elements[g];
         }
-        request.end = (int32_t)rows_[g].size();
         if (request.slices) requests_[g].push_back(request);
       }
     lora_->build(pool_, row_slot_.data(), step_->rows, element_bytes_, team_);

@@ -89,29 +89,39 @@ INLINE void expand_all(Team& team, const Pool& pool, const LoraPlan& lora, int g
 
 // y (+)= h w (+ LoRA of `group`). Two phases, or one without adapters.
 template <class T, class A>
-static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const LoraPlan& lora, int group, int64_t layer, float* s,
-                    AssistStep* assist, int member) {
+static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const LoraPlan& lora, int group, int64_t layer, float* s) {
   const GemmItems<A> items(gemm);
+  const int64_t products = items.count();
   const std::vector<LoraPiece>&shrink = lora.shrink[group], &expand = lora.expand[group];
-  // taken now: behind the last barrier member 0 may change the plan for what comes next
-  const int64_t products = items.count(), pieces = (int64_t)expand.size();
-  const int64_t requests = assist ? (int64_t)assist->requests(group).size() : 0, batches = requests ? assist->batches(group) : 0;
-  team.each(requests + products + (int64_t)shrink.size(), [&](int64_t item, int64_t next) {
-    if (item < requests) return assist->publish(item, layer, group, gemm.x, gemm.ldx);
-    item -= requests, next -= requests;
+  const int64_t pieces = (int64_t)expand.size();  // taken now: behind the last barrier a plan may change
+  team.each(products + (int64_t)shrink.size(), [&](int64_t item, int64_t next) {
     if (item < products) return gemm_item(gemm, items, item, next < products ? next : -1);
     shrink_piece<T, A>(pool, lora, shrink[item - products], next < 0 ? nullptr : &shrink[next - products], layer, gemm.x, gemm.ldx, s);
   });
-  if (!pieces && !batches) return;
-  team.each(pieces + batches, [&](int64_t item, int64_t next) {
-    if (item >= pieces) return assist->collect(item - pieces, layer, group, gemm.y, gemm.ldy);
-    expand_piece<T>(pool, lora, expand[item], next < 0 || next >= pieces ? nullptr : &expand[next], layer, s, gemm.y, gemm.ldy);
+  if (!pieces) return;
+  team.each(pieces, [&](int64_t item, int64_t next) {
+    expand_piece<T>(pool, lora, expand[item], next < 0 ? nullptr : &expand[next], layer, s, gemm.y, gemm.ldy);
   });
-  if (!requests || !assist->broken(layer, group)) return;
-  if (member == 0) assist->repair(layer, group);
+}
+
+// The same, when other processes compute some rows' LoRA meanwhile.
+template <class T, class A>
+static __attribute__((noinline)) void project_assisted(Team& team, const Gemm<A>& gemm, AssistStep& assist, const LoraPlan& lora,
+                                                       int group, int64_t layer, float* s, int member) {
+  const int64_t batches = assist.batches(group);
+  if (batches) {
+    team.each(batches, [&](int64_t batch, int64_t) { assist.hand_over(batch, group, gemm.x, gemm.ldx); });
+    if (member == 0) assist.publish(layer, group);
+  }
+  project<T>(team, gemm, assist.pool(), lora, group, layer, s);
+  if (!batches) return;
+  team.each(batches, [&](int64_t batch, int64_t) { assist.collect(batch, layer, group, gemm.y, gemm.ldy); });
+  if (!assist.broken(layer, group)) return;
+  if (member == 0) assist.repair(layer, group);
   team.barrier();
-  shrink_all<T>(team, pool, assist->repair_plan(), group, layer, gemm.x, gemm.ldx, s);
-  expand_all<T>(team, pool, assist->repair_plan(), group, layer, s, gemm.y, gemm.ldy);
+  const LoraPlan& rest = assist.repair_plan();
+  shrink_all<T>(team, assist.pool(), rest, group, layer, gemm.x, gemm.ldx, s);
+  expand_all<T>(team, assist.pool(), rest, group, layer, s, gemm.y, gemm.ldy);
 }
 
 template <class T>
@@ -129,7 +139,10 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   float* scratch = ws.scratch.data<float>() + member * ws.scratch_each;
   const T* embed = (const T*)m.embed;
   AssistStep* assist = step.assist ? &ws.assist : nullptr;
-  const Pool& pool = assist ? assist->pool() : m.pool;
+  const auto project_any = [&](const Gemm<A>& gemm, int group, int64_t l) {
+    if (assist) return project_assisted<T>(team, gemm, *assist, ws.lora, group, l, s, member);
+    project<T>(team, gemm, m.pool, ws.lora, group, l, s);
+  };
 
   if (assist && member == 0) assist->begin_layer(0);  // nobody looks at it before the next barrier
   each_rows(team, rows, [&](int64_t row) {
@@ -149,7 +162,7 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
     if (l) each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
     });
-    project<T>(team, Gemm<A>{&layer.qkv, h, by_hidden, rows, y, by_qkv, false}, pool, ws.lora, 0, l, s, assist, member);
+    project_any(Gemm<A>{&layer.qkv, h, by_hidden, rows, y, by_qkv, false}, 0, l);
     each_rows(team, rows, [&](int64_t row) {
       float* qkv = y + row * by_qkv;
       const int64_t at = step.positions[row] * half;
@@ -165,19 +178,19 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
     team.each((int64_t)ws.attention.size(), [&](int64_t item, int64_t) {
       attention_item<T>(attention, ws.attention[item], h, by_q, scratch);
     });
-    project<T>(team, Gemm<A>{&layer.o, h, by_q, rows, x, by_x, true}, pool, ws.lora, 1, l, s, assist, member);
+    project_any(Gemm<A>{&layer.o, h, by_q, rows, x, by_x, true}, 1, l);
     each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.post_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
     });
     Gemm<A> gate_up{&layer.gate_up, h, by_hidden, rows, y, by_gate_up, false};
     if (gate) gate_up.gated = gated, gate_up.ld_gated = by_mlp, gate_up.plain = plain;
-    project<T>(team, gate_up, pool, ws.lora, 2, l, s, assist, member);
-    if (!gate || !ws.lora.shrink[2].empty() || (assist && !assist->requests(2).empty())) each_rows(team, rows, [&](int64_t row) {
+    project_any(gate_up, 2, l);
+    if (!gate || !ws.lora.shrink[2].empty() || (assist && assist->batches(2))) each_rows(team, rows, [&](int64_t row) {
       if (gate && !plain[row]) return;
       const float* both = y + row * by_gate_up;
       silu_row(both, both + m.mlp, m.mlp, gated + row * by_mlp);
     });
-    project<T>(team, Gemm<A>{&layer.down, gated, by_mlp, rows, x, by_x, true}, pool, ws.lora, 3, l, s, assist, member);
+    project_any(Gemm<A>{&layer.down, gated, by_mlp, rows, x, by_x, true}, 3, l);
   }
   each_rows(team, step.logits, [&](int64_t i) {
     norm_row(x + step.logit_rows[i] * by_x, m.norm, hidden, m.eps, h + i * by_hidden, by_hidden);

@@ -12,18 +12,16 @@ What one request or adapter does wrong ends that request. A forward pass that fa
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable
 from itertools import count
 
-from policies.adapter_slots import AdapterSlots
 from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, advance, pairs, remove
-from policies.cold_start import AssistRates, ColdStarts, Forced
+from policies.cold_start import Forced
 from policies.kv_blocks import KvBlocks
-from policies.perf_model import MIB
 from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.request import CopyStats, EngineLimits, EngineRequest, ResidencyChange, StepOutput, StepStats
+from services.worker.engine.copies import DeviceAdapters
+from services.worker.engine.request import EngineLimits, EngineRequest, StepOutput, StepStats
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Drawn, Sampler
 from services.worker.engine.seats import Live, Seats
@@ -34,7 +32,6 @@ from shared.messages import StreamItem
 from shared.model import FinishReason, PerfModel, RequestBrief, Residency
 
 RETRY_AFTER_S = 1.0
-PAUSE_S = (0.0002, 0.02)  # shortest and longest, while everybody waits for a copy
 
 
 class Engine:
@@ -59,14 +56,13 @@ class Engine:
         model_len = limits.max_model_len or runner.config.max_model_len
         self.max_model_len = min(model_len, runner.config.max_model_len, limits.kv_blocks * limits.block_size)
         admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=limits.max_step_tokens)
-        self._perf = perf
-        self._cold: ColdStarts | None = None  # where copies run beside the steps
-        if runner.link.bytes_per_s < math.inf:
-            self._cold = ColdStarts(runner.config.num_layers, limits.max_step_tokens, cold_start)
-        self._admission: BatchAdmission[Live] = BatchAdmission(admission, self._cold)
+        self._adapters = DeviceAdapters(
+            runner, slots=limits.max_loras, max_step_tokens=limits.max_step_tokens, perf=perf, cold_start=cold_start
+        )
+        self._admission: BatchAdmission[Live] = BatchAdmission(admission, self._adapters.cold)
         self._state: AdmissionState[Live] = AdmissionState(
             kv=KvBlocks(limits.kv_blocks, limits.block_size, prefix_cache=limits.prefix_cache),
-            adapters=AdapterSlots(limits.max_loras, runner.lora_bytes_total, asynchronous=self._cold is not None),
+            adapters=self._adapters.slots,
         )
         self._seats = Seats(
             seats=admission.seats,
@@ -77,12 +73,9 @@ class Engine:
         self._sampler = Sampler(admission.seats, self._vocab_size)
         self._live: dict[str, Live] = {}
         self._orders = count()
-        self._resident: dict[str, Residency] = {}
         self._doomed: set[str] = set()  # adapters to drop once nothing uses them
         self._output = StepOutput()  # of the step to come; what happens between steps is reported with it
         self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`
-        self._weights: dict[str, HostAdapter] = {}  # of the copies under way
-        self._told: tuple[int, dict[str, int], dict[str, int]] = (0, {}, {})  # what the last CopyStats counted up to
         self.pause_s = 0.0
         """How long `step` will find nothing to do unless a command comes first."""
 
@@ -108,12 +101,12 @@ class Engine:
 
     def residency(self) -> list[Residency]:
         """Adapters on the device."""
-        return list(self._resident.values())
+        return list(self._adapters.resident.values())
 
     def has_work(self) -> bool:
         """Whether `step` would do or report anything, in `pause_s` at the earliest."""
-        out = self._output
-        return bool(self._live or self._state.adapters.loading or out.items or out.removed or out.residency)
+        out, adapters = self._output, self._adapters
+        return bool(self._live or adapters.slots.loading or out.items or out.removed or adapters.changes)
 
     def add(self, request: EngineRequest, now_s: float) -> None:
         """Queue a request; it arrived at `request.arrival_s`, and what it needs is looked at on the next step.
@@ -153,9 +146,7 @@ class Engine:
     def step(self, now_s: float) -> StepOutput:
         """One batch through the model; with nothing to run, only what happened since the last step."""
         stats = self._output.stats
-        self.pause_s = 0.0
-        if self._cold is not None:
-            self._look_at_copies(self._cold, stats)
+        self._adapters.look(waiting=bool(self._state.waiting))
         if self._live:
             began_s = clock.now_s()
             plan = self._schedule(now_s, stats)
@@ -169,10 +160,8 @@ class Engine:
         if self._doomed:
             self._drop_doomed()
         ran = stats.decode_rows or stats.prefill_requests
-        if self._cold is not None and self._state.adapters.loading and not ran:
-            self.pause_s = min(max(self._cold.wait_ms / 1e3, PAUSE_S[0]), PAUSE_S[1])
-        if self._state.adapters.loading or (self._cold is not None and stats.adapters_loaded):
-            stats.copies = self._copy_stats()
+        self.pause_s = 0.0 if ran else self._adapters.pause_s
+        stats.copies = self._adapters.stats()
         stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
         return self._take_output()
 
@@ -192,7 +181,7 @@ class Engine:
         assert grant is not None, "it fits"
         slots.release(adapter.digest)
         try:
-            self._begin_load(grant.slot, adapter)
+            self._adapters.begin(grant.slot, adapter)
         except Exception:
             slots.drop(adapter.digest)
             raise
@@ -223,10 +212,8 @@ class Engine:
         for live in self._live.values():
             if live.slot >= 0:
                 users[live.adapter] = users.get(live.adapter, 0) + 1
-        slots = self._state.adapters
-        slots.check(users)
-        assert set(self._resident) == set(slots.digests()) - set(slots.loading), "residency reports and slots disagree"
-        assert set(self._weights) == set(slots.loading), "copies and slots disagree"
+        self._state.adapters.check(users)
+        self._adapters.check()
         assert len(self._live) == len(running) + len(self._state.waiting), "a request is lost"
 
     # ---- the three verbs
@@ -258,8 +245,7 @@ class Engine:
         began_s = clock.now_s()
         try:
             batch, rows, lengths = self._seats.build(plan, stats)
-            if self._cold is not None and self._state.adapters.loading:
-                batch.slot_modes = self._slot_modes(plan, self._cold, stats)
+            batch.slot_modes, stats.cold_rows = self._adapters.modes(plan.decodes + plan.prefills)
             built_s = clock.now_s()
             stats.schedule_s += built_s - began_s
             logits = self._runner.forward(batch)
@@ -306,6 +292,8 @@ class Engine:
 
     def _take_output(self) -> StepOutput:
         out, self._output = self._output, StepOutput()
+        out.residency, self._adapters.changes = self._adapters.changes, []
+        out.stats.adapters_loaded, self._adapters.arrived = self._adapters.arrived, 0
         out.changed = list(self._changed.values())
         self._changed.clear()
         return out
@@ -376,77 +364,18 @@ class Engine:
 
     # ---- adapters
 
-    def _look_at_copies(self, cold: ColdStarts, stats: StepStats) -> None:
-        """What has arrived since the last step, and how far the rest is."""
-        slots, runner = self._state.adapters, self._runner
-        for digest, slot in list(slots.loading.items()):
-            if runner.loaded_layers(slot) == cold.layers:
-                self._arrived(self._weights[digest], stats)
-        if not slots.loading and not self._state.waiting:
-            return
-        link = runner.link
-        cold.observe(
-            perf=self._perf(),
-            bytes_per_s=link.bytes_per_s,
-            queued_bytes=link.bytes_queued,
-            under_way={
-                digest: (slots.size_bytes(digest), runner.bytes_ahead(slot), runner.loaded_layers(slot))
-                for digest, slot in slots.loading.items()
-            },
-            assist=self._assist_rates(),
-        )
-
-    def _assist_rates(self) -> AssistRates | None:
-        """What the CPU processes can do now; None without any, or before they have been measured."""
-        assist = self._runner.assist
-        if assist is None:
-            return None
-        capacity, itemsize = assist.capacity, self._runner.dtype.itemsize
-        mib_row_ms = capacity.element_s * 1e3 * MIB / itemsize
-        return AssistRates(capacity.processes, mib_row_ms=mib_row_ms) if mib_row_ms else None
-
-    def _copy_stats(self) -> CopyStats:
-        link, counts, assist, rates = self._runner.link, self._runner.assisted, self._runner.assist, self._assist_rates()
-        rows = {"processes": counts.by_processes, "device": counts.on_device, "in_place": counts.in_place}
-        failures = dict(assist.failures) if assist is not None else {}
-        told, self._told = self._told, (link.bytes_copied, rows, failures)
-        return CopyStats(
-            link_bytes=link.bytes_copied - told[0],
-            bytes_per_s=link.bytes_per_s,
-            under_way=len(self._state.adapters.loading),
-            processes=rates.processes if rates is not None else 0,
-            mib_row_ms=rates.mib_row_ms if rates is not None else 0.0,
-            rows={where: count - told[1].get(where, 0) for where, count in rows.items()},
-            failures={reason: count - told[2].get(reason, 0) for reason, count in failures.items()},
-        )
-
-    def _slot_modes(self, plan: Plan[Live], cold: ColdStarts, stats: StepStats) -> dict[int, str]:
-        loading = self._state.adapters.loading
-        modes: dict[int, str] = {}
-        for live in (*plan.decodes, *plan.prefills):
-            if live.adapter in loading:
-                modes[live.slot] = "assist" if cold.modes.get(live.adapter) == "assist" else "layerwise"
-                stats.cold_rows += live.scheduled
-        return modes
-
     def _move_adapters(self, plan: Plan[Live], stats: StepStats) -> None:
         began_s = clock.now_s()
         for digest, slot in plan.evictions:
-            self._left(digest, slot)
+            self._adapters.left(digest, slot)
         for live in plan.loads:
             adapter = live.request.adapter
             assert adapter is not None, "only sequences with an adapter load one"
             try:
-                self._begin_load(live.slot, adapter, stats)
+                self._adapters.begin(live.slot, adapter)
             except Exception as error:  # this adapter's requests end, the others of the step go on
                 self._fail_load(plan, live, error)
         stats.load_s = clock.now_s() - began_s
-
-    def _begin_load(self, slot: int, adapter: HostAdapter, stats: StepStats | None = None) -> None:
-        self._runner.begin_load(slot, adapter)
-        self._weights[adapter.digest] = adapter
-        if not self._state.adapters.asynchronous:
-            self._arrived(adapter, stats)
 
     def _fail_load(self, plan: Plan[Live], first: Live, error: Exception) -> None:
         answer = MotetError(f"adapter {first.adapter} could not be loaded: {type(error).__name__}: {error}", param="model")
@@ -456,28 +385,11 @@ class Engine:
             self._fail(live, answer, spoiled=True)
         self._state.adapters.drop(first.adapter)
 
-    def _arrived(self, adapter: HostAdapter, stats: StepStats | None) -> None:
-        slots, digest = self._state.adapters, adapter.digest
-        if digest in slots.loading:
-            slots.arrived(digest)
-        del self._weights[digest]
-        adapter.rest()
-        if stats is not None:
-            stats.adapters_loaded += 1
-        self._resident[digest] = Residency(digest, adapter.rank, slots.size_bytes(digest), "device")
-        self._output.residency.append(ResidencyChange(digest, "device"))
-
-    def _left(self, digest: str, slot: int) -> None:
-        self._runner.free_adapter(slot)
-        self._weights.pop(digest, None)
-        if self._resident.pop(digest, None) is not None:
-            self._output.residency.append(ResidencyChange(digest, None))
-
     def _drop_doomed(self) -> None:
         used = {live.adapter for live in self._live.values()}
         for digest in self._doomed - used:
             if digest in self._state.adapters:
-                self._left(digest, self._state.adapters.drop(digest))
+                self._adapters.left(digest, self._state.adapters.drop(digest))
             self._doomed.discard(digest)
 
 

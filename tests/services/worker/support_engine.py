@@ -56,7 +56,9 @@ class PacedRunner(ModelRunner):
 
     @property
     def assist(self) -> Any:
-        return SimpleNamespace(capacity=SimpleNamespace(processes=self.processes, max_rows=512, element_s=1e-15), failures={})
+        """CPU processes that take no time."""
+        capacity = SimpleNamespace(processes=self.processes, max_rows=512, element_s=1e-15)
+        return SimpleNamespace(capacity=capacity, failures={}, observe=lambda *_: None, close=lambda: None)
 
     @assist.setter
     def assist(self, value: None) -> None:
@@ -117,9 +119,10 @@ class PacedRunner(ModelRunner):
 
 def make_engine(model_dir: Path, **changes: Any) -> Engine:
     """An engine in float32 with room for everything; any field of EngineLimits may be given, and `lora_bytes`, the class of
-    its `runner`, and the engine's own `perf` and `cold_start`."""
+    its `runner` and more `runner_options`, and the engine's own `perf` and `cold_start`."""
     lora_bytes, runner_class = changes.pop("lora_bytes", 8 << 20), changes.pop("runner", WholeRunner)
     options = {name: changes.pop(name) for name in ("perf", "cold_start") if name in changes}
+    runner_options = changes.pop("runner_options", {})
     fields: dict[str, Any] = {
         "max_running": 64,
         "max_waiting": 1000,
@@ -138,6 +141,7 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
         max_lora_rank=64,
         max_loras=limits.max_loras,
         threads=1,  # tiny matrices: more would only wait for each other
+        **runner_options,
     )
     return Engine(runner, limits, **options)
 

@@ -3,6 +3,7 @@ nobody else notices, whatever is cancelled, dropped, preempted or fails meanwhil
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.engine import Engine
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.request import StepOutput
+from services.worker.engine.runner import ModelRunner
 from shared.errors import WorkerLost
 from shared.messages import StreamItem
 from tests.services.worker.support_engine import PacedRunner, make_engine, request, run
+from tests.support import eventually
 from tests.support_models import make_adapters, make_checkpoint
 
 PROMPT = list(range(10, 31))
@@ -234,3 +237,28 @@ def test_ending_everything_while_copies_are_under_way_leaves_a_working_engine(ch
     arrive(runner)
     runner.processes = 0
     assert run(engine, [request("after", PROMPT, adapters[0], max_tokens=2)]).last["after"].finish == "length"
+
+
+@pytest.mark.parametrize("cold_start", ["auto", "blocking", "layerwise", "assist"])
+def test_a_real_link_and_a_real_process_give_the_same_tokens(checkpoint, cold_start: Forced) -> None:
+    model_dir, adapters = checkpoint
+    requests = [request(str(i), PROMPT[: 5 + i], adapters[i % 5] if i % 6 else None) for i in range(20)]
+    expected = run(make_engine(model_dir), requests).tokens
+    options = {"link_bytes_per_s": 20e6, "assist_cores": (-1,)}
+    engine = make_engine(
+        model_dir, runner=ModelRunner, runner_options=options, cold_start=cold_start, max_loras=3, max_running=6
+    )
+    assist = engine._runner.assist
+    if assist is None:
+        engine.close()
+        return  # the reference kernels, whose loads are whole on return
+    try:
+        asyncio.run(eventually(lambda: assist.capacity.processes == 1, within_s=30))
+        result = run(engine, requests, per_step=2)
+        assert result.tokens == expected
+        modes = {mode for step in result.steps for mode, _ in step.cold_starts}
+        assert modes <= {cold_start} if cold_start != "auto" else modes
+        assert (engine._runner.assisted.by_processes > 0) == ("assist" in modes)
+        assert sum(one.copies.link_bytes for one in result.steps if one.copies is not None) > 0
+    finally:
+        engine.close()
