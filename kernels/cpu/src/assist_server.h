@@ -91,6 +91,7 @@ class AssistServer {
   };
 
   bool compute() {
+    [[maybe_unused]] const Tiles tiles;
     if (!step_known_ || step_ != h_.step.number) {
       step_ = h_.step.number;
       step_known_ = true;

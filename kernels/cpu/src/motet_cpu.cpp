@@ -82,17 +82,21 @@ struct Engine {
     }                                  \
   }
 
+// Asks for the instruction set's registers; whether this process has them.
+static bool may_compute() {
+#if MOTET_LEVEL >= 4
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // AMX: 8 KiB of state, on request
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+  return true;
+#endif
+}
+
 #pragma GCC visibility push(default)
 extern "C" {
 
 // Null when the operating system refuses the instruction set's registers.
-Engine* motet_engine_new(int threads) {
-#if MOTET_LEVEL >= 4
-  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // AMX: 8 KiB of state, on request
-  if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0) return nullptr;
-#endif
-  return new Engine(threads);
-}
+Engine* motet_engine_new(int threads) { return may_compute() ? new Engine(threads) : nullptr; }
 void motet_engine_free(Engine* engine) { delete engine; }
 
 // Zeroed memory in huge pages where the system has them.
@@ -192,6 +196,7 @@ int64_t motet_channel_finish(Channel* channel, float* y) { return finish_call(*c
 // The process's side; returns when the base says so or is gone. `parent_pid` 0: in a thread of the base.
 void motet_assist_serve(void* memory, int64_t parent_pid) {
   ChannelHeader* header = (ChannelHeader*)memory;
+  if (!may_compute()) return;
   BY_TYPE(header->type, AssistServer<T>(*header, (int)parent_pid).serve())
 }
 
