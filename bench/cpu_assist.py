@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from bench.cpu_assist_parts import parts
+from bench.cpu_assist_parts import prefills, round_trips
 from bench.cpu_assist_rig import WAYS, Answered, Asked, Files, Rigs
 from bench.cpu_assist_twin import paper_scale
 from bench.mesh_parts import prompts
@@ -128,7 +128,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "auto_vs_best": round(max(cell.auto_vs_best() for cell in (*cells.values(), *bursts.values())), 3),
     }
     setup = {"model": args.model, "processes": args.processes, "burst_links_gbps": slow, "burst_rank": max(ranks)}
-    return setup | figures | parts(quick=args.quick) | {"twin": paper_scale(quick=args.quick)}
+    return setup | figures | _parts(args.quick) | {"twin": paper_scale(quick=args.quick)}
+
+
+def _parts(quick: bool) -> dict[str, Any]:
+    trips, halves = round_trips(quick=quick), prefills(quick=quick)
+    for title, found in (("16 tokens x 4096 there and back", trips), ("LoRA of a 128-token prefill", halves)):
+        print(report.table(title, list(found[0]), [list(row.values()) for row in found]))
+    return {"shm_round_trip_ms_p50_8proc": trips[-1]["shm_ms_p50"], "round_trips": trips, "prefills": halves}
 
 
 def _measure(rigs: Rigs, asked: list[Asked], rank: int, rounds: int) -> Cell:

@@ -2,7 +2,7 @@
 
 round_trips     16 tokens x 4096 to each of 1 to 8 processes and as much back: over the shared memory of
                 kernels/cpu/src/channel.h, and over Unix domain sockets (raw bytes, nothing serialized); nothing computed
-prefills        the LoRA part of one layer's q, k, v for a prompt of 128 tokens, rank 64: cut to as many processes as
+prefills        the LoRA part of one layer's q, k, v for a prompt of 128 tokens, rank 64, bfloat16: cut to as many processes as
                 there are cores, and by torch's own threads
 """
 
@@ -114,7 +114,7 @@ def prefills(*, quick: bool) -> list[dict[str, Any]]:
 
 def _pool() -> tuple[CpuEngine, LoraPool]:
     """Shapes and type alone: nothing is loaded."""
-    pool = LoraPool(SHAPES, layers=1, slots=1, max_rank=RANK, bytes_total=1 << 16, dtype=torch.float32)
+    pool = LoraPool(SHAPES, layers=1, slots=1, max_rank=RANK, bytes_total=1 << 16, dtype=torch.bfloat16)
     return CpuEngine(threads=1), pool
 
 
@@ -181,7 +181,7 @@ def _matrices(adapter: _Adapter) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _by_torch(adapter: _Adapter, x: torch.Tensor, threads: int, repeats: int) -> list[float]:
-    parts = _matrices(adapter)
+    parts, x = _matrices(adapter), x.bfloat16()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
