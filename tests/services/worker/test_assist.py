@@ -166,7 +166,13 @@ def test_late_processes_are_given_up_and_what_they_write_then_reaches_nobody(col
     pids = cold.assist.pids
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    threading.Timer(0.1, lambda: [_signal(pid, signal.SIGCONT) for pid in pids]).start()
+    again = threading.Timer(0.1, lambda: [_signal(pid, signal.SIGCONT) for pid in pids])
+
+    def when_a_step_begins() -> None:
+        if not again.is_alive() and not again.finished.is_set():
+            again.start()
+
+    cold.before_step = when_a_step_begins
     assisted_run(cold, cached)
     wait(lambda: cold.assist.failures["late"] >= 1 and cold.assist.capacity.processes == 2)
     assert set(pids) != set(cold.assist.pids)
