@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,9 +86,9 @@ class ModelRunner:
         self.dtype = resolve_dtype(dtype, self.config)
         self.device = torch.device(device)
         allowed = os.sched_getaffinity(0)
-        own = allowed.difference(assist_cores) or allowed
-        os.sched_setaffinity(0, own)  # this thread's, which runs the steps, and its team's: assistants have cores of their own
-        compiled = _compiled(kernels, self.device, threads)
+        self._step_cores = allowed.difference(assist_cores) or allowed  # assistants have cores of their own
+        with _on_cores(self._step_cores if assist_cores else None):  # threads begin on those of who starts them
+            compiled = _compiled(kernels, self.device, threads)
         if quantization != "none" and compiled is None:
             raise ConfigError(
                 f"--quantization {quantization}: only the compiled CPU kernels read such weights, and they are not in use here"
@@ -120,11 +121,9 @@ class ModelRunner:
             self._model = Model(self.config, weights)
         else:
             self._compiled = self._on_cpu(compiled, model_dir, int8=quantization == "int8")
-            os.sched_setaffinity(0, allowed)  # of the copying and the watching thread
             self._loader = CpuLoader(compiled, self._pool, link_bytes_per_s=link_bytes_per_s)
             if assist_cores:
                 self.assist = CpuAssist(compiled, self._pool, cores=assist_cores, max_rows=assist_rows)
-            os.sched_setaffinity(0, own)
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(self._pool, self._lora_rows)
         self._graphs: DecodeGraphs | None = None
@@ -232,7 +231,8 @@ class ModelRunner:
     def _step(self, compiled: CpuForward, batch: StepBatch) -> torch.Tensor:
         began_s = now_s()
         helpers = self._helpers(batch)
-        logits = compiled(batch, helpers)
+        with _on_cores(self._step_cores if self.assist is not None else None):
+            logits = compiled(batch, helpers)
         if self.assist is not None:
             self.assist.observe(len(batch.token_ids), now_s() - began_s, helpers)
         return logits
@@ -283,6 +283,20 @@ class ModelRunner:
             self._lora_batch = LoraBatch.build(self._pool, row_slot)
             self._lora_rows = row_slot.copy()
         return self._lora_batch
+
+
+@contextmanager
+def _on_cores(cores: set[int] | None) -> Iterator[None]:
+    """This thread on `cores` for a while; None changes nothing."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _compiled(kernels: str, device: torch.device, threads: int) -> CpuEngine | None:

@@ -239,6 +239,15 @@ def test_processes_are_small_import_no_torch_and_stay_on_their_core(cold: Cold) 
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_thread_that_runs_steps_may_run_anywhere_between_them(checkpoint: tuple[Path, list[AdapterFixture]]) -> None:
+    before = os.sched_getaffinity(0)
+    model_dir, _ = checkpoint
+    runner = make_runner(model_dir, [], threads=1, assist_cores=(max(before),))
+    drive(runner, requests(-1, -1, count=2), chunk=9)
+    assert os.sched_getaffinity(0) == before, "the next runner of this thread finds all cores"
+    runner.close()
+
+
 def test_a_process_that_cannot_start_is_tried_again_ever_more_seldom(cold: Cold, tmp_path: Path) -> None:
     engine = CpuEngine(threads=1)
     engine.path = tmp_path / "no-library.so"
