@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench import report
-from kernels import GROUPS, LoraPool
+from kernels import GROUPS, LoraPool, PackedLora
 from kernels.cpu import CpuEngine, Packer
 from kernels.memory import lazy_zeros
 
@@ -135,7 +135,8 @@ def _lora(
     pairs = {m: (torch.randn(max(RANKS), i).to(DTYPE), torch.randn(o, max(RANKS)).to(DTYPE)) for m, (i, o) in modules.items()}
     for slot in range(sets * ADAPTERS):
         rank = RANKS[slot % len(RANKS)]
-        pool.load(slot, {(layer, m): (1.0, a[:rank], b[:, :rank]) for layer in range(layers) for m, (a, b) in pairs.items()})
+        adapter = {(layer, m): (1.0, a[:rank], b[:, :rank]) for layer in range(layers) for m, (a, b) in pairs.items()}
+        pool.load(slot, PackedLora.pack(adapter, shapes, layers=layers))
     slots = [torch.arange(i * ADAPTERS, (i + 1) * ADAPTERS, dtype=torch.int32) for i in range(sets)]
     found = {}
     for number, group in enumerate(("qkv", "o")):

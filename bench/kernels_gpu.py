@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench import report
-from kernels import GROUPS, LoraPool
+from kernels import GROUPS, LoraPool, PackedLora
 from kernels.pool import MODULES
 from kernels.triton import LoraBatch, add_lora, baselines, start_lora
 from kernels.triton.lora import Plan
@@ -201,7 +201,8 @@ def check_plans(shapes: dict[str, tuple[int, int]], device: str) -> list[dict[st
             a = (torch.randn(rank, fan_in, generator=made) / fan_in**0.5).bfloat16()
             b = (torch.randn(fan_out, rank, generator=made) / rank**0.5).bfloat16()
             weights[slot][module] = a, b
-        pool.load(slot, {(0, module): (0.5, a, b) for module, (a, b) in weights[slot].items()})
+        adapter = {(0, module): (0.5, a, b) for module, (a, b) in weights[slot].items()}
+        pool.load(slot, PackedLora.pack(adapter, shapes, layers=1))
     lines = []
     for rows in (7, 200):
         slots = (np.arange(rows) % (len(ranks) + 1) - 1).astype(np.int32)

@@ -26,7 +26,7 @@ asserts that it does not take this one for it.)
 
 from kernels.attention import AttentionBatch, KvCache, attend
 from kernels.lora import LoraBatch, add_lora, start_lora
-from kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PoolFull
+from kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PackedLora, PoolFull
 
 __all__ = [
     "GROUPS",
@@ -35,6 +35,7 @@ __all__ = [
     "KvCache",
     "LoraBatch",
     "LoraPool",
+    "PackedLora",
     "PoolFull",
     "add_lora",
     "attend",

@@ -16,7 +16,9 @@ not are zero. Memory in holes is never read: it may hold anything, NaN included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,12 +39,86 @@ Pairs = Mapping[tuple[int, str], tuple[float, torch.Tensor, torch.Tensor]]
 """{(layer, module): (scale, A [rank, in], B [out, rank])}: an adapter. What is missing is not adapted."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedLora:
+    """An adapter outside the pool, in its form: a pool of one slot whose pages stand module after module without holes.
+
+    This is also how adapters rest in files (`motet-lora/2`), so `arena` may be a mapping of one.
+    """
+
+    arena: torch.Tensor  # [elements]
+    table: np.ndarray  # int64 [1, 7, most pages of a module], lines from the arena's beginning
+    pages: np.ndarray  # int32 [1, 7]
+    scales: np.ndarray  # float32 [1, 7, layers], 0 for what is not adapted
+    shapes: dict[str, tuple[int, int]]  # of all modules of the base
+    layers: int
+
+    @staticmethod
+    def over(
+        arena: torch.Tensor,
+        shapes: Mapping[str, tuple[int, int]],
+        *,
+        layers: int,
+        pages: Mapping[str, int],
+        scales: Mapping[str, Sequence[float]],
+    ) -> PackedLora:
+        """What lies in `arena`: {module: its pages} and {module: scale of each layer} of the modules that are adapted."""
+        packed = PackedLora(
+            arena=arena,
+            table=np.zeros((1, len(MODULES), max(pages.values())), dtype=np.int64),
+            pages=np.zeros((1, len(MODULES)), dtype=np.int32),
+            scales=np.zeros((1, len(MODULES), layers), dtype=np.float32),
+            shapes={module: shapes[module] for module in MODULES},
+            layers=layers,
+        )
+        line = 0
+        for m, module in enumerate(MODULES):
+            count = pages.get(module, 0)
+            if count:
+                step = layers * sum(shapes[module])
+                packed.table[0, m, :count] = line + step * np.arange(count)
+                packed.pages[0, m] = count
+                packed.scales[0, m] = scales[module]
+                line += count * step
+        if line * LINE != arena.numel():
+            raise ValueError(f"pages of {line * LINE} elements do not fill the {arena.numel()} that are there")
+        return packed
+
+    @staticmethod
+    def pack(pairs: Pairs, shapes: Mapping[str, tuple[int, int]], *, layers: int) -> PackedLora:
+        """From separate matrices. Raises ValueError when a shape or layer does not fit."""
+        ranks: dict[str, int] = {}
+        for (layer, module), (_, a, b) in pairs.items():
+            rank, (fan_in, fan_out) = a.shape[0], shapes[module]
+            if a.shape != (rank, fan_in) or b.shape != (fan_out, rank) or rank < 1 or not 0 <= layer < layers:
+                raise ValueError(
+                    f"layer {layer} of {layers}, {module}: A {tuple(a.shape)} and B {tuple(b.shape)} do not fit "
+                    f"[rank, {fan_in}] and [{fan_out}, rank]"
+                )
+            ranks[module] = max(rank, ranks.get(module, 0))
+        pages = {module: -(-rank // PAGE_RANKS) for module, rank in ranks.items()}
+        elements = sum(count * PAGE_RANKS * layers * sum(shapes[module]) for module, count in pages.items())
+        scales = {module: [0.0] * layers for module in pages}
+        arena = torch.zeros(elements, dtype=next(iter(pairs.values()))[1].dtype)
+        packed = PackedLora.over(arena, shapes, layers=layers, pages=pages, scales=scales)
+        for (layer, module), (scale, a, b) in pairs.items():
+            m, (fan_in, fan_out) = MODULES.index(module), shapes[module]
+            packed.scales[0, m, layer] = scale
+            for page in range(-(-a.shape[0] // PAGE_RANKS)):
+                some = slice(page * PAGE_RANKS, (page + 1) * PAGE_RANKS)
+                line = int(packed.table[0, m, page]) + layer * (fan_in + fan_out)
+                row = arena[line * LINE : (line + fan_in + fan_out) * LINE]
+                row[: a[some].numel()] = a[some].flatten()
+                row[PAGE_RANKS * fan_in :][: b[:, some].numel()] = b[:, some].T.flatten()
+        return packed
+
+
 class PoolFull(Exception):
     """An adapter needs more bytes than the pool has free."""
 
 
 class LoraPool:
-    """Slots 0..slots-1, each empty or holding one adapter.
+    """Slots 0..slots-1, each empty or holding one adapter (`loaded`) of which the first `loaded_layers` are there.
 
     `shapes` is {module: (in, out)} of the base model; `bytes_total` is rounded down to whole lines. `version` changes
     whenever slots or page addresses do, so that a LoraBatch knows when it is out of date.
@@ -74,6 +150,8 @@ class LoraPool:
         self.pages = np.zeros((slots, len(MODULES)), dtype=np.int32)
         self.scales = np.zeros((slots, len(MODULES), layers), dtype=np.float32)
         self.loaded = np.zeros(slots, dtype=bool)
+        self.loaded_layers = np.zeros(slots, dtype=np.int32)
+        self.still: Callable[[], AbstractContextManager[None]] = nullcontext
         self._holes: list[tuple[int, int]] = [(0, self._lines)] if self._lines else []
         self._views: dict[tuple[int, str, bool], torch.Tensor] = {}
 
@@ -90,27 +168,42 @@ class LoraPool:
         lines = sum(-(-rank // PAGE_RANKS) * self.page_lines[module] for module, rank in ranks.items())
         return lines * self._line_bytes
 
-    def load(self, slot: int, pairs: Pairs) -> None:
+    def load(self, slot: int, adapter: PackedLora) -> None:
         """Copy an adapter into an empty slot, cast to the pool's type.
 
-        Raises PoolFull when the bytes are short, ValueError when the slot is taken or a rank, shape or layer does not
-        fit; the pool is unchanged then.
+        Raises PoolFull when the bytes are short, ValueError when the slot is taken or the adapter does not fit the model or
+        `max_rank`; the pool is unchanged then.
         """
+        self.reserve(slot, adapter)
+        for m in range(len(MODULES)):
+            for page in range(int(adapter.pages[0, m])):
+                self._span(self.arena, self.table[slot, m, page], m).copy_(
+                    self._span(adapter.arena, adapter.table[0, m, page], m)
+                )
+        self.loaded_layers[slot] = self.layers
+
+    def reserve(self, slot: int, adapter: PackedLora) -> None:
+        """Take a slot and its pages; their content is whoever's copies it (`loaded_layers` says how far). Raises as `load`."""
         if self.loaded[slot]:
             raise ValueError(f"slot {slot} is taken")
-        ranks = self._check(pairs)
-        if self.bytes_needed(ranks) > self.bytes_free:
-            raise PoolFull(f"adapter needs {self.bytes_needed(ranks)} bytes, {self.bytes_free} are free")
+        if adapter.shapes != self.shapes or adapter.layers != self.layers or adapter.pages.max() > self.table.shape[2]:
+            raise ValueError(
+                f"an adapter for {adapter.layers} layers of {adapter.shapes} with {adapter.pages.max()} pages does not fit "
+                f"{self.layers} layers of {self.shapes} with ranks up to {self.max_rank}"
+            )
+        needed = self._line_bytes * sum(
+            int(count) * self.page_lines[module] for module, count in zip(MODULES, adapter.pages[0], strict=True)
+        )
+        if needed > self.bytes_free:
+            raise PoolFull(f"adapter needs {needed} bytes, {self.bytes_free} are free")
         self.loaded[slot] = True
+        self.loaded_layers[slot] = 0
         self.version += 1
-        for module, rank in ranks.items():
-            m = MODULES.index(module)
-            for page in range(-(-rank // PAGE_RANKS)):
+        for m, module in enumerate(MODULES):
+            for page in range(int(adapter.pages[0, m])):
                 self.table[slot, m, page] = self._allocate(self.page_lines[module])
                 self.pages[slot, m] = page + 1  # at once: an allocation may compact, which moves what is counted here
-                self._fill(int(self.table[slot, m, page]), module, page, pairs)
-        for (layer, module), (scale, _, _) in pairs.items():
-            self.scales[slot, MODULES.index(module), layer] = scale
+        self.scales[slot] = adapter.scales[0]
 
     def free(self, slot: int) -> None:
         """Empty a slot. An empty one stays empty."""
@@ -120,6 +213,7 @@ class LoraPool:
         self.pages[slot] = 0
         self.scales[slot] = 0.0
         self.loaded[slot] = False
+        self.loaded_layers[slot] = 0
         self.version += 1
 
     def rows(self, layer: int, module: str, *, b: bool) -> torch.Tensor:
@@ -134,36 +228,9 @@ class LoraPool:
             self._views[key] = view
         return view
 
-    def _check(self, pairs: Pairs) -> dict[str, int]:
-        ranks: dict[str, int] = {}
-        for (layer, module), (_, a, b) in pairs.items():
-            fan_in, fan_out = self.shapes[module]
-            rank = a.shape[0]
-            if a.shape != (rank, fan_in) or b.shape != (fan_out, rank) or not 0 < rank <= self.max_rank:
-                raise ValueError(
-                    f"layer {layer} {module}: A {tuple(a.shape)} and B {tuple(b.shape)} do not fit "
-                    f"[rank, {fan_in}] and [{fan_out}, rank] with rank at most {self.max_rank}"
-                )
-            if not 0 <= layer < self.layers:
-                raise ValueError(f"layer {layer} of {self.layers}")
-            ranks[module] = max(rank, ranks.get(module, 0))
-        return ranks
-
-    def _fill(self, start: int, module: str, page: int, pairs: Pairs) -> None:
-        fan_in, fan_out = self.shapes[module]
-        host = torch.zeros(self.layers, PAGE_RANKS, fan_in + fan_out, dtype=self.arena.dtype)
-        flat = host.view(self.layers, -1)
-        first = page * PAGE_RANKS
-        for layer in range(self.layers):
-            pair = pairs.get((layer, module))
-            if pair is None or pair[1].shape[0] <= first:
-                continue
-            a, b = pair[1][first : first + PAGE_RANKS], pair[2][:, first : first + PAGE_RANKS]
-            ranks = a.shape[0]
-            flat[layer, : ranks * fan_in].view(ranks, fan_in).copy_(a)
-            at = PAGE_RANKS * fan_in
-            flat[layer, at : at + ranks * fan_out].view(ranks, fan_out).copy_(b.T)
-        self.arena[start * LINE : (start + self.page_lines[module]) * LINE].copy_(host.view(-1))
+    def _span(self, arena: torch.Tensor, line: int, m: int) -> torch.Tensor:
+        """A page of module m that starts at `line`."""
+        return arena[line * LINE : (line + self.page_lines[MODULES[m]]) * LINE]
 
     def _allocate(self, lines: int) -> int:
         """The start of a piece of the first hole that is large enough. The caller has checked the total."""
@@ -200,8 +267,9 @@ class LoraPool:
         at = 0
         for start, lines, slot, m, page in self._owned():
             if start != at:
-                source = self.arena[start * LINE : (start + lines) * LINE]
-                self.arena[at * LINE : (at + lines) * LINE].copy_(source.clone() if start - at < lines else source)
-                self.table[slot, m, page] = at
+                with self.still():
+                    source = self.arena[start * LINE : (start + lines) * LINE]
+                    self.arena[at * LINE : (at + lines) * LINE].copy_(source.clone() if start - at < lines else source)
+                    self.table[slot, m, page] = at
             at += lines
         self._holes = [(at, self._lines)] if at < self._lines else []

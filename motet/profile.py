@@ -94,6 +94,7 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
                 store_ms_per_mib=store[1],
             ),
             hops=Hops(assign_ms=statistics.median(measured.assign_ms), frame_ms=statistics.median(measured.frame_ms)),
+            link=measured.link,
         ),
     )
     console.print(_table(perf, fitted, fine, f"{len(steps)} of {len(measured.steps)}"))

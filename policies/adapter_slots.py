@@ -2,6 +2,7 @@
 
 A slot holds one adapter version. It is *used* while running sequences hold it and *idle* after; only idle ones are
 evicted, the one released longest ago first. Sizes are what the adapter occupies on the device, its own rank and no more.
+Where copies run beside the steps (`asynchronous`) an adapter is *loading* from its grant on until it has `arrived`.
 """
 
 from __future__ import annotations
@@ -30,20 +31,35 @@ class _Resident:
 class AdapterSlots:
     """Accounting of `slots` slots and `bytes_total` bytes. Keys are adapter digests."""
 
-    def __init__(self, slots: int, bytes_total: int) -> None:
+    def __init__(self, slots: int, bytes_total: int, *, asynchronous: bool = False) -> None:
+        self.asynchronous = asynchronous
         self.slots = slots
         self.bytes_total = bytes_total
         self.bytes_free = bytes_total
         self._residents: dict[str, _Resident] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._idle_bytes = 0
+        self._loading: dict[str, int] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._residents
 
+    @property
+    def loading(self) -> Mapping[str, int]:
+        """{digest: slot} of what is still being copied, in the order in which that began."""
+        return self._loading
+
+    def size_bytes(self, digest: str) -> int:
+        """Of an adapter that is here."""
+        return self._residents[digest].size_bytes
+
+    def arrived(self, digest: str) -> None:
+        """Its copy is whole."""
+        del self._loading[digest]
+
     def digests(self) -> list[str]:
-        """Everything on the device."""
+        """Everything that has a slot, loading or loaded."""
         return list(self._residents)
 
     def users(self, digest: str) -> int:
@@ -75,6 +91,8 @@ class AdapterSlots:
             evicted.append((oldest, self.drop(oldest)))
         slot = self._free_slots.pop()
         self._residents[digest] = _Resident(slot, size_bytes, users=1)
+        if self.asynchronous:
+            self._loading[digest] = slot
         self.bytes_free -= size_bytes
         return Grant(slot, load=True, evicted=evicted)
 
@@ -87,11 +105,12 @@ class AdapterSlots:
             self._idle_bytes += resident.size_bytes
 
     def drop(self, digest: str) -> int:
-        """Take an idle adapter off the device; returns the slot that is free now."""
+        """Take an idle adapter off the device, or give up its copy; returns the slot that is free now."""
         if self._residents[digest].users:
             raise ValueError(f"adapter {digest} is in use")
         resident = self._residents.pop(digest)
         del self._idle[digest]
+        self._loading.pop(digest, None)
         self._idle_bytes -= resident.size_bytes
         self.bytes_free += resident.size_bytes
         self._free_slots.append(resident.slot)
@@ -105,5 +124,6 @@ class AdapterSlots:
         assert slots == list(range(self.slots)), "a slot is lost or taken twice"
         held = sum(resident.size_bytes for resident in self._residents.values())
         assert self.bytes_free == self.bytes_total - held >= 0, "bytes do not add up"
+        assert all(self._residents[digest].slot == slot for digest, slot in self._loading.items()), "a copy without a slot"
         assert set(self._idle) == set(self._residents) - set(used), "idle list differs from adapters without users"
         assert self._idle_bytes == sum(self._residents[digest].size_bytes for digest in self._idle), "idle bytes"

@@ -12,6 +12,8 @@ returns the plan of one step; `advance(state, plan)` is called when the step has
    preempted in the next step. A sequence short of *blocks* lets nobody pass.
 4. A sequence whose *adapter* finds no slot lets others pass, `max_bypass` of them; after that only base sequences, which
    cannot prolong its wait for a slot. Slots held by running sequences come free as those end, so nobody starves.
+5. A sequence whose adapter has a slot but is still being copied waits *with* that slot, however many pass, until its copy is
+   whole or `policies.cold_start` lets it join before. It holds neither a seat nor blocks meanwhile.
 
 The sequence that arrived first is never preempted while another one runs, so every step makes progress.
 
@@ -27,10 +29,13 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from policies.adapter_slots import AdapterSlots
+from policies.cold_start import Choice, ColdStarts
 from policies.kv_blocks import KvBlocks, chain_key, root_key
 
 BYPASS_WINDOW = 128
 """How many waiting sequences are looked at behind one that finds no slot; bounds the work of a step."""
+COLD_WINDOW = 8
+"""How many sequences whose adapters are being copied are asked in a step whether they join before; copies come in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +61,7 @@ class Sequence:
     length: int = -1  # by default, of `tokens`
     adapter: str = ""  # digest, "" for the base
     adapter_bytes: int = 0  # on the device
+    rank: int = 0  # of its adapter
     computed: int = 0  # tokens whose K and V are in the cache
     scheduled: int = 0  # rows in the step being run
     blocks: list[int] = field(default_factory=list)
@@ -65,6 +71,9 @@ class Sequence:
     bypassed: int = 0  # sequences that came in past this one while it found no slot
     cached_tokens: int = 0  # found in the prefix cache at the last admission
     admitted_s: float | None = None  # first admission
+    cold: Choice | None = None  # how it gets in while its adapter is copied, as last chosen
+    cold_since_s: float = 0.0  # the first such choice, and the time to first token that it predicted
+    cold_ttft_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if self.length < 0:
@@ -104,10 +113,14 @@ class Plan(Generic[S]):
 
 
 class BatchAdmission(Generic[S]):
-    """The policy: limits fixed, everything else in the state it is given."""
+    """The policy: limits fixed, everything else in the state it is given.
 
-    def __init__(self, limits: AdmissionLimits) -> None:
+    `cold` decides about adapters under way; it is needed when the state's slots are asynchronous.
+    """
+
+    def __init__(self, limits: AdmissionLimits, cold: ColdStarts | None = None) -> None:
         self.limits = limits
+        self._cold = cold
 
     def decide(self, state: AdmissionState[S], now_s: float) -> Plan[S]:
         """The next step's plan. Changes the state as if the step were already under way."""
@@ -155,7 +168,7 @@ class BatchAdmission(Generic[S]):
 
     def _admit(self, state: AdmissionState[S], plan: Plan[S], now_s: float) -> None:
         blocked: list[S] = []
-        index = 0
+        index = asked = 0
         closed = False  # a sequence has been passed often enough: only the base may
         while (
             index < len(state.waiting)
@@ -164,11 +177,16 @@ class BatchAdmission(Generic[S]):
             and plan.tokens < self.limits.max_step_tokens
         ):
             seq = state.waiting[index]
-            if seq.adapter and (closed or not self._has_slot(state, seq)):
+            if seq.adapter and seq.slot < 0 and (closed or not self._has_slot(state, seq)):
                 blocked.append(seq)
                 closed = closed or seq.bypassed >= self.limits.max_bypass
                 index += 1
                 continue
+            if seq.adapter and self._cold is not None and self._under_way(state, seq, plan, self._cold):
+                asked += 1
+                if asked > COLD_WINDOW or not self._joins(seq, plan, self._cold, now_s):
+                    index += 1
+                    continue
             if not self._book_blocks(state, seq):
                 return
             self._book_slot(state, seq, plan)
@@ -186,9 +204,35 @@ class BatchAdmission(Generic[S]):
     def _has_slot(state: AdmissionState[S], seq: S) -> bool:
         return seq.adapter in state.adapters or state.adapters.fits(seq.adapter_bytes)
 
+    def _under_way(self, state: AdmissionState[S], seq: S, plan: Plan[S], cold: ColdStarts) -> bool:
+        """Whether its adapter is still being copied; if it is, the sequence has its slot from here on."""
+        adapters = state.adapters
+        if seq.adapter not in adapters or seq.adapter in adapters.loading:
+            self._book_slot(state, seq, plan)
+            if plan.loads and plan.loads[-1] is seq:
+                cold.begun(seq.adapter, seq.adapter_bytes)
+        return seq.adapter in adapters.loading
+
+    def _joins(self, seq: S, plan: Plan[S], cold: ColdStarts, now_s: float) -> bool:
+        """Whether it is in the step to come although its adapter is not there yet."""
+        rows = (*plan.decodes, *plan.prefills)
+        choice = cold.consider(
+            seq.adapter,
+            seq.adapter_bytes,
+            rank=seq.rank,
+            tokens=seq.length,
+            room=self.limits.max_step_tokens - plan.tokens,
+            others=len(rows),
+            assisted=sum(one.scheduled * one.adapter_bytes for one in rows if cold.modes.get(one.adapter) == "assist"),
+        )
+        if seq.cold is None:
+            seq.cold_since_s, seq.cold_ttft_ms = now_s, choice.ttft_ms[choice.mode]
+        seq.cold = choice
+        return choice.joins
+
     @staticmethod
     def _book_slot(state: AdmissionState[S], seq: S, plan: Plan[S]) -> None:
-        if not seq.adapter:
+        if not seq.adapter or seq.slot >= 0:
             return
         grant = state.adapters.acquire(seq.adapter, seq.adapter_bytes)
         assert grant is not None, "the slot was there a moment ago"
@@ -240,8 +284,11 @@ def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
 
     Only decodes of all running sequences repeat themselves, while nothing arrives, ends or is removed, and no block has to
     be taken from a sequence. Whoever waits goes on waiting: running sequences only take blocks, and keep their slots. With
-    a prefix cache a block that fills up may be the very one a waiting sequence begins with, so then the run ends there.
+    a prefix cache a block that fills up may be the very one a waiting sequence begins with, so then the run ends there. While
+    an adapter is copied every step is looked at: its layers come in, and somebody may join.
     """
+    if state.adapters.loading:
+        return 1
     if limit <= 1 or not plan.decodes or len(plan.decodes) < len(state.running) or plan.preempted:
         return 1
     kv, size = state.kv, state.kv.block_size
@@ -303,6 +350,7 @@ def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:
         _give_back(state, seq, spoiled=spoiled)
     else:
         state.waiting.remove(seq)
+        _give_back_slot(state, seq)
 
 
 def publish_full_blocks(kv: KvBlocks, seq: Sequence, end: int) -> None:
@@ -339,6 +387,10 @@ def _give_back(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> No
     state.kv.release(seq.blocks, spoiled=spoiled)
     seq.blocks = []
     seq.computed = seq.scheduled = seq.published = 0
+    _give_back_slot(state, seq)
+
+
+def _give_back_slot(state: AdmissionState[S], seq: S) -> None:
     if seq.slot >= 0:
         state.adapters.release(seq.adapter)
         seq.slot = -1

@@ -1,30 +1,45 @@
-"""The one form in which adapter weights travel and rest: `motet-lora/1`, a safetensors file with canonical names.
+"""The one form in which adapter weights travel, rest and are computed with: `motet-lora/2`, a safetensors file.
 
-    header metadata   format = "motet-lora/1",  scales = JSON {"layers.0.q_proj": 2.0, ...}   (alpha/r or alpha/sqrt(r))
-    tensors           layers.<i>.<module>.lora_A  [r, in]      layers.<i>.<module>.lora_B  [out, r]
+One tensor per adapted module, named by the module, in the order of `shared.model.MODULES`, data from a 64-byte boundary on:
 
-Tensors stand layer by layer, modules in the order of `shared.model.MODULES`, A before B, without gaps: a worker can bring
-in layer i with one contiguous read. The header is written canonically, so equal weights have an equal digest (SHA-256 of
-the whole file). The registry writes blobs, workers only read them; both treat the bytes as data.
+    tensor    [pages, layers, 8 * (in + out)]     pages = ceil(largest rank over the layers / 8); F32, F16 or BF16, all alike
+    row       [page][layer] = A rows [8, in], then B^T rows [8, out], of ranks 8 * page to 8 * page + 7
+    metadata  format = "motet-lora/2"
+              shapes = JSON {module: [in, out]}
+              ranks  = JSON {module: [rank of each layer]}       0: the layer is not adapted
+              scales = JSON {module: [scale of each layer]}      alpha/r or alpha/sqrt(r); 0 with rank 0
+
+What an adapter lacks, ranks up to the next 8 and whole layers, is zero. A row is what one layer needs of one page, and the
+pages are those of a device pool (`kernels/pool.py`): a mapped blob of the engine's type is a pool of one slot. Bringing a
+layer in copies rows; CPU processes compute from the same bytes.
+
+The form is canonical, so equal weights have an equal digest (SHA-256 of the whole file). The registry writes blobs, workers
+only read them; both treat the bytes as data.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from shared.errors import InvalidAdapter
 from shared.model import MODULES
 
-FORMAT = "motet-lora/1"
-Data = bytes | memoryview
+FORMAT = "motet-lora/2"
+PAGE_RANKS = 8
+ALIGNMENT = 64  # bytes: data begins on a cache line
 MAX_HEADER_BYTES = 4 * 1024 * 1024  # some 20,000 tensors
+MAX_SCALE = 3.4e38  # what a float32 holds
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+Pairs = Mapping[tuple[int, str], tuple[float, np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+"""{(layer, module): (scale, A [rank, in], B [out, rank])}, of any type as wide as the blob's: 16 bits may be uint16."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -35,27 +50,38 @@ class TensorInfo(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-class LoraTensors(msgspec.Struct, frozen=True):
-    """Where one module's pair of matrices lies in the file, as absolute byte ranges, and its scale."""
+class BlobModule(msgspec.Struct, frozen=True):
+    """One module of a blob: `start` is where its first row lies in the file, in bytes."""
 
-    layer: int
     module: str
-    rank: int
-    scale: float
-    a_shape: tuple[int, int]  # [r, in]
-    b_shape: tuple[int, int]  # [out, r]
-    a_bytes: tuple[int, int]
-    b_bytes: tuple[int, int]
+    fan_in: int
+    fan_out: int
+    pages: int
+    ranks: tuple[int, ...]  # by layer
+    scales: tuple[float, ...]  # by layer
+    start: int
 
 
 class BlobIndex(msgspec.Struct, frozen=True):
-    """A parsed blob header. `pairs` in file order."""
+    """A parsed blob header."""
 
     dtype: str
-    rank: int  # the largest
-    modules: tuple[str, ...]
-    layers: int  # how many distinct layers
-    pairs: list[LoraTensors]
+    layers: int  # of the base model
+    start: int  # of the data, in bytes
+    parts: tuple[BlobModule, ...]  # in the order of MODULES
+
+    @property
+    def rank(self) -> int:
+        """The largest."""
+        return max(max(part.ranks) for part in self.parts)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(part.module for part in self.parts)
+
+    @property
+    def adapted_layers(self) -> int:
+        return sum(any(part.ranks[layer] for part in self.parts) for layer in range(self.layers))
 
 
 def safetensors_header(data: bytes | memoryview, size_bytes: int) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
@@ -89,69 +115,107 @@ def safetensors_header(data: bytes | memoryview, size_bytes: int) -> tuple[dict[
     return tensors, metadata, 8 + length
 
 
-def write_blob(pairs: Mapping[tuple[int, str], tuple[float, TensorInfo, Data, TensorInfo, Data]]) -> bytes:
-    """A blob from {(layer, module): (scale, A's dtype and shape, A's bytes, B's dtype and shape, B's bytes)}."""
+def pages_for(rank: int) -> int:
+    """Pages that hold this many ranks."""
+    return -(-rank // PAGE_RANKS)
+
+
+def data_bytes(modules: Mapping[str, tuple[int, int, int]], *, dtype: str, layers: int) -> int:
+    """Size of the data of a blob of {module: (largest rank, in, out)}: whole pages over all layers."""
+    rows = sum(pages_for(rank) * PAGE_RANKS * (fan_in + fan_out) for rank, fan_in, fan_out in modules.values())
+    return rows * layers * DTYPE_BYTES[dtype]
+
+
+def write_blob(pairs: Pairs, *, dtype: str, layers: int) -> bytes:
+    """The blob of an adapter for a base of `layers` layers. A module's matrices have one shape but for their rank."""
     header: dict[str, object] = {}
-    scales: dict[str, float] = {}
-    chunks: list[Data] = []
+    shapes: dict[str, tuple[int, int]] = {}
+    ranks: dict[str, list[int]] = {}
+    scales: dict[str, list[float]] = {}
+    tensors: list[np.ndarray[Any, Any]] = []
     at = 0
-    for (layer, module), (scale, a_info, a_data, b_info, b_data) in sorted(
-        pairs.items(), key=lambda item: (item[0][0], MODULES.index(item[0][1]))
-    ):
-        key = f"layers.{layer}.{module}"
-        scales[key] = scale
-        for suffix, info, data in (("lora_A", a_info, a_data), ("lora_B", b_info, b_data)):
-            header[f"{key}.{suffix}"] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [at, at + len(data)]}
-            chunks.append(data)
-            at += len(data)
-    metadata = {"format": FORMAT, "scales": msgspec.json.encode(scales).decode()}
+    for module in MODULES:
+        mine = {layer: pair for (layer, name), pair in pairs.items() if name == module}
+        if not mine:
+            continue
+        ranks[module] = [mine[layer][1].shape[0] if layer in mine else 0 for layer in range(layers)]
+        scales[module] = [mine[layer][0] if layer in mine else 0.0 for layer in range(layers)]
+        _, a, b = next(iter(mine.values()))
+        shapes[module] = fan_in, fan_out = a.shape[1], b.shape[0]
+        packed = np.zeros((pages_for(max(ranks[module])), layers, PAGE_RANKS * (fan_in + fan_out)), dtype=a.dtype)
+        for layer, (_, a, b) in mine.items():
+            for page in range(pages_for(a.shape[0])):
+                row, some = packed[page, layer], slice(page * PAGE_RANKS, (page + 1) * PAGE_RANKS)
+                row[: a[some].size] = a[some].ravel()
+                row[PAGE_RANKS * fan_in :][: b[:, some].size] = b[:, some].T.ravel()
+        header[module] = {"dtype": dtype, "shape": packed.shape, "data_offsets": [at, at + packed.nbytes]}
+        tensors.append(packed)
+        at += packed.nbytes
+    told = {"shapes": shapes, "ranks": ranks, "scales": scales}
+    metadata = {"format": FORMAT} | {name: msgspec.json.encode(value).decode() for name, value in told.items()}
     text = msgspec.json.encode({"__metadata__": metadata} | header)
-    text += b" " * (-(8 + len(text)) % 64)  # data begins on a cache line
-    return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return b"".join([len(text).to_bytes(8, "little"), text, *(packed.data.cast("B") for packed in tensors)])
 
 
 def read_index(data: bytes | memoryview, size_bytes: int) -> BlobIndex:
-    """The index of a blob. Raises InvalidAdapter when it is not one."""
+    """The index of a blob. Raises InvalidAdapter, naming the entry, when sizes, names or numbers do not belong together."""
     tensors, metadata, start = safetensors_header(data, size_bytes)
     if metadata.get("format") != FORMAT:
         raise InvalidAdapter(f"blob format is {metadata.get('format')!r}, not {FORMAT!r}")
-    try:
-        scales = msgspec.json.decode(metadata.get("scales", ""), type=dict[str, float])
-    except msgspec.MsgspecError as error:
-        raise InvalidAdapter(f"blob scales: {error}") from None
-    pairs = []
-    for key, scale in scales.items():
-        a, b = tensors.get(f"{key}.lora_A"), tensors.get(f"{key}.lora_B")
-        word, number, module = key.split(".") if key.count(".") == 2 else ("", "", "")
-        if a is None or b is None or word != "layers" or not number.isdigit() or module not in MODULES:
-            raise InvalidAdapter(f"blob entry {key!r} is incomplete or misnamed")
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or a.dtype != b.dtype:
-            raise InvalidAdapter(f"blob entry {key!r}: A {a.shape} and B {b.shape} do not belong together")
-        pairs.append(
-            LoraTensors(
-                layer=int(number),
-                module=module,
-                rank=a.shape[0],
-                scale=scale,
-                a_shape=(a.shape[0], a.shape[1]),
-                b_shape=(b.shape[0], b.shape[1]),
-                a_bytes=(start + a.data_offsets[0], start + a.data_offsets[1]),
-                b_bytes=(start + b.data_offsets[0], start + b.data_offsets[1]),
-            )
-        )
-    if not pairs or len(tensors) != 2 * len(pairs):
-        raise InvalidAdapter(f"blob has {len(tensors)} tensors for {len(pairs)} entries")
+    shapes = _told(metadata, "shapes", tuple[int, int])
+    ranks = _told(metadata, "ranks", tuple[int, ...])
+    scales = _told(metadata, "scales", tuple[float, ...])
+    for name, told in (("shapes", shapes), ("ranks", ranks), ("scales", scales)):
+        if told.keys() != tensors.keys():
+            raise InvalidAdapter(f"blob {name} are of {sorted(told)}, its tensors are {sorted(tensors)}")
+    if not tensors or not tensors.keys() <= set(MODULES):
+        raise InvalidAdapter(f"blob tensors {sorted(tensors)}: some of {', '.join(MODULES)} are expected")
     dtypes = {info.dtype for info in tensors.values()}
     if len(dtypes) != 1 or not dtypes <= DTYPE_BYTES.keys():
         raise InvalidAdapter(f"blob dtypes {sorted(dtypes)}: one of {sorted(DTYPE_BYTES)} is expected")
-    present = {pair.module for pair in pairs}
-    return BlobIndex(
-        dtype=dtypes.pop(),
-        rank=max(pair.rank for pair in pairs),
-        modules=tuple(m for m in MODULES if m in present),
-        layers=len({pair.layer for pair in pairs}),
-        pairs=pairs,
+    if start % ALIGNMENT:
+        raise InvalidAdapter(f"blob data begins at byte {start}, not at a multiple of {ALIGNMENT}")
+    layers = len(next(iter(ranks.values())))
+    parts = tuple(
+        _part(module, tensors[module], shapes[module], ranks[module], scales[module], layers, start)
+        for module in MODULES
+        if module in tensors
     )
+    if [part.start for part in parts] != sorted(part.start for part in parts):
+        raise InvalidAdapter(f"blob tensors do not lie in the order {', '.join(part.module for part in parts)}")
+    return BlobIndex(dtype=dtypes.pop(), layers=layers, start=start, parts=parts)
+
+
+def _told(metadata: Mapping[str, str], name: str, kind: Any) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(metadata.get(name, ""), type=dict[str, kind])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidAdapter(f"blob {name}: {error}") from None
+
+
+def _part(
+    module: str,
+    info: TensorInfo,
+    shape: tuple[int, int],
+    ranks: Sequence[int],
+    scales: Sequence[float],
+    layers: int,
+    start: int,
+) -> BlobModule:
+    fan_in, fan_out = shape
+    if fan_in < 1 or fan_out < 1 or len(ranks) != layers or len(scales) != layers:
+        raise InvalidAdapter(f"{module}: {fan_in} -> {fan_out} with {len(ranks)} ranks and {len(scales)} scales of {layers}")
+    rank_max = max(ranks, default=0)
+    pages = pages_for(rank_max)
+    if pages < 1 or info.shape != [pages, layers, PAGE_RANKS * (fan_in + fan_out)]:
+        raise InvalidAdapter(
+            f"{module}: tensor {info.shape} does not fit {fan_in} -> {fan_out}, {layers} layers and rank {rank_max}"
+        )
+    for layer, (rank, scale) in enumerate(zip(ranks, scales, strict=True)):
+        if rank < 0 or not abs(scale) <= MAX_SCALE or (scale and not rank):
+            raise InvalidAdapter(f"layers.{layer}.{module}: rank {rank} with scale {scale}")
+    return BlobModule(module, fan_in, fan_out, pages, tuple(ranks), tuple(scales), start + info.data_offsets[0])
 
 
 def digest_of(blob: bytes) -> str:

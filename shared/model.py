@@ -110,7 +110,8 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     decode(B, load)  = decode_base_ms + decode_row_ms * B + decode_lora_ms * load
     where load is `rows * max rank` (kernel "bgmv") or `sum of ranks` (kernel "mbgmv").
     An adapter of so many MiB takes load_base_ms + load_ms_per_mib * MiB from host memory to the device, during which no
-    step runs, and before that fetch_base_ms + fetch_ms_per_mib * MiB into host memory, where only its requests wait.
+    step runs unless the worker copies beside its steps, and before that fetch_base_ms + fetch_ms_per_mib * MiB into host
+    memory, where only its requests wait.
     """
 
     kernel: Literal["bgmv", "mbgmv"] = "mbgmv"

@@ -1,7 +1,7 @@
 """A worker's profile: what was measured of a live one, as a file that workers start from and the twin simulates.
 
     {"motet_profile": 1, "limits": {...}, "perf": {...}, "fit": {...}, "steps": {...}, "engine_steps": {...}, "engine": {...},
-     "storage": {...}, "hops": {...}}
+     "storage": {...}, "link": {...}, "hops": {...}}
 
 `limits`, `perf` and `engine_steps` are `shared.model`'s WorkerLimits, PerfModel and EngineSteps; all but the first two are
 optional. Times must be finite and not negative, and a decode step must take some. `motet profile` writes one.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -68,6 +68,17 @@ class Hops(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     frame_ms: _Ms = 0.0  # a token: from the end of its step until a gateway has it
 
 
+class LinkFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Copies to the device that run beside the steps, and the CPU processes that bridge them, 0 for none."""
+
+    gb_per_s: Annotated[float, Meta(gt=0, le=1e5)]
+    layers: _Count
+    assist_processes: Annotated[int, Meta(ge=0)] = 0
+    assist_mib_row_ms: _Ms = 0.0  # a core's time for one row of one MiB of adapter, over all layers
+    assist_hop_ms: _Ms = 0.05  # per layer: handing rows to processes and back
+    cold_start: Literal["auto", "blocking", "layerwise", "assist"] = "auto"
+
+
 class FitFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How well the linear models of `perf` describe what was measured: coefficients of determination, and on how much."""
 
@@ -89,6 +100,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     engine: EngineFacts = EngineFacts()
     storage: Storage = Storage()
     hops: Hops = Hops()
+    link: LinkFacts | None = None  # None: a step waits for the copies it needs, as `perf` says
 
 
 P = TypeVar("P", bound=Profile)

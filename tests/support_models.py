@@ -1,7 +1,7 @@
 """Tiny random checkpoints and PEFT adapters, transformers and peft as the oracle, and a minimal step loop.
 
 model_dir = make_checkpoint("qwen3", tmp_path)
-adapters = make_adapters(model_dir, tmp_path)          8 of them: PEFT directories and motet-lora/1 blobs
+adapters = make_adapters(model_dir, tmp_path)          8 of them: PEFT directories and motet-lora/2 blobs
 oracle = Oracle(model_dir, adapters)
 oracle.logits(tokens, adapters[0])                     float32 [len(tokens), vocab]
 oracle.greedy(prompt, 16, None)                        16 tokens of the base model
@@ -21,7 +21,7 @@ import torch
 
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.runner import ModelRunner, StepBatch
-from shared.adapter_blob import TensorInfo, write_blob
+from shared.adapter_blob import write_blob
 from shared.model import MODULES
 
 with warnings.catch_warnings():
@@ -94,7 +94,7 @@ class AdapterFixture:
 
     name: str
     path: Path  # PEFT directory
-    blob: bytes  # motet-lora/1
+    blob: bytes  # motet-lora/2
 
 
 def make_checkpoint(family: str, directory: Path, *, seed: int = 0) -> Path:
@@ -155,17 +155,16 @@ def make_adapters(model_dir: Path, directory: Path, *, seed: int = 1) -> list[Ad
 
 
 def _blob(adapted: Any) -> bytes:
-    """The motet-lora/1 form, with the scales that peft itself computed."""
+    """The motet-lora/2 form, with the scales that peft itself computed."""
     pairs = {}
     for key, module in adapted.named_modules():
         if not hasattr(module, "lora_A") or "default" not in module.lora_A:
             continue
         parts = key.split(".")
         layer, name = int(parts[parts.index("layers") + 1]), parts[-1]
-        a, b = module.lora_A["default"].weight.detach(), module.lora_B["default"].weight.detach()
-        a_info, b_info = (TensorInfo("F32", list(t.shape), (0, 0)) for t in (a, b))
-        pairs[layer, name] = (module.scaling["default"], a_info, a.numpy().tobytes(), b_info, b.numpy().tobytes())
-    return write_blob(pairs)
+        a, b = (half["default"].weight.detach().numpy() for half in (module.lora_A, module.lora_B))
+        pairs[layer, name] = (module.scaling["default"], a, b)
+    return write_blob(pairs, dtype="F32", layers=adapted.config.num_hidden_layers)
 
 
 def _load(model_dir: Path) -> Any:

@@ -47,6 +47,7 @@ class Metrics:
     adapter_admissions: int = 0
     device_loads: int = 0
     evictions: int = 0
+    cold_starts: dict[str, int] = field(default_factory=dict)  # requests that found their adapter under way, by mode
     host_misses: int = 0  # requests that waited for their adapter to reach host memory
     prefix_tokens: int = 0  # prompt tokens found in the prefix cache
     retries: int = 0  # assignments that a worker refused
@@ -178,6 +179,7 @@ def summary(workload: Workload, metrics: Metrics, *, end_s: float, busy_s: float
             "device_loads": metrics.device_loads,
             "evictions": metrics.evictions,
             "host_misses": metrics.host_misses,
+            "cold_starts": dict(sorted(metrics.cold_starts.items())),
         },
         "preemptions": metrics.preemptions,
         "prefix_hit_tokens": metrics.prefix_tokens,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from policies.cold_start import AssistRates
 from shared import profile
 from shared.model import WorkerLimits
 from shared.profile import VERSION
 from twin.events import to_ps
+from twin.link import LinkModel
 from twin.memory import LLAMA2_7B
 from twin.steps import A10_MBGMV, Link, MeasuredSteps, PerfSteps
 from twin.storage import StorageModel
@@ -40,7 +42,15 @@ class Profile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fields=
             max_step_tokens=self.engine.max_step_tokens,
             max_loras=self.engine.max_loras,
             prefix_cache=self.engine.prefix_cache,
+            link=None if self.link is None else _link(self.link),
         )
+
+
+def _link(facts: profile.LinkFacts) -> LinkModel:
+    assist = None
+    if facts.assist_processes:
+        assist = AssistRates(facts.assist_processes, facts.assist_mib_row_ms, facts.assist_hop_ms)
+    return LinkModel(bytes_per_s=facts.gb_per_s * 1e9, layers=facts.layers, assist=assist, cold_start=facts.cold_start)
 
 
 A10_BYTES = 24_000_000_000

@@ -38,6 +38,7 @@ from policies.batch_admission import (
 from policies.kv_blocks import KvBlocks
 from shared.model import PerfModel, Phase, RequestBrief, Tier, WorkerLimits
 from twin.events import STEP, Events
+from twin.link import Copies, LinkModel
 from twin.metrics import Metrics
 from twin.steps import Batch, StepModel, elapsed_ps, steps_within
 from twin.storage import EVERYTHING_IN_HOST, HostTier, StorageModel
@@ -55,6 +56,7 @@ class WorkerSpec:
     perf: PerfModel  # as reported; schedulers decide with it
     steps: StepModel  # as it is
     storage: StorageModel = EVERYTHING_IN_HOST
+    link: LinkModel | None = None  # None: an adapter is copied to the device before a step, and the step takes longer
     max_step_tokens: int = 512
     max_loras: int = 64
     prefix_cache: bool = False
@@ -65,7 +67,6 @@ class Live(Sequence):
     """A request inside the engine."""
 
     request: Request
-    rank: int
     expected_length: int  # prompt and predicted output tokens
     end_length: int  # prompt and output tokens, when it ends
     request_id: str
@@ -131,10 +132,14 @@ class Worker:
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
         admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=spec.max_step_tokens)
-        self._admission: BatchAdmission[Live] = BatchAdmission(admission)
+        slots = AdapterSlots(spec.max_loras, limits.adapter_bytes_total, asynchronous=spec.link is not None)
+        self._copies: Copies | None = None
+        if spec.link is not None:
+            self._copies = Copies(spec.link, slots, max_step_tokens=spec.max_step_tokens, perf=spec.perf)
+        self._admission: BatchAdmission[Live] = BatchAdmission(admission, self._copies.cold if self._copies else None)
         self.state: AdmissionState[Live] = AdmissionState(
             kv=KvBlocks(limits.kv_blocks_total, limits.block_size, prefix_cache=spec.prefix_cache),
-            adapters=AdapterSlots(spec.max_loras, limits.adapter_bytes_total),
+            adapters=slots,
         )
         self.host = HostTier(spec.storage, events)
         self.live: dict[str, Live] = {}
@@ -208,10 +213,17 @@ class Worker:
         if not self.live:
             return
         now_ps = self._events.now_ps
+        copies = self._copies
+        if copies is not None:
+            for digest in copies.look(now_ps, waiting=bool(self.state.waiting)):
+                self.changes.tiers[digest] = "device"
         plan = self._admission.decide(self.state, self._events.now_s)
-        if plan.admitted or plan.preempted:
+        if plan.admitted or plan.preempted or plan.loads:
             self._moved(plan, now_ps)
         if not plan.tokens:
+            if copies is not None and (wait_ps := copies.wait_ps()):
+                self._serial += 1
+                self._events.at(now_ps + wait_ps, STEP, self._resume, self._serial)
             return  # all that is here is still loading
         left = min([live.end_length - live.length for live in plan.decodes]) if plan.decodes else 0
         steps = 1 if plan.prefills else steady_steps(self.state, plan, min(self.max_run, left))
@@ -225,9 +237,17 @@ class Worker:
             context += sum([live.computed + live.scheduled for live in plan.prefills])
             first_ps += model.context_token_ps * context
             growth_ps = model.context_token_ps * rows if not plan.prefills else 0
+        if copies is not None:
+            first_ps = copies.step_ps(plan.decodes + plan.prefills, first_ps)
         self._serial += 1
         self._run = _Run(plan, now_ps, first_ps, growth_ps, steps, left, self._serial)
         self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
+
+    def _resume(self, serial: int) -> None:
+        """Somebody may join, or a copy is whole."""
+        if serial == self._serial and self._run is None:
+            self._begin()
+            self._on_change(self)
 
     def _moved(self, plan: Plan[Live], now_ps: int) -> None:
         metrics = self._metrics
@@ -243,13 +263,20 @@ class Worker:
                 metrics.admitted(live.request.index, now_ps)
             metrics.prefix_tokens += live.cached_tokens
             metrics.admissions += 1
+            if live.cold is not None and live.last_token_ps < 0:
+                metrics.cold_starts[live.cold.mode] = metrics.cold_starts.get(live.cold.mode, 0) + 1
             if live.adapter:
                 metrics.adapter_admissions += 1
             self.changes.changed[live.request_id] = live
         for digest, _ in plan.evictions:
             self.changes.tiers[digest] = "host" if digest in self.host else None
+            if self._copies is not None:
+                self._copies.link.cancel(digest)
         for live in plan.loads:
-            self.changes.tiers[live.adapter] = "device"
+            if self._copies is not None:
+                self._copies.link.begin(live.adapter, live.adapter_bytes, now_ps)
+            else:
+                self.changes.tiers[live.adapter] = "device"
         metrics.device_loads += len(plan.loads)
         metrics.evictions += len(plan.evictions)
 
@@ -272,7 +299,7 @@ class Worker:
             adapters.update([(live.slot, live.adapter_bytes) for live in plan.prefills])
         adapters.pop(-1, None)
         batch.distinct_adapters, batch.adapter_bytes = len(adapters), sum(adapters.values())
-        if plan.loads:
+        if plan.loads and self._copies is None:
             batch.loads = tuple([live.adapter_bytes for live in plan.loads])
         return batch
 
@@ -368,7 +395,8 @@ class Worker:
     def tiers(self) -> dict[str, Tier]:
         """Adapters here and the fastest tier of each."""
         tiers: dict[str, Tier] = dict.fromkeys(self.host.digests(), "host")
-        tiers.update(dict.fromkeys(self.state.adapters.digests(), "device"))
+        slots = self.state.adapters
+        tiers.update({digest: "device" for digest in slots.digests() if digest not in slots.loading})
         return tiers
 
     def running_left(self) -> int:

@@ -3,8 +3,10 @@
     src/simd.h        vectors of one instruction set        src/team.h      threads that run one function together
     src/gemm.h        weights packed once, panels           src/lora.h      shrink and expand over pages
     src/attention.h   decode and chunked prefill            src/forward.h   the step
+    src/loader.h      adapters copied beside the steps      src/channel.h   memory shared with a CPU LoRA process
+    src/assist.h      steps with adapters on their way      src/assist_server.h  that process
     build.py          the system's compiler, cached         library.py      ctypes
-    forward.py        what the engine calls
+    forward.py        what the engine calls                 loading.py, assist.py  its helpers
 
 Importing this package compiles nothing; the first CpuEngine of an instruction set does, once per machine.
 """

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from kernels.attention import KvCache
+from kernels.cpu.assist import AssistCounts, Helpers
 from kernels.cpu.library import TYPES, CpuEngine, Layer, Model, Packed, Step, address, pool_struct
 from kernels.pool import LoraPool
 
@@ -117,16 +118,18 @@ class CpuForward:
         self._logits = torch.empty(0, vocab)
         self._cos = self._sin = torch.empty(0, self._half)
         self._step = Step()
+        self.assisted = AssistCounts()
 
-    def __call__(self, batch: Rows) -> torch.Tensor:
+    def __call__(self, batch: Rows, helpers: Helpers | None = None) -> torch.Tensor:
         """Logits of `batch.logit_rows`, float32 [n, vocab]; fills the cache. Valid until the next call.
 
+        `helpers` must name the slots of rows of which not all layers are loaded; `assisted` counts what became of them.
         Raises ValueError when a row names an empty adapter slot or a token outside the vocabulary.
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         if not rows:
             return self._logits[:0]
-        self._check(batch)
+        self._check(batch, helpers)
         if wanted > len(self._logits):
             self._logits = torch.empty(wanted, self._vocab)
         self._reach(int(batch.positions.max()) + 1)
@@ -142,14 +145,22 @@ class CpuForward:
         step.kv_slots = _at(batch.kv_slots, np.int64)
         step.logit_rows = _at(batch.logit_rows, np.int64)
         step.cos, step.sin, step.out = self._cos.data_ptr(), self._sin.data_ptr(), self._logits.data_ptr()
+        assist = helpers.struct() if helpers is not None else None
+        step.assist = None if assist is None else ctypes.pointer(assist)
         self._engine.library.motet_forward(self._engine.handle, ctypes.byref(self._model), ctypes.byref(step))
+        if assist is not None:
+            self.assisted.add(assist)
         return self._logits[:wanted]
 
-    def _check(self, batch: Rows) -> None:
+    def _check(self, batch: Rows, helpers: Helpers | None) -> None:
         slots = batch.row_slot
         named = slots[slots >= 0]
         if len(named) and (named.max() >= len(self._pool.loaded) or not self._pool.loaded[named].all()):
             raise ValueError(f"rows name empty adapter slots: some of {np.unique(named).tolist()} are not loaded")
+        late = named[self._pool.loaded_layers[named] < self._pool.layers]
+        unknown = set(late.tolist()).difference(one.slot for one in helpers.loading) if helpers is not None else late.tolist()
+        if unknown:
+            raise ValueError(f"rows name adapter slots that are still being loaded: {sorted(set(unknown))}")
         if len(batch.token_ids) and not 0 <= batch.token_ids.min() <= batch.token_ids.max() < self._vocab:
             raise ValueError(f"a token id is outside the vocabulary of {self._vocab}")
 

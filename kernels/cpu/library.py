@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kernels.cpu.build import ISAS, BuildError, available_isas, build
-from kernels.pool import MODULES, LoraPool
+from kernels.pool import MODULES, PAGE_RANKS, LoraPool, PackedLora
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
@@ -66,6 +66,7 @@ class Pool(Structure):
         ("layers", c_int64),
         ("fan_in", c_int64 * 7),
         ("fan_out", c_int64 * 7),
+        ("loaded_layers", c_void_p),
     ]
 
 
@@ -93,6 +94,42 @@ class Model(Structure):
     ]
 
 
+class Loading(Structure):
+    """An adapter that is on its way to the device: its slot, and where else its bytes are."""
+
+    _fields_ = [
+        ("host", Pool),
+        ("device", c_int64),
+        ("inode", c_int64),
+        ("data_start", c_int64),
+        ("file_bytes", c_int64),
+        ("fd", c_int32),
+        ("slot", c_int32),
+        ("layerwise", c_int64),
+    ]
+
+
+class Assist(Structure):
+    """A step's adapters on their way, the processes that help with them, and what became of their rows."""
+
+    _fields_ = [
+        ("loading", POINTER(Loading)),
+        ("count", c_int64),
+        ("channel", POINTER(c_void_p)),
+        ("channels", c_int64),
+        ("work_per_process", c_int64),
+        ("element_ns", c_double),
+        ("watchdog_ns", c_int64),
+        ("layer_wait_ns", c_int64),
+        ("by_processes", c_int64),
+        ("on_device", c_int64),
+        ("in_place", c_int64),
+        ("repaired", c_int64),
+        ("layer_waited_ns", c_int64),
+        ("layers_late", c_int64),
+    ]
+
+
 class Step(Structure):
     """One step's rows."""
 
@@ -112,6 +149,7 @@ class Step(Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("out", c_void_p),
+        ("assist", POINTER(Assist)),
     ]
 
 
@@ -129,6 +167,26 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, c_int64, POINTER(Pool), c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64],
     ),
     "motet_attention": (None, [c_void_p, c_int64, POINTER(Step), c_void_p, c_void_p, *[c_int64] * 5, c_void_p]),
+    "motet_loader_new": (c_void_p, [POINTER(Pool), c_int64, c_double]),
+    "motet_loader_free": (None, [c_void_p]),
+    "motet_loader_begin": (None, [c_void_p, c_int64, POINTER(Pool)]),
+    "motet_loader_cancel": (None, [c_void_p, c_int64]),
+    "motet_loader_hold": (None, [c_void_p]),
+    "motet_loader_release": (None, [c_void_p]),
+    "motet_loader_state": (None, [c_void_p, *[POINTER(c_int64)] * 3]),
+    "motet_loader_ahead": (c_int64, [c_void_p, c_int64]),
+    "motet_channel_bytes": (c_int64, [POINTER(Pool), c_int64]),
+    "motet_channel_init": (None, [c_void_p, POINTER(Pool), c_int64, c_int64, c_int64, c_uint32]),
+    "motet_channel_new": (c_void_p, [c_void_p]),
+    "motet_channel_free": (None, [c_void_p]),
+    "motet_channel_ready": (c_int64, [c_void_p]),
+    "motet_channel_state": (c_int64, [c_void_p]),
+    "motet_channel_fail": (None, [c_void_p, c_int64]),
+    "motet_channel_stop": (None, [c_void_p]),
+    "motet_channel_counters": (None, [c_void_p, *[POINTER(c_int64)] * 4]),
+    "motet_channel_start": (None, [c_void_p, POINTER(Loading), c_void_p, *[c_int64] * 4]),
+    "motet_channel_finish": (c_int64, [c_void_p, c_void_p]),
+    "motet_assist_serve": (None, [c_void_p, c_int64]),
     "motet_peak_flops": (c_double, [c_void_p, c_int64]),
     "motet_read_bandwidth": (c_double, [c_void_p, c_void_p, c_int64]),
 }
@@ -156,7 +214,8 @@ class CpuEngine:
         if self.isa not in here:
             raise ValueError(f"instruction set {self.isa!r}: this machine has {', '.join(here)}, of {', '.join(ISAS)}")
         self.threads = threads or len(os.sched_getaffinity(0))
-        self.library = _load(build(self.isa))
+        self.path = build(self.isa)
+        self.library = _load(self.path)
         self._handle = self.library.motet_engine_new(self.threads)
         if not self._handle:
             raise BuildError(f"the operating system refuses {self.isa}; set MOTET_CPU_ISA={here[-2]}")
@@ -321,19 +380,20 @@ def address(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
     return tensor.data_ptr()
 
 
-def pool_struct(pool: LoraPool) -> Pool:
-    """The addresses of a pool's tables, which it never replaces."""
-    if pool.max_rank > MAX_RANK:
-        raise ValueError(f"a pool of rank {pool.max_rank}: the compiled kernels take ranks up to {MAX_RANK}")
+def pool_struct(pool: LoraPool | PackedLora) -> Pool:
+    """The addresses of a pool's tables, which it never replaces; an adapter outside is a pool of one slot."""
+    if pool.table.shape[2] * PAGE_RANKS > MAX_RANK:
+        raise ValueError(f"ranks up to {pool.table.shape[2] * PAGE_RANKS}: the compiled kernels take {MAX_RANK}")
     shapes = [pool.shapes[module] for module in MODULES]
     return Pool(
         address(pool.arena),
         pool.table.ctypes.data,
         pool.pages.ctypes.data,
         pool.scales.ctypes.data,
-        len(pool.loaded),
+        len(pool.pages),
         pool.table.shape[2],
         pool.layers,
         (c_int64 * 7)(*(fan_in for fan_in, _ in shapes)),
         (c_int64 * 7)(*(fan_out for _, fan_out in shapes)),
+        pool.loaded_layers.ctypes.data if isinstance(pool, LoraPool) else None,
     )

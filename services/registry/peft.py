@@ -1,4 +1,4 @@
-"""A PEFT adapter (`adapter_config.json`, `adapter_model.safetensors`) -> one validated `motet-lora/1` blob.
+"""A PEFT adapter (`adapter_config.json`, `adapter_model.safetensors`) -> one validated `motet-lora/2` blob.
 
 Cheap checks first, so that a bad file costs little:
 
@@ -22,7 +22,17 @@ import numpy as np
 from msgspec import Meta
 
 from services.registry.patterns import assign
-from shared.adapter_blob import DTYPE_BYTES, MAX_HEADER_BYTES, TensorInfo, digest_of, read_index, safetensors_header, write_blob
+from shared.adapter_blob import (
+    DTYPE_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_SCALE,
+    TensorInfo,
+    data_bytes,
+    digest_of,
+    read_index,
+    safetensors_header,
+    write_blob,
+)
 from shared.base_shapes import BaseShapes
 from shared.errors import InvalidAdapter, TooLarge
 from shared.model import MODULES
@@ -92,6 +102,7 @@ _KEY = re.compile(
     r"base_model\.model\.model\.layers\.(\d{1,5})\.(self_attn|mlp)\.([a-z]+_proj)\.(lora_[AB])(?:\.default)?\.weight"
 )
 _EXPONENT = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+_NUMPY = {"F32": "<f4", "F16": "<u2", "BF16": "<u2"}
 _CHUNK = 1 << 22  # elements checked at once, so that the check itself needs little memory
 
 
@@ -170,7 +181,7 @@ def plan(
         if rank > max_rank:
             raise InvalidAdapter(f"tensor {a.key}: rank {rank} is over the limit of {max_rank}", param="r")
         scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        if not math.isfinite(scale):
+        if not abs(scale) <= MAX_SCALE:
             raise InvalidAdapter(f"lora_alpha {alpha} with rank {rank} gives no finite scale", param="lora_alpha")
         planned[at] = (scale, a, b)
     return planned
@@ -198,13 +209,13 @@ def _check_finite(tensor: _Tensor, data: memoryview) -> None:
             raise InvalidAdapter(f"tensor {tensor.key}: NaN or infinity at [{row}, {column}]")
 
 
-def _as_f32(tensor: _Tensor, data: memoryview) -> bytes:
-    """The same numbers as F32: exact from F16 and BF16."""
-    if tensor.info.dtype == "F32":
-        return bytes(data)
-    if tensor.info.dtype == "F16":
-        return np.frombuffer(data, dtype="<f2").astype("<f4").tobytes()
-    return (np.frombuffer(data, dtype="<u2").astype("<u4") << 16).tobytes()
+def _matrix(tensor: _Tensor, data: memoryview, dtype: str) -> np.ndarray[Any, Any]:
+    """The weights as they go into a blob of `dtype`: its own, or F32, which is exact from F16 and BF16."""
+    own = tensor.info.dtype
+    numbers: np.ndarray[Any, Any] = np.frombuffer(data, dtype=_NUMPY[own])
+    if own != dtype:
+        numbers = numbers.view("<f2").astype("<f4") if own == "F16" else (numbers.astype("<u4") << 16).view("<f4")
+    return numbers.reshape(tensor.info.shape)
 
 
 def convert(
@@ -213,7 +224,8 @@ def convert(
     """Validate an adapter and write its blob. `weights` is an open safetensors file of `size_bytes`, at its beginning.
 
     Tensors keep their dtype; a file that mixes dtypes becomes F32 throughout, which loses nothing. Raises InvalidAdapter
-    or TooLarge with the reason. Needs about twice `size_bytes` of memory for a moment.
+    or TooLarge with the reason: `max_bytes` is for the file and for the blob, whose whole pages and layers may be many times
+    as large. Needs the memory of the file and of two blobs for a moment.
     """
     if size_bytes > max_bytes:
         raise TooLarge(f"adapter_model.safetensors has {size_bytes} bytes, the limit is {max_bytes}")
@@ -224,24 +236,40 @@ def convert(
         head += weights.read(length)
     tensors, _, start = safetensors_header(head, size_bytes)
     planned = plan(config, tensors, base, max_rank)
+    dtypes = {info.dtype for info in tensors.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+    _check_blob_size(planned, base, dtype, max_bytes)
     data = memoryview(weights.read(size_bytes - start))
     if len(data) != size_bytes - start:
         raise InvalidAdapter("adapter_model.safetensors changed while it was read")
-    mixed = len({info.dtype for info in tensors.values()}) > 1
     pairs = {}
     for at, (scale, *halves) in planned.items():
-        ready: list[tuple[TensorInfo, memoryview | bytes]] = []
-        for tensor in halves:
-            begin, end = tensor.info.data_offsets
-            part = data[begin:end]
+        parts = [data[slice(*tensor.info.data_offsets)] for tensor in halves]
+        for tensor, part in zip(halves, parts, strict=True):
             _check_finite(tensor, part)
-            if mixed:
-                ready.append((msgspec.structs.replace(tensor.info, dtype="F32"), _as_f32(tensor, part)))
-            else:
-                ready.append((tensor.info, part))
-        pairs[at] = (scale, *ready[0], *ready[1])
-    blob = write_blob(pairs)
+        a, b = (_matrix(tensor, part, dtype) for tensor, part in zip(halves, parts, strict=True))
+        pairs[at] = (scale, a, b)
+    blob = write_blob(pairs, dtype=dtype, layers=base.layers)
     index = read_index(blob, len(blob))
     return Converted(
-        blob=blob, digest=digest_of(blob), rank=index.rank, modules=index.modules, layers=index.layers, dtype=index.dtype
+        blob=blob,
+        digest=digest_of(blob),
+        rank=index.rank,
+        modules=index.modules,
+        layers=index.adapted_layers,
+        dtype=index.dtype,
     )
+
+
+def _check_blob_size(
+    planned: Mapping[tuple[int, str], tuple[float, _Tensor, _Tensor]], base: BaseShapes, dtype: str, max_bytes: int
+) -> None:
+    ranks: dict[str, int] = {}
+    for (_, module), (_, a, _) in planned.items():
+        ranks[module] = max(a.info.shape[0], ranks.get(module, 0))
+    needed = data_bytes({m: (rank, *base.linear(m)) for m, rank in ranks.items()}, dtype=dtype, layers=base.layers)
+    if needed > max_bytes:
+        raise TooLarge(
+            f"adapter_model.safetensors needs {needed} bytes in whole pages of 8 ranks over {base.layers} layers, "
+            f"the limit is {max_bytes}"
+        )

@@ -252,7 +252,9 @@ class AdapterTiers:
                 self._room.set()
             waiters = self._loads[digest].waiters
             self._host[digest] = _Held(adapter, adapter.nbytes, waiters)
-            for gone in self._disk.added(digest, adapter.nbytes):
+            while self._over_budget(0) and self._evict_idle():  # cast to a wider type it takes more than was promised
+                pass
+            for gone in self._disk.added(digest, adapter.blob_bytes):
                 metrics.ADAPTER_EVICTIONS.labels("disk").inc()
                 self._changed(gone)
             if not waiters and digest in self._doomed:
@@ -266,16 +268,24 @@ class AdapterTiers:
         if size_bytes > self._budget:
             raise TooLarge(f"adapter of {size_bytes} bytes does not fit in host_cache_mib ({self._budget} bytes)")
         async with self._turn:
-            while self.host_used_bytes + self._reserved + size_bytes > self._budget:
-                idle = next((d for d, held in self._host.items() if not held.holders), None)
-                if idle is None:
+            while self._over_budget(size_bytes):
+                if not self._evict_idle():
                     self._room.clear()
                     await self._room.wait()
-                    continue
-                del self._host[idle]
-                metrics.ADAPTER_EVICTIONS.labels("host").inc()
-                self._changed(idle)
             self._reserved += size_bytes
+
+    def _over_budget(self, more_bytes: int) -> bool:
+        return self.host_used_bytes + self._reserved + more_bytes > self._budget
+
+    def _evict_idle(self) -> bool:
+        """Let go of the least recently used host copy that nobody holds; whether there was one."""
+        idle = next((d for d, held in self._host.items() if not held.holders), None)
+        if idle is None:
+            return False
+        del self._host[idle]
+        metrics.ADAPTER_EVICTIONS.labels("host").inc()
+        self._changed(idle)
+        return True
 
     def _from_disk(self, digest: str) -> HostAdapter | None:
         """The host copy, or None when the file is missing or its content is not what its name says."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
+from policies.cold_start import Forced
 from services.worker.config import WorkerConfig, free_host_bytes, kv_blocks_for
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.engine import Engine
@@ -61,9 +64,13 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
             max_loras=config.max_loras,
             threads=config.engine_threads,
             quantization=config.quantization,
+            link_bytes_per_s=config.link_gbps * 1e9,
+            assist_cores=config.assist_core_ids,
+            assist_rows=config.max_step_tokens,
         )
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from None
+    _check_copies(config, runner)
     max_model_len = min(config.max_model_len or model.max_model_len, kv_blocks * config.block_size)
     engine = Engine(
         runner,
@@ -77,6 +84,8 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
             prefix_cache=config.prefix_cache,
             max_model_len=max_model_len,
         ),
+        perf=lambda: times.model,
+        cold_start=cast(Forced, config.cold_start),
     )
     limits = WorkerLimits(
         base_model=config.base_model,
@@ -92,9 +101,17 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
     _warm_up(engine, limits, model.vocab_size, times)
 
     def parse_adapter(path: Path, digest: str) -> HostAdapter:
-        return HostAdapter.from_blob(path, model, digest=digest)
+        return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
 
     return Assembly(engine, limits, model.vocab_size, parse_adapter)
+
+
+def _check_copies(config: WorkerConfig, runner: ModelRunner) -> None:
+    """What is asked for beside the steps must be there."""
+    if config.assist_processes and runner.assist is None:
+        raise ConfigError(f"--assist-processes: {config.assist_processes} asked for, which the compiled CPU kernels alone have")
+    if config.link_gbps and math.isinf(runner.link.bytes_per_s):
+        raise ConfigError(f"--link-gbps: {config.link_gbps} asked for, which the compiled CPU kernels alone can emulate")
 
 
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:

@@ -46,6 +46,24 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory for adapter weights")] = 256
     max_loras: Annotated[int, Meta(ge=1, le=4096, description="adapters on the device at once")] = 64
     prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of equal prompt beginnings")] = True
+    link_gbps: Annotated[
+        float, Meta(ge=0, le=1e5, description="emulated speed of adapter copies to the device in GB/s; 0: as fast as memory")
+    ] = 0.0
+    cold_start: Annotated[
+        str,
+        Meta(
+            pattern="^(auto|blocking|layerwise|assist)$",
+            description="how a request starts whose adapter is being copied: auto (least predicted time), blocking (when the"
+            " copy is whole), layerwise (when it stays ahead of the layers), assist (at once, with --assist-processes)",
+        ),
+    ] = "auto"
+    assist_processes: Annotated[
+        int, Meta(ge=0, description="CPU processes that compute adapters which are still being copied; each takes a core")
+    ] = 0
+    assist_cores: Annotated[
+        str,
+        Meta(pattern=r"^(\d+(,\d+)*)?$", description="cores of --assist-processes, comma-separated; empty: the last ones"),
+    ] = ""
     profile: Annotated[
         str,
         Meta(description="file of `motet profile` with this worker's step times; without, they are learned while serving"),
@@ -63,8 +81,20 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
 
     @property
     def engine_threads(self) -> int:
-        """How many CPU threads the engine uses: as asked, or every core this process may run on."""
-        return self.threads or len(os.sched_getaffinity(0))
+        """How many CPU threads the engine uses: as asked, or every core this process may run on but those of assistants."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) - self.assist_processes)
+
+    @property
+    def assist_core_ids(self) -> tuple[int, ...]:
+        """A core for each of --assist-processes. Raises ConfigError when there are not that many, or not the ones named."""
+        allowed = sorted(os.sched_getaffinity(0))
+        named = [int(core) for core in self.assist_cores.split(",") if core]
+        if not set(named) <= set(allowed):
+            raise ConfigError(f"--assist-cores: {self.assist_cores}, this process may run on {', '.join(map(str, allowed))}")
+        cores = named or allowed[-self.assist_processes :] if self.assist_processes else []
+        if len(set(cores)) != self.assist_processes:
+            raise ConfigError(f"--assist-processes: {self.assist_processes} are to have a core each, of {len(set(cores))}")
+        return tuple(cores)
 
     @property
     def lora_bytes(self) -> int:

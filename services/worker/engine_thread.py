@@ -8,7 +8,7 @@ Rules:
 - it does wait for a loop that is `MAX_AHEAD` reports behind. Tokens are never dropped here; a loop that far behind has
   no use for more of them, and the pause is counted (`motet_worker_engine_paused_seconds`).
 - the loop never waits for the engine: commands only append.
-- while there is nothing to do the thread sleeps on the event.
+- while there is nothing to do the thread sleeps on the event; while everybody waits for an adapter's copy, with a timeout.
 - no exception ends the thread. What a command's failure concerns is answered; when a step fails as a whole, its
   requests end with an error. `StepReport.failures` counts failing steps since the last good one.
 """
@@ -128,9 +128,13 @@ class EngineThread:
             self._apply(engine)
             if engine.has_work():
                 self._advance(engine)
+                if engine.pause_s:
+                    self._wake.wait(engine.pause_s)
+                    self._wake.clear()
             else:
                 self._wake.wait()
                 self._wake.clear()
+        engine.close()
 
     def _apply(self, engine: Engine) -> None:
         while self._commands:
@@ -154,6 +158,8 @@ class EngineThread:
             if output.failure is not None:
                 log.error("forward pass failed", exc_info=output.failure)
         self._busy_since = None
+        if output.empty:
+            return
         self._step += 1
         if output.failure is not None:
             self._failures += 1

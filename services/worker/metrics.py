@@ -43,6 +43,32 @@ ADAPTER_CORRUPT = Counter(
     "motet_worker_adapter_corrupt", "Adapter files whose content had another digest, by source.", ["source"], registry=REGISTRY
 )
 ADAPTER_EVICTIONS = Counter("motet_worker_adapter_evictions", "Adapters pushed out of a tier.", ["tier"], registry=REGISTRY)
+COLD_STARTS = Counter(
+    "motet_worker_cold_starts",
+    "Requests that found their adapter on its way to the device, by how they got in and why.",
+    ["mode", "reason"],
+    registry=REGISTRY,
+)
+COLD_START_ERROR_S = Histogram(
+    "motet_worker_cold_start_error_seconds",
+    "How far the time to first token of such requests was from what was predicted for them, by mode.",
+    ["mode"],
+    buckets=LATENCY_BUCKETS_S,
+    registry=REGISTRY,
+)
+LINK_BYTES = Counter("motet_worker_link_bytes", "Adapter bytes copied to the device beside the steps.", registry=REGISTRY)
+LINK_BYTES_PER_S = Gauge("motet_worker_link_bytes_per_second", "Speed of those copies.", registry=REGISTRY)
+COPIES = Gauge("motet_worker_adapter_copies", "Adapters on their way to the device.", registry=REGISTRY)
+ASSIST_PROCESSES = Gauge("motet_worker_assist_processes", "CPU LoRA processes that serve.", registry=REGISTRY)
+ASSIST_ROWS = Counter(
+    "motet_worker_assist_rows",
+    "Rows times layers of adapters on their way, by where the low-rank part was computed (processes, device, in_place).",
+    ["where"],
+    registry=REGISTRY,
+)
+ASSIST_FAILURES = Counter(
+    "motet_worker_assist_failures", "CPU LoRA processes that were given up, by reason.", ["reason"], registry=REGISTRY
+)
 FRAMES = Counter("motet_worker_frames", "Token frames sent to gateways.", registry=REGISTRY)
 FRAMES_LOST = Counter(
     "motet_worker_frames_lost", "Token frames given up because the bus could not take them.", registry=REGISTRY

@@ -5,7 +5,7 @@ state reports take from the engine is in the times. Every batch comes in togethe
 newcomers (steps that do both), and ends. Adapters are random weights made for the purpose: times do not depend on values.
 
     period of a step    from its beginning to the beginning of the next one, while there is work: hand-over included
-    load                host memory to the device, from the engine's own clock
+    load                host memory to the device, from the engine's own clock or the speed of its link
     disk, store         into host memory, while a small batch decodes beside it, as when serving
     hops                over the bus to the engine's queue and back, beside such a batch as well
 """
@@ -17,26 +17,28 @@ import itertools
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
 
+from policies.cold_start import Forced
 from policies.perf_fit import Step
 from services.worker.adapters import AdapterTiers, DiskTier
 from services.worker.config import MIB, WorkerConfig
 from services.worker.engine_thread import StepReport
 from services.worker.service import WorkerService
 from shared import subjects
-from shared.adapter_blob import TensorInfo, digest_of, write_blob
+from shared.adapter_blob import digest_of, write_blob
 from shared.base_shapes import ATTENTION, read_shapes
 from shared.bus import Bus
 from shared.clock import now_s
 from shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
 from shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, WorkerLimits
+from shared.profile import LinkFacts
 
 if TYPE_CHECKING:
-    from services.worker.engine.request import StepStats
+    from services.worker.engine.request import CopyStats, StepStats
 
 RANKS = (8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -64,6 +66,7 @@ class Measured:
     store: list[tuple[float, float]] = field(default_factory=list)
     assign_ms: list[float] = field(default_factory=list)  # a request to the worker
     frame_ms: list[float] = field(default_factory=list)  # a step's tokens to a gateway
+    link: LinkFacts | None = None  # where copies run beside the steps
 
 
 async def measure(
@@ -227,7 +230,8 @@ class _Profiler:
             assert report is not None, "only the last one has no follower"
             stats = report.output.stats
             working = stats.running + stats.waiting > 0  # so the next step began at once
-            if report.step_s and following is not None and working and not stats.adapters_loaded:
+            copying = stats.adapters_loaded or (stats.copies is not None and stats.copies.under_way)
+            if report.step_s and following is not None and working and not copying:
                 self.measured.steps.append(_step(stats, (following.began_s - report.began_s) * 1000))
 
     # ---- adapters
@@ -244,9 +248,21 @@ class _Profiler:
             self._worker.seen.clear()
             await self._ask(adapter, PROMPTS[0], 1)
             await self._worker.idle()
-            for report in self._worker.seen:
-                if report.output.stats.adapters_loaded:
-                    self.measured.loads.append((adapter.size_bytes / MIB, report.output.stats.load_s * 1000))
+            for stats in (report.output.stats for report in self._worker.seen):
+                if stats.adapters_loaded and stats.copies is not None:
+                    self.measured.loads.append((adapter.size_bytes / MIB, adapter.size_bytes / stats.copies.bytes_per_s * 1000))
+                    self.measured.link = self._link(stats.copies)
+                elif stats.adapters_loaded:
+                    self.measured.loads.append((adapter.size_bytes / MIB, stats.load_s * 1000))
+
+    def _link(self, copies: CopyStats) -> LinkFacts:
+        return LinkFacts(
+            gb_per_s=copies.bytes_per_s / 1e9,
+            layers=read_shapes(self._model_dir).layers,
+            assist_processes=copies.processes,
+            assist_mib_row_ms=copies.mib_row_ms,
+            cold_start=cast(Forced, self._worker.config.cold_start),
+        )
 
     async def _acquire(self, disk: DiskTier, times: list[tuple[float, float]]) -> None:
         tiers = self._worker.fresh_tiers(disk)
@@ -318,10 +334,9 @@ def random_adapter(model_dir: Path, base_model: str, rank: int, number: int) -> 
         fan_in, fan_out = shapes.linear(module)
         sizes = [(rank, fan_in), (fan_out, rank)]
         # the upper half of a float32 number is a bfloat16 number
-        data = [(draw.standard_normal(size, np.float32) * 0.01).view(np.uint16)[..., 1::2].tobytes() for size in sizes]
-        infos = [TensorInfo("BF16", list(size), (0, len(half))) for size, half in zip(sizes, data, strict=True)]
-        pairs[layer, module] = (1.0, infos[0], data[0], infos[1], data[1])
-    blob = write_blob(pairs)
+        lora_a, lora_b = ((draw.standard_normal(size, np.float32) * 0.01).view(np.uint16)[..., 1::2] for size in sizes)
+        pairs[layer, module] = (1.0, lora_a, lora_b)
+    blob = write_blob(pairs, dtype="BF16", layers=shapes.layers)
     return blob, AdapterVersion(
         digest=digest_of(blob),
         base_model=base_model,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import secrets
 import signal
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from services.worker import admission, metrics
 from services.worker.config import WorkerConfig
-from services.worker.engine.request import EngineRequest, StepOutput
+from services.worker.engine.request import CopyStats, EngineRequest, StepOutput
 from services.worker.engine_thread import EngineThread, StepReport
 from services.worker.frames import FrameSender
 from services.worker.reports import StateReporter
@@ -353,6 +354,13 @@ class WorkerService:
         metrics.REQUESTS.labels("running").set(stats.running)
         metrics.REQUESTS.labels("waiting").set(stats.waiting)
         metrics.REQUESTS.labels("loading").set(max(0, len(self._live) - stats.running - stats.waiting))
+        for start in stats.cold_starts:
+            metrics.COLD_STARTS.labels(*start).inc()
+        for mode, error_ms in stats.cold_errors_ms:
+            metrics.COLD_START_ERROR_S.labels(mode).observe(abs(error_ms) / 1000)
+        metrics.COPIES.set(stats.copies.under_way if stats.copies is not None else 0)
+        if stats.copies is not None:
+            _measure_copies(stats.copies)
         metrics.KV_USAGE.set(1 - view.kv_blocks_free / view.limits.kv_blocks_total)
 
     def _on_control(self, message: Control) -> None:
@@ -386,6 +394,16 @@ class WorkerService:
         self.reporter.touch()
 
 
+def _measure_copies(copies: CopyStats) -> None:
+    metrics.LINK_BYTES.inc(copies.link_bytes)
+    metrics.LINK_BYTES_PER_S.set(copies.bytes_per_s)
+    metrics.ASSIST_PROCESSES.set(copies.processes)
+    for where, rows in copies.rows.items():
+        metrics.ASSIST_ROWS.labels(where).inc(rows)
+    for reason, count in copies.failures.items():
+        metrics.ASSIST_FAILURES.labels(reason).inc(count)
+
+
 def _profiled(config: WorkerConfig) -> PerfModel:
     """The step times to start from: the profile's, or a small model's on two cores. Raises ConfigError for a bad file."""
     if not config.profile:
@@ -398,6 +416,8 @@ def _profiled(config: WorkerConfig) -> PerfModel:
 
 def main(config: WorkerConfig) -> int:
     """Run a worker until it is told to stop; the exit status is 1 when its engine failed, so that it is restarted."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every adapter in host memory is an open file
     service = WorkerService(config)
     status = run(service, config)
     return 1 if service.unhealthy else status

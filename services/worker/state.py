@@ -149,7 +149,7 @@ class StepTimes:
     def observe(self, step_ms: float, stats: StepStats) -> None:
         """One step's time and what was in it. The prefilling requests' share of the ranks goes by their number."""
         rows = stats.decode_rows + stats.prefill_requests
-        if not rows:
+        if not rows or stats.cold_rows:  # what a copy under way costs is no property of the engine
             return
         if self._start.kernel == "bgmv":
             decode_load = float(stats.decode_rows * stats.rank_max)

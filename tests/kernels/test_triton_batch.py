@@ -10,7 +10,7 @@ import pytest
 from kernels import GROUPS, LoraPool
 from kernels.pool import MODULES
 from kernels.triton.batch import DECODE, PREFILL, PackedBatch, Tile, WorkList, split_k_for, tile_for, work_list
-from tests.kernels.test_lora import LAYERS, make_pool, random_adapter, scattered_pool
+from tests.kernels.test_lora import LAYERS, load, make_pool, random_adapter, scattered_pool
 
 
 def random_slots(draw: random.Random, held: list[int], rows: int) -> np.ndarray:
@@ -69,7 +69,7 @@ def test_reserved_buffers_hold_any_batch_and_keep_their_addresses() -> None:
     draw = random.Random(1)
     pool = make_pool(bytes_total=64 << 20)
     for slot in range(12):
-        pool.load(slot, random_adapter(draw, dict.fromkeys(MODULES, 128 if slot % 2 else draw.randint(1, 128))))
+        load(pool, slot, random_adapter(draw, dict.fromkeys(MODULES, 128 if slot % 2 else draw.randint(1, 128))))
     rows = 40
     nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), DECODE, 132)
     packed = PackedBatch(pool, nothing, DECODE, max_rows=rows)

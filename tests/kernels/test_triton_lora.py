@@ -12,7 +12,17 @@ from kernels import GROUPS, LoraPool
 from kernels.triton import LoraBatch, add_lora, baselines, start_lora
 from kernels.triton import lora as launches
 from kernels.triton.lora import Plan
-from tests.kernels.test_lora import MODULES, Adapter, formula, make_pool, poison, random_adapter, random_io, relative_error
+from tests.kernels.test_lora import (
+    MODULES,
+    Adapter,
+    formula,
+    load,
+    make_pool,
+    poison,
+    random_adapter,
+    random_io,
+    relative_error,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLANS: tuple[Plan, ...] = ("two_launches", "ticketed", "segmented")
@@ -25,13 +35,13 @@ def gpu_pool(ranks: tuple[int, ...] = RANKS, dtype: torch.dtype = torch.float32)
     draw = random.Random(sum(ranks))
     pool = make_pool(dtype=dtype)
     for slot in range(len(ranks), 12):  # pages that will be holes between the others
-        pool.load(slot, random_adapter(draw, dict.fromkeys(MODULES, draw.choice((8, 16)))))
+        load(pool, slot, random_adapter(draw, dict.fromkeys(MODULES, draw.choice((8, 16)))))
     held = {}
     for slot, rank in enumerate(ranks):
         if slot + len(ranks) < 12:
             poison(pool, slot + len(ranks))
         adapter = random_adapter(draw, dict.fromkeys(MODULES, rank))
-        pool.load(slot, adapter)
+        load(pool, slot, adapter)
         held[slot] = {key: (scale, a.to(dtype), b.to(dtype)) for key, (scale, a, b) in adapter.items()}
     for slot in range(len(ranks), 12):
         if pool.loaded[slot]:
@@ -95,7 +105,7 @@ def test_random_adapters_and_rows_follow_the_formula(seed: int) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_modules_that_an_adapter_lacks_keep_every_bit(plan: Plan) -> None:
     pool = make_pool()
-    pool.load(2, random_adapter(random.Random(0), {"q_proj": 8, "v_proj": 20}))
+    load(pool, 2, random_adapter(random.Random(0), {"q_proj": 8, "v_proj": 20}))
     pool.arena = pool.arena.to(DEVICE)
     batch = LoraBatch.build(pool, np.array([2, 2], dtype=np.int32), plan)
     for group in GROUPS:
@@ -136,7 +146,7 @@ def test_the_baselines_compute_the_same() -> None:
     assert_follows_the_formula(pool, held, slots, batch, "o")
     grown = make_pool()
     for slot, adapter in held.items():
-        grown.load(slot, baselines.padded(adapter, 40))
+        load(grown, slot, baselines.padded(adapter, 40))
     grown.arena = grown.arena.to(DEVICE)
     assert (grown.pages[:2] == 5).all()
     assert_follows_the_formula(grown, held, slots, baselines.mbgmv(grown, slots), "o")

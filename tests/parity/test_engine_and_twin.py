@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from policies.cold_start import AssistRates
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.engine import Engine
 from services.worker.engine.model_config import read_model_config
 from shared.model import WorkerLimits
-from tests.services.worker.support_engine import BLOCK_SIZE, make_engine, request, run
+from tests.services.worker.support_engine import BLOCK_SIZE, PacedRunner, make_engine, request, run
 from tests.support_models import MAX_LEN, VOCAB, make_adapters, make_checkpoint
 from twin.cluster import Cluster
 from twin.events import PS_PER_MS
+from twin.link import LinkModel
 from twin.steps import A10_MBGMV, Batch
 from twin.worker import WorkerSpec
 from twin.workload import Workload
@@ -118,6 +120,60 @@ def test_the_twins_worker_runs_the_batches_of_the_live_engine(
     assert metrics.preemptions == live.total("preempted") and metrics.prefix_tokens == live.total("cached_tokens")
     ends = {int(request_id): item.index + len(item.tokens) for request_id, item in live.last.items()}
     assert metrics.output_tokens.tolist() == [ends[i] for i in range(REQUESTS)]
+
+
+@pytest.mark.parametrize("cold_start", ["blocking", "assist", "auto"])
+@pytest.mark.parametrize(("kv_blocks", "max_loras", "prefix_cache"), [(600, 16, True), (90, 3, False)])
+def test_the_twins_worker_runs_the_batches_of_an_engine_whose_copies_run_beside_its_steps(
+    checkpoint, kv_blocks: int, max_loras: int, prefix_cache: bool, cold_start: str
+) -> None:
+    model_dir, adapters = checkpoint
+    limits = {"kv_blocks": kv_blocks, "max_loras": max_loras, "prefix_cache": prefix_cache, "max_running": 12}
+    options = {"perf": lambda: A10_MBGMV, "cold_start": cold_start, "runner": PacedRunner}
+    engine = make_engine(model_dir, max_step_tokens=48, **limits, **options)
+    runner = engine._runner
+    runner.bytes_per_s, runner.processes = 50e6, 1  # a copy takes up to 30 steps
+    workload, prompts = scripted(1, engine, adapters)
+    workload.adapter[0], workload.output_tokens[0] = -1, 220  # somebody runs all the time, so no step is skipped
+    requests = []
+    for i, prompt in enumerate(prompts):
+        adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
+        requests.append(request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i])))
+    live = run(engine, requests, per_step=1)
+
+    recorder = Recorder()
+    rates = AssistRates(1, mib_row_ms=1e-9)
+    worker = WorkerSpec(
+        limits=WorkerLimits(
+            base_model="m",
+            max_model_len=MAX_LEN,
+            max_running=12,
+            max_waiting=1000,
+            block_size=BLOCK_SIZE,
+            kv_blocks_total=kv_blocks,
+            adapter_bytes_total=runner.lora_bytes_total,
+            max_lora_rank=64,
+        ),
+        perf=A10_MBGMV,
+        steps=recorder,
+        link=LinkModel(bytes_per_s=50e6, layers=3, assist=rates, cold_start=cold_start),
+        max_step_tokens=48,
+        max_loras=max_loras,
+        prefix_cache=prefix_cache,
+    )
+    cluster = Cluster(workload, [worker], None)
+    cluster.workers[0].max_run = 1
+    cluster.run()
+
+    assert [
+        (b.decode_rows, b.prefill_requests, b.prefill_tokens, b.decode_rank_sum + b.prefill_rank_sum, b.waiting)
+        for b in recorder.batches
+    ] == [(s.decode_rows, s.prefill_requests, s.prefill_tokens, s.rank_sum, s.waiting) for s in live.steps]
+    modes = [mode for step in live.steps for mode, _ in step.cold_starts]
+    assert {mode: modes.count(mode) for mode in set(modes)} == cluster.metrics.cold_starts and modes
+    assert cluster.metrics.preemptions == live.total("preempted")
+    ends = {int(request_id): item.index + len(item.tokens) for request_id, item in live.last.items()}
+    assert cluster.metrics.output_tokens.tolist() == [ends[i] for i in range(REQUESTS)]
 
 
 def test_those_settings_preempt_share_prefixes_and_evict_adapters(checkpoint) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from shared.profile import FileError, write_profile
+from policies.cold_start import AssistRates
+from shared.profile import FileError, LinkFacts, write_profile
 from tests.twin.support import STEPS
+from twin.link import LinkModel
 from twin.profile import a10_llama2_7b, read_profile
 from twin.steps import MeasuredSteps, PerfSteps
 
@@ -95,3 +97,15 @@ def test_numbers_that_are_no_line_or_no_spread_are_refused(
 def test_a_profile_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="No such file"):
         read_profile(tmp_path / "none.json")
+
+
+def test_a_link_beside_the_steps_is_simulated_as_the_file_says(tmp_path: Path) -> None:
+    facts = LinkFacts(gb_per_s=12.0, layers=32, assist_processes=4, assist_mib_row_ms=0.02, cold_start="assist")
+    path = tmp_path / "profile.json"
+    write_profile(path, replace(WORKER, link=facts))
+    link = read_profile(path).spec().link
+    assert link == LinkModel(bytes_per_s=12e9, layers=32, assist=AssistRates(4, 0.02, 0.05), cold_start="assist")
+    assert a10_llama2_7b().spec().link is None
+    path.write_text(path.read_text().replace('"gb_per_s": 12', '"gb_per_s": 0'))
+    with pytest.raises(FileError, match=r"link\.gb_per_s"):
+        read_profile(path)

@@ -5,6 +5,9 @@
 //               h = norm(x) | y = h Wgu,  s = h A | y += s B | g = silu(gate) up              | x += g Wd, s = g A | x += s B
 //   logits = norm(x[logit_rows]) Whead
 //
+// While adapters are still on their way to the device (`assist`, see assist.h), some rows' part of "h A" and "s B" is
+// another process's: their h is published before the product with the base's matrix, and what came back is added after.
+//
 // h is in the type that the instruction set multiplies with the weights, everything else that is not stored is float.
 #pragma once
 #include "attention.h"
@@ -66,21 +69,59 @@ INLINE void silu_row(const float* gate, const float* up, int64_t n, A* to) {
   }
 }
 
+template <class T, class A>
+INLINE void shrink_all(Team& team, const Pool& pool, const LoraPlan& lora, int group, int64_t layer, const A* x, int64_t ldx,
+                       float* s) {
+  const std::vector<LoraPiece>& shrink = lora.shrink[group];
+  team.each((int64_t)shrink.size(), [&](int64_t item, int64_t next) {
+    shrink_piece<T, A>(pool, lora, shrink[item], next < 0 ? nullptr : &shrink[next], layer, x, ldx, s);
+  });
+}
+
+template <class T>
+INLINE void expand_all(Team& team, const Pool& pool, const LoraPlan& lora, int group, int64_t layer, const float* s, float* y,
+                       int64_t ldy) {
+  const std::vector<LoraPiece>& expand = lora.expand[group];
+  team.each((int64_t)expand.size(), [&](int64_t item, int64_t next) {
+    expand_piece<T>(pool, lora, expand[item], next < 0 ? nullptr : &expand[next], layer, s, y, ldy);
+  });
+}
+
 // y (+)= h w (+ LoRA of `group`). Two phases, or one without adapters.
 template <class T, class A>
 static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const LoraPlan& lora, int group, int64_t layer, float* s) {
   const GemmItems<A> items(gemm);
   const int64_t products = items.count();
-  const std::vector<LoraPiece>& shrink = lora.shrink[group];
+  const std::vector<LoraPiece>&shrink = lora.shrink[group], &expand = lora.expand[group];
+  const int64_t pieces = (int64_t)expand.size();  // taken now: behind the last barrier a plan may change
   team.each(products + (int64_t)shrink.size(), [&](int64_t item, int64_t next) {
     if (item < products) return gemm_item(gemm, items, item, next < products ? next : -1);
     shrink_piece<T, A>(pool, lora, shrink[item - products], next < 0 ? nullptr : &shrink[next - products], layer, gemm.x, gemm.ldx, s);
   });
-  const std::vector<LoraPiece>& expand = lora.expand[group];
-  if (expand.empty()) return;
-  team.each((int64_t)expand.size(), [&](int64_t item, int64_t next) {
+  if (!pieces) return;
+  team.each(pieces, [&](int64_t item, int64_t next) {
     expand_piece<T>(pool, lora, expand[item], next < 0 ? nullptr : &expand[next], layer, s, gemm.y, gemm.ldy);
   });
+}
+
+// The same, when other processes compute some rows' LoRA meanwhile.
+template <class T, class A>
+static __attribute__((noinline)) void project_assisted(Team& team, const Gemm<A>& gemm, AssistStep& assist, const LoraPlan& lora,
+                                                       int group, int64_t layer, float* s, int member) {
+  const int64_t batches = assist.batches(group);
+  if (batches) {
+    team.each(batches, [&](int64_t batch, int64_t) { assist.hand_over(batch, group, gemm.x, gemm.ldx); });
+    if (member == 0) assist.publish(layer, group);
+  }
+  project<T>(team, gemm, assist.pool(), lora, group, layer, s);
+  if (!batches) return;
+  team.each(batches, [&](int64_t batch, int64_t) { assist.collect(batch, layer, group, gemm.y, gemm.ldy); });
+  if (!assist.broken(layer, group)) return;
+  if (member == 0) assist.repair(layer, group);
+  team.barrier();
+  const LoraPlan& rest = assist.repair_plan();
+  shrink_all<T>(team, assist.pool(), rest, group, layer, gemm.x, gemm.ldx, s);
+  expand_all<T>(team, assist.pool(), rest, group, layer, s, gemm.y, gemm.ldy);
 }
 
 template <class T>
@@ -97,7 +138,13 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   A *h = ws.h.data<A>(), *gated = ws.gated.data<A>();
   float* scratch = ws.scratch.data<float>() + member * ws.scratch_each;
   const T* embed = (const T*)m.embed;
+  AssistStep* assist = step.assist ? &ws.assist : nullptr;
+  const auto project_any = [&](const Gemm<A>& gemm, int group, int64_t l) {
+    if (assist) return project_assisted<T>(team, gemm, *assist, ws.lora, group, l, s, member);
+    project<T>(team, gemm, m.pool, ws.lora, group, l, s);
+  };
 
+  if (assist && member == 0) assist->begin_layer(0);  // nobody looks at it before the next barrier
   each_rows(team, rows, [&](int64_t row) {
     const T* from = embed + step.token_ids[row] * hidden;
     float* to = x + row * by_x;
@@ -111,10 +158,11 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   for (int64_t l = 0; l < m.layers; ++l) {
     const Layer& layer = m.layer[l];
     T* kv = (T*)m.kv + l * m.blocks * m.block_size * 2 * kv_n;
+    if (l && assist && member == 0) assist->begin_layer(l);
     if (l) each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
     });
-    project<T>(team, Gemm<A>{&layer.qkv, h, by_hidden, rows, y, by_qkv, false}, m.pool, ws.lora, 0, l, s);
+    project_any(Gemm<A>{&layer.qkv, h, by_hidden, rows, y, by_qkv, false}, 0, l);
     each_rows(team, rows, [&](int64_t row) {
       float* qkv = y + row * by_qkv;
       const int64_t at = step.positions[row] * half;
@@ -130,19 +178,19 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
     team.each((int64_t)ws.attention.size(), [&](int64_t item, int64_t) {
       attention_item<T>(attention, ws.attention[item], h, by_q, scratch);
     });
-    project<T>(team, Gemm<A>{&layer.o, h, by_q, rows, x, by_x, true}, m.pool, ws.lora, 1, l, s);
+    project_any(Gemm<A>{&layer.o, h, by_q, rows, x, by_x, true}, 1, l);
     each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.post_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
     });
     Gemm<A> gate_up{&layer.gate_up, h, by_hidden, rows, y, by_gate_up, false};
     if (gate) gate_up.gated = gated, gate_up.ld_gated = by_mlp, gate_up.plain = plain;
-    project<T>(team, gate_up, m.pool, ws.lora, 2, l, s);
-    if (!gate || !ws.lora.shrink[2].empty()) each_rows(team, rows, [&](int64_t row) {
+    project_any(gate_up, 2, l);
+    if (!gate || !ws.lora.shrink[2].empty() || (assist && assist->batches(2))) each_rows(team, rows, [&](int64_t row) {
       if (gate && !plain[row]) return;
       const float* both = y + row * by_gate_up;
       silu_row(both, both + m.mlp, m.mlp, gated + row * by_mlp);
     });
-    project<T>(team, Gemm<A>{&layer.down, gated, by_mlp, rows, x, by_x, true}, m.pool, ws.lora, 3, l, s);
+    project_any(Gemm<A>{&layer.down, gated, by_mlp, rows, x, by_x, true}, 3, l);
   }
   each_rows(team, step.logits, [&](int64_t i) {
     norm_row(x + step.logit_rows[i] * by_x, m.norm, hidden, m.eps, h + i * by_hidden, by_hidden);
@@ -157,7 +205,10 @@ static void run_forward(const Model& m, const Step& step, Workspace& ws, Team& t
   typedef typename ActivationOf<T>::type A;
   const int64_t q_n = m.heads * m.head_dim, qkv_n = q_n + 2 * m.kv_heads * m.head_dim;
   const int64_t rows = round_up(std::max(step.rows, step.logits), 16);
-  ws.lora.build(m.pool, step.row_slot, step.rows, sizeof(T), team.size());
+  if (step.assist)
+    ws.assist.begin(m, step, sizeof(T), team.size(), ws.lora);
+  else
+    ws.lora.build(m.pool, step.row_slot, step.rows, sizeof(T), team.size());
   attention_items(step, m.heads, m.kv_heads, team.size(), ws.attention);
   ws.x.reserve(rows * row_stride<float>(m.hidden) * sizeof(float));
   ws.y.reserve(rows * row_stride<float>(std::max(qkv_n, 2 * m.mlp)) * sizeof(float));
@@ -201,18 +252,11 @@ static void run_lora(const Pool& pool, const int32_t* row_slot, int64_t rows, in
   ws.s.reserve(ws.lora.s_size * sizeof(float));
   A* h = ws.h.data<A>();
   float* s = ws.s.data<float>();
-  const std::vector<LoraPiece>&shrink = ws.lora.shrink[group], &expand = ws.lora.expand[group];
   team.run([&](int) {
     each_rows(team, rows, [&](int64_t row) { take_row(x + row * in, h + row * stride, in, stride); });
     for (int64_t l = layer; l < layer + layers; ++l) {
-      if (which & 1)
-        team.each((int64_t)shrink.size(), [&](int64_t item, int64_t next) {
-          shrink_piece<T, A>(pool, ws.lora, shrink[item], next < 0 ? nullptr : &shrink[next], l, h, stride, s);
-        });
-      if (which & 2)
-        team.each((int64_t)expand.size(), [&](int64_t item, int64_t next) {
-          expand_piece<T>(pool, ws.lora, expand[item], next < 0 ? nullptr : &expand[next], l, s, y, out);
-        });
+      if (which & 1) shrink_all<T>(team, pool, ws.lora, group, l, h, stride, s);
+      if (which & 2) expand_all<T>(team, pool, ws.lora, group, l, s, y, out);
     }
   });
 }

@@ -275,23 +275,45 @@ struct alignas(64) TileConfig {
 };
 #endif
 
-// AMX tiles are configured per thread, for as long as this lives: 0-3 sums and 4-5 rows of x with `rows` rows, 6-7 weights.
+// AMX tiles are configured per thread, for as long as this lives. Each `for_` configures them where they are not already.
 class Tiles {
 #if MOTET_LEVEL >= 4
  public:
-  Tiles() { configure(16); }
-  ~Tiles() { _tile_release(); }
-  static void take(int64_t rows) {
-    if (rows != rows_) configure((int)rows);
+  Tiles() { for_product(16); }
+  ~Tiles() {
+    _tile_release();
+    key_ = 0;
+  }
+  // 0-3 sums and 4-5 rows of x with `rows` rows, 6-7 weights
+  static void for_product(int rows) {
+    configure(rows, [&](TileConfig& config) { std::fill_n(config.rows, 6, (uint8_t)rows); });
+  }
+  // 0-3 sums and 4-5 ranks of a page, 6-7 turned `rows` rows of x
+  static void for_shrink(int rows) {
+    configure(64 + rows, [&](TileConfig& config) {
+      std::fill_n(config.rows, 6, (uint8_t)8);
+      for (int tile : {0, 1, 2, 3, 6, 7}) config.bytes[tile] = (uint16_t)(rows * 4);
+    });
+  }
+  // 0-1 sums and 4 ranks of the first 16 of `rows` rows, 2-3 and 5 of the others, 6-7 weights of 8 ranks
+  static void for_expand(int rows) {
+    configure(128 + rows, [&](TileConfig& config) {
+      for (int tile : {0, 1, 4}) config.rows[tile] = (uint8_t)std::min(rows, 16);
+      for (int tile : {2, 3, 5}) config.rows[tile] = (uint8_t)std::max(rows - 16, 1);
+      for (int tile : {4, 5}) config.bytes[tile] = 16;
+      for (int tile : {6, 7}) config.rows[tile] = 4;
+    });
   }
 
  private:
-  static inline thread_local int rows_ = 0;
-  static void configure(int rows) {
+  static inline thread_local int key_ = 0;
+  template <class F>
+  static void configure(int key, F&& change) {
+    if (key == key_) return;
     TileConfig config;
-    for (int tile = 0; tile < 6; ++tile) config.rows[tile] = (uint8_t)rows;
+    change(config);
     _tile_loadconfig(&config);
-    rows_ = rows;
+    key_ = key;
   }
 #endif
 };
@@ -347,7 +369,7 @@ static void panels_by_tiles(const Gemm<bf16>& g, const bf16* w, int64_t stride, 
   alignas(64) float sums[MAX_ROWS * 2 * PANEL];  // per 32 rows: [row half][panel][16][16]
   const int64_t k = round_up(g.w->k, 32), blocks = (row1 - row0 + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t k_each = blocks == 1 ? k : TILES_K;
-  Tiles::take(std::min<int64_t>(16, row1 - row0));
+  Tiles::for_product((int)std::min<int64_t>(16, row1 - row0));
   const int lines = (int)((16 + blocks - 1) / blocks);  // of each panel ahead, for 32 k of a block of rows
   for (int64_t k0 = 0; k0 < k; k0 += k_each)
     for (int64_t row = row0; row < row1; row += TILE_ROWS) {

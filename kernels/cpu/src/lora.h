@@ -6,100 +6,20 @@
 //
 // An adapter's page is read from memory once per step and layer however many rows it has.
 #pragma once
-#include "gemm.h"
+#include "lora_tiles.h"
 
 namespace motet {
 
-constexpr int PAGE = 8;       // ranks
-constexpr int MODULES = 7;    // q k v o gate up down
-constexpr int GROUPS = 4;     // fused: qkv, o, gate_up, down
-constexpr int GROUP_START[GROUPS + 1] = {0, 3, 4, 6, 7};
-constexpr int LORA_ROWS = 48;  // of one piece
-constexpr int MAX_PAGES = 128;  // of one adapter: rank 1024
-
-struct LoraPiece {
-  int32_t row0, rows;    // into LoraPlan::order
-  int32_t slot, module;
-  int32_t pages;         // of the adapter: a row of s has 8 * pages values
-  int32_t first, count;  // shrink: pages; expand: outputs
-  int64_t s;             // where s of row0 starts
-};
-
-struct LoraPlan {
-  std::vector<int32_t> order, first_of_slot;
-  std::vector<LoraPiece> shrink[GROUPS], expand[GROUPS];
-  std::vector<uint8_t> on_gate_up;  // [rows]: 1 for those whose adapter adds to the gate or up projection
-  int64_t s_size = 0;
-
-  // `row_slot` [rows]; only loaded slots are named. Allocates only beyond the largest step so far.
-  void build(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t element_bytes, int team) {
-    order.clear();
-    on_gate_up.assign(rows, 0);
-    s_size = 0;
-    for (int g = 0; g < GROUPS; ++g) shrink[g].clear(), expand[g].clear();
-    first_of_slot.assign(pool.slots + 1, 0);
-    for (int64_t r = 0; r < rows; ++r)
-      if (row_slot[r] >= 0) ++first_of_slot[row_slot[r] + 1];
-    for (int64_t s = 0; s < pool.slots; ++s) first_of_slot[s + 1] += first_of_slot[s];
-    order.resize(first_of_slot[pool.slots]);
-    for (int64_t r = 0; r < rows; ++r)
-      if (row_slot[r] >= 0) order[first_of_slot[row_slot[r]]++] = (int32_t)r;
-    // first_of_slot[s] is now the end of s
-    int64_t adapters = 0;
-    for (int64_t s = 0; s < pool.slots; ++s) adapters += first_of_slot[s] > (s ? first_of_slot[s - 1] : 0);
-    // few adapters are cut finely, so that everybody has as much work; of many, each page is read in one go
-    const bool few = adapters < 4 * team;
-    const int32_t rows_each = few ? LORA_ROWS / 3 : LORA_ROWS;
-    for (int64_t slot = 0; slot < pool.slots; ++slot) {
-      const int32_t begin = slot ? first_of_slot[slot - 1] : 0, end = first_of_slot[slot];
-      if (begin == end) continue;
-      for (int g = 0; g < GROUPS; ++g)
-        for (int m = GROUP_START[g]; m < GROUP_START[g + 1]; ++m) {
-          const int32_t pages = pool.pages[slot * MODULES + m];
-          if (!pages) continue;
-          const int64_t in = pool.in[m], out = pool.out[m];
-          const int32_t pages_each = few ? 1 : (int32_t)std::max<int64_t>(1, (24 << 10) / (PAGE * in * element_bytes));
-          const int64_t most = (few ? 8 << 10 : 256 << 10) / (PAGE * pages * element_bytes);
-          const int32_t columns = (int32_t)std::max<int64_t>(64, round_up(std::min(out, most), 64));
-          for (int32_t row = begin; row < end; row += rows_each) {
-            const int32_t n = std::min(rows_each, end - row);
-            for (int32_t p = 0; p < pages; p += pages_each)
-              shrink[g].push_back({row, n, (int32_t)slot, m, pages, p, std::min(pages_each, pages - p), s_size});
-            for (int32_t c = 0; c < out; c += columns)
-              expand[g].push_back({row, n, (int32_t)slot, m, pages, c, (int32_t)std::min<int64_t>(columns, out - c), s_size});
-            s_size += (int64_t)n * pages * PAGE;
-            if (g == 2)
-              for (int32_t i = row; i < row + n; ++i) on_gate_up[order[i]] = 1;
-          }
-        }
-    }
-  }
-};
-
-template <class T>
-INLINE const T* lora_page(const Pool& pool, int slot, int module, int page, int64_t layer) {
-  const int64_t line = pool.table[(slot * MODULES + module) * pool.max_pages + page];
-  return (const T*)pool.arena + line * 8 + layer * PAGE * (pool.in[module] + pool.out[module]);
+INLINE void put(float* to, float value) { *to = value; }
+INLINE void put(bf16* to, float value) {
+  const vh v = to_bf16(broadcast(value));
+  memcpy(to, &v, sizeof *to);
 }
-
-// The page that is read next, prefetched little by little between the loads of the one that is read now: a burst would take
-// all of a core's line buffers.
-struct Next {
-  const char *at = nullptr, *end = nullptr;
-  int each = 1;  // lines for every line of the page that is read now
-
-  Next() = default;
-  template <class T>
-  Next(const T* page, int64_t width, int64_t width_now)
-      : at((const char*)page), end((const char*)(page + PAGE * width)), each((int)((width + width_now - 1) / width_now)) {}
-  __attribute__((always_inline)) void line() {
-    for (int j = 0; j < each && at < end; ++j, at += 64) prefetch(at);
-  }
-};
 
 // 8 ranks x R rows of dot products over `in`.
 template <class T, class A, int R>
-INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, float* const* s, Next& all_next) {
+INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, typename ShrunkOf<T>::type* const* s,
+                        Next& all_next) {
   constexpr int N = MOTET_LEVEL >= 2 ? 8 : 4;  // ranks that fit the registers
   Next next = all_next;  // a copy of our own stays in registers
   for (int half = 0; half < PAGE; half += N, a += N * in) {
@@ -148,7 +68,7 @@ INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, 
       for (int n = 0; n < N; n += 4) {
         float four[4];
         sum4(acc[n][r], acc[n + 1][r], acc[n + 2][r], acc[n + 3][r], four);
-        for (int j = 0; j < 4; ++j) s[r][half + n + j] = four[j] * scale;
+        for (int j = 0; j < 4; ++j) put(s[r] + half + n + j, four[j] * scale);
       }
   }
   all_next = next;
@@ -157,27 +77,33 @@ INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, 
 template <class T, class A>
 static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
                          const A* x, int64_t ldx, float* s) {
+  typedef typename ShrunkOf<T>::type S;
   const float scale = pool.scales[(piece.slot * MODULES + piece.module) * pool.layers + layer];
   const int64_t in = pool.in[piece.module], width = piece.pages * PAGE;
+  const A* rows[LORA_ROWS];
+  for (int r = 0; r < piece.rows; ++r) rows[r] = x + plan.order[piece.row0 + r] * ldx;
+  S* sums = (S*)s + piece.s + piece.first * PAGE;
+  // the pages of this piece, then the first one of the next
+  const auto page = [&](int p) {
+    const LoraPiece* of = p < piece.count ? &piece : after;
+    return of ? lora_page<T>(pool, of->slot, of->module, of == &piece ? piece.first + p : of->first, layer) : nullptr;
+  };
+  const auto next = [&](int p) {
+    if (p + 1 >= piece.count && !after) return Next();
+    return Next(page(p + 1), p + 1 < piece.count ? in : pool.in[after->module], in);
+  };
+  if constexpr (lora_on_tiles<T>) {
+    if (in % 32 == 0) return shrink_on_tiles(page, next, piece, rows, in, scale, sums, width);
+  }
   for (int p = 0; p < piece.count; ++p) {
-    const T* a = lora_page<T>(pool, piece.slot, piece.module, piece.first + p, layer);
-    const LoraPiece* soon = p + 1 < piece.count ? &piece : after;
-    Next next;
-    if (soon) {
-      const int page = soon == &piece ? piece.first + p + 1 : soon->first;
-      next = Next(lora_page<T>(pool, soon->slot, soon->module, page, layer), pool.in[soon->module], in);
-    }
-    const A* rows[4];
-    float* sums[4];
+    Next ahead = next(p);
     for (int r = 0; r < piece.rows;) {
       const int n = std::min(3, piece.rows - r);
-      for (int j = 0; j < n; ++j) {
-        rows[j] = x + plan.order[piece.row0 + r + j] * ldx;
-        sums[j] = s + piece.s + (r + j) * width + (piece.first + p) * PAGE;
-      }
-      if (n == 3) shrink_rows<T, A, 3>(a, rows, in, scale, sums, next);
-      if (n == 2) shrink_rows<T, A, 2>(a, rows, in, scale, sums, next);
-      if (n == 1) shrink_rows<T, A, 1>(a, rows, in, scale, sums, next);
+      S* to[3];
+      for (int j = 0; j < n; ++j) to[j] = sums + (r + j) * width + p * PAGE;
+      if (n == 3) shrink_rows<T, A, 3>(page(p), rows + r, in, scale, to, ahead);
+      if (n == 2) shrink_rows<T, A, 2>(page(p), rows + r, in, scale, to, ahead);
+      if (n == 1) shrink_rows<T, A, 1>(page(p), rows + r, in, scale, to, ahead);
       r += n;
     }
   }
@@ -259,14 +185,18 @@ INLINE void expand_rows(const T* const* b, int pages, int64_t out, int64_t n, co
 template <class T>
 static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
                          const float* s, float* y, int64_t ldy) {
+  typedef typename ShrunkOf<T>::type S;
   const int64_t in = pool.in[piece.module], out = pool.out[piece.module], width = piece.pages * PAGE;
   int64_t column = piece.first;
   for (int m = piece.module; m > 0 && m != 3 && m != 4 && m != 6; --m) column += pool.out[m - 1];
-  constexpr int R = 4;
   const T* pages[MAX_PAGES];
   for (int p = 0; p < piece.pages; ++p)
     pages[p] = lora_page<T>(pool, piece.slot, piece.module, p, layer) + PAGE * in + piece.first;
+  float* to[LORA_ROWS];
+  for (int r = 0; r < piece.rows; ++r) to[r] = y + plan.order[piece.row0 + r] * ldy + column;
+  const S* sums = (const S*)s + piece.s;
   // many rows: all pages for some outputs, which stay in registers; few: a page after the other, in order of address
+  constexpr int R = 4;
   const int together = piece.rows >= R ? piece.pages : 1;
   for (int p = 0; p < piece.pages; p += together) {
     const LoraPiece* soon = p + together < piece.pages ? &piece : after;
@@ -275,19 +205,23 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
       const T* page = lora_page<T>(pool, soon->slot, soon->module, soon == &piece ? p + together : 0, layer);
       next = Next(page + PAGE * pool.in[soon->module], soon->count, piece.count);
     }
-    const float* from[R];
-    float* to[R];
-    for (int r = 0; r < piece.rows;) {
-      const int n = piece.rows - r >= R ? R : 1;
-      for (int j = 0; j < n; ++j) {
-        from[j] = s + piece.s + (r + j) * width + p * PAGE;
-        to[j] = y + plan.order[piece.row0 + r + j] * ldy + column;
-      }
-      if (n == R)
-        expand_rows<T, R>(pages + p, together, out, piece.count, from, to, next);
+    if constexpr (lora_on_tiles<T>) {
+      if (piece.rows >= R)
+        expand_on_tiles(pages + p, together, out, piece.count, sums + p * PAGE, width, to, piece.rows, next);
       else
-        expand_rows<T, 1>(pages + p, together, out, piece.count, from, to, next);
-      r += n;
+        for (int r = 0; r < piece.rows; ++r)
+          expand_like_tiles(pages + p, 1, out, piece.count, sums + r * width + p * PAGE, to[r], next);
+    } else {
+      for (int r = 0; r < piece.rows;) {
+        const int n = piece.rows - r >= R ? R : 1;
+        const S* from[R];
+        for (int j = 0; j < n; ++j) from[j] = sums + (r + j) * width + p * PAGE;
+        if (n == R)
+          expand_rows<T, R>(pages + p, together, out, piece.count, from, to + r, next);
+        else
+          expand_rows<T, 1>(pages + p, together, out, piece.count, from, to + r, next);
+        r += n;
+      }
     }
   }
 }

@@ -11,7 +11,9 @@
 #include <cstring>
 #include <memory>
 
+#include "assist_server.h"
 #include "forward.h"
+#include "loader.h"
 #include "probes.h"
 #include "team.h"
 
@@ -80,17 +82,21 @@ struct Engine {
     }                                  \
   }
 
+// Asks for the instruction set's registers; whether this process has them.
+static bool may_compute() {
+#if MOTET_LEVEL >= 4
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // AMX: 8 KiB of state, on request
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+  return true;
+#endif
+}
+
 #pragma GCC visibility push(default)
 extern "C" {
 
 // Null when the operating system refuses the instruction set's registers.
-Engine* motet_engine_new(int threads) {
-#if MOTET_LEVEL >= 4
-  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // AMX: 8 KiB of state, on request
-  if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) != 0) return nullptr;
-#endif
-  return new Engine(threads);
-}
+Engine* motet_engine_new(int threads) { return may_compute() ? new Engine(threads) : nullptr; }
 void motet_engine_free(Engine* engine) { delete engine; }
 
 // Zeroed memory in huge pages where the system has them.
@@ -148,6 +154,52 @@ void motet_attention(Engine* engine, int64_t type, const Step* step, const float
                      int64_t head_dim, int64_t block_size, int64_t window, float* out) {
   BY_TYPE(type, run_attention<T>(*step, qkv, kv, heads, kv_heads, head_dim, block_size, window, out, engine->workspace, engine->team))
 }
+
+Loader* motet_loader_new(const Pool* pool, int64_t element_bytes, double bytes_per_s) {
+  return new Loader(*pool, element_bytes, bytes_per_s);
+}
+void motet_loader_free(Loader* loader) { delete loader; }
+void motet_loader_begin(Loader* loader, int64_t slot, const Pool* from) { loader->begin((int32_t)slot, *from); }
+void motet_loader_cancel(Loader* loader, int64_t slot) { loader->cancel((int32_t)slot); }
+void motet_loader_hold(Loader* loader) { loader->hold(); }
+void motet_loader_release(Loader* loader) { loader->release(); }
+void motet_loader_state(Loader* loader, int64_t* queued, int64_t* copied, int64_t* busy_ns) { loader->state(queued, copied, busy_ns); }
+int64_t motet_loader_ahead(Loader* loader, int64_t slot) { return loader->ahead((int32_t)slot); }
+
+int64_t motet_channel_bytes(const Pool* pool, int64_t max_rows) {
+  ChannelHeader header;
+  return channel_layout(header, *pool, max_rows);
+}
+// Into zeroed memory of that size. `sequence` is where numbers begin.
+void motet_channel_init(void* memory, const Pool* pool, int64_t max_rows, int64_t type, int64_t base_pid, uint32_t sequence) {
+  ChannelHeader* header = new (memory) ChannelHeader();
+  channel_layout(*header, *pool, max_rows);
+  header->type = type, header->base_pid = (int32_t)base_pid;
+  header->request.sequence.store(sequence);
+  header->done.sequence.store(sequence);
+}
+Channel* motet_channel_new(void* memory) { return new Channel((ChannelHeader*)memory); }
+void motet_channel_free(Channel* channel) { delete channel; }
+int64_t motet_channel_ready(Channel* channel) { return channel->h.ready.load(); }
+int64_t motet_channel_state(Channel* channel) { return channel->state(); }
+void motet_channel_fail(Channel* channel, int64_t why) { channel->fail((int)why); }
+void motet_channel_stop(Channel* channel) { channel->stop(); }
+void motet_channel_counters(Channel* channel, int64_t* requests, int64_t* work, int64_t* busy_ns, int64_t* waited_ns) {
+  *requests = channel->requests, *work = channel->work, *busy_ns = channel->busy_ns, *waited_ns = channel->waited_ns;
+}
+// What a process computes for x [rows, in] of one adapter, in two halves; 0 when the channel has failed. For measurements.
+void motet_channel_start(Channel* channel, const Loading* loading, const float* x, int64_t rows, int64_t layer, int64_t group,
+                         int64_t bound_ns) {
+  BY_TYPE(channel->h.type, start_call<T>(*channel, *loading, x, rows, layer, (int)group, bound_ns))
+}
+int64_t motet_channel_finish(Channel* channel, float* y) { return finish_call(*channel, y); }
+// The process's side; returns when the base says so or is gone. `parent_pid` 0: in a thread of the base.
+void motet_assist_serve(void* memory, int64_t parent_pid) {
+  ChannelHeader* header = (ChannelHeader*)memory;
+  if (!may_compute()) return;
+  BY_TYPE(header->type, AssistServer<T>(*header, (int)parent_pid).serve())
+}
+
 double motet_peak_flops(Engine* engine, int64_t type) {
   return type == BF16 ? peak_of<bf16>(engine->team) : peak_of<float>(engine->team);
 }

@@ -4,6 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
+namespace motet {
+class Channel;
+}
+
 enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
 
 // A packed [n, k] matrix: panels of 16 outputs, see gemm.h. `scale` [n] belongs to I8, `bias` [n] may be null.
@@ -31,6 +35,7 @@ struct Pool {
   const float* scales;   // [slots, 7, layers]
   int64_t slots, max_pages, layers;
   int64_t in[7], out[7];
+  int32_t* loaded_layers;  // [slots]: layers that may be read; grows while a Loader copies, see loader.h
 };
 
 struct Model {
@@ -46,6 +51,28 @@ struct Model {
   Pool pool;
 };
 
+// An adapter that is not whole on the device when a step begins; see assist.h.
+struct Loading {
+  Pool host;          // of one slot: its pages follow each other in host memory
+  int64_t device, inode, data_start, file_bytes;  // its file, and where in it the arena begins
+  int32_t fd;         // -1: other processes cannot map it
+  int32_t slot;
+  int64_t layerwise;  // 1: wait for the copy, layer by layer
+};
+
+struct Assist {
+  const Loading* loading;  // [count]
+  int64_t count;
+  motet::Channel* const* channel;  // [channels], some may have failed
+  int64_t channels;
+  int64_t work_per_process;  // rows times adapter elements that one process computes while the base computes a layer
+  double element_ns;         // of one row and element
+  int64_t watchdog_ns, layer_wait_ns;
+  // added to by the step: rows times layers of these adapters by where they were computed, rows of
+  // failed requests, time waited for copies and layers that did not come in that time
+  int64_t by_processes, on_device, in_place, repaired, layer_waited_ns, layers_late;
+};
+
 struct Step {
   int64_t rows, seqs, logits, table_stride;
   const int64_t* token_ids;     // [rows]
@@ -59,4 +86,5 @@ struct Step {
   const float* cos;             // [positions.max() + 1, head_dim / 2]
   const float* sin;
   float* out;  // [logits, vocab]
+  Assist* assist;  // null when every adapter that a row names is whole on the device
 };

@@ -1,38 +1,8 @@
-// Memory that a step needs and the next one finds again: grown to the largest step so far, never shrunk.
+// What one step of an engine leaves to the next.
 #pragma once
-#include <sys/mman.h>
-
-#include <cstdlib>
-
+#include "assist.h"
 #include "attention.h"
-#include "lora.h"
-
-class Buffer {
- public:
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { free(data_); }
-  void reserve(int64_t bytes) {
-    if (bytes <= capacity_) return;
-    free(data_);
-    const int64_t page = bytes < HUGE / 32 ? 4096 : HUGE;
-    capacity_ = (bytes + (bytes >> 2) + page - 1) / page * page;
-    data_ = aligned_alloc(page, capacity_);
-    if (!data_) abort();
-    if (page == HUGE) madvise(data_, capacity_, MADV_HUGEPAGE);
-    memset(data_, 0, capacity_);
-  }
-  template <class T>
-  T* data() const {
-    return (T*)data_;
-  }
-
- private:
-  static constexpr int64_t HUGE = 2 << 20;  // a page of its own saves most address translations
-  void* data_ = nullptr;
-  int64_t capacity_ = 0;
-};
+#include "buffer.h"
 
 namespace motet {
 
@@ -40,6 +10,7 @@ struct Workspace {
   Buffer x, y, h, gated, s, scratch;
   int64_t scratch_each = 0;  // floats of one thread
   LoraPlan lora;
+  AssistStep assist;
   std::vector<AttentionItem> attention;
 };
 

@@ -1,15 +1,24 @@
-"""The host copy of an adapter: a `motet-lora/1` blob seen as tensors, without copying it."""
+"""The host copy of an adapter: a `motet-lora/2` blob that lies in memory as the kernels read it.
+
+    a file of the engine's type    mapped: its pages are the system's page cache
+    any other type, or bytes       written once to anonymous memory of the same layout
+
+Either way it is a pool of one slot (`kernels.PackedLora`), and a file descriptor through which other processes map the same
+bytes: `/proc/<pid>/fd/<fd>` from `data_start` on.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import mmap
+import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from kernels import PackedLora
 from services.worker.engine.model_config import ModelConfig
 from shared.adapter_blob import BlobIndex, read_index
 from shared.errors import InvalidAdapter
@@ -17,72 +26,97 @@ from shared.errors import InvalidAdapter
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class HostAdapter:
-    """An adapter in host memory, in the blob's own type; the device pool casts while it copies.
-
-    `pairs` is {(layer, module): (scale, A [rank, in], B [out, rank])}. The tensors share the blob's memory (a private
-    mapping of the file, or the bytes) and keep it alive.
-    """
+    """An adapter in host memory. The file descriptor is open, and the memory mapped, as long as this object lives."""
 
     digest: str  # SHA-256 of the blob, hexadecimal: the version's identity everywhere
     rank: int  # the largest
     ranks: dict[str, int]  # {module: largest over its layers}: what the device pool charges for
-    nbytes: int  # of the blob
-    pairs: dict[tuple[int, str], tuple[float, torch.Tensor, torch.Tensor]]
-    memory: mmap.mmap | bytearray
+    nbytes: int  # of host memory
+    blob_bytes: int
+    packed: PackedLora  # shares `memory`
+    memory: mmap.mmap
+    fd: int
+    data_start: int  # where `packed.arena` begins in the file, in bytes
 
     @staticmethod
-    def from_blob(blob: Path | bytes, config: ModelConfig, *, digest: str = "") -> HostAdapter:
-        """Map the file at a path, or take the bytes, and check that the adapter fits the model.
+    def from_blob(
+        blob: Path | bytes, config: ModelConfig, *, dtype: torch.dtype | None = None, digest: str = ""
+    ) -> HostAdapter:
+        """Map the file at a path, or take the bytes, check that the adapter fits the model, and cast it to `dtype`.
 
         The registry has validated it already; this is cheap (the header, and a hash where the caller does not know it) and
         protects the engine from a blob that was registered for another base. Raises InvalidAdapter, or OSError when the
         file cannot be opened.
         """
-        buffer = bytearray(blob) if isinstance(blob, bytes) else _map(blob)
-        index = read_index(memoryview(buffer), len(buffer))
-        _check(index, config)
-        dtype = _DTYPES[index.dtype]
-
-        def tensor(at: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
-            return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=at[0]).view(shape)
-
-        pairs, ranks = {}, dict[str, int]()
-        for pair in index.pairs:
-            pairs[pair.layer, pair.module] = (
-                pair.scale,
-                tensor(pair.a_bytes, pair.a_shape),
-                tensor(pair.b_bytes, pair.b_shape),
-            )
-            ranks[pair.module] = max(pair.rank, ranks.get(pair.module, 0))
-        digest = digest or hashlib.sha256(buffer).hexdigest()
-        return HostAdapter(digest=digest, rank=index.rank, ranks=ranks, nbytes=len(buffer), pairs=pairs, memory=buffer)
+        fd = _memory(blob) if isinstance(blob, bytes) else os.open(blob, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            memory = _map(fd)
+            blob_bytes = len(memory)
+            with memoryview(memory) as view:
+                index = read_index(view, blob_bytes)
+                _check(index, config)
+                digest = digest or hashlib.sha256(view).hexdigest()
+            data_start, own = index.start, _DTYPES[index.dtype]
+            if dtype is not None and dtype != own:
+                cast = torch.frombuffer(memory, dtype=own, offset=data_start).to(dtype)
+                os.close(fd)
+                fd = _memory(cast.view(torch.uint8).numpy().data)
+                memory, data_start, own = _map(fd), 0, dtype
+            packed = _packed(index, config, torch.frombuffer(memory, dtype=own, offset=data_start))
+        except BaseException:
+            os.close(fd)
+            raise
+        adapter = HostAdapter(
+            digest=digest,
+            rank=index.rank,
+            ranks={part.module: max(part.ranks) for part in index.parts},
+            nbytes=len(memory),
+            blob_bytes=blob_bytes,
+            packed=packed,
+            memory=memory,
+            fd=fd,
+            data_start=data_start,
+        )
+        weakref.finalize(adapter, os.close, fd)
+        return adapter
 
     def rest(self) -> None:
-        """Hold no memory of a mapped file until the tensors are read again, which takes it from the system's page cache."""
-        if isinstance(self.memory, mmap.mmap):
-            self.memory.madvise(mmap.MADV_DONTNEED)
+        """Hold no page of a mapped file until the weights are read again, which takes it from the system's page cache."""
+        self.memory.madvise(mmap.MADV_DONTNEED)
 
 
-def _map(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # private: torch wants writable memory
-        except ValueError:
-            raise InvalidAdapter(f"adapter blob {path.name} is empty") from None
+def _memory(data: bytes | memoryview) -> int:
+    """Anonymous memory with a file descriptor."""
+    fd = os.memfd_create("motet-adapter", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    return fd
+
+
+def _map(fd: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)  # private: torch wants writable memory
+    except ValueError:
+        raise InvalidAdapter("not a safetensors file: the adapter blob is empty") from None
 
 
 def _check(index: BlobIndex, config: ModelConfig) -> None:
+    if index.layers != config.num_layers:
+        raise InvalidAdapter(f"the adapter is for {index.layers} layers, the base model has {config.num_layers} layers")
     shapes = config.projection_shapes()
-    for pair in index.pairs:
-        where = f"layers.{pair.layer}.{pair.module}"
-        fan_in, fan_out = shapes[pair.module]
-        if pair.layer >= config.num_layers:
-            raise InvalidAdapter(f"{where}: the base model has {config.num_layers} layers")
-        if pair.rank < 1 or pair.a_shape[1] != fan_in or pair.b_shape[0] != fan_out:
-            raise InvalidAdapter(
-                f"{where}: A {list(pair.a_shape)} and B {list(pair.b_shape)} do not fit the base's {fan_in} -> {fan_out}"
-            )
-        if not math.isfinite(pair.scale):
-            raise InvalidAdapter(f"{where}: scale {pair.scale} is not finite")
+    for part in index.parts:
+        if (part.fan_in, part.fan_out) != shapes[part.module]:
+            base = "{} -> {}".format(*shapes[part.module])
+            raise InvalidAdapter(f"{part.module}: {part.fan_in} -> {part.fan_out} does not fit the base's {base}")
+
+
+def _packed(index: BlobIndex, config: ModelConfig, arena: torch.Tensor) -> PackedLora:
+    return PackedLora.over(
+        arena,
+        config.projection_shapes(),
+        layers=index.layers,
+        pages={part.module: part.pages for part in index.parts},
+        scales={part.module: part.scales for part in index.parts},
+    )

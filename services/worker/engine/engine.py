@@ -4,35 +4,50 @@
     run           seats -> StepBatch -> ModelRunner.forward -> Sampler: one token for every sequence that is up to date
     postprocess   append tokens, end sequences, write items for the gateways and briefs for the schedulers
 
-Single-threaded: every method is called from the engine's thread; nothing here waits for anything but the device.
+Single-threaded: every method is called from the engine's thread; nothing here waits for anything but the device. Adapters
+are copied to the device beside the steps where the runner can do that: their requests wait with a slot, or join before the
+copy is whole (policies/cold_start), and nobody else waits. A copy whose last user left goes on until its slot is wanted.
 What one request or adapter does wrong ends that request. A forward pass that fails ends the requests in it.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from itertools import count
 
-from policies.adapter_slots import AdapterSlots
 from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, advance, pairs, remove
+from policies.cold_start import Forced
 from policies.kv_blocks import KvBlocks
 from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.request import EngineLimits, EngineRequest, ResidencyChange, StepOutput, StepStats
+from services.worker.engine.copies import DeviceAdapters
+from services.worker.engine.request import EngineLimits, EngineRequest, StepOutput, StepStats
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import Drawn, Sampler
 from services.worker.engine.seats import Live, Seats
+from services.worker.state import START_PERF
 from shared import clock
 from shared.errors import BadRequest, Conflict, InvalidAdapter, MotetError, Overloaded, PromptTooLong
 from shared.messages import StreamItem
-from shared.model import FinishReason, RequestBrief, Residency
+from shared.model import FinishReason, PerfModel, RequestBrief, Residency
 
 RETRY_AFTER_S = 1.0
 
 
 class Engine:
-    """One model, many sequences. Owns KV accounting, adapter slots, queues and sampling state; the runner owns tensors."""
+    """One model, many sequences. Owns KV accounting, adapter slots, queues and sampling state; the runner owns tensors.
 
-    def __init__(self, runner: ModelRunner, limits: EngineLimits) -> None:
+    `perf` is what is known of step times now; `cold_start` forces one way for requests whose adapter is being copied.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        limits: EngineLimits,
+        *,
+        perf: Callable[[], PerfModel] = lambda: START_PERF,
+        cold_start: Forced = "auto",
+    ) -> None:
         self.limits = limits
         self._runner = runner
         self._vocab_size: int = runner.config.vocab_size
@@ -41,10 +56,13 @@ class Engine:
         model_len = limits.max_model_len or runner.config.max_model_len
         self.max_model_len = min(model_len, runner.config.max_model_len, limits.kv_blocks * limits.block_size)
         admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=limits.max_step_tokens)
-        self._admission: BatchAdmission[Live] = BatchAdmission(admission)
+        self._adapters = DeviceAdapters(
+            runner, slots=limits.max_loras, max_step_tokens=limits.max_step_tokens, perf=perf, cold_start=cold_start
+        )
+        self._admission: BatchAdmission[Live] = BatchAdmission(admission, self._adapters.cold)
         self._state: AdmissionState[Live] = AdmissionState(
             kv=KvBlocks(limits.kv_blocks, limits.block_size, prefix_cache=limits.prefix_cache),
-            adapters=AdapterSlots(limits.max_loras, runner.lora_bytes_total),
+            adapters=self._adapters.slots,
         )
         self._seats = Seats(
             seats=admission.seats,
@@ -55,10 +73,11 @@ class Engine:
         self._sampler = Sampler(admission.seats, self._vocab_size)
         self._live: dict[str, Live] = {}
         self._orders = count()
-        self._resident: dict[str, Residency] = {}
         self._doomed: set[str] = set()  # adapters to drop once nothing uses them
         self._output = StepOutput()  # of the step to come; what happens between steps is reported with it
         self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`
+        self.pause_s = 0.0
+        """How long `step` will find nothing to do unless a command comes first."""
 
     @property
     def kv_blocks_free(self) -> int:
@@ -82,12 +101,12 @@ class Engine:
 
     def residency(self) -> list[Residency]:
         """Adapters on the device."""
-        return list(self._resident.values())
+        return list(self._adapters.resident.values())
 
     def has_work(self) -> bool:
-        """Whether `step` would do or report anything."""
-        out = self._output
-        return bool(self._live or out.items or out.removed or out.residency)
+        """Whether `step` would do or report anything, in `pause_s` at the earliest."""
+        out, adapters = self._output, self._adapters
+        return bool(self._live or adapters.slots.loading or out.items or out.removed or adapters.changes)
 
     def add(self, request: EngineRequest, now_s: float) -> None:
         """Queue a request; it arrived at `request.arrival_s`, and what it needs is looked at on the next step.
@@ -127,6 +146,7 @@ class Engine:
     def step(self, now_s: float) -> StepOutput:
         """One batch through the model; with nothing to run, only what happened since the last step."""
         stats = self._output.stats
+        self._adapters.look(waiting=bool(self._state.waiting))
         if self._live:
             began_s = clock.now_s()
             plan = self._schedule(now_s, stats)
@@ -139,11 +159,14 @@ class Engine:
             stats.postprocess_s = clock.now_s() - ran_s
         if self._doomed:
             self._drop_doomed()
+        ran = stats.decode_rows or stats.prefill_requests
+        self.pause_s = 0.0 if ran else self._adapters.pause_s
+        stats.copies = self._adapters.stats()
         stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
         return self._take_output()
 
     def load_adapter(self, adapter: HostAdapter) -> bool:
-        """Prefetch to the device if there is room without evicting; whether it is there now. The next step reports it.
+        """Prefetch to the device if there is room without evicting; whether it is there or on its way. A step reports it.
 
         Raises what the runner raises when it cannot take the weights.
         """
@@ -158,15 +181,14 @@ class Engine:
         assert grant is not None, "it fits"
         slots.release(adapter.digest)
         try:
-            self._runner.load_adapter(grant.slot, adapter)
+            self._adapters.begin(grant.slot, adapter)
         except Exception:
             slots.drop(adapter.digest)
             raise
-        self._arrived(adapter, size_bytes)
         return True
 
     def unload_adapter(self, digest: str) -> bool:
-        """Drop from the device, now or when the last request on it has ended; whether it is gone already."""
+        """Drop from the device, copied or not, now or when the last request on it has ended; whether it is gone already."""
         if digest in self._state.adapters or any(live.adapter == digest for live in self._live.values()):
             self._doomed.add(digest)
             self._drop_doomed()
@@ -178,16 +200,20 @@ class Engine:
             self._fail(live, error)
         return self._take_output()
 
+    def close(self) -> None:
+        """End what runs beside the steps."""
+        self._runner.close()
+
     def check(self) -> None:
         """Assert that blocks, slots and seats add up (tests, and idle moments)."""
         running = self._state.running
         self._state.kv.check(live.blocks for live in running)
         users: dict[str, int] = {}
-        for live in running:
-            if live.adapter:
+        for live in self._live.values():
+            if live.slot >= 0:
                 users[live.adapter] = users.get(live.adapter, 0) + 1
         self._state.adapters.check(users)
-        assert set(self._resident) == set(self._state.adapters.digests()), "residency reports and slots disagree"
+        self._adapters.check()
         assert len(self._live) == len(running) + len(self._state.waiting), "a request is lost"
 
     # ---- the three verbs
@@ -206,6 +232,8 @@ class Engine:
                 live.cached_prompt_tokens = min(live.cached_tokens, live.prompt_tokens)
             stats.cached_tokens += live.cached_tokens
             self._changed[live.request.request_id] = live.brief()
+            if live.cold is not None and not live.reported:
+                stats.cold_starts.append((live.cold.mode, live.cold.reason))
         if plan.loads or plan.evictions:
             self._move_adapters(plan, stats)
         _count(plan, stats)
@@ -217,6 +245,7 @@ class Engine:
         began_s = clock.now_s()
         try:
             batch, rows, lengths = self._seats.build(plan, stats)
+            batch.slot_modes, stats.cold_rows = self._adapters.modes(plan.decodes + plan.prefills)
             built_s = clock.now_s()
             stats.schedule_s += built_s - began_s
             logits = self._runner.forward(batch)
@@ -248,6 +277,9 @@ class Engine:
                 item.cached_tokens = live.cached_prompt_tokens
                 assert live.admitted_s is not None, "it has run"
                 item.queue_ms = max(0.0, live.admitted_s - request.arrival_s) * 1000
+                if live.cold is not None:
+                    took_ms = (clock.now_s() - live.cold_since_s) * 1000
+                    stats.cold_errors_ms.append((live.cold.mode, took_ms - live.cold_ttft_ms))
             if drawn.logprobs and index in drawn.logprobs:
                 item.logprobs = [drawn.logprobs[index]]
             item.finish = _finish_of(live)
@@ -260,6 +292,8 @@ class Engine:
 
     def _take_output(self) -> StepOutput:
         out, self._output = self._output, StepOutput()
+        out.residency, self._adapters.changes = self._adapters.changes, []
+        out.stats.adapters_loaded, self._adapters.arrived = self._adapters.arrived, 0
         out.changed = list(self._changed.values())
         self._changed.clear()
         return out
@@ -333,40 +367,29 @@ class Engine:
     def _move_adapters(self, plan: Plan[Live], stats: StepStats) -> None:
         began_s = clock.now_s()
         for digest, slot in plan.evictions:
-            self._left(digest, slot)
+            self._adapters.left(digest, slot)
         for live in plan.loads:
             adapter = live.request.adapter
             assert adapter is not None, "only sequences with an adapter load one"
             try:
-                self._runner.load_adapter(live.slot, adapter)
+                self._adapters.begin(live.slot, adapter)
             except Exception as error:  # this adapter's requests end, the others of the step go on
                 self._fail_load(plan, live, error)
-            else:
-                self._arrived(adapter, live.adapter_bytes)
-                stats.adapters_loaded += 1
         stats.load_s = clock.now_s() - began_s
 
     def _fail_load(self, plan: Plan[Live], first: Live, error: Exception) -> None:
         answer = MotetError(f"adapter {first.adapter} could not be loaded: {type(error).__name__}: {error}", param="model")
-        for live in [live for live in plan.admitted if live.adapter == first.adapter]:
-            plan.prefills.remove(live)
+        for live in [live for live in self._live.values() if live.adapter == first.adapter and live.slot >= 0]:
+            if live.scheduled:
+                plan.prefills.remove(live)
             self._fail(live, answer, spoiled=True)
         self._state.adapters.drop(first.adapter)
-
-    def _arrived(self, adapter: HostAdapter, size_bytes: int) -> None:
-        self._resident[adapter.digest] = Residency(adapter.digest, adapter.rank, size_bytes, "device")
-        self._output.residency.append(ResidencyChange(adapter.digest, "device"))
-
-    def _left(self, digest: str, slot: int) -> None:
-        self._runner.free_adapter(slot)
-        del self._resident[digest]
-        self._output.residency.append(ResidencyChange(digest, None))
 
     def _drop_doomed(self) -> None:
         used = {live.adapter for live in self._live.values()}
         for digest in self._doomed - used:
             if digest in self._state.adapters:
-                self._left(digest, self._state.adapters.drop(digest))
+                self._adapters.left(digest, self._state.adapters.drop(digest))
             self._doomed.discard(digest)
 
 

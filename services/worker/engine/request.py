@@ -51,6 +51,19 @@ class ResidencyChange:
 
 
 @dataclass(slots=True)
+class CopyStats:
+    """Adapter copies that run beside the steps, and what CPU processes did; counts are since the last step."""
+
+    link_bytes: int
+    bytes_per_s: float
+    under_way: int
+    processes: int = 0  # alive
+    mib_row_ms: float = 0.0  # a process's time for one row of one MiB of adapter
+    rows: dict[str, int] = field(default_factory=dict)  # rows times layers by where: processes, device, in_place
+    failures: dict[str, int] = field(default_factory=dict)  # of processes, by reason
+
+
+@dataclass(slots=True)
 class StepStats:
     """One step in numbers: what metrics count and performance models are fitted to (CaraServe section 5)."""
 
@@ -68,7 +81,11 @@ class StepStats:
     sampled_tokens: int = 0
     cached_tokens: int = 0  # tokens that admissions found in the prefix cache
     preempted: int = 0
-    adapters_loaded: int = 0
+    adapters_loaded: int = 0  # whole since the last step
+    cold_rows: int = 0  # of adapters that were still being copied
+    cold_starts: list[tuple[str, str]] = field(default_factory=list)  # mode and reason of those that joined while or after
+    cold_errors_ms: list[tuple[str, float]] = field(default_factory=list)  # mode, time to first token beyond the predicted one
+    copies: CopyStats | None = None
     running: int = 0
     waiting: int = 0
     schedule_s: float = 0.0
@@ -88,3 +105,9 @@ class StepOutput:
     residency: list[ResidencyChange] = field(default_factory=list)
     stats: StepStats = field(default_factory=StepStats)
     failure: Exception | None = None  # the forward pass failed as a whole; its requests got error items
+
+    @property
+    def empty(self) -> bool:
+        """Nothing was computed, and there is nothing to tell."""
+        ran = self.stats.decode_rows or self.stats.prefill_requests
+        return not (ran or self.items or self.changed or self.removed or self.residency or self.failure)

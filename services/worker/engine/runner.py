@@ -6,8 +6,11 @@ business; nothing here waits for anything but the device. One thread at a time.
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +18,17 @@ import torch
 
 from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
 from kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
+from kernels.cpu.assist import AssistCounts, Helpers, loading_of
+from kernels.cpu.loading import CpuLoader, LinkState
 from kernels.library_attention import agreeing_library
+from services.worker.assist import CpuAssist
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.linear import Linear
 from services.worker.engine.loader import load_weights, resolve_dtype
 from services.worker.engine.model import Model, RotaryEmbedding
 from services.worker.engine.model_config import ModelConfig, read_model_config
+from shared.clock import now_s
 from shared.config import ConfigError
 from shared.telemetry import logger
 
@@ -42,6 +49,7 @@ class StepBatch:
     block_tables: np.ndarray  # int32 [seqs, max_blocks] KV block ids; what lies past a sequence's context is not read
     kv_slots: np.ndarray  # int64 [rows] block * block_size + offset: where each row's K and V go
     logit_rows: np.ndarray  # int64 [n] rows whose logits are wanted
+    slot_modes: dict[int, str] = field(default_factory=dict)  # "assist" or "layerwise", of slots still being copied
 
 
 class ModelRunner:
@@ -68,13 +76,19 @@ class ModelRunner:
         threads: int = 0,
         kernels: str = "auto",
         quantization: str = "none",
+        link_bytes_per_s: float = 0.0,
+        assist_cores: Sequence[int] = (),
+        assist_rows: int = 512,
     ) -> None:
         if threads:
             torch.set_num_threads(threads)
         self.config = read_model_config(model_dir)
         self.dtype = resolve_dtype(dtype, self.config)
         self.device = torch.device(device)
-        compiled = _compiled(kernels, self.device, threads)
+        allowed = os.sched_getaffinity(0)
+        self._step_cores = allowed.difference(assist_cores) or allowed  # assistants have cores of their own
+        with _on_cores(self._step_cores if assist_cores else None):  # threads begin on those of who starts them
+            compiled = _compiled(kernels, self.device, threads)
         if quantization != "none" and compiled is None:
             raise ConfigError(
                 f"--quantization {quantization}: only the compiled CPU kernels read such weights, and they are not in use here"
@@ -100,11 +114,16 @@ class ModelRunner:
         )
         self._model: Model | None = None
         self._compiled: CpuForward | None = None
+        self._loader: CpuLoader | None = None
+        self.assist: CpuAssist | None = None
         if compiled is None:
             weights = load_weights(model_dir, self.config, self.dtype, self.device, Linear)
             self._model = Model(self.config, weights)
         else:
             self._compiled = self._on_cpu(compiled, model_dir, int8=quantization == "int8")
+            self._loader = CpuLoader(compiled, self._pool, link_bytes_per_s=link_bytes_per_s)
+            if assist_cores:
+                self.assist = CpuAssist(compiled, self._pool, cores=assist_cores, max_rows=assist_rows)
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(self._pool, self._lora_rows)
         self._graphs: DecodeGraphs | None = None
@@ -133,12 +152,50 @@ class ModelRunner:
     def load_adapter(self, slot: int, weights: HostAdapter) -> None:
         """Copy an adapter into an empty slot. Raises kernels.PoolFull when pages are short, ValueError on a taken slot."""
         with torch.inference_mode():
-            self._pool.load(slot, weights.pairs)
+            self._pool.load(slot, weights.packed)
         weights.rest()
 
+    def begin_load(self, slot: int, weights: HostAdapter) -> None:
+        """`load_adapter`, beside the steps: its pages are taken now, `loaded_layers` says how many layers are there.
+
+        Whole on return where nothing copies beside the steps (no compiled kernels), or when a cast is needed.
+        """
+        if self._loader is None or weights.packed.arena.dtype != self._pool.arena.dtype:
+            self.load_adapter(slot, weights)
+            return
+        self._pool.reserve(slot, weights.packed)
+        self._loader.begin(slot, weights.packed, weights)
+
+    def loaded_layers(self, slot: int) -> int:
+        """Layers of this slot's adapter that are on the device: all of them once it is whole."""
+        return int(self._pool.loaded_layers[slot])
+
+    def bytes_ahead(self, slot: int) -> int:
+        """Bytes that pass the link until this slot's adapter is whole, those of the loads before it included."""
+        return self._loader.bytes_ahead(slot) if self._loader is not None else 0
+
+    @property
+    def link(self) -> LinkState:
+        """The link over which adapters reach the device."""
+        return self._loader.link if self._loader is not None else LinkState(0, 0, 0.0, math.inf)
+
+    @property
+    def assisted(self) -> AssistCounts:
+        """What became of the rows of adapters that were on their way, so far."""
+        return self._compiled.assisted if self._compiled is not None else AssistCounts()
+
     def free_adapter(self, slot: int) -> None:
-        """Empty a slot; no row of a later step may name it until it is loaded again."""
+        """Empty a slot, whole or on its way; no row of a later step may name it until it is loaded again."""
+        if self._loader is not None:
+            self._loader.cancel(slot)
         self._pool.free(slot)
+
+    def close(self) -> None:
+        """End what runs beside the steps. No step follows."""
+        if self.assist is not None:
+            self.assist.close()
+        if self._loader is not None:
+            self._loader.close()
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> torch.Tensor:
@@ -147,7 +204,7 @@ class ModelRunner:
         They are valid until the next call. Raises ValueError when a row names an empty adapter slot.
         """
         if self._compiled is not None:
-            return self._compiled(batch)
+            return self._step(self._compiled, batch)
         assert self._model is not None
         logits = self._graphs.forward(batch) if self._graphs is not None else None
         if logits is not None:
@@ -170,6 +227,32 @@ class ModelRunner:
             self._pool,
             self._lora(batch.row_slot),
         )
+
+    def _step(self, compiled: CpuForward, batch: StepBatch) -> torch.Tensor:
+        began_s = now_s()
+        helpers = self._helpers(batch)
+        with _on_cores(self._step_cores if self.assist is not None else None):
+            logits = compiled(batch, helpers)
+        if self.assist is not None:
+            self.assist.observe(len(batch.token_ids), now_s() - began_s, helpers)
+        return logits
+
+    def _helpers(self, batch: StepBatch) -> Helpers | None:
+        """For the adapters of this step that are on their way; None when all are whole."""
+        assert self._loader is not None, "the compiled kernels come with one"
+        if not self._loader.under_way:
+            return None
+        for weights in self._loader.finished():
+            weights.rest()
+        named = set(batch.row_slot.tolist())
+        loading = [
+            loading_of(slot, weights, layerwise=batch.slot_modes.get(slot) != "assist")
+            for slot, weights in self._loader.under_way.items()
+            if slot in named
+        ]
+        if not loading:
+            return None
+        return self.assist.helpers(loading, len(batch.token_ids)) if self.assist is not None else Helpers(loading)
 
     def _on_cpu(self, engine: CpuEngine, model_dir: Path, *, int8: bool) -> CpuForward:
         weights = load_weights(model_dir, self.config, self.dtype, self.device, Packer(engine, int8=int8))
@@ -200,6 +283,20 @@ class ModelRunner:
             self._lora_batch = LoraBatch.build(self._pool, row_slot)
             self._lora_rows = row_slot.copy()
         return self._lora_batch
+
+
+@contextmanager
+def _on_cores(cores: set[int] | None) -> Iterator[None]:
+    """This thread on `cores` for a while; None changes nothing."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _compiled(kernels: str, device: torch.device, threads: int) -> CpuEngine | None:

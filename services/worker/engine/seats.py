@@ -20,7 +20,6 @@ class Live(Sequence):
     prompt_tokens: int
     max_length: int  # prompt plus output at which it ends with "length"
     ending: set[int] = field(default_factory=set)  # EOS and stop token ids
-    rank: int = 0
     row: int = -1  # its seat while running
     reported: bool = False  # the first item has gone out
     cached_prompt_tokens: int = 0  # at its first admission

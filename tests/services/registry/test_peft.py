@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import struct
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from services.registry.patterns import assign
 from services.registry.peft import Converted, convert
-from shared.adapter_blob import read_index, safetensors_header
+from shared.adapter_blob import BlobModule, read_index, safetensors_header
 from shared.errors import InvalidAdapter, MotetError, TooLarge
 from shared.model import MODULES
 from tests.support_adapters import TINY, TINY_CONFIG, peft_config, random_tensors, safetensors_bytes
@@ -30,13 +31,21 @@ def matrices(blob: bytes) -> dict[tuple[int, str], tuple[np.ndarray, np.ndarray,
     index = read_index(blob, len(blob))
     assert index.dtype == "F32"
     return {
-        (pair.layer, pair.module): (
-            np.frombuffer(blob[slice(*pair.a_bytes)], "<f4").reshape(pair.a_shape),
-            np.frombuffer(blob[slice(*pair.b_bytes)], "<f4").reshape(pair.b_shape),
-            pair.scale,
-        )
-        for pair in index.pairs
+        (layer, part.module): (*halves(blob, part, layer, "<f4"), part.scales[layer])
+        for part in index.parts
+        for layer in range(index.layers)
+        if part.ranks[layer]
     }
+
+
+def halves(blob: bytes, part: BlobModule, layer: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """A [rank, in] and B [out, rank], rank by rank from the pages."""
+    layers, width = len(part.ranks), part.fan_in + part.fan_out
+    numbers = np.frombuffer(blob, kind, part.pages * layers * 8 * width, part.start).reshape(part.pages, layers, 8 * width)
+    ranks = [(numbers[rank // 8, layer], rank % 8) for rank in range(part.ranks[layer])]
+    a = [row[at * part.fan_in : (at + 1) * part.fan_in] for row, at in ranks]
+    b = [row[8 * part.fan_in :][at * part.fan_out : (at + 1) * part.fan_out] for row, at in ranks]
+    return np.stack(a), np.stack(b, axis=1)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers warns of its own properties
@@ -83,10 +92,10 @@ def test_weights_keep_their_dtype_bit_for_bit(dtype: str):
     assert converted.dtype == dtype
     source, _, start = safetensors_header(weights, len(weights))
     index = read_index(converted.blob, len(converted.blob))
-    for pair in index.pairs:
-        for half, (begin, end) in (("A", pair.a_bytes), ("B", pair.b_bytes)):
-            info = source[f"base_model.model.{TINY.path(pair.layer, pair.module)}.lora_{half}.weight"]
-            assert converted.blob[begin:end] == weights[start + info.data_offsets[0] : start + info.data_offsets[1]]
+    for part, layer in itertools.product(index.parts, range(index.layers)):
+        for half, matrix in zip("AB", halves(converted.blob, part, layer, "<u4" if dtype == "F32" else "<u2"), strict=True):
+            info = source[f"base_model.model.{TINY.path(layer, part.module)}.lora_{half}.weight"]
+            assert matrix.tobytes() == weights[start + info.data_offsets[0] : start + info.data_offsets[1]]
 
 
 def test_mixed_dtypes_become_f32_without_loss():
@@ -241,6 +250,12 @@ def test_a_file_over_the_size_limit_is_refused_before_it_is_read():
 
     with pytest.raises(TooLarge, match="the limit is 100"):
         convert(peft_config(), Unreadable(), 101, TINY, max_rank=8, max_bytes=100)
+
+
+def test_a_small_file_whose_whole_pages_are_over_the_size_limit_is_refused_with_both_numbers():
+    weights = safetensors_bytes(random_tensors(layers=[1], modules=["down_proj"], rank=1))
+    with pytest.raises(TooLarge, match=r"needs \d+ bytes in whole pages of 8 ranks over 2 layers, the limit is 2000"):
+        run(weights, peft_config(rank=1), max_bytes=2000)
 
 
 def with_header(header: dict[str, Any] | bytes, data: bytes = b"", length: int | None = None) -> bytes:

@@ -83,7 +83,7 @@ async def test_a_registered_adapter_is_published_with_everything_known_of_it(cli
     store = await client.bus.object_store(subjects.BLOBS)
     blob = (await store.get(version.digest)).data
     assert digest_of(blob) == version.digest == info.entry.digest and len(blob) == version.size_bytes
-    assert {pair.scale for pair in read_index(blob, len(blob)).pairs} == {2.0}
+    assert {scale for part in read_index(blob, len(blob)).parts for scale in part.scales} == {2.0}
 
 
 async def test_equal_content_is_stored_once_under_any_number_of_names(client: Client, roots: Path):

@@ -2,23 +2,127 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from kernels import PAGE_RANKS
+from kernels.cpu.loading import LinkState
+from kernels.pool import LINE, MODULES
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import EngineLimits, EngineRequest, StepStats
-from services.worker.engine.runner import ModelRunner
+from services.worker.engine.runner import ModelRunner, StepBatch
 from shared.messages import StreamItem
 from shared.model import SamplingParams
 
 BLOCK_SIZE = 8
 
 
+class WholeRunner(ModelRunner):
+    """A runner whose loads are whole on return, as with reference kernels and on a GPU: steps follow from requests alone."""
+
+    @property
+    def link(self) -> LinkState:
+        return LinkState(0, 0, 0.0, math.inf)
+
+    def begin_load(self, slot: int, weights: HostAdapter) -> None:
+        self.load_adapter(slot, weights)
+
+
+class PacedRunner(ModelRunner):
+    """A runner whose copies to the device go on when the test says so, layer after layer, first come first served.
+
+    What has not arrived is NaN. A step that names a slot under way gets right weights, as CPU processes or a wait in the
+    layers would provide; `seen` has the modes that it was given.
+    """
+
+    bytes_per_s = 1e6
+    processes = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.queue: dict[int, tuple[HostAdapter, float]] = {}  # slot -> weights, bytes left
+        self.seen: list[dict[int, str]] = []
+        self.begun: list[str] = []
+
+    @property
+    def link(self) -> LinkState:
+        return LinkState(int(sum(left for _, left in self.queue.values())), 0, 0.0, self.bytes_per_s)
+
+    @property
+    def assist(self) -> Any:
+        """CPU processes that take no time."""
+        capacity = SimpleNamespace(processes=self.processes, max_rows=512, element_s=1e-15)
+        return SimpleNamespace(capacity=capacity, failures={}, observe=lambda *_: None, close=lambda: None)
+
+    @assist.setter
+    def assist(self, value: None) -> None:
+        """There are as many processes as `processes` says."""
+
+    def begin_load(self, slot: int, weights: HostAdapter) -> None:
+        self._pool.reserve(slot, weights.packed)
+        self._copy(slot, weights, range(self.config.num_layers), math.nan)
+        self.queue[slot] = weights, float(self.adapter_bytes(weights))
+        self.begun.append(weights.digest)
+
+    def bytes_ahead(self, slot: int) -> int:
+        slots = list(self.queue)
+        return int(sum(self.queue[one][1] for one in slots[: slots.index(slot) + 1])) if slot in self.queue else 0
+
+    def free_adapter(self, slot: int) -> None:
+        self.queue.pop(slot, None)
+        self._pool.free(slot)
+
+    def elapse(self, seconds: float) -> None:
+        """Let the link run."""
+        budget, layers = seconds * self.bytes_per_s, self.config.num_layers
+        for slot, (weights, left) in list(self.queue.items()):
+            part = min(left, budget)
+            budget -= part
+            self.queue[slot] = weights, left - part
+            size = self.adapter_bytes(weights)
+            loaded = int((size - left + part) * layers / size + 1e-9)
+            self._copy(slot, weights, range(self._pool.loaded_layers[slot], loaded), 1.0)
+            self._pool.loaded_layers[slot] = loaded
+            if loaded == layers:
+                del self.queue[slot]
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        named = {int(slot) for slot in batch.row_slot if slot in self.queue}
+        assert named == set(batch.slot_modes), "the batch says how it is with every slot under way"
+        self.seen.append(dict(batch.slot_modes))
+        for slot in named:
+            self._copy(slot, self.queue[slot][0], range(self.config.num_layers), 1.0)
+        loaded = self._pool.loaded_layers.copy()
+        self._pool.loaded_layers[list(named)] = self.config.num_layers
+        logits = super().forward(batch)
+        self._pool.loaded_layers[:] = loaded
+        for slot in named:
+            self._copy(slot, self.queue[slot][0], range(loaded[slot], self.config.num_layers), math.nan)
+        return logits
+
+    def _copy(self, slot: int, weights: HostAdapter, layers: range, factor: float) -> None:
+        packed, pool = weights.packed, self._pool
+        for m, module in enumerate(MODULES):
+            width = sum(pool.shapes[module])
+            for page in range(int(packed.pages[0, m])):
+                for layer in layers:
+                    source, to = (int(t[m, page]) + layer * width for t in (packed.table[0], pool.table[slot]))
+                    rows = packed.arena[source * LINE : (source + width) * PAGE_RANKS]
+                    pool.arena[to * LINE : (to + width) * PAGE_RANKS] = rows * factor
+
+
 def make_engine(model_dir: Path, **changes: Any) -> Engine:
-    """An engine in float32 with room for everything; any field of EngineLimits may be given, and `lora_bytes`."""
-    lora_bytes = changes.pop("lora_bytes", 8 << 20)
+    """An engine in float32 with room for everything; any field of EngineLimits may be given, and `lora_bytes`, the class of
+    its `runner` and more `runner_options`, and the engine's own `perf` and `cold_start`."""
+    lora_bytes, runner_class = changes.pop("lora_bytes", 8 << 20), changes.pop("runner", WholeRunner)
+    options = {name: changes.pop(name) for name in ("perf", "cold_start") if name in changes}
+    runner_options = changes.pop("runner_options", {})
     fields: dict[str, Any] = {
         "max_running": 64,
         "max_waiting": 1000,
@@ -28,7 +132,7 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
         "max_loras": 16,
     }
     limits = EngineLimits(**fields | changes)
-    runner = ModelRunner(
+    runner = runner_class(
         model_dir,
         dtype="float32",
         block_size=limits.block_size,
@@ -37,8 +141,9 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
         max_lora_rank=64,
         max_loras=limits.max_loras,
         threads=1,  # tiny matrices: more would only wait for each other
+        **runner_options,
     )
-    return Engine(runner, limits)
+    return Engine(runner, limits, **options)
 
 
 def request(
@@ -80,8 +185,11 @@ class Run:
         return sum(getattr(step, name) for step in self.steps)
 
 
-def run(engine: Engine, requests: list[EngineRequest], *, per_step: int = 1000) -> Run:
-    """Add `per_step` requests before each step until all are done. Asserts that indices run on and books add up."""
+def run(engine: Engine, requests: list[EngineRequest], *, per_step: int = 1000, step_s: float = 1e-3) -> Run:
+    """Add `per_step` requests before each step until all are done. Asserts that indices run on and books add up.
+
+    The link of a PacedRunner runs `step_s` with every step.
+    """
     result = Run()
     todo = list(requests)
     while todo or engine.has_work():
@@ -91,6 +199,8 @@ def run(engine: Engine, requests: list[EngineRequest], *, per_step: int = 1000) 
         todo = todo[per_step:]
         out = engine.step(float(len(result.steps)))
         assert out.failure is None, out.failure
+        if isinstance(engine._runner, PacedRunner):
+            engine._runner.elapse(step_s)
         result.steps.append(out.stats)
         for item in (item for items in out.items.values() for item in items):
             assert item.index == len(result.tokens[item.request_id]), "a token is missing or comes twice"

@@ -61,7 +61,7 @@ class Mesh:
             base_model=BASE,
             rank=index.rank,
             modules=index.modules,
-            layers=index.layers,
+            layers=index.adapted_layers,
             dtype=index.dtype,
             size_bytes=len(blob),
             source="test",

@@ -23,9 +23,14 @@ class Parsed:
     """Stands for the host copy: the tiers only keep it."""
 
     data: bytes
+    widened: int = 1  # times as large in memory
 
     @property
     def nbytes(self) -> int:
+        return len(self.data) * self.widened
+
+    @property
+    def blob_bytes(self) -> int:
         return len(self.data)
 
 
@@ -40,6 +45,7 @@ class Bench:
     def __init__(self, bus, directory: Path, *, disk_bytes: int = 1 << 24, host_bytes: int = 1 << 24) -> None:
         self.bus, self.directory = bus, directory
         self.parsed = 0
+        self.widened = 1
         self.changes: list[str] = []
         self.tiers = AdapterTiers(
             bus, DiskTier(str(directory), disk_bytes), host_bytes=host_bytes, parse=self._parse, on_change=self.changes.append
@@ -58,7 +64,7 @@ class Bench:
         data = path.read_bytes()
         if data.startswith(b"bad"):
             raise InvalidAdapter("does not fit the model")
-        return Parsed(data)
+        return Parsed(data, self.widened)
 
     async def put(self, ref: AdapterRef, data: bytes) -> None:
         store = await self.bus.object_store(subjects.BLOBS)
@@ -147,6 +153,20 @@ async def test_host_memory_evicts_what_nobody_holds_and_waits_for_what_somebody_
     await asyncio.wait_for(third, 5)
     assert bench.tiers.host_used_bytes == 2 * 64 * KIB
     assert [bench.tiers.tier(ref.digest) for ref in refs] == ["host", "disk", "host"]
+
+
+async def test_copies_that_are_cast_to_a_wider_type_count_as_what_they_take(bus, tmp_path):
+    bench = Bench(bus, tmp_path / "adapters", host_bytes=200 * KIB)
+    bench.widened = 2
+    refs = []
+    for seed in range(2):
+        ref, data = blob(seed)
+        await bench.put(ref, data)
+        await bench.tiers.acquire(ref)
+        bench.tiers.release(ref.digest)
+        refs.append(ref)
+    assert [bench.tiers.tier(ref.digest) for ref in refs] == ["disk", "host"]
+    assert bench.tiers.host_used_bytes == 2 * 64 * KIB and bench.tiers._disk.used_bytes == 2 * 64 * KIB
 
 
 async def test_an_adapter_larger_than_the_host_budget_is_refused_with_both_numbers(bus, tmp_path):

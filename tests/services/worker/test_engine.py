@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import PackedLora
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.engine import Engine
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.request import EngineRequest, StepOutput
 from shared.errors import BadRequest, Conflict, InvalidAdapter, MotetError, Overloaded, PromptTooLong
 from shared.messages import StreamItem
+from shared.model import MODULES
 from tests.services.worker.support_engine import BLOCK_SIZE, make_engine, request, run
 from tests.support_models import MAX_LEN, VOCAB, make_adapters, make_checkpoint, random_prompts
 
@@ -396,7 +398,8 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_only(model_dir:
     requests, expected = neighbours(model_dir, adapters)
     engine = make_engine(model_dir)
     a = torch.zeros(3, 5)
-    bad = dataclasses.replace(adapters[1], digest="bad", pairs={(0, "q_proj"): (1.0, a, a)})
+    small = PackedLora.pack({(0, "q_proj"): (1.0, a, a.T)}, dict.fromkeys(MODULES, (5, 5)), layers=1)
+    bad = dataclasses.replace(adapters[1], digest="bad", packed=small)
     for one in (request("bad-1", PROMPT, bad), *requests, request("bad-2", PROMPT, bad)):
         engine.add(one, 0.0)
     out = engine.step(0.0)
@@ -413,8 +416,8 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_only(model_dir:
 def test_logits_that_are_not_numbers_fail_their_own_request_only(model_dir: Path, adapters: list[HostAdapter]) -> None:
     requests, expected = neighbours(model_dir, adapters)
     engine = make_engine(model_dir)
-    pairs = {key: (scale, a * math.nan, b) for key, (scale, a, b) in adapters[1].pairs.items()}
-    nan = dataclasses.replace(adapters[1], digest="nan", pairs=pairs)
+    packed = dataclasses.replace(adapters[1].packed, arena=adapters[1].packed.arena * math.nan)
+    nan = dataclasses.replace(adapters[1], digest="nan", packed=packed)
     result = run(engine, [request("nan", PROMPT, nan), *requests, request("sampled", PROMPT, nan, temperature=1.0)])
     for name in ("nan", "sampled"):
         assert result.last[name].finish == "error" and result.tokens[name] == []

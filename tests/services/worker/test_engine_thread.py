@@ -22,12 +22,15 @@ class ScriptedEngine:
     """One token per request and step; what goes wrong is up to the test. Checks that one thread alone calls it."""
 
     kv_blocks_free, adapter_bytes_free, prefill_tokens_waiting = 10, 20, 0
+    pause_s = 0.0
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.requests: dict[str, EngineRequest] = {}
         self.steps = 0
         self.fail_steps = 0
+        self.copying = False
+        self.closed = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
 
@@ -49,11 +52,18 @@ class ScriptedEngine:
         assert threading.get_ident() == self.thread
         self.gate.wait()
         self.steps += 1
+        if self.copying:
+            self.pause_s = 0.02
+            return StepOutput()
+        self.pause_s = 0.0
         if self.fail_steps:
             self.fail_steps -= 1
             raise RuntimeError("kernel failed")
         items = {"g": [StreamItem(request_id, 0, self.steps, [1]) for request_id in self.requests]}
         return StepOutput(items=items, stats=StepStats(sampled_tokens=len(self.requests), decode_rows=len(self.requests)))
+
+    def close(self) -> None:
+        self.closed.set()
 
     def abort_all(self, error) -> StepOutput:
         items = [StreamItem(request_id, 0, 0, [], finish="error", error=error.info()) for request_id in self.requests]
@@ -80,7 +90,7 @@ async def driven():
     yield engines[0], thread, reports
     engines[0].gate.set()
     await thread.stop()
-    assert not thread._thread.is_alive()
+    assert not thread._thread.is_alive() and engines[0].closed.is_set()
 
 
 def finished(reports: list[StepReport]) -> dict[str, str]:
@@ -111,6 +121,17 @@ async def test_a_cancel_takes_effect_before_the_next_step_even_while_one_runs(dr
     await eventually(lambda: len(reports) >= 3)
     late = [item.request_id for report in reports[1:] for items in report.output.items.values() for item in items]
     assert set(late) == {"r2"}
+
+
+async def test_it_sleeps_while_everybody_waits_for_a_copy_and_reports_nothing(driven):
+    engine, thread, reports = driven
+    engine.copying = True
+    thread.add(request("r1"))
+    await asyncio.sleep(0.2)
+    assert 1 <= engine.steps <= 25 and reports == []
+    engine.copying = False
+    await eventually(lambda: len(reports) > 0)
+    assert reports[0].step == 1
 
 
 async def test_the_loop_stays_responsive_while_a_step_takes_long(driven):

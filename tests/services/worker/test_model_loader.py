@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels import PoolFull
+from kernels import PackedLora, PoolFull
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.model_config import UnsupportedModel, read_model_config
-from shared.adapter_blob import TensorInfo, write_blob
+from shared.adapter_blob import write_blob
 from shared.errors import InvalidAdapter
 from tests.support_models import AdapterFixture, make_adapters, make_checkpoint, make_runner
 
@@ -122,25 +126,63 @@ def test_an_adapter_is_the_same_from_bytes_and_from_a_file(pristine: Path, adapt
     (tmp_path / "blob").write_bytes(adapter.blob)
     from_bytes, from_file = (HostAdapter.from_blob(source, config) for source in (adapter.blob, tmp_path / "blob"))
     assert (from_bytes.digest, from_bytes.rank, from_bytes.ranks) == (from_file.digest, from_file.rank, from_file.ranks)
-    for key, (scale, a, b) in from_bytes.pairs.items():
-        assert scale == from_file.pairs[key][0]
-        assert torch.equal(a, from_file.pairs[key][1])
-        assert torch.equal(b, from_file.pairs[key][2])
+    assert torch.equal(from_bytes.packed.arena, from_file.packed.arena)
+    for name in ("table", "pages", "scales"):
+        assert np.array_equal(getattr(from_bytes.packed, name), getattr(from_file.packed, name))
 
 
-def blob_of(layer: int, module: str, a_shape: list[int], b_shape: list[int], scale: float = 1.0) -> bytes:
-    a, b = (TensorInfo("F32", shape, (0, 0)) for shape in (a_shape, b_shape))
-    return write_blob({(layer, module): (scale, a, bytes(4 * a_shape[0] * a_shape[1]), b, bytes(4 * b_shape[0] * b_shape[1]))})
+def test_a_mapped_blob_is_the_adapter_as_the_kernels_pack_it(pristine: Path) -> None:
+    config, shapes = read_model_config(pristine), read_model_config(pristine).projection_shapes()
+    draw = np.random.default_rng(0)
+    pairs = {}
+    for layer, module, rank in ((0, "q_proj", 4), (2, "q_proj", 17), (1, "down_proj", 8), (2, "v_proj", 1)):
+        fan_in, fan_out = shapes[module]
+        sizes = (rank, fan_in), (fan_out, rank)
+        pairs[layer, module] = (draw.uniform(), *(draw.standard_normal(size, np.float32) for size in sizes))
+    host = HostAdapter.from_blob(write_blob(pairs, dtype="F32", layers=3), config)
+    matrices = {key: (scale, torch.from_numpy(a), torch.from_numpy(b)) for key, (scale, a, b) in pairs.items()}
+    packed = PackedLora.pack(matrices, shapes, layers=3)
+    assert torch.equal(host.packed.arena, packed.arena)
+    for name in ("table", "pages", "scales"):
+        assert np.array_equal(getattr(host.packed, name), getattr(packed, name))
+    assert host.ranks == {"q_proj": 17, "v_proj": 1, "down_proj": 8} and host.rank == 17
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_process_finds_the_same_weights_behind_the_file_descriptor(
+    pristine: Path, adapter: AdapterFixture, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    (tmp_path / "blob").write_bytes(adapter.blob)
+    host = HostAdapter.from_blob(tmp_path / "blob", read_model_config(pristine), dtype=dtype)
+    (tmp_path / "blob").unlink()  # another worker evicted it
+    assert host.packed.arena.dtype == dtype and host.packed.arena.data_ptr() % 64 == 0
+    read = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
+    path = f"/proc/{os.getpid()}/fd/{host.fd}"
+    seen = subprocess.run([sys.executable, "-c", read, path], check=True, capture_output=True).stdout
+    assert seen[host.data_start :] == host.packed.arena.view(torch.uint8).numpy().tobytes()
+    exact = HostAdapter.from_blob(adapter.blob, read_model_config(pristine)).packed.arena
+    assert torch.equal(host.packed.arena, exact.to(dtype))
+
+
+def test_a_host_copy_closes_its_file_when_it_is_gone(pristine: Path, adapter: AdapterFixture) -> None:
+    host = HostAdapter.from_blob(adapter.blob, read_model_config(pristine))
+    fd = host.fd
+    assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+    del host
+    with pytest.raises(FileNotFoundError):
+        os.readlink(f"/proc/self/fd/{fd}")
+
+
+def blob_of(module: str, a_shape: tuple[int, int], b_shape: tuple[int, int], *, layers: int = 3) -> bytes:
+    return write_blob({(0, module): (1.0, np.zeros(a_shape, "<f4"), np.zeros(b_shape, "<f4"))}, dtype="F32", layers=layers)
 
 
 @pytest.mark.parametrize(
     ("blob", "message"),
     [
-        (blob_of(0, "q_proj", [4, 63], [64, 4]), r"layers\.0\.q_proj: A \[4, 63\]"),
-        (blob_of(0, "up_proj", [4, 64], [64, 4]), r"64 -> 96"),
-        (blob_of(3, "q_proj", [4, 64], [64, 4]), "the base model has 3 layers"),
-        (blob_of(0, "q_proj", [4, 64], [64, 4], float("inf")), "scale"),
-        (blob_of(0, "q_proj", [0, 64], [64, 0]), r"A \[0, 64\]"),
+        (blob_of("q_proj", (4, 63), (64, 4)), "q_proj: 63 -> 64 does not fit the base's 64 -> 64"),
+        (blob_of("up_proj", (4, 64), (64, 4)), "64 -> 96"),
+        (blob_of("q_proj", (4, 64), (64, 4), layers=4), "the base model has 3 layers"),
         (b"", "not a safetensors file"),
         (b"\x80\x04pickle, surely", "not a safetensors file"),
     ],

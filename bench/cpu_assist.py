@@ -1,0 +1,198 @@
+"""CPU-assisted prefill: what a cold adapter costs, by the way its first request starts (CaraServe sections 4 and 7).
+
+    cached       the adapter is on the device before the request comes: what everything is compared with
+    on demand    the request waits until the copy is whole
+    layer-wise   it joins when the copy stays ahead of the layers
+    assist       it joins at once, CPU processes compute what is not there yet
+    auto         what the worker chooses among the three by its cost model
+
+The engine is a worker's, on one core less than there are; a CPU LoRA process has the last one. The link is emulated.
+
+    one cold request    by rank, prompt and link, nothing else in the engine: medians, the ways in turns
+    burst               Poisson arrivals, each request with an adapter of its own, Alpaca-like lengths: means
+    twin                the same policy at the paper's scale (bench/cpu_assist_twin.py)
+    parts               shared memory against a socket, processes against threads (bench/cpu_assist_parts.py)
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from bench.cpu_assist_parts import prefills, round_trips
+from bench.cpu_assist_rig import WAYS, Answered, Asked, Files, Rigs
+from bench.cpu_assist_twin import paper_scale
+from bench.mesh_parts import prompts
+from bench.models import SHAPES
+
+COLD = tuple(way for way in WAYS if way != "cached")
+SINGLE = tuple(way for way in COLD if way != "auto")
+BURST_TOKENS, BURST_LOAD = 32, 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """What is measured."""
+
+    links_gbps: tuple[float, ...]
+    ranks: tuple[int, ...]
+    prompts: tuple[int, ...]
+    rounds: int
+    burst_links_gbps: tuple[float, ...]
+    burst_requests: int
+    burst_rounds: int
+
+
+FULL = Grid(
+    links_gbps=(1.0, 5.0, 20.0, 50.0),
+    ranks=(8, 32, 128),
+    prompts=(16, 128, 512, 2040),
+    rounds=7,
+    burst_links_gbps=(1.0, 2.0, 5.0),
+    burst_requests=32,
+    burst_rounds=3,
+)
+QUICK = Grid(
+    links_gbps=(1.0,),
+    ranks=(8, 128),
+    prompts=(16, 128),
+    rounds=3,
+    burst_links_gbps=(1.0,),
+    burst_requests=8,
+    burst_rounds=1,
+)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    parser.add_argument("--model", choices=sorted(SHAPES), default="S", help="shape of the model (bench/models.py)")
+    parser.add_argument("--processes", type=int, default=1, help="CPU LoRA processes, each on a core of its own")
+
+
+@dataclass(slots=True)
+class Cell:
+    """Rounds of one setting, by way."""
+
+    answers: dict[str, list[list[Answered]]] = field(default_factory=dict)
+    link_mib: dict[str, float] = field(default_factory=dict)
+    modes: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def of(self, way: str, figure: str) -> float:
+        """Median over rounds of the mean over requests."""
+        return statistics.median(statistics.fmean(getattr(one, figure) for one in lap) for lap in self.answers[way])
+
+    def beside(self, way: str, figure: str) -> float:
+        """Median over rounds of the ratio to cached in the same round."""
+        return self._ratio(way, "cached", figure)
+
+    def auto_vs_best(self) -> float:
+        """Time to first token of the automatic choice, of the best single way's."""
+        best = min(SINGLE, key=lambda way: self.of(way, "ttft_ms"))
+        return self._ratio("auto", best, "ttft_ms")
+
+    def _ratio(self, way: str, other: str, figure: str) -> float:
+        pairs = zip(self.answers[way], self.answers[other], strict=True)
+        return statistics.median(_mean(ours, figure) / _mean(theirs, figure) for ours, theirs in pairs)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print the tables, return the figures."""
+    grid = QUICK if args.quick else FULL
+    ranks, links, burst_links = grid.ranks, grid.links_gbps, grid.burst_links_gbps
+    cells: dict[tuple[float, int, int], Cell] = {}
+    bursts: dict[float, Cell] = {}
+    with Files(args.model, ranks) as files:
+        for link in dict.fromkeys((*links, *burst_links)):
+            print(f"link of {link:g} GB/s", file=sys.stderr)
+            with Rigs(files, link_gbps=link, processes=args.processes, adapters=grid.burst_requests) as rigs:
+                if link in links:
+                    for rank, tokens in product(ranks, grid.prompts):
+                        asked = [Asked(0.0, prompts(1, tokens, seed=tokens)[0], 2)]
+                        cells[link, rank, tokens] = _measure(rigs, asked, rank, grid.rounds)
+                if link in burst_links:
+                    bursts[link] = _burst(rigs, max(ranks), grid.burst_requests, grid.burst_rounds)
+        sizes = {rank: blobs[0].stat().st_size for rank, blobs in files.blobs.items()}
+    _show(args.model, cells, bursts, sizes)
+    slow = [link for link in bursts if _link_is_slower(link, sizes[max(ranks)], bursts[link])] or list(bursts)
+    figures = {
+        "ttft_vs_cached": _mean_of([bursts[link].beside("auto", "ttft_ms") for link in slow]),
+        "latency_vs_cached": _mean_of([bursts[link].beside("auto", "latency_ms") for link in slow]),
+        "ttft_ondemand_vs_cached": _mean_of([bursts[link].beside("on demand", "ttft_ms") for link in slow]),
+        "auto_vs_best": round(max(cell.auto_vs_best() for cell in (*cells.values(), *bursts.values())), 3),
+    }
+    setup = {"model": args.model, "processes": args.processes, "burst_links_gbps": slow, "burst_rank": max(ranks)}
+    return setup | figures | _parts(args.quick) | {"twin": paper_scale(quick=args.quick)}
+
+
+def _parts(quick: bool) -> dict[str, Any]:
+    trips, halves = round_trips(quick=quick), prefills(quick=quick)
+    for title, found in (("16 tokens x 4096 there and back", trips), ("LoRA of a 128-token prefill", halves)):
+        print(report.table(title, list(found[0]), [list(row.values()) for row in found]))
+    return {"shm_round_trip_ms_p50_8proc": trips[-1]["shm_ms_p50"], "round_trips": trips, "prefills": halves}
+
+
+def _measure(rigs: Rigs, asked: list[Asked], rank: int, rounds: int) -> Cell:
+    """The same requests every way, the ways in turns and in another order each time."""
+    cell = Cell({way: [] for way in WAYS})
+    order = list(WAYS)
+    for _ in range(rounds):
+        for way in order:
+            rig = rigs[way]
+            cell.answers[way].append(rig.serve(asked, rank, cached=way == "cached"))
+            cell.link_mib[way] = rig.link_bytes / (1 << 20)
+            cell.modes[way] = rig.modes
+        order = order[1:] + order[:1]
+    return cell
+
+
+def _burst(rigs: Rigs, rank: int, requests: int, rounds: int) -> Cell:
+    """Arrivals at `BURST_LOAD` of what the engine can do with its adapters cached, which is measured first."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(3.4, 0.7, requests), 8, 256).astype(int)
+    prompts_ = [prompts(1, int(tokens), seed=i)[0] for i, tokens in enumerate(lengths)]
+    one_by_one = [rigs["cached"].serve([Asked(0.0, prompt, BURST_TOKENS)], rank, cached=True)[0] for prompt in prompts_[:8]]
+    service_s = statistics.fmean(one.latency_ms for one in one_by_one) / 1e3
+    at = np.cumsum(rng.exponential(service_s / BURST_LOAD, requests))
+    asked = [Asked(float(s - at[0]), prompt, BURST_TOKENS) for s, prompt in zip(at, prompts_, strict=True)]
+    return _measure(rigs, asked, rank, rounds)
+
+
+def _link_is_slower(link_gbps: float, size_bytes: int, burst: Cell) -> bool:
+    """Than the prefill of a request whose adapter is there: the copy takes longer than its time to first token."""
+    return size_bytes / link_gbps / 1e6 > burst.of("cached", "ttft_ms")
+
+
+def _show(model: str, cells: dict[tuple[float, int, int], Cell], bursts: dict[float, Cell], sizes: dict[int, int]) -> None:
+    rows: list[list[object]] = []
+    for (link, rank, tokens), cell in cells.items():
+        times = [cell.of(way, "ttft_ms") for way in WAYS]
+        chosen = "/".join(cell.modes["auto"]) or "-"
+        rows.append(
+            [f"{link:g} GB/s, rank {rank}, {tokens} tokens", sizes[rank] / link / 1e6, *times, chosen, cell.auto_vs_best()]
+        )
+    columns = ["", "copy", *WAYS, "auto chose", "auto / best"]
+    print(report.table(f"{model}: one cold request, time to first token in ms (medians)", columns, rows))
+    rows = []
+    for link, cell in bursts.items():
+        for way in WAYS:
+            times = [cell.of(way, figure) for figure in ("ttft_ms", "tpot_ms", "latency_ms")]
+            ratios = [cell.beside(way, figure) for figure in ("ttft_ms", "tpot_ms", "latency_ms")]
+            chosen = ", ".join(f"{count} {mode}" for mode, count in sorted(cell.modes[way].items())) or "-"
+            rows.append([f"{link:g} GB/s, {way}", *times, *ratios, cell.link_mib[way], chosen])
+    columns = ["", "TTFT ms", "TPOT ms", "latency ms", "TTFT / cached", "TPOT", "latency", "link MiB", "starts"]
+    print(report.table(f"{model}: a burst, every request with an adapter of its own (means)", columns, rows))
+
+
+def _mean(lap: list[Answered], figure: str) -> float:
+    return statistics.fmean(getattr(one, figure) for one in lap)
+
+
+def _mean_of(values: list[float]) -> float:
+    return round(statistics.fmean(values), 3)

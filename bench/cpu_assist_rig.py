@@ -1,0 +1,214 @@
+"""The engines that the CPU assist bench asks: one for each way a cold request may start, over the same files and link."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bench.engine_motet import stored_adapter
+from bench.mesh_parts import prompts
+from bench.models import ATTENTION, MLP, SHAPES, write_adapter, write_model
+from services.worker.config import WorkerConfig
+from shared.clock import now_s
+from shared.model import SamplingParams
+
+WAYS = {"cached": "blocking", "on demand": "blocking", "layer-wise": "layerwise", "assist": "assist", "auto": "auto"}
+"""What is measured, and the engine's `--cold-start` for it. Cached ones have their adapters before the clock starts."""
+FILES = 4  # different adapters of one rank; the engine knows each under as many digests as it wants
+WARM_PROMPTS = (16, 64, 256, 512)
+IDLE_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, its adapter its own. Seconds from the start, tokens."""
+
+    at_s: float
+    prompt: list[int]
+    output_tokens: int
+
+
+@dataclass(slots=True)
+class Answered:
+    """When its tokens came, in seconds from its arrival."""
+
+    times_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.times_s[0] * 1e3
+
+    @property
+    def latency_ms(self) -> float:
+        return self.times_s[-1] * 1e3
+
+    @property
+    def tpot_ms(self) -> float:
+        return (self.times_s[-1] - self.times_s[0]) * 1e3 / max(1, len(self.times_s) - 1)
+
+
+class Files:
+    """A model and adapters of some ranks, as a worker's disk has them. A context manager."""
+
+    def __init__(self, model: str, ranks: Sequence[int]) -> None:
+        self._shape, self._ranks = SHAPES[model], ranks
+
+    def __enter__(self) -> Files:
+        self._directory = tempfile.TemporaryDirectory(prefix="motet-bench-")
+        home = Path(self._directory.name)
+        self.model = home / "model"
+        write_model(self.model, self._shape, dtype="bfloat16")
+        self.blobs: dict[int, list[Path]] = {}
+        for rank in self._ranks:
+            for number in range(FILES):
+                peft = home / f"peft-{rank}-{number}"
+                write_adapter(peft, self._shape, rank=rank, modules=(*ATTENTION, *MLP), seed=1000 * rank + number)
+                blob = home / f"{rank}-{number}"
+                blob.write_bytes(stored_adapter(self.model, peft).blob)
+                self.blobs.setdefault(rank, []).append(blob)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._directory.cleanup()
+
+
+class Rig:
+    """An engine with one thread for each core but those of its CPU LoRA processes, as a worker assembles it."""
+
+    def __init__(self, files: Files, *, cold_start: str, link_gbps: float, processes: int, adapters: int) -> None:
+        from services.worker.assemble import assemble
+        from services.worker.state import START_PERF, StepTimes
+
+        largest = max(files.blobs)
+        lora_mib = (files.blobs[largest][0].stat().st_size * adapters >> 20) + 16
+        config = WorkerConfig(
+            model=str(files.model),
+            kv_memory_gib=0.5,
+            max_lora_rank=largest,
+            max_loras=adapters,
+            lora_memory_mib=lora_mib,
+            prefix_cache=False,
+            link_gbps=link_gbps,
+            cold_start=cold_start,
+            assist_processes=processes,
+        )
+        self._times = StepTimes(START_PERF)
+        self._assembly = assemble(config, files.model, self._times)
+        self._engine = self._assembly.engine
+        self._files, self._numbers, self._loaded = files, 0, list[str]()
+        self.link_bytes = 0
+        self.modes: dict[str, int] = {}
+        self._warm_up()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def serve(self, asked: Sequence[Asked], rank: int, *, cached: bool) -> list[Answered]:
+        """All of them in real time, each with an adapter that the device has never seen; with `cached`, it has it already."""
+        adapters = [self._adapter(rank) for _ in asked]
+        if cached:
+            for adapter in adapters:
+                self._engine.load_adapter(adapter)
+            self._drain()
+        self.link_bytes, self.modes = 0, {}
+        answers = self._run(asked, adapters)
+        for adapter in adapters:
+            self._engine.unload_adapter(adapter.digest)
+        self._drain()
+        return answers
+
+    def _run(self, asked: Sequence[Asked], adapters: Sequence[Any]) -> list[Answered]:
+        from services.worker.engine.request import EngineRequest
+
+        answers = [Answered() for _ in asked]
+        waiting = list(range(len(asked)))
+        began, left = now_s(), len(asked)
+        while left:
+            now = now_s()
+            while waiting and asked[waiting[0]].at_s <= now - began:
+                number = waiting.pop(0)
+                one = asked[number]
+                sampling = SamplingParams(max_tokens=one.output_tokens, temperature=0.0, ignore_eos=True)
+                request = EngineRequest(
+                    request_id=str(number),
+                    gateway_id="",
+                    prompt=one.prompt,
+                    sampling=sampling,
+                    arrival_s=began + one.at_s,
+                    adapter=adapters[number],
+                )
+                self._engine.add(request, now)
+            if not self._engine.has_work():
+                time.sleep(IDLE_S)
+                continue
+            output = self._step()
+            now = now_s()
+            for item in (item for items in output.items.values() for item in items):
+                if item.error is not None:
+                    raise RuntimeError(item.error.message)
+                number = int(item.request_id)
+                answers[number].times_s += [now - began - asked[number].at_s] * len(item.tokens)
+                left -= item.finish is not None
+        return answers
+
+    def _step(self) -> Any:
+        began = now_s()
+        output = self._engine.step(began)
+        if output.failure is not None:
+            raise output.failure
+        stats = output.stats
+        if stats.sampled_tokens:
+            self._times.observe((now_s() - began) * 1000, stats)
+        if stats.copies is not None:
+            self.link_bytes += stats.copies.link_bytes
+        for mode, _ in stats.cold_starts:
+            self.modes[mode] = self.modes.get(mode, 0) + 1
+        if self._engine.pause_s:
+            time.sleep(self._engine.pause_s)
+        return output
+
+    def _drain(self) -> None:
+        while self._engine.has_work():
+            self._step()
+
+    def _adapter(self, rank: int) -> Any:
+        self._numbers += 1
+        blob = self._files.blobs[rank][self._numbers % FILES]
+        return self._assembly.parse_adapter(blob, f"{rank}-{self._numbers}")
+
+    def _warm_up(self) -> None:
+        """Step times and the speed of processes are known before anything is measured."""
+        for rank in self._files.blobs:
+            for number, tokens in enumerate(WARM_PROMPTS):
+                prompt = prompts(1, tokens, seed=number)[0]
+                self.serve([Asked(0.0, prompt, 4)], rank, cached=number % 2 == 1)
+                self.serve([Asked(0.0, prompt, 4) for _ in range(4)], rank, cached=True)
+
+
+class Rigs:
+    """One for each way, on one link. A context manager."""
+
+    def __init__(self, files: Files, *, link_gbps: float, processes: int, adapters: int) -> None:
+        self._make = lambda way: Rig(files, cold_start=way, link_gbps=link_gbps, processes=processes, adapters=adapters)
+
+    def __enter__(self) -> Rigs:
+        with ExitStack() as stack:
+            made: dict[str, Rig] = {}
+            for way in dict.fromkeys(WAYS.values()):
+                made[way] = self._make(way)
+                stack.callback(made[way].close)
+            self._stack = stack.pop_all()
+        self._by_way = made
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def __getitem__(self, way: str) -> Rig:
+        return self._by_way[WAYS[way]]

@@ -1,0 +1,112 @@
+"""Adapters on their way into a LoraPool, beside the steps: a thread copies layer by layer at the pace of a link.
+
+    loader = CpuLoader(engine, pool, link_bytes_per_s=2e9)
+    pool.reserve(slot, packed)
+    loader.begin(slot, source)              returns at once; `pool.loaded_layers[slot]` counts up from 0
+    loader.cancel(slot); pool.free(slot)    at any time
+
+A step may read the layers that are there. src/loader.h has the rules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from ctypes import byref, c_int64
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kernels.cpu.library import CpuEngine, pool_struct
+from kernels.pool import LoraPool, PackedLora
+
+FIRST_GUESS_BYTES_PER_S = 4e9
+"""Of a link that is as fast as memory, before the first copy."""
+FORGET_BYTES = 64 << 20
+"""Of the measured rate: what was copied this long ago weighs 1/e."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """The link over which adapters reach the device."""
+
+    bytes_queued: int  # of all loads, still to come
+    bytes_copied: int  # ever
+    busy_s: float  # ever: while there was something to copy
+    bytes_per_s: float  # as configured, or as measured
+
+
+class CpuLoader:
+    """One thread that fills a pool's slots. The pool's own methods stay with the thread that runs the steps.
+
+    `link_bytes_per_s` is the pace, 0 for memory's own. The pool must outlive this object's `close`.
+    """
+
+    def __init__(self, engine: CpuEngine, pool: LoraPool, *, link_bytes_per_s: float = 0.0) -> None:
+        self._library, self._pool, self._pace = engine.library, pool, link_bytes_per_s
+        self._sources: dict[int, Any] = {}  # by slot: what the thread reads
+        self._handle = self._library.motet_loader_new(byref(pool_struct(pool)), pool.arena.element_size(), link_bytes_per_s)
+        self._rate = link_bytes_per_s or FIRST_GUESS_BYTES_PER_S
+        self._seen = (0, 0)  # bytes and nanoseconds that the rate knows of
+        pool.still = partial(_no_copying, self._library, self._handle)  # not `self`: nobody is to keep us alive
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread; loads under way stay as they are."""
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle:
+            self._pool.still = nullcontext
+            self._library.motet_loader_free(handle)
+            self._sources.clear()
+
+    def begin(self, slot: int, source: PackedLora, kept: Any) -> None:
+        """Copy an adapter of the pool's type into `slot`, which is reserved for it.
+
+        `kept` is what the source's memory belongs to: it is held until the load is `finished` or cancelled.
+        """
+        self._sources[slot] = kept
+        self._library.motet_loader_begin(self._handle, slot, byref(pool_struct(source)))
+
+    def cancel(self, slot: int) -> None:
+        """Write no more of this slot's load, if there is one; nothing of it is being written when this returns."""
+        self._library.motet_loader_cancel(self._handle, slot)
+        self._sources.pop(slot, None)
+
+    def finished(self) -> list[Any]:
+        """What loads that are whole by now have read from; each once. Nothing reads it any more."""
+        whole = [slot for slot in self._sources if self._pool.loaded_layers[slot] == self._pool.layers]
+        return [self._sources.pop(slot) for slot in whole]
+
+    @property
+    def under_way(self) -> Mapping[int, Any]:
+        """{slot: what its load reads from}, of loads that were not `finished` yet."""
+        return self._sources
+
+    def bytes_ahead(self, slot: int) -> int:
+        """Bytes that pass the link until this slot is whole, those of the loads before it included."""
+        return self._library.motet_loader_ahead(self._handle, slot)
+
+    @property
+    def link(self) -> LinkState:
+        """As of now. The measured rate forgets: it follows a machine whose memory others begin to use."""
+        queued, copied, busy_ns = c_int64(), c_int64(), c_int64()
+        self._library.motet_loader_state(self._handle, byref(queued), byref(copied), byref(busy_ns))
+        fresh, spent_ns = copied.value - self._seen[0], busy_ns.value - self._seen[1]
+        if not self._pace and fresh and spent_ns:
+            weight = 1 - math.exp(-fresh / FORGET_BYTES)
+            self._rate = 1 / ((1 - weight) / self._rate + weight * spent_ns / 1e9 / fresh)
+            self._seen = copied.value, busy_ns.value
+        return LinkState(queued.value, copied.value, busy_ns.value / 1e9, self._rate)
+
+
+@contextmanager
+def _no_copying(library: ctypes.CDLL, handle: int) -> Iterator[None]:
+    library.motet_loader_hold(handle)
+    try:
+        yield
+    finally:
+        library.motet_loader_release(handle)

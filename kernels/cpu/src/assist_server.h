@@ -1,0 +1,150 @@
+// The CPU LoRA process: waits for requests of its channel and computes them from host memory, which it maps by itself.
+#pragma once
+#include <unistd.h>
+
+#include "buffer.h"
+#include "channel.h"
+
+namespace motet {
+
+// The base's adapters, mapped: no more than one step may name, and all are let go when nothing happens for a while. What is
+// mapped cannot give its inode to another file, so the inode says whether it is the same memory.
+class Mappings {
+ public:
+  ~Mappings() { clear(); }
+
+  // The adapter's first line, or null when its memory cannot be had. Stays valid for this step and the next calls in it.
+  const void* find(int base_pid, const ChannelSlice& slice, uint32_t step) {
+    for (Mapping& one : all_)
+      if (one.device == slice.device && one.inode == slice.inode) {
+        one.step = step;
+        return one.data + slice.data_start;
+      }
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", base_pid, slice.fd);
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return nullptr;
+    void* data = mmap(nullptr, slice.file_bytes, PROT_READ, MAP_SHARED, fd, 0);
+    close(fd);
+    if (data == MAP_FAILED) return nullptr;
+    if (all_.size() == MAX_SLICES) drop_oldest(step);
+    all_.push_back({slice.device, slice.inode, (const char*)data, slice.file_bytes, step});
+    return all_.back().data + slice.data_start;
+  }
+  void clear() {
+    for (const Mapping& one : all_) munmap((void*)one.data, one.bytes);
+    all_.clear();
+  }
+
+ private:
+  struct Mapping {
+    int64_t device, inode;
+    const char* data;
+    int64_t bytes;
+    uint32_t step;  // that used it last
+  };
+  void drop_oldest(uint32_t step) {
+    auto oldest = all_.begin();
+    for (auto at = all_.begin(); at != all_.end(); ++at)
+      if (step - at->step > step - oldest->step) oldest = at;
+    munmap((void*)oldest->data, oldest->bytes);
+    all_.erase(oldest);
+  }
+  std::vector<Mapping> all_;
+};
+
+template <class T>
+class AssistServer {
+  typedef typename ActivationOf<T>::type A;
+  static constexpr int64_t IDLE_NS = 1000 * 1000 * 1000;
+
+ public:
+  // `parent_pid` 0: a thread of the base itself.
+  AssistServer(ChannelHeader& header, int parent_pid) : h_(header), parent_pid_(parent_pid) {}
+
+  // Returns when it is told to stop or its parent is gone.
+  void serve() {
+    uint32_t seen = h_.done.sequence.load();
+    h_.ready.store(1);
+    for (;;) {
+      const bool came = await_change(h_.request.sequence, seen, h_.process.sleeps, now_ns() + IDLE_NS, [this] { return h_.stop.load() != 0; });
+      if (h_.stop.load() || (parent_pid_ && getppid() != parent_pid_)) return;
+      if (!came) {  // host copies that the worker drops are not to be kept by us
+        mappings_.clear();
+        step_known_ = false;
+        continue;
+      }
+      const int64_t began = now_ns();
+      h_.done.unreadable = !compute();
+      h_.done.busy_ns = now_ns() - began;
+      change(h_.done.sequence, seen = h_.request.sequence.load(), h_.base.sleeps);
+    }
+  }
+
+ private:
+  struct Work {  // of one slice
+    Pool pool;
+    std::vector<int64_t> table;
+    std::vector<int32_t> row_slot;
+    LoraPlan plan;
+    Buffer s;
+  };
+
+  bool compute() {
+    [[maybe_unused]] const Tiles tiles;
+    if (!step_known_ || step_ != h_.step.number) {
+      step_ = h_.step.number;
+      step_known_ = true;
+      for (int i = 0; i < h_.step.count; ++i)
+        if (!prepare(i)) return step_known_ = false;
+    }
+    const int group = h_.request.group;
+    const int64_t layer = h_.request.layer, in = h_.in[GROUP_START[group]], out = group_out(h_.out, group);
+    const int64_t ldx = row_stride<A>(in), ldy = row_stride<float>(out);
+    for (int i = 0; i < h_.step.count; ++i) {
+      if (!(h_.request.slices >> i & 1)) continue;
+      const ChannelSlice& slice = h_.step.slice[i];
+      Work& work = work_[i];
+      const A* x = channel_x<A>(h_, group, slice.row0);
+      float *y = channel_y(h_, group, slice.row0), *s = work.s.template data<float>();
+      for (int r = 0; r < slice.rows; ++r) memset(y + r * ldy, 0, out * sizeof(float));
+      const std::vector<LoraPiece>&shrink = work.plan.shrink[group], &expand = work.plan.expand[group];
+      for (size_t p = 0; p < shrink.size(); ++p)
+        shrink_piece<T, A>(work.pool, work.plan, shrink[p], p + 1 < shrink.size() ? &shrink[p + 1] : nullptr, layer, x, ldx, s);
+      for (size_t p = 0; p < expand.size(); ++p)
+        expand_piece<T>(work.pool, work.plan, expand[p], p + 1 < expand.size() ? &expand[p + 1] : nullptr, layer, s, y, ldy);
+    }
+    return true;
+  }
+
+  bool prepare(int i) {
+    const ChannelSlice& slice = h_.step.slice[i];
+    Work& work = work_[i];
+    Pool& pool = work.pool;
+    pool.arena = mappings_.find(h_.base_pid, slice, step_);
+    if (!pool.arena) return false;
+    pool.max_pages = 1;
+    for (int pages : slice.pages) pool.max_pages = std::max<int64_t>(pool.max_pages, pages);
+    work.table.assign(MODULES * pool.max_pages, 0);
+    for (int m = 0; m < MODULES; ++m)
+      for (int p = 0; p < slice.pages[m]; ++p)
+        work.table[m * pool.max_pages + p] = slice.first_line[m] + p * h_.layers * (h_.in[m] + h_.out[m]);
+    pool.table = work.table.data(), pool.pages = slice.pages, pool.scales = h_.scales(i);
+    pool.slots = 1, pool.layers = h_.layers;
+    memcpy(pool.in, h_.in, sizeof pool.in);
+    memcpy(pool.out, h_.out, sizeof pool.out);
+    work.row_slot.assign(slice.rows, 0);
+    work.plan.build(pool, work.row_slot.data(), slice.rows, sizeof(T), 0);  // no team: each page in one go
+    work.s.reserve(work.plan.s_size * sizeof(float));
+    return true;
+  }
+
+  ChannelHeader& h_;
+  const int parent_pid_;
+  Mappings mappings_;
+  Work work_[MAX_SLICES];
+  uint32_t step_ = 0;
+  bool step_known_ = false;
+};
+
+}  // namespace motet

@@ -1,0 +1,212 @@
+// Brings adapters into the device's pool beside the steps: layer by layer, at the pace of a link.
+//
+//   engine's thread    begin(slot, from)   cancel(slot)   hold() and release() around the moving of a page
+//   loader's thread    loads in order of begin; of a load all rows of layer 0, then loaded_layers[slot] = 1, then layer 1, ..
+//
+// Rules:
+// - layer l of a slot may be read by who has read loaded_layers[slot] > l with acquire.
+// - a layer counts when its last byte has passed the link, not when it was copied: what is ahead of the link sleeps.
+// - a piece and a page's move exclude each other; every piece finds its page through the table anew.
+// - cancel returns when no piece of that load is being written, and none will be.
+#pragma once
+#include <sys/prctl.h>
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+
+#include "lora.h"
+
+namespace motet {
+
+class Loader {
+ public:
+  // `bytes_per_s` 0: as fast as memory is.
+  Loader(const Pool& pool, int64_t element_bytes, double bytes_per_s)
+      : pool_(pool), element_bytes_(element_bytes), ns_per_byte_(bytes_per_s > 0 ? 1e9 / bytes_per_s : 0) {
+    thread_ = std::thread([this] { run(); });
+  }
+  ~Loader() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+      if (current_) current_->cancelled = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  // `from` has one slot and the pool's type; its memory stays until the load is whole or cancelled. The slot's pages and
+  // scales are the pool's already.
+  void begin(int32_t slot, const Pool& from) {
+    auto load = std::make_shared<Load>();
+    load->slot = slot, load->begun_ns = now_ns();
+    for (int m = 0; m < MODULES; ++m)
+      for (int p = 0; p < from.pages[m]; ++p) {
+        load->rows.push_back({m, p, (const char*)from.arena + from.table[m * from.max_pages + p] * 8 * element_bytes_});
+        load->left += pool_.layers * row_bytes(m);
+      }
+    std::lock_guard<std::mutex> lock(mutex_);
+    queued_ += load->left;
+    queue_.push_back(std::move(load));
+    changed_.notify_all();
+  }
+
+  void cancel(int32_t slot) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (auto at = queue_.begin(); at != queue_.end(); ++at)
+      if ((*at)->slot == slot) {
+        queued_ -= (*at)->left;
+        queue_.erase(at);
+        return;
+      }
+    if (!current_ || current_->slot != slot || current_->cancelled) return;
+    current_->cancelled = true;
+    changed_.wait(lock, [this] { return !copying_; });
+    queued_ -= current_->left;
+  }
+
+  void hold() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++held_;
+    changed_.wait(lock, [this] { return !copying_; });
+  }
+  void release() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    --held_;
+    changed_.notify_all();
+  }
+
+  // Of all loads: bytes still to come; and so far: bytes, and nanoseconds in which the link had something to do.
+  void state(int64_t* queued, int64_t* copied, int64_t* busy_ns) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    *queued = queued_, *copied = copied_, *busy_ns = busy_ns_;
+  }
+  // Bytes that pass the link until this slot is whole, those of the loads before it included; 0 when it is.
+  int64_t ahead(int32_t slot) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    int64_t bytes = 0;
+    if (current_ && !current_->cancelled) {
+      bytes = current_->left;
+      if (current_->slot == slot) return bytes;
+    }
+    for (const auto& load : queue_) {
+      bytes += load->left;
+      if (load->slot == slot) return bytes;
+    }
+    return 0;
+  }
+
+ private:
+  static constexpr int64_t PIECE = 64 << 10;     // bytes that a move or a cancel waits for at most
+  static constexpr int64_t DOZE_NS = 50 * 1000;  // ahead of the link inside a layer: shorter is not worth a sleep
+
+  struct Row {
+    int module, page;
+    const char* from;
+  };
+  struct Load {
+    int32_t slot;
+    int64_t begun_ns;
+    std::vector<Row> rows;
+    int64_t left = 0;  // bytes
+    bool cancelled = false;
+  };
+
+  int64_t row_bytes(int m) const { return PAGE * (pool_.in[m] + pool_.out[m]) * element_bytes_; }
+
+  void run() {
+    pthread_setname_np(pthread_self(), "motet-loader");
+    prctl(PR_SET_TIMERSLACK, 1000);  // sleeps are as short as a piece takes
+    while (next()) {
+      Load& load = *current_;
+      bool whole = true;
+      for (int64_t layer = 0; whole && layer < pool_.layers; ++layer) whole = copy_layer(load, layer) && publish(load, layer + 1);
+    }
+  }
+
+  bool next() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    current_.reset();
+    changed_.wait(lock, [this] { return stop_ || !queue_.empty(); });
+    if (stop_) return false;
+    current_ = std::move(queue_.front());
+    queue_.pop_front();
+    free_at_ns_ = std::max(free_at_ns_, (double)current_->begun_ns);  // until then the link had nothing to do
+    seen_ns_ = now_ns();
+    return true;
+  }
+
+  bool copy_layer(Load& load, int64_t layer) {
+    for (const Row& row : load.rows) {
+      const int64_t bytes = row_bytes(row.module);
+      for (int64_t at = 0; at < bytes; at += PIECE) {
+        const int64_t n = std::min(PIECE, bytes - at);
+        if (!copy_piece(load, row, layer * bytes + at, n)) return false;
+        free_at_ns_ += (double)n * ns_per_byte_;
+        if (free_at_ns_ - (double)now_ns() > DOZE_NS) sleep_until(free_at_ns_);
+      }
+    }
+    sleep_until(free_at_ns_);
+    return true;
+  }
+
+  bool copy_piece(Load& load, const Row& row, int64_t at, int64_t n) {
+    char* to;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [this] { return !held_; });
+      if (load.cancelled) return false;
+      copying_ = true;
+      to = (char*)pool_.arena + pool_.table[(load.slot * MODULES + row.module) * pool_.max_pages + row.page] * 8 * element_bytes_;
+    }
+    memcpy(to + at, row.from + at, n);
+    std::lock_guard<std::mutex> lock(mutex_);
+    copying_ = false;
+    changed_.notify_all();
+    load.left -= n, queued_ -= n, copied_ += n;
+    count_time();
+    return true;
+  }
+
+  bool publish(Load& load, int64_t layers) {
+    int32_t* word = pool_.loaded_layers + load.slot;
+    std::lock_guard<std::mutex> lock(mutex_);
+    count_time();
+    if (load.cancelled) return false;
+    __atomic_store_n(word, (int32_t)layers, __ATOMIC_RELEASE);
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);  // a step may wait for this layer
+    return true;
+  }
+
+  void count_time() {
+    const int64_t now = now_ns();
+    busy_ns_ += now - seen_ns_;
+    seen_ns_ = now;
+  }
+
+  static void sleep_until(double at_ns) {
+    if (at_ns <= (double)now_ns()) return;
+    const int64_t at = (int64_t)at_ns;
+    const timespec t{at / 1000000000, at % 1000000000};
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, nullptr) == EINTR) {
+    }
+  }
+
+  const Pool pool_;
+  const int64_t element_bytes_;
+  const double ns_per_byte_;
+  double free_at_ns_ = 0;  // when all that was copied has passed the link; the thread's own, as is seen_ns_
+  int64_t seen_ns_ = 0;
+
+  std::mutex mutex_;  // of all that follows
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Load>> queue_;
+  std::shared_ptr<Load> current_;
+  bool copying_ = false, stop_ = false;
+  int held_ = 0;
+  int64_t queued_ = 0, copied_ = 0, busy_ns_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace motet

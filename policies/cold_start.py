@@ -1,0 +1,230 @@
+"""How a request starts whose adapter is still on its way to the device: wait, overlap, or compute on CPU cores meanwhile.
+
+    blocking     it joins the batch when the copy is whole
+    layerwise    it joins as soon as the copy is predicted to stay ahead of the layers, so that nobody waits in them
+    assist       it joins at once; layers that are not there yet are computed by CPU processes (CaraServe section 4)
+
+A copy fills layer after layer behind what was queued on the link before it. All times are milliseconds from now:
+
+    layer i arrives at   queue + (i + 1 - loaded) * each          (0 for the `loaded` ones)
+    layer i begins at    wait + i * base                          one layer of the first chunk takes `base`
+    layerwise waits      max over i of (arrives - i * base), which is at one of the two ends
+    assist               a layer takes max(base, cpu) until its copy has overtaken it, then base
+
+The choice is the least of: own time to first token + (others in the batch) * (what each of their steps is held up). Rates are
+those of now, so a request that waits is looked at again before every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from policies.perf_model import MIB, Coefficients, decode_ms, prefill_ms
+
+Mode = Literal["blocking", "layerwise", "assist"]
+Forced = Literal["auto", "blocking", "layerwise", "assist"]
+Reason = Literal["forced", "no_processes", "copy_ahead", "cpu_slower", "others", "cpu_ahead", "one_layer"]
+
+TOLERANCE = 0.02
+"""Of a step: as much of a wait in the layers is no wait."""
+HOP_MS = 0.05
+"""Handing a layer to processes and back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A copy under way over a link of `layers` layers."""
+
+    layers: int
+    loaded: int  # layers that are there
+    queue_ms: float  # until its next layer begins to be copied; negative when that has begun
+    each_ms: float  # per layer
+
+    @property
+    def whole_ms(self) -> float:
+        return self.arrives_ms(self.layers - 1)
+
+    def arrives_ms(self, layer: int) -> float:
+        return max(0.0, self.queue_ms + (layer + 1 - self.loaded) * self.each_ms) if layer >= self.loaded else 0.0
+
+    def stall_ms(self, base_ms: float) -> float:
+        """How much later a step must begin so that its layers, `base_ms` each, find everything there."""
+        if self.loaded >= self.layers:
+            return 0.0
+        last = self.layers - 1
+        return max(0.0, self.arrives_ms(self.loaded) - self.loaded * base_ms, self.arrives_ms(last) - last * base_ms)
+
+    @staticmethod
+    def of(size_bytes: int, ahead_bytes: float, *, layers: int, loaded: int, bytes_per_s: float) -> Copy:
+        """`ahead_bytes` pass the link until it is whole, its own ones included."""
+        ms_per_byte = 1e3 / bytes_per_s
+        each = size_bytes / layers
+        return Copy(layers, loaded, (ahead_bytes - each * (layers - loaded)) * ms_per_byte, each * ms_per_byte)
+
+
+@dataclass(frozen=True, slots=True)
+class AssistRates:
+    """What CPU processes can do."""
+
+    processes: int  # alive
+    mib_row_ms: float  # a core's time for one row of one MiB of adapter, over all layers
+    hop_ms: float = HOP_MS  # per layer: there and back
+
+    def layer_ms(self, mib_rows: float, layers: int) -> float:
+        """Time of one layer for rows of adapters, `mib_rows` summed over them: rows * MiB on the device."""
+        return self.hop_ms + mib_rows * self.mib_row_ms / (layers * self.processes)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`joins`: in the next step; if not, it joins `wait_ms` from now unless something changes."""
+
+    mode: Mode
+    reason: Reason
+    joins: bool
+    wait_ms: float
+    ttft_ms: Mapping[Mode, float]  # predicted, of each mode that can be had
+    cost_ms: Mapping[Mode, float]  # with what others are held up
+
+
+def choose(
+    copy: Copy, chunks_ms: list[float], cpu_ms: list[float] | None, *, others: int = 0, forced: Forced = "auto"
+) -> Choice:
+    """The way in for one request.
+
+    `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
+    `cpu_ms` the time of one layer of each on CPU processes, None when none is alive. `others` are the sequences in them.
+    """
+    prefill = sum(chunks_ms)
+    base_ms = chunks_ms[0] / copy.layers
+    stall = copy.stall_ms(base_ms)
+    ttft: dict[Mode, float] = {"blocking": copy.whole_ms + prefill, "layerwise": stall + prefill}
+    cost = dict(ttft)
+    if cpu_ms is not None:
+        ttft["assist"] = assisted_ms(copy, chunks_ms, cpu_ms)
+        cost["assist"] = ttft["assist"] + others * (ttft["assist"] - prefill)
+    ahead = stall <= TOLERANCE * chunks_ms[0]
+    mode, reason = _least(ttft, cost, ahead=ahead) if forced == "auto" else _forced(forced, ttft)
+    if mode == "assist":
+        return Choice(mode, reason, True, 0.0, ttft, cost)
+    wait = copy.whole_ms if mode == "blocking" else stall
+    return Choice(mode, reason, ahead if mode == "layerwise" else wait <= 0.0, wait, ttft, cost)
+
+
+def _forced(forced: Mode, ttft: Mapping[Mode, float]) -> tuple[Mode, Reason]:
+    return (forced, "forced") if forced in ttft else ("layerwise", "no_processes")
+
+
+def _least(ttft: Mapping[Mode, float], cost: Mapping[Mode, float], *, ahead: bool) -> tuple[Mode, Reason]:
+    """Ties go to what costs nobody else anything."""
+    waiting: Mode = "layerwise" if ttft["layerwise"] < ttft["blocking"] else "blocking"
+    if "assist" in cost and cost["assist"] < cost[waiting]:
+        return "assist", "cpu_ahead"
+    if waiting == "blocking":
+        return "blocking", "one_layer"
+    if ahead:
+        return "layerwise", "copy_ahead"
+    if "assist" not in cost:
+        return "layerwise", "no_processes"
+    return "layerwise", "others" if ttft["assist"] < ttft["layerwise"] else "cpu_slower"
+
+
+def assisted_ms(copy: Copy, chunks_ms: list[float], cpu_ms: list[float]) -> float:
+    """How long steps of `chunks_ms` take together when CPU processes compute what is not there yet."""
+    now = 0.0
+    for chunk, cpu in zip(chunks_ms, cpu_ms, strict=True):
+        now += step_ms(chunk, copy.layers, [(copy, now)], cpu, [])
+    return now
+
+
+def step_ms(
+    chunk_ms: float, layers: int, assisted: list[tuple[Copy, float]], cpu_ms: float, overlapped: list[tuple[Copy, float]]
+) -> float:
+    """One step of `chunk_ms` with adapters under way, each as (copy, how long ago that was its state).
+
+    A layer waits for the `overlapped` ones, and takes `cpu_ms` at least when one of the `assisted` is not there.
+    """
+    base = chunk_ms / layers
+    whole = max((copy.whole_ms - age for copy, age in (*assisted, *overlapped)), default=0.0)
+    now = 0.0
+    for layer in range(layers):
+        if now >= whole:
+            return now + (layers - layer) * base
+        for copy, age in overlapped:
+            now = max(now, copy.arrives_ms(layer) - age)
+        missing = any(copy.arrives_ms(layer) - age > now for copy, age in assisted)
+        now += max(base, cpu_ms) if missing else base
+    return now
+
+
+@dataclass(slots=True)
+class ColdStarts:
+    """The choices of one engine: rates and copies as they are before a step, modes as they were chosen.
+
+    `modes` has the adapters under way that somebody runs with.
+    """
+
+    layers: int
+    max_step_tokens: int
+    forced: Forced = "auto"
+    perf: Coefficients[float] | None = None
+    bytes_per_s: float = 1.0
+    queued_bytes: float = 0.0
+    assist: AssistRates | None = None
+    copies: dict[str, Copy] = field(default_factory=dict)
+    modes: dict[str, Mode] = field(default_factory=dict)
+    wait_ms: float = 0.0  # until the first of those who wait may join, as of the last decision
+
+    def observe(
+        self,
+        *,
+        perf: Coefficients[float],
+        bytes_per_s: float,
+        queued_bytes: float,
+        under_way: Mapping[str, tuple[int, float, int]],
+        assist: AssistRates | None,
+    ) -> None:
+        """How things are before a decision. `under_way` is {digest: (bytes, bytes ahead on the link, layers loaded)}."""
+        self.perf, self.bytes_per_s, self.queued_bytes, self.assist = perf, bytes_per_s, queued_bytes, assist
+        self.copies = {
+            digest: Copy.of(size, ahead, layers=self.layers, loaded=loaded, bytes_per_s=bytes_per_s)
+            for digest, (size, ahead, loaded) in under_way.items()
+        }
+        self.modes = {digest: mode for digest, mode in self.modes.items() if digest in self.copies}
+        self.wait_ms = float("inf")
+
+    def begun(self, digest: str, size_bytes: int) -> None:
+        """A copy begins with this step: it is the last one on the link."""
+        self.queued_bytes += size_bytes
+        copy = Copy.of(size_bytes, self.queued_bytes, layers=self.layers, loaded=0, bytes_per_s=self.bytes_per_s)
+        self.copies[digest] = copy
+
+    def consider(
+        self, digest: str, size_bytes: int, *, rank: int, tokens: int, room: int, others: int, assisted: int = 0
+    ) -> Choice:
+        """Whether a request joins the step to come, which has `room` tokens left and `others` in it already.
+
+        `assisted`: rows * bytes of adapters that CPU processes are to compute in that step without it.
+        """
+        assert self.perf is not None, "rates are observed before decisions"
+        copy = self.copies[digest]
+        chunks, left = [min(tokens, room)], tokens - min(tokens, room)
+        while left > 0:
+            chunks.append(min(left, self.max_step_tokens))
+            left -= chunks[-1]
+        beside = decode_ms(self.perf, float(others), 0.0) if others else 0.0
+        chunks_ms = [beside + prefill_ms(self.perf, float(chunk), float(rank)) for chunk in chunks]
+        cpu_ms = None
+        if self.assist is not None and self.assist.processes:
+            work = [chunk * size_bytes for chunk in chunks]
+            work[0] += assisted
+            cpu_ms = [self.assist.layer_ms(one / MIB, self.layers) for one in work]
+        choice = choose(copy, chunks_ms, cpu_ms, others=others, forced=self.forced)
+        if choice.joins:
+            if self.modes.get(digest) != "assist":
+                self.modes[digest] = choice.mode
+        else:
+            self.wait_ms = min(self.wait_ms, choice.wait_ms)
+        return choice

@@ -1,0 +1,307 @@
+"""CPU LoRA processes: started, pinned, watched, replaced; and the profile that says how much of a step each can take over.
+
+    engine's thread    helpers(loading, rows) before a step with adapters on their way; observe(..) after every step
+    watching thread    process exits, channels that failed (the step's watchdog): kill, new memory, new process
+
+The engine's thread never waits for the other one: it takes the channels that are alive as they are. A process and its
+channel live and die together, so that a late write of an old process can only meet memory that nobody reads any more.
+
+The profile: what one process needs per row and adapter element, first from a request of zeros, then from its own clock in
+every step; and what a layer takes the base, as a line in the rows of a step. A core's share is what it computes within a
+base layer's time (CaraServe, section 4: c tokens per core, ceil(L / c) cores).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import selectors
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import kernels.cpu.assist_process
+from kernels import GROUPS, LoraPool, PackedLora
+from kernels.cpu import CpuEngine
+from kernels.cpu.assist import Channel, Helpers, loading_of
+from kernels.cpu.library import Loading
+from shared.clock import now_s
+from shared.telemetry import logger
+
+MAIN = Path(kernels.cpu.assist_process.__file__)
+START_TIMEOUT_S = 10.0
+RESTART_S = (0.0, 0.1, 0.5, 2.0, 10.0)  # waits before the first, second, .. restart in a row
+LASTED_S = 30.0  # a process that served this long may be restarted at once
+POLL_S = 0.01  # while a process is starting
+MEASURED_ROWS, MEASURED_TIMES, MEASURED_BOUND_S = 16, 5, 5.0
+FORGET = 0.97  # of what is known, with every step that is new
+FORGET_MOST = 0.999
+
+log = logger("motet.worker.assist")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What CPU processes can take over now."""
+
+    processes: int  # that are alive
+    max_rows: int  # of each, in a step
+    element_s: float  # of one process, for one row and one element of an adapter's pages of a layer
+
+
+class Profile:
+    """How fast a process and the base are; both follow what they are told, newest first."""
+
+    def __init__(self) -> None:
+        self.element_s = 0.0
+        self._most = 0.0  # work of a step, of late
+        self._weight = self._rows = self._rows2 = self._s = self._rows_s = 0.0
+
+    def processes(self, work: int, busy_s: float) -> None:
+        """They took `busy_s` for `work` rows times elements.
+
+        A step counts by its work: one of few rows pays for reading the adapter and says little of a prefill.
+        """
+        if work:
+            fresh, self._most = busy_s / work, max(work, FORGET_MOST * self._most)
+            self.element_s += (fresh - self.element_s) * ((1 - FORGET) * work / self._most if self.element_s else 1.0)
+
+    def base(self, rows: int, layer_s: float) -> None:
+        """A step of `rows` rows took the base alone `layer_s` per layer."""
+        self._weight = FORGET * self._weight + 1
+        self._rows = FORGET * self._rows + rows
+        self._rows2 = FORGET * self._rows2 + rows * rows
+        self._s = FORGET * self._s + layer_s
+        self._rows_s = FORGET * self._rows_s + rows * layer_s
+
+    def layer_s(self, rows: int) -> float:
+        """What a layer of such a step takes the base; 0 before the first."""
+        if not self._weight:
+            return 0.0
+        mean_rows, mean_s = self._rows / self._weight, self._s / self._weight
+        spread = self._rows2 / self._weight - mean_rows**2
+        slope = (self._rows_s / self._weight - mean_rows * mean_s) / spread if spread > 1 else 0.0
+        return max(mean_s + max(slope, 0.0) * (rows - mean_rows), mean_s / 10)
+
+    def work_per_process(self, rows: int) -> int:
+        """Rows times elements that one process computes within the time of a layer of such a step."""
+        layer_s = self.layer_s(rows)
+        return max(1, int(layer_s / self.element_s)) if layer_s and self.element_s else 1 << 62
+
+
+class _Member:
+    """A process and its channel; `process` is None between two lives."""
+
+    def __init__(self, core: int) -> None:
+        self.core = core
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pidfd = -1
+        self.channel: Channel | None = None
+        self.serving = False
+        self.began_s = self.due_s = 0.0
+        self.failures = 0
+
+
+class CpuAssist:
+    """`cores` [n]: one process on each, -1 for any core. Processes start at once, in their own time.
+
+    A request that a process has not answered `watchdog_s` after eight times its expected time ends that process.
+    """
+
+    def __init__(
+        self,
+        engine: CpuEngine,
+        pool: LoraPool,
+        *,
+        cores: Sequence[int],
+        max_rows: int,
+        watchdog_s: float = 0.02,
+    ) -> None:
+        self.watchdog_s = watchdog_s
+        self.profile = Profile()
+        self.failures: Counter[str] = Counter()  # by reason: late, died, unreadable, not started
+        self._engine, self._pool, self._max_rows = engine, pool, max_rows
+        self._members = [_Member(core) for core in cores]
+        self._channels: tuple[Channel, ...] = ()
+        self._seen: dict[Channel, tuple[int, float]] = {}
+        self._closing = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._watch, name="assist-watch", daemon=True)
+        self._thread.start()
+
+    # ---- the engine's thread
+
+    @property
+    def capacity(self) -> Capacity:
+        """As of now."""
+        return Capacity(len(self._channels), self._max_rows, self.profile.element_s)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that serve."""
+        return [member.process.pid for member in self._members if member.serving and member.process is not None]
+
+    def helpers(self, loading: Sequence[Loading], rows: int) -> Helpers:
+        """For a step of `rows` rows, some of adapters that are on their way."""
+        return Helpers(
+            loading=loading,
+            channels=self._channels,
+            work_per_process=self.profile.work_per_process(rows),
+            element_ns=self.profile.element_s * 1e9,
+            watchdog_s=self.watchdog_s,
+        )
+
+    def observe(self, rows: int, step_s: float, helpers: Helpers | None) -> None:
+        """A step is over; `helpers` are those it was given."""
+        if helpers is None:
+            self.profile.base(rows, step_s / self._pool.layers)
+            return
+        seen, self._seen = self._seen, {}
+        for channel in helpers.channels:
+            counters = channel.counters
+            work, busy_s = seen.get(channel, (0, 0.0))
+            self.profile.processes(counters.work - work, counters.busy_s - busy_s)
+            if channel.state == "alive":
+                self._seen[channel] = counters.work, counters.busy_s
+            else:
+                self._wake_up()
+
+    def close(self) -> None:
+        """End the processes and wait for them."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake_up()
+        self._thread.join()
+        os.close(self._wake)
+
+    def _wake_up(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    # ---- the watching thread; processes are its children and go when it goes
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            try:
+                while not self._closing:
+                    waits = [self._advance(member, selector) for member in self._members]
+                    self._channels = tuple(m.channel for m in self._members if m.serving and m.channel is not None)
+                    for key, _ in selector.select(min((wait for wait in waits if wait is not None), default=None)):
+                        if key.fd == self._wake:
+                            os.eventfd_read(self._wake)
+            finally:
+                self._channels = ()
+                for member in self._members:
+                    self._end(member, selector)
+
+    def _advance(self, member: _Member, selector: selectors.BaseSelector) -> float | None:
+        """One step of a member's life; seconds until it wants to be looked at again, None for only when something happens."""
+        now = now_s()
+        if member.process is None:
+            if now < member.due_s:
+                return member.due_s - now
+            try:
+                self._start(member, selector)
+            except OSError as error:  # no memory, or too many processes or files: the engine goes on without
+                log.warning("CPU LoRA process on core %d: %s", member.core, error)
+                return self._replace(member, selector, "not started", now)
+            return POLL_S
+        assert member.channel is not None, "a process has one"
+        reason = None
+        if member.process.poll() is not None:
+            reason = "died" if member.serving else "not started"
+            member.channel.fail("died")
+        elif member.channel.state != "alive":
+            reason = member.channel.state
+        elif not member.serving:
+            if not member.channel.ready:
+                if now < member.began_s + START_TIMEOUT_S:
+                    return POLL_S
+                reason = "not started"
+            elif not self._measure(member.channel):
+                reason = member.channel.state
+            else:
+                member.serving = True
+                member.began_s = now
+        if reason is None:
+            return None
+        log.warning("CPU LoRA process %d on core %d: %s", member.process.pid, member.core, reason)
+        return self._replace(member, selector, reason, now)
+
+    def _replace(self, member: _Member, selector: selectors.BaseSelector, reason: str, now: float) -> float:
+        """End what there is of a member's life and say when the next begins; that is looked at at once."""
+        self.failures[reason] += 1
+        member.failures = 0 if member.serving and now > member.began_s + LASTED_S else member.failures + 1
+        member.due_s = now + RESTART_S[min(member.failures, len(RESTART_S)) - 1] if member.failures else now
+        self._end(member, selector)
+        return 0.0
+
+    def _start(self, member: _Member, selector: selectors.BaseSelector) -> None:
+        member.channel = Channel(self._engine, self._pool, max_rows=self._max_rows)
+        told = (self._engine.path, member.channel.fd, member.core, os.getpid())
+        member.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", MAIN, *map(str, told)], stdin=subprocess.DEVNULL, pass_fds=(member.channel.fd,)
+        )
+        pidfd = os.pidfd_open(member.process.pid)
+        selector.register(pidfd, selectors.EVENT_READ)
+        member.pidfd, member.began_s = pidfd, now_s()
+
+    def _end(self, member: _Member, selector: selectors.BaseSelector) -> None:
+        if member.pidfd >= 0:
+            selector.unregister(member.pidfd)
+            os.close(member.pidfd)
+        if member.process is not None:
+            member.process.kill()
+            member.process.wait()
+        member.process, member.pidfd, member.channel, member.serving = None, -1, None, False
+
+    def _measure(self, channel: Channel) -> bool:
+        """Whether it answers; how long it takes for an adapter of zeros is a first guess for all."""
+        modules, layers = GROUPS["qkv"], self._pool.layers
+        shapes = self._pool.shapes
+        elements = sum(2 * 8 * layers * sum(shapes[module]) for module in modules)
+        with _Zeros(elements, self._pool, modules) as zeros:
+            loading = loading_of(0, zeros)
+            x = torch.zeros(min(MEASURED_ROWS, self._max_rows), shapes[modules[0]][0])
+            y = torch.empty(len(x), sum(shapes[module][1] for module in modules))
+            fastest = float("inf")
+            for _ in range(MEASURED_TIMES):
+                before = channel.counters
+                if not channel.call(loading, x, y, layer=0, group=0, bound_s=MEASURED_BOUND_S):
+                    return False
+                after = channel.counters
+                fastest = min(fastest, (after.busy_s - before.busy_s) / (after.work - before.work))
+            if not self.profile.element_s:
+                self.profile.element_s = fastest
+        return True
+
+
+class _Zeros:
+    """An adapter of rank 16 on some modules, all zeros; of its memory only what is read is there."""
+
+    def __init__(self, elements: int, pool: LoraPool, modules: Sequence[str]) -> None:
+        dtype = pool.arena.dtype
+        self.fd = os.memfd_create("motet-zeros", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, elements * dtype.itemsize)
+        self.memory = mmap.mmap(self.fd, 0, access=mmap.ACCESS_COPY)
+        self.data_start = 0
+        self.packed = PackedLora.over(
+            torch.frombuffer(self.memory, dtype=dtype),
+            pool.shapes,
+            layers=pool.layers,
+            pages=dict.fromkeys(modules, 2),
+            scales=dict.fromkeys(modules, [1.0] * pool.layers),
+        )
+
+    def __enter__(self) -> _Zeros:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)

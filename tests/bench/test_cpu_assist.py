@@ -1,0 +1,37 @@
+"""The bench of cold starts gives the figures it promises, from engines that serve and from the twin."""
+
+from __future__ import annotations
+
+from bench import cpu_assist, cpu_assist_twin
+from bench.cpu_assist import Cell
+from bench.cpu_assist_rig import WAYS, Answered, Asked, Files, Rigs
+from bench.mesh_parts import prompts
+
+
+def test_every_way_answers_a_cold_request_with_all_of_its_tokens() -> None:
+    asked = [Asked(0.0, prompts(1, 24, seed=3)[0], 3), Asked(0.0, prompts(1, 40, seed=4)[0], 3)]
+    with Files("S", (8,)) as files, Rigs(files, link_gbps=1.0, processes=1, adapters=4) as rigs:
+        cell = cpu_assist._measure(rigs, asked, 8, rounds=1)
+    assert set(cell.answers) == set(WAYS)
+    for laps in cell.answers.values():
+        assert [len(one.times_s) for one in laps[0]] == [3, 3]
+        assert all(one.times_s == sorted(one.times_s) for one in laps[0])
+    assert cell.link_mib["cached"] == 0 < cell.link_mib["assist"] == cell.link_mib["on demand"]
+    assert cell.modes["assist"] == {"assist": 2}
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    def laps(*ttft_s: float) -> list[list[Answered]]:
+        return [[Answered([one, one + 1])] for one in ttft_s]
+
+    cell = Cell({"cached": laps(1, 2, 4), "on demand": laps(3, 4, 8), "layer-wise": laps(9, 9, 9), "assist": laps(2, 2, 5)})
+    cell.answers["auto"] = laps(2, 2, 6)
+    assert cell.beside("on demand", "ttft_ms") == 2
+    assert cell.auto_vs_best() == 1
+
+
+def test_on_the_twin_no_way_beats_adapters_that_are_there_and_assisting_beats_waiting() -> None:
+    figures = cpu_assist_twin.paper_scale(quick=True)
+    for device in figures.values():
+        assert device["cached"] == 1 and min(device.values()) > 0.99
+        assert device["auto"] <= device["layer-wise"] < device["on demand"]

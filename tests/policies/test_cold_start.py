@@ -1,0 +1,152 @@
+"""Promise: a cold request takes the way in that is predicted to cost least, and nobody waits in the layers for it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from policies.cold_start import TOLERANCE, AssistRates, ColdStarts, Copy, assisted_ms, choose, step_ms
+from shared.model import PerfModel
+
+LAYERS = 8
+PERF = PerfModel(
+    prefill_base_ms=4.0,
+    prefill_token_ms=0.1,
+    prefill_lora_ms=0.0,
+    decode_base_ms=4.0,
+    decode_row_ms=0.1,
+    decode_lora_ms=0.0,
+    load_base_ms=0.0,
+    load_ms_per_mib=0.0,
+)
+
+
+def random_case(draw: random.Random) -> tuple[Copy, list[float], list[float] | None, int]:
+    layers = draw.choice([1, 2, 8, 32])
+    loaded = draw.randint(0, layers - 1)
+    copy = Copy(layers, loaded, draw.choice([0.0, draw.uniform(-0.5, 50)]), draw.uniform(0.01, 10))
+    chunks = [draw.uniform(1, 100) for _ in range(draw.randint(1, 4))]
+    cpu = [draw.uniform(0.01, 4) * chunk / layers for chunk in chunks] if draw.random() < 0.7 else None
+    return copy, chunks, cpu, draw.choice([0, 0, 1, 5, 40])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_chosen_way_is_never_predicted_to_cost_more_than_another(seed: int) -> None:
+    copy, chunks, cpu, others = random_case(random.Random(seed))
+    choice = choose(copy, chunks, cpu, others=others)
+    assert choice.cost_ms[choice.mode] == min(choice.cost_ms.values())
+    assert choice.ttft_ms[choice.mode] >= sum(chunks) * (1 - 1e-9), "nothing is faster than an adapter that is there"
+    assert choice.ttft_ms["layerwise"] <= choice.ttft_ms["blocking"]
+    assert (choice.wait_ms > 0 or choice.joins) and (choice.mode != "assist" or choice.joins)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_without_processes_nothing_is_assisted_whatever_is_asked_for(seed: int) -> None:
+    copy, chunks, _, others = random_case(random.Random(seed))
+    assert "assist" not in choose(copy, chunks, None, others=others).cost_ms
+    forced = choose(copy, chunks, None, others=others, forced="assist")
+    assert (forced.mode, forced.reason) == ("layerwise", "no_processes")
+
+
+def test_with_nothing_to_overlap_a_request_waits_for_the_whole_copy() -> None:
+    choice = choose(Copy(1, 0, 3.0, 5.0), [10.0], None)
+    assert (choice.mode, choice.reason, choice.joins, choice.wait_ms) == ("blocking", "one_layer", False, 8.0)
+
+
+def test_a_copy_that_stays_ahead_of_the_layers_lets_its_request_in_at_once() -> None:
+    choice = choose(Copy(LAYERS, 1, 0.0, 1.0), [16.0], [5.0])
+    assert (choice.mode, choice.reason, choice.joins) == ("layerwise", "copy_ahead", True)
+    assert choice.ttft_ms["layerwise"] == 16.0
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_whoever_joins_layer_by_layer_holds_up_its_step_by_no_more_than_the_tolerance(seed: int) -> None:
+    copy, chunks, _, _ = random_case(random.Random(seed))
+    copy = Copy(copy.layers, copy.loaded, copy.queue_ms, copy.each_ms * random.Random(seed).choice([1.0, 0.1, 0.01]))
+    choice = choose(copy, chunks, None, forced="layerwise")
+    later = Copy(copy.layers, copy.loaded, copy.queue_ms - choice.wait_ms, copy.each_ms)
+    took = step_ms(chunks[0], copy.layers, [], 0.0, [(copy if choice.joins else later, 0.0)])
+    assert took <= chunks[0] * (1 + TOLERANCE) + 1e-9
+
+
+def test_processes_that_keep_up_with_the_base_let_a_request_in_at_once() -> None:
+    choice = choose(Copy(LAYERS, 0, 0.0, 10.0), [16.0], [1.5])
+    assert (choice.mode, choice.reason, choice.joins) == ("assist", "cpu_ahead", True)
+    assert choice.ttft_ms == {"blocking": 96.0, "layerwise": 82.0, "assist": 16.0}
+
+
+def test_processes_that_take_longer_than_the_copy_are_left_alone() -> None:
+    choice = choose(Copy(LAYERS, 0, 0.0, 3.0), [16.0], [30.0])
+    assert (choice.mode, choice.reason) == ("layerwise", "cpu_slower")
+
+
+def test_what_others_are_held_up_weighs_as_much_as_ones_own_wait() -> None:
+    copy, cpu = Copy(LAYERS, 0, 0.0, 6.0), [4.0]  # a layer of the base takes 2
+    alone, crowded = (choose(copy, [16.0], cpu, others=others) for others in (0, 8))
+    assert alone.mode == "assist" and alone.ttft_ms["assist"] == pytest.approx(2 * 16.0)
+    assert (crowded.mode, crowded.reason) == ("layerwise", "others")
+    assert crowded.cost_ms["assist"] == pytest.approx(32.0 + 8 * 16.0)
+
+
+def test_an_assisted_step_takes_the_device_from_the_layer_where_the_copy_has_overtaken_it() -> None:
+    copy = Copy(4, 0, 0.0, 2.0)  # layers arrive at 2, 4, 6, 8
+    # layer 0 on CPU until 3, layer 1 (there at 4) on CPU until 6, layer 2 is there, layer 3 (there at 8) on CPU until 10
+    assert step_ms(4.0, 4, [(copy, 0.0)], 3.0, []) == 3 + 3 + 1 + 3
+    assert assisted_ms(copy, [4.0, 4.0], [3.0, 3.0]) == 10 + 4
+    assert step_ms(4.0, 4, [], 0.0, [(copy, 0.0)]) == 8 + 1
+    assert step_ms(4.0, 4, [(copy, 8.0)], 3.0, [(copy, 8.0)]) == 4.0
+
+
+def test_processes_share_a_layers_rows_and_each_hand_over_takes_its_time() -> None:
+    rates = AssistRates(processes=2, mib_row_ms=0.01, hop_ms=0.1)
+    assert rates.layer_ms(400.0, LAYERS) == pytest.approx(0.1 + 400 * 0.01 / (2 * LAYERS))
+
+
+def cold(**options) -> ColdStarts:
+    starts = ColdStarts(LAYERS, 512, **options)
+    starts.observe(perf=PERF, bytes_per_s=1e9, queued_bytes=10e6, under_way={"first": (8e6, 10e6, 2)}, assist=None)
+    return starts
+
+
+def test_a_copy_that_begins_now_is_the_last_one_on_the_link() -> None:
+    starts = cold()
+    starts.begun("second", 8_000_000)
+    assert starts.copies["first"].whole_ms == pytest.approx(10.0)
+    assert starts.copies["second"].whole_ms == pytest.approx(18.0) and starts.copies["second"].queue_ms == pytest.approx(10.0)
+
+
+def test_those_who_wait_tell_when_the_first_of_them_may_join() -> None:
+    starts = cold(forced="blocking")
+    starts.begun("second", 8_000_000)
+    for digest in ("second", "first"):
+        choice = starts.consider(digest, 8_000_000, rank=8, tokens=100, room=512, others=0)
+        assert not choice.joins
+    assert starts.wait_ms == pytest.approx(10.0) and starts.modes == {}
+
+
+def test_an_adapter_stays_assisted_while_one_of_its_requests_is() -> None:
+    starts = cold(forced="assist")
+    starts.assist = AssistRates(1, mib_row_ms=0.001)
+    starts.consider("first", 8_000_000, rank=8, tokens=100, room=512, others=0)
+    starts.assist = None  # the process died
+    starts.copies["first"] = Copy(LAYERS, LAYERS - 1, 0.0, 0.001)
+    assert starts.consider("first", 8_000_000, rank=8, tokens=10, room=512, others=1).mode == "layerwise"
+    assert starts.modes == {"first": "assist"}
+    starts.observe(perf=PERF, bytes_per_s=1e9, queued_bytes=0, under_way={}, assist=None)
+    assert starts.modes == {}, "its copy is whole"
+
+
+def test_processes_that_have_their_hands_full_take_nobody_else() -> None:
+    starts = cold()
+    starts.assist = AssistRates(1, mib_row_ms=0.01)
+    ask = {"rank": 8, "tokens": 100, "room": 512, "others": 1}
+    assert starts.consider("first", 8_000_000, **ask).mode == "assist"
+    assert starts.consider("first", 8_000_000, **ask, assisted=40_000_000_000).mode == "layerwise"
+
+
+def test_a_long_prompt_counts_all_of_its_steps_and_what_others_need_in_each() -> None:
+    starts = cold(forced="blocking")
+    choice = starts.consider("first", 8_000_000, rank=8, tokens=1000, room=100, others=2)
+    steps = [(4.0 + 2 * 0.1) + 4.0 + 0.1 * tokens for tokens in (100, 512, 388)]
+    assert choice.ttft_ms["blocking"] == pytest.approx(10.0 + sum(steps))

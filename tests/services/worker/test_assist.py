@@ -1,0 +1,313 @@
+"""CPU LoRA processes for real: whatever happens to them, a request on an adapter that is on its way gets its cached answer."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import LoraPool
+from kernels.cpu import CpuEngine
+from services.worker.assist import CpuAssist, Profile
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.runner import StepBatch
+from tests.support_models import AdapterFixture, Sequence, drive, make_adapters, make_checkpoint, make_runner, random_prompts
+
+LINK_BYTES_PER_S = 30e6  # some ten steps of this model for each of the larger adapters
+PATIENT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[AdapterFixture]]:
+    directory = tmp_path_factory.mktemp("assist")
+    model_dir = make_checkpoint("llama-linear-biased", directory)
+    return model_dir, make_adapters(model_dir, directory)
+
+
+class Cached:
+    """The reference: every adapter is on the device."""
+
+    def __init__(self, checkpoint: tuple[Path, list[AdapterFixture]]) -> None:
+        self.runner = make_runner(*checkpoint, threads=1)
+
+    def run(self, sequences: list[Sequence]) -> list[Sequence]:
+        again = [Sequence(list(s.prompt), s.slot, s.count) for s in sequences]
+        drive(self.runner, again, chunk=9)
+        return again
+
+
+@pytest.fixture(scope="module")
+def cached(checkpoint: tuple[Path, list[AdapterFixture]]) -> Iterator[Cached]:
+    one = Cached(checkpoint)
+    yield one
+    one.runner.close()
+
+
+class Cold:
+    """A runner with processes; `forward` is the runner's, with every adapter that is on its way in the mode given."""
+
+    def __init__(self, checkpoint: tuple[Path, list[AdapterFixture]], processes: int = 2) -> None:
+        model_dir, adapters = checkpoint
+        self.runner = make_runner(
+            model_dir, [], threads=1, link_bytes_per_s=LINK_BYTES_PER_S, assist_cores=(-1,) * processes, assist_rows=64
+        )
+        assert self.runner.assist is not None
+        self.assist = self.runner.assist
+        self.assist.watchdog_s = PATIENT_S
+        self.hosts = [HostAdapter.from_blob(one.blob, self.runner.config, dtype=self.runner.dtype) for one in adapters]
+        self.mode = "assist"
+        self.before_step: Callable[[], None] = lambda: None
+
+    def ready(self, processes: int = 2) -> None:
+        wait(lambda: self.assist.capacity.processes == processes)
+
+    def begin(self, *slots: int) -> None:
+        for slot in slots:
+            self.runner.free_adapter(slot)
+            self.runner.begin_load(slot, self.hosts[slot])
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        self.before_step()
+        batch.slot_modes = dict.fromkeys(range(len(self.hosts)), self.mode)
+        return self.runner.forward(batch)
+
+
+@pytest.fixture
+def cold(checkpoint: tuple[Path, list[AdapterFixture]]) -> Iterator[Cold]:
+    one = Cold(checkpoint)
+    one.ready()
+    yield one
+    one.runner.close()
+
+
+def wait(done: Callable[[], object], timeout_s: float = 30.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.002)
+
+
+def requests(*slots: int, count: int = 8, seed: int = 0) -> list[Sequence]:
+    prompts = random_prompts(len(slots), seed=seed, shortest=5)
+    return [Sequence(prompt, slot, count) for prompt, slot in zip(prompts, slots, strict=True)]
+
+
+def assert_as_cached(got: list[Sequence], want: list[Sequence]) -> None:
+    for number, (one, other) in enumerate(zip(got, want, strict=True)):
+        assert one.output == other.output, f"request {number} on slot {one.slot}"
+        apart = (torch.stack(one.logits) - torch.stack(other.logits)).abs().max().item()
+        assert apart <= 1e-4, f"request {number} on slot {one.slot}: logits are {apart} apart"
+
+
+def assisted_run(cold: Cold, cached: Cached, *, seed: int = 0) -> None:
+    """Cached, base and cold rows through prefill and decode while the copies arrive."""
+    sequences = requests(3, 0, -1, 2, 1, 5, 7, 4, 6, 3, seed=seed)
+    want = cached.run(sequences)
+    cold.runner.free_adapter(0)
+    cold.runner.load_adapter(0, cold.hosts[0])
+    cold.begin(1, 2, 3, 4, 5, 6, 7)
+    drive(cold, sequences, chunk=9)  # type: ignore[arg-type]
+    assert_as_cached(sequences, want)
+
+
+def test_answers_are_the_cached_ones_whenever_the_copies_arrive(cold: Cold, cached: Cached) -> None:
+    counts = cold.runner.assisted
+    for seed in range(6):
+        assisted_run(cold, cached, seed=seed)
+    assert counts.by_processes > 1000 and counts.on_device > 0, "rows began with processes and went on on the device"
+    assert counts.repaired == counts.in_place == 0 and not cold.assist.failures
+
+
+def test_a_copy_that_is_waited_for_layer_by_layer_gives_the_cached_answer(cold: Cold, cached: Cached) -> None:
+    cold.mode = "layerwise"
+    assisted_run(cold, cached)
+    counts = cold.runner.assisted
+    assert counts.layer_waited_ns > 0 and counts.by_processes == counts.in_place == counts.layers_late == 0
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replaced(
+    cold: Cold, cached: Cached, blow: signal.Signals
+) -> None:
+    cold.assist.watchdog_s = 0.15
+    draw = random.Random(1)
+    for seed in range(5):
+        cold.ready(2)
+        victim, steps = draw.choice(cold.assist.pids), draw.randrange(12)
+
+        def strike(victim: int = victim, steps: list[int] = [steps]) -> None:  # noqa: B006 (a counter of this round)
+            steps[0] -= 1
+            if steps[0] == 0:
+                threading.Timer(draw.random() * 0.004, _signal, [victim, blow]).start()
+
+        cold.before_step = strike
+        assisted_run(cold, cached, seed=seed)
+    wait(lambda: cold.assist.capacity.processes == 2)
+    cold.before_step = lambda: None
+    assert sum(cold.assist.failures.values()) > 2
+    if blow == signal.SIGSTOP:
+        assert cold.runner.assisted.repaired > 0, "rows that it was to compute were computed in place"
+    before = cold.runner.assisted.by_processes
+    assisted_run(cold, cached)
+    assert cold.runner.assisted.by_processes > before, "the new ones work"
+
+
+def test_late_processes_are_given_up_and_what_they_write_then_reaches_nobody(cold: Cold, cached: Cached) -> None:
+    cold.assist.watchdog_s = 0.02
+    pids = cold.assist.pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    again = threading.Timer(0.1, lambda: [_signal(pid, signal.SIGCONT) for pid in pids])
+
+    def when_a_step_begins() -> None:
+        if not again.is_alive() and not again.finished.is_set():
+            again.start()
+
+    cold.before_step = when_a_step_begins
+    assisted_run(cold, cached)
+    wait(lambda: cold.assist.failures["late"] >= 1 and cold.assist.capacity.processes == 2)
+    assert set(pids) != set(cold.assist.pids)
+
+
+def test_a_slot_that_is_freed_in_the_middle_of_prefill_serves_its_next_adapter(cold: Cold, cached: Cached) -> None:
+    draw = random.Random(2)
+    for _ in range(10):
+        cold.begin(3)
+        cut_short = requests(3, count=1, seed=draw.randrange(99))
+        stop_after = draw.randrange(1, 4)
+        with pytest.raises(InterruptedError):
+            drive(_Interrupted(cold, stop_after), cut_short, chunk=3)  # type: ignore[arg-type]
+        cold.runner.free_adapter(3)
+        cold.hosts[3], cold.hosts[2] = cold.hosts[2], cold.hosts[3]  # adapter 2 comes to slot 3
+        cold.begin(3)
+        sequences = requests(3, -1, count=4, seed=draw.randrange(99))
+        drive(cold, sequences, chunk=9)  # type: ignore[arg-type]
+        cold.hosts[3], cold.hosts[2] = cold.hosts[2], cold.hosts[3]
+        want = cached.run([Sequence(s.prompt, 2 if s.slot == 3 else -1, s.count) for s in sequences])
+        assert_as_cached(sequences, want)
+    cold.runner.free_adapter(3)
+    assert cold.runner.link.bytes_queued == 0 and not cold.assist.failures
+
+
+class _Interrupted:
+    """Some steps, then an interruption."""
+
+    def __init__(self, cold: Cold, steps: int) -> None:
+        self._cold, self._steps = cold, steps
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        self._steps -= 1
+        if self._steps < 0:
+            raise InterruptedError
+        return self._cold.forward(batch)
+
+
+def test_without_processes_cold_rows_still_get_their_answers(
+    checkpoint: tuple[Path, list[AdapterFixture]], cached: Cached
+) -> None:
+    cold = Cold(checkpoint, processes=1)
+    cold.ready(1)
+    cold.assist.close()
+    assisted_run(cold, cached)
+    assert cold.assist.capacity.processes == 0 and cold.runner.assisted.in_place > 0
+    cold.runner.close()
+
+
+def test_processes_are_small_import_no_torch_and_stay_on_their_core(cold: Cold) -> None:
+    core = max(os.sched_getaffinity(0))
+    pool = LoraPool(
+        cold.runner.config.projection_shapes(), layers=3, slots=1, max_rank=8, bytes_total=1 << 20, dtype=torch.float32
+    )
+    pinned = CpuAssist(CpuEngine(threads=1), pool, cores=(core,), max_rows=16)
+    wait(lambda: pinned.capacity.processes == 1)
+    (pid,) = pinned.pids
+    assert os.sched_getaffinity(pid) == {core}
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert int(status["VmRSS"].split()[0]) < 40 << 10, "KiB"
+    assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
+    assert pinned.capacity.element_s > 0
+    pinned.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_thread_that_runs_steps_may_run_anywhere_between_them(checkpoint: tuple[Path, list[AdapterFixture]]) -> None:
+    before = os.sched_getaffinity(0)
+    model_dir, _ = checkpoint
+    runner = make_runner(model_dir, [], threads=1, assist_cores=(max(before),))
+    drive(runner, requests(-1, -1, count=2), chunk=9)
+    assert os.sched_getaffinity(0) == before, "the next runner of this thread finds all cores"
+    runner.close()
+
+
+def test_a_process_that_cannot_start_is_tried_again_ever_more_seldom(cold: Cold, tmp_path: Path) -> None:
+    engine = CpuEngine(threads=1)
+    engine.path = tmp_path / "no-library.so"
+    broken = CpuAssist(engine, cold.runner._pool, cores=(-1,), max_rows=16)
+    wait(lambda: broken.failures["not started"] == 3)
+    began = time.monotonic()
+    assert broken.capacity.processes == 0
+    broken.close()
+    assert time.monotonic() - began < 5, "it does not sit out its wait"
+
+
+def test_processes_go_when_the_worker_is_killed(checkpoint: tuple[Path, list[AdapterFixture]]) -> None:
+    code = """if True:
+        import sys, time, torch
+        from kernels import LoraPool
+        from kernels.cpu import CpuEngine
+        from services.worker.assist import CpuAssist
+        shapes = dict.fromkeys("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split(), (32, 32))
+        pool = LoraPool(shapes, layers=1, slots=1, max_rank=8, bytes_total=1 << 16, dtype=torch.float32)
+        assist = CpuAssist(CpuEngine(threads=1), pool, cores=(-1, -1), max_rows=16)
+        while assist.capacity.processes < 2: time.sleep(0.01)
+        print(*assist.pids, flush=True)
+        time.sleep(60)
+    """
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    pids = [int(pid) for pid in worker.stdout.readline().split()]
+    assert len(pids) == 2
+    worker.kill()
+    worker.wait()
+    worker.stdout.close()
+    wait(lambda: not any(_runs(pid) for pid in pids), timeout_s=5)
+
+
+def test_the_profile_follows_what_it_is_told() -> None:
+    profile = Profile()
+    assert profile.work_per_process(10) > 1 << 60, "nothing is known: one process takes all"
+    profile.processes(1_000_000, 0.001)
+    assert profile.element_s == pytest.approx(1e-9)
+    for rows in (1, 100, 1, 200, 50):
+        profile.base(rows, 1e-4 + rows * 1e-5)
+    assert profile.layer_s(150) == pytest.approx(1e-4 + 150 * 1e-5, rel=0.01)
+    assert profile.work_per_process(150) == pytest.approx(1.6e-3 / 1e-9, rel=0.01)
+    for _ in range(200):
+        profile.processes(1_000_000, 0.002)
+    assert profile.element_s == pytest.approx(2e-9, rel=0.01)
+    for _ in range(100):
+        profile.processes(1_000, 0.00001)  # decodes of one row
+    assert profile.element_s == pytest.approx(2e-9, rel=0.05)
+
+
+def _signal(pid: int, what: signal.Signals) -> None:
+    try:
+        os.kill(pid, what)
+    except ProcessLookupError:
+        return  # it was replaced meanwhile
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

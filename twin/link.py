@@ -1,0 +1,152 @@
+"""The way of adapters onto the device, where copies run beside the steps: one after the other, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isfinite
+
+from policies.adapter_slots import AdapterSlots
+from policies.batch_admission import Sequence
+from policies.cold_start import AssistRates, ColdStarts, Copy, Forced, step_ms
+from policies.perf_model import MIB
+from shared.model import PerfModel
+from twin.events import PS_PER_MS, PS_PER_S, to_ps
+
+SHORTEST_WAIT_MS = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkModel:
+    """The link of one worker, the CPU processes that bridge it, and who may join before a copy is whole."""
+
+    bytes_per_s: float
+    layers: int
+    assist: AssistRates | None = None
+    cold_start: Forced = "auto"
+
+
+@dataclass(slots=True)
+class _Copying:
+    digest: str
+    size_bytes: int
+    total_ps: int
+    left_ps: int
+
+
+class DeviceLink:
+    """Copies in the order in which they began. Times are whole picoseconds, so equal histories stay equal to the bit."""
+
+    def __init__(self, model: LinkModel) -> None:
+        self._model = model
+        self._queue: list[_Copying] = []
+        self._at_ps = 0
+        self._ps_per_byte = PS_PER_S / model.bytes_per_s
+
+    def begin(self, digest: str, size_bytes: int, now_ps: int) -> None:
+        """Behind all others."""
+        if not self._queue:
+            self._at_ps = now_ps
+        total_ps = max(1, round(size_bytes * self._ps_per_byte))
+        self._queue.append(_Copying(digest, size_bytes, total_ps, total_ps))
+
+    def cancel(self, digest: str) -> None:
+        """Its room goes to those behind it."""
+        self._queue = [copy for copy in self._queue if copy.digest != digest]
+
+    def advance(self, now_ps: int) -> list[str]:
+        """Time has come to `now_ps`: the copies that are whole since, in order."""
+        spent_ps, self._at_ps = now_ps - self._at_ps, now_ps
+        whole: list[str] = []
+        while self._queue and spent_ps:
+            copy = self._queue[0]
+            part_ps = min(copy.left_ps, spent_ps)
+            copy.left_ps -= part_ps
+            spent_ps -= part_ps
+            if copy.left_ps:
+                break
+            whole.append(copy.digest)
+            del self._queue[0]
+        return whole
+
+    def loaded(self, digest: str) -> int:
+        """Layers of a copy under way that are there."""
+        copy = self._find(digest)
+        return (copy.total_ps - copy.left_ps) * self._model.layers // copy.total_ps
+
+    def ahead_bytes(self, digest: str) -> float:
+        """What passes the link until this copy is whole."""
+        at = self._queue.index(self._find(digest))
+        return sum(copy.left_ps for copy in self._queue[: at + 1]) / self._ps_per_byte
+
+    @property
+    def queued_bytes(self) -> float:
+        return sum(copy.left_ps for copy in self._queue) / self._ps_per_byte
+
+    @property
+    def first_whole_ps(self) -> int:
+        """How long until the next copy is whole."""
+        return self._queue[0].left_ps
+
+    def _find(self, digest: str) -> _Copying:
+        return next(copy for copy in self._queue if copy.digest == digest)
+
+
+class Copies:
+    """What `services.worker.engine.copies` is to a live engine: slots and the link, under the virtual clock."""
+
+    def __init__(self, model: LinkModel, slots: AdapterSlots, *, max_step_tokens: int, perf: PerfModel) -> None:
+        self.cold = ColdStarts(model.layers, max_step_tokens, model.cold_start)
+        self.link = DeviceLink(model)
+        self._model, self._slots, self._perf = model, slots, perf
+
+    def look(self, now_ps: int, *, waiting: bool) -> list[str]:
+        """What has arrived by now; tells the policy how far the rest is."""
+        slots, link = self._slots, self.link
+        whole = link.advance(now_ps)
+        for digest in whole:
+            slots.arrived(digest)
+        if slots.loading or waiting:
+            self.cold.observe(
+                perf=self._perf,
+                bytes_per_s=self._model.bytes_per_s,
+                queued_bytes=link.queued_bytes,
+                under_way={
+                    digest: (slots.size_bytes(digest), link.ahead_bytes(digest), link.loaded(digest))
+                    for digest in slots.loading
+                },
+                assist=self._model.assist,
+            )
+        return whole
+
+    def wait_ps(self) -> int:
+        """How long nobody can join, when nobody runs; 0 without copies under way."""
+        if not self._slots.loading:
+            return 0
+        wait_ms = max(self.cold.wait_ms, SHORTEST_WAIT_MS)
+        return min(self.link.first_whole_ps, to_ps(wait_ms)) if isfinite(wait_ms) else self.link.first_whole_ps
+
+    def step_ps(self, lives: Iterable[Sequence], warm_ps: int) -> int:
+        """A step of these sequences that takes `warm_ps` with every adapter there."""
+        loading, cold, model = self._slots.loading, self.cold, self._model
+        mib_rows, assisted, overlapped = 0.0, dict[str, Copy](), dict[str, Copy]()
+        for live in lives:
+            digest = live.adapter
+            if digest not in loading:
+                continue
+            if cold.modes.get(digest) == "assist":
+                assisted[digest] = cold.copies[digest]
+                mib_rows += live.scheduled * live.adapter_bytes / MIB
+            else:
+                overlapped[digest] = cold.copies[digest]
+        if not assisted and not overlapped:
+            return warm_ps
+        cpu_ms = model.assist.layer_ms(mib_rows, model.layers) if model.assist is not None else 0.0
+        took_ms = step_ms(
+            warm_ps / PS_PER_MS,
+            model.layers,
+            [(copy, 0.0) for copy in assisted.values()],
+            cpu_ms,
+            [(copy, 0.0) for copy in overlapped.values()],
+        )
+        return max(warm_ps, to_ps(took_ms))
