@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.engine import Engine
 from services.worker.engine.model_config import read_model_config
 from shared.model import WorkerLimits
-from tests.services.worker.support_engine import BLOCK_SIZE, PacedRunner, make_engine, request, run
+from tests.services.worker.support_engine import BLOCK_SIZE, PacedRunner, Run, make_engine, request, run
 from tests.support_models import MAX_LEN, VOCAB, make_adapters, make_checkpoint
 from twin.cluster import Cluster
 from twin.events import PS_PER_MS
@@ -71,6 +72,33 @@ def scripted(seed: int, engine: Engine, adapters: list[HostAdapter]) -> tuple[Wo
     )
 
 
+def served(engine: Engine, workload: Workload, prompts: list[list[int]], adapters: list[HostAdapter]) -> Run:
+    """The workload in the live engine, one request more before every step."""
+    requests = []
+    for i, prompt in enumerate(prompts):
+        adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
+        requests.append(request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i])))
+    return run(engine, requests, per_step=1)
+
+
+def simulated(workload: Workload, engine: Engine, recorder: Recorder, *, kv_blocks: int, **options: Any) -> Cluster:
+    """The workload on the twin of that engine, which `recorder` sees step by step."""
+    limits = WorkerLimits(
+        base_model="m",
+        max_model_len=MAX_LEN,
+        max_running=12,
+        max_waiting=1000,
+        block_size=BLOCK_SIZE,
+        kv_blocks_total=kv_blocks,
+        adapter_bytes_total=engine._runner.lora_bytes_total,
+        max_lora_rank=64,
+    )
+    cluster = Cluster(workload, [WorkerSpec(limits=limits, perf=A10_MBGMV, steps=recorder, **options)], None)
+    cluster.workers[0].max_run = 1
+    cluster.run()
+    return cluster
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("kv_blocks", "max_step_tokens", "max_loras", "prefix_cache"),
@@ -83,33 +111,18 @@ def test_the_twins_worker_runs_the_batches_of_the_live_engine(
     limits = {"kv_blocks": kv_blocks, "max_loras": max_loras, "prefix_cache": prefix_cache}
     engine = make_engine(model_dir, max_running=12, max_step_tokens=max_step_tokens, **limits)
     workload, prompts = scripted(seed, engine, adapters)
-    requests = []
-    for i, prompt in enumerate(prompts):
-        adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
-        requests.append(request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i])))
-    live = run(engine, requests, per_step=1)
+    live = served(engine, workload, prompts, adapters)
 
     recorder = Recorder()
-    worker = WorkerSpec(
-        limits=WorkerLimits(
-            base_model="m",
-            max_model_len=MAX_LEN,
-            max_running=12,
-            max_waiting=1000,
-            block_size=BLOCK_SIZE,
-            kv_blocks_total=kv_blocks,
-            adapter_bytes_total=engine._runner.lora_bytes_total,
-            max_lora_rank=64,
-        ),
-        perf=A10_MBGMV,
-        steps=recorder,
+    cluster = simulated(
+        workload,
+        engine,
+        recorder,
+        kv_blocks=kv_blocks,
         max_step_tokens=max_step_tokens,
         max_loras=max_loras,
         prefix_cache=prefix_cache,
     )
-    cluster = Cluster(workload, [worker], None)
-    cluster.workers[0].max_run = 1
-    cluster.run()
 
     assert [
         (b.decode_rows, b.prefill_requests, b.prefill_tokens, b.decode_rank_sum + b.prefill_rank_sum, b.distinct_adapters)
@@ -135,35 +148,20 @@ def test_the_twins_worker_runs_the_batches_of_an_engine_whose_copies_run_beside_
     runner.bytes_per_s, runner.processes = 50e6, 1  # a copy takes up to 30 steps
     workload, prompts = scripted(1, engine, adapters)
     workload.adapter[0], workload.output_tokens[0] = -1, 220  # somebody runs all the time, so no step is skipped
-    requests = []
-    for i, prompt in enumerate(prompts):
-        adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
-        requests.append(request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i])))
-    live = run(engine, requests, per_step=1)
+    live = served(engine, workload, prompts, adapters)
 
     recorder = Recorder()
     rates = AssistRates(1, mib_row_ms=1e-9)
-    worker = WorkerSpec(
-        limits=WorkerLimits(
-            base_model="m",
-            max_model_len=MAX_LEN,
-            max_running=12,
-            max_waiting=1000,
-            block_size=BLOCK_SIZE,
-            kv_blocks_total=kv_blocks,
-            adapter_bytes_total=runner.lora_bytes_total,
-            max_lora_rank=64,
-        ),
-        perf=A10_MBGMV,
-        steps=recorder,
-        link=LinkModel(bytes_per_s=50e6, layers=3, assist=rates, cold_start=cold_start),
+    cluster = simulated(
+        workload,
+        engine,
+        recorder,
+        kv_blocks=kv_blocks,
         max_step_tokens=48,
         max_loras=max_loras,
         prefix_cache=prefix_cache,
+        link=LinkModel(bytes_per_s=50e6, layers=3, assist=rates, cold_start=cold_start),
     )
-    cluster = Cluster(workload, [worker], None)
-    cluster.workers[0].max_run = 1
-    cluster.run()
 
     assert [
         (b.decode_rows, b.prefill_requests, b.prefill_tokens, b.decode_rank_sum + b.prefill_rank_sum, b.waiting)
@@ -180,9 +178,5 @@ def test_those_settings_preempt_share_prefixes_and_evict_adapters(checkpoint) ->
     model_dir, adapters = checkpoint
     engine = make_engine(model_dir, max_running=12, max_step_tokens=48, kv_blocks=40, max_loras=2)
     workload, prompts = scripted(0, engine, adapters)
-    requests = []
-    for i, prompt in enumerate(prompts):
-        adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
-        requests.append(request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i])))
-    live = run(engine, requests, per_step=1)
+    live = served(engine, workload, prompts, adapters)
     assert live.total("preempted") and live.total("cached_tokens") and live.total("adapters_loaded") > len(adapters)
