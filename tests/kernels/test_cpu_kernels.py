@@ -161,7 +161,8 @@ def test_a_row_of_an_adapter_is_the_same_bits_for_any_number_of_its_rows(
     pool = LoraPool(shapes, layers=1, slots=2, max_rank=64, bytes_total=4 << 20, dtype=dtype)
     for slot in range(2):
         a, b = torch.randn(rank, hidden).to(dtype), torch.randn(width, rank).to(dtype)
-        pool.load(slot, {(0, module): (0.5, a, b) for module in ("gate_proj", "up_proj")})
+        pairs = {(0, module): (0.5, a, b) for module in ("gate_proj", "up_proj")}
+        pool.load(slot, PackedLora.pack(pairs, shapes, layers=1))
     x, before = torch.randn(90, hidden), torch.randn(90, 2 * width)
     everything = before.clone()
     engine.lora(everything, x, pool, 0, GROUP_NAMES.index("gate_up"), torch.ones(90, dtype=torch.int32))
