@@ -164,6 +164,21 @@ def test_an_unpaced_link_is_measured(engine: CpuEngine) -> None:
     )
 
 
+def test_loads_that_are_cancelled_in_the_middle_of_a_piece_leave_nothing_queued(engine: CpuEngine) -> None:
+    pool = make_pool(700, slots=1)
+    loader = CpuLoader(engine, pool)
+    host = in_host_memory(adapter(64, seed=9))
+    draw = random.Random(10)
+    for _ in range(3000):
+        begin(loader, pool, 0, host)
+        until = time.perf_counter() + draw.random() * 100e-6
+        while time.perf_counter() < until:
+            pass
+        loader.cancel(0)
+        pool.free(0)
+        assert loader.link.bytes_queued == 0
+
+
 def test_what_is_cancelled_writes_nothing_more_and_the_next_load_of_the_slot_is_whole(engine: CpuEngine) -> None:
     pool = make_pool(60)
     loader = CpuLoader(engine, pool, link_bytes_per_s=40e6)

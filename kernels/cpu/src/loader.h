@@ -60,10 +60,11 @@ class Loader {
         queue_.erase(at);
         return;
       }
-    if (!current_ || current_->slot != slot || current_->cancelled) return;
-    current_->cancelled = true;
+    const std::shared_ptr<Load> load = current_;  // the thread lets go of it as soon as it sees that it is cancelled
+    if (!load || load->slot != slot || load->cancelled) return;
+    load->cancelled = true;
     changed_.wait(lock, [this] { return !copying_; });
-    queued_ -= current_->left;
+    queued_ -= load->left;
   }
 
   void hold() {
