@@ -121,7 +121,7 @@ class CpuAssist:
         *,
         cores: Sequence[int],
         max_rows: int,
-        watchdog_s: float = 0.02,
+        watchdog_s: float = 0.05,
     ) -> None:
         self.watchdog_s = watchdog_s
         self.profile = Profile()
