@@ -173,8 +173,9 @@ class Stack:
         if kind == "gateway":
             flags += ["--host", o.host, "--port", str(ports[int(name.rsplit("-", 1)[1]) - 1])]
         if kind == "worker":
-            threads = o.threads or max(1, _cores() // o.workers)
-            env["OMP_NUM_THREADS"] = str(threads)
+            # a worker by itself leaves cores to its CPU LoRA processes, if it has any
+            threads = o.threads or (max(1, _cores() // o.workers) if o.workers > 1 else 0)
+            env["OMP_NUM_THREADS"] = str(threads or _cores())
             flags += ["--threads", str(threads), "--adapter-cache-dir", str(self.data_dir / "adapters" / name)]
             flags += ["--quantization", o.quantization]
 
