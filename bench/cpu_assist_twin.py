@@ -17,15 +17,16 @@ import msgspec
 import numpy as np
 
 from bench import report
+from bench.twin_speed import alpaca_like, limits_of
 from policies.cold_start import AssistRates, Forced
 from policies.perf_model import MIB
-from shared.model import MODULES, PerfModel, WorkerLimits
+from shared.model import MODULES, PerfModel
 from twin.cluster import Cluster
 from twin.link import LinkModel
 from twin.memory import ATTENTION_QKV, LLAMA2_7B, LLAMA31_8B, ModelShapes
 from twin.steps import A10_MBGMV, PerfSteps
 from twin.worker import WorkerSpec
-from twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
+from twin.workload import Intensity, Workload, arrivals, pick, zipf
 
 ADAPTERS, RESIDENT, RANK = 512, 32, 64
 RATES = (3.0, 6.0, 9.0)
@@ -89,16 +90,7 @@ def paper_scale(*, quick: bool) -> dict[str, Any]:
 def _ways(device: Device) -> dict[str, WorkerSpec]:
     slots = RESIDENT * device.adapter_bytes
     kv_blocks = device.shapes.kv_blocks(device.memory_gib << 30, adapter_bytes=slots, block_size=16)
-    limits = WorkerLimits(
-        base_model="base",
-        max_model_len=4096,
-        max_running=64,
-        max_waiting=4096,
-        block_size=16,
-        kv_blocks_total=kv_blocks,
-        adapter_bytes_total=slots,
-        max_lora_rank=RANK,
-    )
+    limits = limits_of(max_running=64, kv_blocks=kv_blocks, adapter_bytes=slots)
     plain = WorkerSpec(limits=limits, perf=device.perf, steps=PerfSteps(device.perf))
     at_once = msgspec.structs.replace(device.perf, load_base_ms=0.0, load_ms_per_mib=0.0)
     mib_row_ms = MIB / ELEMENT_BYTES * FLOPS_PER_ELEMENT / (GFLOPS * 1e6)
@@ -121,7 +113,7 @@ def _ways(device: Device) -> dict[str, WorkerSpec]:
 def _summary(device: Device, spec: WorkerSpec, rate: float, seconds: float) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     times = arrivals(rng, Intensity.constant(rate, seconds))
-    prompt, output = Lengths.lognormal(rng, prompt_mean=21, output_mean=126, prompt_cv=0.7, output_cv=0.8).draw(rng, len(times))
+    prompt, output = alpaca_like(rng, len(times))
     ranks = np.full(ADAPTERS, RANK)
     workload = Workload(
         arrival_s=times,

@@ -29,7 +29,7 @@ from twin.memory import ATTENTION_QKV, LLAMA2_7B
 from twin.scheduler import SchedulerSpec
 from twin.steps import A10_MBGMV, PerfSteps
 from twin.worker import WorkerSpec
-from twin.workload import Intensity, Lengths, Workload, arrivals, per_adapter, pick, rank_mix, zipf
+from twin.workload import Intensity, Ints, Lengths, Workload, arrivals, per_adapter, pick, rank_mix, zipf
 
 GIB = 1 << 30
 H100 = PerfModel(
@@ -78,7 +78,7 @@ def gpu_hour(seconds: float) -> Cluster:
         ranks=ranks,
         adapter_bytes=ranks * LLAMA2_7B.adapter_rank_bytes(ATTENTION_QKV),
     )
-    limits = _limits(max_running=256, kv_blocks=16_000, adapter_bytes=GIB)
+    limits = limits_of(max_running=256, kv_blocks=16_000, adapter_bytes=GIB)
     return Cluster(workload, [WorkerSpec(limits=limits, perf=H100, steps=PerfSteps(H100, context_token_ps=80_000))], None)
 
 
@@ -87,7 +87,7 @@ def cluster_10min(seconds: float) -> Cluster:
     rng = np.random.default_rng(0)
     times = arrivals(rng, Intensity.constant(340.0, seconds))
     adapters = 40_000
-    prompt, output = Lengths.lognormal(rng, prompt_mean=21, output_mean=126, prompt_cv=0.7, output_cv=0.8).draw(rng, len(times))
+    prompt, output = alpaca_like(rng, len(times))
     ranks = rank_mix(rng, adapters, {8: 1, 16: 1, 32: 1, 64: 1, 128: 1})
     workload = Workload(
         arrival_s=times,
@@ -98,12 +98,18 @@ def cluster_10min(seconds: float) -> Cluster:
         adapter_bytes=ranks * LLAMA2_7B.adapter_rank_bytes(ATTENTION_QKV),
         slos=(Slo(tpot_slo_ms=60.0),),
     )
-    limits = _limits(max_running=64, kv_blocks=900, adapter_bytes=2 * GIB)
+    limits = limits_of(max_running=64, kv_blocks=900, adapter_bytes=2 * GIB)
     worker = WorkerSpec(limits=limits, perf=A10_MBGMV, steps=PerfSteps(A10_MBGMV))
     return Cluster(workload, [worker] * 60, SchedulerSpec())
 
 
-def _limits(*, max_running: int, kv_blocks: int, adapter_bytes: int) -> WorkerLimits:
+def alpaca_like(rng: np.random.Generator, requests: int) -> tuple[Ints, Ints]:
+    """Prompt and output tokens [requests] with the means and spreads of the Alpaca set."""
+    return Lengths.lognormal(rng, prompt_mean=21, output_mean=126, prompt_cv=0.7, output_cv=0.8).draw(rng, requests)
+
+
+def limits_of(*, max_running: int, kv_blocks: int, adapter_bytes: int) -> WorkerLimits:
+    """Of a simulated GPU."""
     return WorkerLimits(
         base_model="base",
         max_model_len=4096,

@@ -191,9 +191,7 @@ class LoraPool:
                 f"an adapter for {adapter.layers} layers of {adapter.shapes} with {adapter.pages.max()} pages does not fit "
                 f"{self.layers} layers of {self.shapes} with ranks up to {self.max_rank}"
             )
-        needed = self._line_bytes * sum(
-            int(count) * self.page_lines[module] for module, count in zip(MODULES, adapter.pages[0], strict=True)
-        )
+        needed = self.bytes_needed(dict(zip(MODULES, (adapter.pages[0] * PAGE_RANKS).tolist(), strict=True)))
         if needed > self.bytes_free:
             raise PoolFull(f"adapter needs {needed} bytes, {self.bytes_free} are free")
         self.loaded[slot] = True

@@ -244,9 +244,7 @@ template <class T>
 static void run_lora(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t layer, int64_t layers, int group,
                      const float* x, float* y, int64_t which, Workspace& ws, Team& team) {
   typedef typename ActivationOf<T>::type A;
-  const int64_t in = pool.in[GROUP_START[group]], stride = row_stride<A>(in);
-  int64_t out = 0;
-  for (int module = GROUP_START[group]; module < GROUP_START[group + 1]; ++module) out += pool.out[module];
+  const int64_t in = pool.in[GROUP_START[group]], out = group_out(pool.out, group), stride = row_stride<A>(in);
   ws.lora.build(pool, row_slot, rows, sizeof(T), team.size());
   ws.h.reserve(round_up(rows, 16) * stride * sizeof(A));
   ws.s.reserve(ws.lora.s_size * sizeof(float));

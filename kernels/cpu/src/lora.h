@@ -1,7 +1,7 @@
 // Multi-adapter LoRA over rank-sized pages (see kernels/pool.py): y[row, out] += scale * B (A x[row]).
 //
 //   plan      rows sorted by adapter; work cut to pieces of similar size, the same pieces for every layer
-//   shrink    piece = rows of one adapter x some pages of A:     s[row, rank] = scale * A x[row], float
+//   shrink    piece = rows of one adapter x some pages of A:     s[row, rank] = scale * A x[row], float (bfloat16 on tiles)
 //   expand    piece = rows of one adapter x some outputs of B:   y[row, out] += B s[row], pages in order
 //
 // An adapter's page is read from memory once per step and layer however many rows it has.
@@ -85,8 +85,8 @@ static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   S* sums = (S*)s + piece.s + piece.first * PAGE;
   // the pages of this piece, then the first one of the next
   const auto page = [&](int p) {
-    const LoraPiece* of = p < piece.count ? &piece : after;
-    return of ? lora_page<T>(pool, of->slot, of->module, of == &piece ? piece.first + p : of->first, layer) : nullptr;
+    if (p < piece.count) return lora_page<T>(pool, piece.slot, piece.module, piece.first + p, layer);
+    return lora_page<T>(pool, after->slot, after->module, after->first, layer);
   };
   const auto next = [&](int p) {
     if (p + 1 >= piece.count && !after) return Next();

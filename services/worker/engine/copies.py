@@ -8,9 +8,10 @@ left       a slot was taken back: the copy under way, if there is one, is given 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from policies.adapter_slots import AdapterSlots
+from policies.batch_admission import Plan
 from policies.cold_start import AssistRates, ColdStarts, Forced
 from policies.perf_model import MIB
 from services.worker.engine.adapter_weights import HostAdapter
@@ -76,13 +77,13 @@ class DeviceAdapters:
         if self.resident.pop(digest, None) is not None:
             self.changes.append(ResidencyChange(digest, None))
 
-    def modes(self, lives: Iterable[Live]) -> tuple[dict[int, str], int]:
-        """{slot: mode} of these sequences' adapters that are under way, and how many of their rows belong to them."""
+    def modes(self, plan: Plan[Live]) -> tuple[dict[int, str], int]:
+        """{slot: mode} of the step's adapters that are under way, and how many of its rows belong to them."""
         loading = self.slots.loading
         if self.cold is None or not loading:
             return {}, 0
         modes, rows = dict[int, str](), 0
-        for live in lives:
+        for live in (*plan.decodes, *plan.prefills):
             if live.adapter in loading:
                 modes[live.slot] = "assist" if self.cold.modes.get(live.adapter) == "assist" else "layerwise"
                 rows += live.scheduled

@@ -161,7 +161,6 @@ class Engine:
             self._drop_doomed()
         ran = stats.decode_rows or stats.prefill_requests
         self.pause_s = 0.0 if ran else self._adapters.pause_s
-        stats.copies = self._adapters.stats()
         stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
         return self._take_output()
 
@@ -245,7 +244,7 @@ class Engine:
         began_s = clock.now_s()
         try:
             batch, rows, lengths = self._seats.build(plan, stats)
-            batch.slot_modes, stats.cold_rows = self._adapters.modes(plan.decodes + plan.prefills)
+            batch.slot_modes, stats.cold_rows = self._adapters.modes(plan)
             built_s = clock.now_s()
             stats.schedule_s += built_s - began_s
             logits = self._runner.forward(batch)
@@ -293,9 +292,11 @@ class Engine:
     def _take_output(self) -> StepOutput:
         out, self._output = self._output, StepOutput()
         out.residency, self._adapters.changes = self._adapters.changes, []
-        out.stats.adapters_loaded, self._adapters.arrived = self._adapters.arrived, 0
         out.changed = list(self._changed.values())
         self._changed.clear()
+        if not out.empty:  # nobody hears of an empty one, so what was copied is told with the next
+            out.stats.copies = self._adapters.stats()
+        out.stats.adapters_loaded, self._adapters.arrived = self._adapters.arrived, 0
         return out
 
     # ---- requests

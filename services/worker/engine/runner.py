@@ -153,7 +153,6 @@ class ModelRunner:
         """Copy an adapter into an empty slot. Raises kernels.PoolFull when pages are short, ValueError on a taken slot."""
         with torch.inference_mode():
             self._pool.load(slot, weights.packed)
-        weights.rest()
 
     def begin_load(self, slot: int, weights: HostAdapter) -> None:
         """`load_adapter`, beside the steps: its pages are taken now, `loaded_layers` says how many layers are there.
@@ -242,8 +241,7 @@ class ModelRunner:
         assert self._loader is not None, "the compiled kernels come with one"
         if not self._loader.under_way:
             return None
-        for weights in self._loader.finished():
-            weights.rest()
+        self._loader.finished()  # lets go of what they were copied from
         named = set(batch.row_slot.tolist())
         loading = [
             loading_of(slot, weights, layerwise=batch.slot_modes.get(slot) != "assist")

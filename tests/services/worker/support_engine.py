@@ -49,10 +49,11 @@ class PacedRunner(ModelRunner):
         self.queue: dict[int, tuple[HostAdapter, float]] = {}  # slot -> weights, bytes left
         self.seen: list[dict[int, str]] = []
         self.begun: list[str] = []
+        self.copied = 0.0  # bytes
 
     @property
     def link(self) -> LinkState:
-        return LinkState(int(sum(left for _, left in self.queue.values())), 0, 0.0, self.bytes_per_s)
+        return LinkState(int(sum(left for _, left in self.queue.values())), round(self.copied), 0.0, self.bytes_per_s)
 
     @property
     def assist(self) -> Any:
@@ -84,6 +85,7 @@ class PacedRunner(ModelRunner):
         for slot, (weights, left) in list(self.queue.items()):
             part = min(left, budget)
             budget -= part
+            self.copied += part
             self.queue[slot] = weights, left - part
             size = self.adapter_bytes(weights)
             loaded = int((size - left + part) * layers / size + 1e-9)

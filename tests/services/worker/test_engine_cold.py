@@ -216,6 +216,23 @@ def test_assisted_requests_start_at_once_and_say_so(checkpoint, adapters: list[H
     assert out.stats.cold_rows == 0 and [set(seen.values()) for seen in runner.seen] == [{"assist"}, {"assist"}, set()]
 
 
+def test_every_byte_over_the_link_is_told_of_also_those_of_steps_with_nothing_else_to_tell(
+    checkpoint, adapters: list[HostAdapter]
+) -> None:
+    engine, runner = paced(checkpoint)
+    engine.add(request("cold", PROMPT, adapters[1], max_tokens=2), 0.0)
+    told = empty = 0
+    while engine.has_work():
+        out = step(engine)
+        if runner.queue:
+            arrive(runner, layers=0.5)
+        if out.empty:  # the engine's thread reports none of these
+            empty += 1
+        elif out.stats.copies is not None:
+            told += out.stats.copies.link_bytes
+    assert empty > 2 and told == runner.adapter_bytes(adapters[1])
+
+
 def test_without_processes_a_request_waits_until_its_copy_stays_ahead(checkpoint, adapters: list[HostAdapter]) -> None:
     engine, runner = paced(checkpoint, "auto")
     engine.add(request("cold", PROMPT, adapters[3], max_tokens=4), 0.0)
