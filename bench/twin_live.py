@@ -65,7 +65,10 @@ FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "tokens_p
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Arrivals: `load` is the rate as a share of what the worker can serve, `cv` of the gaps between requests."""
+    """Arrivals: `load` is the rate as a share of what the worker can serve, `cv` of the gaps between requests.
+
+    `runs`: how long it goes on, in `RUN_S`. Where requests are few or come in clumps, a 99th percentile needs more of them.
+    """
 
     name: str
     load: float
@@ -73,13 +76,14 @@ class Shape:
     adapters: int
     exponent: float  # of their popularity
     warm: bool  # every adapter is used once before
+    runs: int
 
 
 SHAPES = (
-    Shape("steady", 0.6, 1.0, 8, 1.0, True),
-    Shape("bursty", 0.6, 4.0, 8, 1.0, True),
-    Shape("cold", 0.4, 1.0, 150, 0.5, False),
-    Shape("overload", 2.0, 1.0, 16, 1.0, True),
+    Shape("steady", 0.6, 1.0, 8, 1.0, True, 1),
+    Shape("bursty", 0.6, 4.0, 8, 1.0, True, 2),
+    Shape("cold", 0.4, 1.0, 150, 0.5, False, 2),
+    Shape("overload", 2.0, 1.0, 16, 1.0, True, 1),
 )
 
 
@@ -107,7 +111,7 @@ async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]
             for number, shape in enumerate(SHAPES):
                 adapters = [await worker.publish(RANKS[i % len(RANKS)], 1000 * number + i) for i in range(shape.adapters)]
                 draw = np.random.default_rng((number, round_))
-                workload = _workload(draw, shape, adapters, shape.load * rate, run_s)
+                workload = _workload(draw, shape, adapters, shape.load * rate, shape.runs * run_s)
                 warm = shape.adapters if shape.warm else 0
                 served = await worker.run(workload, adapters)
                 sent = replace(workload, arrival_s=np.maximum.accumulate([one.sent_s for one in served]))

@@ -129,11 +129,6 @@ class Link:
     base_ms: float
     ms_per_mib: float
 
-    def end_ps(self, now_ps: int, free_ps: int, size_bytes: int) -> int:
-        """When so many bytes, asked for now, are there: after the latency, and after those that the link is busy with until
-        `free_ps`."""
-        return max(now_ps + to_ps(self.base_ms), free_ps) + to_ps(self.ms_per_mib * size_bytes / MIB)
-
 
 def elapsed_ps(first: int, growth: int, steps: int) -> int:
     """How long the first `steps` steps of a run take."""

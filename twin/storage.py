@@ -3,7 +3,7 @@
 The rules are those of the live worker's tiers: one load per adapter however many requests wait, `LOADS_AT_ONCE` at a
 time, first come first served; copies nobody holds leave, least recently used first; when holders fill the budget, loads
 wait for one to let go. What was fetched once is read from disk later. Loads wait for their links' latency side by side, and
-their bytes come one load after another.
+then share the link equally.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from twin.events import STEP, Events
+from policies.perf_model import MIB
+from twin.events import STEP, Events, to_ps
 from twin.steps import Link
 
 LOADS_AT_ONCE = 4
@@ -38,6 +39,49 @@ class StorageModel:
 EVERYTHING_IN_HOST = StorageModel()
 
 
+class _Way:
+    """The loads on one link. `whole` is called with each when it is over."""
+
+    def __init__(self, link: Link, events: Events, whole: Callable[[str], None]) -> None:
+        self._link, self._events, self._whole = link, events, whole
+        self._left: dict[str, int] = {}  # digest -> how long the link alone takes for what is still to come
+        self._at_ps = 0  # of which this is known
+        self._serial = 0
+
+    def begin(self, digest: str, size_bytes: int) -> None:
+        link, events = self._link, self._events
+        own_ps = to_ps(link.ms_per_mib * size_bytes / MIB)
+        events.at(events.now_ps + to_ps(link.base_ms), STEP, self._join, digest, own_ps)
+
+    def _join(self, digest: str, own_ps: int) -> None:
+        self._pass()
+        self._left[digest] = own_ps
+        self._await_next()
+
+    def _pass(self) -> None:
+        now_ps, left = self._events.now_ps, self._left
+        if left:
+            each_ps = (now_ps - self._at_ps) // len(left)
+            for digest in left:
+                left[digest] -= each_ps
+        self._at_ps = now_ps
+
+    def _await_next(self) -> None:
+        self._serial += 1
+        if self._left:
+            in_ps = len(self._left) * min(self._left.values())
+            self._events.at(self._events.now_ps + in_ps, STEP, self._ended, self._serial)
+
+    def _ended(self, serial: int) -> None:
+        if serial != self._serial:
+            return  # others came
+        self._pass()
+        digest = min(self._left, key=self._left.__getitem__)
+        del self._left[digest]
+        self._await_next()
+        self._whole(digest)
+
+
 class HostTier:
     """One worker's host copies. `acquire` now, or later through the callback; every holder releases once."""
 
@@ -50,7 +94,8 @@ class HostTier:
         self._loads: dict[str, _Load] = {}
         self._queue: deque[str] = deque()
         self._active = 0
-        self._free_ps = {"disk": 0, "store": 0}  # when the last load on each way ends
+        self._from_disk = _Way(model.disk, events, self._loaded)
+        self._from_store = _Way(model.store, events, self._loaded)
         self.fetches = self.reads = 0  # from the store, from disk
 
     def __contains__(self, digest: str) -> bool:
@@ -105,12 +150,10 @@ class HostTier:
             self._used += load.size_bytes
             if digest in self._on_disk:
                 self.reads += 1
-                way, link = "disk", self._model.disk
+                self._from_disk.begin(digest, load.size_bytes)
             else:
                 self.fetches += 1
-                way, link = "store", self._model.store
-            self._free_ps[way] = link.end_ps(self._events.now_ps, self._free_ps[way], load.size_bytes)
-            self._events.at(self._free_ps[way], STEP, self._loaded, digest)
+                self._from_store.begin(digest, load.size_bytes)
 
     def _loaded(self, digest: str) -> None:
         load = self._loads.pop(digest)

@@ -167,7 +167,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, c_int64, POINTER(Pool), c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64],
     ),
     "motet_attention": (None, [c_void_p, c_int64, POINTER(Step), c_void_p, c_void_p, *[c_int64] * 5, c_void_p]),
-    "motet_loader_new": (c_void_p, [POINTER(Pool), c_int64, c_double]),
+    "motet_loader_new": (c_void_p, [POINTER(Pool), c_int64, c_int64, c_double]),
     "motet_loader_free": (None, [c_void_p]),
     "motet_loader_begin": (None, [c_void_p, c_int64, POINTER(Pool)]),
     "motet_loader_cancel": (None, [c_void_p, c_int64]),

@@ -47,7 +47,10 @@ class CpuLoader:
     def __init__(self, engine: CpuEngine, pool: LoraPool, *, link_bytes_per_s: float = 0.0) -> None:
         self._library, self._pool, self._pace = engine.library, pool, link_bytes_per_s
         self._sources: dict[int, Any] = {}  # by slot: what the thread reads
-        self._handle = self._library.motet_loader_new(byref(pool_struct(pool)), pool.arena.element_size(), link_bytes_per_s)
+        arena = pool.arena
+        self._handle = self._library.motet_loader_new(
+            byref(pool_struct(pool)), arena.nbytes, arena.element_size(), link_bytes_per_s
+        )
         self._rate = link_bytes_per_s or FIRST_GUESS_BYTES_PER_S
         self._seen = (0, 0)  # bytes and nanoseconds that the rate knows of
         pool.still = partial(_no_copying, self._library, self._handle)  # not `self`: nobody is to keep us alive

@@ -58,16 +58,19 @@ def test_a_load_waits_for_a_holder_to_let_go() -> None:
     assert came == ["b"]
 
 
-def test_loads_at_once_share_the_latency_and_queue_for_the_bandwidth() -> None:
-    events, ended = Events(), list[int]()
-    tier = HostTier(StorageModel(host_bytes=4 << 20, store=Link(10.0, 3.0)), events)
-    for i in range(3):
-        tier.acquire(str(i), 1 << 20, lambda: ended.append(events.now_ps // PS_PER_MS))
+def test_loads_at_once_wait_side_by_side_and_share_the_bandwidth_equally() -> None:
+    events, ended = Events(), dict[str, int]()
+    tier = HostTier(StorageModel(host_bytes=16 << 20, store=Link(10.0, 3.0)), events)
+
+    def begin(digest: str, mib: int) -> None:
+        tier.acquire(digest, mib << 20, lambda: ended.update({digest: events.now_ps // PS_PER_MS}))
+
+    begin("small", 1)
+    begin("large", 2)
+    events.run(12 * PS_PER_MS)  # each has had 1 ms of the link
+    begin("later", 1)  # is on it at 22, when the others are through
     events.run()
-    assert ended == [13, 16, 19]
-    tier.acquire("later", 1 << 20, lambda: ended.append(events.now_ps // PS_PER_MS))
-    events.run()
-    assert ended[-1] == 19 + 13
+    assert ended == {"small": 16, "large": 19, "later": 25}
 
 
 def test_only_so_many_loads_run_at_once() -> None:
