@@ -1,8 +1,8 @@
 """The digital twin beside the worker it was profiled from: the same requests to both, and how far its figures are off.
 
-    profile   `motet profile` measures a worker and writes a file
+    profile   `motet profile` measures a worker and writes a file, before and after
     live      `motet worker` in a process of its own on NATS, asked as a scheduler would and heard as a gateway would
-    twin      the file's worker in a simulation gets the same requests at the times they were sent
+    twin      the files' workers in a simulation get the same requests at the times they were sent
 
 What the twin models is the worker: its queue, engine, adapter tiers and its hops over the bus. Adapters, prompt and output
 lengths are known to it; times are not.
@@ -12,9 +12,10 @@ lengths are known to it; times are not.
     cold      at 40%, many adapters, each for the first time here or pushed out by others meanwhile
     overload  twice what can be served: after a few seconds the queue is full, and half of all requests are refused
 
-A round is a profile and every shape once, with new arrivals. A machine whose speed drifts in minutes is then as fast in the
-profile as in what is compared with it. A round during which other processes took more than `QUIET_CORES` does not count,
-whatever it says, unless there is no other. Figures are over all requests of a shape in all rounds that count.
+A round is every shape once, with new arrivals, between two profiles. The twin gets the requests twice, once with either: on a
+machine whose speed drifts within minutes, what is compared lies between them. A round during which other processes took more
+than `QUIET_CORES` does not count, whatever it says, unless there is no other. Figures are over all requests of a shape in all
+rounds that count.
 
 The model's weights are larger than a cache (`MODEL`). A model that just fits in the last-level cache takes up to half as long
 again for the same batch, depending on what ran before it; no function of the batch says how long.
@@ -96,35 +97,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]:
     model, _ = model_and_adapters(MODEL)
-    profiles: list[Profile] = []
+    profiles = [await _profile(model, directory / "0", PROFILE_RUNS * run_s)]
+    rate = _capacity(profiles[0])
     outcomes: list[dict[str, tuple[Outcome, Outcome]]] = []
     elsewhere: list[float] = []
-    for round_ in range(rounds):
+    for round_ in range(1, rounds + 1):
         others = report.Elsewhere()
-        outcomes.append({})
-        home = directory / str(round_)
-        home.mkdir()
-        profile = await _profile(model, home, PROFILE_RUNS * run_s)
-        profiles.append(profile)
-        rate = _capacity(profiles[0])
-        async with LiveWorker(model, OPTIONS, home) as worker:
-            for number, shape in enumerate(SHAPES):
-                adapters = [await worker.publish(RANKS[i % len(RANKS)], 1000 * number + i) for i in range(shape.adapters)]
-                draw = np.random.default_rng((number, round_))
-                workload = _workload(draw, shape, adapters, shape.load * rate, shape.runs * run_s)
-                warm = shape.adapters if shape.warm else 0
-                served = await worker.run(workload, adapters)
-                sent = replace(workload, arrival_s=np.maximum.accumulate([one.sent_s for one in served]))
-                pair = Outcome.live(served, warm), replayed(sent, profile, warm)
-                print(f"round {round_ + 1}, {shape.name}: off by {', '.join(_off(*pair).values())} percent", flush=True)
-                outcomes[-1][shape.name] = pair
+        live = await _live(model, directory / f"live-{round_}", round_, rate, run_s)
+        profiles.append(await _profile(model, directory / str(round_), PROFILE_RUNS * run_s))
         elsewhere.append(others.cores())
-        print(f"round {round_ + 1}: other processes took {elsewhere[-1]:.2f} cores", flush=True)
+        outcomes.append({})
+        for name, (served, sent, warm) in live.items():
+            pair = Outcome.live(served, warm), Outcome.together([replayed(sent, one, warm) for one in profiles[-2:]])
+            outcomes[-1][name] = pair
+            print(f"round {round_}, {name}: off by {', '.join(_off(*pair).values())} percent", flush=True)
+        print(f"round {round_}: other processes took {elsewhere[-1]:.2f} cores", flush=True)
     counted = [one for one, cores in zip(outcomes, elsewhere, strict=True) if cores <= QUIET_CORES] or outcomes
     seen = {}
     for shape in SHAPES:
-        live, twin = zip(*(one[shape.name] for one in counted), strict=True)
-        seen[shape.name] = Outcome.together(live), Outcome.together(twin)
+        lives, twins = zip(*(one[shape.name] for one in counted), strict=True)
+        seen[shape.name] = Outcome.together(lives), Outcome.together(twins)
     return {
         **_figures(profiles, rate, seen),
         "rounds": rounds,
@@ -133,8 +125,26 @@ async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]
     }
 
 
+async def _live(
+    model: Path, home: Path, round_: int, rate: float, run_s: float
+) -> dict[str, tuple[list[Served], Workload, int]]:
+    """{shape: what came of it, its requests at the times they were sent, how many of them only warmed up}."""
+    home.mkdir()
+    found = {}
+    async with LiveWorker(model, OPTIONS, home) as worker:
+        for number, shape in enumerate(SHAPES):
+            adapters = [await worker.publish(RANKS[i % len(RANKS)], 1000 * number + i) for i in range(shape.adapters)]
+            draw = np.random.default_rng((number, round_ - 1))
+            workload = _workload(draw, shape, adapters, shape.load * rate, shape.runs * run_s)
+            served = await worker.run(workload, adapters)
+            sent = replace(workload, arrival_s=np.maximum.accumulate([one.sent_s for one in served]))
+            found[shape.name] = served, sent, shape.adapters if shape.warm else 0
+    return found
+
+
 async def _profile(model: Path, directory: Path, seconds: float) -> Profile:
     """What `motet profile` says of a worker with `OPTIONS`. Raises RuntimeError with the end of its output."""
+    directory.mkdir()
     out, log = directory / "profile.json", directory / "profile.log"
     words = ["profile", "--model", str(model), "--out", str(out), "--seconds", str(seconds)]
     process = command(words, OPTIONS, log)
@@ -263,7 +273,7 @@ def _figures(profiles: Sequence[Profile], rate: float, seen: dict[str, tuple[Out
         for figure in FIGURES:
             errors[figure].append(100 * abs(simulated[figure] / real[figure] - 1))
         rows.append([f"{name}: live", len(live.ttft_ms), live.refused, *real.values()])
-        rows.append(["twin", len(twin.ttft_ms), twin.refused, *simulated.values()])
+        rows.append(["twin, twice", len(twin.ttft_ms), twin.refused, *simulated.values()])
         rows.append(["off, percent", "", "", *_off(live, twin).values()])
         shapes[name] = {
             "live": _rounded(real) | {"finished": len(live.ttft_ms), "refused": live.refused},

@@ -67,7 +67,7 @@ class AssistServer {
     uint32_t seen = h_.done.sequence.load();
     h_.ready.store(1);
     for (;;) {
-      const bool came = await_change(h_.request.sequence, seen, h_.process.sleeps, now_ns() + IDLE_NS, [this] { return h_.stop.load() != 0; });
+      const bool came = await_change(h_.request.sequence, seen, h_.process.sleeps, PROCESS_SPIN_NS, now_ns() + IDLE_NS, [this] { return h_.stop.load() != 0; });
       if (h_.stop.load() || (parent_pid_ && getppid() != parent_pid_)) return;
       if (!came) {  // host copies that the worker drops are not to be kept by us
         mappings_.clear();

@@ -96,11 +96,14 @@ inline int64_t channel_layout(ChannelHeader& h, const Pool& pool, int64_t max_ro
 }
 
 constexpr int64_t SPIN_NS = 50 * 1000;  // longer, and somebody else may need this core
+// Between two requests of a step lies a layer's part that is the base's alone; a process has its core to itself, and to be woken
+// takes as long as a small request.
+constexpr int64_t PROCESS_SPIN_NS = 400 * 1000;
 
 // Waits until `word` is no longer `seen`: spins, then sleeps. False when `until_ns` has passed or `gone()`.
 template <class F>
-static bool await_change(std::atomic<uint32_t>& word, uint32_t seen, std::atomic<uint32_t>& sleeps, int64_t until_ns, F&& gone) {
-  const int64_t spin_until = std::min(until_ns, now_ns() + SPIN_NS);
+static bool await_change(std::atomic<uint32_t>& word, uint32_t seen, std::atomic<uint32_t>& sleeps, int64_t spin_ns, int64_t until_ns, F&& gone) {
+  const int64_t spin_until = std::min(until_ns, now_ns() + spin_ns);
   do {
     for (int i = 0; i < 64; ++i) {
       if (word.load(std::memory_order_acquire) != seen) return true;
@@ -167,7 +170,7 @@ class Channel {
     int outcome = outcome_.load(std::memory_order_acquire);
     if (outcome == PENDING) {
       const int64_t began = now_ns();
-      const bool came = await_change(h.done.sequence, sequence_ - 1, h.base.sleeps, began + bound_ns_, [this] { return !alive(); });
+      const bool came = await_change(h.done.sequence, sequence_ - 1, h.base.sleeps, SPIN_NS, began + bound_ns_, [this] { return !alive(); });
       const bool good = came && !h.done.unreadable;
       if (outcome_.compare_exchange_strong(outcome, good ? DONE : FAILED)) {
         outcome = good ? DONE : FAILED;

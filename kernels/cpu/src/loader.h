@@ -5,7 +5,8 @@
 //
 // Rules:
 // - layer l of a slot may be read by who has read loaded_layers[slot] > l with acquire.
-// - a layer counts when its last byte has passed the link, not when it was copied: what is ahead of the link sleeps.
+// - a layer counts when its last byte has passed the link, not when it was copied: the thread copies a layer at memory's
+//   speed and then sleeps, once, until the link would have brought it. Bytes that are said to be left are the link's.
 // - a piece and a page's move exclude each other; every piece finds its page through the table anew.
 // - cancel returns when no piece of that load is being written, and none will be.
 // - while there is nothing to load, the thread takes memory for the arena, so that no load waits for fresh pages (which
@@ -14,6 +15,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -70,8 +72,10 @@ class Loader {
     const std::shared_ptr<Load> load = current_;  // the thread lets go of it as soon as it sees that it is cancelled
     if (!load || load->slot != slot || load->cancelled) return;
     load->cancelled = true;
+    changed_.notify_all();
     changed_.wait(lock, [this] { return !copying_; });
     queued_ -= load->left;
+    free_at_ns_ = std::min(free_at_ns_, now_ns());
   }
 
   void hold() {
@@ -88,14 +92,14 @@ class Loader {
   // Of all loads: bytes still to come; and so far: bytes, and nanoseconds in which the link had something to do.
   void state(int64_t* queued, int64_t* copied, int64_t* busy_ns) {
     std::lock_guard<std::mutex> lock(mutex_);
-    *queued = queued_, *copied = copied_, *busy_ns = busy_ns_;
+    *queued = queued_ + on_the_way(), *copied = copied_, *busy_ns = busy_ns_;
   }
   // Bytes that pass the link until this slot is whole, those of the loads before it included; 0 when it is.
   int64_t ahead(int32_t slot) {
     std::lock_guard<std::mutex> lock(mutex_);
     int64_t bytes = 0;
     if (current_ && !current_->cancelled) {
-      bytes = current_->left;
+      bytes = current_->left + on_the_way();
       if (current_->slot == slot) return bytes;
     }
     for (const auto& load : queue_) {
@@ -108,7 +112,6 @@ class Loader {
  private:
   static constexpr int64_t PIECE = 64 << 10;     // bytes that a move or a cancel waits for at most
   static constexpr int64_t TAKEN_AT_ONCE = 2 << 20;  // one huge page: some 0.5 ms
-  static constexpr int64_t DOZE_NS = 50 * 1000;  // ahead of the link inside a layer: shorter is not worth a sleep
 
   struct Row {
     int module, page;
@@ -146,7 +149,7 @@ class Loader {
     if (stop_) return false;
     current_ = std::move(queue_.front());
     queue_.pop_front();
-    free_at_ns_ = std::max(free_at_ns_, (double)current_->begun_ns);  // until then the link had nothing to do
+    free_at_ns_ = std::max(free_at_ns_, current_->begun_ns);  // until then the link had nothing to do
     seen_ns_ = now_ns();
     return true;
   }
@@ -164,11 +167,8 @@ class Loader {
       for (int64_t at = 0; at < bytes; at += PIECE) {
         const int64_t n = std::min(PIECE, bytes - at);
         if (!copy_piece(load, row, layer * bytes + at, n)) return false;
-        free_at_ns_ += (double)n * ns_per_byte_;
-        if (free_at_ns_ - (double)now_ns() > DOZE_NS) sleep_until(free_at_ns_);
       }
     }
-    sleep_until(free_at_ns_);
     return true;
   }
 
@@ -186,13 +186,18 @@ class Loader {
     copying_ = false;
     changed_.notify_all();
     load.left -= n, queued_ -= n, copied_ += n;
+    free_at_ns_ += (int64_t)((double)n * ns_per_byte_);
     count_time();
     return true;
   }
 
   bool publish(Load& load, int64_t layers) {
     int32_t* word = pool_.loaded_layers + load.slot;
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (on_the_way()) {
+      const std::chrono::steady_clock::time_point passed{std::chrono::nanoseconds(free_at_ns_)};
+      changed_.wait_until(lock, passed, [&] { return load.cancelled; });
+    }
     count_time();
     if (load.cancelled) return false;
     __atomic_store_n(word, (int32_t)layers, __ATOMIC_RELEASE);
@@ -206,19 +211,15 @@ class Loader {
     seen_ns_ = now;
   }
 
-  static void sleep_until(double at_ns) {
-    if (at_ns <= (double)now_ns()) return;
-    const int64_t at = (int64_t)at_ns;
-    const timespec t{at / 1000000000, at % 1000000000};
-    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, nullptr) == EINTR) {
-    }
+  // Bytes that were copied and have not passed the link.
+  int64_t on_the_way() const {
+    return ns_per_byte_ > 0 ? (int64_t)((double)std::max<int64_t>(0, free_at_ns_ - now_ns()) / ns_per_byte_) : 0;
   }
 
   const Pool pool_;
   const int64_t arena_bytes_, element_bytes_;
   const double ns_per_byte_;
-  double free_at_ns_ = 0;  // when all that was copied has passed the link; the thread's own, as are seen_ns_ and taken_
-  int64_t seen_ns_ = 0, taken_ = 0;
+  int64_t seen_ns_ = 0, taken_ = 0;  // the thread's own
 
   std::mutex mutex_;  // of all that follows
   std::condition_variable changed_;
@@ -227,6 +228,7 @@ class Loader {
   bool copying_ = false, stop_ = false;
   int held_ = 0;
   int64_t queued_ = 0, copied_ = 0, busy_ns_ = 0;
+  int64_t free_at_ns_ = 0;  // when all that was copied has passed the link
   std::thread thread_;
 };
 
