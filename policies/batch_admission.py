@@ -216,6 +216,7 @@ class BatchAdmission(Generic[S]):
     def _joins(self, seq: S, plan: Plan[S], cold: ColdStarts, now_s: float) -> bool:
         """Whether it is in the step to come although its adapter is not there yet."""
         rows = (*plan.decodes, *plan.prefills)
+        assisted = [one for one in rows if cold.modes.get(one.adapter) == "assist"]
         choice = cold.consider(
             seq.adapter,
             seq.adapter_bytes,
@@ -223,7 +224,10 @@ class BatchAdmission(Generic[S]):
             tokens=seq.length,
             room=self.limits.max_step_tokens - plan.tokens,
             others=len(rows),
-            assisted=sum(one.scheduled * one.adapter_bytes for one in rows if cold.modes.get(one.adapter) == "assist"),
+            assisted=(
+                sum({one.adapter: one.adapter_bytes for one in assisted}.values()),
+                sum(one.scheduled * one.adapter_bytes for one in assisted),
+            ),
         )
         if seq.cold is None:
             seq.cold_since_s, seq.cold_ttft_ms = now_s, choice.ttft_ms[choice.mode]

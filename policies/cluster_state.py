@@ -54,6 +54,8 @@ COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). 
     "opened_s": ("f8", -inf),  # when the first of the queued requests came
     "began_s": ("f8", -inf),  # when the last one was heard to have begun to run
     "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
+    "copies_stall": ("f8", 0),  # 1 where steps wait for adapter copies
+    "copies_wait": ("f8", 0),  # 1 where requests wait for their own
     "bgmv": ("?", 0),
     **dict.fromkeys(_PERF, ("f8", 0)),
 }
@@ -166,6 +168,8 @@ class ClusterState:
         t["max_requests"][row] = limits.max_running + limits.max_waiting
         t["block_size"][row] = limits.block_size
         t["kv_tokens_total"][row] = limits.kv_blocks_total * limits.block_size
+        t["copies_stall"][row] = limits.copies == "stall"
+        t["copies_wait"][row] = limits.copies != "bridged"
         t["bgmv"][row] = perf.kernel == "bgmv"
         for name in _PERF:
             t[name][row] = getattr(perf, name)

@@ -9,10 +9,11 @@ A copy fills layer after layer behind what was queued on the link before it. All
     layer i arrives at   queue + (i + 1 - loaded) * each          (0 for the `loaded` ones)
     layer i begins at    wait + i * base                          one layer of the first chunk takes `base`
     layerwise waits      max over i of (arrives - i * base), which is at one of the two ends
-    assist               a layer takes max(base, cpu) until its copy has overtaken it, then base
+    assist               a layer takes max(base, cpu) until its copy has overtaken it, then base; decodes too
 
-The choice is the least of: own time to first token + (others in the batch) * (what each of their steps is held up). Rates are
-those of now, so a request that waits is looked at again before every step.
+The choice is the least of: own time to first token + (others in the batch) * (what each of their steps is held up), and for
+assist what decodes are held up, its own included, until the copy is whole. Rates are those of now, so a request that waits is
+looked at again before every step.
 """
 
 from __future__ import annotations
@@ -71,10 +72,14 @@ class AssistRates:
     processes: int  # alive
     mib_row_ms: float  # a core's time for one row of one MiB of adapter, over all layers
     hop_ms: float = HOP_MS  # per layer: there and back
+    mib_ms: float = 0.0  # a core's time to read one MiB of adapter, whatever the rows
 
-    def layer_ms(self, mib_rows: float, layers: int) -> float:
-        """Time of one layer for rows of adapters, `mib_rows` summed over them: rows * MiB on the device."""
-        return self.hop_ms + mib_rows * self.mib_row_ms / (layers * self.processes)
+    def layer_ms(self, mib: float, mib_rows: float, layers: int) -> float:
+        """Time of one layer for rows of adapters, summed over them: MiB on the device, and rows * MiB.
+
+        Rows are divided among the processes; each of them reads the adapter.
+        """
+        return self.hop_ms + (mib * self.mib_ms + mib_rows * self.mib_row_ms / self.processes) / layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +95,19 @@ class Choice:
 
 
 def choose(
-    copy: Copy, chunks_ms: list[float], cpu_ms: list[float] | None, *, others: int = 0, forced: Forced = "auto"
+    copy: Copy,
+    chunks_ms: list[float],
+    cpu_ms: list[float] | None,
+    *,
+    others: int = 0,
+    decode: tuple[float, float] = (0.0, 0.0),
+    forced: Forced = "auto",
 ) -> Choice:
     """The way in for one request.
 
     `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
     `cpu_ms` the time of one layer of each on CPU processes, None when none is alive. `others` are the sequences in them.
+    `decode` is both of a decode step that follows.
     """
     prefill = sum(chunks_ms)
     base_ms = chunks_ms[0] / copy.layers
@@ -104,7 +116,8 @@ def choose(
     cost = dict(ttft)
     if cpu_ms is not None:
         ttft["assist"] = assisted_ms(copy, chunks_ms, cpu_ms)
-        cost["assist"] = ttft["assist"] + others * (ttft["assist"] - prefill)
+        held_ms = _held_ms(copy, ttft["assist"], *decode)
+        cost["assist"] = ttft["assist"] + others * (ttft["assist"] - prefill) + (1 + others) * held_ms
     ahead = stall <= TOLERANCE * chunks_ms[0]
     mode, reason = _least(ttft, cost, ahead=ahead) if forced == "auto" else _forced(forced, ttft)
     if mode == "assist":
@@ -137,6 +150,16 @@ def assisted_ms(copy: Copy, chunks_ms: list[float], cpu_ms: list[float]) -> floa
     for chunk, cpu in zip(chunks_ms, cpu_ms, strict=True):
         now += step_ms(chunk, copy.layers, [(copy, now)], cpu, [])
     return now
+
+
+def _held_ms(copy: Copy, since_ms: float, decode_ms: float, cpu_ms: float) -> float:
+    """How much longer decode steps take together from `since_ms` until the copy is whole: fewer layers are missing in each."""
+    left_ms = copy.whole_ms - since_ms
+    slower_ms = copy.layers * max(0.0, cpu_ms - decode_ms / copy.layers)
+    if left_ms <= 0 or not slower_ms:
+        return 0.0
+    missing = min(1.0, left_ms / (copy.layers * copy.each_ms)) / 2  # on average
+    return left_ms / (decode_ms + missing * slower_ms) * missing * slower_ms
 
 
 def step_ms(
@@ -202,11 +225,19 @@ class ColdStarts:
         self.copies[digest] = copy
 
     def consider(
-        self, digest: str, size_bytes: int, *, rank: int, tokens: int, room: int, others: int, assisted: int = 0
+        self,
+        digest: str,
+        size_bytes: int,
+        *,
+        rank: int,
+        tokens: int,
+        room: int,
+        others: int,
+        assisted: tuple[int, int] = (0, 0),
     ) -> Choice:
         """Whether a request joins the step to come, which has `room` tokens left and `others` in it already.
 
-        `assisted`: rows * bytes of adapters that CPU processes are to compute in that step without it.
+        `assisted`: bytes, and rows * bytes, of adapters that CPU processes are to compute in that step without it.
         """
         assert self.perf is not None, "rates are observed before decisions"
         copy = self.copies[digest]
@@ -216,12 +247,14 @@ class ColdStarts:
             left -= chunks[-1]
         beside = decode_ms(self.perf, float(others), 0.0) if others else 0.0
         chunks_ms = [beside + prefill_ms(self.perf, float(chunk), float(rank)) for chunk in chunks]
-        cpu_ms = None
+        cpu_ms, decode = None, (0.0, 0.0)
         if self.assist is not None and self.assist.processes:
-            work = [chunk * size_bytes for chunk in chunks]
-            work[0] += assisted
-            cpu_ms = [self.assist.layer_ms(one / MIB, self.layers) for one in work]
-        choice = choose(copy, chunks_ms, cpu_ms, others=others, forced=self.forced)
+            others_mib, others_mib_rows = assisted[0] / MIB, assisted[1] / MIB
+            mib, layer_ms = size_bytes / MIB, self.assist.layer_ms
+            cpu_ms = [layer_ms(mib, chunk * mib, self.layers) for chunk in chunks]
+            cpu_ms[0] = layer_ms(mib + others_mib, chunks[0] * mib + others_mib_rows, self.layers)
+            decode = decode_ms(self.perf, others + 1.0, 0.0), layer_ms(mib, mib, self.layers)
+        choice = choose(copy, chunks_ms, cpu_ms, others=others, decode=decode, forced=self.forced)
         if choice.joins:
             if self.modes.get(digest) != "assist":
                 self.modes[digest] = choice.mode

@@ -3,7 +3,7 @@
 For each worker, with N requests there and the new one r, in milliseconds per output token:
 
     step     = Dec(N + r)                                    one decode step with r in the batch
-    stall    = r's share of a prefill, and its adapter's copy if it is missing: so long everybody waits once
+    stall    = r's share of a prefill, and its adapter's copy if steps wait for it: so long everybody waits once
     others   = N * (stall / L + LASTING * [Dec(N + r) - Dec(N)])
     own      = step + N * Pre(nothing) / L + wait / out(r)   each of the N is followed by another request in L tokens
     cost     = others + own + penalties
@@ -20,8 +20,8 @@ Sparing the young. A stall spreads over the tokens a request gets before and aft
 the one whose time per token it ruins; which one will be short nobody knows. A stall counts YOUNG times more right after
 requests have begun, and that fades within YOUNG_STEPS steps. It makes workers take turns.
 
-    wait     = queue's prefill + copy (+ fetch, if the worker has it in no tier) + the time until a seat is free
-               + the time until enough KV blocks are free
+    wait     = queue's prefill + copy, unless CPU processes bridge it (+ fetch, if the worker has it in no tier)
+               + the time until a seat is free + the time until enough KV blocks are free
 
 Keeping ranks apart. With BGMV a request of a high rank slows all others, and the next one of that rank comes to the same
 place, so what it adds lasts longer than the request itself: it counts LASTING times.
@@ -83,14 +83,14 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     steps_s = np.maximum(step, 1e-3) / 1000.0
     joins = np.where(queued > 0, np.maximum(1.0 - (now_s - t["opened_s"]) / steps_s, 0.0), 0.0)
     copy, fetch = adapter_ms(state, perf, ask)
-    stall = alone + joins * (queue_with - queue - alone) + copy
+    stall = alone + joins * (queue_with - queue - alone) + t["copies_stall"] * copy
 
     began_s = np.maximum(t["began_s"], np.where(queued > 0, t["opened_s"], -np.inf))
     young = np.where(n > 0, YOUNG * np.exp((began_s - now_s) / (YOUNG_STEPS * steps_s)), 0.0)
     others = n * (stall / avg_resp_len + LASTING * d_step) + young * stall * (1.0 - joins)
 
     tpot = step + n * perf.prefill_base_ms / avg_resp_len
-    wait = queue_with + copy + fetch + _seat_wait_ms(t, step) + _memory_wait_ms(t, ask, step, out)
+    wait = queue_with + t["copies_wait"] * copy + fetch + _seat_wait_ms(t, step) + _memory_wait_ms(t, ask, step, out)
     cost = others + tpot + wait / out
 
     ttft_excess = (wait + 0.5 * step) / ask.ttft_slo_ms - 1.0

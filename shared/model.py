@@ -159,3 +159,5 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int
     adapter_bytes_total: int
     max_lora_rank: int
+    copies: Literal["stall", "wait", "bridged"] = "stall"
+    """Whom an adapter's copy to the device holds up: all; the requests on it; nobody, as CPU processes compute meanwhile."""

@@ -129,7 +129,7 @@ class Copies:
     def step_ps(self, lives: Iterable[Sequence], warm_ps: int) -> int:
         """A step of these sequences that takes `warm_ps` with every adapter there."""
         loading, cold, model = self._slots.loading, self.cold, self._model
-        mib_rows, assisted, overlapped = 0.0, dict[str, Copy](), dict[str, Copy]()
+        mib_rows, sizes, assisted, overlapped = 0.0, dict[str, float](), dict[str, Copy](), dict[str, Copy]()
         for live in lives:
             digest = live.adapter
             if digest not in loading:
@@ -137,11 +137,12 @@ class Copies:
             if cold.modes.get(digest) == "assist":
                 assisted[digest] = cold.copies[digest]
                 mib_rows += live.scheduled * live.adapter_bytes / MIB
+                sizes[digest] = live.adapter_bytes / MIB
             else:
                 overlapped[digest] = cold.copies[digest]
         if not assisted and not overlapped:
             return warm_ps
-        cpu_ms = model.assist.layer_ms(mib_rows, model.layers) if model.assist is not None else 0.0
+        cpu_ms = model.assist.layer_ms(sum(sizes.values()), mib_rows, model.layers) if model.assist is not None else 0.0
         took_ms = step_ms(
             warm_ps / PS_PER_MS,
             model.layers,

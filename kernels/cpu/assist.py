@@ -59,7 +59,8 @@ class ChannelCounters:
     """What one process has done, all told."""
 
     requests: int
-    work: int  # rows times elements of their adapters
+    elements: int  # of the adapters' pages, layer by layer
+    work: int  # the same, times rows
     busy_s: float  # of the process
     waited_s: float  # of the base, for it
 
@@ -101,9 +102,10 @@ class Channel:
     @property
     def counters(self) -> ChannelCounters:
         """As of the last step."""
-        requests, work, busy_ns, waited_ns = (c_int64() for _ in range(4))
-        self._library.motet_channel_counters(self.handle, byref(requests), byref(work), byref(busy_ns), byref(waited_ns))
-        return ChannelCounters(requests.value, work.value, busy_ns.value / 1e9, waited_ns.value / 1e9)
+        counts = (c_int64 * 5)()
+        self._library.motet_channel_counters(self.handle, counts)
+        requests, elements, work, busy_ns, waited_ns = counts
+        return ChannelCounters(requests, elements, work, busy_ns / 1e9, waited_ns / 1e9)
 
     def fail(self, state: str) -> None:
         """Never use it again; a step that waits for it stops waiting."""
@@ -164,8 +166,9 @@ class Helpers:
 
     loading: Sequence[Loading]
     channels: Sequence[Channel] = ()
-    work_per_process: int = 1 << 62  # rows times adapter elements that one computes while the base computes a layer
-    element_ns: float = 0.1  # of one row and element
+    read_ns: float = 0.0  # a process's time per element of an adapter's pages of a layer
+    row_ns: float = 0.1  # and more, per row and element
+    layer_ns: float = 0.0  # the base's for that layer; 0: one process takes all rows of an adapter
     watchdog_s: float = 0.02  # a process may be this much later than eight times what a request takes
     layer_wait_s: float = 1.0  # of a step, for layer-wise copies
 
@@ -176,8 +179,9 @@ class Helpers:
             count=len(self.loading),
             channel=(c_void_p * max(1, len(self.channels)))(*(channel.handle for channel in self.channels)),
             channels=len(self.channels),
-            work_per_process=self.work_per_process,
-            element_ns=self.element_ns,
+            read_ns=self.read_ns,
+            row_ns=self.row_ns,
+            layer_ns=self.layer_ns,
             watchdog_ns=int(self.watchdog_s * 1e9),
             layer_wait_ns=int(self.layer_wait_s * 1e9),
         )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
@@ -97,6 +97,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
         kv_blocks_total=kv_blocks,
         adapter_bytes_total=runner.lora_bytes_total,
         max_lora_rank=config.max_lora_rank,
+        copies=_copies(config, runner),
     )
     _warm_up(engine, limits, model.vocab_size, times)
 
@@ -104,6 +105,13 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
         return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
 
     return Assembly(engine, limits, model.vocab_size, parse_adapter)
+
+
+def _copies(config: WorkerConfig, runner: ModelRunner) -> Literal["stall", "wait", "bridged"]:
+    """Whom they hold up, for schedulers."""
+    if math.isinf(runner.link.bytes_per_s):
+        return "stall"
+    return "bridged" if runner.assist is not None and config.cold_start in ("auto", "assist") else "wait"
 
 
 def _check_copies(config: WorkerConfig, runner: ModelRunner) -> None:

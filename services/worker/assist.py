@@ -6,9 +6,9 @@
 The engine's thread never waits for the other one: it takes the channels that are alive as they are. A process and its
 channel live and die together, so that a late write of an old process can only meet memory that nobody reads any more.
 
-The profile: what one process needs per row and adapter element, first from a request of zeros, then from its own clock in
-every step; and what a layer takes the base, as a line in the rows of a step. A core's share is what it computes within a
-base layer's time (CaraServe, section 4: c tokens per core, ceil(L / c) cores).
+The profile: what one process needs to read an element of an adapter and to compute with it for a row, first from requests of
+zeros, then from its own clock in every step; and what a layer takes the base, as a line in the rows of a step. A core's share
+is what it computes within a base layer's time (CaraServe, section 4: c tokens per core, ceil(L / c) cores).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import kernels.cpu.assist_process
 from kernels import GROUPS, LoraPool, PackedLora
 from kernels.cpu import CpuEngine
-from kernels.cpu.assist import Channel, Helpers, loading_of
+from kernels.cpu.assist import Channel, ChannelCounters, Helpers, loading_of
 from kernels.cpu.library import Loading
 from shared.clock import now_s
 from shared.telemetry import logger
@@ -41,7 +41,8 @@ LASTED_S = 30.0  # a process that served this long may be restarted at once
 POLL_S = 0.01  # while a process is starting
 MEASURED_ROWS, MEASURED_TIMES, MEASURED_BOUND_S = 16, 5, 5.0
 FORGET = 0.97  # of what is known, with every step that is new
-FORGET_MOST = 0.999
+LEARN = 0.1  # of what a process's step was more or less than expected
+TYPICAL_ROWS = 16  # of a step that says as much about reading as about rows
 
 log = logger("motet.worker.assist")
 
@@ -52,25 +53,29 @@ class Capacity:
 
     processes: int  # that are alive
     max_rows: int  # of each, in a step
-    element_s: float  # of one process, for one row and one element of an adapter's pages of a layer
+    read_s: float  # of one process, to read an element of an adapter's pages of a layer
+    row_s: float  # and more for each row; 0 before the first was measured
 
 
 class Profile:
     """How fast a process and the base are; both follow what they are told, newest first."""
 
     def __init__(self) -> None:
-        self.element_s = 0.0
-        self._most = 0.0  # work of a step, of late
+        self.read_s = self.row_s = 0.0
         self._weight = self._rows = self._rows2 = self._s = self._rows_s = 0.0
 
-    def processes(self, work: int, busy_s: float) -> None:
-        """They took `busy_s` for `work` rows times elements.
+    def processes(self, elements: int, work: int, busy_s: float) -> None:
+        """They took `busy_s` to read so many elements, and `work` is rows times elements.
 
-        A step counts by its work: one of few rows pays for reading the adapter and says little of a prefill.
+        Both rates are corrected by what was expected wrongly, each by its part in this step (normalized least mean squares). A
+        process that was without its core for a while counts as one that took twice as long.
         """
-        if work:
-            fresh, self._most = busy_s / work, max(work, FORGET_MOST * self._most)
-            self.element_s += (fresh - self.element_s) * ((1 - FORGET) * work / self._most if self.element_s else 1.0)
+        if not elements or not self.row_s:
+            return
+        expected_s, scaled = self.read_s * elements + self.row_s * work, work / TYPICAL_ROWS
+        gain = LEARN * (min(busy_s, 2 * expected_s) - expected_s) / (elements**2 + scaled**2)
+        self.read_s = max(0.0, self.read_s + gain * elements)
+        self.row_s = max(self.row_s / 2, self.row_s + gain * scaled / TYPICAL_ROWS)
 
     def base(self, rows: int, layer_s: float) -> None:
         """A step of `rows` rows took the base alone `layer_s` per layer."""
@@ -88,11 +93,6 @@ class Profile:
         spread = self._rows2 / self._weight - mean_rows**2
         slope = (self._rows_s / self._weight - mean_rows * mean_s) / spread if spread > 1 else 0.0
         return max(mean_s + max(slope, 0.0) * (rows - mean_rows), mean_s / 10)
-
-    def work_per_process(self, rows: int) -> int:
-        """Rows times elements that one process computes within the time of a layer of such a step."""
-        layer_s = self.layer_s(rows)
-        return max(1, int(layer_s / self.element_s)) if layer_s and self.element_s else 1 << 62
 
 
 class _Member:
@@ -129,7 +129,7 @@ class CpuAssist:
         self._engine, self._pool, self._max_rows = engine, pool, max_rows
         self._members = [_Member(core) for core in cores]
         self._channels: tuple[Channel, ...] = ()
-        self._seen: dict[Channel, tuple[int, float]] = {}
+        self._seen: dict[Channel, ChannelCounters] = {}
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._watch, name="assist-watch", daemon=True)
@@ -140,7 +140,7 @@ class CpuAssist:
     @property
     def capacity(self) -> Capacity:
         """As of now."""
-        return Capacity(len(self._channels), self._max_rows, self.profile.element_s)
+        return Capacity(len(self._channels), self._max_rows, self.profile.read_s, self.profile.row_s)
 
     @property
     def pids(self) -> list[int]:
@@ -152,8 +152,9 @@ class CpuAssist:
         return Helpers(
             loading=loading,
             channels=self._channels,
-            work_per_process=self.profile.work_per_process(rows),
-            element_ns=self.profile.element_s * 1e9,
+            read_ns=self.profile.read_s * 1e9,
+            row_ns=self.profile.row_s * 1e9,
+            layer_ns=self.profile.layer_s(rows) * 1e9,
             watchdog_s=self.watchdog_s,
         )
 
@@ -164,11 +165,11 @@ class CpuAssist:
             return
         seen, self._seen = self._seen, {}
         for channel in helpers.channels:
-            counters = channel.counters
-            work, busy_s = seen.get(channel, (0, 0.0))
-            self.profile.processes(counters.work - work, counters.busy_s - busy_s)
+            new, old = channel.counters, seen.get(channel)
+            if old is not None:
+                self.profile.processes(new.elements - old.elements, new.work - old.work, new.busy_s - old.busy_s)
             if channel.state == "alive":
-                self._seen[channel] = counters.work, counters.busy_s
+                self._seen[channel] = new
             else:
                 self._wake_up()
 
@@ -269,17 +270,23 @@ class CpuAssist:
         elements = sum(2 * 8 * layers * sum(shapes[module]) for module in modules)
         with _Zeros(elements, self._pool, modules) as zeros:
             loading = loading_of(0, zeros)
-            x = torch.zeros(min(MEASURED_ROWS, self._max_rows), shapes[modules[0]][0])
-            y = torch.empty(len(x), sum(shapes[module][1] for module in modules))
-            fastest = float("inf")
-            for _ in range(MEASURED_TIMES):
-                before = channel.counters
-                if not channel.call(loading, x, y, layer=0, group=0, bound_s=MEASURED_BOUND_S):
-                    return False
-                after = channel.counters
-                fastest = min(fastest, (after.busy_s - before.busy_s) / (after.work - before.work))
-            if not self.profile.element_s:
-                self.profile.element_s = fastest
+            most = min(MEASURED_ROWS, self._max_rows)
+            fastest = []
+            for rows in (1, most):
+                x = torch.zeros(rows, shapes[modules[0]][0])
+                y = torch.empty(rows, sum(shapes[module][1] for module in modules))
+                times = []
+                for _ in range(MEASURED_TIMES):
+                    before = channel.counters
+                    if not channel.call(loading, x, y, layer=0, group=0, bound_s=MEASURED_BOUND_S):
+                        return False
+                    after = channel.counters
+                    times.append((after.busy_s - before.busy_s) / (after.elements - before.elements))
+                fastest.append(min(times))
+            if not self.profile.row_s:
+                one, many = fastest
+                self.profile.row_s = max((many - one) / max(most - 1, 1), many / (2 * most))
+                self.profile.read_s = max(one - self.profile.row_s, 0.0)
         return True
 
 

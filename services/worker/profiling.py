@@ -260,6 +260,7 @@ class _Profiler:
             gb_per_s=copies.bytes_per_s / 1e9,
             layers=read_shapes(self._model_dir).layers,
             assist_processes=copies.processes,
+            assist_mib_ms=copies.mib_ms,
             assist_mib_row_ms=copies.mib_row_ms,
             cold_start=cast(Forced, self._worker.config.cold_start),
         )

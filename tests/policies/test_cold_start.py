@@ -99,8 +99,29 @@ def test_an_assisted_step_takes_the_device_from_the_layer_where_the_copy_has_ove
 
 
 def test_processes_share_a_layers_rows_and_each_hand_over_takes_its_time() -> None:
-    rates = AssistRates(processes=2, mib_row_ms=0.01, hop_ms=0.1)
-    assert rates.layer_ms(400.0, LAYERS) == pytest.approx(0.1 + 400 * 0.01 / (2 * LAYERS))
+    rates = AssistRates(processes=2, mib_row_ms=0.01, hop_ms=0.1, mib_ms=0.5)
+    assert rates.layer_ms(4.0, 400.0, LAYERS) == pytest.approx(0.1 + (4 * 0.5 + 400 * 0.01 / 2) / LAYERS)
+
+
+def test_decodes_that_processes_would_hold_up_count_too() -> None:
+    copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 10.0), [16.0], [1.9]
+    free, slow = (choose(copy, chunks, cpu, others=2, decode=(8.0, each)) for each in (1.0, 40.0))
+    assert free.mode == "assist" and free.cost_ms["assist"] == free.ttft_ms["assist"]
+    assert slow.mode == "layerwise" and slow.cost_ms["assist"] > slow.cost_ms["layerwise"]
+    assert slow.ttft_ms == free.ttft_ms, "the first token does not wait for them"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_decodes_until_the_copy_is_whole_are_predicted_as_they_would_go(seed: int) -> None:
+    draw = random.Random(seed)
+    each, decode_ms, slower = draw.uniform(5, 20), draw.uniform(2, 6), draw.uniform(1.5, 4)
+    copy, cpu_ms = Copy(LAYERS, 0, 0.0, each), slower * decode_ms / LAYERS
+    choice = choose(copy, [4.0], [0.5], decode=(decode_ms, cpu_ms))
+    now, held = choice.ttft_ms["assist"], 0.0
+    while now < copy.whole_ms:
+        took = step_ms(decode_ms, LAYERS, [(copy, now)], cpu_ms, [])
+        now, held = now + took, held + took - decode_ms
+    assert choice.cost_ms["assist"] - choice.ttft_ms["assist"] == pytest.approx(held, rel=0.35)
 
 
 def cold(**options) -> ColdStarts:
@@ -142,7 +163,7 @@ def test_processes_that_have_their_hands_full_take_nobody_else() -> None:
     starts.assist = AssistRates(1, mib_row_ms=0.01)
     ask = {"rank": 8, "tokens": 100, "room": 512, "others": 1}
     assert starts.consider("first", 8_000_000, **ask).mode == "assist"
-    assert starts.consider("first", 8_000_000, **ask, assisted=40_000_000_000).mode == "layerwise"
+    assert starts.consider("first", 8_000_000, **ask, assisted=(8_000_000, 40_000_000_000)).mode == "layerwise"
 
 
 def test_a_long_prompt_counts_all_of_its_steps_and_what_others_need_in_each() -> None:

@@ -134,3 +134,25 @@ def test_requests_for_an_adapter_that_nobody_has_go_to_one_place_and_others_spre
     assert len(cold) == 1
     base = Counter(motet(state, ask(n, adapter="", rank=0)) for n in range(200))
     assert len(base) == 20  # what several schedulers do at once on one state
+
+
+@pytest.mark.parametrize(("better", "worse"), [("wait", "stall"), ("bridged", "wait"), ("bridged", "stall")])
+def test_of_workers_that_lack_the_adapter_the_one_whose_copy_holds_up_fewer_is_chosen(better: str, worse: str) -> None:
+    state = cluster("a", "b", "c")
+    for worker_id in state.workers():
+        state.put_worker(worker_id, msgspec.structs.replace(worker_limits(), copies=worse), PERF)
+        load(state, worker_id, 8)
+    state.put_worker("b", msgspec.structs.replace(worker_limits(), copies=better), PERF)
+    asked = ask(adapter="new", adapter_bytes=64 * MIB)
+    cost, _ = shared_cost.costs(state, asked, NOW_S, 100.0)
+    assert cost[state.row("b")] < cost[state.row("a")] == cost[state.row("c")]
+    assert motet(state, asked) == "b"
+
+
+def test_a_bridged_copy_does_not_break_an_objective_that_a_waiting_one_breaks() -> None:
+    state = cluster("a")
+    asked = ask(adapter_bytes=64 * MIB, ttft_slo_ms=20.0)
+    for copies, expected in (("wait", True), ("bridged", False)):
+        state.put_worker("a", msgspec.structs.replace(worker_limits(), copies=copies), PERF)
+        state.put_adapter("a", "d8", "host")
+        assert shared_cost.costs(state, asked, NOW_S, 100.0)[1][state.row("a")] == expected

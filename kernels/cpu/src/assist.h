@@ -60,12 +60,14 @@ class AssistStep {
   }
   void publish(int64_t layer, int group) {
     for (const Request& request : requests_[group]) {
-      const int64_t late_ns = (int64_t)(LATE_FACTOR * assist_->element_ns * (double)request.work);
+      const double expected_ns = assist_->read_ns * (double)request.work.elements + assist_->row_ns * (double)request.work.row_elements;
+      const int64_t late_ns = (int64_t)(LATE_FACTOR * expected_ns);
       assist_->channel[request.channel]->publish(layer, group, request.slices, request.work, assist_->watchdog_ns + late_ns);
     }
   }
 
   // Adds what the processes computed to some rows of y, when it is there.
+  template <class A>
   void collect(int64_t batch, int64_t layer, int group, float* y, int64_t ldy) {
     const int64_t out = group_out(pool_.out, group), end = last_of(batch, group);
     for (int64_t i = batch * BATCH; i < end; ++i) {
@@ -75,7 +77,7 @@ class AssistStep {
         broken_.store(layer * GROUPS + group);
         continue;
       }
-      const float* from = channel_y(channel.h, group, row.at);
+      const A* from = channel_y<A>(channel.h, group, row.at);
       float* to = y + row.row * ldy;
       for (int64_t n = 0; n < out; n += W) {
         const int live = (int)std::min<int64_t>(W, out - n);
@@ -111,7 +113,7 @@ class AssistStep {
   struct Request {  // to one channel in one group
     int32_t channel;
     uint32_t slices;
-    int64_t work;  // rows times elements of their adapters' pages
+    Work work;
   };
   struct Slice {  // rows of one adapter that one process takes
     int32_t loading, channel, number;  // number: among the channel's slices
@@ -142,7 +144,11 @@ class AssistStep {
       for (int32_t c = 0; c < a.channels; ++c)
         if (a.channel[c]->alive()) order_.push_back(c);
       std::stable_sort(order_.begin(), order_.end(), [this](int32_t b, int32_t c) { return load_[b] < load_[c]; });
-      const int64_t each_can = std::max<int64_t>(1, a.work_per_process / std::max<int64_t>(1, elements));
+      int64_t each_can = rows;
+      if (a.layer_ns > 0 && elements) {
+        const double can = (a.layer_ns / (double)elements - a.read_ns) / a.row_ns;
+        each_can = (int64_t)std::min<double>((double)rows, std::max(can, 1.0));
+      }
       const int64_t wanted = std::min<int64_t>((rows + each_can - 1) / each_can, order_.size());
       int64_t done = 0;
       for (int64_t k = 0; k < wanted; ++k) {
@@ -186,7 +192,7 @@ class AssistStep {
     for (int g = 0; g < GROUPS; ++g) rows_[g].clear(), requests_[g].clear();
     for (int32_t c = 0; c < assist_->channels; ++c)
       for (int g = 0; g < GROUPS; ++g) {
-        Request request{c, 0, 0};
+        Request request{c, 0, {}};
         for (const Slice& slice : slices_) {
           if (slice.channel != c || !slice.on) continue;
           for (int r = 0; r < slice.rows; ++r) {
@@ -194,7 +200,8 @@ class AssistStep {
             if (slice.elements[g]) rows_[g].push_back({sliced_[slice.first + r], slice.at_row + r, c});
           }
           if (slice.elements[g]) request.slices |= 1u << slice.number;
-          request.work += slice.rows * slice.elements[g];
+          request.work.elements += slice.elements[g];
+          request.work.row_elements += slice.rows * slice.elements[g];
         }
         if (request.slices) requests_[g].push_back(request);
       }

@@ -82,7 +82,7 @@ class AssistServer {
   }
 
  private:
-  struct Work {  // of one slice
+  struct SliceWork {
     Pool pool;
     std::vector<int64_t> table;
     std::vector<int32_t> row_slot;
@@ -100,26 +100,48 @@ class AssistServer {
     }
     const int group = h_.request.group;
     const int64_t layer = h_.request.layer, in = h_.in[GROUP_START[group]], out = group_out(h_.out, group);
-    const int64_t ldx = row_stride<A>(in), ldy = row_stride<float>(out);
+    const int64_t ldx = row_stride<A>(in), ldy = row_stride<A>(out);
     for (int i = 0; i < h_.step.count; ++i) {
       if (!(h_.request.slices >> i & 1)) continue;
       const ChannelSlice& slice = h_.step.slice[i];
-      Work& work = work_[i];
+      SliceWork& work = work_[i];
       const A* x = channel_x<A>(h_, group, slice.row0);
-      float *y = channel_y(h_, group, slice.row0), *s = work.s.template data<float>();
-      for (int r = 0; r < slice.rows; ++r) memset(y + r * ldy, 0, out * sizeof(float));
+      A* y = channel_y<A>(h_, group, slice.row0);
+      float* s = work.s.template data<float>();
       const std::vector<LoraPiece>&shrink = work.plan.shrink[group], &expand = work.plan.expand[group];
       for (size_t p = 0; p < shrink.size(); ++p)
         shrink_piece<T, A>(work.pool, work.plan, shrink[p], p + 1 < shrink.size() ? &shrink[p + 1] : nullptr, layer, x, ldx, s);
+      int64_t column = 0;
+      for (int m = GROUP_START[group]; m < GROUP_START[group + 1]; column += h_.out[m++])
+        if (!slice.pages[m])
+          for (int r = 0; r < slice.rows; ++r) memset((void*)(y + r * ldy + column), 0, h_.out[m] * sizeof(A));
       for (size_t p = 0; p < expand.size(); ++p)
-        expand_piece<T>(work.pool, work.plan, expand[p], p + 1 < expand.size() ? &expand[p + 1] : nullptr, layer, s, y, ldy);
+        expand_to(work, expand[p], p + 1 < expand.size() ? &expand[p + 1] : nullptr, layer, y, ldy);
     }
     return true;
   }
 
+  // Summed in this core's cache, so that what the base reads is written once.
+  void expand_to(SliceWork& work, const LoraPiece& piece, const LoraPiece* after, int64_t layer, A* y, int64_t ldy) {
+    const int64_t stride = row_stride<float>(piece.count), column = first_column(work.pool, piece);
+    sums_.reserve(piece.rows * stride * sizeof(float));
+    float* sums = sums_.data<float>();
+    memset(sums, 0, piece.rows * stride * sizeof(float));
+    const float* s = work.s.template data<float>();
+    expand_piece<T>(work.pool, work.plan, piece, after, layer, s, sums - piece.row0 * stride - column, stride);
+    for (int r = 0; r < piece.rows; ++r) {
+      const float* from = sums + r * stride;
+      A* to = y + (piece.row0 + r) * ldy + column;
+      for (int64_t n = 0; n < piece.count; n += W) {
+        const int live = (int)std::min<int64_t>(W, piece.count - n);
+        store_n(to + n, load_n(from + n, live), live);
+      }
+    }
+  }
+
   bool prepare(int i) {
     const ChannelSlice& slice = h_.step.slice[i];
-    Work& work = work_[i];
+    SliceWork& work = work_[i];
     Pool& pool = work.pool;
     pool.arena = mappings_.find(h_.base_pid, slice, step_);
     if (!pool.arena) return false;
@@ -142,7 +164,8 @@ class AssistServer {
   ChannelHeader& h_;
   const int parent_pid_;
   Mappings mappings_;
-  Work work_[MAX_SLICES];
+  SliceWork work_[MAX_SLICES];
+  Buffer sums_;
   uint32_t step_ = 0;
   bool step_known_ = false;
 };

@@ -13,6 +13,7 @@
 // to memory that nobody reads.
 #pragma once
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <climits>
@@ -70,13 +71,15 @@ inline int64_t group_out(const int64_t* out, int group) {
   return n;
 }
 
-// Rows of x and y of one group as the two sides agree on them.
+// Rows of x and y of one group as the two sides agree on them, both in the type of activations: y is the largest part of what
+// passes between two cores.
 template <class A>
 INLINE A* channel_x(ChannelHeader& h, int group, int64_t row) {
   return (A*)((char*)&h + h.x_at) + row * row_stride<A>(h.in[GROUP_START[group]]);
 }
-INLINE float* channel_y(ChannelHeader& h, int group, int64_t row) {
-  return (float*)((char*)&h + h.y_at) + row * row_stride<float>(group_out(h.out, group));
+template <class A>
+INLINE A* channel_y(ChannelHeader& h, int group, int64_t row) {
+  return (A*)((char*)&h + h.y_at) + row * row_stride<A>(group_out(h.out, group));
 }
 
 // Where things lie, for the shapes of `pool`; the size of the whole.
@@ -96,20 +99,21 @@ inline int64_t channel_layout(ChannelHeader& h, const Pool& pool, int64_t max_ro
 }
 
 constexpr int64_t SPIN_NS = 50 * 1000;  // longer, and somebody else may need this core
-// Between two requests of a step lies a layer's part that is the base's alone; a process has its core to itself, and to be woken
-// takes as long as a small request.
+// Between two requests of a step lies a layer's part that is the base's alone, and to be woken takes as long as a small request.
 constexpr int64_t PROCESS_SPIN_NS = 400 * 1000;
 
-// Waits until `word` is no longer `seen`: spins, then sleeps. False when `until_ns` has passed or `gone()`.
+// Waits until `word` is no longer `seen`: spins, beyond SPIN_NS lets others have the core between two looks, then sleeps. False
+// when `until_ns` has passed or `gone()`.
 template <class F>
 static bool await_change(std::atomic<uint32_t>& word, uint32_t seen, std::atomic<uint32_t>& sleeps, int64_t spin_ns, int64_t until_ns, F&& gone) {
-  const int64_t spin_until = std::min(until_ns, now_ns() + spin_ns);
-  do {
+  const int64_t began = now_ns(), spin_until = std::min(until_ns, began + spin_ns);
+  for (int64_t now = began; now < spin_until; now = now_ns()) {
     for (int i = 0; i < 64; ++i) {
       if (word.load(std::memory_order_acquire) != seen) return true;
       cpu_relax();
     }
-  } while (now_ns() < spin_until);
+    if (now - began > SPIN_NS) sched_yield();
+  }
   sleeps.fetch_add(1);
   int64_t left;
   while (word.load() == seen && !gone() && (left = until_ns - now_ns()) > 0) {
@@ -125,6 +129,10 @@ inline void change(std::atomic<uint32_t>& word, uint32_t to, const std::atomic<u
   if (sleeps.load()) syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+struct Work {
+  int64_t elements = 0, row_elements = 0;  // of adapters' pages; the same times rows
+};
+
 // The base's side of one channel. One thread describes and publishes, any may wait; `fail` may come from anywhere.
 class Channel {
  public:
@@ -134,8 +142,8 @@ class Channel {
   explicit Channel(ChannelHeader* header) : h(*header), sequence_(header->request.sequence.load()) {}
 
   ChannelHeader& h;
-  // done: rows times elements, the process's time, the base's; one writer at a time, and readers at any
-  std::atomic<int64_t> requests{0}, work{0}, busy_ns{0}, waited_ns{0};
+  // done: elements, rows times elements, the process's time, the base's; one writer at a time, and readers at any
+  std::atomic<int64_t> requests{0}, elements{0}, work{0}, busy_ns{0}, waited_ns{0};
 
   int state() const { return state_.load(std::memory_order_acquire); }
   bool alive() const { return state() == ALIVE; }
@@ -158,7 +166,7 @@ class Channel {
   }
 
   // `bound_ns`: how long `await` waits at most before the channel has failed.
-  void publish(int64_t layer, int group, uint32_t slices, int64_t work_now, int64_t bound_ns) {
+  void publish(int64_t layer, int group, uint32_t slices, Work work_now, int64_t bound_ns) {
     outcome_.store(PENDING, std::memory_order_relaxed);
     h.request.layer = (int32_t)layer, h.request.group = group, h.request.slices = slices;
     work_now_ = work_now, bound_ns_ = bound_ns;
@@ -175,7 +183,7 @@ class Channel {
       if (outcome_.compare_exchange_strong(outcome, good ? DONE : FAILED)) {
         outcome = good ? DONE : FAILED;
         waited_ns += now_ns() - began;
-        if (good) ++requests, work += work_now_, busy_ns += h.done.busy_ns;
+        if (good) ++requests, elements += work_now_.elements, work += work_now_.row_elements, busy_ns += h.done.busy_ns;
         else fail(came ? UNREADABLE : LATE);
       }
     }
@@ -189,7 +197,8 @@ class Channel {
 
  private:
   uint32_t sequence_;
-  int64_t work_now_ = 0, bound_ns_ = 0;
+  Work work_now_;
+  int64_t bound_ns_ = 0;
   std::atomic<int> state_{ALIVE}, outcome_{DONE};
 };
 
@@ -215,19 +224,27 @@ static void start_call(Channel& channel, const Loading& loading, const float* x,
   typedef typename ActivationOf<T>::type A;
   ChannelHeader& h = channel.h;
   const int64_t in = h.in[GROUP_START[group]];
-  int64_t work = 0;
-  for (int m = GROUP_START[group]; m < GROUP_START[group + 1]; ++m) work += rows * elements_of(loading.host, m);
+  int64_t elements = 0;
+  for (int m = GROUP_START[group]; m < GROUP_START[group + 1]; ++m) elements += elements_of(loading.host, m);
   channel.begin_step();
   channel.add_slice(slice_of(loading, 0, rows), loading.host.scales);
   for (int64_t r = 0; r < rows; ++r) take_row(x + r * in, channel_x<A>(h, group, r), in, row_stride<A>(in));
-  channel.publish(layer, group, 1, work, bound_ns);
+  channel.publish(layer, group, 1, {elements, rows * elements}, bound_ns);
 }
-inline bool finish_call(Channel& channel, float* y) {
+template <class T>
+static bool finish_call(Channel& channel, float* y) {
+  typedef typename ActivationOf<T>::type A;
   if (!channel.await()) return false;
   ChannelHeader& h = channel.h;
   const int group = h.request.group;
   const int64_t out = group_out(h.out, group);
-  for (int64_t r = 0; r < h.step.slice[0].rows; ++r) memcpy(y + r * out, channel_y(h, group, r), out * sizeof(float));
+  for (int64_t r = 0; r < h.step.slice[0].rows; ++r) {
+    const A* from = channel_y<A>(h, group, r);
+    for (int64_t n = 0; n < out; n += W) {
+      const int live = (int)std::min<int64_t>(W, out - n);
+      store_n(y + r * out + n, load_n(from + n, live), live);
+    }
+  }
   return true;
 }
 

@@ -115,7 +115,7 @@ static __attribute__((noinline)) void project_assisted(Team& team, const Gemm<A>
   }
   project<T>(team, gemm, assist.pool(), lora, group, layer, s);
   if (!batches) return;
-  team.each(batches, [&](int64_t batch, int64_t) { assist.collect(batch, layer, group, gemm.y, gemm.ldy); });
+  team.each(batches, [&](int64_t batch, int64_t) { assist.collect<A>(batch, layer, group, gemm.y, gemm.ldy); });
   if (!assist.broken(layer, group)) return;
   if (member == 0) assist.repair(layer, group);
   team.barrier();

@@ -182,13 +182,19 @@ INLINE void expand_rows(const T* const* b, int pages, int64_t out, int64_t n, co
   all_next = next;
 }
 
+// Of the group's outputs, the first one that a piece adds to.
+INLINE int64_t first_column(const Pool& pool, const LoraPiece& piece) {
+  int64_t column = piece.first;
+  for (int m = piece.module; m > 0 && m != 3 && m != 4 && m != 6; --m) column += pool.out[m - 1];
+  return column;
+}
+
 template <class T>
 static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
                          const float* s, float* y, int64_t ldy) {
   typedef typename ShrunkOf<T>::type S;
   const int64_t in = pool.in[piece.module], out = pool.out[piece.module], width = piece.pages * PAGE;
-  int64_t column = piece.first;
-  for (int m = piece.module; m > 0 && m != 3 && m != 4 && m != 6; --m) column += pool.out[m - 1];
+  const int64_t column = first_column(pool, piece);
   const T* pages[MAX_PAGES];
   for (int p = 0; p < piece.pages; ++p)
     pages[p] = lora_page<T>(pool, piece.slot, piece.module, p, layer) + PAGE * in + piece.first;

@@ -184,15 +184,19 @@ int64_t motet_channel_ready(Channel* channel) { return channel->h.ready.load(); 
 int64_t motet_channel_state(Channel* channel) { return channel->state(); }
 void motet_channel_fail(Channel* channel, int64_t why) { channel->fail((int)why); }
 void motet_channel_stop(Channel* channel) { channel->stop(); }
-void motet_channel_counters(Channel* channel, int64_t* requests, int64_t* work, int64_t* busy_ns, int64_t* waited_ns) {
-  *requests = channel->requests, *work = channel->work, *busy_ns = channel->busy_ns, *waited_ns = channel->waited_ns;
+void motet_channel_counters(Channel* channel, int64_t* to) {
+  for (const auto* one : {&channel->requests, &channel->elements, &channel->work, &channel->busy_ns, &channel->waited_ns}) *to++ = one->load();
 }
 // What a process computes for x [rows, in] of one adapter, in two halves; 0 when the channel has failed. For measurements.
 void motet_channel_start(Channel* channel, const Loading* loading, const float* x, int64_t rows, int64_t layer, int64_t group,
                          int64_t bound_ns) {
   BY_TYPE(channel->h.type, start_call<T>(*channel, *loading, x, rows, layer, (int)group, bound_ns))
 }
-int64_t motet_channel_finish(Channel* channel, float* y) { return finish_call(*channel, y); }
+int64_t motet_channel_finish(Channel* channel, float* y) {
+  bool good = false;
+  BY_TYPE(channel->h.type, good = finish_call<T>(*channel, y))
+  return good;
+}
 // The process's side; returns when the base says so or is gone. `parent_pid` 0: in a thread of the base.
 void motet_assist_serve(void* memory, int64_t parent_pid) {
   ChannelHeader* header = (ChannelHeader*)memory;

@@ -65,8 +65,9 @@ struct Assist {
   int64_t count;
   motet::Channel* const* channel;  // [channels], some may have failed
   int64_t channels;
-  int64_t work_per_process;  // rows times adapter elements that one process computes while the base computes a layer
-  double element_ns;         // of one row and element
+  // a process's time for an element of an adapter's pages of one layer: to read it, and to compute with it for each row; and
+  // the base's for that layer, 0 when it is not known: then one process takes all rows of an adapter
+  double read_ns, row_ns, layer_ns;
   int64_t watchdog_ns, layer_wait_ns;
   // added to by the step: rows times layers of these adapters by where they were computed, rows of
   // failed requests, time waited for copies and layers that did not come in that time

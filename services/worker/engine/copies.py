@@ -110,6 +110,7 @@ class DeviceAdapters:
             bytes_per_s=link.bytes_per_s,
             under_way=len(self.slots.loading),
             processes=rates.processes if rates is not None else 0,
+            mib_ms=rates.mib_ms if rates is not None else 0.0,
             mib_row_ms=rates.mib_row_ms if rates is not None else 0.0,
             rows={where: count - told[1].get(where, 0) for where, count in rows.items()},
             failures={reason: count - told[2].get(reason, 0) for reason, count in failures.items()},
@@ -135,5 +136,7 @@ class DeviceAdapters:
         if assist is None:
             return None
         capacity = assist.capacity
-        mib_row_ms = capacity.element_s * 1e3 * MIB / self._runner.dtype.itemsize
-        return AssistRates(capacity.processes, mib_row_ms=mib_row_ms) if mib_row_ms else None
+        if not capacity.row_s:
+            return None
+        ms = 1e3 * MIB / self._runner.dtype.itemsize
+        return AssistRates(capacity.processes, mib_ms=capacity.read_s * ms, mib_row_ms=capacity.row_s * ms)

@@ -58,7 +58,8 @@ class CopyStats:
     bytes_per_s: float
     under_way: int
     processes: int = 0  # alive
-    mib_row_ms: float = 0.0  # a process's time for one row of one MiB of adapter
+    mib_ms: float = 0.0  # a process's time to read one MiB of adapter
+    mib_row_ms: float = 0.0  # and for each row of it
     rows: dict[str, int] = field(default_factory=dict)  # rows times layers by where: processes, device, in_place
     failures: dict[str, int] = field(default_factory=dict)  # of processes, by reason
 

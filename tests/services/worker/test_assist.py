@@ -234,7 +234,7 @@ def test_processes_are_small_import_no_torch_and_stay_on_their_core(cold: Cold) 
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     assert int(status["VmRSS"].split()[0]) < 40 << 10, "KiB"
     assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
-    assert pinned.capacity.element_s > 0
+    assert pinned.capacity.row_s > 0
     pinned.close()
     assert not Path(f"/proc/{pid}").exists()
 
@@ -282,21 +282,28 @@ def test_processes_go_when_the_worker_is_killed(checkpoint: tuple[Path, list[Ada
     wait(lambda: not any(_runs(pid) for pid in pids), timeout_s=5)
 
 
-def test_the_profile_follows_what_it_is_told() -> None:
+def test_the_profile_of_the_base_follows_what_it_is_told() -> None:
     profile = Profile()
-    assert profile.work_per_process(10) > 1 << 60, "nothing is known: one process takes all"
-    profile.processes(1_000_000, 0.001)
-    assert profile.element_s == pytest.approx(1e-9)
+    assert profile.layer_s(10) == 0.0, "nothing is known"
     for rows in (1, 100, 1, 200, 50):
         profile.base(rows, 1e-4 + rows * 1e-5)
     assert profile.layer_s(150) == pytest.approx(1e-4 + 150 * 1e-5, rel=0.01)
-    assert profile.work_per_process(150) == pytest.approx(1.6e-3 / 1e-9, rel=0.01)
-    for _ in range(200):
-        profile.processes(1_000_000, 0.002)
-    assert profile.element_s == pytest.approx(2e-9, rel=0.01)
-    for _ in range(100):
-        profile.processes(1_000, 0.00001)  # decodes of one row
-    assert profile.element_s == pytest.approx(2e-9, rel=0.05)
+
+
+def test_the_profile_of_processes_tells_reading_from_computing() -> None:
+    """Decodes of one row pay for reading the adapter, prefills for their rows; both are predicted after a while."""
+    profile, elements = Profile(), 100_000
+    profile.row_s = 5e-9  # a first guess that is far off
+    for step in range(400):
+        rows = (1, 1, 1, 100)[step % 4]
+        profile.processes(elements, rows * elements, elements * (2e-9 + rows * 1e-10))
+    assert profile.read_s == pytest.approx(2e-9, rel=0.05)
+    assert profile.row_s == pytest.approx(1e-10, rel=0.05)
+    for _ in range(100):  # decodes alone get slower
+        profile.processes(elements, elements, elements * 4e-9)
+    assert profile.read_s + profile.row_s == pytest.approx(4e-9, rel=0.05)
+    profile.processes(elements, elements, 10.0)
+    assert profile.read_s < 5e-9, "that process had lost its core"
 
 
 def _signal(pid: int, what: signal.Signals) -> None:
