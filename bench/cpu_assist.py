@@ -27,7 +27,7 @@ import numpy as np
 
 from bench import report
 from bench.cpu_assist_parts import prefills, round_trips
-from bench.cpu_assist_rig import WAYS, Answered, Asked, Files, Rigs
+from bench.cpu_assist_rig import WAYS, Answered, Asked, Files, Rig
 from bench.cpu_assist_twin import paper_scale
 from bench.mesh_parts import prompts
 from bench.models import SHAPES
@@ -43,8 +43,7 @@ class Grid:
 
     links_gbps: tuple[float, ...]
     ranks: tuple[int, ...]
-    prompts: tuple[int, ...]
-    rounds: int
+    prompts: dict[int, int]  # {tokens: rounds}: short ones are over in a moment, and chance is a larger part of them
     burst_links_gbps: tuple[float, ...]
     burst_requests: int
     burst_rounds: int
@@ -53,8 +52,7 @@ class Grid:
 FULL = Grid(
     links_gbps=(1.0, 5.0, 50.0),
     ranks=(8, 128),
-    prompts=(16, 128, 512, 2040),
-    rounds=5,
+    prompts={16: 31, 128: 31, 512: 15, 2040: 5},
     burst_links_gbps=(0.5, 1.0),
     burst_requests=24,
     burst_rounds=3,
@@ -62,8 +60,7 @@ FULL = Grid(
 QUICK = Grid(
     links_gbps=(1.0,),
     ranks=(8, 128),
-    prompts=(16, 128),
-    rounds=3,
+    prompts={16: 3, 128: 3},
     burst_links_gbps=(1.0,),
     burst_requests=8,
     burst_rounds=1,
@@ -112,13 +109,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with Files(args.model, ranks) as files:
         for link in dict.fromkeys((*links, *burst_links)):
             print(f"link of {link:g} GB/s", file=sys.stderr)
-            with Rigs(files, link_gbps=link, processes=args.processes, adapters=grid.burst_requests) as rigs:
+            with Rig(files, link_gbps=link, processes=args.processes, adapters=grid.burst_requests) as rig:
                 if link in links:
-                    for rank, tokens in product(ranks, grid.prompts):
+                    for rank, (tokens, rounds) in product(ranks, grid.prompts.items()):
                         asked = [Asked(0.0, prompts(1, tokens, seed=tokens)[0], 2)]
-                        cells[link, rank, tokens] = _measure(rigs, asked, rank, grid.rounds)
+                        cells[link, rank, tokens] = _measure(rig, asked, rank, rounds)
                 if link in burst_links:
-                    bursts[link] = _burst(rigs, max(ranks), grid.burst_requests, grid.burst_rounds)
+                    bursts[link] = _burst(rig, max(ranks), grid.burst_requests, grid.burst_rounds)
         sizes = {rank: blobs[0].stat().st_size for rank, blobs in files.blobs.items()}
     _show(args.model, cells, bursts, sizes)
     slow = [link for link, cell in bursts.items() if sizes[max(ranks)] / link / 1e6 > cell.prefill_ms] or list(bursts)
@@ -140,30 +137,29 @@ def _parts(quick: bool) -> dict[str, Any]:
     return {"shm_round_trip_ms_p50_8proc": trips[-1]["shm_ms_p50"], "round_trips": trips, "prefills": halves}
 
 
-def _measure(rigs: Rigs, asked: list[Asked], rank: int, rounds: int) -> Cell:
+def _measure(rig: Rig, asked: list[Asked], rank: int, rounds: int) -> Cell:
     """The same requests every way, the ways in turns and in another order each time."""
     cell = Cell({way: [] for way in WAYS})
     order = list(WAYS)
     for _ in range(rounds):
         for way in order:
-            rig = rigs[way]
-            cell.answers[way].append(rig.serve(asked, rank, cached=way == "cached"))
+            cell.answers[way].append(rig.serve(asked, rank, way))
             cell.link_mib[way] = rig.link_bytes / (1 << 20)
             cell.modes[way] = rig.modes
         order = order[1:] + order[:1]
     return cell
 
 
-def _burst(rigs: Rigs, rank: int, requests: int, rounds: int) -> Cell:
+def _burst(rig: Rig, rank: int, requests: int, rounds: int) -> Cell:
     """Arrivals at `BURST_LOAD` of what the engine can do with its adapters cached, which is measured first."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(3.4, 0.7, requests), 8, 256).astype(int)
     prompts_ = [prompts(1, int(tokens), seed=i)[0] for i, tokens in enumerate(lengths)]
-    one_by_one = [rigs["cached"].serve([Asked(0.0, prompt, BURST_TOKENS)], rank, cached=True)[0] for prompt in prompts_[:8]]
+    one_by_one = [rig.serve([Asked(0.0, prompt, BURST_TOKENS)], rank, "cached")[0] for prompt in prompts_[:8]]
     service_s = statistics.fmean(one.latency_ms for one in one_by_one) / 1e3
     at = np.cumsum(rng.exponential(service_s / BURST_LOAD, requests))
     asked = [Asked(float(s - at[0]), prompt, BURST_TOKENS) for s, prompt in zip(at, prompts_, strict=True)]
-    cell = _measure(rigs, asked, rank, rounds)
+    cell = _measure(rig, asked, rank, rounds)
     cell.prefill_ms = statistics.fmean(one.ttft_ms for one in one_by_one)
     return cell
 

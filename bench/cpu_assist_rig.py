@@ -1,11 +1,13 @@
-"""The engines that the CPU assist bench asks: one for each way a cold request may start, over the same files and link."""
+"""The engine that the CPU assist bench asks: one for all ways a cold request may start, told before each which it is.
+
+Two engines of the same model differ by several percent, by where their memory happens to lie.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,11 +16,18 @@ from typing import Any
 from bench.engine_motet import stored_adapter
 from bench.mesh_parts import prompts
 from bench.models import ATTENTION, MLP, SHAPES, write_adapter, write_model
+from policies.cold_start import Forced
 from services.worker.config import WorkerConfig
 from shared.clock import now_s
 from shared.model import SamplingParams
 
-WAYS = {"cached": "blocking", "on demand": "blocking", "layer-wise": "layerwise", "assist": "assist", "auto": "auto"}
+WAYS: dict[str, Forced] = {
+    "cached": "blocking",
+    "on demand": "blocking",
+    "layer-wise": "layerwise",
+    "assist": "assist",
+    "auto": "auto",
+}
 """What is measured, and the engine's `--cold-start` for it. Cached ones have their adapters before the clock starts."""
 FILES = 4  # different adapters of one rank; the engine knows each under as many digests as it wants
 WARM_PROMPTS = (16, 64, 256, 512)
@@ -79,9 +88,9 @@ class Files:
 
 
 class Rig:
-    """An engine with one thread for each core but those of its CPU LoRA processes, as a worker assembles it."""
+    """An engine as a worker assembles it: one thread for each core but those of its CPU LoRA processes. A context manager."""
 
-    def __init__(self, files: Files, *, cold_start: str, link_gbps: float, processes: int, adapters: int) -> None:
+    def __init__(self, files: Files, *, link_gbps: float, processes: int, adapters: int) -> None:
         from services.worker.assemble import assemble
         from services.worker.state import START_PERF, StepTimes
 
@@ -95,7 +104,6 @@ class Rig:
             lora_memory_mib=lora_mib,
             prefix_cache=False,
             link_gbps=link_gbps,
-            cold_start=cold_start,
             assist_processes=processes,
         )
         self._times = StepTimes(START_PERF)
@@ -106,13 +114,17 @@ class Rig:
         self.modes: dict[str, int] = {}
         self._warm_up()
 
-    def close(self) -> None:
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._engine.close()
 
-    def serve(self, asked: Sequence[Asked], rank: int, *, cached: bool) -> list[Answered]:
-        """All of them in real time, each with an adapter that the device has never seen; with `cached`, it has it already."""
+    def serve(self, asked: Sequence[Asked], rank: int, way: str) -> list[Answered]:
+        """All of them in real time, each with an adapter that the device has never seen, unless the way is "cached"."""
+        self._engine.cold_start = WAYS[way]
         adapters = [self._adapter(rank) for _ in asked]
-        if cached:
+        if way == "cached":
             for adapter in adapters:
                 self._engine.load_adapter(adapter)
             self._drain()
@@ -187,28 +199,5 @@ class Rig:
         for rank in self._files.blobs:
             for number, tokens in enumerate(WARM_PROMPTS):
                 prompt = prompts(1, tokens, seed=number)[0]
-                self.serve([Asked(0.0, prompt, 4)], rank, cached=number % 2 == 1)
-                self.serve([Asked(0.0, prompt, 4) for _ in range(4)], rank, cached=True)
-
-
-class Rigs:
-    """One for each way, on one link. A context manager."""
-
-    def __init__(self, files: Files, *, link_gbps: float, processes: int, adapters: int) -> None:
-        self._make = lambda way: Rig(files, cold_start=way, link_gbps=link_gbps, processes=processes, adapters=adapters)
-
-    def __enter__(self) -> Rigs:
-        with ExitStack() as stack:
-            made: dict[str, Rig] = {}
-            for way in dict.fromkeys(WAYS.values()):
-                made[way] = self._make(way)
-                stack.callback(made[way].close)
-            self._stack = stack.pop_all()
-        self._by_way = made
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
-
-    def __getitem__(self, way: str) -> Rig:
-        return self._by_way[WAYS[way]]
+                self.serve([Asked(0.0, prompt, 4)], rank, "cached" if number % 2 else "assist")
+                self.serve([Asked(0.0, prompt, 4) for _ in range(4)], rank, "cached")

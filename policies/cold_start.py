@@ -30,6 +30,8 @@ Reason = Literal["forced", "no_processes", "copy_ahead", "cpu_slower", "others",
 
 TOLERANCE = 0.02
 """Of a step: as much of a wait in the layers is no wait."""
+MARGIN = 0.01
+"""What assist is predicted to save must be more than this share: predictions are no better, and waiting costs others nothing."""
 HOP_MS = 0.05
 """Handing a layer to processes and back."""
 
@@ -73,6 +75,7 @@ class AssistRates:
     mib_row_ms: float  # a core's time for one row of one MiB of adapter, over all layers
     hop_ms: float = HOP_MS  # per layer: there and back
     mib_ms: float = 0.0  # a core's time to read one MiB of adapter, whatever the rows
+    start_ms: float = 0.0  # once: until a process has woken up and found the adapter
 
     def layer_ms(self, mib: float, mib_rows: float, layers: int) -> float:
         """Time of one layer for rows of adapters, summed over them: MiB on the device, and rows * MiB.
@@ -101,13 +104,14 @@ def choose(
     *,
     others: int = 0,
     decode: tuple[float, float] = (0.0, 0.0),
+    start_ms: float = 0.0,
     forced: Forced = "auto",
 ) -> Choice:
     """The way in for one request.
 
     `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
     `cpu_ms` the time of one layer of each on CPU processes, None when none is alive. `others` are the sequences in them.
-    `decode` is both of a decode step that follows.
+    `decode` is both of a decode step that follows. Processes need `start_ms` before they begin.
     """
     prefill = sum(chunks_ms)
     base_ms = chunks_ms[0] / copy.layers
@@ -115,7 +119,7 @@ def choose(
     ttft: dict[Mode, float] = {"blocking": copy.whole_ms + prefill, "layerwise": stall + prefill}
     cost = dict(ttft)
     if cpu_ms is not None:
-        ttft["assist"] = assisted_ms(copy, chunks_ms, cpu_ms)
+        ttft["assist"] = start_ms + assisted_ms(copy, chunks_ms, cpu_ms)
         held_ms = _held_ms(copy, ttft["assist"], *decode)
         cost["assist"] = ttft["assist"] + others * (ttft["assist"] - prefill) + (1 + others) * held_ms
     ahead = stall <= TOLERANCE * chunks_ms[0]
@@ -133,7 +137,7 @@ def _forced(forced: Mode, ttft: Mapping[Mode, float]) -> tuple[Mode, Reason]:
 def _least(ttft: Mapping[Mode, float], cost: Mapping[Mode, float], *, ahead: bool) -> tuple[Mode, Reason]:
     """Ties go to what costs nobody else anything."""
     waiting: Mode = "layerwise" if ttft["layerwise"] < ttft["blocking"] else "blocking"
-    if "assist" in cost and cost["assist"] < cost[waiting]:
+    if "assist" in cost and cost["assist"] < cost[waiting] * (1 - MARGIN):
         return "assist", "cpu_ahead"
     if waiting == "blocking":
         return "blocking", "one_layer"
@@ -141,7 +145,7 @@ def _least(ttft: Mapping[Mode, float], cost: Mapping[Mode, float], *, ahead: boo
         return "layerwise", "copy_ahead"
     if "assist" not in cost:
         return "layerwise", "no_processes"
-    return "layerwise", "others" if ttft["assist"] < ttft["layerwise"] else "cpu_slower"
+    return "layerwise", "others" if ttft["assist"] < ttft["layerwise"] * (1 - MARGIN) else "cpu_slower"
 
 
 def assisted_ms(copy: Copy, chunks_ms: list[float], cpu_ms: list[float]) -> float:
@@ -247,14 +251,15 @@ class ColdStarts:
             left -= chunks[-1]
         beside = decode_ms(self.perf, float(others), 0.0) if others else 0.0
         chunks_ms = [beside + prefill_ms(self.perf, float(chunk), float(rank)) for chunk in chunks]
-        cpu_ms, decode = None, (0.0, 0.0)
+        cpu_ms, decode, start_ms = None, (0.0, 0.0), 0.0
         if self.assist is not None and self.assist.processes:
             others_mib, others_mib_rows = assisted[0] / MIB, assisted[1] / MIB
             mib, layer_ms = size_bytes / MIB, self.assist.layer_ms
             cpu_ms = [layer_ms(mib, chunk * mib, self.layers) for chunk in chunks]
             cpu_ms[0] = layer_ms(mib + others_mib, chunks[0] * mib + others_mib_rows, self.layers)
             decode = decode_ms(self.perf, others + 1.0, 0.0), layer_ms(mib, mib, self.layers)
-        choice = choose(copy, chunks_ms, cpu_ms, others=others, decode=decode, forced=self.forced)
+            start_ms = self.assist.start_ms
+        choice = choose(copy, chunks_ms, cpu_ms, others=others, decode=decode, start_ms=start_ms, forced=self.forced)
         if choice.joins:
             if self.modes.get(digest) != "assist":
                 self.modes[digest] = choice.mode

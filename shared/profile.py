@@ -76,6 +76,7 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     assist_processes: Annotated[int, Meta(ge=0)] = 0
     assist_mib_ms: _Ms = 0.0  # a core's time to read one MiB of adapter, over all layers
     assist_mib_row_ms: _Ms = 0.0  # and for each row of it
+    assist_start_ms: _Ms = 0.0  # and once, until it has begun
     assist_hop_ms: _Ms = 0.05  # per layer: handing rows to processes and back
     cold_start: Literal["auto", "blocking", "layerwise", "assist"] = "auto"
 

@@ -49,7 +49,13 @@ class Profile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fields=
 def _link(facts: profile.LinkFacts) -> LinkModel:
     assist = None
     if facts.assist_processes:
-        assist = AssistRates(facts.assist_processes, facts.assist_mib_row_ms, facts.assist_hop_ms, facts.assist_mib_ms)
+        assist = AssistRates(
+            facts.assist_processes,
+            mib_row_ms=facts.assist_mib_row_ms,
+            hop_ms=facts.assist_hop_ms,
+            mib_ms=facts.assist_mib_ms,
+            start_ms=facts.assist_start_ms,
+        )
     return LinkModel(bytes_per_s=facts.gb_per_s * 1e9, layers=facts.layers, assist=assist, cold_start=facts.cold_start)
 
 

@@ -174,7 +174,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "motet_loader_cancel": (None, [c_void_p, c_int64]),
     "motet_loader_hold": (None, [c_void_p]),
     "motet_loader_release": (None, [c_void_p]),
-    "motet_loader_state": (None, [c_void_p, *[POINTER(c_int64)] * 3]),
+    "motet_loader_state": (None, [c_void_p, POINTER(c_int64)]),
     "motet_loader_ahead": (c_int64, [c_void_p, c_int64]),
     "motet_channel_bytes": (c_int64, [POINTER(Pool), c_int64]),
     "motet_channel_init": (None, [c_void_p, POINTER(Pool), c_int64, c_int64, c_int64, c_uint32]),

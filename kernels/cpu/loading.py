@@ -35,7 +35,8 @@ class LinkState:
     bytes_queued: int  # of all loads, still to come
     bytes_copied: int  # ever
     busy_s: float  # ever: while there was something to copy
-    bytes_per_s: float  # as configured, or as measured
+    bytes_per_s: float  # as measured, of late
+    core_share: float = 0.0  # of a core that copying takes while something is copied, of late
 
 
 class CpuLoader:
@@ -52,7 +53,8 @@ class CpuLoader:
             byref(pool_struct(pool)), arena.nbytes, arena.element_size(), link_bytes_per_s
         )
         self._rate = link_bytes_per_s or FIRST_GUESS_BYTES_PER_S
-        self._seen = (0, 0)  # bytes and nanoseconds that the rate knows of
+        self._share = 0.0 if link_bytes_per_s else 1.0
+        self._seen = (0, 0, 0)  # bytes and nanoseconds, busy and copying, that rate and share know of
         pool.still = partial(_no_copying, self._library, self._handle)  # not `self`: nobody is to keep us alive
 
     def __del__(self) -> None:
@@ -95,15 +97,18 @@ class CpuLoader:
 
     @property
     def link(self) -> LinkState:
-        """As of now. The measured rate forgets: it follows a machine whose memory others begin to use."""
-        queued, copied, busy_ns = c_int64(), c_int64(), c_int64()
-        self._library.motet_loader_state(self._handle, byref(queued), byref(copied), byref(busy_ns))
-        fresh, spent_ns = copied.value - self._seen[0], busy_ns.value - self._seen[1]
-        if not self._pace and fresh and spent_ns:
+        """As of now. What is measured forgets: it follows a machine whose memory others begin to use."""
+        counts = (c_int64 * 4)()
+        self._library.motet_loader_state(self._handle, counts)
+        queued, copied, busy_ns, copying_ns = counts
+        fresh, busy, copying = (now - then for now, then in zip(counts[1:], self._seen, strict=True))
+        if fresh and busy:
             weight = 1 - math.exp(-fresh / FORGET_BYTES)
-            self._rate = 1 / ((1 - weight) / self._rate + weight * spent_ns / 1e9 / fresh)
-            self._seen = copied.value, busy_ns.value
-        return LinkState(queued.value, copied.value, busy_ns.value / 1e9, self._rate)
+            self._rate = 1 / ((1 - weight) / self._rate + weight * busy / 1e9 / fresh)
+            self._share += weight * (copying / busy - self._share)
+            self._seen = copied, busy_ns, copying_ns
+        rate = min(self._rate, self._pace) if self._pace else self._rate
+        return LinkState(queued, copied, busy_ns / 1e9, rate, min(self._share, 1.0))
 
 
 @contextmanager

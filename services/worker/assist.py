@@ -19,6 +19,7 @@ import selectors
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ RESTART_S = (0.0, 0.1, 0.5, 2.0, 10.0)  # waits before the first, second, .. res
 LASTED_S = 30.0  # a process that served this long may be restarted at once
 POLL_S = 0.01  # while a process is starting
 MEASURED_ROWS, MEASURED_TIMES, MEASURED_BOUND_S = 16, 5, 5.0
+ASLEEP_S = 0.002  # after which a process does not look out for requests any more
 FORGET = 0.97  # of what is known, with every step that is new
 LEARN = 0.1  # of what a process's step was more or less than expected
 TYPICAL_ROWS = 16  # of a step that says as much about reading as about rows
@@ -55,13 +57,14 @@ class Capacity:
     max_rows: int  # of each, in a step
     read_s: float  # of one process, to read an element of an adapter's pages of a layer
     row_s: float  # and more for each row; 0 before the first was measured
+    start_s: float  # once, until one that sleeps has woken up and found an adapter that it does not know
 
 
 class Profile:
     """How fast a process and the base are; both follow what they are told, newest first."""
 
     def __init__(self) -> None:
-        self.read_s = self.row_s = 0.0
+        self.read_s = self.row_s = self.start_s = 0.0
         self._weight = self._rows = self._rows2 = self._s = self._rows_s = 0.0
 
     def processes(self, elements: int, work: int, busy_s: float) -> None:
@@ -140,7 +143,8 @@ class CpuAssist:
     @property
     def capacity(self) -> Capacity:
         """As of now."""
-        return Capacity(len(self._channels), self._max_rows, self.profile.read_s, self.profile.row_s)
+        profile = self.profile
+        return Capacity(len(self._channels), self._max_rows, profile.read_s, profile.row_s, profile.start_s)
 
     @property
     def pids(self) -> list[int]:
@@ -264,30 +268,37 @@ class CpuAssist:
         member.process, member.pidfd, member.channel, member.serving = None, -1, None, False
 
     def _measure(self, channel: Channel) -> bool:
-        """Whether it answers; how long it takes for an adapter of zeros is a first guess for all."""
-        modules, layers = GROUPS["qkv"], self._pool.layers
-        shapes = self._pool.shapes
-        elements = sum(2 * 8 * layers * sum(shapes[module]) for module in modules)
-        with _Zeros(elements, self._pool, modules) as zeros:
-            loading = loading_of(0, zeros)
-            most = min(MEASURED_ROWS, self._max_rows)
-            fastest = []
-            for rows in (1, most):
-                x = torch.zeros(rows, shapes[modules[0]][0])
-                y = torch.empty(rows, sum(shapes[module][1] for module in modules))
-                times = []
-                for _ in range(MEASURED_TIMES):
-                    before = channel.counters
-                    if not channel.call(loading, x, y, layer=0, group=0, bound_s=MEASURED_BOUND_S):
+        """Whether it answers; how long it takes for adapters of zeros is a first guess for all."""
+        modules = GROUPS["qkv"]
+        elements = sum(2 * 8 * self._pool.layers * sum(self._pool.shapes[module]) for module in modules)
+        most = min(MEASURED_ROWS, self._max_rows)
+        asleep, awake, full = list[tuple[float, float]](), list[tuple[float, float]](), list[tuple[float, float]]()
+        for _ in range(MEASURED_TIMES):
+            with _Zeros(elements, self._pool, modules) as zeros:
+                time.sleep(ASLEEP_S)
+                for rows, found in ((1, asleep), (1, awake), (most, full)):
+                    time_s = self._time(channel, zeros, rows)
+                    if time_s is None:
                         return False
-                    after = channel.counters
-                    times.append((after.busy_s - before.busy_s) / (after.elements - before.elements))
-                fastest.append(min(times))
-            if not self.profile.row_s:
-                one, many = fastest
-                self.profile.row_s = max((many - one) / max(most - 1, 1), many / (2 * most))
-                self.profile.read_s = max(one - self.profile.row_s, 0.0)
+                    found.append(time_s)
+        if not self.profile.row_s:
+            (asleep_s, _), (awake_s, _) = min(asleep), min(awake)
+            one, many = (min(element_s for _, element_s in found) for found in (awake, full))
+            self.profile.row_s = max((many - one) / max(most - 1, 1), many / (2 * most))
+            self.profile.read_s = max(one - self.profile.row_s, 0.0)
+            self.profile.start_s = max(asleep_s - awake_s, 0.0)
         return True
+
+    def _time(self, channel: Channel, zeros: _Zeros, rows: int) -> tuple[float, float] | None:
+        """Seconds: until a request was answered, and the process's per element; None without an answer."""
+        shapes, modules = self._pool.shapes, GROUPS["qkv"]
+        x = torch.zeros(rows, shapes[modules[0]][0])
+        y = torch.empty(rows, sum(shapes[module][1] for module in modules))
+        before = channel.counters
+        if not channel.call(loading_of(0, zeros), x, y, layer=0, group=0, bound_s=MEASURED_BOUND_S):
+            return None
+        after = channel.counters
+        return after.waited_s - before.waited_s, (after.busy_s - before.busy_s) / (after.elements - before.elements)
 
 
 class _Zeros:

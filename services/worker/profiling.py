@@ -262,6 +262,7 @@ class _Profiler:
             assist_processes=copies.processes,
             assist_mib_ms=copies.mib_ms,
             assist_mib_row_ms=copies.mib_row_ms,
+            assist_start_ms=copies.start_ms,
             cold_start=cast(Forced, self._worker.config.cold_start),
         )
 

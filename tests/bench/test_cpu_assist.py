@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bench import cpu_assist, cpu_assist_twin
 from bench.cpu_assist import Cell
-from bench.cpu_assist_rig import WAYS, Answered, Asked, Files, Rigs
+from bench.cpu_assist_rig import WAYS, Answered, Asked, Files, Rig
 from bench.mesh_parts import prompts
 
 
 def test_every_way_answers_a_cold_request_with_all_of_its_tokens() -> None:
     asked = [Asked(0.0, prompts(1, 24, seed=3)[0], 3), Asked(0.0, prompts(1, 40, seed=4)[0], 3)]
-    with Files("S", (8,)) as files, Rigs(files, link_gbps=1.0, processes=1, adapters=4) as rigs:
-        cell = cpu_assist._measure(rigs, asked, 8, rounds=1)
+    with Files("S", (8,)) as files, Rig(files, link_gbps=1.0, processes=1, adapters=4) as rig:
+        cell = cpu_assist._measure(rig, asked, 8, rounds=1)
     assert set(cell.answers) == set(WAYS)
     for laps in cell.answers.values():
         assert [len(one.times_s) for one in laps[0]] == [3, 3]

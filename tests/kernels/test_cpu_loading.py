@@ -147,6 +147,19 @@ def test_a_load_takes_the_time_that_the_link_needs_and_others_wait_their_turn(en
     for number, end in enumerate(ends, 1):
         assert number * each_s * 0.98 <= end <= number * each_s + 0.1, "no earlier than the link allows, and not much later"
     assert loader.link.busy_s == pytest.approx(3 * each_s, abs=0.1)
+    assert 3.5e6 < loader.link.bytes_per_s <= 4e6 and loader.link.core_share < 0.2, "the thread sleeps most of the time"
+
+
+def test_a_link_faster_than_memory_is_as_fast_as_memory_and_takes_a_core(engine: CpuEngine) -> None:
+    pool, host = make_pool(700, slots=1), in_host_memory(adapter(64, seed=4))
+    loader = CpuLoader(engine, pool, link_bytes_per_s=1e12)
+    assert loader.link.bytes_per_s == 1e12 and loader.link.core_share == 0
+    for _ in range(200):
+        begin(loader, pool, 0, host)
+        wait(lambda: whole(pool, 0))
+        pool.free(0)
+        loader.link  # noqa: B018 (looks, as before every step)
+    assert loader.link.bytes_per_s < 5e11 and loader.link.core_share > 0.05
 
 
 def test_an_unpaced_link_is_measured(engine: CpuEngine) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from policies.cold_start import TOLERANCE, AssistRates, ColdStarts, Copy, assisted_ms, choose, step_ms
+from policies.cold_start import MARGIN, TOLERANCE, AssistRates, ColdStarts, Copy, assisted_ms, choose, step_ms
 from shared.model import PerfModel
 
 LAYERS = 8
@@ -35,7 +35,7 @@ def random_case(draw: random.Random) -> tuple[Copy, list[float], list[float] | N
 def test_the_chosen_way_is_never_predicted_to_cost_more_than_another(seed: int) -> None:
     copy, chunks, cpu, others = random_case(random.Random(seed))
     choice = choose(copy, chunks, cpu, others=others)
-    assert choice.cost_ms[choice.mode] == min(choice.cost_ms.values())
+    assert choice.cost_ms[choice.mode] * (1 - MARGIN) <= min(choice.cost_ms.values())
     assert choice.ttft_ms[choice.mode] >= sum(chunks) * (1 - 1e-9), "nothing is faster than an adapter that is there"
     assert choice.ttft_ms["layerwise"] <= choice.ttft_ms["blocking"]
     assert (choice.wait_ms > 0 or choice.joins) and (choice.mode != "assist" or choice.joins)
@@ -101,6 +101,14 @@ def test_an_assisted_step_takes_the_device_from_the_layer_where_the_copy_has_ove
 def test_processes_share_a_layers_rows_and_each_hand_over_takes_its_time() -> None:
     rates = AssistRates(processes=2, mib_row_ms=0.01, hop_ms=0.1, mib_ms=0.5)
     assert rates.layer_ms(4.0, 400.0, LAYERS) == pytest.approx(0.1 + (4 * 0.5 + 400 * 0.01 / 2) / LAYERS)
+
+
+def test_processes_that_take_longer_to_begin_than_the_first_layer_to_arrive_are_left_alone() -> None:
+    copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 0.5), [16.0], [1.0]
+    awake, asleep = (choose(copy, chunks, cpu, start_ms=start_ms) for start_ms in (0.0, 0.6))
+    assert awake.mode == "assist"
+    assert (asleep.mode, asleep.reason) == ("layerwise", "cpu_slower")
+    assert asleep.ttft_ms["assist"] == awake.ttft_ms["assist"] + 0.6
 
 
 def test_decodes_that_processes_would_hold_up_count_too() -> None:

@@ -89,10 +89,11 @@ class Loader {
     changed_.notify_all();
   }
 
-  // Of all loads: bytes still to come; and so far: bytes, and nanoseconds in which the link had something to do.
-  void state(int64_t* queued, int64_t* copied, int64_t* busy_ns) {
+  // Of all loads: bytes still to come; and so far: bytes, nanoseconds in which the link had something to do, and those of them in
+  // which this thread copied.
+  void state(int64_t* queued, int64_t* copied, int64_t* busy_ns, int64_t* copying_ns) {
     std::lock_guard<std::mutex> lock(mutex_);
-    *queued = queued_ + on_the_way(), *copied = copied_, *busy_ns = busy_ns_;
+    *queued = queued_ + on_the_way(), *copied = copied_, *busy_ns = busy_ns_, *copying_ns = copying_ns_;
   }
   // Bytes that pass the link until this slot is whole, those of the loads before it included; 0 when it is.
   int64_t ahead(int32_t slot) {
@@ -181,9 +182,11 @@ class Loader {
       copying_ = true;
       to = (char*)pool_.arena + pool_.table[(load.slot * MODULES + row.module) * pool_.max_pages + row.page] * 8 * element_bytes_;
     }
+    const int64_t began = now_ns();
     memcpy(to + at, row.from + at, n);
     std::lock_guard<std::mutex> lock(mutex_);
     copying_ = false;
+    copying_ns_ += now_ns() - began;
     changed_.notify_all();
     load.left -= n, queued_ -= n, copied_ += n;
     free_at_ns_ += (int64_t)((double)n * ns_per_byte_);
@@ -227,7 +230,7 @@ class Loader {
   std::shared_ptr<Load> current_;
   bool copying_ = false, stop_ = false;
   int held_ = 0;
-  int64_t queued_ = 0, copied_ = 0, busy_ns_ = 0;
+  int64_t queued_ = 0, copied_ = 0, busy_ns_ = 0, copying_ns_ = 0;
   int64_t free_at_ns_ = 0;  // when all that was copied has passed the link
   std::thread thread_;
 };

@@ -163,7 +163,7 @@ void motet_loader_begin(Loader* loader, int64_t slot, const Pool* from) { loader
 void motet_loader_cancel(Loader* loader, int64_t slot) { loader->cancel((int32_t)slot); }
 void motet_loader_hold(Loader* loader) { loader->hold(); }
 void motet_loader_release(Loader* loader) { loader->release(); }
-void motet_loader_state(Loader* loader, int64_t* queued, int64_t* copied, int64_t* busy_ns) { loader->state(queued, copied, busy_ns); }
+void motet_loader_state(Loader* loader, int64_t* to) { loader->state(to, to + 1, to + 2, to + 3); }
 int64_t motet_loader_ahead(Loader* loader, int64_t slot) { return loader->ahead((int32_t)slot); }
 
 int64_t motet_channel_bytes(const Pool* pool, int64_t max_rows) {

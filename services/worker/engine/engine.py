@@ -95,6 +95,17 @@ class Engine:
         behind = sum(live.length - live.computed for live in self._live.values())
         return behind - sum(1 for live in self._state.running if live.length - live.computed == 1)
 
+    @property
+    def cold_start(self) -> Forced:
+        """How requests begin whose adapter is on its way; "auto" where nothing copies beside the steps."""
+        cold = self._adapters.cold
+        return cold.forced if cold is not None else "auto"
+
+    @cold_start.setter
+    def cold_start(self, way: Forced) -> None:
+        if self._adapters.cold is not None:
+            self._adapters.cold.forced = way
+
     def briefs(self) -> list[RequestBrief]:
         """Every request here, waiting or running."""
         return [live.brief() for live in self._live.values()]

@@ -60,6 +60,7 @@ class CopyStats:
     processes: int = 0  # alive
     mib_ms: float = 0.0  # a process's time to read one MiB of adapter
     mib_row_ms: float = 0.0  # and for each row of it
+    start_ms: float = 0.0  # and once, until it has begun
     rows: dict[str, int] = field(default_factory=dict)  # rows times layers by where: processes, device, in_place
     failures: dict[str, int] = field(default_factory=dict)  # of processes, by reason
 

@@ -58,7 +58,7 @@ class PacedRunner(ModelRunner):
     @property
     def assist(self) -> Any:
         """CPU processes that take no time."""
-        capacity = SimpleNamespace(processes=self.processes, max_rows=512, read_s=0.0, row_s=1e-15)
+        capacity = SimpleNamespace(processes=self.processes, max_rows=512, read_s=0.0, row_s=1e-15, start_s=0.0)
         return SimpleNamespace(capacity=capacity, failures={}, observe=lambda *_: None, close=lambda: None)
 
     @assist.setter
