@@ -31,7 +31,7 @@ Reason = Literal["forced", "no_processes", "copy_ahead", "cpu_slower", "others",
 TOLERANCE = 0.02
 """Of a step: as much of a wait in the layers is no wait."""
 MARGIN = 0.01
-"""What assist is predicted to save must be more than this share: predictions are no better, and waiting costs others nothing."""
+"""What assist is predicted to save must be a larger share: predictions are no better, and waiting costs others nothing."""
 HOP_MS = 0.05
 """Handing a layer to processes and back."""
 
