@@ -112,7 +112,7 @@ class Loader {
 
  private:
   static constexpr int64_t PIECE = 64 << 10;     // bytes that a move or a cancel waits for at most
-  static constexpr int64_t TAKEN_AT_ONCE = 2 << 20;  // one huge page: some 0.5 ms
+  static constexpr int64_t TAKEN_AT_ONCE = 2 << 20;  // one huge page: a millisecond
 
   struct Row {
     int module, page;
