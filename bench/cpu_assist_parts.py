@@ -3,7 +3,7 @@
 round_trips     16 tokens x 4096 to each of 1 to 8 processes and as much back: over the shared memory of
                 kernels/cpu/src/channel.h, and over Unix domain sockets (raw bytes, nothing serialized); nothing computed
 prefills        the LoRA part of one layer's q, k, v for a prompt of 128 tokens, rank 64, bfloat16: cut to as many processes as
-                there are cores, and by torch's own threads
+                there are cores, and by torch's own threads. From x to a bfloat16 y, in shared memory and in torch's
 """
 
 from __future__ import annotations
@@ -95,16 +95,16 @@ def prefills(*, quick: bool) -> list[dict[str, Any]]:
     repeats = 5 if quick else 30
     engine, pool = _pool()
     adapter = _Adapter(pool, GROUPS["qkv"], RANK)
-    x, y = torch.randn(PROMPT, HIDDEN), torch.empty(PROMPT, 3 * HIDDEN)
+    x = torch.randn(PROMPT, HIDDEN)
     allowed = sorted(os.sched_getaffinity(0))
     found = []
     for count in range(1, len(allowed) + 1):
         assist = _started(engine, pool, allowed[-count:], PROMPT)
         channels = assist.helpers([], 0).channels
-        xs, ys = x.tensor_split(count), y.tensor_split(count)
+        xs = x.tensor_split(count)
 
-        def by_processes(channels: Sequence[Channel] = channels, xs: Any = xs, ys: Any = ys) -> None:
-            _ask(channels, adapter, xs, ys, QKV)
+        def by_processes(channels: Sequence[Channel] = channels, xs: Any = xs) -> None:
+            _ask(channels, adapter, xs, [None] * len(xs), QKV)
 
         processes = _times(by_processes, repeats)
         assist.close()
@@ -139,7 +139,7 @@ def _over_memory(x: torch.Tensor, ys: Sequence[torch.Tensor], cores: Sequence[in
 
 
 def _ask(
-    channels: Sequence[Channel], adapter: _Adapter, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor], group: int
+    channels: Sequence[Channel], adapter: _Adapter, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor | None], group: int
 ) -> None:
     loading = loading_of(0, adapter)
     for channel, x in zip(channels, xs, strict=True):
@@ -181,14 +181,18 @@ def _matrices(adapter: _Adapter) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _by_torch(adapter: _Adapter, x: torch.Tensor, threads: int, repeats: int) -> list[float]:
-    parts, x = _matrices(adapter), x.bfloat16()
+    parts = _matrices(adapter)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with torch.inference_mode():
-            return _times(lambda: torch.cat([x @ a.T @ b for a, b in parts], dim=1), repeats)
+            return _times(lambda: _lora(x.bfloat16(), parts), repeats)
     finally:
         torch.set_num_threads(before)
+
+
+def _lora(x: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    return torch.cat([x @ a.T @ b for a, b in parts], dim=1)
 
 
 def _times(call: Callable[[], object], repeats: int) -> list[float]:

@@ -257,7 +257,7 @@ class ColdStarts:
             mib, layer_ms = size_bytes / MIB, self.assist.layer_ms
             cpu_ms = [layer_ms(mib, chunk * mib, self.layers) for chunk in chunks]
             cpu_ms[0] = layer_ms(mib + others_mib, chunks[0] * mib + others_mib_rows, self.layers)
-            decode = decode_ms(self.perf, others + 1.0, 0.0), layer_ms(mib, mib, self.layers)
+            decode = decode_ms(self.perf, others + 1.0, float(rank)), layer_ms(mib, mib, self.layers)
             start_ms = self.assist.start_ms
         choice = choose(copy, chunks_ms, cpu_ms, others=others, decode=decode, start_ms=start_ms, forced=self.forced)
         if choice.joins:

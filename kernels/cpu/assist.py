@@ -62,7 +62,7 @@ class ChannelCounters:
     elements: int  # of the adapters' pages, layer by layer
     work: int  # the same, times rows
     busy_s: float  # of the process
-    waited_s: float  # of the base, for it
+    answered_s: float  # from asking it to its answer
 
 
 class Channel:
@@ -104,8 +104,8 @@ class Channel:
         """As of the last step."""
         counts = (c_int64 * 5)()
         self._library.motet_channel_counters(self.handle, counts)
-        requests, elements, work, busy_ns, waited_ns = counts
-        return ChannelCounters(requests, elements, work, busy_ns / 1e9, waited_ns / 1e9)
+        requests, elements, work, busy_ns, answered_ns = counts
+        return ChannelCounters(requests, elements, work, busy_ns / 1e9, answered_ns / 1e9)
 
     def fail(self, state: str) -> None:
         """Never use it again; a step that waits for it stops waiting."""
@@ -139,9 +139,10 @@ class Channel:
         at, bound_ns = address(x, torch.float32), int(bound_s * 1e9)
         self._library.motet_channel_start(self.handle, byref(loading), at, len(x), layer, group, bound_ns)
 
-    def finish(self, y: torch.Tensor) -> bool:
-        """The second half, for a `y` of the right shape."""
-        return bool(self._library.motet_channel_finish(self.handle, address(y, torch.float32)))
+    def finish(self, y: torch.Tensor | None = None) -> bool:
+        """The second half, for a `y` of the right shape; without one the answer stays in the shared memory."""
+        at = address(y, torch.float32) if y is not None else None
+        return bool(self._library.motet_channel_finish(self.handle, at))
 
 
 @dataclass(slots=True)

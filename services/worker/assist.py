@@ -298,7 +298,7 @@ class CpuAssist:
         if not channel.call(loading_of(0, zeros), x, y, layer=0, group=0, bound_s=MEASURED_BOUND_S):
             return None
         after = channel.counters
-        return after.waited_s - before.waited_s, (after.busy_s - before.busy_s) / (after.elements - before.elements)
+        return after.answered_s - before.answered_s, (after.busy_s - before.busy_s) / (after.elements - before.elements)
 
 
 class _Zeros:

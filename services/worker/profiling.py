@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -48,8 +48,9 @@ DECODES = 8  # steps of each batch
 ADAPTERS_PER_RANK = 8
 LINK_RANKS = (8, 64)  # of the adapters that are fetched and read again
 LINK_ADAPTERS = 8  # of each
+MOMENTS = 4  # of a profile at which ways are timed: a machine is not equally fast at all of them, and slowest when it begins
 BESIDE = 8  # sequences that decode meanwhile
-HOPS = 40  # requests whose way is timed
+HOPS = 10  # requests whose way is timed at each of them
 KNOCK_S = 0.04  # at most between two of them
 GATEWAY = "profile"
 REPLY_S = 30.0
@@ -81,13 +82,15 @@ async def measure(
     try:
         profiler = _Profiler(worker, model_dir)
         await profiler.publish()
-        await profiler.link_times()
-        await profiler.hop_times()
         began_s = now_s()
         batches = list(profiler.batches())
+        moments = {len(batches) * (2 * i + 1) // (2 * MOMENTS): i for i in range(MOMENTS)}
         for number, batch in enumerate(itertools.cycle(batches)):
             if number >= len(batches) and now_s() - began_s >= seconds:
                 break
+            if number in moments:
+                await profiler.link_times(moments[number])
+                await profiler.hop_times()
             await profiler.run(*batch, tell=number >= len(batches) // 8)  # the first ones warm up what is built lazily
             progress(min(1.0, number / len(batches), max((now_s() - began_s) / seconds, 0.0)))
         return profiler.measured
@@ -160,7 +163,7 @@ class _Profiler:
             count = min(ADAPTERS_PER_RANK, room // len(ranks) // first.size_bytes)  # so that all of them stay loaded
             if first.size_bytes <= room:
                 self._adapters[rank] = [first, *[await self._publish(rank, number) for number in range(1, count)]]
-        for rank, number in itertools.product(LINK_RANKS, range(LINK_ADAPTERS)):
+        for number, rank in itertools.product(range(LINK_ADAPTERS), LINK_RANKS):
             if rank in self._adapters:
                 self._linked.append(await self._publish(rank, ADAPTERS_PER_RANK + number))
 
@@ -236,15 +239,17 @@ class _Profiler:
 
     # ---- adapters
 
-    async def link_times(self) -> None:
-        """Fetch adapters from the store, read them again from disk, and bring them to the device."""
+    async def link_times(self, moment: int) -> None:
+        """Fetch this moment's adapters from the store, read them again from disk, and bring them to the device."""
+        each = -(-len(self._linked) // MOMENTS)
+        adapters = self._linked[moment * each : (moment + 1) * each]
         disk = DiskTier("", self._worker.config.disk_cache_mib * MIB)
         try:
-            await self._beside(self._acquire(disk, self.measured.store))
-            await self._beside(self._acquire(disk, self.measured.disk))
+            await self._beside(self._acquire(adapters, disk, self.measured.store))
+            await self._beside(self._acquire(adapters, disk, self.measured.disk))
         finally:
             disk.close()
-        for adapter in self._linked:
+        for adapter in adapters:
             self._worker.seen.clear()
             await self._ask(adapter, PROMPTS[0], 1)
             await self._worker.idle()
@@ -266,9 +271,9 @@ class _Profiler:
             cold_start=cast(Forced, self._worker.config.cold_start),
         )
 
-    async def _acquire(self, disk: DiskTier, times: list[tuple[float, float]]) -> None:
+    async def _acquire(self, adapters: Sequence[AdapterRef], disk: DiskTier, times: list[tuple[float, float]]) -> None:
         tiers = self._worker.fresh_tiers(disk)
-        for adapter in self._linked:
+        for adapter in adapters:
             began_s = now_s()
             await tiers.acquire(adapter)
             times.append((adapter.size_bytes / MIB, (now_s() - began_s) * 1000))

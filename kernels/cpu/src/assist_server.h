@@ -76,7 +76,8 @@ class AssistServer {
       }
       const int64_t began = now_ns();
       h_.done.unreadable = !compute();
-      h_.done.busy_ns = now_ns() - began;
+      h_.done.at_ns = now_ns();
+      h_.done.busy_ns = h_.done.at_ns - began;
       change(h_.done.sequence, seen = h_.request.sequence.load(), h_.base.sleeps);
     }
   }

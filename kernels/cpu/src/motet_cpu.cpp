@@ -185,7 +185,7 @@ int64_t motet_channel_state(Channel* channel) { return channel->state(); }
 void motet_channel_fail(Channel* channel, int64_t why) { channel->fail((int)why); }
 void motet_channel_stop(Channel* channel) { channel->stop(); }
 void motet_channel_counters(Channel* channel, int64_t* to) {
-  for (const auto* one : {&channel->requests, &channel->elements, &channel->work, &channel->busy_ns, &channel->waited_ns}) *to++ = one->load();
+  for (const auto* one : {&channel->requests, &channel->elements, &channel->work, &channel->busy_ns, &channel->answered_ns}) *to++ = one->load();
 }
 // What a process computes for x [rows, in] of one adapter, in two halves; 0 when the channel has failed. For measurements.
 void motet_channel_start(Channel* channel, const Loading* loading, const float* x, int64_t rows, int64_t layer, int64_t group,
