@@ -9,6 +9,7 @@ adapter bytes and `running_left` are refreshed by whatever message comes next, e
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from policies.worker_load import tokens_left
 from services.worker.engine.request import StepStats
@@ -129,15 +130,13 @@ class WorkerView:
 class StepTimes:
     """A running estimate of `PerfModel` from the engine's own steps.
 
-    Two recursive least-squares fits with forgetting: decode over (1, rows, LoRA load) from steps without prefill, and
-    prefill over (1, tokens, LoRA load) from what a step with prefill took beyond its decode part. A batch that
-    always looks the same cannot tell the three coefficients apart; the start values then keep their proportions, since
-    the fit moves no further from them than the data asks. Coefficients never go below zero.
+    Two least-squares fits with forgetting: decode over (1, rows, LoRA load) from steps without prefill, and prefill over
+    (1, tokens, LoRA load) from what a step with prefill took beyond its decode part. A batch that always looks the same
+    cannot tell the three coefficients apart; the start values then keep their proportions.
     """
 
     FORGET = 0.998
     DRIFT_SHARE = 0.02  # what one step counts in `drift`
-    TRUST = 1.0  # start covariance, in units of (1 / start value)^2: how easily the first steps move a coefficient
 
     def __init__(self, start: PerfModel) -> None:
         self._start = start
@@ -190,34 +189,49 @@ class StepTimes:
 
 
 class _Fit:
-    """Recursive least squares on features scaled by the start weights, so that one covariance suits all of them."""
+    """Least squares of relative errors, steps forgotten one by one, with coefficients that are not negative.
 
-    MAX_COVARIANCE = 100.0
+    Features are scaled by the start values. The start counts as `PRIOR` of a step for good: where the data cannot tell two
+    coefficients apart they stay in its proportion instead of wandering off in opposite directions.
+    """
+
+    PRIOR = 0.1
     USUAL_MS = (1.0, 0.1, 0.01)  # scale of a coefficient that starts at zero: base, per row or token, per unit of LoRA load
 
     def __init__(self, start: list[float]) -> None:
         self._start = np.array(start)
         self._scale = np.where(self._start > 0, self._start, self.USUAL_MS)
-        self._w = self._start / self._scale
-        self._p = np.eye(len(start)) * StepTimes.TRUST
-
-    @property
-    def weights(self) -> list[float]:
-        return [float(v) for v in np.maximum(self._w, 0.0) * self._scale]
+        self._products = np.eye(len(start)) * self.PRIOR  # sum of x x, of what is remembered
+        self._prior = self._products.copy()
+        self._sums = self.PRIOR * self._start / self._scale  # sum of x * value
+        self._prior_sums = self._sums.copy()
+        self.weights = [float(value) for value in start]
+        """The coefficients now; any thread may read them."""
 
     def start(self, features: list[float]) -> float:
         """What the start values say."""
         return float(np.dot(self._start, features))
 
     def predict(self, features: list[float]) -> float:
-        return float(np.dot(np.maximum(self._w, 0.0) * self._scale, features))
+        return sum(weight * feature for weight, feature in zip(self.weights, features, strict=True))
 
     def observe(self, features: list[float], value: float) -> None:
         x = self._scale * features
         norm = float(np.linalg.norm(x)) or 1.0
         x, value = x / norm, value / norm  # relative errors: a long prefill must not outweigh a thousand decodes
-        px = self._p @ x
-        gain = px / (StepTimes.FORGET + x @ px)
-        self._w += gain * (value - x @ self._w)
-        self._p = (self._p - np.outer(gain, px)) / StepTimes.FORGET
-        np.clip(self._p, -self.MAX_COVARIANCE, self.MAX_COVARIANCE, out=self._p)
+        forget = StepTimes.FORGET
+        self._products = forget * self._products + (1 - forget) * self._prior + np.outer(x, x)
+        self._sums = forget * self._sums + (1 - forget) * self._prior_sums + x * value
+        self.weights = (self._solve() * self._scale).tolist()
+
+    def _solve(self) -> NDArray[np.float64]:
+        """What would be negative is zero, and the others are fitted without it."""
+        kept = list(range(len(self._scale)))
+        found = np.zeros(len(self._scale))
+        while kept:
+            part = np.linalg.solve(self._products[np.ix_(kept, kept)], self._sums[kept])
+            if part.min() >= 0:
+                found[kept] = part
+                break
+            del kept[int(part.argmin())]
+        return found

@@ -128,6 +128,20 @@ def test_a_batch_that_never_changes_still_gives_a_right_prediction_for_itself():
     assert times.model.decode_base_ms < 100.0
 
 
+def test_coefficients_that_the_batches_cannot_tell_apart_do_not_wander_off():
+    """Every adapter of one rank: the LoRA load is the rows times it, so one of the two coefficients is anybody's guess."""
+    random_ = random.Random(3)
+    times = StepTimes(START_PERF)
+    for _ in range(5000):
+        rows = random_.randrange(1, 4)
+        times.observe((2.0 + 2.5 * rows) * random_.uniform(0.8, 1.25), StepStats(decode_rows=rows, rank_sum=128 * rows))
+    model = times.model
+    for rows in (1, 2, 3):
+        predicted = model.decode_base_ms + (model.decode_row_ms + 128 * model.decode_lora_ms) * rows
+        assert predicted == pytest.approx(2.0 + 2.5 * rows, rel=0.08)
+    assert model.decode_base_ms < 3.0 and model.decode_row_ms <= 2.7 and model.decode_lora_ms <= 2.7 / 128
+
+
 def test_drift_tells_how_far_steps_are_from_the_profile_while_the_estimate_follows():
     times = StepTimes(START_PERF)
     for _ in range(400):
