@@ -76,6 +76,14 @@ class AssistRates:
     hop_ms: float = HOP_MS  # per layer: there and back
     mib_ms: float = 0.0  # a core's time to read one MiB of adapter, whatever the rows
     start_ms: float = 0.0  # once: until a process has woken up and found the adapter
+    core_share: float = 0.0  # of a core that copying takes while something is copied
+
+    def begin_ms(self, copying_ms: float) -> float:
+        """What a request pays beyond the time of its layers: until a process begins, and for a copy of `copying_ms` beside it.
+
+        All cores are given to steps and processes, so that the copy's part of one is missing to all of them.
+        """
+        return self.start_ms + self.core_share * copying_ms / (1 + self.processes)
 
     def layer_ms(self, mib: float, mib_rows: float, layers: int) -> float:
         """Time of one layer for rows of adapters, summed over them: MiB on the device, and rows * MiB.
@@ -258,7 +266,7 @@ class ColdStarts:
             cpu_ms = [layer_ms(mib, chunk * mib, self.layers) for chunk in chunks]
             cpu_ms[0] = layer_ms(mib + others_mib, chunks[0] * mib + others_mib_rows, self.layers)
             decode = decode_ms(self.perf, others + 1.0, float(rank)), layer_ms(mib, mib, self.layers)
-            start_ms = self.assist.start_ms
+            start_ms = self.assist.begin_ms(min(copy.whole_ms, sum(chunks_ms)))
         choice = choose(copy, chunks_ms, cpu_ms, others=others, decode=decode, start_ms=start_ms, forced=self.forced)
         if choice.joins:
             if self.modes.get(digest) != "assist":

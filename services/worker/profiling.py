@@ -268,6 +268,7 @@ class _Profiler:
             assist_mib_ms=copies.mib_ms,
             assist_mib_row_ms=copies.mib_row_ms,
             assist_start_ms=copies.start_ms,
+            assist_core_share=copies.core_share,
             cold_start=cast(Forced, self._worker.config.cold_start),
         )
 

@@ -111,6 +111,17 @@ def test_processes_that_take_longer_to_begin_than_the_first_layer_to_arrive_are_
     assert asleep.ttft_ms["assist"] == awake.ttft_ms["assist"] + 0.6
 
 
+def test_copying_takes_part_of_a_core_from_those_who_would_assist() -> None:
+    rates = AssistRates(processes=3, mib_row_ms=0.0, start_ms=0.5, core_share=0.8)
+    assert rates.begin_ms(10.0) == pytest.approx(0.5 + 0.8 * 10.0 / 4)
+    ask = {"rank": 8, "tokens": 100, "room": 512, "others": 0}
+    for share, mode in ((0.0, "assist"), (0.9, "layerwise")):
+        starts = cold()
+        starts.copies["first"] = Copy(LAYERS, 0, 0.0, 1.0)  # 8 ms of a prefill of 14
+        starts.assist = AssistRates(1, mib_row_ms=0.0, core_share=share)
+        assert starts.consider("first", 8_000_000, **ask).mode == mode
+
+
 def test_decodes_that_processes_would_hold_up_count_too() -> None:
     copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 10.0), [16.0], [1.9]
     free, slow = (choose(copy, chunks, cpu, others=2, decode=(8.0, each)) for each in (1.0, 40.0))

@@ -113,6 +113,7 @@ class DeviceAdapters:
             mib_ms=rates.mib_ms if rates is not None else 0.0,
             mib_row_ms=rates.mib_row_ms if rates is not None else 0.0,
             start_ms=rates.start_ms if rates is not None else 0.0,
+            core_share=rates.core_share if rates is not None else 0.0,
             rows={where: count - told[1].get(where, 0) for where, count in rows.items()},
             failures={reason: count - told[2].get(reason, 0) for reason, count in failures.items()},
         )
@@ -139,11 +140,11 @@ class DeviceAdapters:
         capacity = assist.capacity
         if not capacity.row_s:
             return None
-        # copying takes part of a core while processes are needed, and all cores are given to processes and steps
-        ms = 1e3 * MIB / self._runner.dtype.itemsize * (1 + self._runner.link.core_share)
+        ms = 1e3 * MIB / self._runner.dtype.itemsize
         return AssistRates(
             capacity.processes,
             mib_ms=capacity.read_s * ms,
             mib_row_ms=capacity.row_s * ms,
             start_ms=capacity.start_s * 1e3,
+            core_share=self._runner.link.core_share,
         )

@@ -61,6 +61,7 @@ class CopyStats:
     mib_ms: float = 0.0  # a process's time to read one MiB of adapter
     mib_row_ms: float = 0.0  # and for each row of it
     start_ms: float = 0.0  # and once, until it has begun
+    core_share: float = 0.0  # of a core that copying takes meanwhile
     rows: dict[str, int] = field(default_factory=dict)  # rows times layers by where: processes, device, in_place
     failures: dict[str, int] = field(default_factory=dict)  # of processes, by reason
 
