@@ -52,7 +52,7 @@ class Grid:
 FULL = Grid(
     links_gbps=(1.0, 5.0, 50.0),
     ranks=(8, 128),
-    prompts={16: 31, 128: 31, 512: 15, 2040: 5},
+    prompts={16: 31, 128: 31, 512: 21, 2040: 9},
     burst_links_gbps=(0.5, 1.0),
     burst_requests=24,
     burst_rounds=3,

@@ -84,7 +84,7 @@ SHAPES = (
     Shape("steady", 0.6, 1.0, 8, 1.0, True, 2),
     Shape("bursty", 0.6, 4.0, 8, 1.0, True, 2),
     Shape("cold", 0.4, 1.0, 150, 0.5, False, 4),
-    Shape("overload", 2.0, 1.0, 16, 1.0, True, 1),
+    Shape("overload", 2.0, 1.0, 16, 1.0, True, 2),
 )
 
 

@@ -9,6 +9,7 @@ A copy fills layer after layer behind what was queued on the link before it. All
     layer i arrives at   queue + (i + 1 - loaded) * each          (0 for the `loaded` ones)
     layer i begins at    wait + i * base                          one layer of the first chunk takes `base`
     layerwise waits      max over i of (arrives - i * base), which is at one of the two ends
+    who waits            joins between two steps of the others
     assist               a layer takes max(base, cpu) until its copy has overtaken it, then base; decodes too
 
 The choice is the least of: own time to first token + (others in the batch) * (what each of their steps is held up), and for
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Literal
 
 from policies.perf_model import MIB, Coefficients, decode_ms, prefill_ms
@@ -32,6 +34,8 @@ TOLERANCE = 0.02
 """Of a step: as much of a wait in the layers is no wait."""
 MARGIN = 0.01
 """What assist is predicted to save must be a larger share: predictions are no better, and waiting costs others nothing."""
+LOOK_MS = 0.3
+"""Who waits, with nobody else in the engine, waits at least so long: until it is looked at again."""
 HOP_MS = 0.05
 """Handing a layer to processes and back."""
 
@@ -113,6 +117,7 @@ def choose(
     others: int = 0,
     decode: tuple[float, float] = (0.0, 0.0),
     start_ms: float = 0.0,
+    between_ms: float = 0.0,
     forced: Forced = "auto",
 ) -> Choice:
     """The way in for one request.
@@ -120,31 +125,42 @@ def choose(
     `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
     `cpu_ms` the time of one layer of each on CPU processes, None when none is alive. `others` are the sequences in them.
     `decode` is both of a decode step that follows. Processes need `start_ms` before they begin.
+    `between_ms` is a step of the others without it, 0 when nobody runs.
     """
     prefill = sum(chunks_ms)
     base_ms = chunks_ms[0] / copy.layers
     stall = copy.stall_ms(base_ms)
-    ttft: dict[Mode, float] = {"blocking": copy.whole_ms + prefill, "layerwise": stall + prefill}
+    ahead = stall <= TOLERANCE * chunks_ms[0]
+    ttft: dict[Mode, float] = {
+        "blocking": _until(copy.whole_ms, between_ms) + prefill,
+        "layerwise": (stall if ahead else _until(stall, between_ms)) + prefill,
+    }
     cost = dict(ttft)
     if cpu_ms is not None:
         ttft["assist"] = start_ms + assisted_ms(copy, chunks_ms, cpu_ms)
         held_ms = _held_ms(copy, ttft["assist"], *decode)
         cost["assist"] = ttft["assist"] + others * (ttft["assist"] - prefill) + (1 + others) * held_ms
-    ahead = stall <= TOLERANCE * chunks_ms[0]
-    mode, reason = _least(ttft, cost, ahead=ahead) if forced == "auto" else _forced(forced, ttft)
+    waiting: Mode = "layerwise" if stall < copy.whole_ms else "blocking"
+    mode, reason = _least(ttft, cost, waiting, ahead=ahead) if forced == "auto" else _forced(forced, ttft)
     if mode == "assist":
         return Choice(mode, reason, True, 0.0, ttft, cost)
     wait = copy.whole_ms if mode == "blocking" else stall
     return Choice(mode, reason, ahead if mode == "layerwise" else wait <= 0.0, wait, ttft, cost)
 
 
+def _until(wait_ms: float, between_ms: float) -> float:
+    """How long somebody waits who has to wait so long and joins between two steps."""
+    if wait_ms <= 0:
+        return 0.0
+    return ceil(wait_ms / between_ms) * between_ms if between_ms else max(wait_ms, LOOK_MS)
+
+
 def _forced(forced: Mode, ttft: Mapping[Mode, float]) -> tuple[Mode, Reason]:
     return (forced, "forced") if forced in ttft else ("layerwise", "no_processes")
 
 
-def _least(ttft: Mapping[Mode, float], cost: Mapping[Mode, float], *, ahead: bool) -> tuple[Mode, Reason]:
-    """Ties go to what costs nobody else anything."""
-    waiting: Mode = "layerwise" if ttft["layerwise"] < ttft["blocking"] else "blocking"
+def _least(ttft: Mapping[Mode, float], cost: Mapping[Mode, float], waiting: Mode, *, ahead: bool) -> tuple[Mode, Reason]:
+    """Ties go to what costs nobody else anything; `waiting` is the better way to wait."""
     if "assist" in cost and cost["assist"] < cost[waiting] * (1 - MARGIN):
         return "assist", "cpu_ahead"
     if waiting == "blocking":
@@ -267,7 +283,16 @@ class ColdStarts:
             cpu_ms[0] = layer_ms(mib + others_mib, chunks[0] * mib + others_mib_rows, self.layers)
             decode = decode_ms(self.perf, others + 1.0, float(rank)), layer_ms(mib, mib, self.layers)
             start_ms = self.assist.begin_ms(min(copy.whole_ms, sum(chunks_ms)))
-        choice = choose(copy, chunks_ms, cpu_ms, others=others, decode=decode, start_ms=start_ms, forced=self.forced)
+        choice = choose(
+            copy,
+            chunks_ms,
+            cpu_ms,
+            others=others,
+            decode=decode,
+            start_ms=start_ms,
+            between_ms=beside,
+            forced=self.forced,
+        )
         if choice.joins:
             if self.modes.get(digest) != "assist":
                 self.modes[digest] = choice.mode

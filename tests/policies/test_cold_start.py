@@ -103,6 +103,14 @@ def test_processes_share_a_layers_rows_and_each_hand_over_takes_its_time() -> No
     assert rates.layer_ms(4.0, 400.0, LAYERS) == pytest.approx(0.1 + (4 * 0.5 + 400 * 0.01 / 2) / LAYERS)
 
 
+def test_who_waits_joins_between_two_steps_of_the_others() -> None:
+    copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 1.0), [16.0], [3.2]
+    alone, beside = (choose(copy, chunks, cpu, others=others, between_ms=step) for others, step in ((0, 0.0), (1, 10.0)))
+    assert alone.ttft_ms["layerwise"] == 17.0 and alone.ttft_ms["blocking"] == 24.0 and alone.mode == "layerwise"
+    assert beside.ttft_ms["layerwise"] == beside.ttft_ms["blocking"] == 26.0 and beside.mode == "assist"
+    assert choose(Copy(LAYERS, 0, 0.0, 0.01), chunks, None, between_ms=10.0).ttft_ms["layerwise"] == 16.01, "it joins now"
+
+
 def test_processes_that_take_longer_to_begin_than_the_first_layer_to_arrive_are_left_alone() -> None:
     copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 0.5), [16.0], [1.0]
     awake, asleep = (choose(copy, chunks, cpu, start_ms=start_ms) for start_ms in (0.0, 0.6))
@@ -189,4 +197,5 @@ def test_a_long_prompt_counts_all_of_its_steps_and_what_others_need_in_each() ->
     starts = cold(forced="blocking")
     choice = starts.consider("first", 8_000_000, rank=8, tokens=1000, room=100, others=2)
     steps = [(4.0 + 2 * 0.1) + 4.0 + 0.1 * tokens for tokens in (100, 512, 388)]
-    assert choice.ttft_ms["blocking"] == pytest.approx(10.0 + sum(steps))
+    waits = 3 * (4.0 + 2 * 0.1)  # the copy takes 10 ms, which is more than two steps of the others
+    assert choice.ttft_ms["blocking"] == pytest.approx(waits + sum(steps))
