@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import numpy as np
 
-from policies.cold_start import Forced
+from policies.cold_start import AssistRates, Forced
 from policies.perf_fit import Step
 from services.worker.adapters import AdapterTiers, DiskTier
 from services.worker.config import MIB, WorkerConfig
@@ -261,14 +261,15 @@ class _Profiler:
                     self.measured.loads.append((adapter.size_bytes / MIB, stats.load_s * 1000))
 
     def _link(self, copies: CopyStats) -> LinkFacts:
+        assist = copies.assist or AssistRates(0, mib_row_ms=0.0)
         return LinkFacts(
             gb_per_s=copies.bytes_per_s / 1e9,
             layers=read_shapes(self._model_dir).layers,
-            assist_processes=copies.processes,
-            assist_mib_ms=copies.mib_ms,
-            assist_mib_row_ms=copies.mib_row_ms,
-            assist_start_ms=copies.start_ms,
-            assist_core_share=copies.core_share,
+            assist_processes=assist.processes,
+            assist_mib_ms=assist.mib_ms,
+            assist_mib_row_ms=assist.mib_row_ms,
+            assist_start_ms=assist.start_ms,
+            assist_core_share=assist.core_share,
             cold_start=cast(Forced, self._worker.config.cold_start),
         )
 

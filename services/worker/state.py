@@ -201,10 +201,8 @@ class _Fit:
     def __init__(self, start: list[float]) -> None:
         self._start = np.array(start)
         self._scale = np.where(self._start > 0, self._start, self.USUAL_MS)
-        self._products = np.eye(len(start)) * self.PRIOR  # sum of x x, of what is remembered
-        self._prior = self._products.copy()
-        self._sums = self.PRIOR * self._start / self._scale  # sum of x * value
-        self._prior_sums = self._sums.copy()
+        self._products = np.zeros((len(start), len(start)))  # sum of x x, of the steps that are remembered
+        self._sums = np.zeros(len(start))  # sum of x * value
         self.weights = [float(value) for value in start]
         """The coefficients now; any thread may read them."""
 
@@ -219,17 +217,18 @@ class _Fit:
         x = self._scale * features
         norm = float(np.linalg.norm(x)) or 1.0
         x, value = x / norm, value / norm  # relative errors: a long prefill must not outweigh a thousand decodes
-        forget = StepTimes.FORGET
-        self._products = forget * self._products + (1 - forget) * self._prior + np.outer(x, x)
-        self._sums = forget * self._sums + (1 - forget) * self._prior_sums + x * value
+        self._products = StepTimes.FORGET * self._products + np.outer(x, x)
+        self._sums = StepTimes.FORGET * self._sums + x * value
         self.weights = (self._solve() * self._scale).tolist()
 
     def _solve(self) -> NDArray[np.float64]:
         """What would be negative is zero, and the others are fitted without it."""
+        products = self._products + self.PRIOR * np.eye(len(self._scale))
+        sums = self._sums + self.PRIOR * self._start / self._scale
         kept = list(range(len(self._scale)))
         found = np.zeros(len(self._scale))
         while kept:
-            part = np.linalg.solve(self._products[np.ix_(kept, kept)], self._sums[kept])
+            part = np.linalg.solve(products[np.ix_(kept, kept)], sums[kept])
             if part.min() >= 0:
                 found[kept] = part
                 break

@@ -130,14 +130,8 @@ class AssistServer {
     memset(sums, 0, piece.rows * stride * sizeof(float));
     const float* s = work.s.template data<float>();
     expand_piece<T>(work.pool, work.plan, piece, after, layer, s, sums - piece.row0 * stride - column, stride);
-    for (int r = 0; r < piece.rows; ++r) {
-      const float* from = sums + r * stride;
-      A* to = y + (piece.row0 + r) * ldy + column;
-      for (int64_t n = 0; n < piece.count; n += W) {
-        const int live = (int)std::min<int64_t>(W, piece.count - n);
-        store_n(to + n, load_n(from + n, live), live);
-      }
-    }
+    for (int r = 0; r < piece.rows; ++r)
+      take_row(sums + r * stride, y + (piece.row0 + r) * ldy + column, piece.count, piece.count);
   }
 
   bool prepare(int i) {

@@ -243,13 +243,7 @@ static bool finish_call(Channel& channel, float* y) {
   ChannelHeader& h = channel.h;
   const int group = h.request.group;
   const int64_t out = group_out(h.out, group);
-  for (int64_t r = 0; r < h.step.slice[0].rows; ++r) {
-    const A* from = channel_y<A>(h, group, r);
-    for (int64_t n = 0; n < out; n += W) {
-      const int live = (int)std::min<int64_t>(W, out - n);
-      store_n(y + r * out + n, load_n(from + n, live), live);
-    }
-  }
+  for (int64_t r = 0; r < h.step.slice[0].rows; ++r) take_row(channel_y<A>(h, group, r), y + r * out, out, out);
   return true;
 }
 

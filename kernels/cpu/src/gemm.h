@@ -477,7 +477,7 @@ static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item,
     gemm_group(g, items, row0, row1, group, group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item));
 }
 
-// x of another type as activations, rows [row0, row1), padding included.
+// A row of x in another type, and zeros up to `stride`.
 template <class T, class A>
 INLINE void take_row(const T* x, A* to, int64_t k, int64_t stride) {
   int64_t i = 0;

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from kernels.cpu.loading import LinkState
 from policies.adapter_slots import AdapterSlots
 from policies.batch_admission import Plan
 from policies.cold_start import AssistRates, ColdStarts, Forced
@@ -67,7 +68,7 @@ class DeviceAdapters:
                 digest: (slots.size_bytes(digest), runner.bytes_ahead(slot), runner.loaded_layers(slot))
                 for digest, slot in slots.loading.items()
             },
-            assist=self._assist_rates(),
+            assist=self._assist_rates(link),
         )
 
     def left(self, digest: str, slot: int) -> None:
@@ -101,7 +102,7 @@ class DeviceAdapters:
         assist = self._runner.assist
         if self.cold is None or not (self.slots.loading or self.arrived or assist):
             return None
-        link, counts, rates = self._runner.link, self._runner.assisted, self._assist_rates()
+        link, counts = self._runner.link, self._runner.assisted
         rows = {"processes": counts.by_processes, "device": counts.on_device, "in_place": counts.in_place}
         failures = dict(assist.failures) if assist is not None else {}
         told, self._told = self._told, (link.bytes_copied, rows, failures)
@@ -109,11 +110,7 @@ class DeviceAdapters:
             link_bytes=link.bytes_copied - told[0],
             bytes_per_s=link.bytes_per_s,
             under_way=len(self.slots.loading),
-            processes=rates.processes if rates is not None else 0,
-            mib_ms=rates.mib_ms if rates is not None else 0.0,
-            mib_row_ms=rates.mib_row_ms if rates is not None else 0.0,
-            start_ms=rates.start_ms if rates is not None else 0.0,
-            core_share=rates.core_share if rates is not None else 0.0,
+            assist=self._assist_rates(link),
             rows={where: count - told[1].get(where, 0) for where, count in rows.items()},
             failures={reason: count - told[2].get(reason, 0) for reason, count in failures.items()},
         )
@@ -132,7 +129,7 @@ class DeviceAdapters:
         self.resident[digest] = Residency(digest, adapter.rank, self.slots.size_bytes(digest), "device")
         self.changes.append(ResidencyChange(digest, "device"))
 
-    def _assist_rates(self) -> AssistRates | None:
+    def _assist_rates(self, link: LinkState) -> AssistRates | None:
         """What the CPU processes can do now; None without any, or before they have been measured."""
         assist = self._runner.assist
         if assist is None:
@@ -146,5 +143,5 @@ class DeviceAdapters:
             mib_ms=capacity.read_s * ms,
             mib_row_ms=capacity.row_s * ms,
             start_ms=capacity.start_s * 1e3,
-            core_share=self._runner.link.core_share,
+            core_share=link.core_share,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from policies.cold_start import AssistRates
 from shared.messages import StreamItem
 from shared.model import RequestBrief, SamplingParams, Slo, Tier
 
@@ -57,13 +58,14 @@ class CopyStats:
     link_bytes: int
     bytes_per_s: float
     under_way: int
-    processes: int = 0  # alive
-    mib_ms: float = 0.0  # a process's time to read one MiB of adapter
-    mib_row_ms: float = 0.0  # and for each row of it
-    start_ms: float = 0.0  # and once, until it has begun
-    core_share: float = 0.0  # of a core that copying takes meanwhile
+    assist: AssistRates | None = None  # of the CPU processes; None without any, or before they have been measured
     rows: dict[str, int] = field(default_factory=dict)  # rows times layers by where: processes, device, in_place
     failures: dict[str, int] = field(default_factory=dict)  # of processes, by reason
+
+    @property
+    def processes(self) -> int:
+        """CPU processes that are alive and measured."""
+        return self.assist.processes if self.assist is not None else 0
 
 
 @dataclass(slots=True)
