@@ -59,7 +59,7 @@ format: $(DEV_STAMP) ## put the code into shape
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-SANITIZED_TESTS = $(addprefix tests/kernels/test_cpu_,kernels.py loading.py assist.py)
+SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_kernels.py loading.py cpu_assist.py)
 SANITIZED = PYTHONMALLOC=malloc $(BIN)/python -X faulthandler -m pytest -q -p no:cacheprovider --timeout 1800 $(SANITIZED_TESTS) $(ARGS)
 sanitize: $(DEV_STAMP) ## the compiled CPU kernels under the address, undefined-behaviour and thread sanitizers
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \

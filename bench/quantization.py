@@ -126,7 +126,7 @@ def _runner(quantization: str) -> Any:
 
 def _logits(runner: Any, case: Case) -> torch.Tensor:
     """float32 [answer tokens, vocabulary]: what is predicted for each token of the answer."""
-    from services.worker.engine.runner import StepBatch
+    from services.worker.engine.step_batch import StepBatch
 
     rows = len(case.tokens) - 1  # nothing follows the last one
     positions = np.arange(rows)

@@ -16,6 +16,7 @@ not are zero. Memory in holes is never read: it may hold anything, NaN included.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ class LoraPool:
         self.pages = np.zeros((slots, len(MODULES)), dtype=np.int32)
         self.scales = np.zeros((slots, len(MODULES), layers), dtype=np.float32)
         self.loaded = np.zeros(slots, dtype=bool)
-        self.loaded_layers = np.zeros(slots, dtype=np.int32)
+        self.loaded_layers = np.frombuffer(mmap.mmap(-1, 4 * slots), dtype=np.int32)  # whole pages: a device writes it too
         self.still: Callable[[], AbstractContextManager[None]] = nullcontext
         self._holes: list[tuple[int, int]] = [(0, self._lines)] if self._lines else []
         self._views: dict[tuple[int, str, bool], torch.Tensor] = {}

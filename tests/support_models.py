@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.runner import ModelRunner, StepBatch
+from services.worker.engine.runner import ModelRunner
+from services.worker.engine.step_batch import StepBatch
 from shared.adapter_blob import write_blob
 from shared.model import MODULES
 

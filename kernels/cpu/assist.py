@@ -13,14 +13,18 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from ctypes import byref, c_int64, c_void_p
+from ctypes import byref, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kernels.cpu.library import TYPES, Assist, CpuEngine, Loading, address, pool_struct
 from kernels.pool import GROUPS, LoraPool, PackedLora
+
+MAX_SLICES = 16
+"""Of one channel in one step."""
 
 STATES = ("alive", "late", "died", "unreadable")
 """Of a channel; all but the first are for good."""
@@ -65,6 +69,18 @@ class ChannelCounters:
     answered_s: float  # from asking it to its answer
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelWords:
+    """Addresses of 32-bit words: the request, in the order in which it is written, and the answer."""
+
+    sequence: int  # of the request, written last
+    layer: int
+    group: int
+    slices: int
+    done: int
+    failures: int
+
+
 class Channel:
     """Memory shared with one process, for `max_rows` rows of the pool's shapes; taken only as far as it is used.
 
@@ -98,6 +114,48 @@ class Channel:
     def state(self) -> str:
         """One of STATES."""
         return STATES[self._library.motet_channel_state(self.handle)]
+
+    def words(self) -> ChannelWords:
+        """For a base that is a device."""
+        addresses = (c_int64 * 6)()
+        self._library.motet_channel_words(self.handle, addresses)
+        return ChannelWords(*addresses)
+
+    def rows(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where rows of x and y of a group lie, [max_rows, the stride of a row] each, in the type of activations."""
+        found = (c_int64 * 5)()
+        self._library.motet_channel_rows(self.handle, group, found)
+        dtype = next(one for one, kind in TYPES.items() if kind == found[4])
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        spans = []
+        for at, stride in ((found[0], found[1]), (found[2], found[3])):
+            start = at - self._address
+            spans.append(whole[start : start + self.max_rows * stride * dtype.itemsize].view(dtype).view(self.max_rows, stride))
+        return spans[0], spans[1]
+
+    @property
+    def pending(self) -> int | None:
+        """The number of the request that is not answered; None when all are."""
+        words = self.words()
+        asked, done = (c_uint32.from_address(at).value for at in (words.sequence, words.done))
+        return asked if (asked - done) & 0xFFFFFFFF in range(1, 1 << 30) else None
+
+    def listen(self, on: bool) -> None:
+        """Whether requests of a device are about to come: the process looks out for them and does not sleep."""
+        self._library.motet_channel_listen(self.handle, on)
+
+    def release(self) -> None:
+        """The process has ended: every request counts as answered, wrongly."""
+        self._library.motet_channel_release(self.handle)
+
+    def account(self, requests: int, elements: int, work: int) -> None:
+        """Count what a device has asked for; the process counted its time."""
+        self._library.motet_channel_account(self.handle, requests, elements, work)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of all of it."""
+        return self._address, len(self._memory)
 
     @property
     def counters(self) -> ChannelCounters:
@@ -186,3 +244,29 @@ class Helpers:
             watchdog_ns=int(self.watchdog_s * 1e9),
             layer_wait_ns=int(self.layer_wait_s * 1e9),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one adapter that one process takes in a step."""
+
+    loading: int  # index of the adapter
+    channel: int  # index
+    number: int  # of the channel's slices
+    at: int  # first row in the channel
+    rows: np.ndarray  # of the step
+
+
+def divide(engine: CpuEngine, helpers: Helpers, row_slot: np.ndarray) -> list[Part]:
+    """Who computes which rows, as the compiled step would have it; the channels know of it."""
+    assist = helpers.struct()
+    slices = np.empty((max(1, len(helpers.channels)) * MAX_SLICES, 6), dtype=np.int32)
+    rows = np.empty(len(row_slot), dtype=np.int32)
+    row_slot = np.ascontiguousarray(row_slot, dtype=np.int32)
+    count = engine.library.motet_assist_divide(
+        byref(assist), row_slot.ctypes.data, len(row_slot), slices.ctypes.data, rows.ctypes.data
+    )
+    return [
+        Part(loading, channel, number, at, rows[first : first + n])
+        for loading, channel, number, at, first, n in slices[:count].tolist()
+    ]

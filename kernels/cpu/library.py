@@ -187,6 +187,14 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "motet_channel_counters": (None, [c_void_p, POINTER(c_int64)]),
     "motet_channel_start": (None, [c_void_p, POINTER(Loading), c_void_p, *[c_int64] * 4]),
     "motet_channel_finish": (c_int64, [c_void_p, c_void_p]),
+    "motet_channel_words": (None, [c_void_p, POINTER(c_int64)]),
+    "motet_channel_rows": (None, [c_void_p, c_int64, POINTER(c_int64)]),
+    "motet_channel_listen": (None, [c_void_p, c_int64]),
+    "motet_channel_release": (None, [c_void_p]),
+    "motet_channel_account": (None, [c_void_p, c_int64, c_int64, c_int64]),
+    "motet_assist_divide": (c_int64, [POINTER(Assist), c_void_p, c_int64, c_void_p, c_void_p]),
+    "motet_word_write": (None, [c_void_p, c_uint32]),
+    "motet_word_wait": (None, [c_void_p, c_uint32]),
     "motet_assist_serve": (None, [c_void_p, c_int64]),
     "motet_peak_flops": (c_double, [c_void_p, c_int64]),
     "motet_read_bandwidth": (c_double, [c_void_p, c_void_p, c_int64]),
@@ -382,12 +390,15 @@ def address(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
 
 
 def pool_struct(pool: LoraPool | PackedLora) -> Pool:
-    """The addresses of a pool's tables, which it never replaces; an adapter outside is a pool of one slot."""
+    """The addresses of a pool's tables, which it never replaces; an adapter outside is a pool of one slot.
+
+    Of a pool on a device only the tables: no call that reads its arena may be given it.
+    """
     if pool.table.shape[2] * PAGE_RANKS > MAX_RANK:
         raise ValueError(f"ranks up to {pool.table.shape[2] * PAGE_RANKS}: the compiled kernels take {MAX_RANK}")
     shapes = [pool.shapes[module] for module in MODULES]
     return Pool(
-        address(pool.arena),
+        None if pool.arena.is_cuda else address(pool.arena),
         pool.table.ctypes.data,
         pool.pages.ctypes.data,
         pool.scales.ctypes.data,

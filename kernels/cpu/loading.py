@@ -11,32 +11,15 @@ A step may read the layers that are there. src/loader.h has the rules.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from ctypes import byref, c_int64
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kernels.cpu.library import CpuEngine, pool_struct
+from kernels.link import LinkMeter, LinkState
 from kernels.pool import LoraPool, PackedLora
-
-FIRST_GUESS_BYTES_PER_S = 4e9
-"""Of a link that is as fast as memory, before the first copy."""
-FORGET_BYTES = 64 << 20
-"""Of the measured rate: what was copied this long ago weighs 1/e."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkState:
-    """The link over which adapters reach the device."""
-
-    bytes_queued: int  # of all loads, still to come
-    bytes_copied: int  # ever
-    busy_s: float  # ever: while there was something to copy
-    bytes_per_s: float  # as measured, of late
-    core_share: float = 0.0  # of a core that copying takes while something is copied, of late
 
 
 class CpuLoader:
@@ -46,15 +29,12 @@ class CpuLoader:
     """
 
     def __init__(self, engine: CpuEngine, pool: LoraPool, *, link_bytes_per_s: float = 0.0) -> None:
-        self._library, self._pool, self._pace = engine.library, pool, link_bytes_per_s
+        self._library, self._pool, self._meter = engine.library, pool, LinkMeter(link_bytes_per_s)
         self._sources: dict[int, Any] = {}  # by slot: what the thread reads
         arena = pool.arena
         self._handle = self._library.motet_loader_new(
             byref(pool_struct(pool)), arena.nbytes, arena.element_size(), link_bytes_per_s
         )
-        self._rate = link_bytes_per_s or FIRST_GUESS_BYTES_PER_S
-        self._share = 0.0 if link_bytes_per_s else 1.0
-        self._seen = (0, 0, 0)  # bytes and nanoseconds, busy and copying, that rate and share know of
         pool.still = partial(_no_copying, self._library, self._handle)  # not `self`: nobody is to keep us alive
 
     def __del__(self) -> None:
@@ -97,18 +77,10 @@ class CpuLoader:
 
     @property
     def link(self) -> LinkState:
-        """As of now. What is measured forgets: it follows a machine whose memory others begin to use."""
+        """As of now."""
         counts = (c_int64 * 4)()
         self._library.motet_loader_state(self._handle, counts)
-        queued, copied, busy_ns, copying_ns = counts
-        fresh, busy, copying = (now - then for now, then in zip(counts[1:], self._seen, strict=True))
-        if fresh and busy:
-            weight = 1 - math.exp(-fresh / FORGET_BYTES)
-            self._rate = 1 / ((1 - weight) / self._rate + weight * busy / 1e9 / fresh)
-            self._share += weight * (copying / busy - self._share)
-            self._seen = copied, busy_ns, copying_ns
-        rate = min(self._rate, self._pace) if self._pace else self._rate
-        return LinkState(queued, copied, busy_ns / 1e9, rate, min(self._share, 1.0))
+        return self._meter.state(*counts)
 
 
 @contextmanager

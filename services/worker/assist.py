@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,8 @@ MEASURED_ROWS, MEASURED_TIMES, MEASURED_BOUND_S = 16, 5, 5.0
 ASLEEP_S = 0.002  # after which a process does not look out for requests any more
 FORGET = 0.97  # of what is known, with every step that is new
 LEARN = 0.1  # of what a process's step was more or less than expected
+LATE_FACTOR = 8  # times what a request is expected to take, as in a compiled step
+LOOKS = 4  # for late processes, in the time after which one is
 TYPICAL_ROWS = 16  # of a step that says as much about reading as about rows
 
 log = logger("motet.worker.assist")
@@ -111,6 +114,28 @@ class _Member:
         self.failures = 0
 
 
+class _Guarded:
+    """Channels of a step that a device runs, and since when each has had the request that it has."""
+
+    def __init__(self, channels: Sequence[Channel], late_s: float) -> None:
+        self._late_s = late_s
+        self._since = {channel: (-1, 0.0) for channel in channels}
+
+    def look(self) -> float:
+        """Fail what is late; seconds until somebody should look again."""
+        now = now_s()
+        for channel, (number, since_s) in self._since.items():
+            pending = channel.pending
+            if pending is None or channel.state != "alive":
+                continue
+            if pending != number:
+                self._since[channel] = pending, now
+            elif now > since_s + self._late_s:
+                channel.fail("late")
+                return 0.0
+        return self._late_s / LOOKS
+
+
 class CpuAssist:
     """`cores` [n]: one process on each, -1 for any core. Processes start at once, in their own time.
 
@@ -134,6 +159,7 @@ class CpuAssist:
         self._channels: tuple[Channel, ...] = ()
         self._seen: dict[Channel, ChannelCounters] = {}
         self._closing = False
+        self._guarded: _Guarded | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._watch, name="assist-watch", daemon=True)
         self._thread.start()
@@ -177,6 +203,24 @@ class CpuAssist:
             else:
                 self._wake_up()
 
+    @contextmanager
+    def guard(self, channels: Sequence[Channel], hardest: tuple[int, int]) -> Iterator[None]:
+        """While a device asks these channels: the watching thread ends a process that leaves a request unanswered.
+
+        `hardest`: no request has more elements of adapters' pages, nor more rows times elements, than these.
+        """
+        if not channels:
+            yield
+            return
+        profile, (elements, work) = self.profile, hardest
+        late_s = self.watchdog_s + LATE_FACTOR * (profile.read_s * elements + profile.row_s * work)
+        self._guarded = _Guarded(channels, late_s)
+        self._wake_up()
+        try:
+            yield
+        finally:
+            self._guarded = None
+
     def close(self) -> None:
         """End the processes and wait for them."""
         if self._closing:
@@ -198,6 +242,9 @@ class CpuAssist:
                 while not self._closing:
                     waits = [self._advance(member, selector) for member in self._members]
                     self._channels = tuple(m.channel for m in self._members if m.serving and m.channel is not None)
+                    guarded = self._guarded
+                    if guarded is not None:
+                        waits.append(guarded.look())
                     for key, _ in selector.select(min((wait for wait in waits if wait is not None), default=None)):
                         if key.fd == self._wake:
                             os.eventfd_read(self._wake)
@@ -265,6 +312,8 @@ class CpuAssist:
         if member.process is not None:
             member.process.kill()
             member.process.wait()
+        if member.channel is not None:
+            member.channel.release()  # a device may wait for an answer
         member.process, member.pidfd, member.channel, member.serving = None, -1, None, False
 
     def _measure(self, channel: Channel) -> bool:

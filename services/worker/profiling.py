@@ -45,6 +45,11 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPTS = (8, 32, 100, 300)  # tokens
 LONGEST = 2048  # tokens to prefill at once
 DECODES = 8  # steps of each batch
+DEEP_ROWS, DEEP_PROMPT, DEEP_DECODES = (
+    8,
+    32,
+    48,
+)  # of batches that go on until their context is that of a full worker: the fewest rows
 ADAPTERS_PER_RANK = 8
 LINK_RANKS = (8, 64)  # of the adapters that are fetched and read again
 LINK_ADAPTERS = 8  # of each
@@ -91,11 +96,19 @@ async def measure(
             if number in moments:
                 await profiler.link_times(moments[number])
                 await profiler.hop_times()
-            await profiler.run(*batch, tell=number >= len(batches) // 8)  # the first ones warm up what is built lazily
+            await profiler.run(batch, tell=number >= len(batches) // 8)  # the first ones warm up what is built lazily
             progress(min(1.0, number / len(batches), max((now_s() - began_s) / seconds, 0.0)))
         return profiler.measured
     finally:
         await worker.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    rows: int
+    ranks: tuple[int, ...]  # of the requests in turn
+    prompt: int  # tokens
+    decodes: int = DECODES
 
 
 class _Observed(WorkerService):
@@ -173,30 +186,38 @@ class _Profiler:
 
     # ---- steps
 
-    def batches(self) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        """(rows, ranks of the requests in turn, prompt tokens): small and large ones in turn, so that drift spreads."""
+    def batches(self) -> Iterator[_Batch]:
+        """Small and large ones in turn, so that drift spreads."""
         ranks = list(self._adapters)
-        mixes = [(0,), *((rank,) for rank in ranks), tuple(ranks), (0, *ranks)]
-        for prompt, mix, rows in itertools.product(PROMPTS, mixes, ROWS):
-            tokens = rows * (prompt + 2 * DECODES + self._limits.block_size)
-            fits = prompt + 2 * DECODES < self._limits.max_model_len
+        every = (0, *ranks)
+        for prompt, mix, rows in itertools.product(PROMPTS, ((0,), *((rank,) for rank in ranks), tuple(ranks), every), ROWS):
             long = rows > 4 and rows * prompt > LONGEST  # a queue of prefills says no more than a short one
-            if mix and rows <= self._limits.max_running and fits and not long and 2 * tokens <= self._capacity:
-                yield rows, mix, prompt
+            batch = _Batch(rows, mix, prompt)
+            if mix and not long and self._fits(batch):
+                yield batch
+            if mix == every and prompt == DEEP_PROMPT and rows >= DEEP_ROWS:
+                deep = _Batch(rows, every, DEEP_PROMPT, DEEP_DECODES)
+                if self._fits(deep):
+                    yield deep
 
-    @property
-    def _capacity(self) -> int:
-        return self._limits.kv_blocks_total * self._limits.block_size
+    def _fits(self, batch: _Batch) -> bool:
+        limits, length = self._limits, batch.prompt + 2 * batch.decodes
+        capacity = limits.kv_blocks_total * limits.block_size
+        return (
+            batch.rows <= limits.max_running
+            and length < limits.max_model_len
+            and 2 * batch.rows * (length + limits.block_size) <= capacity
+        )
 
-    async def run(self, rows: int, ranks: tuple[int, ...], prompt: int, *, tell: bool) -> None:
+    async def run(self, batch: _Batch, *, tell: bool) -> None:
         """Prefill, decode, and let a quarter as many newcomers in."""
-        seen = self._worker.seen
+        seen, ranks, rows = self._worker.seen, batch.ranks, batch.rows
         seen.clear()
-        await asyncio.gather(*(self._ask(self._pick(ranks, place), prompt, 2 * DECODES) for place in range(rows)))
-        while len(seen) < DECODES:
+        await asyncio.gather(*(self._ask(self._pick(ranks, i), batch.prompt, 2 * batch.decodes) for i in range(rows)))
+        while len(seen) < batch.decodes:
             await self._next_step()
         newcomers = min(max(1, rows // 4), self._limits.max_running + self._limits.max_waiting - rows)
-        await asyncio.gather(*(self._ask(self._pick(ranks, place), prompt, DECODES) for place in range(newcomers)))
+        await asyncio.gather(*(self._ask(self._pick(ranks, i), batch.prompt, batch.decodes) for i in range(newcomers)))
         await self._worker.idle()
         if tell:
             self._tell(seen)

@@ -103,6 +103,17 @@ class AssistStep {
   }
   const LoraPlan& repair_plan() const { return repair_; }
 
+  // For a base that runs its layers by itself: only who computes which rows. `slices` [channels * MAX_SLICES, 6]: the adapter
+  // among `assist`'s, channel, number and first row there, first of `rows`, how many; `rows` [step.rows] of the step. How many slices.
+  int64_t division(Assist* assist, const Step& step, int32_t* slices, int32_t* rows) {
+    assist_ = assist, step_ = &step;
+    divide();
+    for (const Slice& one : slices_)
+      for (int32_t value : {one.loading, one.channel, one.number, one.at_row, one.first, one.rows}) *slices++ = value;
+    std::copy(sliced_.begin(), sliced_.end(), rows);
+    return (int64_t)slices_.size();
+  }
+
  private:
   enum Place { DEVICE, HOST };
   static constexpr int BATCH = 8;           // rows of one piece of work

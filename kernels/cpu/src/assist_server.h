@@ -67,8 +67,9 @@ class AssistServer {
     uint32_t seen = h_.done.sequence.load();
     h_.ready.store(1);
     for (;;) {
-      const bool came = await_change(h_.request.sequence, seen, h_.process.sleeps, PROCESS_SPIN_NS, now_ns() + IDLE_NS, [this] { return h_.stop.load() != 0; });
+      const bool came = await_change(h_.request.sequence, seen, h_.process.sleeps, PROCESS_SPIN_NS, now_ns() + IDLE_NS, [this] { return h_.stop.load() || h_.silent.load(); });
       if (h_.stop.load() || (parent_pid_ && getppid() != parent_pid_)) return;
+      if (!came && h_.silent.load()) continue;
       if (!came) {  // host copies that the worker drops are not to be kept by us
         mappings_.clear();
         step_known_ = false;
@@ -76,8 +77,10 @@ class AssistServer {
       }
       const int64_t began = now_ns();
       h_.done.unreadable = !compute();
+      h_.done.failures += h_.done.unreadable;
       h_.done.at_ns = now_ns();
       h_.done.busy_ns = h_.done.at_ns - began;
+      h_.done.total_ns += h_.done.busy_ns;
       change(h_.done.sequence, seen = h_.request.sequence.load(), h_.base.sleeps);
     }
   }

@@ -11,6 +11,10 @@
 // before they sleep on the other's number; who sleeps says so in a line of its own, which costs the other side no wake-up
 // call while nobody does. A channel that failed once is never used again: whatever a late process writes then, it writes
 // to memory that nobody reads.
+//
+// The base may be a device whose stream writes x and the request line and waits for the done line (kernels/device). It wakes
+// nobody, so the process does not sleep meanwhile (`listen`), and it would wait forever, so whoever has ended a process
+// answers in its place (`release`).
 #pragma once
 #include <fcntl.h>
 #include <sched.h>
@@ -37,6 +41,7 @@ struct ChannelHeader {
   int64_t scales_at, x_at, y_at;  // bytes from here
   int32_t base_pid;
   std::atomic<uint32_t> ready, stop;
+  std::atomic<uint32_t> silent;  // requests are a device's now, which wakes nobody
 
   struct alignas(64) {
     std::atomic<uint32_t> sequence;
@@ -50,6 +55,8 @@ struct ChannelHeader {
     std::atomic<uint32_t> sequence;
     uint32_t unreadable;  // an adapter's memory could not be mapped
     int64_t busy_ns, at_ns;
+    std::atomic<uint32_t> failures;  // requests that were not computed, ever
+    std::atomic<int64_t> total_ns;   // busy, ever
   } done;
   struct alignas(64) {
     std::atomic<uint32_t> sleeps;
@@ -80,6 +87,14 @@ INLINE A* channel_x(ChannelHeader& h, int group, int64_t row) {
 template <class A>
 INLINE A* channel_y(ChannelHeader& h, int group, int64_t row) {
   return (A*)((char*)&h + h.y_at) + row * row_stride<A>(group_out(h.out, group));
+}
+
+template <class T>
+static void describe_rows(ChannelHeader& h, int group, int64_t* to) {
+  typedef typename ActivationOf<T>::type A;
+  *to++ = (int64_t)channel_x<A>(h, group, 0), *to++ = row_stride<A>(h.in[GROUP_START[group]]);
+  *to++ = (int64_t)channel_y<A>(h, group, 0), *to++ = row_stride<A>(group_out(h.out, group));
+  *to = sizeof(A) == sizeof(float) ? F32 : BF16;
 }
 
 // Where things lie, for the shapes of `pool`; the size of the whole.
@@ -138,6 +153,7 @@ class Channel {
  public:
   enum State { ALIVE, LATE, DIED, UNREADABLE };  // mirrored by kernels/cpu/assist.py
   enum Outcome { PENDING, DONE, FAILED };
+  static constexpr uint32_t ANSWERED = 1u << 30;  // so many numbers ahead counts as reached
 
   explicit Channel(ChannelHeader* header) : h(*header), sequence_(header->request.sequence.load()) {}
 
@@ -168,6 +184,7 @@ class Channel {
   // `bound_ns`: how long `await` waits at most before the channel has failed.
   void publish(int64_t layer, int group, uint32_t slices, Work work_now, int64_t bound_ns) {
     outcome_.store(PENDING, std::memory_order_relaxed);
+    sequence_ = h.request.sequence.load();
     h.request.layer = (int32_t)layer, h.request.group = group, h.request.slices = slices;
     work_now_ = work_now, bound_ns_ = bound_ns, published_ns_ = now_ns();
     change(h.request.sequence, ++sequence_, h.process.sleeps);
@@ -184,6 +201,7 @@ class Channel {
         outcome = good ? DONE : FAILED;
         if (good) {
           ++requests, elements += work_now_.elements, work += work_now_.row_elements;
+          seen_ns_ = h.done.total_ns.load();
           busy_ns += h.done.busy_ns, answered_ns += h.done.at_ns - published_ns_;
         } else {
           fail(came ? UNREADABLE : LATE);
@@ -196,12 +214,29 @@ class Channel {
     h.stop.store(1);
     syscall(SYS_futex, &h.request.sequence, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
+  // Whether requests of a device are about to come.
+  void listen(bool on) {
+    h.silent.store(on);
+    if (on) syscall(SYS_futex, &h.request.sequence, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+  // What a device has asked for in a step that is over.
+  void account(int64_t asked, int64_t elements_now, int64_t work_now) {
+    const int64_t total = h.done.total_ns.load();
+    requests += asked, elements += elements_now, work += work_now, busy_ns += total - seen_ns_;
+    seen_ns_ = total;
+  }
+  // The process has ended: whatever was or will be asked has failed, and nobody waits for it.
+  void release() {
+    fail(DIED);
+    h.done.unreadable = 1, ++h.done.failures;
+    change(h.done.sequence, h.request.sequence.load() + ANSWERED, h.base.sleeps);
+  }
   bool failed_request() const { return outcome_.load(std::memory_order_acquire) == FAILED; }
 
  private:
   uint32_t sequence_;
   Work work_now_;
-  int64_t bound_ns_ = 0, published_ns_ = 0;
+  int64_t bound_ns_ = 0, published_ns_ = 0, seen_ns_ = 0;
   std::atomic<int> state_{ALIVE}, outcome_{DONE};
 };
 

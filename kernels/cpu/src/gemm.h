@@ -240,16 +240,26 @@ INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row,
   finish(g, row, R, panel, panels, Sums{sums, panels * PANEL, PANEL});
 }
 
+// As many rows as there are accumulators for, or fewer.
+template <class Wt, class A, int R>
+INLINE void rows_of(int rows, const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Ahead& ahead,
+                    int per_line) {
+  if constexpr (R > 1)
+    if (rows != R) return rows_of<Wt, A, R - 1>(rows, g, w, stride, row, panel, panels, ahead, per_line);
+  block_of<Wt, A, R>(g, w, stride, row, panel, panels, ahead, per_line);
+}
+
+// In as few blocks as there can be, of nearly equal size: each reads the weights once.
 template <class Wt, class A>
 static void panels_by_vectors(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
                               int panels, Ahead ahead) {
-  const int64_t blocks = (row1 - row0 + BLOCK - 1) / BLOCK;
+  int64_t blocks = (row1 - row0 + BLOCK - 1) / BLOCK;
   const int per_line = (int)((panels + blocks - 1) / blocks);  // lines ahead for every line of weights read
-  int64_t row = row0;
-  for (; row1 - row >= BLOCK; row += BLOCK) block_of<Wt, A, BLOCK>(g, w, stride, row, panel, panels, ahead, per_line);
-  for (; row1 - row >= 4 && BLOCK >= 4; row += 4) block_of<Wt, A, BLOCK >= 4 ? 4 : 1>(g, w, stride, row, panel, panels, ahead, per_line);
-  for (; row1 - row >= 2; row += 2) block_of<Wt, A, 2>(g, w, stride, row, panel, panels, ahead, per_line);
-  for (; row < row1; ++row) block_of<Wt, A, 1>(g, w, stride, row, panel, panels, ahead, per_line);
+  for (int64_t row = row0; row < row1; --blocks) {
+    const int rows = (int)((row1 - row + blocks - 1) / blocks);
+    rows_of<Wt, A, BLOCK>(rows, g, w, stride, row, panel, panels, ahead, per_line);
+    row += rows;
+  }
 }
 
 #if MOTET_LEVEL >= 3

@@ -197,6 +197,37 @@ int64_t motet_channel_finish(Channel* channel, float* y) {
   BY_TYPE(channel->h.type, good = finish_call<T>(*channel, y))
   return good;
 }
+// For a base that is a device. Addresses of request.{sequence, layer, group, slices}, done.{sequence, failures}.
+void motet_channel_words(Channel* channel, int64_t* to) {
+  ChannelHeader& h = channel->h;
+  for (const void* one : {(void*)&h.request.sequence, (void*)&h.request.layer, (void*)&h.request.group, (void*)&h.request.slices,
+                          (void*)&h.done.sequence, (void*)&h.done.failures})
+    *to++ = (int64_t)one;
+}
+// Rows of x and y of a group: {address of x, elements from row to row, address of y, likewise, their type}.
+void motet_channel_rows(Channel* channel, int64_t group, int64_t* to) {
+  BY_TYPE(channel->h.type, describe_rows<T>(channel->h, (int)group, to))
+}
+void motet_channel_listen(Channel* channel, int64_t on) { channel->listen(on != 0); }
+void motet_channel_release(Channel* channel) { channel->release(); }
+void motet_channel_account(Channel* channel, int64_t requests, int64_t elements, int64_t work) {
+  channel->account(requests, elements, work);
+}
+int64_t motet_assist_divide(Assist* assist, const int32_t* row_slot, int64_t rows, int32_t* slices, int32_t* sliced) {
+  Step step{};
+  step.rows = rows, step.row_slot = row_slot;
+  return AssistStep().division(assist, step, slices, sliced);
+}
+// What a stream does that is the caller itself: everything before is seen by who sees the value; numbers may wrap.
+void motet_word_write(uint32_t* word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+void motet_word_wait(const uint32_t* word, uint32_t value) {
+  const int64_t began = now_ns();
+  while ((int32_t)(__atomic_load_n(word, __ATOMIC_ACQUIRE) - value) < 0) {
+    cpu_relax();
+    if (now_ns() - began > SPIN_NS) sched_yield();
+  }
+}
+
 // The process's side; returns when the base says so or is gone. `parent_pid` 0: in a thread of the base.
 void motet_assist_serve(void* memory, int64_t parent_pid) {
   ChannelHeader* header = (ChannelHeader*)memory;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kernels.cpu.loading import LinkState
+from kernels.link import LinkState
 from policies.adapter_slots import AdapterSlots
 from policies.batch_admission import Plan
 from policies.cold_start import AssistRates, ColdStarts, Forced

@@ -9,16 +9,12 @@ row is token 0 of the base alone; it writes and reads the scratch block, which b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
 from services.worker.engine.model import Model
-
-if TYPE_CHECKING:
-    from services.worker.engine.runner import StepBatch
+from services.worker.engine.step_batch import StepBatch
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_COLUMNS = 16

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool, add_lora, attend, start_lora
+from kernels.device import AssistedStep
 from services.worker.engine.linear import Linear
 from services.worker.engine.loader import LayerWeights, ModelWeights
 from services.worker.engine.model_config import ModelConfig, RopeConfig
@@ -36,22 +37,26 @@ class Model:
         cache: KvCache,
         attention: AttentionBatch,
         pool: LoraPool,
-        lora: LoraBatch,
+        lora: LoraBatch | AssistedStep,
     ) -> torch.Tensor:
-        """`token_ids`, `positions` int64 [rows], `logit_rows` int64 [n] -> logits float32 [n, vocab]; fills the cache."""
+        """`token_ids`, `positions` int64 [rows], `logit_rows` int64 [n] -> logits float32 [n, vocab]; fills the cache.
+
+        `lora` is an AssistedStep when adapters of the step are on their way.
+        """
         config, weights = self.config, self.weights
         x = F.embedding(token_ids, weights.embed)
         cos, sin = self._rope.at(positions)
         for i, layer in enumerate(weights.layers):
+            project = _Projections(pool, i, lora)
             h = self._norm(x, layer.input_norm)
-            qkv = self._rotate(_project(layer.qkv, h, pool, i, "qkv", lora), layer, cos, sin)
+            qkv = self._rotate(project(layer.qkv, h, "qkv"), layer, cos, sin)
             h = attend(qkv, cache, i, attention, heads=config.num_heads, window=config.windows[i])
-            x = x.add_(_project(layer.o, h, pool, i, "o", lora))
+            x = x.add_(project(layer.o, h, "o"))
 
             h = self._norm(x, layer.post_norm)
-            gate, up = _project(layer.gate_up, h, pool, i, "gate_up", lora).chunk(2, dim=-1)
+            gate, up = project(layer.gate_up, h, "gate_up").chunk(2, dim=-1)
             h = F.silu(gate).mul_(up)
-            x = x.add_(_project(layer.down, h, pool, i, "down", lora))
+            x = x.add_(project(layer.down, h, "down"))
         x = self._norm(x.index_select(0, logit_rows), weights.norm)
         return weights.lm_head(x).float()
 
@@ -70,12 +75,25 @@ class Model:
         return qkv
 
 
-def _project(linear: Linear, x: torch.Tensor, pool: LoraPool, layer: int, group: str, lora: LoraBatch) -> torch.Tensor:
-    """The base's fused matrix and the adapters' part, the latter begun first: a GPU computes both at a time."""
-    start_lora(x, pool, layer, group, lora)
-    y = linear(x)
-    add_lora(y, x, pool, layer, group, lora)
-    return y
+class _Projections:
+    """A layer's fused matrices and the adapters' parts of them, which are begun first, so that all are computed at a time."""
+
+    __slots__ = ("_assisted", "_layer", "_lora", "_pool")
+
+    def __init__(self, pool: LoraPool, layer: int, lora: LoraBatch | AssistedStep) -> None:
+        self._pool, self._layer = pool, layer
+        self._assisted = lora if isinstance(lora, AssistedStep) else None
+        self._lora = lora.layer(layer) if isinstance(lora, AssistedStep) else lora
+
+    def __call__(self, linear: Linear, x: torch.Tensor, group: str) -> torch.Tensor:
+        if self._assisted is not None:
+            self._assisted.start(x, self._layer, group)
+        start_lora(x, self._pool, self._layer, group, self._lora)
+        y = linear(x)
+        add_lora(y, x, self._pool, self._layer, group, self._lora)
+        if self._assisted is not None:
+            self._assisted.collect(y, group)
+        return y
 
 
 class RotaryEmbedding:

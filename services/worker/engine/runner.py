@@ -10,17 +10,18 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
+from kernels import KvCache, LoraPool
 from kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
 from kernels.cpu.assist import AssistCounts, Helpers, loading_of
-from kernels.cpu.loading import CpuLoader, LinkState
+from kernels.cpu.loading import CpuLoader
+from kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, cuda_streams, host_streams
+from kernels.device.driver import DriverError, MemoryOperations
 from kernels.library_attention import agreeing_library
+from kernels.link import LinkState
 from services.worker.assist import CpuAssist
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.decode_graphs import DecodeGraphs
@@ -28,6 +29,8 @@ from services.worker.engine.linear import Linear
 from services.worker.engine.loader import load_weights, resolve_dtype
 from services.worker.engine.model import Model, RotaryEmbedding
 from services.worker.engine.model_config import ModelConfig, read_model_config
+from services.worker.engine.step_batch import StepBatch
+from services.worker.engine.torch_steps import TorchSteps
 from shared.clock import now_s
 from shared.config import ConfigError
 from shared.telemetry import logger
@@ -35,21 +38,6 @@ from shared.telemetry import logger
 KERNELS = ("auto", "reference", "cpu")
 _log = logger(__name__)
 SLOWER = "3 to 10"  # times, the reference beside the compiled kernels, at 32 sequences without and with adapters
-
-
-@dataclass(slots=True)
-class StepBatch:
-    """The rows of one engine step, all numpy. Rows of a sequence stand together, in order of position."""
-
-    token_ids: np.ndarray  # int64 [rows]
-    positions: np.ndarray  # int64 [rows]
-    row_slot: np.ndarray  # int32 [rows] adapter slot of each row, -1 for the base alone
-    seq_starts: np.ndarray  # int32 [seqs + 1] half-open row ranges; a decoding sequence has one row, a prefill chunk several
-    context_lens: np.ndarray  # int32 [seqs] tokens in the KV cache once this step's rows are written
-    block_tables: np.ndarray  # int32 [seqs, max_blocks] KV block ids; what lies past a sequence's context is not read
-    kv_slots: np.ndarray  # int64 [rows] block * block_size + offset: where each row's K and V go
-    logit_rows: np.ndarray  # int64 [n] rows whose logits are wanted
-    slot_modes: dict[int, str] = field(default_factory=dict)  # "assist" or "layerwise", of slots still being copied
 
 
 class ModelRunner:
@@ -112,24 +100,20 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
-        self._model: Model | None = None
-        self._compiled: CpuForward | None = None
-        self._loader: CpuLoader | None = None
+        self._loader: CpuLoader | DeviceLoader | None = None
         self.assist: CpuAssist | None = None
-        if compiled is None:
-            weights = load_weights(model_dir, self.config, self.dtype, self.device, Linear)
-            self._model = Model(self.config, weights)
-        else:
-            self._compiled = self._on_cpu(compiled, model_dir, int8=quantization == "int8")
+        if compiled is not None:
+            self._steps: CpuForward | TorchSteps = self._on_cpu(compiled, model_dir, int8=quantization == "int8")
             self._loader = CpuLoader(compiled, self._pool, link_bytes_per_s=link_bytes_per_s)
-            if assist_cores:
-                self.assist = CpuAssist(compiled, self._pool, cores=assist_cores, max_rows=assist_rows)
-        self._lora_rows = np.empty(0, dtype=np.int32)
-        self._lora_batch = LoraBatch.build(self._pool, self._lora_rows)
-        self._graphs: DecodeGraphs | None = None
-        if self._model is not None and self.device.type == "cuda":
-            self._cache.library = agreeing_library(self._cache, heads=self.config.num_heads, windows=self.config.windows)
-            self._graphs = DecodeGraphs(self._model, self._cache, self._pool, scratch_block=kv_blocks)
+            self._start_assist(compiled, assist_cores, assist_rows)
+            return
+        library = _library() if assist_cores or (link_bytes_per_s and self.device.type == "cpu") else None
+        streams = _streams(self.device, library)
+        if streams is not None:
+            self._loader = DeviceLoader(self._pool, streams, link_bytes_per_s=link_bytes_per_s)
+            self._start_assist(library, assist_cores, assist_rows)
+        beside = DeviceAssist(self._pool, streams, library) if streams is not None else None
+        self._steps = self._with_torch(model_dir, beside, scratch_block=kv_blocks)
 
     @staticmethod
     def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int) -> int:
@@ -157,7 +141,8 @@ class ModelRunner:
     def begin_load(self, slot: int, weights: HostAdapter) -> None:
         """`load_adapter`, beside the steps: its pages are taken now, `loaded_layers` says how many layers are there.
 
-        Whole on return where nothing copies beside the steps (no compiled kernels), or when a cast is needed.
+        Whole on return where nothing copies beside the steps (torch on a CPU, unless a link or processes were asked for), or
+        when a cast is needed.
         """
         if self._loader is None or weights.packed.arena.dtype != self._pool.arena.dtype:
             self.load_adapter(slot, weights)
@@ -181,7 +166,7 @@ class ModelRunner:
     @property
     def assisted(self) -> AssistCounts:
         """What became of the rows of adapters that were on their way, so far."""
-        return self._compiled.assisted if self._compiled is not None else AssistCounts()
+        return self._steps.assisted
 
     def free_adapter(self, slot: int) -> None:
         """Empty a slot, whole or on its way; no row of a later step may name it until it is loaded again."""
@@ -195,6 +180,8 @@ class ModelRunner:
             self.assist.close()
         if self._loader is not None:
             self._loader.close()
+        if isinstance(self._steps, TorchSteps):
+            self._steps.close()
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> torch.Tensor:
@@ -202,44 +189,21 @@ class ModelRunner:
 
         They are valid until the next call. Raises ValueError when a row names an empty adapter slot.
         """
-        if self._compiled is not None:
-            return self._step(self._compiled, batch)
-        assert self._model is not None
-        logits = self._graphs.forward(batch) if self._graphs is not None else None
-        if logits is not None:
-            return logits
-        batch = _arranged(batch)
-        attention = AttentionBatch.build(
-            self._cache,
-            seq_starts=batch.seq_starts,
-            context_lens=batch.context_lens,
-            block_tables=batch.block_tables,
-            kv_slots=batch.kv_slots,
-            windows=self.config.windows,
-        )
-        return self._model.forward(
-            self._to_device(batch.token_ids),
-            self._to_device(batch.positions),
-            self._to_device(batch.logit_rows),
-            self._cache,
-            attention,
-            self._pool,
-            self._lora(batch.row_slot),
-        )
-
-    def _step(self, compiled: CpuForward, batch: StepBatch) -> torch.Tensor:
-        began_s = now_s()
         helpers = self._helpers(batch)
         with _on_cores(self._step_cores if self.assist is not None else None):
-            logits = compiled(batch, helpers)
+            if isinstance(self._steps, TorchSteps):
+                return self._steps(batch, helpers)
+            began_s = now_s()
+            logits = self._steps(batch, helpers)
         if self.assist is not None:
             self.assist.observe(len(batch.token_ids), now_s() - began_s, helpers)
         return logits
 
     def _helpers(self, batch: StepBatch) -> Helpers | None:
         """For the adapters of this step that are on their way; None when all are whole."""
-        assert self._loader is not None, "the compiled kernels come with one"
-        if not self._loader.under_way:
+        if isinstance(self._loader, DeviceLoader):
+            self._loader.mend(batch.row_slot)
+        if self._loader is None or not self._loader.under_way:
             return None
         self._loader.finished()  # lets go of what they were copied from
         named = set(batch.row_slot.tolist())
@@ -251,6 +215,18 @@ class ModelRunner:
         if not loading:
             return None
         return self.assist.helpers(loading, len(batch.token_ids)) if self.assist is not None else Helpers(loading)
+
+    def _start_assist(self, library: CpuEngine | None, cores: Sequence[int], max_rows: int) -> None:
+        if cores and library is not None:
+            self.assist = CpuAssist(library, self._pool, cores=cores, max_rows=max_rows)
+
+    def _with_torch(self, model_dir: Path, beside: DeviceAssist | None, *, scratch_block: int) -> TorchSteps:
+        model = Model(self.config, load_weights(model_dir, self.config, self.dtype, self.device, Linear))
+        graphs = None
+        if self.device.type == "cuda":
+            self._cache.library = agreeing_library(self._cache, heads=self.config.num_heads, windows=self.config.windows)
+            graphs = DecodeGraphs(model, self._cache, self._pool, scratch_block=scratch_block)
+        return TorchSteps(model, self._cache, self._pool, graphs=graphs, beside=beside, processes=self.assist)
 
     def _on_cpu(self, engine: CpuEngine, model_dir: Path, *, int8: bool) -> CpuForward:
         weights = load_weights(model_dir, self.config, self.dtype, self.device, Packer(engine, int8=int8))
@@ -272,16 +248,6 @@ class ModelRunner:
             pool=self._pool,
         )
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def _lora(self, row_slot: np.ndarray) -> LoraBatch:
-        """The step's adapter groups; steady decoding repeats the previous step's."""
-        if self._lora_batch.version != self._pool.version or not np.array_equal(row_slot, self._lora_rows):
-            self._lora_batch = LoraBatch.build(self._pool, row_slot)
-            self._lora_rows = row_slot.copy()
-        return self._lora_batch
-
 
 @contextmanager
 def _on_cores(cores: set[int] | None) -> Iterator[None]:
@@ -295,6 +261,26 @@ def _on_cores(cores: set[int] | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def _library() -> CpuEngine | None:
+    """The compiled kernels for CPU LoRA processes, beside a model that does without."""
+    try:
+        return CpuEngine(threads=1)
+    except (BuildError, ValueError) as error:
+        _log.warning("CPU LoRA processes cannot be had: %s", error)
+        return None
+
+
+def _streams(device: torch.device, library: CpuEngine | None) -> DeviceStreams | None:
+    """For copies beside the steps of the torch model; None where they stop the steps."""
+    if device.type == "cpu":
+        return host_streams(library) if library is not None else None
+    try:
+        return cuda_streams(device, MemoryOperations())
+    except DriverError as error:
+        _log.warning("adapters are copied between the steps: %s", error)
+        return None
 
 
 def _compiled(kernels: str, device: torch.device, threads: int) -> CpuEngine | None:
@@ -314,25 +300,3 @@ def _compiled(kernels: str, device: torch.device, threads: int) -> CpuEngine | N
             raise ConfigError(f"kernels 'cpu': {error}") from None
         _log.warning("compiled CPU kernels are missing, steps take %s times as long: %s", SLOWER, error)
         return None
-
-
-def _arranged(batch: StepBatch) -> StepBatch:
-    """The same batch, decoding sequences first and by length: attention takes neighbours of one length together."""
-    counts = np.diff(batch.seq_starts)
-    order = np.lexsort((-batch.context_lens, counts > 1))
-    if (order[1:] > order[:-1]).all():
-        return batch
-    starts = np.concatenate(([0], np.cumsum(counts[order])))
-    rows = np.repeat(batch.seq_starts[order] - starts[:-1], counts[order]) + np.arange(starts[-1])
-    moved_to = np.empty_like(rows)
-    moved_to[rows] = np.arange(len(rows))
-    return StepBatch(
-        token_ids=batch.token_ids[rows],
-        positions=batch.positions[rows],
-        row_slot=batch.row_slot[rows],
-        seq_starts=starts,
-        context_lens=batch.context_lens[order],
-        block_tables=batch.block_tables[order],
-        kv_slots=batch.kv_slots[rows],
-        logit_rows=moved_to[batch.logit_rows],
-    )

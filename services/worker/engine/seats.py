@@ -8,7 +8,7 @@ import numpy as np
 
 from policies.batch_admission import Plan, Sequence
 from services.worker.engine.request import EngineRequest, StepStats
-from services.worker.engine.runner import StepBatch
+from services.worker.engine.step_batch import StepBatch
 from shared.model import RequestBrief
 
 

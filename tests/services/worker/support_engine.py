@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from kernels import PAGE_RANKS
-from kernels.cpu.loading import LinkState
+from kernels.link import LinkState
 from kernels.pool import LINE, MODULES
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import EngineLimits, EngineRequest, StepStats
-from services.worker.engine.runner import ModelRunner, StepBatch
+from services.worker.engine.runner import ModelRunner
+from services.worker.engine.step_batch import StepBatch
 from shared.messages import StreamItem
 from shared.model import SamplingParams
 

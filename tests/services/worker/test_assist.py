@@ -19,7 +19,7 @@ from kernels import LoraPool
 from kernels.cpu import CpuEngine
 from services.worker.assist import CpuAssist, Profile
 from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.runner import StepBatch
+from services.worker.engine.step_batch import StepBatch
 from tests.support_models import AdapterFixture, Sequence, drive, make_adapters, make_checkpoint, make_runner, random_prompts
 
 LINK_BYTES_PER_S = 30e6  # some ten steps of this model for each of the larger adapters
@@ -55,10 +55,16 @@ def cached(checkpoint: tuple[Path, list[AdapterFixture]]) -> Iterator[Cached]:
 class Cold:
     """A runner with processes; `forward` is the runner's, with every adapter that is on its way in the mode given."""
 
-    def __init__(self, checkpoint: tuple[Path, list[AdapterFixture]], processes: int = 2) -> None:
+    def __init__(self, checkpoint: tuple[Path, list[AdapterFixture]], kernels: str, processes: int = 2) -> None:
         model_dir, adapters = checkpoint
         self.runner = make_runner(
-            model_dir, [], threads=1, link_bytes_per_s=LINK_BYTES_PER_S, assist_cores=(-1,) * processes, assist_rows=64
+            model_dir,
+            [],
+            threads=1,
+            kernels=kernels,
+            link_bytes_per_s=LINK_BYTES_PER_S,
+            assist_cores=(-1,) * processes,
+            assist_rows=64,
         )
         assert self.runner.assist is not None
         self.assist = self.runner.assist
@@ -81,9 +87,15 @@ class Cold:
         return self.runner.forward(batch)
 
 
+@pytest.fixture(params=["cpu", "reference"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Compiled steps, and torch's as a device runs them, whose streams are the engine's thread here."""
+    return request.param
+
+
 @pytest.fixture
-def cold(checkpoint: tuple[Path, list[AdapterFixture]]) -> Iterator[Cold]:
-    one = Cold(checkpoint)
+def cold(checkpoint: tuple[Path, list[AdapterFixture]], kernels: str) -> Iterator[Cold]:
+    one = Cold(checkpoint, kernels)
     one.ready()
     yield one
     one.runner.close()
@@ -127,11 +139,12 @@ def test_answers_are_the_cached_ones_whenever_the_copies_arrive(cold: Cold, cach
     assert counts.repaired == counts.in_place == 0 and not cold.assist.failures
 
 
-def test_a_copy_that_is_waited_for_layer_by_layer_gives_the_cached_answer(cold: Cold, cached: Cached) -> None:
+def test_a_copy_that_is_waited_for_layer_by_layer_gives_the_cached_answer(cold: Cold, cached: Cached, kernels: str) -> None:
     cold.mode = "layerwise"
     assisted_run(cold, cached)
     counts = cold.runner.assisted
-    assert counts.layer_waited_ns > 0 and counts.by_processes == counts.in_place == counts.layers_late == 0
+    assert counts.on_device > 0 and counts.by_processes == counts.in_place == counts.layers_late == 0
+    assert (counts.layer_waited_ns > 0) == (kernels == "cpu"), "a device's stream waits, and nobody counts"
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -155,7 +168,7 @@ def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replac
     cold.before_step = lambda: None
     assert sum(cold.assist.failures.values()) > 2
     if blow == signal.SIGSTOP:
-        assert cold.runner.assisted.repaired > 0, "rows that it was to compute were computed in place"
+        assert cold.runner.assisted.repaired > 0, "rows that it was to compute were computed by somebody else"
     before = cold.runner.assisted.by_processes
     assisted_run(cold, cached)
     assert cold.runner.assisted.by_processes > before, "the new ones work"
@@ -212,13 +225,15 @@ class _Interrupted:
 
 
 def test_without_processes_cold_rows_still_get_their_answers(
-    checkpoint: tuple[Path, list[AdapterFixture]], cached: Cached
+    checkpoint: tuple[Path, list[AdapterFixture]], cached: Cached, kernels: str
 ) -> None:
-    cold = Cold(checkpoint, processes=1)
+    cold = Cold(checkpoint, kernels, processes=1)
     cold.ready(1)
     cold.assist.close()
     assisted_run(cold, cached)
-    assert cold.assist.capacity.processes == 0 and cold.runner.assisted.in_place > 0
+    counts = cold.runner.assisted
+    assert cold.assist.capacity.processes == counts.by_processes == 0
+    assert (counts.in_place if kernels == "cpu" else counts.on_device) > 0, "a device waits for the copies"
     cold.runner.close()
 
 

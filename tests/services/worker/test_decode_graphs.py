@@ -13,7 +13,8 @@ import kernels.lora
 import kernels.reference
 import kernels.triton
 from services.worker.engine.decode_graphs import LEAST_COLUMNS, ROWS, DecodeBuffers, bucket_for
-from services.worker.engine.runner import ModelRunner, StepBatch
+from services.worker.engine.runner import ModelRunner
+from services.worker.engine.step_batch import StepBatch
 from tests.support_models import VOCAB, make_adapters, make_checkpoint, make_runner
 
 BLOCK = 8
@@ -68,7 +69,7 @@ def give_history(*runners: ModelRunner) -> None:
 
 
 def buffers_of(runner: ModelRunner, bucket: tuple[int, int], scratch_block: int) -> DecodeBuffers:
-    return DecodeBuffers(bucket, runner._model, runner._cache, runner._pool, scratch_block)
+    return DecodeBuffers(bucket, runner._steps._model, runner._cache, runner._pool, scratch_block)
 
 
 @pytest.mark.parametrize(

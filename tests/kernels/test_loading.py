@@ -1,10 +1,13 @@
-"""Adapters copied into the pool beside the steps: the same bytes, layer by layer, at the link's pace, whatever comes."""
+"""Adapters copied into the pool beside the steps: the same bytes, layer by layer, at the link's pace, whatever comes.
+
+Promised by both loaders: the compiled one, and the one of devices, whose streams are the calling thread here.
+"""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import torch
 from kernels import GROUPS, LoraPool, PackedLora
 from kernels.cpu import CpuEngine
 from kernels.cpu.loading import CpuLoader
+from kernels.device import DeviceLoader, host_streams
 
 MODULES = tuple(module for group in GROUPS.values() for module in group)
 LAYERS = 6
@@ -21,9 +25,26 @@ SHAPES = dict.fromkeys(MODULES, (64, 48))
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def engine() -> CpuEngine:
-    return CpuEngine(threads=1)
+Loader = CpuLoader | DeviceLoader
+Make = Callable[..., Loader]
+
+
+@pytest.fixture(params=["compiled", "device"])
+def make_loader(request: pytest.FixtureRequest) -> Iterator[Make]:
+    engine = CpuEngine(threads=1)
+    loaders = list[Loader]()
+
+    def make(pool: LoraPool, *, link_bytes_per_s: float = 0.0) -> Loader:
+        loaders.append(
+            CpuLoader(engine, pool, link_bytes_per_s=link_bytes_per_s)
+            if request.param == "compiled"
+            else DeviceLoader(pool, host_streams(engine), link_bytes_per_s=link_bytes_per_s)
+        )
+        return loaders[-1]
+
+    yield make
+    for loader in loaders:
+        loader.close()
 
 
 def pages_bytes(pages: int, dtype: torch.dtype = torch.float32) -> int:
@@ -55,7 +76,7 @@ def in_host_memory(pairs: dict, dtype: torch.dtype = torch.float32) -> PackedLor
     return PackedLora.pack(cast, SHAPES, layers=LAYERS)
 
 
-def begin(loader: CpuLoader, pool: LoraPool, slot: int, host: PackedLora) -> None:
+def begin(loader: Loader, pool: LoraPool, slot: int, host: PackedLora) -> None:
     pool.reserve(slot, host)
     loader.begin(slot, host, host)
 
@@ -97,12 +118,12 @@ def whole(pool: LoraPool, slot: int) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("link_bytes_per_s", [0.0, 50e6])
 def test_a_load_beside_the_steps_writes_the_bits_of_a_load_at_once(
-    engine: CpuEngine, dtype: torch.dtype, link_bytes_per_s: float
+    make_loader: Make, dtype: torch.dtype, link_bytes_per_s: float
 ) -> None:
     pairs = adapter(12, seed=1, modules=MODULES[1:6])
     pool, host = make_pool(20, dtype), in_host_memory(pairs, dtype)
     want = at_once(20, host)
-    loader = CpuLoader(engine, pool, link_bytes_per_s=link_bytes_per_s)
+    loader = make_loader(pool, link_bytes_per_s=link_bytes_per_s)
     begin(loader, pool, 2, host)
     wait(lambda: whole(pool, 2))
     assert same(rows_of(pool, 2, range(LAYERS)), rows_of(want, 0, range(LAYERS)))
@@ -111,11 +132,11 @@ def test_a_load_beside_the_steps_writes_the_bits_of_a_load_at_once(
     assert loader.finished() == [host] and not loader.under_way
 
 
-def test_layers_come_in_order_and_each_is_whole_when_it_is_announced(engine: CpuEngine) -> None:
+def test_layers_come_in_order_and_each_is_whole_when_it_is_announced(make_loader: Make) -> None:
     pairs = adapter(16, seed=2)
     pool, host = make_pool(30), in_host_memory(pairs)
     want = at_once(30, host)
-    loader = CpuLoader(engine, pool, link_bytes_per_s=5e6)
+    loader = make_loader(pool, link_bytes_per_s=5e6)
     begin(loader, pool, 0, host)
     seen = [0]
     while not whole(pool, 0):
@@ -130,9 +151,9 @@ def test_layers_come_in_order_and_each_is_whole_when_it_is_announced(engine: Cpu
     assert seen == sorted(seen) and len(seen) > 3
 
 
-def test_a_load_takes_the_time_that_the_link_needs_and_others_wait_their_turn(engine: CpuEngine) -> None:
+def test_a_load_takes_the_time_that_the_link_needs_and_others_wait_their_turn(make_loader: Make) -> None:
     pool, host = make_pool(60), in_host_memory(adapter(8, seed=3))
-    loader = CpuLoader(engine, pool, link_bytes_per_s=4e6)
+    loader = make_loader(pool, link_bytes_per_s=4e6)
     each_s = pages_bytes(7) / 4e6
     began = time.monotonic()
     for slot in (1, 0, 3):
@@ -150,9 +171,9 @@ def test_a_load_takes_the_time_that_the_link_needs_and_others_wait_their_turn(en
     assert 3.5e6 < loader.link.bytes_per_s <= 4e6 and loader.link.core_share < 0.2, "the thread sleeps most of the time"
 
 
-def test_a_link_faster_than_memory_is_as_fast_as_memory_and_takes_a_core(engine: CpuEngine) -> None:
+def test_a_link_faster_than_memory_is_as_fast_as_memory_and_takes_a_core(make_loader: Make) -> None:
     pool, host = make_pool(700, slots=1), in_host_memory(adapter(64, seed=4))
-    loader = CpuLoader(engine, pool, link_bytes_per_s=1e12)
+    loader = make_loader(pool, link_bytes_per_s=1e12)
     assert loader.link.bytes_per_s == 1e12 and loader.link.core_share == 0
     for _ in range(200):
         begin(loader, pool, 0, host)
@@ -162,9 +183,9 @@ def test_a_link_faster_than_memory_is_as_fast_as_memory_and_takes_a_core(engine:
     assert loader.link.bytes_per_s < 5e11 and loader.link.core_share > 0.05
 
 
-def test_an_unpaced_link_is_measured(engine: CpuEngine) -> None:
+def test_an_unpaced_link_is_measured(make_loader: Make) -> None:
     pool, host = make_pool(700, slots=1), in_host_memory(adapter(64, seed=4))
-    loader = CpuLoader(engine, pool)
+    loader = make_loader(pool)
     first = loader.link.bytes_per_s
     for _ in range(20):
         begin(loader, pool, 0, host)
@@ -177,9 +198,9 @@ def test_an_unpaced_link_is_measured(engine: CpuEngine) -> None:
     )
 
 
-def test_loads_that_are_cancelled_in_the_middle_of_a_piece_leave_nothing_queued(engine: CpuEngine) -> None:
+def test_loads_that_are_cancelled_in_the_middle_of_a_piece_leave_nothing_queued(make_loader: Make) -> None:
     pool = make_pool(700, slots=1)
-    loader = CpuLoader(engine, pool)
+    loader = make_loader(pool)
     host = in_host_memory(adapter(64, seed=9))
     draw = random.Random(10)
     for _ in range(3000):
@@ -192,9 +213,9 @@ def test_loads_that_are_cancelled_in_the_middle_of_a_piece_leave_nothing_queued(
         assert loader.link.bytes_queued == 0
 
 
-def test_what_is_cancelled_writes_nothing_more_and_the_next_load_of_the_slot_is_whole(engine: CpuEngine) -> None:
+def test_what_is_cancelled_writes_nothing_more_and_the_next_load_of_the_slot_is_whole(make_loader: Make) -> None:
     pool = make_pool(60)
-    loader = CpuLoader(engine, pool, link_bytes_per_s=40e6)
+    loader = make_loader(pool, link_bytes_per_s=40e6)
     hosts = old, new, other = [in_host_memory(adapter(16, seed=seed)) for seed in (5, 6, 7)]
     want = at_once(60, *hosts)
     draw = random.Random(8)
@@ -220,9 +241,9 @@ def test_what_is_cancelled_writes_nothing_more_and_the_next_load_of_the_slot_is_
         assert loader.link.bytes_queued == 0
 
 
-def test_pages_that_move_during_their_copy_arrive_whole(engine: CpuEngine) -> None:
+def test_pages_that_move_during_their_copy_arrive_whole(make_loader: Make) -> None:
     pool = make_pool(56, slots=8)
-    loader = CpuLoader(engine, pool, link_bytes_per_s=20e6)
+    loader = make_loader(pool, link_bytes_per_s=20e6)
     hosts = [in_host_memory(adapter(8, seed=seed)) for seed in range(8)]
     want = at_once(56, *hosts)
     for slot in range(4):
@@ -240,9 +261,9 @@ def test_pages_that_move_during_their_copy_arrive_whole(engine: CpuEngine) -> No
         pool.free(6)
 
 
-def test_a_loader_that_is_closed_in_the_middle_leaves_the_pool_usable(engine: CpuEngine) -> None:
+def test_a_loader_that_is_closed_in_the_middle_leaves_the_pool_usable(make_loader: Make) -> None:
     pool, host = make_pool(30), in_host_memory(adapter(16, seed=9))
-    loader = CpuLoader(engine, pool, link_bytes_per_s=1e6)
+    loader = make_loader(pool, link_bytes_per_s=1e6)
     begin(loader, pool, 0, host)
     loader.close()
     pool.free(0)

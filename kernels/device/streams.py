@@ -1,0 +1,177 @@
+"""A device's streams, and words in host memory that order them with whoever else reads and writes those words.
+
+    with stream: ...             torch operations go to this stream
+    stream.after(other)          what it is given from now on begins when what `other` has is done
+    stream.write(word, value)    a 32-bit word, by its address, gets `value` when the stream comes there
+    stream.wait(word, value)     the stream goes on when the word has reached `value`; numbers may wrap
+    stream.mark()                a point that the host can wait for, and whose time it can read
+
+Three of them: the steps', the copies', and the one on which rows go to CPU processes and come back. Where the device is the
+CPU itself, all three are the calling thread and everything is done when the call returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol, Self
+
+import torch
+
+from kernels.cpu.library import CpuEngine
+from kernels.device.driver import DriverError, MemoryOperations
+
+
+class Mark(Protocol):
+    """A point in a stream."""
+
+    def synchronize(self) -> None: ...
+    def seconds_since(self, earlier: Any) -> float | None:
+        """None when the stream has not come here yet."""
+
+
+class Stream(Protocol):
+    """See the module."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+    def after(self, other: Any) -> None: ...
+    def write(self, word: int, value: int) -> None: ...
+    def wait(self, word: int, value: int) -> None: ...
+    def mark(self) -> Mark: ...
+
+
+class Memory(Protocol):
+    """Makes host memory a place for words, and for copies that nobody waits for."""
+
+    def register(self, address: int, nbytes: int) -> None: ...
+    def forget(self, address: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStreams:
+    """What one device has."""
+
+    steps: Stream
+    copies: Stream
+    assist: Stream
+    memory: Memory
+    device: torch.device
+
+
+def cuda_streams(device: torch.device, operations: MemoryOperations) -> DeviceStreams:
+    """The steps' stream is whatever is current.
+
+    Streams that wait for each other through words must not share a queue of the hardware: CUDA has 8 of them unless
+    CUDA_DEVICE_MAX_CONNECTIONS says otherwise, and a worker has four streams. Raises DriverError where words do not work.
+    """
+    copies, assist = (_CudaStream(operations, device, torch.cuda.Stream(device)) for _ in range(2))
+    _try(operations, copies)
+    return DeviceStreams(_CudaStream(operations, device, None), copies, assist, operations, device)
+
+
+def host_streams(engine: CpuEngine) -> DeviceStreams:
+    """For a device that is the CPU."""
+    here = _HostStream(engine.library)
+    return DeviceStreams(here, here, here, here, torch.device("cpu"))
+
+
+def _try(operations: MemoryOperations, stream: _CudaStream) -> None:
+    """One word, written and waited for."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    word = ctypes.c_uint32.from_buffer(memory)
+    at = ctypes.addressof(word)
+    operations.register(at, len(memory))
+    try:
+        stream.write(at, 1)
+        stream.wait(at, 1)
+        stream.mark().synchronize()
+        if word.value != 1:
+            raise DriverError("a stream's write did not reach host memory")
+    finally:
+        operations.forget(at)
+
+
+class _CudaStream:
+    def __init__(self, operations: MemoryOperations, device: torch.device, stream: torch.cuda.Stream | None) -> None:
+        self._operations, self._device, self._stream = operations, device, stream
+        self._entered: list[Any] = []
+
+    @property
+    def torch(self) -> torch.cuda.Stream:
+        return self._stream or torch.cuda.current_stream(self._device)
+
+    def __enter__(self) -> Self:
+        context = torch.cuda.stream(self.torch)
+        context.__enter__()
+        self._entered.append(context)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.pop().__exit__(None, None, None)
+
+    def after(self, other: _CudaStream) -> None:
+        self.torch.wait_stream(other.torch)
+
+    def write(self, word: int, value: int) -> None:
+        self._operations.write(self.torch.cuda_stream, word, value)
+
+    def wait(self, word: int, value: int) -> None:
+        self._operations.wait(self.torch.cuda_stream, word, value)
+
+    def mark(self) -> _CudaMark:
+        return _CudaMark(self.torch)
+
+
+class _CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: _CudaMark) -> float | None:
+        return earlier._event.elapsed_time(self._event) / 1e3 if self._event.query() else None
+
+
+class _HostStream:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def after(self, other: _HostStream) -> None:
+        pass
+
+    def write(self, word: int, value: int) -> None:
+        self._library.motet_word_write(word, value & 0xFFFFFFFF)
+
+    def wait(self, word: int, value: int) -> None:
+        self._library.motet_word_wait(word, value & 0xFFFFFFFF)
+
+    def mark(self) -> _HostMark:
+        return _HostMark()
+
+    def register(self, address: int, nbytes: int) -> None:
+        pass
+
+    def forget(self, address: int) -> None:
+        pass
+
+
+class _HostMark:
+    def __init__(self) -> None:
+        self._at = perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: _HostMark) -> float | None:
+        return self._at - earlier._at

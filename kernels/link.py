@@ -1,0 +1,46 @@
+"""The link over which adapters reach the device: what loaders tell of it, and its measured rate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FIRST_GUESS_BYTES_PER_S = 4e9
+"""Of a link that is as fast as memory, before the first copy."""
+FORGET_BYTES = 64 << 20
+"""Of the measured rate: what was copied this long ago weighs 1/e."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """The link as of now."""
+
+    bytes_queued: int  # of all loads, still to come
+    bytes_copied: int  # ever
+    busy_s: float  # ever: while there was something to copy
+    bytes_per_s: float  # as measured, of late
+    core_share: float = 0.0  # of a core that copying takes while something is copied, of late
+
+
+class LinkMeter:
+    """Rate and cost of copying, from what was counted so far. It forgets: others may begin to use the same memory.
+
+    `pace` is the emulated bytes per second, 0 for none.
+    """
+
+    def __init__(self, pace: float) -> None:
+        self._pace = pace
+        self._rate = pace or FIRST_GUESS_BYTES_PER_S
+        self._share = 0.0 if pace else 1.0
+        self._seen = (0, 0, 0)
+
+    def state(self, queued: int, copied: int, busy_ns: int, copying_ns: int) -> LinkState:
+        """`busy_ns`: with something to copy; `copying_ns`: of them, those in which a core copied."""
+        fresh, busy, copying = (now - then for now, then in zip((copied, busy_ns, copying_ns), self._seen, strict=True))
+        if fresh and busy:
+            weight = 1 - math.exp(-fresh / FORGET_BYTES)
+            self._rate = 1 / ((1 - weight) / self._rate + weight * busy / 1e9 / fresh)
+            self._share += weight * (copying / busy - self._share)
+            self._seen = copied, busy_ns, copying_ns
+        rate = min(self._rate, self._pace) if self._pace else self._rate
+        return LinkState(queued, copied, busy_ns / 1e9, rate, min(self._share, 1.0))

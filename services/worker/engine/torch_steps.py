@@ -1,0 +1,124 @@
+"""Steps of the torch model: enqueued on a device, and over when somebody reads their logits.
+
+decode alone                      a CUDA graph
+some adapters are on their way    beside CPU processes and copies (kernels/device), to its end
+anything else                     launch by launch
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+
+from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
+from kernels.cpu.assist import AssistCounts, Helpers
+from kernels.device import AssistedStep, DeviceAssist, Mark
+from services.worker.assist import CpuAssist
+from services.worker.engine.decode_graphs import DecodeGraphs
+from services.worker.engine.model import Model
+from services.worker.engine.step_batch import StepBatch, arranged
+
+
+class TorchSteps:
+    """A model over a KV cache and an adapter pool, all on one device.
+
+    `graphs` is None where there are none, `beside` where copies stop the steps, `processes` without CPU processes.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KvCache,
+        pool: LoraPool,
+        *,
+        graphs: DecodeGraphs | None,
+        beside: DeviceAssist | None,
+        processes: CpuAssist | None,
+    ) -> None:
+        self._model, self._cache, self._pool = model, cache, pool
+        self._graphs, self._beside, self._processes = graphs, beside, processes
+        self._lora_rows = np.empty(0, dtype=np.int32)
+        self._lora_batch = LoraBatch.build(pool, self._lora_rows)
+        self._timed: tuple[int, Mark, Mark] | None = None  # the last step without adapters on their way: rows, begin, end
+
+    @property
+    def assisted(self) -> AssistCounts:
+        """What became of the rows of adapters that were on their way, so far."""
+        return self._beside.counts if self._beside is not None else AssistCounts()
+
+    def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
+        """Logits of `batch.logit_rows`, float32 [n, vocab], valid until the next call; fills the cache.
+
+        `helpers` must name the slots of rows of which not all layers are loaded.
+        """
+        if helpers is not None:
+            return self._assisted(arranged(batch), helpers)
+        logits = self._graphs.forward(batch) if self._graphs is not None else None
+        if logits is not None:
+            return logits
+        batch = arranged(batch)
+        if self._processes is None or self._beside is None:
+            return self._enqueue(batch, self._lora(batch.row_slot))
+        steps = self._beside.streams.steps
+        began = steps.mark()
+        logits = self._enqueue(batch, self._lora(batch.row_slot))
+        self._observe(self._processes, len(batch.token_ids), began, steps.mark())
+        return logits
+
+    def close(self) -> None:
+        """No step follows."""
+        if self._beside is not None:
+            self._beside.close()
+
+    def _assisted(self, batch: StepBatch, helpers: Helpers) -> torch.Tensor:
+        """A process may fail meanwhile, or be late: then the step is run again, and waits for the copies instead."""
+        assert self._beside is not None, "only a DeviceLoader has adapters on their way"
+        processes, step = self._processes, self._beside.begin(batch.row_slot, helpers)
+        with processes.guard(step.channels, step.hardest) if processes is not None else nullcontext():
+            try:
+                logits = self._enqueue(batch, step)
+            finally:
+                self._beside.streams.steps.mark().synchronize()
+                good = step.finish()
+        if processes is not None:
+            processes.observe(len(batch.token_ids), 0.0, helpers)
+        return logits if good else self._enqueue(batch, self._beside.begin(batch.row_slot, Helpers(helpers.loading)))
+
+    def _enqueue(self, batch: StepBatch, lora: LoraBatch | AssistedStep) -> torch.Tensor:
+        attention = AttentionBatch.build(
+            self._cache,
+            seq_starts=batch.seq_starts,
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            kv_slots=batch.kv_slots,
+            windows=self._model.config.windows,
+        )
+        return self._model.forward(
+            self._to_device(batch.token_ids),
+            self._to_device(batch.positions),
+            self._to_device(batch.logit_rows),
+            self._cache,
+            attention,
+            self._pool,
+            lora,
+        )
+
+    def _observe(self, processes: CpuAssist, rows: int, began: Mark, ended: Mark) -> None:
+        """The step before this one is over by now: what the base takes for its rows."""
+        last, self._timed = self._timed, (rows, began, ended)
+        if last is not None:
+            took_s = last[2].seconds_since(last[1])
+            if took_s is not None:
+                processes.observe(last[0], took_s, None)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._cache.data.device)
+
+    def _lora(self, row_slot: np.ndarray) -> LoraBatch:
+        """The step's adapter groups; steady decoding repeats the previous step's."""
+        if self._lora_batch.version != self._pool.version or not np.array_equal(row_slot, self._lora_rows):
+            self._lora_batch = LoraBatch.build(self._pool, row_slot)
+            self._lora_rows = row_slot.copy()
+        return self._lora_batch

@@ -1,0 +1,378 @@
+"""Streams that write and wait for words in host memory: as NVIDIA's header declares them, and a step ordered by them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import GROUPS, LoraBatch, LoraPool, add_lora
+from kernels.cpu import CpuEngine
+from kernels.cpu.assist import Channel, Helpers, loading_of
+from kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, host_streams
+from kernels.device.driver import DriverError, MemoryOperations
+from tests.kernels.support_assist import ADAPTERS, LAYERS, MODULES, SHAPES, HostAdapter, served
+
+triton = pytest.importorskip("triton")
+HEADERS = Path(triton.__file__).parent / "backends/nvidia/include"
+STREAM = 0x5EED
+
+# The driver's functions with the header's own prototypes. What is registered appears to the device `MOVED` bytes further up,
+# and nothing else does; a stream is the calling thread.
+DRIVER = r"""
+#include <cuda.h>
+#include <stdint.h>
+#include <stddef.h>
+#define MOVED (1ull << 40)
+static struct { uintptr_t at; size_t bytes; } spans[64];
+static uint32_t* word(CUdeviceptr there, CUstream stream) {
+  const uintptr_t at = there - MOVED;
+  if ((uintptr_t)stream != 0x5EED || at % 4) return NULL;
+  for (int i = 0; i < 64; ++i)
+    if (spans[i].bytes && at >= spans[i].at && at + 4 <= spans[i].at + spans[i].bytes) return (uint32_t*)at;
+  return NULL;
+}
+CUresult cuMemHostRegister(void* p, size_t bytes, unsigned int flags) {
+  if (!(flags & CU_MEMHOSTREGISTER_DEVICEMAP) || (uintptr_t)p % 4096) return CUDA_ERROR_INVALID_VALUE;
+  for (int i = 0; i < 64; ++i)
+    if (!spans[i].bytes) { spans[i].at = (uintptr_t)p, spans[i].bytes = bytes; return CUDA_SUCCESS; }
+  return CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult cuMemHostUnregister(void* p) {
+  for (int i = 0; i < 64; ++i)
+    if (spans[i].bytes && spans[i].at == (uintptr_t)p) { spans[i].bytes = 0; return CUDA_SUCCESS; }
+  return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+}
+CUresult cuMemHostGetDevicePointer(CUdeviceptr* to, void* p, unsigned int flags) {
+  *to = (uintptr_t)p + MOVED;
+  return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr there, cuuint32_t value, unsigned int flags) {
+  uint32_t* at = word(there, stream);
+  if (!at || flags != CU_STREAM_WRITE_VALUE_DEFAULT) return CUDA_ERROR_INVALID_VALUE;
+  __atomic_store_n(at, value, __ATOMIC_RELEASE);
+  return CUDA_SUCCESS;
+}
+CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr there, cuuint32_t value, unsigned int flags) {
+  uint32_t* at = word(there, stream);
+  if (!at || flags != CU_STREAM_WAIT_VALUE_GEQ) return CUDA_ERROR_INVALID_VALUE;
+  while ((int32_t)(__atomic_load_n(at, __ATOMIC_ACQUIRE) - value) < 0) ;
+  return CUDA_SUCCESS;
+}
+CUresult cuGetErrorString(CUresult error, const char** text) {
+  *text = error == CUDA_ERROR_INVALID_VALUE ? "invalid argument" : "another error";
+  return CUDA_SUCCESS;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None or not (HEADERS / "cuda.h").exists():
+        pytest.skip("no C compiler, or a Triton without NVIDIA's header")
+    directory = tmp_path_factory.mktemp("driver")
+    source, library = directory / "driver.c", directory / "libcuda.so.1"
+    source.write_text(DRIVER)
+    done = subprocess.run(
+        [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{HEADERS}", str(source), "-o", str(library)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+class Memory:
+    """A page of words."""
+
+    def __init__(self) -> None:
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+        self.words = np.frombuffer(self._page, dtype=np.uint32)
+        self.address = self.words.ctypes.data
+
+    def word(self, index: int) -> int:
+        return self.address + 4 * index
+
+
+def test_words_are_written_and_waited_for_where_the_device_has_them(driver: Path) -> None:
+    operations, memory = MemoryOperations(str(driver)), Memory()
+    operations.register(memory.address, mmap.PAGESIZE)
+    operations.write(STREAM, memory.word(3), 7)
+    operations.write(STREAM, memory.word(1023), -1)
+    assert memory.words[3] == 7 and memory.words[1023] == 0xFFFFFFFF
+    operations.wait(STREAM, memory.word(3), 6)
+    late = threading.Timer(0.05, lambda: operations.write(STREAM, memory.word(5), 2))
+    late.start()
+    operations.wait(STREAM, memory.word(5), 2)
+    assert memory.words[5] == 2
+    memory.words[6] = 3
+    operations.wait(STREAM, memory.word(6), 0xFFFFFFFE)  # numbers have wrapped: 3 comes after
+    operations.forget(memory.address)
+    with pytest.raises(DriverError, match="in no registered memory"):
+        operations.write(STREAM, memory.word(3), 8)
+
+
+def test_what_the_driver_refuses_is_an_error_with_its_words(driver: Path) -> None:
+    operations, memory = MemoryOperations(str(driver)), Memory()
+    with pytest.raises(DriverError, match="cuMemHostRegister: invalid argument"):
+        operations.register(memory.word(1), 64)
+    operations.register(memory.address, mmap.PAGESIZE)
+    with pytest.raises(DriverError, match="cuStreamWriteValue32: invalid argument"):
+        operations.write(0xBAD, memory.word(1), 1)
+    with pytest.raises(DriverError, match="in no registered memory"):
+        operations.wait(STREAM, memory.address + mmap.PAGESIZE, 1)
+    operations.forget(memory.address)
+    with pytest.raises(DriverError, match="no-such-driver"):
+        MemoryOperations("no-such-driver.so")
+
+
+class DriverStream:
+    """The calling thread, whose words go through the driver's calls."""
+
+    def __init__(self, here: Any, operations: MemoryOperations) -> None:
+        self._operations = operations
+        self.after, self.mark = here.after, here.mark
+
+    def __enter__(self) -> DriverStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, word: int, value: int) -> None:
+        self._operations.write(STREAM, word, value)
+
+    def wait(self, word: int, value: int) -> None:
+        self._operations.wait(STREAM, word, value)
+
+
+@pytest.fixture(scope="module")
+def engine() -> CpuEngine:
+    return CpuEngine(threads=1)
+
+
+@pytest.fixture(params=["the caller's own", "the driver's"])
+def streams(request: pytest.FixtureRequest, engine: CpuEngine) -> DeviceStreams:
+    here = host_streams(engine)
+    if request.param == "the caller's own":
+        return here
+    operations = MemoryOperations(str(request.getfixturevalue("driver")))
+    stream = DriverStream(here.steps, operations)
+    return replace(here, steps=stream, copies=stream, assist=stream, memory=operations)
+
+
+class World:
+    """Adapters 0.. in slots 1.., whole in one pool and as far as a test says in the other."""
+
+    def __init__(self, engine: CpuEngine, streams: DeviceStreams, dtype: torch.dtype) -> None:
+        self.hosts = [HostAdapter(ranks, seed, dtype) for seed, ranks in enumerate(ADAPTERS)]
+        self.whole, self.pool = (self._pool(dtype) for _ in range(2))
+        for slot, host in enumerate(self.hosts, 1):
+            self.whole.load(slot, host.packed)
+            self.pool.load(slot, host.packed)
+        self.channels = [Channel(engine, self.pool, max_rows=16, sequence=0xFFFFFFF0) for _ in range(2)]
+        self.assist = DeviceAssist(self.pool, streams, engine)
+        self.streams = streams
+
+    def _pool(self, dtype: torch.dtype) -> LoraPool:
+        pool = LoraPool(SHAPES, layers=LAYERS, slots=8, max_rank=64, bytes_total=4 << 20, dtype=dtype)
+        pool.arena.fill_(float("nan"))
+        return pool
+
+    def leave(self, *slots: int) -> None:
+        """These are on their way: what the device reads of them now is NaN."""
+        for slot in slots:
+            self.pool.loaded_layers[slot] = 0
+            for place, _ in self._pages(slot):
+                place.fill_(float("nan"))
+
+    def arrive(self, slot: int) -> None:
+        for place, source in self._pages(slot):
+            place.copy_(source)
+        self.pool.loaded_layers[slot] = LAYERS
+
+    def arrive_soon(self, slot: int) -> None:
+        threading.Timer(0.05, self.arrive, [slot]).start()
+
+    def _pages(self, slot: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        host = self.hosts[slot - 1].packed
+        for m, module in enumerate(MODULES):
+            n = self.pool.page_lines[module] * 8
+            for page in range(int(host.pages[0, m])):
+                at, source = int(self.pool.table[slot, m, page]) * 8, int(host.table[0, m, page]) * 8
+                yield self.pool.arena[at : at + n], host.arena[source : source + n]
+
+    def helpers(self, slots: list[int], *, layerwise: tuple[int, ...] = (), late_s: float = 0.02) -> Helpers:
+        loading = [loading_of(slot, self.hosts[slot - 1], layerwise=slot in layerwise) for slot in slots]
+        return Helpers(loading, self.channels, watchdog_s=late_s)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def world(request: pytest.FixtureRequest, engine: CpuEngine, streams: DeviceStreams) -> Iterator[World]:
+    one = World(engine, streams, request.param)
+    streams.memory.register(one.pool.loaded_layers.ctypes.data, one.pool.loaded_layers.nbytes)
+    yield one
+    one.assist.close()
+    streams.memory.forget(one.pool.loaded_layers.ctypes.data)
+
+
+def through(world: World, row_slot: np.ndarray, step: Any, arrives: dict[int, int], seed: int = 0) -> None:
+    """Every group of every layer gives what whole adapters give. `arrives` is {slot: the layer before which it is whole}."""
+    dtype, draw = world.pool.arena.dtype, torch.Generator().manual_seed(seed)
+    batch = LoraBatch.build(world.whole, row_slot)
+    for layer in range(LAYERS):
+        for slot, when in arrives.items():
+            if layer == when:
+                world.arrive(slot)
+        lora = step.layer(layer)
+        for group, modules in GROUPS.items():
+            x = torch.randn(len(row_slot), SHAPES[modules[0]][0], generator=draw).to(dtype)
+            y = torch.randn(len(row_slot), sum(SHAPES[module][1] for module in modules), generator=draw).to(dtype)
+            want = y.clone()
+            add_lora(want, x, world.whole, layer, group, batch)
+            step.start(x, layer, group)
+            add_lora(y, x, world.pool, layer, group, lora)
+            step.collect(y, group)
+            near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.05}
+            torch.testing.assert_close(y, want, **near)
+
+
+ROWS = np.array([1, 1, -1, 3, 2, 4, 4, 4, -1, 5, 3, 1], dtype=np.int32)
+
+
+def test_rows_of_cold_adapters_come_out_as_of_whole_ones_whenever_each_arrives(world: World) -> None:
+    with served(world.channels):
+        for seed in range(LAYERS + 1):
+            slots = [1, 3, 5]
+            world.leave(*slots)
+            step = world.assist.begin(ROWS, world.helpers(slots))
+            through(world, ROWS, step, {1: seed, 3: (seed + 2) % (LAYERS + 1), 5: LAYERS}, seed)
+            assert step.finish()
+        counts = world.assist.counts
+        assert counts.by_processes > 0 and counts.on_device > 0 and counts.repaired == 0
+        asked = [channel.counters for channel in world.channels]
+        assert all(one.requests > 0 and one.work >= one.elements > 0 and one.busy_s > 0 for one in asked)
+
+
+def test_rows_that_wait_for_their_copy_have_it_layer_by_layer(world: World) -> None:
+    world.assist.pool.free(2)
+    world.pool.reserve(2, world.hosts[1].packed)
+    world.streams.memory.forget(world.pool.loaded_layers.ctypes.data)  # the loader registers it
+    loader = DeviceLoader(world.pool, world.streams, link_bytes_per_s=5e6)
+    with served(world.channels):
+        step = world.assist.begin(ROWS, world.helpers([2], layerwise=(2,)))
+        loader.begin(2, world.hosts[1].packed, world.hosts[1])
+        through(world, ROWS, step, {})
+        assert step.finish() and world.assist.counts.by_processes == 0
+    loader.close()
+    world.streams.memory.register(world.pool.loaded_layers.ctypes.data, world.pool.loaded_layers.nbytes)
+
+
+def test_more_rows_than_processes_have_room_for_wait_instead(world: World) -> None:
+    rows = np.full(40, 1, dtype=np.int32)
+    world.leave(1)
+    with served(world.channels):
+        step = world.assist.begin(rows, world.helpers([1]))
+        world.arrive_soon(1)
+        through(world, rows, step, {})
+        assert step.finish() and world.assist.counts.by_processes == 0
+
+
+def test_who_ends_a_process_lets_the_device_go_on_and_the_step_says_so(world: World) -> None:
+    world.leave(1)
+    step = world.assist.begin(ROWS, world.helpers([1]))  # nobody serves
+    x = torch.zeros(len(ROWS), SHAPES["q_proj"][0], dtype=world.pool.arena.dtype)
+    y = torch.zeros(len(ROWS), sum(SHAPES[module][1] for module in GROUPS["qkv"]), dtype=x.dtype)
+    step.layer(0)
+    step.start(x, 0, "qkv")
+    waiting = [channel for channel in world.channels if channel.pending is not None]
+    assert waiting, "a request is under way"
+    threading.Timer(0.05, lambda: [channel.release() for channel in world.channels]).start()
+    step.collect(y, "qkv")
+    assert [channel.state for channel in waiting] == ["died"] * len(waiting)
+    world.arrive_soon(1)
+    step.layer(1)  # waits for the copy now
+    step.start(x, 1, "qkv")
+    step.collect(y, "qkv")
+    assert not step.finish()
+    world.channels = []
+    again = world.assist.begin(ROWS, world.helpers([1]))
+    through(world, ROWS, again, {})
+    assert again.finish()
+
+
+def test_memory_that_a_process_cannot_map_fails_the_step_and_not_the_process(world: World) -> None:
+    world.leave(1)
+    with served(world.channels):
+        helpers = world.helpers([1])
+        helpers.loading[0].fd, helpers.loading[0].inode = 1 << 20, 1
+        step = world.assist.begin(ROWS, helpers)
+        step.layer(0)
+        x = torch.zeros(len(ROWS), SHAPES["q_proj"][0], dtype=world.pool.arena.dtype)
+        y = torch.zeros(len(ROWS), sum(SHAPES[module][1] for module in GROUPS["qkv"]), dtype=x.dtype)
+        step.start(x, 0, "qkv")
+        step.collect(y, "qkv")
+        assert not step.finish()
+
+
+def test_a_copy_that_fails_is_made_again_before_a_step_reads_it(engine: CpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = LoraPool(SHAPES, layers=LAYERS, slots=2, max_rank=64, bytes_total=4 << 20, dtype=torch.float32)
+    pool.arena.fill_(float("nan"))
+    host, loader = HostAdapter(ADAPTERS[0], 1, torch.float32), DeviceLoader(pool, host_streams(engine))
+    want = LoraPool(SHAPES, layers=LAYERS, slots=2, max_rank=64, bytes_total=4 << 20, dtype=torch.float32)
+    want.load(0, host.packed)
+    send, failures = loader._send, [MemoryError("no pinned memory")]
+
+    def failing(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        send(*arguments)
+
+    monkeypatch.setattr(loader, "_send", failing)
+    pool.reserve(0, host.packed)
+    loader.begin(0, host.packed, host)
+    while pool.loaded_layers[0] < LAYERS:
+        pass
+    loader.mend(np.array([-1, 0], dtype=np.int32))
+    n = int(pool.page_lines["q_proj"]) * 8
+    assert torch.equal(pool.arena[int(pool.table[0, 0, 0]) * 8 :][:n], want.arena[int(want.table[0, 0, 0]) * 8 :][:n])
+    loader.close()
+
+
+def test_registered_memory_is_let_go_with_its_channel(driver: Path, engine: CpuEngine) -> None:
+    operations = MemoryOperations(str(driver))
+    stream = DriverStream(host_streams(engine).steps, operations)
+    streams = replace(host_streams(engine), steps=stream, copies=stream, assist=stream, memory=operations)
+    world = World(engine, streams, torch.float32)
+    world.assist.begin(ROWS, world.helpers([])).finish()
+    registered = [channel.memory[0] for channel in world.channels]
+    assert set(registered) <= operations._spans.keys()
+    world.channels = world.channels[:1]
+    world.assist.begin(ROWS, world.helpers([])).finish()
+    assert set(registered) & operations._spans.keys() == {registered[0]}
+    world.assist.close()
+    assert not operations._spans
+
+
+def test_no_word_is_left_between_host_and_device(engine: CpuEngine) -> None:
+    """A channel's words lie in its memory, each where a 32-bit access does not tear."""
+    pool = LoraPool(SHAPES, layers=LAYERS, slots=1, max_rank=8, bytes_total=1 << 20, dtype=torch.float32)
+    channel = Channel(engine, pool, max_rows=4)
+    start, nbytes = channel.memory
+    words = channel.words()
+    addresses = [words.sequence, words.layer, words.group, words.slices, words.done, words.failures]
+    assert len(set(addresses)) == 6 and all(start <= at < start + nbytes and at % 4 == 0 for at in addresses)
+    assert words.sequence // 64 == words.layer // 64 == words.slices // 64 != words.done // 64 == words.failures // 64
+    ctypes.c_uint32.from_address(words.sequence).value = 5
+    assert channel.pending == 5
