@@ -7,9 +7,9 @@
 What the twin models is the worker: its queue, engine, adapter tiers and its hops over the bus. Adapters, prompt and output
 lengths are known to it; times are not.
 
-    steady    independent arrivals at 60% of what the worker can serve, a few adapters that are here already
+    steady    independent arrivals at 45% of what the worker can serve, a few adapters that are here already
     bursty    the same load in bursts (gaps with a coefficient of variation of 4)
-    cold      at 40%, many adapters, each for the first time here or pushed out by others meanwhile
+    cold      at 30%, many adapters, each for the first time here or pushed out by others meanwhile
     overload  twice what can be served: after a few seconds the queue is full, and half of all requests are refused
 
 A round is every shape once, with new arrivals, between two profiles. The twin gets the requests twice, once with either: on a
@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
@@ -61,6 +62,7 @@ QUICK_RUN_S = 4.0
 PROFILE_RUNS = 2  # the profile takes as long as so many runs
 QUIET_CORES = 0.05
 WARM_EVERY_S = 0.15
+CAPACITY_TURNS = 12  # so many requests for every place, when what a worker can serve is estimated
 FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "tokens_per_s")
 
 
@@ -81,9 +83,9 @@ class Shape:
 
 
 SHAPES = (
-    Shape("steady", 0.6, 1.0, 8, 1.0, True, 2),
-    Shape("bursty", 0.6, 4.0, 8, 1.0, True, 2),
-    Shape("cold", 0.4, 1.0, 150, 0.5, False, 4),
+    Shape("steady", 0.45, 1.0, 8, 1.0, True, 2),
+    Shape("bursty", 0.45, 4.0, 8, 1.0, True, 2),
+    Shape("cold", 0.3, 1.0, 150, 0.5, False, 4),
     Shape("overload", 2.0, 1.0, 16, 1.0, True, 2),
 )
 
@@ -161,7 +163,8 @@ def _lengths(draw: Generator) -> Lengths:
 
 def _capacity(profile: Profile) -> float:
     """Requests per second of the twin when all places are taken all the time."""
-    draw, count = np.random.default_rng(0), profile.limits.max_running + profile.limits.max_waiting
+    draw, seats = np.random.default_rng(0), profile.limits.max_running
+    count = CAPACITY_TURNS * seats
     prompt, output = _lengths(draw).draw(draw, count)
     ranks = np.array([RANKS[i % len(RANKS)] for i in range(16)])
     workload = Workload(
@@ -172,10 +175,11 @@ def _capacity(profile: Profile) -> float:
         ranks=ranks,
         adapter_bytes=ranks * 60_000,
     )
-    cluster = Cluster(workload, [replace(profile.spec(), max_loras=64)], None)
+    spec = replace(profile.spec(), max_loras=64, limits=msgspec.structs.replace(profile.limits, max_waiting=count))
+    cluster = Cluster(workload, [spec], None)
     cluster.run()
-    first_out = np.sort(cluster.metrics.end_ps)[: profile.limits.max_waiting]  # until then the batch is full
-    return len(first_out) / (first_out[-1] / PS_PER_S)
+    out_s = np.sort(cluster.metrics.end_ps)[seats:-seats] / PS_PER_S  # neither those that began together nor the last ones
+    return (len(out_s) - 1) / (out_s[-1] - out_s[0])
 
 
 def _workload(draw: Generator, shape: Shape, adapters: Sequence[AdapterRef], rate: float, run_s: float) -> Workload:

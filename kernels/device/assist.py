@@ -128,8 +128,9 @@ class AssistedStep:
         self._bridged: frozenset[int] | None = None  # slots whose rows processes compute in this layer
         self._lora: LoraBatch | None = None
         self._requests: dict[str, list[_Request]] = {}
-        self._asked = {line: _Asked(failures=_word(line.words.failures)) for line in lines}
-        for line in lines:
+        used = {part.channel for mine in self._parts.values() for part in mine}
+        self._asked = {lines[c]: _Asked(failures=_word(lines[c].words.failures)) for c in sorted(used)}
+        for line in self._asked:
             line.sequence = _word(line.words.sequence)
             line.channel.listen(True)
 
@@ -152,7 +153,7 @@ class AssistedStep:
     @property
     def channels(self) -> list[Channel]:
         """Whose answers this step may wait for."""
-        return [line.channel for line in self._lines]
+        return [line.channel for line in self._asked]
 
     def layer(self, layer: int) -> LoraBatch:
         """The rows that the device computes in this layer; their adapters are there when the steps' stream is."""
@@ -216,9 +217,8 @@ class AssistedStep:
         good = True
         for line, asked in self._asked.items():
             line.channel.listen(False)
-            if asked.requests:
-                line.channel.account(asked.requests, asked.elements, asked.work)
-                good &= _word(line.words.failures) == asked.failures
+            line.channel.account(asked.requests, asked.elements, asked.work)
+            good &= not asked.requests or _word(line.words.failures) == asked.failures
         if not good:
             self._assist.counts.repaired += len(self._row_slot)
         return good

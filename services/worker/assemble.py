@@ -117,9 +117,9 @@ def _copies(config: WorkerConfig, runner: ModelRunner) -> Literal["stall", "wait
 def _check_copies(config: WorkerConfig, runner: ModelRunner) -> None:
     """What is asked for beside the steps must be there."""
     if config.assist_processes and runner.assist is None:
-        raise ConfigError(f"--assist-processes: {config.assist_processes} asked for, which the compiled CPU kernels alone have")
+        raise ConfigError(f"--assist-processes: {config.assist_processes} asked for, which need the compiled CPU kernels")
     if config.link_gbps and math.isinf(runner.link.bytes_per_s):
-        raise ConfigError(f"--link-gbps: {config.link_gbps} asked for, which the compiled CPU kernels alone can emulate")
+        raise ConfigError(f"--link-gbps: {config.link_gbps} asked for, which needs the compiled CPU kernels")
 
 
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:

@@ -18,14 +18,13 @@ from tests.support_models import random_prompts
 SLOW = {"link_gbps": 1e-3}  # a megabyte per second: adapters of this model take tens to hundreds of milliseconds
 
 
-def compiled(worker) -> bool:
-    """Whether copies run beside the steps: not with the reference kernels."""
-    return worker.service._assembly.engine._adapters.cold is not None
+@pytest.fixture(params=["cpu", "reference"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled steps, and torch's as a device runs them."""
+    monkeypatch.setenv("MOTET_KERNELS", request.param)
 
 
 def options(mode: str) -> dict[str, object]:
-    if os.environ.get("MOTET_KERNELS") == "reference":
-        return {"cold_start": mode}
     return {**SLOW, "cold_start": mode, "assist_processes": 1}
 
 
@@ -41,9 +40,8 @@ def value(metric, **labels: str) -> float:
 @pytest.mark.parametrize("mode", ["auto", "blocking", "layerwise", "assist"])
 async def test_cold_requests_get_the_oracles_tokens_beside_others(start, adapters, oracle, mode: str):
     worker = await start(**options(mode))
-    if compiled(worker):
-        await eventually(lambda: worker.service._assembly.engine._runner.assist.capacity.processes == 1, within_s=30)
-    said = "stall" if not compiled(worker) else "bridged" if mode in ("auto", "assist") else "wait"
+    await eventually(lambda: worker.service._assembly.engine._runner.assist.capacity.processes == 1, within_s=30)
+    said = "bridged" if mode in ("auto", "assist") else "wait"
     assert worker.service._assembly.limits.copies == said, "schedulers are told whom a copy holds up"
     refs = [await worker.mesh.publish_adapter(adapters[i]) for i in (1, 3, 5)]
     before, copied = value(metrics.COLD_STARTS), value(metrics.LINK_BYTES)
@@ -53,9 +51,8 @@ async def test_cold_requests_get_the_oracles_tokens_beside_others(start, adapter
     for request, prompt, adapter in zip(requests, prompts, [adapters[1], adapters[3], adapters[5], None], strict=True):
         assert (await worker.mesh.ended(request.request_id)).finish == "length"
         assert worker.mesh.tokens(request.request_id) == oracle.greedy(prompt, 8, adapter)
-    if compiled(worker):
-        assert value(metrics.COLD_STARTS) - before == 3
-        await eventually(lambda: value(metrics.LINK_BYTES) > copied)
+    assert value(metrics.COLD_STARTS) - before == 3
+    await eventually(lambda: value(metrics.LINK_BYTES) > copied)
 
 
 async def test_leaving_cancelling_and_dropping_while_copies_are_under_way(start, adapters):
