@@ -18,7 +18,8 @@ a = row_slot[i] >= 0, when adapter a has projection s:
 Products accumulate in fp32; x A^T and the sum are rounded to the tensors' type, as PEFT does. A result depends on which
 other rows are in the batch by rounding only, and never on pool memory that the row's adapter does not own.
 
-The pool's device decides what computes: plain torch on a CPU, the Triton kernels (kernels/triton) on a GPU.
+The pool's device decides what computes: plain torch on a CPU, the Triton kernels (kernels/triton) on a GPU. Whole steps on a
+CPU are compiled (kernels/cpu); adapters reach a GPU, and CPU processes help it meanwhile, by kernels/device.
 
 This package needs torch and nothing else of ours. (`transformers` looks for a hub package of the same import name; a test
 asserts that it does not take this one for it.)

@@ -164,6 +164,8 @@ class DeviceLoader:
     # ---- the loader's thread
 
     def _run(self) -> None:
+        if self._streams.device.type == "cuda":
+            torch.cuda.set_device(self._streams.device)
         while (load := self._next()) is not None:
             try:
                 with torch.inference_mode():

@@ -67,6 +67,7 @@ def cuda_streams(device: torch.device, operations: MemoryOperations) -> DeviceSt
     Streams that wait for each other through words must not share a queue of the hardware: CUDA has 8 of them unless
     CUDA_DEVICE_MAX_CONNECTIONS says otherwise, and a worker has four streams. Raises DriverError where words do not work.
     """
+    torch.cuda.set_device(device)  # of this thread, as registering memory needs it
     copies, assist = (_CudaStream(operations, device, torch.cuda.Stream(device)) for _ in range(2))
     _try(operations, copies)
     return DeviceStreams(_CudaStream(operations, device, None), copies, assist, operations, device)

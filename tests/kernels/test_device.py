@@ -350,6 +350,61 @@ def test_a_copy_that_fails_is_made_again_before_a_step_reads_it(engine: CpuEngin
     loader.close()
 
 
+class Timeline:
+    """A stream that only writes down what it is given: nobody answers, and nothing is ever done."""
+
+    def __init__(self, name: str, told: list[tuple[Any, ...]]) -> None:
+        self.name, self._told = name, told
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def after(self, other: Timeline) -> None:
+        self._told.append((self.name, "after", other.name))
+
+    def write(self, word: int, value: int) -> None:
+        self._told.append((self.name, "write", word, value))
+
+    def wait(self, word: int, value: int) -> None:
+        self._told.append((self.name, "wait", word, value))
+
+    def mark(self) -> Any:
+        raise AssertionError("the thread that enqueues a step looks for its end")
+
+
+def test_the_thread_that_enqueues_a_step_waits_for_nobody(engine: CpuEngine) -> None:
+    told: list[tuple[Any, ...]] = []
+    here = host_streams(engine)
+    steps, copies, assist = (Timeline(name, told) for name in ("steps", "copies", "assist"))
+    world = World(engine, replace(here, steps=steps, copies=copies, assist=assist), torch.float32)
+    world.channels = world.channels[:1]
+    world.leave(1, 3)
+    step = world.assist.begin(ROWS, world.helpers([1, 3], layerwise=(3,)))
+    words, layer = world.channels[0].words(), 2
+    loaded = world.pool.loaded_layers.ctypes.data + 4 * 3
+    step.layer(layer)
+    want: list[tuple[Any, ...]] = [("steps", "wait", loaded, layer + 1)]
+    for number, (group, modules) in enumerate(GROUPS.items()):
+        x = torch.zeros(len(ROWS), SHAPES[modules[0]][0])
+        y = torch.zeros(len(ROWS), sum(SHAPES[module][1] for module in modules))
+        step.start(x, layer, group)
+        step.collect(y, group)
+        want += [
+            ("assist", "after", "steps"),
+            ("assist", "write", words.layer, layer),
+            ("assist", "write", words.group, number),
+            ("assist", "write", words.slices, 1),
+            ("assist", "write", words.sequence, 0xFFFFFFF0 + number + 1),
+            ("assist", "wait", words.done, 0xFFFFFFF0 + number + 1),
+            ("steps", "after", "assist"),
+        ]
+    assert told == want
+    world.assist.close()
+
+
 def test_registered_memory_is_let_go_with_its_channel(driver: Path, engine: CpuEngine) -> None:
     operations = MemoryOperations(str(driver))
     stream = DriverStream(host_streams(engine).steps, operations)

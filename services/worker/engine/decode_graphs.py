@@ -101,7 +101,7 @@ class DecodeGraphs:
             buffers.run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # adapters go on being copied
             logits = buffers.run()
         return buffers, graph, logits
 
