@@ -10,7 +10,7 @@ A copy fills layer after layer behind what was queued on the link before it. All
     layer i begins at    wait + i * base                          one layer of the first chunk takes `base`
     layerwise waits      max over i of (arrives - i * base), which is at one of the two ends
     who waits            joins between two steps of the others
-    assist               a layer takes max(base, cpu) until its copy has overtaken it, then base; decodes too
+    assist               a layer takes max(base - saved, cpu) until its copy has overtaken it, then base; decodes max(base, cpu)
 
 The choice is the least of: own time to first token + (others in the batch) * (what each of their steps is held up), and for
 assist what decodes are held up, its own included, until the copy is whole. Rates are those of now, so a request that waits is
@@ -81,6 +81,9 @@ class AssistRates:
     mib_ms: float = 0.0  # a core's time to read one MiB of adapter, whatever the rows
     start_ms: float = 0.0  # once: until a process has woken up and found the adapter
     core_share: float = 0.0  # of a core that copying takes while something is copied
+    relief: float = (
+        0.0  # what the device is spared, of the time that one process takes for it: little where the device is a GPU
+    )
 
     def begin_ms(self, copying_ms: float) -> float:
         """What a request pays beyond the time of its layers: until a process begins, and for a copy of `copying_ms` beside it.
@@ -95,6 +98,10 @@ class AssistRates:
         Rows are divided among the processes; each of them reads the adapter.
         """
         return self.hop_ms + (mib * self.mib_ms + mib_rows * self.mib_row_ms / self.processes) / layers
+
+    def saved_ms(self, mib: float, mib_rows: float, layers: int) -> float:
+        """What the device is spared in such a layer."""
+        return self.relief * (mib * self.mib_ms + mib_rows * self.mib_row_ms) / layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,7 @@ def choose(
     chunks_ms: list[float],
     cpu_ms: list[float] | None,
     *,
+    saved_ms: list[float] | None = None,
     others: int = 0,
     decode: tuple[float, float] = (0.0, 0.0),
     start_ms: float = 0.0,
@@ -123,7 +131,8 @@ def choose(
     """The way in for one request.
 
     `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
-    `cpu_ms` the time of one layer of each on CPU processes, None when none is alive. `others` are the sequences in them.
+    `cpu_ms` the time of one layer of each on CPU processes, None when none is alive, `saved_ms` what it spares the device.
+    `others` are the sequences in them.
     `decode` is both of a decode step that follows. Processes need `start_ms` before they begin.
     `between_ms` is a step of the others without it, 0 when nobody runs.
     """
@@ -137,7 +146,7 @@ def choose(
     }
     cost = dict(ttft)
     if cpu_ms is not None:
-        ttft["assist"] = start_ms + assisted_ms(copy, chunks_ms, cpu_ms)
+        ttft["assist"] = start_ms + assisted_ms(copy, chunks_ms, cpu_ms, saved_ms)
         held_ms = _held_ms(copy, ttft["assist"], *decode)
         cost["assist"] = ttft["assist"] + others * (ttft["assist"] - prefill) + (1 + others) * held_ms
     waiting: Mode = "layerwise" if stall < copy.whole_ms else "blocking"
@@ -172,11 +181,11 @@ def _least(ttft: Mapping[Mode, float], cost: Mapping[Mode, float], waiting: Mode
     return "layerwise", "others" if ttft["assist"] < ttft["layerwise"] * (1 - MARGIN) else "cpu_slower"
 
 
-def assisted_ms(copy: Copy, chunks_ms: list[float], cpu_ms: list[float]) -> float:
+def assisted_ms(copy: Copy, chunks_ms: list[float], cpu_ms: list[float], saved_ms: list[float] | None = None) -> float:
     """How long steps of `chunks_ms` take together when CPU processes compute what is not there yet."""
     now = 0.0
-    for chunk, cpu in zip(chunks_ms, cpu_ms, strict=True):
-        now += step_ms(chunk, copy.layers, [(copy, now)], cpu, [])
+    for chunk, cpu, saved in zip(chunks_ms, cpu_ms, saved_ms or [0.0] * len(cpu_ms), strict=True):
+        now += step_ms(chunk, copy.layers, [(copy, now)], cpu, [], saved_ms=saved)
     return now
 
 
@@ -191,13 +200,21 @@ def _held_ms(copy: Copy, since_ms: float, decode_ms: float, cpu_ms: float) -> fl
 
 
 def step_ms(
-    chunk_ms: float, layers: int, assisted: list[tuple[Copy, float]], cpu_ms: float, overlapped: list[tuple[Copy, float]]
+    chunk_ms: float,
+    layers: int,
+    assisted: list[tuple[Copy, float]],
+    cpu_ms: float,
+    overlapped: list[tuple[Copy, float]],
+    *,
+    saved_ms: float = 0.0,
 ) -> float:
     """One step of `chunk_ms` with adapters under way, each as (copy, how long ago that was its state).
 
-    A layer waits for the `overlapped` ones, and takes `cpu_ms` at least when one of the `assisted` is not there.
+    A layer waits for the `overlapped` ones. When one of the `assisted` is not there it takes `cpu_ms` at least, and the device
+    is spared `saved_ms`.
     """
     base = chunk_ms / layers
+    bridged = max(base - saved_ms, cpu_ms)
     whole = max((copy.whole_ms - age for copy, age in (*assisted, *overlapped)), default=0.0)
     now = 0.0
     for layer in range(layers):
@@ -206,7 +223,7 @@ def step_ms(
         for copy, age in overlapped:
             now = max(now, copy.arrives_ms(layer) - age)
         missing = any(copy.arrives_ms(layer) - age > now for copy, age in assisted)
-        now += max(base, cpu_ms) if missing else base
+        now += bridged if missing else base
     return now
 
 
@@ -275,18 +292,20 @@ class ColdStarts:
             left -= chunks[-1]
         beside = decode_ms(self.perf, float(others), 0.0) if others else 0.0
         chunks_ms = [beside + prefill_ms(self.perf, float(chunk), float(rank)) for chunk in chunks]
-        cpu_ms, decode, start_ms = None, (0.0, 0.0), 0.0
+        cpu_ms, saved_ms, decode, start_ms = None, None, (0.0, 0.0), 0.0
         if self.assist is not None and self.assist.processes:
             others_mib, others_mib_rows = assisted[0] / MIB, assisted[1] / MIB
             mib, layer_ms = size_bytes / MIB, self.assist.layer_ms
             cpu_ms = [layer_ms(mib, chunk * mib, self.layers) for chunk in chunks]
             cpu_ms[0] = layer_ms(mib + others_mib, chunks[0] * mib + others_mib_rows, self.layers)
+            saved_ms = [self.assist.saved_ms(mib, chunk * mib, self.layers) for chunk in chunks]
             decode = decode_ms(self.perf, others + 1.0, float(rank)), layer_ms(mib, mib, self.layers)
             start_ms = self.assist.begin_ms(min(copy.whole_ms, sum(chunks_ms)))
         choice = choose(
             copy,
             chunks_ms,
             cpu_ms,
+            saved_ms=saved_ms,
             others=others,
             decode=decode,
             start_ms=start_ms,

@@ -78,6 +78,7 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     assist_mib_row_ms: _Ms = 0.0  # and for each row of it
     assist_start_ms: _Ms = 0.0  # and once, until it has begun
     assist_core_share: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of a core that copying takes meanwhile
+    assist_relief: Annotated[float, Meta(ge=0, le=1)] = 0.0  # what the device is spared, of the time of a process
     assist_hop_ms: _Ms = 0.05  # per layer: handing rows to processes and back
     cold_start: Literal["auto", "blocking", "layerwise", "assist"] = "auto"
 

@@ -142,12 +142,16 @@ class Copies:
                 overlapped[digest] = cold.copies[digest]
         if not assisted and not overlapped:
             return warm_ps
-        cpu_ms = model.assist.layer_ms(sum(sizes.values()), mib_rows, model.layers) if model.assist is not None else 0.0
+        cpu_ms = saved_ms = 0.0
+        if model.assist is not None:
+            work = sum(sizes.values()), mib_rows, model.layers
+            cpu_ms, saved_ms = model.assist.layer_ms(*work), model.assist.saved_ms(*work)
         took_ms = step_ms(
             warm_ps / PS_PER_MS,
             model.layers,
             [(copy, 0.0) for copy in assisted.values()],
             cpu_ms,
             [(copy, 0.0) for copy in overlapped.values()],
+            saved_ms=saved_ms,
         )
-        return max(warm_ps, to_ps(took_ms))
+        return to_ps(took_ms)

@@ -56,6 +56,7 @@ def _link(facts: profile.LinkFacts) -> LinkModel:
             mib_ms=facts.assist_mib_ms,
             start_ms=facts.assist_start_ms,
             core_share=facts.assist_core_share,
+            relief=facts.assist_relief,
         )
     return LinkModel(bytes_per_s=facts.gb_per_s * 1e9, layers=facts.layers, assist=assist, cold_start=facts.cold_start)
 

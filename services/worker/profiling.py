@@ -54,7 +54,7 @@ ADAPTERS_PER_RANK = 8
 LINK_RANKS = (8, 64)  # of the adapters that are fetched and read again
 LINK_ADAPTERS = 8  # of each
 MOMENTS = 4  # of a profile at which ways are timed: a machine is not equally fast at all of them, and slowest when it begins
-BESIDE = 8  # sequences that decode meanwhile
+BESIDE = 4  # sequences that decode meanwhile, as when there is room for more
 HOPS = 10  # requests whose way is timed at each of them
 KNOCK_S = 0.04  # at most between two of them
 GATEWAY = "profile"
@@ -291,6 +291,7 @@ class _Profiler:
             assist_mib_row_ms=assist.mib_row_ms,
             assist_start_ms=assist.start_ms,
             assist_core_share=assist.core_share,
+            assist_relief=assist.relief,
             cold_start=cast(Forced, self._worker.config.cold_start),
         )
 

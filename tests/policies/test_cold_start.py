@@ -103,6 +103,23 @@ def test_processes_share_a_layers_rows_and_each_hand_over_takes_its_time() -> No
     assert rates.layer_ms(4.0, 400.0, LAYERS) == pytest.approx(0.1 + (4 * 0.5 + 400 * 0.01 / 2) / LAYERS)
 
 
+def test_what_processes_spare_the_device_counts_until_the_copy_is_whole() -> None:
+    copy = Copy(4, 0, 0.0, 2.0)  # layers arrive at 2, 4, 6, 8
+    # layers 0 to 3 begin at 0, 3, 6, 9 and take 5 less 2 where they are not there: 0 and 1
+    assert step_ms(20.0, 4, [(copy, 0.0)], 1.0, [], saved_ms=2.0) == 3 + 3 + 5 + 5
+    assert step_ms(20.0, 4, [(copy, 0.0)], 4.0, [], saved_ms=2.0) == 4 + 5 + 5 + 5, "no faster than the processes"
+    on_cpu, on_gpu = (AssistRates(2, mib_row_ms=0.01, mib_ms=0.5, relief=relief) for relief in (0.5, 0.0))
+    assert on_cpu.saved_ms(4.0, 400.0, LAYERS) == pytest.approx(0.5 * (4 * 0.5 + 400 * 0.01) / LAYERS)
+    assert on_gpu.saved_ms(4.0, 400.0, LAYERS) == 0
+
+
+def test_a_copy_that_is_ahead_is_not_waited_for_when_processes_help_meanwhile() -> None:
+    copy = Copy(LAYERS, 0, 0.0, 0.5)  # whole after 4 ms of 80
+    alone, helped = (choose(copy, [80.0], [5.0], saved_ms=[saved]) for saved in (0.0, 4.0))
+    assert alone.mode == "layerwise" and helped.mode == "assist"
+    assert helped.ttft_ms["assist"] == pytest.approx(80 - 4), "the first layer"
+
+
 def test_who_waits_joins_between_two_steps_of_the_others() -> None:
     copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 1.0), [16.0], [3.2]
     alone, beside = (choose(copy, chunks, cpu, others=others, between_ms=step) for others, step in ((0, 0.0), (1, 10.0)))

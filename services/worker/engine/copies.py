@@ -144,4 +144,5 @@ class DeviceAdapters:
             mib_row_ms=capacity.row_s * ms,
             start_ms=capacity.start_s * 1e3,
             core_share=link.core_share,
+            relief=self._runner.assist_relief,
         )

@@ -75,6 +75,7 @@ class ModelRunner:
         self.device = torch.device(device)
         allowed = os.sched_getaffinity(0)
         self._step_cores = allowed.difference(assist_cores) or allowed  # assistants have cores of their own
+        self._threads = threads or len(self._step_cores)
         with _on_cores(self._step_cores if assist_cores else None):  # threads begin on those of who starts them
             compiled = _compiled(kernels, self.device, threads)
         if quantization != "none" and compiled is None:
@@ -162,6 +163,11 @@ class ModelRunner:
     def link(self) -> LinkState:
         """The link over which adapters reach the device."""
         return self._loader.link if self._loader is not None else LinkState(0, 0, 0.0, math.inf)
+
+    @property
+    def assist_relief(self) -> float:
+        """What a CPU process spares the device, of its own time: on a CPU the same kernels would run on all threads."""
+        return 1.0 / self._threads if self.device.type == "cpu" else 0.0
 
     @property
     def assisted(self) -> AssistCounts:

@@ -25,7 +25,7 @@ BLOCK_SIZE = 8
 
 
 class WholeRunner(ModelRunner):
-    """A runner whose loads are whole on return, as with reference kernels and on a GPU: steps follow from requests alone."""
+    """A runner whose loads are whole on return, as with torch on a CPU: steps follow from requests alone."""
 
     @property
     def link(self) -> LinkState:
