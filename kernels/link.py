@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from kernels.pool import LoraPool
 
 FIRST_GUESS_BYTES_PER_S = 4e9
 """Of a link that is as fast as memory, before the first copy."""
@@ -44,3 +48,21 @@ class LinkMeter:
             self._seen = copied, busy_ns, copying_ns
         rate = min(self._rate, self._pace) if self._pace else self._rate
         return LinkState(queued, copied, busy_ns / 1e9, rate, min(self._share, 1.0))
+
+
+class Sources:
+    """What the loads into a pool read from; loaders have it in common."""
+
+    def __init__(self, pool: LoraPool) -> None:
+        self._pool = pool
+        self._sources: dict[int, Any] = {}  # by slot
+
+    def finished(self) -> list[Any]:
+        """What loads that are whole by now have read from; each once. Nothing reads it any more."""
+        whole = [slot for slot in self._sources if self._pool.loaded_layers[slot] == self._pool.layers]
+        return [self._sources.pop(slot) for slot in whole]
+
+    @property
+    def under_way(self) -> Mapping[int, Any]:
+        """{slot: what its load reads from}, of loads that were not `finished` yet."""
+        return self._sources

@@ -11,26 +11,26 @@ A step may read the layers that are there. src/loader.h has the rules.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from ctypes import byref, c_int64
 from functools import partial
 from typing import Any
 
 from kernels.cpu.library import CpuEngine, pool_struct
-from kernels.link import LinkMeter, LinkState
+from kernels.link import LinkMeter, LinkState, Sources
 from kernels.pool import LoraPool, PackedLora
 
 
-class CpuLoader:
+class CpuLoader(Sources):
     """One thread that fills a pool's slots. The pool's own methods stay with the thread that runs the steps.
 
     `link_bytes_per_s` is the pace, 0 for memory's own. The pool must outlive this object's `close`.
     """
 
     def __init__(self, engine: CpuEngine, pool: LoraPool, *, link_bytes_per_s: float = 0.0) -> None:
-        self._library, self._pool, self._meter = engine.library, pool, LinkMeter(link_bytes_per_s)
-        self._sources: dict[int, Any] = {}  # by slot: what the thread reads
+        super().__init__(pool)
+        self._library, self._meter = engine.library, LinkMeter(link_bytes_per_s)
         arena = pool.arena
         self._handle = self._library.motet_loader_new(
             byref(pool_struct(pool)), arena.nbytes, arena.element_size(), link_bytes_per_s
@@ -60,16 +60,6 @@ class CpuLoader:
         """Write no more of this slot's load, if there is one; nothing of it is being written when this returns."""
         self._library.motet_loader_cancel(self._handle, slot)
         self._sources.pop(slot, None)
-
-    def finished(self) -> list[Any]:
-        """What loads that are whole by now have read from; each once. Nothing reads it any more."""
-        whole = [slot for slot in self._sources if self._pool.loaded_layers[slot] == self._pool.layers]
-        return [self._sources.pop(slot) for slot in whole]
-
-    @property
-    def under_way(self) -> Mapping[int, Any]:
-        """{slot: what its load reads from}, of loads that were not `finished` yet."""
-        return self._sources
 
     def bytes_ahead(self, slot: int) -> int:
         """Bytes that pass the link until this slot is whole, those of the loads before it included."""

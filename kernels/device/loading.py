@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from kernels.device.streams import DeviceStreams
-from kernels.link import LinkMeter, LinkState
+from kernels.link import LinkMeter, LinkState, Sources
 from kernels.pool import LINE, MODULES, LoraPool, PackedLora
 
 log = logging.getLogger("motet.kernels.device")
@@ -43,7 +43,7 @@ class _Load:
     cancelled: bool = False
 
 
-class DeviceLoader:
+class DeviceLoader(Sources):
     """One thread that fills a pool's slots. The pool's own methods stay with the thread that runs the steps.
 
     `link_bytes_per_s` emulates a pace, 0 for the link's own. A slot whose copy fails counts as loaded, so that no stream waits
@@ -51,9 +51,9 @@ class DeviceLoader:
     """
 
     def __init__(self, pool: LoraPool, streams: DeviceStreams, *, link_bytes_per_s: float = 0.0) -> None:
-        self._pool, self._streams, self._pace = pool, streams, link_bytes_per_s
+        super().__init__(pool)
+        self._streams, self._pace = streams, link_bytes_per_s
         self._meter = LinkMeter(link_bytes_per_s)
-        self._sources: dict[int, Any] = {}
         self._changed = threading.Condition()  # and all that follows is read and written under it
         self._queue: deque[_Load] = deque()
         self._current: _Load | None = None
@@ -105,16 +105,6 @@ class DeviceLoader:
                 self._changed.wait_for(lambda: not self._copying)
             self._sources.pop(slot, None)
             self._failed.pop(slot, None)
-
-    def finished(self) -> list[Any]:
-        """What loads that are whole by now have read from; each once. Nothing reads it any more."""
-        whole = [slot for slot in self._sources if self._pool.loaded_layers[slot] == self._pool.layers]
-        return [self._sources.pop(slot) for slot in whole]
-
-    @property
-    def under_way(self) -> Mapping[int, Any]:
-        """{slot: what its load reads from}, of loads that were not `finished` yet."""
-        return self._sources
 
     def bytes_ahead(self, slot: int) -> int:
         """Bytes that pass the link until this slot is whole, those of the loads before it included."""

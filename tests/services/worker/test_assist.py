@@ -135,7 +135,7 @@ def test_answers_are_the_cached_ones_whenever_the_copies_arrive(cold: Cold, cach
     counts = cold.runner.assisted
     for seed in range(6):
         assisted_run(cold, cached, seed=seed)
-    assert counts.by_processes > 1000 and counts.on_device > 0, "rows began with processes and went on on the device"
+    assert counts.by_processes > 100 and counts.on_device > 0, "rows began with processes and went on on the device"
     assert counts.repaired == counts.in_place == 0 and not cold.assist.failures
 
 
