@@ -81,9 +81,7 @@ class AssistRates:
     mib_ms: float = 0.0  # a core's time to read one MiB of adapter, whatever the rows
     start_ms: float = 0.0  # once: until a process has woken up and found the adapter
     core_share: float = 0.0  # of a core that copying takes while something is copied
-    relief: float = (
-        0.0  # what the device is spared, of the time that one process takes for it: little where the device is a GPU
-    )
+    relief: float = 0.0  # what the device is spared, of the time that a process takes: next to nothing where it is a GPU
 
     def begin_ms(self, copying_ms: float) -> float:
         """What a request pays beyond the time of its layers: until a process begins, and for a copy of `copying_ms` beside it.
@@ -132,9 +130,8 @@ def choose(
 
     `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
     `cpu_ms` the time of one layer of each on CPU processes, None when none is alive, `saved_ms` what it spares the device.
-    `others` are the sequences in them.
-    `decode` is both of a decode step that follows. Processes need `start_ms` before they begin.
-    `between_ms` is a step of the others without it, 0 when nobody runs.
+    `others` are the sequences in them. `decode` is both of a decode step that follows. Processes need `start_ms` before they
+    begin. `between_ms` is a step of the others without it, 0 when nobody runs.
     """
     prefill = sum(chunks_ms)
     base_ms = chunks_ms[0] / copy.layers

@@ -24,7 +24,7 @@ from kernels.cpu.library import TYPES, Assist, CpuEngine, Loading, address, pool
 from kernels.pool import GROUPS, LoraPool, PackedLora
 
 MAX_SLICES = 16
-"""Of one channel in one step."""
+"""Of one channel in one step; src/channel.h has room for no more."""
 
 STATES = ("alive", "late", "died", "unreadable")
 """Of a channel; all but the first are for good."""

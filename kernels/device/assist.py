@@ -30,6 +30,7 @@ from kernels.lora import LoraBatch
 from kernels.pool import GROUPS, LINE, MODULES, LoraPool
 
 GROUP_NAMES = tuple(GROUPS)
+X, Y = 0, 1  # sides of a channel
 
 
 class _Line:
@@ -41,16 +42,15 @@ class _Line:
         self.words = channel.words()
         self.host = [channel.rows(group) for group in range(len(GROUPS))]
         self.sequence = 0
-        self._x = self._y = torch.empty(0, device=streams.device)
+        self._staged = [torch.empty(0, dtype=side.dtype, device=streams.device) for side in self.host[0]]
 
-    def stage(self, group: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room on the device for so many rows of x and of y, strides as on the host."""
-        x, y = self.host[group]
-        if self._x.numel() < rows * x.shape[1] or self._x.dtype != x.dtype:
-            self._x = torch.empty(rows * max(one.shape[1] for one, _ in self.host), dtype=x.dtype, device=self._streams.device)
-        if self._y.numel() < rows * y.shape[1] or self._y.dtype != y.dtype:
-            self._y = torch.empty(rows * max(one.shape[1] for _, one in self.host), dtype=y.dtype, device=self._streams.device)
-        return self._x[: rows * x.shape[1]].view(rows, -1), self._y[: rows * y.shape[1]].view(rows, -1)
+    def stage(self, side: int, group: int, rows: int) -> torch.Tensor:
+        """Room on the device for so many rows of x or y, strides as on the host."""
+        stride = self.host[group][side].shape[1]
+        if self._staged[side].numel() < rows * stride:
+            widest = max(sides[side].shape[1] for sides in self.host)
+            self._staged[side] = self._staged[side].new_empty(rows * widest)
+        return self._staged[side][: rows * stride].view(rows, stride)
 
     def forget(self) -> None:
         self._streams.memory.forget(self.channel.memory[0])
@@ -184,9 +184,9 @@ class AssistedStep:
         with self._streams.assist as stream:
             for one in requests:
                 line, words = one.line, one.line.words
-                staged, _ = line.stage(number, one.end)
+                staged = line.stage(X, number, one.end)
                 staged[:, : x.shape[1]].copy_(x.index_select(0, one.sent))
-                line.host[number][0][: one.end].copy_(staged, non_blocking=True)
+                line.host[number][X][: one.end].copy_(staged, non_blocking=True)
                 line.sequence += 1
                 for word, value in ((words.layer, layer), (words.group, number), (words.slices, one.slices)):
                     stream.write(word, value)
@@ -205,11 +205,11 @@ class AssistedStep:
         with self._streams.assist as stream:
             for one in requests:
                 stream.wait(one.line.words.done, one.line.sequence)
-                _, staged = one.line.stage(number, one.end)
-                staged.copy_(one.line.host[number][1][: one.end], non_blocking=True)
+                staged = one.line.stage(Y, number, one.end)
+                staged.copy_(one.line.host[number][Y][: one.end], non_blocking=True)
         self._streams.steps.after(self._streams.assist)
         for one in requests:
-            _, staged = one.line.stage(number, one.end)
+            staged = one.line.stage(Y, number, one.end)
             y.index_add_(0, one.added, staged[:, : y.shape[1]].index_select(0, one.answered).to(y.dtype))
 
     def finish(self) -> bool:

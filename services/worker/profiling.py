@@ -45,11 +45,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 PROMPTS = (8, 32, 100, 300)  # tokens
 LONGEST = 2048  # tokens to prefill at once
 DECODES = 8  # steps of each batch
-DEEP_ROWS, DEEP_PROMPT, DEEP_DECODES = (
-    8,
-    32,
-    48,
-)  # of batches that go on until their context is that of a full worker: the fewest rows
+DEEP_ROWS = 8  # the fewest of batches that go on until their contexts are those of a full worker
+DEEP_PROMPT, DEEP_DECODES = 32, 48  # of those batches
 ADAPTERS_PER_RANK = 8
 LINK_RANKS = (8, 64)  # of the adapters that are fetched and read again
 LINK_ADAPTERS = 8  # of each

@@ -131,11 +131,12 @@ def assisted_run(cold: Cold, cached: Cached, *, seed: int = 0) -> None:
     assert_as_cached(sequences, want)
 
 
-def test_answers_are_the_cached_ones_whenever_the_copies_arrive(cold: Cold, cached: Cached) -> None:
+def test_answers_are_the_cached_ones_whenever_the_copies_arrive(cold: Cold, cached: Cached, kernels: str) -> None:
     counts = cold.runner.assisted
     for seed in range(6):
         assisted_run(cold, cached, seed=seed)
-    assert counts.by_processes > 100 and counts.on_device > 0, "rows began with processes and went on on the device"
+    least = 1000 if kernels == "cpu" else 100  # torch takes longer for a step, and copies arrive meanwhile
+    assert counts.by_processes > least and counts.on_device > 0, "rows began with processes and went on on the device"
     assert counts.repaired == counts.in_place == 0 and not cold.assist.failures
 
 
