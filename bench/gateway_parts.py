@@ -236,7 +236,7 @@ async def _steps(bus: Bus, running: dict[str, Progress], pace: Pace) -> None:
         for request_id in [r for r, progress in running.items() if progress.index == STREAM_TOKENS]:
             del running[request_id]
         await bus.publish_encoded(subjects.stream("bench"), frame)
-        await bus.nc.flush() if step % 64 == 0 else await asyncio.sleep(0)
+        await bus.flush() if step % 64 == 0 else await asyncio.sleep(0)
 
 
 async def _heartbeat(bus: Bus) -> None:

@@ -137,6 +137,15 @@ class Bus:
             BUS_REFUSED.labels("publish").inc()
             raise Unavailable(f"cannot publish to {subject}: {error!r}") from error
 
+    async def flush(self) -> None:
+        """Until the server has taken everything sent so far. Raises nats.errors.Error when it does not within ten seconds.
+
+        The client's own flush puts its PING ahead of what is still buffered, the newest subscription for one: the PONG
+        would come back before the server has read that.
+        """
+        await self.nc._flush_pending(force_flush=True)
+        await self.nc.flush()
+
     async def request(self, subject: str, message: msgspec.Struct, reply: Any, *, timeout_s: float) -> Any:
         """Send and wait for a message of type `reply`.
 
@@ -177,7 +186,7 @@ class Bus:
         subscription = await self.nc.subscribe(
             subject, queue=queue, cb=deliver, pending_msgs_limit=PENDING_MSGS, pending_bytes_limit=PENDING_BYTES
         )
-        await self.nc.flush()  # the server knows before we return: nothing sent from now on is missed
+        await self.flush()  # the server knows before we return: nothing sent from now on is missed
         return subscription
 
     async def serve(
@@ -232,7 +241,7 @@ class Bus:
             task.add_done_callback(self._answering.discard)
 
         await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=accept)
-        await self.nc.flush()  # from here on the server routes requests to us
+        await self.flush()  # from here on the server routes requests to us
 
     async def stop_serving(self) -> None:
         """Leave every queue group of `serve` and wait until all requests received so far are answered.
@@ -258,7 +267,7 @@ class Bus:
         """
         for subscription in subscriptions:
             await self.nc._send_unsubscribe(subscription._id)
-        await self.nc.flush()
+        await self.flush()
         await asyncio.sleep(LINGER_S)
         for subscription in subscriptions:
             await subscription._pending_queue.join()

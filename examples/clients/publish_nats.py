@@ -39,7 +39,6 @@ async def publish(args: argparse.Namespace) -> int:
                     print(choice["delta"].get("content") or "", end="", file=sys.stderr, flush=True)
 
         await nc.subscribe(f"motet.v1.tokens.{args.tenant}.{args.id}", cb=show)
-        await nc.flush()
 
     # Subscribed before the request is published, so the result cannot be missed; a stored one is asked for directly.
     subject = f"motet.v1.results.{args.tenant}.{args.id}"

@@ -130,7 +130,7 @@ class Intake:
         self._puller = None
         with contextlib.suppress(nats_errors.Error):
             await self._pulls.unsubscribe()
-            await self._bus.nc.flush()
+            await self._bus.flush()
 
     async def _settle(self, message: Msg) -> None:
         """Take one delivery to its end: acked, terminated or handed back."""

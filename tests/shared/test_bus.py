@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 from shared import subjects
+from shared.bus import Bus
+from shared.config import BusConfig
 from shared.errors import DeadlineExceeded, Overloaded, Unavailable, from_info
 from shared.leases import LeaseHolder, LeaseWatch
 from shared.messages import Outcome, Prediction, PredictRequest, Refused
@@ -24,6 +26,33 @@ async def test_a_request_is_answered_with_the_declared_type(bus, connect):
     await server.serve("predict", subjects.PREDICT, PredictRequest, answer, queue="predictor")
     reply = await bus.request(subjects.PREDICT, ASK, Prediction | Refused, timeout_s=2)
     assert reply == Prediction(p50_tokens=3, p90_tokens=9, samples=1)
+
+
+async def test_a_server_is_known_to_the_broker_when_serve_returns(nats_url):
+    sent = bytearray()
+    port = int(nats_url.rsplit(":", 1)[1])
+
+    async def forward(here: asyncio.StreamReader, there: asyncio.StreamWriter, log: bytearray) -> None:
+        while data := await here.read(65_536):
+            log += data
+            there.write(data)
+        there.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(forward(reader, to_server, sent), forward(from_server, writer, bytearray()))
+
+    async with await asyncio.start_server(relay, "127.0.0.1") as between:
+        host, port_between = between.sockets[0].getsockname()
+        bus = await Bus.connect(BusConfig(nats_url=f"nats://{host}:{port_between}"), "predictor-1")
+
+        async def unasked(_: PredictRequest) -> Prediction:
+            raise AssertionError("unreachable")
+
+        await bus.serve("predict", subjects.PREDICT, PredictRequest, unasked, queue="predictor")
+        asked, confirmed = sent.rfind(b"SUB " + subjects.PREDICT.encode()), sent.rfind(b"PING")
+        assert 0 <= asked < confirmed, "the PING whose PONG we waited for went out behind the subscription"
+        await bus.close()
 
 
 async def test_nobody_listening_is_unavailable_at_once(bus):

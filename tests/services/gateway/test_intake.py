@@ -97,7 +97,7 @@ async def test_live_tokens_arrive_on_their_subject_and_end_with_an_empty_message
         seen.append(message.data)
 
     await bus.nc.subscribe(subjects.tokens("acme", "live"), cb=keep)
-    await bus.nc.flush()
+    await bus.flush()
     await publish(bus, chat(stream=True), message_id="live")
     answer = await result(bus, "live")
     await eventually(lambda: seen and seen[-1] == b"")

@@ -189,7 +189,7 @@ async def test_frames_for_a_request_nobody_owns_are_answered_with_a_cancel_at_mo
     for step in range(50):
         await mesh.bus.publish(subjects.stream("g1"), TokenFrame("w1", step, [item]))
     cancel = await cancelled(mesh.first, "ghost")
-    await mesh.bus.nc.flush()
+    await mesh.bus.flush()
     assert cancel.epoch == 3
     assert len(mesh.first.controls) == 1
 
@@ -342,7 +342,7 @@ async def test_a_drain_refuses_new_requests_and_waits_for_the_running(mesh: Mesh
 async def test_finished_requests_are_reported_to_the_predictors_and_cancelled_ones_are_not(mesh: Mesh) -> None:
     outcomes: list[Outcome] = []
     await mesh.bus.subscribe(subjects.OUTCOME, Outcome, outcomes.append)
-    await mesh.bus.nc.flush()
+    await mesh.bus.flush()
     (await mesh.owner.open(job("gone"))).cancel()
     stream = await mesh.owner.open(job("done"))
     await speak(mesh.first, await assigned(mesh.first, 2))

@@ -21,7 +21,7 @@ class Sender:
 async def received(bus) -> list[TokenFrame]:
     frames: list[TokenFrame] = []
     await bus.subscribe(subjects.stream("g1"), TokenFrame, frames.append)
-    await bus.nc.flush()
+    await bus.flush()
     return frames
 
 
@@ -66,7 +66,7 @@ async def test_what_a_long_outage_swallowed_is_told_once_the_bus_is_back(bus, co
     assert set(sender.lost) == {("request-1", 0)}
     await nats_server.start()
     await eventually(lambda: worker.connected and bus.connected, within_s=15)
-    await bus.nc.flush()
+    await bus.flush()
     sender.frames.put("g1", 100, [item(2, index=1)])
     await eventually(lambda: len(received) == 3)
     assert [one.request_id for one in received[1].items] == ["request-2"]
