@@ -1,7 +1,7 @@
 // Multi-adapter LoRA over rank-sized pages (see kernels/pool.py): y[row, out] += scale * B (A x[row]).
 //
 //   plan      rows sorted by adapter; work cut to pieces of similar size, the same pieces for every layer
-//   shrink    piece = rows of one adapter x some pages of A:     s[row, rank] = scale * A x[row], float (bfloat16 on tiles)
+//   shrink    piece = rows of one adapter x some pages of A:     s[row, rank] = scale * A x[row], float (bfloat16 on tiles and by pairs)
 //   expand    piece = rows of one adapter x some outputs of B:   y[row, out] += B s[row], pages in order
 //
 // An adapter's page is read from memory once per step and layer however many rows it has.
@@ -9,12 +9,6 @@
 #include "lora_tiles.h"
 
 namespace motet {
-
-INLINE void put(float* to, float value) { *to = value; }
-INLINE void put(bf16* to, float value) {
-  const vh v = to_bf16(broadcast(value));
-  memcpy(to, &v, sizeof *to);
-}
 
 // 8 ranks x R rows of dot products over `in`.
 template <class T, class A, int R>
@@ -68,7 +62,7 @@ INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, 
       for (int n = 0; n < N; n += 4) {
         float four[4];
         sum4(acc[n][r], acc[n + 1][r], acc[n + 2][r], acc[n + 3][r], four);
-        for (int j = 0; j < 4; ++j) put(s[r] + half + n + j, four[j] * scale);
+        put4(s[r] + half + n, four, scale);
       }
   }
   all_next = next;
@@ -94,6 +88,11 @@ static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   };
   if constexpr (lora_on_tiles<T>) {
     if (in % 32 == 0) return shrink_on_tiles(page, next, piece, rows, in, scale, sums, width);
+  } else if constexpr (lora_by_pairs<T>) {
+    if (in % 32 == 0 && piece.rows >= STRETCHED_ROWS) {
+      for (int p = 0; p < piece.count; ++p) shrink_many(page(p), rows, piece.rows, in, scale, sums + p * PAGE, width, next(p));
+      return;
+    }
   }
   for (int p = 0; p < piece.count; ++p) {
     Next ahead = next(p);
@@ -202,7 +201,7 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   for (int r = 0; r < piece.rows; ++r) to[r] = y + plan.order[piece.row0 + r] * ldy + column;
   const S* sums = (const S*)s + piece.s;
   // many rows: all pages for some outputs, which stay in registers; few: a page after the other, in order of address
-  constexpr int R = 4;
+  constexpr int R = lora_by_pairs<T> && !lora_on_tiles<T> ? 8 : 4;
   const int together = piece.rows >= R ? piece.pages : 1;
   for (int p = 0; p < piece.pages; p += together) {
     const LoraPiece* soon = p + together < piece.pages ? &piece : after;
@@ -217,6 +216,11 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
       else
         for (int r = 0; r < piece.rows; ++r)
           expand_like_tiles(pages + p, 1, out, piece.count, sums + r * width + p * PAGE, to[r], next);
+    } else if constexpr (lora_by_pairs<T>) {
+      if (piece.rows >= R)
+        expand_many(pages + p, together, out, piece.count, sums + p * PAGE, width, to, piece.rows, next);
+      else
+        expand_few(pages[p], out, piece.count, sums + p * PAGE, width, to, piece.rows, next);
     } else {
       for (int r = 0; r < piece.rows;) {
         const int n = piece.rows - r >= R ? R : 1;

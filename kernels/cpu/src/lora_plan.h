@@ -75,19 +75,31 @@ struct LoraPlan {
   }
 };
 
-// What s = A x is kept in: rounded to bfloat16 where tiles multiply it by B, as PEFT rounds it.
+// What s = A x is kept in: rounded to bfloat16 where it meets B as such, as PEFT rounds it.
 template <class T>
 struct ShrunkOf {
   typedef float type;
 };
-#if MOTET_LEVEL >= 4
+#if MOTET_LEVEL >= 3
 template <>
 struct ShrunkOf<bf16> {
   typedef bf16 type;
 };
 #endif
 template <class T>
-constexpr bool lora_on_tiles = sizeof(typename ShrunkOf<T>::type) == 2;
+constexpr bool lora_by_pairs = sizeof(typename ShrunkOf<T>::type) == 2;
+template <class T>
+constexpr bool lora_on_tiles = lora_by_pairs<T>&& MOTET_LEVEL >= 4;
+
+INLINE void put4(float* to, const float* four, float scale) {
+  for (int j = 0; j < 4; ++j) to[j] = four[j] * scale;
+}
+#if MOTET_LEVEL >= 3
+INLINE void put4(bf16* to, const float* four, float scale) {
+  const __m128bh v = _mm_cvtneps_pbh(_mm_mul_ps(_mm_loadu_ps(four), _mm_set1_ps(scale)));
+  memcpy(to, &v, 4 * sizeof *to);
+}
+#endif
 
 template <class T>
 INLINE const T* lora_page(const Pool& pool, int slot, int module, int page, int64_t layer) {

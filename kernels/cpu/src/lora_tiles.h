@@ -3,11 +3,10 @@
 //
 //   shrink   s^T[8 ranks, rows] = A[8 ranks, k] x^T        a page's ranks are the left operand as they lie; x is turned, 32 k of up
 //                                                          to 16 rows at a time. Even and odd blocks of k have sums of their own
-//   expand   y[rows, 32 outputs] += s[rows, 8 ranks] B^T   two ranks of 32 outputs are interleaved on the way, within 128 bits, so the
-//                                                          first tile has outputs 0-3, 8-11, 16-19, 24-27 and the second one the others
+//   expand   y[rows, 32 outputs] += s[rows, 8 ranks] B^T   two ranks of 32 outputs are interleaved on the way (lora_pairs.h)
 #pragma once
 #include "buffer.h"
-#include "lora_plan.h"
+#include "lora_pairs.h"
 #if MOTET_LEVEL >= 4
 
 namespace motet {
@@ -117,20 +116,6 @@ static void shrink_on_tiles(const Page& page, const Ahead& next, const LoraPiece
   }
 }
 
-// Values of y in the order of the two tiles' outputs, and back.
-INLINE void to_tiles(__m512& a, __m512& b) {
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-  const __m512 even = _mm512_permutex2var_ps(a, first, b);
-  b = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(4)), b);
-  a = even;
-}
-INLINE void from_tiles(__m512& a, __m512& b) {
-  const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-  const __m512 first = _mm512_permutex2var_ps(a, low, b);
-  b = _mm512_permutex2var_ps(a, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b);
-  a = first;
-}
-
 // y[row] += s[row] B of `pages` pages, outputs [0, n) from where `b` and `y` point; `rows` rows, at most LORA_ROWS.
 static void expand_on_tiles(const bf16* const* b, int pages, int64_t out, int64_t n, const bf16* s, int64_t width, float* const* y,
                             int rows, Next next) {
@@ -144,7 +129,7 @@ static void expand_on_tiles(const bf16* const* b, int pages, int64_t out, int64_
     const __mmask16 low = (__mmask16)some, high = (__mmask16)(some >> 16);
     for (int r = 0; r < rows; ++r) {
       __m512 first = _mm512_maskz_loadu_ps(low, y[r] + i), second = _mm512_maskz_loadu_ps(high, y[r] + i + 16);
-      to_tiles(first, second);
+      interleave(first, second);
       _mm512_store_ps(sums[0][r], first);
       _mm512_store_ps(sums[1][r], second);
     }
@@ -186,7 +171,7 @@ static void expand_on_tiles(const bf16* const* b, int pages, int64_t out, int64_
     asm volatile("" ::: "memory");
     for (int r = 0; r < rows; ++r) {
       __m512 first = _mm512_load_ps(sums[0][r]), second = _mm512_load_ps(sums[1][r]);
-      from_tiles(first, second);
+      deinterleave(first, second);
       _mm512_mask_storeu_ps(y[r] + i, low, first);
       _mm512_mask_storeu_ps(y[r] + i + 16, high, second);
     }
