@@ -55,7 +55,7 @@ FULL = Grid(
     prompts={16: 31, 128: 31, 512: 21, 2040: 9},
     burst_links_gbps=(0.5, 1.0),
     burst_requests=24,
-    burst_rounds=3,
+    burst_rounds=7,
 )
 QUICK = Grid(
     links_gbps=(1.0,),
