@@ -19,6 +19,7 @@ from shared.bus import PENDING_BYTES, PENDING_MSGS, Bus
 
 HEARTBEAT_S = 1.0
 DEAF_S = 5.0
+WRITE_BYTES = 1 << 20  # at once: a write waits for a thread, beside an engine for a millisecond or two
 
 
 async def read_object(bus: Bus, store: ObjectStore, name: str, sink: BinaryIO) -> None:
@@ -27,7 +28,8 @@ async def read_object(bus: Bus, store: ObjectStore, name: str, sink: BinaryIO) -
     Raises nats' ObjectNotFoundError, and its other errors when chunks are missing or nothing is heard for `DEAF_S`.
     """
     info = await store.get_info(name)
-    size_bytes, received, sequence = info.size or 0, 0, 0
+    size_bytes, received, written, sequence = info.size or 0, 0, 0, 0
+    chunks: list[bytes] = []  # received and not written
     inbox = bus.nc.new_inbox()
     inlet = await bus.nc.subscribe(inbox, pending_msgs_limit=PENDING_MSGS, pending_bytes_limit=PENDING_BYTES)
     try:
@@ -51,8 +53,11 @@ async def read_object(bus: Bus, store: ObjectStore, name: str, sink: BinaryIO) -
             sequence += 1
             if (at := msg.metadata.sequence.consumer) != sequence:
                 raise js_errors.Error(f"{at - sequence} chunks of {name} lost")
-            await asyncio.to_thread(sink.write, msg.data)
+            chunks.append(msg.data)
             received += len(msg.data)
+            if received - written >= WRITE_BYTES or received >= size_bytes:
+                await asyncio.to_thread(sink.writelines, chunks)
+                chunks, written = [], received
     finally:
         with contextlib.suppress(nats_errors.Error):
             await inlet.unsubscribe()  # without a listener the server removes the consumer
