@@ -51,6 +51,7 @@ ADAPTERS_PER_RANK = 8
 LINK_RANKS = (8, 64)  # of the adapters that are fetched and read again
 LINK_ADAPTERS = 8  # of each
 MOMENTS = 4  # of a profile at which ways are timed: a machine is not equally fast at all of them, and slowest when it begins
+REST_S = 0.3  # before another fetch: what comes now and then, as when serving, finds caches cold and threads asleep
 BESIDE = 4  # sequences that decode meanwhile, as when there is room for more
 HOPS = 10  # requests whose way is timed at each of them
 KNOCK_S = 0.04  # at most between two of them
@@ -263,7 +264,7 @@ class _Profiler:
         adapters = self._linked[moment * each : (moment + 1) * each]
         disk = DiskTier("", self._worker.config.disk_cache_mib * MIB)
         try:
-            await self._beside(self._acquire(adapters, disk, self.measured.store))
+            await self._beside(self._acquire(adapters, disk, self.measured.store, rest_s=REST_S))
             await self._beside(self._acquire(adapters, disk, self.measured.disk))
         finally:
             disk.close()
@@ -292,13 +293,16 @@ class _Profiler:
             cold_start=cast(Forced, self._worker.config.cold_start),
         )
 
-    async def _acquire(self, adapters: Sequence[AdapterRef], disk: DiskTier, times: list[tuple[float, float]]) -> None:
+    async def _acquire(
+        self, adapters: Sequence[AdapterRef], disk: DiskTier, times: list[tuple[float, float]], *, rest_s: float = 0.0
+    ) -> None:
         tiers = self._worker.fresh_tiers(disk)
         for adapter in adapters:
             began_s = now_s()
             await tiers.acquire(adapter)
             times.append((adapter.size_bytes / MIB, (now_s() - began_s) * 1000))
             tiers.release(adapter.digest)
+            await asyncio.sleep(rest_s)
 
     async def hop_times(self) -> None:
         """Time requests on their way in, which are refused there, and frames on their way out."""
