@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from nats.js import errors as js_errors
 
 from services.registry.config import RegistryConfig
 from services.registry.service import RegistryService
@@ -52,23 +54,23 @@ class Client:
 
     async def blobs(self) -> set[str]:
         """Digests in the object store."""
-        from nats.js.errors import NotFoundError
-
         store = await self.bus.object_store(subjects.BLOBS)
         try:
             return {info.name for info in await store.list(ignore_deletes=True)}
-        except NotFoundError:
+        except js_errors.NotFoundError:
             return set()
 
     async def keys(self) -> set[str]:
-        """Keys in the adapters bucket."""
-        from nats.js.errors import NoKeysError
-
+        """Keys in the adapters bucket. The client library's list would be empty when keys arrive before it asks how many."""
+        prefix = f"$KV.{subjects.KV_ADAPTERS}."
+        info = await self.bus.js.stream_info(f"KV_{subjects.KV_ADAPTERS}", subjects_filter=prefix + ">")
         kv = await self.bus.key_value(subjects.KV_ADAPTERS)
-        try:
-            return set(await kv.keys())
-        except NoKeysError:
-            return set()
+        found = set()
+        for key in (subject.removeprefix(prefix) for subject in info.state.subjects or {}):
+            with contextlib.suppress(js_errors.KeyNotFoundError):  # deleted
+                await kv.get(key)
+                found.add(key)
+        return found
 
 
 StartRegistry = Callable[..., Awaitable[RegistryService]]
