@@ -115,7 +115,6 @@ class FakeWorker:
         """Take assignments, then announce itself. `lease` needs the provisioned buckets."""
         await self.bus.serve("assign", subjects.assign(self.worker_id), GenerateRequest, self._on_assign, queue="worker")
         await self.bus.subscribe(subjects.control(self.worker_id), Control, self._on_control)
-        await self.bus.flush()
         if lease:
             await self._lease.start()
         await self.snapshot()

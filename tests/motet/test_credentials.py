@@ -217,7 +217,7 @@ async def test_the_registry_publishes_adapters_and_the_others_read_them(bus_of: 
         assert (await bucket.get("name.upper")).value == b"entry"
         watcher = await bucket.watchall()
         entry = await watcher.updates() or await watcher.updates()  # None: "that is all", which may come first
-        assert entry is not None and entry.key == "name.upper"
+        assert entry is not None and entry.key == "name.upper" and entry.delta == 0, "it is the only one"
         await watcher.stop()
     store = await (await bus_of("worker")).object_store(subjects.BLOBS)
     assert (await store.get("digest")).data == b"x" * 300_000

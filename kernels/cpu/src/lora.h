@@ -201,7 +201,7 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   for (int r = 0; r < piece.rows; ++r) to[r] = y + plan.order[piece.row0 + r] * ldy + column;
   const S* sums = (const S*)s + piece.s;
   // many rows: all pages for some outputs, which stay in registers; few: a page after the other, in order of address
-  constexpr int R = lora_by_pairs<T> && !lora_on_tiles<T> ? 8 : 4;
+  constexpr int R = lora_by_pairs<T> ? 8 : 4;
   const int together = piece.rows >= R ? piece.pages : 1;
   for (int p = 0; p < piece.pages; p += together) {
     const LoraPiece* soon = p + together < piece.pages ? &piece : after;

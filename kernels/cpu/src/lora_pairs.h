@@ -192,7 +192,6 @@ static void expand_few(const bf16* b, int64_t out, int64_t n, const bf16* s, int
   if (rows - r >= 2) expand_page<2>(b, out, n, s + r * width, width, y + r, next), r += 2;
   if (r < rows) expand_page<1>(b, out, n, s + r * width, width, y + r, next);
 }
-
 #endif
 
 }  // namespace motet

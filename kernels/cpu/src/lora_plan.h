@@ -87,9 +87,9 @@ struct ShrunkOf<bf16> {
 };
 #endif
 template <class T>
-constexpr bool lora_by_pairs = sizeof(typename ShrunkOf<T>::type) == 2;
+constexpr bool lora_on_tiles = MOTET_LEVEL >= 4 && sizeof(typename ShrunkOf<T>::type) == 2;
 template <class T>
-constexpr bool lora_on_tiles = lora_by_pairs<T>&& MOTET_LEVEL >= 4;
+constexpr bool lora_by_pairs = MOTET_LEVEL == 3 && sizeof(typename ShrunkOf<T>::type) == 2;
 
 INLINE void put4(float* to, const float* four, float scale) {
   for (int j = 0; j < 4; ++j) to[j] = four[j] * scale;

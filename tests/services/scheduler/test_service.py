@@ -397,7 +397,6 @@ async def predictor(bus: Bus, tokens: int, delay_s: float = 0.0) -> None:
         return Prediction(p50_tokens=tokens, p90_tokens=tokens, samples=1)
 
     await bus.serve("predict", subjects.PREDICT, PredictRequest, answer, queue="predictor")
-    await bus.flush()
 
 
 async def test_the_predictors_answer_travels_with_the_request(bus, connect, schedule, hire):

@@ -59,7 +59,6 @@ async def start(bus, nats_url, checkpoint, tmp_path) -> AsyncIterator[Start]:
         running = Running(service, mesh)
         await mesh.listen(service.worker_id)
         await service.start()
-        await bus.flush()
         started.append(running)
         return running
 

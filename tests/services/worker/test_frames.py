@@ -21,7 +21,6 @@ class Sender:
 async def received(bus) -> list[TokenFrame]:
     frames: list[TokenFrame] = []
     await bus.subscribe(subjects.stream("g1"), TokenFrame, frames.append)
-    await bus.flush()
     return frames
 
 
