@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +38,6 @@ from numpy.typing import NDArray
 
 from bench import report
 from bench.live_worker import LiveWorker, Served, command
-from bench.memory import Taken
 from bench.models import model_and_adapters
 from motet.process import tail
 from shared.model import AdapterRef
@@ -94,23 +92,20 @@ SHAPES = (
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Profile, run live, replay, print the tables, return the figures."""
-    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory, contextlib.closing(Taken()) as memory:
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
         run_s = args.seconds or (QUICK_RUN_S if args.quick else RUN_S)
-        return asyncio.run(_compare(Path(directory), run_s, 1 if args.quick else ROUNDS, memory))
+        return asyncio.run(_compare(Path(directory), run_s, 1 if args.quick else ROUNDS))
 
 
-async def _compare(directory: Path, run_s: float, rounds: int, memory: Taken) -> dict[str, Any]:
+async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]:
     model, _ = model_and_adapters(MODEL)
-    memory.take()
     profiles = [await _profile(model, directory / "0", PROFILE_RUNS * run_s)]
     rate = _capacity(profiles[0])
     outcomes: list[dict[str, tuple[Outcome, Outcome]]] = []
     elsewhere: list[float] = []
     for round_ in range(1, rounds + 1):
         others = report.Elsewhere()
-        memory.take()
         live = await _live(model, directory / f"live-{round_}", round_, rate, run_s)
-        memory.take()
         profiles.append(await _profile(model, directory / str(round_), PROFILE_RUNS * run_s))
         elsewhere.append(others.cores())
         outcomes.append({})
