@@ -9,7 +9,8 @@ lengths are known to it; times are not.
 
     steady    independent arrivals at 45% of what the worker can serve, a few adapters that are here already
     bursty    the same load in bursts (gaps with a coefficient of variation of 4)
-    cold      at 30%, many adapters, each for the first time here or pushed out by others meanwhile
+    cold      at 30%, many adapters, each for the first time here or pushed out by others meanwhile; host memory and disk
+              are full before, as they are in a worker that has been up for a while
     overload  twice what can be served: after a few seconds the queue is full, and half of all requests are refused
 
 A round is every shape once, with new arrivals, between two profiles. The twin gets the requests twice, once with either: on a
@@ -54,7 +55,8 @@ OPTIONS = {
     "max_running": "32",
     "max_waiting": "32",
     "lora_memory_mib": "128",
-    "host_cache_mib": "256",
+    "host_cache_mib": "128",
+    "disk_cache_mib": "256",
 }
 ROUNDS = 3
 RUN_S = 20.0
@@ -78,15 +80,15 @@ class Shape:
     cv: float
     adapters: int
     exponent: float  # of their popularity
-    warm: bool  # every adapter is used once before
+    others: int  # so many others are used once before; 0: its own are
     runs: int
 
 
 SHAPES = (
-    Shape("steady", 0.45, 1.0, 8, 1.0, True, 4),
-    Shape("bursty", 0.45, 4.0, 8, 1.0, True, 2),
-    Shape("cold", 0.3, 1.0, 150, 0.5, False, 4),
-    Shape("overload", 2.0, 1.0, 16, 1.0, True, 2),
+    Shape("steady", 0.45, 1.0, 8, 1.0, 0, 4),
+    Shape("bursty", 0.45, 4.0, 8, 1.0, 0, 2),
+    Shape("cold", 0.3, 1.0, 150, 0.5, 80, 4),
+    Shape("overload", 2.0, 1.0, 16, 1.0, 0, 2),
 )
 
 
@@ -135,12 +137,13 @@ async def _live(
     found = {}
     async with LiveWorker(model, OPTIONS, home) as worker:
         for number, shape in enumerate(SHAPES):
-            adapters = [await worker.publish(RANKS[i % len(RANKS)], 1000 * number + i) for i in range(shape.adapters)]
+            count = shape.adapters + shape.others
+            adapters = [await worker.publish(RANKS[i % len(RANKS)], 1000 * number + i) for i in range(count)]
             draw = np.random.default_rng((number, round_ - 1))
             workload = _workload(draw, shape, adapters, shape.load * rate, shape.runs * run_s)
             served = await worker.run(workload, adapters)
             sent = replace(workload, arrival_s=np.maximum.accumulate([one.sent_s for one in served]))
-            found[shape.name] = served, sent, shape.adapters if shape.warm else 0
+            found[shape.name] = served, sent, shape.others or shape.adapters
     return found
 
 
@@ -183,14 +186,14 @@ def _capacity(profile: Profile) -> float:
 
 
 def _workload(draw: Generator, shape: Shape, adapters: Sequence[AdapterRef], rate: float, run_s: float) -> Workload:
-    """One short request per adapter first, where the shape is warm; then `run_s` seconds of arrivals."""
+    """First one short request per adapter that is used before; then `run_s` seconds of arrivals."""
     times = arrivals(draw, Intensity.constant(rate, run_s), cv=shape.cv)
-    which = pick(draw, draw.permutation(zipf(len(adapters), shape.exponent)), len(times))
+    which = pick(draw, draw.permutation(zipf(shape.adapters, shape.exponent)), len(times))
     prompt, output = _lengths(draw).draw(draw, len(times))
-    warm = np.arange(len(adapters) if shape.warm else 0)
+    warm = np.arange(shape.adapters if shape.others else 0, len(adapters))
     start_s = WARM_EVERY_S * (len(warm) + 5)
     return Workload(
-        arrival_s=np.concatenate([WARM_EVERY_S * warm, start_s + times]),
+        arrival_s=np.concatenate([WARM_EVERY_S * np.arange(len(warm)), start_s + times]),
         adapter=np.concatenate([warm, which]),
         prompt_tokens=np.concatenate([np.full(len(warm), 8), prompt]),
         output_tokens=np.concatenate([np.full(len(warm), 2), output]),

@@ -88,6 +88,7 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
             ),
             storage=Storage(
                 host_mib=config.host_cache_mib,
+                disk_mib=config.disk_cache_mib,
                 disk_base_ms=disk[0],
                 disk_ms_per_mib=disk[1],
                 store_base_ms=store[0],

@@ -52,9 +52,11 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Host memory for adapters, 0 for as much as is needed with everything in it, and the ways into it."""
+    """Host memory for adapters, 0 for as much as is needed with everything in it; disk for them, 0 for as much as is
+    needed; and the ways into host memory."""
 
     host_mib: Annotated[int, Meta(ge=0)] = 0
+    disk_mib: Annotated[int, Meta(ge=0)] = 0
     disk_base_ms: _Ms = 1.0
     disk_ms_per_mib: _Ms = 0.5
     store_base_ms: _Ms = 5.0

@@ -36,6 +36,7 @@ class Profile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fields=
             steps=linear if measured is None else MeasuredSteps(measured, self.perf),
             storage=StorageModel(
                 host_bytes=storage.host_mib * MIB or None,
+                disk_bytes=storage.disk_mib * MIB or None,
                 disk=Link(storage.disk_base_ms, storage.disk_ms_per_mib),
                 store=Link(storage.store_base_ms, storage.store_ms_per_mib),
             ),

@@ -2,8 +2,8 @@
 
 The rules are those of the live worker's tiers: one load per adapter however many requests wait, `LOADS_AT_ONCE` at a
 time, first come first served; copies nobody holds leave, least recently used first; when holders fill the budget, loads
-wait for one to let go. What was fetched once is read from disk later. Loads wait for their links' latency side by side, and
-then share the link equally.
+wait for one to let go. What was fetched is read from disk later, until others have pushed it out there: least recently loaded
+first. Loads wait for their links' latency side by side, and then share the link equally.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ class _Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageModel:
-    """How much fits in host memory and how long loading into it takes; `host_bytes` None: everything is there already."""
+    """How much fits in host memory and on disk and how long loading takes.
+
+    `host_bytes` None: everything is in host memory already. `disk_bytes` None: a disk that is never full.
+    """
 
     host_bytes: int | None = None
+    disk_bytes: int | None = None
     disk: Link = DISK
     store: Link = STORE
 
@@ -90,7 +94,8 @@ class HostTier:
         self._held: dict[str, tuple[int, int]] = {}  # digest -> (bytes, holders), for those with holders
         self._idle: OrderedDict[str, int] = OrderedDict()  # digest -> bytes
         self._used = 0  # bytes of both and of loads under way
-        self._on_disk: set[str] = set()
+        self._on_disk: OrderedDict[str, int] = OrderedDict()  # digest -> bytes, least recently loaded first
+        self._disk_used = 0
         self._loads: dict[str, _Load] = {}
         self._queue: deque[str] = deque()
         self._active = 0
@@ -158,8 +163,17 @@ class HostTier:
     def _loaded(self, digest: str) -> None:
         load = self._loads.pop(digest)
         self._active -= 1
-        self._on_disk.add(digest)
+        self._keep_on_disk(digest, load.size_bytes)
         self._held[digest] = (load.size_bytes, len(load.waiters))
         for ready in load.waiters:
             ready()
         self._start()
+
+    def _keep_on_disk(self, digest: str, size_bytes: int) -> None:
+        if digest not in self._on_disk:
+            self._disk_used += size_bytes
+        self._on_disk[digest] = size_bytes
+        self._on_disk.move_to_end(digest)
+        room = self._model.disk_bytes
+        while room is not None and self._disk_used > room and len(self._on_disk) > 1:
+            self._disk_used -= self._on_disk.popitem(last=False)[1]

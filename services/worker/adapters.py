@@ -203,6 +203,7 @@ class AdapterTiers:
         held = self._host[digest]
         held.holders -= 1
         if not held.holders:
+            self._host.move_to_end(digest)
             if digest in self._doomed:
                 self._forget(digest)
             self._room.set()

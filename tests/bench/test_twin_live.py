@@ -12,8 +12,8 @@ import pytest
 
 from bench.live_worker import LiveWorker, Served
 from bench.report import Elsewhere
-from bench.twin_live import Outcome, replayed
-from shared.model import WorkerLimits
+from bench.twin_live import SHAPES, Outcome, _workload, replayed
+from shared.model import AdapterRef, WorkerLimits
 from shared.profile import VERSION, Hops
 from tests.support_models import make_checkpoint
 from tests.twin.support import STEPS
@@ -77,6 +77,14 @@ def test_what_other_processes_take_is_counted_and_what_ended_children_took_is_no
     others = Elsewhere()
     subprocess.run(spin, check=True)
     assert busy > 0.5 and others.cores() < busy
+
+
+def test_cold_requests_follow_one_for_each_of_other_adapters() -> None:
+    cold = next(shape for shape in SHAPES if shape.others)
+    adapters = [AdapterRef(name=f"a{i}", digest=f"{i:064}", rank=8, size_bytes=1) for i in range(cold.adapters + cold.others)]
+    found = _workload(np.random.default_rng(0), cold, adapters, 5.0, 10.0)
+    assert found.adapter[: cold.others].tolist() == list(range(cold.adapters, cold.adapters + cold.others))
+    assert found.adapter[cold.others :].max() < cold.adapters and (np.diff(found.arrival_s) >= 0).all()
 
 
 def test_figures_are_over_all_requests_of_all_rounds() -> None:

@@ -7,9 +7,10 @@ from twin.storage import LOADS_AT_ONCE, HostTier, StorageModel
 SIZE = 100
 
 
-def host(room: int) -> tuple[HostTier, Events]:
+def host(room: int, disk: int | None = None) -> tuple[HostTier, Events]:
     events = Events()
-    return HostTier(StorageModel(host_bytes=room, disk=Link(1.0, 0.0), store=Link(10.0, 0.0)), events), events
+    model = StorageModel(host_bytes=room, disk_bytes=disk, disk=Link(1.0, 0.0), store=Link(10.0, 0.0))
+    return HostTier(model, events), events
 
 
 def load(tier: HostTier, events: Events, digest: str) -> int:
@@ -34,6 +35,16 @@ def test_the_first_load_comes_from_the_store_and_later_ones_from_disk() -> None:
     tier.release("b")
     assert load(tier, events, "a") == 1
     assert (tier.fetches, tier.reads) == (2, 1)
+
+
+def test_what_was_loaded_longest_ago_leaves_a_full_disk_and_is_fetched_again() -> None:
+    tier, events = host(SIZE, disk=2 * SIZE)
+    took = []
+    for digest in "abacab":
+        took.append(load(tier, events, digest))
+        tier.release(digest)
+    assert took == [10, 10, 1, 10, 1, 10]  # c pushed b out, which was loaded before a
+    assert (tier.fetches, tier.reads) == (4, 2)
 
 
 def test_the_copy_released_longest_ago_leaves_first() -> None:

@@ -134,6 +134,21 @@ async def test_a_blob_that_does_not_fit_the_model_fails_alone_and_gives_its_memo
     assert bench.tiers.host_used_bytes == good.size_bytes and bench.tiers._reserved == 0
 
 
+async def test_the_copy_released_longest_ago_leaves_host_memory_first(bus, tmp_path):
+    bench = Bench(bus, tmp_path / "adapters", host_bytes=3 * 64 * KIB)
+    refs = []
+    for seed in range(4):
+        ref, data = blob(seed)
+        await bench.put(ref, data)
+        refs.append(ref)
+    for ref in refs[:3]:
+        await bench.tiers.acquire(ref)
+    for place in (1, 0, 2):
+        bench.tiers.release(refs[place].digest)
+    await bench.tiers.acquire(refs[3])
+    assert [bench.tiers.tier(ref.digest) for ref in refs] == ["host", "disk", "host", "host"]
+
+
 async def test_host_memory_evicts_what_nobody_holds_and_waits_for_what_somebody_does(bus, tmp_path):
     bench = Bench(bus, tmp_path / "adapters", host_bytes=150 * KIB)
     refs = []
