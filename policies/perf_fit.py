@@ -30,7 +30,8 @@ MIN_STEPS = 32
 ROUNDS = 3  # of a relative fit
 LEAST = 0.1  # of the measured time: no step weighs more, however short it should have been
 DECODE = 4  # the features of `_features` that belong to the decode part
-PARTICULAR: dict[str, Any] = {"time_ms": 0.0, "context_tokens": 0, "prefill_pairs": 0, "row_rank_sum": 0, "adapter_bytes": 0}
+FINER = ("time_ms", "context_tokens", "longest_context", "prefill_pairs", "row_rank_sum", "adapter_bytes")
+PARTICULAR: dict[str, Any] = dict.fromkeys(FINER, 0)  # what these models do not see
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class Step:
     decode_rank_sum: int = 0
     decode_max_rank: int = 0
     context_tokens: int = 0
+    longest_context: int = 0  # the part of it that is one sequence's
     prefill_pairs: int = 0  # tokens that prefill rows attend to, summed
     row_rank_sum: int = 0  # over rows
     adapter_bytes: int = 0  # of distinct adapters

@@ -8,12 +8,13 @@ A step runs all its rows, decodes and prefill chunks alike, through the weights 
          + adapter * MiB                  of the step's distinct adapters, read once however many rows use them
          + row_rank * ranks               summed over rows: what LoRA computes
          + context * tokens               in the KV cache of the step's sequences
+         + longest * tokens               of the one with the most, which others do not share the work of
          + pairs * tokens                 that prefill rows attend to, summed
 
-`pass` is a line between `ROWS`, never falling. All weights come from one least-squares fit of relative errors with nothing
-below zero. What this does not explain stays as a spread: the quantiles of measured to expected time, of steps with prefills,
-on which the tail of the time to first token depends. `undisturbed` leaves out the steps that took far longer than a first fit
-says.
+`pass` is a line between `ROWS`. Beyond `FEW` rows it never falls; kernels for fewer may take longer than those for more. All
+weights come from one least-squares fit of relative errors with nothing else below zero. What this does not explain stays as a
+spread: the quantiles of measured to expected time, of steps with prefills, on which the tail of the time to first token
+depends. `undisturbed` leaves out the steps that took far longer than a first fit says.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from policies.perf_fit import Step, r_squared, relative_fit, step_times
 from policies.perf_model import MIB, Floats
 from shared.model import EngineSteps
 
-ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+FEW = 8
+SLIVER = 0.85  # of the most rows measured: beyond, a line to them would stand on next to nothing
 DISTURBED = 2.5  # times what the fit says: a step that stood still, and not one of the slower ones
 SPREAD = 21  # quantiles
 
@@ -40,21 +43,27 @@ def undisturbed(steps: Sequence[Step]) -> list[Step]:
 
 
 def fit_steps(steps: Sequence[Step]) -> EngineSteps:
-    """The model of `steps`. Raises ValueError for too few of them, or times that are not finite and positive."""
+    """The model of `steps`. Raises ValueError for too few of them, times that are not finite and positive, or such that no
+    model fits."""
     features, times, knots = _equations(steps)
     weights = relative_fit(features, times)
     expected = features @ weights
     passes = len(knots)
-    sampled, prefill, adapter_mib, row_rank, context_token, pair = weights[passes:].tolist()
-    rises = weights[1:passes] * np.diff(knots)
+    sampled, prefill, adapter_mib, row_rank, context_token, longest_token, pair = weights[passes : passes + 7].tolist()
+    falls = weights[passes + 7 :]
+    weights[1 : len(falls) + 1] -= falls
+    pass_ms = weights[0] + np.concatenate([[0.0], np.cumsum(weights[1:passes] * np.diff(knots))])
+    if pass_ms.min() <= 0:
+        raise ValueError("by its fit a step would take no time: the measured ones have too little in common")
     return EngineSteps(
         rows=tuple(knots),
-        pass_ms=tuple((weights[0] + np.concatenate([[0.0], np.cumsum(rises)])).tolist()),
+        pass_ms=tuple(pass_ms.tolist()),
         sampled_ms=sampled,
         prefill_ms=prefill,
         adapter_mib_ms=adapter_mib,
         row_rank_ms=row_rank,
         context_token_ms=context_token,
+        longest_token_ms=longest_token,
         pair_ms=pair,
         prefill_spread=_spread((times / expected)[[step.prefill_tokens > 0 for step in steps]]),
         r2=r_squared(times, expected),
@@ -65,7 +74,7 @@ def _equations(steps: Sequence[Step]) -> tuple[Floats, Floats, list[int]]:
     """Features [steps, weights], times [steps] and the numbers of rows between which passes are lines."""
     times = step_times(steps)
     most = max(step.decode_rows + step.prefill_tokens for step in steps)
-    knots = [*(rows for rows in ROWS if rows < most), max(most, 2)]
+    knots = [*(rows for rows in ROWS if rows < SLIVER * most), max(most, 2)]
     return np.array([_features(step, knots) for step in steps]), times, knots
 
 
@@ -86,6 +95,8 @@ def _features(step: Step, knots: Sequence[int]) -> Floats:
         step.adapter_bytes / MIB,
         step.row_rank_sum,
         step.context_tokens,
+        step.longest_context,
         step.prefill_pairs,
     ]
-    return np.array([1.0, *ramps, *rest], dtype=np.float64)
+    falls = [-ramp for ramp, high in zip(ramps, knots[1:], strict=True) if high <= FEW]
+    return np.array([1.0, *ramps, *rest, *falls], dtype=np.float64)

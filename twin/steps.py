@@ -1,8 +1,9 @@
 """How long things take: the only models in the twin. All that decides is the real thing.
 
 The time of an engine step is `fixed + context`: everything that its batch fixes, and a part in proportion to the tokens
-whose K and V attention reads. The second is what changes from one decode step to the next of an unchanged batch, by
-`rows * context_token_ps` each time, so a run of such steps is summed exactly, in integers:
+whose K and V attention reads, in all and of the longest sequence. The second is what changes from one decode step to the
+next of an unchanged batch, by `rows * context_token_ps + longest_token_ps` each time, so a run of such steps is summed
+exactly, in integers:
 
     step i of a run (i = 0, 1, ...) takes  first + i * growth          n steps take  n * first + growth * n(n-1)/2
 """
@@ -48,6 +49,11 @@ class StepModel(Protocol):
         """Added per token in the KV cache of the step's sequences, the new ones included."""
         ...
 
+    @property
+    def longest_token_ps(self) -> int:
+        """Added per token in the KV cache of the longest of them."""
+        ...
+
     def fixed_ps(self, batch: Batch) -> int:
         """All the rest."""
         ...
@@ -65,6 +71,7 @@ class PerfSteps:
     schedule_ms: float = 0.0
     waiting_ms: float = 0.0
     context_token_ps: int = 0
+    longest_token_ps: int = 0
 
     def fixed_ps(self, batch: Batch) -> int:
         perf = self.perf
@@ -90,6 +97,10 @@ class MeasuredSteps:
     @property
     def context_token_ps(self) -> int:
         return to_ps(self.times.context_token_ms)
+
+    @property
+    def longest_token_ps(self) -> int:
+        return to_ps(self.times.longest_token_ms)
 
     def fixed_ps(self, batch: Batch) -> int:
         times = self.times

@@ -231,12 +231,12 @@ class Worker:
         model = self.spec.steps
         first_ps = model.fixed_ps(batch)
         growth_ps = 0
-        if model.context_token_ps:
-            rows = len(plan.decodes)
-            context = sum([live.computed + live.scheduled for live in plan.decodes])
-            context += sum([live.computed + live.scheduled for live in plan.prefills])
-            first_ps += model.context_token_ps * context
-            growth_ps = model.context_token_ps * rows if not plan.prefills else 0
+        each_ps, longest_ps = model.context_token_ps, model.longest_token_ps
+        if each_ps or longest_ps:
+            contexts = [live.computed + live.scheduled for live in plan.decodes]
+            contexts += [live.computed + live.scheduled for live in plan.prefills]
+            first_ps += each_ps * sum(contexts) + longest_ps * max(contexts)
+            growth_ps = each_ps * len(contexts) + longest_ps if not plan.prefills else 0
         if copies is not None:
             first_ps = copies.step_ps(plan.decodes + plan.prefills, first_ps)
         self._serial += 1

@@ -42,11 +42,12 @@ if TYPE_CHECKING:
 
 RANKS = (8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
+BETWEEN = (3, 6, 12, 24, 48)  # with every other prompt
 PROMPTS = (8, 32, 100, 300)  # tokens
 LONGEST = 2048  # tokens to prefill at once
 DECODES = 8  # steps of each batch
 DEEP_ROWS = 8  # the fewest of batches that go on until their contexts are those of a full worker
-DEEP_PROMPT, DEEP_DECODES = 32, 48  # of those batches
+DEEP_PROMPT, DEEP_DECODES = 32, 48  # of those batches, which come with every prompt: a machine's speed drifts while one runs
 ADAPTERS_PER_RANK = 8
 LINK_RANKS = (8, 64)  # of the adapters that are fetched and read again
 LINK_ADAPTERS = 8  # of each
@@ -188,14 +189,16 @@ class _Profiler:
         """Small and large ones in turn, so that drift spreads."""
         ranks = list(self._adapters)
         every = (0, *ranks)
-        for prompt, mix, rows in itertools.product(PROMPTS, ((0,), *((rank,) for rank in ranks), tuple(ranks), every), ROWS):
-            long = rows > 4 and rows * prompt > LONGEST  # a queue of prefills says no more than a short one
-            batch = _Batch(rows, mix, prompt)
-            if mix and not long and self._fits(batch):
-                yield batch
-            if mix == every and prompt == DEEP_PROMPT and rows >= DEEP_ROWS:
+        mixes = ((0,), *((rank,) for rank in ranks), tuple(ranks), every)
+        for prompt, sizes in zip(PROMPTS, itertools.cycle((ROWS, BETWEEN)), strict=False):
+            for mix, rows in itertools.product(mixes, sizes):
+                long = rows > 4 and rows * prompt > LONGEST  # a queue of prefills says no more than a short one
+                batch = _Batch(rows, mix, prompt)
+                if mix and not long and self._fits(batch):
+                    yield batch
+            for rows in ROWS:
                 deep = _Batch(rows, every, DEEP_PROMPT, DEEP_DECODES)
-                if self._fits(deep):
+                if rows >= DEEP_ROWS and self._fits(deep):
                     yield deep
 
     def _fits(self, batch: _Batch) -> bool:
@@ -350,6 +353,7 @@ def _step(stats: StepStats, time_ms: float) -> Step:
         decode_rank_sum=stats.rank_sum - stats.prefill_rank_sum,
         decode_max_rank=stats.rank_max if stats.decode_rows else 0,
         context_tokens=stats.context_tokens,
+        longest_context=stats.longest_context,
         prefill_pairs=stats.prefill_pairs,
         row_rank_sum=stats.row_rank_sum,
         adapter_bytes=stats.adapter_bytes,

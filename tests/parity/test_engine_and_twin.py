@@ -52,6 +52,7 @@ class Recorder:
     """A step model by which every step takes a millisecond; remembers the batches."""
 
     context_token_ps: int = 0
+    longest_token_ps: int = 0
     batches: list[Batch] = field(default_factory=list)
 
     def fixed_ps(self, batch: Batch) -> int:

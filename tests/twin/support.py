@@ -24,6 +24,7 @@ STEPS = EngineSteps(
     adapter_mib_ms=0.01,
     row_rank_ms=0.0003,
     context_token_ms=0.0002,
+    longest_token_ms=0.0007,
     pair_ms=0.00001,
     prefill_spread=(0.8, 1.0, 1.4),
     r2=0.99,

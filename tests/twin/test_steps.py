@@ -47,7 +47,7 @@ def test_prefill_loads_and_waiting_requests_add_up() -> None:
 
 def test_a_measured_step_costs_its_pass_and_all_that_it_reads_and_computes() -> None:
     steps = MeasuredSteps(STEPS, A10_MBGMV)
-    assert steps.context_token_ps == to_ps(STEPS.context_token_ms)
+    assert steps.context_token_ps == to_ps(STEPS.context_token_ms) and steps.longest_token_ps == to_ps(STEPS.longest_token_ms)
     batch = Batch(
         prefill_requests=2,
         prefill_tokens=30,

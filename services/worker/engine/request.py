@@ -76,6 +76,7 @@ class StepStats:
     prefill_tokens: int = 0  # rows of prefill chunks
     decode_rows: int = 0
     context_tokens: int = 0  # sum over sequences of tokens in the KV cache after the step
+    longest_context: int = 0  # the most of one sequence
     distinct_adapters: int = 0
     rank_sum: int = 0  # over the step's sequences; 0 for the base
     rank_max: int = 0

@@ -106,7 +106,7 @@ class Seats:
                 logit_rows.append(at - 1)
         contexts = context_lens[:sequences]
         blocks = -(-int(contexts.max()) // size)
-        stats.context_tokens = int(contexts.sum())
+        stats.context_tokens, stats.longest_context = int(contexts.sum()), int(contexts.max())
         batch = StepBatch(
             token_ids=self._token_ids[:at],
             positions=positions[:at],

@@ -210,7 +210,7 @@ def test_statistics_describe_the_step(engine: Engine, adapters: list[HostAdapter
     assert (stats.decode_rows, stats.prefill_requests, stats.prefill_tokens) == (1, 2, 12)
     assert (stats.distinct_adapters, stats.rank_sum, stats.rank_max) == (2, 12, 8)
     assert (stats.adapters_loaded, stats.sampled_tokens, stats.running) == (1, 3, 3)
-    assert stats.context_tokens == len(PROMPT) + 1 + 12
+    assert (stats.context_tokens, stats.longest_context) == (len(PROMPT) + 1 + 12, max(len(PROMPT) + 1, 12))
     assert stats.forward_s > 0
     assert engine.prefill_tokens_waiting == 0
 
