@@ -47,7 +47,8 @@ PROMPTS = (8, 32, 100, 300)  # tokens
 LONGEST = 2048  # tokens to prefill at once
 DECODES = 8  # steps of each batch
 DEEP_ROWS = 8  # the fewest of batches that go on until their contexts are those of a full worker
-DEEP_PROMPT, DEEP_DECODES = 32, 48  # of those batches, which come with every prompt: a machine's speed drifts while one runs
+DEEP_PROMPT, DEEP_DECODES = 32, 48  # of those batches
+DEEP_TIMES = 2
 ADAPTERS_PER_RANK = 8
 LINK_RANKS = (8, 64)  # of the adapters that are fetched and read again
 LINK_ADAPTERS = 8  # of each
@@ -87,7 +88,7 @@ async def measure(
         profiler = _Profiler(worker, model_dir)
         await profiler.publish()
         began_s = now_s()
-        batches = list(profiler.batches())
+        batches = profiler.batches()
         moments = {len(batches) * (2 * i + 1) // (2 * MOMENTS): i for i in range(MOMENTS)}
         for number, batch in enumerate(itertools.cycle(batches)):
             if number >= len(batches) and now_s() - began_s >= seconds:
@@ -185,21 +186,24 @@ class _Profiler:
 
     # ---- steps
 
-    def batches(self) -> Iterator[_Batch]:
-        """Small and large ones in turn, so that drift spreads."""
+    def batches(self) -> list[_Batch]:
+        """All of them in an order without an order: a machine's speed drifts within half a minute, and no kind of batch may be
+        found slow because it came at a slow time."""
+        batches = list(self._kinds())
+        return [batches[place] for place in self._random.permutation(len(batches))]
+
+    def _kinds(self) -> Iterator[_Batch]:
         ranks = list(self._adapters)
         every = (0, *ranks)
         mixes = ((0,), *((rank,) for rank in ranks), tuple(ranks), every)
+        deep = [_Batch(rows, every, DEEP_PROMPT, DEEP_DECODES) for rows in ROWS if rows >= DEEP_ROWS]
+        yield from [batch for batch in deep if self._fits(batch)] * DEEP_TIMES
         for prompt, sizes in zip(PROMPTS, itertools.cycle((ROWS, BETWEEN)), strict=False):
             for mix, rows in itertools.product(mixes, sizes):
                 long = rows > 4 and rows * prompt > LONGEST  # a queue of prefills says no more than a short one
                 batch = _Batch(rows, mix, prompt)
                 if mix and not long and self._fits(batch):
                     yield batch
-            for rows in ROWS:
-                deep = _Batch(rows, every, DEEP_PROMPT, DEEP_DECODES)
-                if rows >= DEEP_ROWS and self._fits(deep):
-                    yield deep
 
     def _fits(self, batch: _Batch) -> bool:
         limits, length = self._limits, batch.prompt + 2 * batch.decodes
