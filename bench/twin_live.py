@@ -14,9 +14,10 @@ lengths are known to it; times are not.
     overload  twice what can be served: after a few seconds the queue is full, and half of all requests are refused
 
 A round is every shape once, with new arrivals, between two profiles. The twin gets the requests twice, once with either: on a
-machine whose speed drifts within minutes, what is compared lies between them. A round during which other processes took more
-than `QUIET_CORES` does not count, whatever it says, unless there is no other. Figures are over all requests of a shape in all
-rounds that count.
+machine whose speed drifts within minutes, what is compared lies between them. A round counts if the machine was ours and held
+still: other processes took less than `QUIET_CORES`, and the two profiles' steps differ by less than `STILL`. What the live
+worker did meanwhile has no say in that. Rounds go on until `ROUNDS` count, or until there were `MOST_ROUNDS`; if then none does,
+all do. Figures are over all requests of a shape in all rounds that count.
 
 The model's weights are larger than a cache (`MODEL`). A model that just fits in the last-level cache takes up to half as long
 again for the same batch, depending on what ran before it; no function of the batch says how long.
@@ -43,9 +44,10 @@ from bench.models import model_and_adapters
 from motet.process import tail
 from shared.model import AdapterRef
 from twin.cluster import Bus, Cluster
-from twin.events import PS_PER_S
+from twin.events import PS_PER_MS, PS_PER_S
 from twin.metrics import NEVER
 from twin.profile import Profile, read_profile
+from twin.steps import Batch
 from twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
 
 MODEL = "SM"
@@ -58,11 +60,13 @@ OPTIONS = {
     "host_cache_mib": "128",
     "disk_cache_mib": "256",
 }
-ROUNDS = 3
+ROUNDS, MOST_ROUNDS = 3, 6
 RUN_S = 20.0
 QUICK_RUN_S = 4.0
 PROFILE_RUNS = 2  # the profile takes as long as so many runs
 QUIET_CORES = 0.05
+STILL = 0.06
+PACE_ROWS = (1, 2, 4, 8, 16, 32)  # of the decodes by which the pace of two profiles is compared
 WARM_EVERY_S = 0.15
 CAPACITY_TURNS = 12  # so many requests for every place, when what a worker can serve is estimated
 FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "tokens_per_s")
@@ -104,28 +108,41 @@ async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]
     profiles = [await _profile(model, directory / "0", PROFILE_RUNS * run_s)]
     rate = _capacity(profiles[0])
     outcomes: list[dict[str, tuple[Outcome, Outcome]]] = []
+    counted: list[dict[str, tuple[Outcome, Outcome]]] = []
     elsewhere: list[float] = []
-    for round_ in range(1, rounds + 1):
+    drifts: list[float] = []
+    for round_ in range(1, (MOST_ROUNDS if rounds > 1 else 1) + 1):
         others = report.Elsewhere()
         live = await _live(model, directory / f"live-{round_}", round_, rate, run_s)
         profiles.append(await _profile(model, directory / str(round_), PROFILE_RUNS * run_s))
         elsewhere.append(others.cores())
+        drifts.append(pace(profiles[-1]) / pace(profiles[-2]) - 1)
         outcomes.append({})
         for name, (served, sent, warm) in live.items():
             pair = Outcome.live(served, warm), Outcome.together([replayed(sent, one, warm) for one in profiles[-2:]])
             outcomes[-1][name] = pair
             print(f"round {round_}, {name}: off by {', '.join(_off(*pair).values())} percent", flush=True)
-        print(f"round {round_}: other processes took {elsewhere[-1]:.2f} cores", flush=True)
-    counted = [one for one, cores in zip(outcomes, elsewhere, strict=True) if cores <= QUIET_CORES] or outcomes
+        counts = elsewhere[-1] <= QUIET_CORES and abs(drifts[-1]) <= STILL
+        print(
+            f"round {round_}: other processes took {elsewhere[-1]:.2f} cores, steps of the later profile take"
+            f" {100 * drifts[-1]:+.1f} percent; it {'counts' if counts else 'does not count'}",
+            flush=True,
+        )
+        if counts:
+            counted.append(outcomes[-1])
+        if len(counted) == rounds:
+            break
     seen = {}
     for shape in SHAPES:
-        lives, twins = zip(*(one[shape.name] for one in counted), strict=True)
+        lives, twins = zip(*(one[shape.name] for one in counted or outcomes), strict=True)
         seen[shape.name] = Outcome.together(lives), Outcome.together(twins)
     return {
         **_figures(profiles, rate, seen),
-        "rounds": rounds,
-        "rounds_counted": len(counted),
+        "rounds": len(outcomes),
+        "rounds_counted": len(counted or outcomes),
         "elsewhere_cores": [round(cores, 3) for cores in elsewhere],
+        "drifts": [round(drift, 3) for drift in drifts],
+        "round_errors": [{name: _errors(*pair) for name, pair in one.items()} for one in outcomes],
     }
 
 
@@ -157,6 +174,13 @@ async def _profile(model: Path, directory: Path, seconds: float) -> Profile:
         raise RuntimeError(f"motet profile failed:\n{tail(log)}")
     print(tail(log, 30))
     return read_profile(out)
+
+
+def pace(profile: Profile) -> float:
+    """What decodes take by this profile: the geometric mean over `PACE_ROWS`, in milliseconds."""
+    steps = profile.spec().steps
+    batches = [Batch(decode_rows=rows, sampled=rows) for rows in PACE_ROWS]
+    return float(np.exp(np.mean([np.log(steps.fixed_ps(batch) / PS_PER_MS) for batch in batches])))
 
 
 def _lengths(draw: Generator) -> Lengths:
@@ -265,10 +289,14 @@ def replayed(workload: Workload, profile: Profile, skip: int) -> Outcome:
     return Outcome.of(*(column[skip:] for column in columns))
 
 
-def _off(live: Outcome, twin: Outcome) -> dict[str, str]:
+def _errors(live: Outcome, twin: Outcome) -> dict[str, float]:
     """How many percent more the twin has of each figure."""
     real, simulated = live.figures(), twin.figures()
-    return {figure: f"{100 * (simulated[figure] / real[figure] - 1):+.1f}" for figure in FIGURES}
+    return {figure: round(100 * (simulated[figure] / real[figure] - 1), 1) for figure in FIGURES}
+
+
+def _off(live: Outcome, twin: Outcome) -> dict[str, str]:
+    return {figure: f"{error:+.1f}" for figure, error in _errors(live, twin).items()}
 
 
 def _figures(profiles: Sequence[Profile], rate: float, seen: dict[str, tuple[Outcome, Outcome]]) -> dict[str, Any]:
