@@ -16,8 +16,8 @@ lengths are known to it; times are not.
 A round is every shape once, with new arrivals, between two profiles. The twin gets the requests twice, once with either: on a
 machine whose speed drifts within minutes, what is compared lies between them. A round counts if the machine was ours and held
 still: other processes took less than `QUIET_CORES`, and the two profiles' steps differ by less than `STILL`. What the live
-worker did meanwhile has no say in that. Rounds go on until `ROUNDS` count, or until there were `MOST_ROUNDS`; if then none does,
-all do. Figures are over all requests of a shape in all rounds that count.
+worker did meanwhile has no say in that. Rounds go on until `ROUNDS` count, or until there were `MOST_ROUNDS`; if then none
+counts, all do. Figures are over all requests of a shape in all rounds that count.
 
 The model's weights are larger than a cache (`MODEL`). A model that just fits in the last-level cache takes up to half as long
 again for the same batch, depending on what ran before it; no function of the batch says how long.
@@ -60,7 +60,7 @@ OPTIONS = {
     "host_cache_mib": "128",
     "disk_cache_mib": "256",
 }
-ROUNDS, MOST_ROUNDS = 3, 6
+ROUNDS, MOST_ROUNDS = 3, 5
 RUN_S = 20.0
 QUICK_RUN_S = 4.0
 PROFILE_RUNS = 2  # the profile takes as long as so many runs

@@ -30,7 +30,7 @@ MIN_STEPS = 32
 ROUNDS = 3  # of a relative fit
 LEAST = 0.1  # of the measured time: no step weighs more, however short it should have been
 DECODE = 4  # the features of `_features` that belong to the decode part
-FINER = ("time_ms", "context_tokens", "longest_context", "prefill_pairs", "row_rank_sum", "adapters", "adapter_bytes")
+FINER = ("time_ms", "context_tokens", "longest_context", "prefill_pairs", "row_rank_sum", "adapter_bytes")
 PARTICULAR: dict[str, Any] = dict.fromkeys(FINER, 0)  # what these models do not see
 
 
@@ -50,8 +50,7 @@ class Step:
     longest_context: int = 0  # the part of it that is one sequence's
     prefill_pairs: int = 0  # tokens that prefill rows attend to, summed
     row_rank_sum: int = 0  # over rows
-    adapters: int = 0  # distinct ones
-    adapter_bytes: int = 0  # of these
+    adapter_bytes: int = 0  # of distinct adapters
     sampled: int = 0
 
 

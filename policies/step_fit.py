@@ -5,8 +5,7 @@ A step runs all its rows, decodes and prefill chunks alike, through the weights 
     time = pass(rows)                     weights are read once: flat while memory is the limit, then a line per row
          + sampled * sequences            a token is drawn: output matrix, sampling, bookkeeping, one frame item
          + prefill * new requests         seats, block tables and prefix keys
-         + adapter * adapters             distinct ones: each is a product of its own, in every module
-         + mib * MiB                      of these, read once however many rows use them
+         + adapter * MiB                  of the step's distinct adapters, read once however many rows use them
          + row_rank * ranks               summed over rows: what LoRA computes
          + context * tokens               in the KV cache of the step's sequences
          + longest * tokens               of the one with the most, which others do not share the work of
@@ -50,8 +49,8 @@ def fit_steps(steps: Sequence[Step]) -> EngineSteps:
     weights = relative_fit(features, times)
     expected = features @ weights
     passes = len(knots)
-    sampled, prefill, adapter, adapter_mib, row_rank, context_token, longest_token, pair = weights[passes : passes + 8].tolist()
-    falls = weights[passes + 8 :]
+    sampled, prefill, adapter_mib, row_rank, context_token, longest_token, pair = weights[passes : passes + 7].tolist()
+    falls = weights[passes + 7 :]
     weights[1 : len(falls) + 1] -= falls
     pass_ms = weights[0] + np.concatenate([[0.0], np.cumsum(weights[1:passes] * np.diff(knots))])
     if pass_ms.min() <= 0:
@@ -61,7 +60,6 @@ def fit_steps(steps: Sequence[Step]) -> EngineSteps:
         pass_ms=tuple(pass_ms.tolist()),
         sampled_ms=sampled,
         prefill_ms=prefill,
-        adapter_ms=adapter,
         adapter_mib_ms=adapter_mib,
         row_rank_ms=row_rank,
         context_token_ms=context_token,
@@ -94,7 +92,6 @@ def _features(step: Step, knots: Sequence[int]) -> Floats:
     rest = [
         step.sampled,
         step.prefill_requests,
-        step.adapters,
         step.adapter_bytes / MIB,
         step.row_rank_sum,
         step.context_tokens,

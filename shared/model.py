@@ -142,7 +142,6 @@ class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     row_rank_ms: _Ms  # per row and rank
     context_token_ms: _Ms  # per token in the KV cache of the step's sequences
     longest_token_ms: _Ms = 0.0  # and of the longest of them
-    adapter_ms: _Ms = 0.0  # per distinct adapter
     pair_ms: _Ms  # per token that a prefill row attends to
     prefill_spread: tuple[_Ms, ...] = ()  # quantiles, in even steps, of actual to expected time of steps with prefills; none: 1
     r2: float  # coefficient of determination

@@ -108,7 +108,6 @@ class MeasuredSteps:
             _between(times.rows, times.pass_ms, batch.decode_rows + batch.prefill_tokens)
             + times.sampled_ms * batch.sampled
             + times.prefill_ms * batch.prefill_requests
-            + times.adapter_ms * batch.distinct_adapters
             + times.adapter_mib_ms * (batch.adapter_bytes / MIB)
             + times.row_rank_ms * batch.row_rank_sum
             + times.pair_ms * batch.prefill_pairs

@@ -360,7 +360,6 @@ def _step(stats: StepStats, time_ms: float) -> Step:
         longest_context=stats.longest_context,
         prefill_pairs=stats.prefill_pairs,
         row_rank_sum=stats.row_rank_sum,
-        adapters=stats.distinct_adapters,
         adapter_bytes=stats.adapter_bytes,
         sampled=stats.sampled_tokens,
     )

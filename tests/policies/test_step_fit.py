@@ -13,7 +13,7 @@ from policies.perf_fit import Step
 from policies.perf_model import MIB
 from policies.step_fit import FEW, fit_steps, undisturbed
 
-SAMPLED, PREFILL, ADAPTER, ADAPTER_MIB, ROW_RANK, CONTEXT, LONGEST, PAIR = 0.05, 0.4, 0.15, 0.11, 0.0004, 0.0006, 0.003, 0.0002
+SAMPLED, PREFILL, ADAPTER_MIB, ROW_RANK, CONTEXT, LONGEST, PAIR = 0.05, 0.4, 0.11, 0.0004, 0.0006, 0.003, 0.0002
 
 
 def pass_ms(rows: int) -> float:
@@ -36,15 +36,13 @@ def measured(count: int, *, noise: float = 0.0) -> list[Step]:
             longest_context=draw.randrange(context // (decodes + prefills), context + 1),
             prefill_pairs=tokens * draw.randrange(10, 200),
             row_rank_sum=(decodes + tokens) * draw.choice([0, 8, 64]),
-            adapters=(adapters := draw.randrange(8)),
-            adapter_bytes=adapters * draw.randrange(1, 4) * MIB,
+            adapter_bytes=draw.randrange(8) * MIB,
             sampled=decodes + draw.randrange(prefills + 1),
         )
         time_ms = (
             pass_ms(step.decode_rows + step.prefill_tokens)
             + SAMPLED * step.sampled
             + PREFILL * step.prefill_requests
-            + ADAPTER * step.adapters
             + ADAPTER_MIB * step.adapter_bytes / MIB
             + ROW_RANK * step.row_rank_sum
             + CONTEXT * step.context_tokens
@@ -60,7 +58,6 @@ def test_the_costs_that_made_the_steps_are_found():
     assert fitted.r2 > 0.99
     assert fitted.sampled_ms == pytest.approx(SAMPLED, rel=0.2)
     assert fitted.prefill_ms == pytest.approx(PREFILL, rel=0.2)
-    assert fitted.adapter_ms == pytest.approx(ADAPTER, rel=0.2)
     assert fitted.adapter_mib_ms == pytest.approx(ADAPTER_MIB, rel=0.1)
     assert fitted.row_rank_ms == pytest.approx(ROW_RANK, rel=0.1)
     assert fitted.context_token_ms == pytest.approx(CONTEXT, rel=0.1)

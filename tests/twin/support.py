@@ -25,7 +25,6 @@ STEPS = EngineSteps(
     row_rank_ms=0.0003,
     context_token_ms=0.0002,
     longest_token_ms=0.0007,
-    adapter_ms=0.03,
     pair_ms=0.00001,
     prefill_spread=(0.8, 1.0, 1.4),
     r2=0.99,

@@ -53,14 +53,13 @@ def test_a_measured_step_costs_its_pass_and_all_that_it_reads_and_computes() -> 
         prefill_tokens=30,
         decode_rows=10,
         sampled=11,
-        distinct_adapters=4,
         adapter_bytes=3 << 20,
         row_rank_sum=500,
         prefill_pairs=900,
         loads=(1 << 20,),
     )
     expected = 30.5 + 24 / 48 * 7.5  # 40 rows
-    expected += 0.1 * 11 + 0.7 * 2 + 0.03 * 4 + 0.01 * 3 + 0.0003 * 500 + 0.00001 * 900
+    expected += 0.1 * 11 + 0.7 * 2 + 0.01 * 3 + 0.0003 * 500 + 0.00001 * 900
     expected += A10_MBGMV.load_base_ms + A10_MBGMV.load_ms_per_mib
     assert steps.fixed_ps(batch) == pytest.approx(to_ps(expected), abs=2)
 
