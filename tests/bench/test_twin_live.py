@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict, replace
 
 from bench.live_worker import LiveWorker, Served
 from bench.report import Elsewhere
-from bench.twin_live import SHAPES, Outcome, _workload, replayed
+from bench.twin_live import SHAPES, Outcome, _workload, pace, replayed
 from shared.model import AdapterRef, WorkerLimits
 from shared.profile import VERSION, Hops
 from tests.support_models import make_checkpoint
@@ -48,18 +49,28 @@ async def test_a_live_worker_serves_what_it_has_room_for_and_every_token_is_time
     assert all(one.tokens == (0 if one.refused else 20) for one in crowded)
 
 
+LIMITS = WorkerLimits(
+    base_model="bench",
+    max_model_len=256,
+    max_running=2,
+    max_waiting=2,
+    block_size=16,
+    kv_blocks_total=200,
+    adapter_bytes_total=1 << 20,
+    max_lora_rank=64,
+)
+
+
+def test_a_machine_that_has_become_slower_shows_in_the_pace_of_its_profile() -> None:
+    profile = Profile(motet_profile=VERSION, limits=LIMITS, perf=A10_MBGMV, engine_steps=STEPS)
+    slower = {name: value * 1.25 for name, value in asdict(STEPS).items() if name.endswith("_ms") and name != "pass_ms"}
+    steps = replace(STEPS, pass_ms=tuple(1.25 * ms for ms in STEPS.pass_ms), **slower)
+    assert pace(replace(profile, engine_steps=steps)) == pytest.approx(1.25 * pace(profile))
+    assert STEPS.pass_ms[0] < pace(profile) < STEPS.pass_ms[2]
+
+
 def test_the_twin_serves_as_many_of_the_same_requests() -> None:
-    limits = WorkerLimits(
-        base_model="bench",
-        max_model_len=256,
-        max_running=2,
-        max_waiting=2,
-        block_size=16,
-        kv_blocks_total=200,
-        adapter_bytes_total=1 << 20,
-        max_lora_rank=64,
-    )
-    profile = Profile(motet_profile=VERSION, limits=limits, perf=A10_MBGMV, engine_steps=STEPS, hops=HOPS)
+    profile = Profile(motet_profile=VERSION, limits=LIMITS, perf=A10_MBGMV, engine_steps=STEPS, hops=HOPS)
     outcome = replayed(workload(0, 1 << 16, gap_s=0.0), profile, skip=0)
     assert len(outcome.ttft_ms) == 4 and outcome.refused == REQUESTS - 4 and outcome.tokens == 4 * 20
     assert outcome.ttft_ms.min() > HOPS.assign_ms + HOPS.frame_ms + STEPS.prefill_spread[0] * STEPS.pass_ms[0]
