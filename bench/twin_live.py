@@ -100,10 +100,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Profile, run live, replay, print the tables, return the figures."""
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
         run_s = args.seconds or (QUICK_RUN_S if args.quick else RUN_S)
-        return asyncio.run(_compare(Path(directory), run_s, 1 if args.quick else ROUNDS))
+        rounds, most = (1, 1) if args.quick else (ROUNDS, MOST_ROUNDS)
+        return asyncio.run(_compare(Path(directory), run_s, rounds, most))
 
 
-async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]:
+async def _compare(directory: Path, run_s: float, rounds: int, most: int) -> dict[str, Any]:
     model, _ = model_and_adapters(MODEL)
     profiles = [await _profile(model, directory / "0", PROFILE_RUNS * run_s)]
     rate = _capacity(profiles[0])
@@ -111,7 +112,7 @@ async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]
     counted: list[dict[str, tuple[Outcome, Outcome]]] = []
     elsewhere: list[float] = []
     drifts: list[float] = []
-    for round_ in range(1, (MOST_ROUNDS if rounds > 1 else 1) + 1):
+    for round_ in range(1, most + 1):
         others = report.Elsewhere()
         live = await _live(model, directory / f"live-{round_}", round_, rate, run_s)
         profiles.append(await _profile(model, directory / str(round_), PROFILE_RUNS * run_s))
@@ -132,17 +133,18 @@ async def _compare(directory: Path, run_s: float, rounds: int) -> dict[str, Any]
             counted.append(outcomes[-1])
         if len(counted) == rounds:
             break
+    counted = counted or outcomes
     seen = {}
     for shape in SHAPES:
-        lives, twins = zip(*(one[shape.name] for one in counted or outcomes), strict=True)
+        lives, twins = zip(*(one[shape.name] for one in counted), strict=True)
         seen[shape.name] = Outcome.together(lives), Outcome.together(twins)
     return {
         **_figures(profiles, rate, seen),
         "rounds": len(outcomes),
-        "rounds_counted": len(counted or outcomes),
+        "rounds_counted": len(counted),
         "elsewhere_cores": [round(cores, 3) for cores in elsewhere],
         "drifts": [round(drift, 3) for drift in drifts],
-        "round_errors": [{name: _errors(*pair) for name, pair in one.items()} for one in outcomes],
+        "round_errors": [{name: _rounded(_errors(*pair)) for name, pair in one.items()} for one in outcomes],
     }
 
 
@@ -292,7 +294,7 @@ def replayed(workload: Workload, profile: Profile, skip: int) -> Outcome:
 def _errors(live: Outcome, twin: Outcome) -> dict[str, float]:
     """How many percent more the twin has of each figure."""
     real, simulated = live.figures(), twin.figures()
-    return {figure: round(100 * (simulated[figure] / real[figure] - 1), 1) for figure in FIGURES}
+    return {figure: 100 * (simulated[figure] / real[figure] - 1) for figure in FIGURES}
 
 
 def _off(live: Outcome, twin: Outcome) -> dict[str, str]:
@@ -305,8 +307,8 @@ def _figures(profiles: Sequence[Profile], rate: float, seen: dict[str, tuple[Out
     shapes: dict[str, Any] = {}
     for name, (live, twin) in seen.items():
         real, simulated = live.figures(), twin.figures()
-        for figure in FIGURES:
-            errors[figure].append(100 * abs(simulated[figure] / real[figure] - 1))
+        for figure, error in _errors(live, twin).items():
+            errors[figure].append(abs(error))
         rows.append([f"{name}: live", len(live.ttft_ms), live.refused, *real.values()])
         rows.append(["twin, twice", len(twin.ttft_ms), twin.refused, *simulated.values()])
         rows.append(["off, percent", "", "", *_off(live, twin).values()])

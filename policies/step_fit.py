@@ -11,10 +11,11 @@ A step runs all its rows, decodes and prefill chunks alike, through the weights 
          + longest * tokens               of the one with the most, which others do not share the work of
          + pairs * tokens                 that prefill rows attend to, summed
 
-`pass` is a line between `ROWS`. Beyond `FEW` rows it never falls; kernels for fewer may take longer than those for more. All
-weights come from one least-squares fit of relative errors with nothing else below zero. What this does not explain stays as a
-spread: the quantiles of measured to expected time, of steps with prefills, on which the tail of the time to first token
-depends. `undisturbed` leaves out the steps that took far longer than a first fit says.
+`pass` is a line between `ROWS`. Beyond `FEW` rows it never falls, nor at its end, from where the line goes on; kernels for
+fewer may take longer than those for more. All weights come from one least-squares fit of relative errors with nothing else
+below zero. What this does not explain stays as a spread: the quantiles of measured to expected time, of steps with prefills,
+on which the tail of the time to first token depends. `undisturbed` leaves out the steps that took far longer than a first fit
+says.
 """
 
 from __future__ import annotations
@@ -98,5 +99,5 @@ def _features(step: Step, knots: Sequence[int]) -> Floats:
         step.longest_context,
         step.prefill_pairs,
     ]
-    falls = [-ramp for ramp, high in zip(ramps, knots[1:], strict=True) if high <= FEW]
+    falls = [-ramp for ramp, high in zip(ramps[:-1], knots[1:-1], strict=True) if high <= FEW]
     return np.array([1.0, *ramps, *rest, *falls], dtype=np.float64)

@@ -156,6 +156,7 @@ def _check(path: Path, text: str, profile: Profile) -> None:
         for reason, bad in (
             ("as many numbers as in rows are expected", len(steps.pass_ms) != len(steps.rows)),
             ("a pass must take some time", min(steps.pass_ms) <= 0),
+            ("a pass must not take less with more rows in the end", _falls(steps.pass_ms[-2:])),
             ("not a finite number", not all(map(isfinite, steps.pass_ms))),
         ):
             if bad:

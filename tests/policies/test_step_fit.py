@@ -95,6 +95,12 @@ def test_a_pass_may_be_shorter_with_more_rows_as_long_as_they_are_few():
     assert {rows: found[rows] for rows in quick_six} == pytest.approx(quick_six)
 
 
+def test_a_pass_never_falls_at_its_end_from_where_it_goes_on():
+    steps = [Step(time_ms=ms, decode_rows=rows) for rows, ms in {1: 9.0, 2: 9.5, 4: 8.0, 8: 7.0}.items() for _ in range(10)]
+    fitted = fit_steps(steps)
+    assert fitted.rows[-1] == FEW and fitted.pass_ms[-1] >= fitted.pass_ms[-2]
+
+
 def test_steps_by_which_a_pass_would_take_no_time_are_refused():
     one = [Step(time_ms=10.0 + 2 * mib, decode_rows=1, adapter_bytes=mib * MIB) for mib in range(10) for _ in range(5)]
     four = [Step(time_ms=5.0, decode_rows=4, adapter_bytes=5 * MIB)] * 5

@@ -73,6 +73,7 @@ def test_a_bad_profile_is_refused_with_the_line_and_the_field(good: Path, old: s
     ("change", "field", "reason"),
     [
         ({"pass_ms": (30.0, 0.0, 38.0, 150.0)}, "engine_steps.pass_ms", "must take some time"),
+        ({"pass_ms": (30.0, 30.5, 38.0, 37.0)}, "engine_steps.pass_ms", "not take less with more rows in the end"),
         ({"pass_ms": (0.0, 1.0, 2.0, 3.0)}, "engine_steps.pass_ms", "must take some time"),
         ({"pass_ms": (30.0, 30.5, 38.0)}, "engine_steps.pass_ms", "as many numbers as in rows"),
         ({"rows": (1, 16, 16, 512)}, "engine_steps.rows", "ascend"),

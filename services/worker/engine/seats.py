@@ -105,8 +105,8 @@ class Seats:
                 drawn.append(index)
                 logit_rows.append(at - 1)
         contexts = context_lens[:sequences]
-        blocks = -(-int(contexts.max()) // size)
         stats.context_tokens, stats.longest_context = int(contexts.sum()), int(contexts.max())
+        blocks = -(-stats.longest_context // size)
         batch = StepBatch(
             token_ids=self._token_ids[:at],
             positions=positions[:at],
