@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from policies.candidates import Ask
 from policies.choice import Choice, adapter_ms, lightest, spread
-from policies.cluster_state import ON_DEVICE, ClusterState, PerfColumns
+from policies.cluster_state import ON_DEVICE, ClusterState
 from policies.perf_model import decode_ms, prefill_ms
 
 
@@ -43,7 +43,7 @@ def least_pending(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: 
     before it, one every `steps left / running` decode steps.
     """
     t = state.table
-    perf = PerfColumns(t)
+    perf = state.perf
     queued, running = t["queued"], t["running"]
     pending_ms = np.where(
         queued > 0,
@@ -70,8 +70,10 @@ def lora_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: 
     """
     t = state.table
     score = np.where(t["exists"] < t["max_running"], ROOM, FULL) if ask.adapter else np.full(len(state.ids), ACTIVE)
-    rows, bits = state.holders(ask.adapter)
-    score[rows] = np.where(bits & ON_DEVICE, ACTIVE, np.maximum(score[rows], WAITING))
+    held = state.holders(ask.adapter)
+    if held is not None:
+        rows = held.rows
+        score[rows] = np.where(held.bits & ON_DEVICE, ACTIVE, np.maximum(score[rows], WAITING))
     best = lightest(-score, fit)
     best = best[lightest(t["queued"][best])]
     return Choice(spread(state, best, ask.key), float(score[best[0]]))

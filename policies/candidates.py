@@ -48,11 +48,9 @@ class Screening(msgspec.Struct, frozen=True, kw_only=True):
 
 def candidates(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> NDArray[np.bool_]:
     """Which rows of `state.table` may take the request."""
-    fit: NDArray[np.bool_] = state.table["base"] == state.base_index(ask.base_model)
-    first, *others = _failures(state, ask, now_s, stale_s).values()
-    for failing in others:
-        first |= failing
-    fit &= ~first
+    fit = state.serving(ask.base_model).copy()
+    for failing in _failures(state, ask, now_s, stale_s).values():
+        np.greater(fit, failing, out=fit)  # fit and not failing
     if ask.avoid:
         preferred = fit.copy()
         preferred[_rows(state, ask.avoid)] = False
@@ -63,7 +61,7 @@ def candidates(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> N
 
 def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Screening:
     """The reasons behind an empty `candidates`, counted over the workers that serve the base model."""
-    serves = state.table["base"] == state.base_index(ask.base_model)
+    serves = state.serving(ask.base_model)
     left = serves.copy()
     rejected: dict[Reason, int] = {}
     failures = _failures(state, ask, now_s, stale_s)
@@ -81,16 +79,17 @@ def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Scree
 
 
 def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> dict[Reason, NDArray[np.bool_]]:
-    """Per reason, which rows fail; the first reason that applies is the one a person should read."""
+    """Per reason that is possible, which rows fail; the first one that applies is the one a person should read."""
     t = state.table
     needed = ask.tokens + 1  # room for one new token, or there is nothing to generate
-    failures: dict[Reason, NDArray[np.bool_]] = {
-        "stale": t["heard_s"] < now_s - stale_s,
-        "max_model_len": t["max_model_len"] < needed,
-        "kv_memory": t["kv_tokens_total"] < needed,
-        "lora_rank": t["max_lora_rank"] < ask.rank,
-        "draining": t["draining"],
-    }
+    context, rank = state.least
+    failures: dict[Reason, NDArray[np.bool_]] = {"stale": t["heard_s"] < now_s - stale_s}
+    if needed > context:
+        failures["max_model_len"] = t["max_model_len"] < needed
+        failures["kv_memory"] = t["kv_tokens_total"] < needed
+    if ask.rank > rank:
+        failures["lora_rank"] = t["max_lora_rank"] < ask.rank
+    failures["draining"] = t["draining"]
     if ask.tried:
         failures["tried"] = tried = np.zeros(len(state.ids), dtype=bool)
         tried[_rows(state, ask.tried)] = True

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.candidates import Ask
-from policies.cluster_state import IN_USE, ON_DEVICE, ClusterState, PerfColumns
+from policies.cluster_state import ClusterState, PerfColumns
 from policies.perf_model import Floats, fetch_ms, load_ms
 
 
@@ -59,9 +59,10 @@ def adapter_ms(state: ClusterState, perf: PerfColumns, ask: Ask) -> tuple[Floats
     count = len(state.ids)
     if not ask.adapter:
         return np.zeros(count), np.zeros(count)
-    size_bytes = np.array([float(ask.adapter_bytes)])  # one size for all rows
-    copy, fetch = load_ms(perf, size_bytes), fetch_ms(perf, size_bytes)
-    rows, bits = state.holders(ask.adapter)
-    copy[rows[(bits & (ON_DEVICE | IN_USE)) != 0]] = 0.0
-    fetch[rows] = 0.0
+    copy, fetch = load_ms(perf, ask.adapter_bytes), fetch_ms(perf, ask.adapter_bytes)
+    held = state.holders(ask.adapter)
+    if held is not None:
+        rows = held.rows
+        copy[rows[held.loaded]] = 0.0
+        fetch[rows] = 0.0
     return copy, fetch

@@ -36,11 +36,11 @@ COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). 
     "refusing": ("?", 0),  # it refused for lack of room since its last word
     "max_model_len": ("i8", 0),
     "max_lora_rank": ("i8", 0),
-    "max_running": ("f8", 0),
+    "max_running": ("f8", inf),
     "max_requests": ("f8", 0),  # max_running + max_waiting
     "block_size": ("i8", 0),
     "kv_tokens_total": ("f8", 0),  # what the KV cache holds
-    "kv_tokens_free": ("f8", 0),
+    "kv_tokens_free": ("f8", inf),
     "running": ("f8", 0),
     "running_left": ("f8", 0),  # output tokens the running requests are still expected to produce
     "queued": ("f8", 0),
@@ -51,8 +51,8 @@ COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). 
     "exists": ("f8", 0),  # running + queued
     "rank_sum": ("f8", 0),  # over exists
     "max_rank": ("f8", 0),
-    "opened_s": ("f8", -inf),  # when the first of the queued requests came
-    "began_s": ("f8", -inf),  # when the last one was heard to have begun to run
+    "opened_s": ("f8", -inf),  # when the first of the queued requests came; without any, long ago
+    "began_s": ("f8", -inf),  # when the last one was heard to have begun to run; without any, long ago
     "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
     "copies_stall": ("f8", 0),  # 1 where steps wait for adapter copies
     "copies_wait": ("f8", 0),  # 1 where requests wait for their own
@@ -60,6 +60,7 @@ COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). 
     **dict.fromkeys(_PERF, ("f8", 0)),
 }
 ON_DEVICE, IN_USE, ON_HOST = 1, 2, 4  # where an adapter is: one bit each
+_ANY = 1 << 40  # tokens, or a rank, above all
 _TIER_BITS: dict[Tier, int] = {"device": ON_DEVICE | ON_HOST, "host": ON_HOST, "disk": 0}
 
 
@@ -84,18 +85,61 @@ class PerfColumns:
         """Each worker's LoRA load under its own kernel; the vector form of `perf_model.lora_load`."""
         return np.where(self.bgmv, rows * max_rank, rank_sum) if self._some_bgmv else rank_sum
 
+    def lora_growth(self, rows: Floats, max_rank: Floats, rank: int) -> Floats | float:
+        """What one more request of `rank` adds to that load of each worker."""
+        if not self._some_bgmv:
+            return float(rank)
+        return np.where(self.bgmv, (rows + 1.0) * np.maximum(max_rank, rank) - rows * max_rank, float(rank))
 
-class _Holders:
-    """Where one adapter is: row -> bits, and the same as two arrays made when they are asked for."""
 
-    __slots__ = ("arrays", "bits")
+class Holders:
+    """Where one adapter is, in columns without an order: `rows` of the table, and for each what is known there."""
+
+    __slots__ = ("_at", "_bits", "_loaded", "_rows")
 
     def __init__(self) -> None:
-        self.bits: dict[int, int] = {}
-        self.arrays: tuple[NDArray[np.intp], NDArray[np.intp]] | None = None
+        self._at: dict[int, int] = {}  # row -> its place in the columns, which have some room behind
+        self._rows, self._bits, self._loaded = np.empty(4, np.intp), np.empty(4, np.uint8), np.empty(4, bool)
 
+    def __len__(self) -> int:
+        return len(self._at)
 
-_NOWHERE = np.zeros(0, dtype=np.intp)
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """The workers that hold it."""
+        return self._rows[: len(self._at)]
+
+    @property
+    def bits(self) -> NDArray[np.uint8]:
+        """For each of `rows` the sum of ON_DEVICE, IN_USE (by a request there) and ON_HOST."""
+        return self._bits[: len(self._at)]
+
+    @property
+    def loaded(self) -> NDArray[np.bool_]:
+        """Whether it is on the device there, or about to be for a request."""
+        return self._loaded[: len(self._at)]
+
+    def mark(self, row: int, bits: int) -> None:
+        """It is there so; 0 for not at all."""
+        place = self._at.get(row)
+        if not bits:
+            if place is not None:
+                self._drop(row, place)
+            return
+        if place is None:
+            place = self._at[row] = len(self._at)
+            if place == len(self._rows):
+                self._rows, self._bits, self._loaded = (np.resize(c, 2 * place) for c in (self._rows, self._bits, self._loaded))
+            self._rows[place] = row
+        self._bits[place], self._loaded[place] = bits, bits & (ON_DEVICE | IN_USE)
+
+    def _drop(self, row: int, place: int) -> None:
+        del self._at[row]
+        last = len(self._at)
+        if place != last:  # the last one takes its place
+            self._at[int(self._rows[last])] = place
+            for column in (self._rows, self._bits, self._loaded):
+                column[place] = column[last]
 
 
 class ClusterState:
@@ -105,11 +149,15 @@ class ClusterState:
         self.table = _free_rows(16)
         self.ids: list[str] = [""] * 16
         self._row: dict[str, int] = {}
+        self._terms: dict[str, tuple[WorkerLimits, PerfModel]] = {}  # as they are in the table
         self._free = list(range(15, -1, -1))
         self._loads: dict[str, WorkerLoad] = {}
         self._adapters: dict[str, dict[str, Tier]] = {}  # worker id -> digest -> tier
-        self._holders: dict[str, _Holders] = {}
+        self._holders: dict[str, Holders] = {}
         self._bases: dict[str, int] = {}
+        self._perf: PerfColumns | None = None  # this and the next two are made when asked for, see `_forget_derived`
+        self._least: tuple[int, int] | None = None
+        self._serving: dict[int, NDArray[np.bool_]] = {}
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._row
@@ -121,9 +169,30 @@ class ClusterState:
         """Every worker's id."""
         return list(self._row)
 
-    def base_index(self, base_model: str) -> int:
-        """The value of column `base` for this model; -2, which no row has, when no worker ever served it."""
-        return self._bases.get(base_model, -2)
+    def serving(self, base_model: str) -> NDArray[np.bool_]:
+        """The rows of the workers with this base model; not to be changed."""
+        base = self._bases.get(base_model)
+        if base is None:
+            return np.zeros(len(self.ids), dtype=bool)
+        if base not in self._serving:
+            self._serving[base] = self.table["base"] == base
+        return self._serving[base]
+
+    @property
+    def perf(self) -> PerfColumns:
+        """The coefficients in `table`."""
+        if self._perf is None:
+            self._perf = PerfColumns(self.table)
+        return self._perf
+
+    @property
+    def least(self) -> tuple[int, int]:
+        """Tokens and LoRA rank that every worker can hold."""
+        if self._least is None:
+            t, used = self.table, self.table["base"] >= 0
+            context = np.minimum(t["max_model_len"], t["kv_tokens_total"])
+            self._least = int(context[used].min(initial=_ANY)), int(t["max_lora_rank"][used].min(initial=_ANY))
+        return self._least
 
     def row(self, worker_id: str) -> int:
         """The worker's index in the columns of `table`, -1 when it is not known."""
@@ -137,23 +206,17 @@ class ClusterState:
         """The adapters that the worker holds and the fastest tier each is in."""
         return self._adapters[worker_id]
 
-    def holders(self, digest: str) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Where the adapter is: rows, and for each the sum of ON_DEVICE, IN_USE (by a request there) and ON_HOST."""
-        held = self._holders.get(digest)
-        if held is None:
-            return _NOWHERE, _NOWHERE
-        if held.arrays is None:
-            count = len(held.bits)
-            held.arrays = (
-                np.fromiter(held.bits.keys(), dtype=np.intp, count=count),
-                np.fromiter(held.bits.values(), dtype=np.intp, count=count),
-            )
-        return held.arrays
+    def holders(self, digest: str) -> Holders | None:
+        """Where the adapter is; None when it is nowhere."""
+        return self._holders.get(digest)
 
     # ---- workers
 
     def put_worker(self, worker_id: str, limits: WorkerLimits, perf: PerfModel) -> None:
         """Add a worker, or renew the limits and coefficients of a known one."""
+        if self._terms.get(worker_id) == (limits, perf):
+            return
+        self._terms[worker_id] = limits, perf
         row = self._row.get(worker_id)
         if row is None:
             row = self._take_row()
@@ -173,12 +236,14 @@ class ClusterState:
         t["bgmv"][row] = perf.kernel == "bgmv"
         for name in _PERF:
             t[name][row] = getattr(perf, name)
+        self._forget_derived()
 
     def drop_worker(self, worker_id: str) -> None:
         """Forget a worker and all it had; unknown ids are ignored."""
         row = self._row.pop(worker_id, None)
         if row is None:
             return
+        del self._terms[worker_id]
         load, adapters = self._loads.pop(worker_id), self._adapters.pop(worker_id)
         for digest in load.adapters.keys() | adapters.keys():
             self._mark(digest, row, 0)
@@ -186,6 +251,7 @@ class ClusterState:
             self.table[name][row] = empty
         self.ids[row] = ""
         self._free.append(row)
+        self._forget_derived()
 
     def heard(self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool) -> None:
         """A worker spoke: these facts are its latest, and what was held against it is forgiven."""
@@ -229,10 +295,9 @@ class ClusterState:
         """The worker has this request, new or changed at `now_s`."""
         load = self._loads[worker_id]
         digest = brief.adapter_digest
-        old = load.remove(brief.request_id)
-        in_use = digest in load.adapters or (old is not None and old.adapter_digest == digest)
-        load.add(brief)
-        if digest and not in_use:
+        in_use = digest in load.adapters
+        old = load.put(brief)
+        if not in_use:
             self._locate(worker_id, digest)
         if old is not None and old.adapter_digest not in load.adapters:
             self._locate(worker_id, old.adapter_digest)
@@ -258,8 +323,12 @@ class ClusterState:
     def _write(self, worker_id: str, load: WorkerLoad, now_s: float) -> None:
         row, t = self._row[worker_id], self.table
         exists, queue = load.exists, load.queue
-        if queue.size and not t["queued"][row]:
+        if not queue.size:
+            t["opened_s"][row] = -inf
+        elif not t["queued"][row]:
             t["opened_s"][row] = now_s
+        if not exists.size:
+            t["began_s"][row] = -inf
         t["running"][row] = exists.size - queue.size
         t["running_left"][row] = load.running_left
         t["queued"][row] = queue.size
@@ -306,18 +375,17 @@ class ClusterState:
         if held is None:
             if not bits:
                 return
-            held = self._holders[digest] = _Holders()
-        if held.bits.get(row, 0) == bits:
-            return
-        held.arrays = None
-        if bits:
-            held.bits[row] = bits
-            return
-        del held.bits[row]
-        if not held.bits:
+            held = self._holders[digest] = Holders()
+        held.mark(row, bits)
+        if not held:
             del self._holders[digest]
 
     # ---- rows
+
+    def _forget_derived(self) -> None:
+        """A worker came or went, or has other limits or coefficients."""
+        self._perf = self._least = None
+        self._serving.clear()
 
     def _take_row(self) -> int:
         if not self._free:

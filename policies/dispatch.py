@@ -15,7 +15,7 @@ import numpy as np
 from policies import baselines, rank_aware, shared_cost
 from policies.candidates import Ask, Screening, candidates, screen
 from policies.choice import Choose
-from policies.cluster_state import ClusterState, PerfColumns
+from policies.cluster_state import ClusterState
 from policies.perf_model import decode_ms, prefill_ms
 
 POLICIES: dict[str, Callable[[], Choose]] = {
@@ -60,10 +60,10 @@ def seconds_until_room(state: ClusterState, ask: Ask, now_s: float, *, stale_s: 
     about every (L / R) / R decode steps; the queue's prefill shares the engine meanwhile, spread over what is queued.
     """
     t = state.table
-    live = (t["base"] == state.base_index(ask.base_model)) & (t["heard_s"] >= now_s - stale_s) & ~t["draining"]
+    live = state.serving(ask.base_model) & (t["heard_s"] >= now_s - stale_s) & ~t["draining"]
     if not live.any():
         return MIN_RETRY_S
-    perf = PerfColumns(t)
+    perf = state.perf
     running = np.maximum(t["running"], 1)
     queued = np.maximum(t["queued"], 1)
     step_ms = decode_ms(perf, running, perf.lora_load(t["running"], t["rank_sum"] - t["queue_rank_sum"], t["max_rank"]))

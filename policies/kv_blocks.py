@@ -87,6 +87,10 @@ class KvBlocks:
         Blank blocks go first, then the cached ones that were released longest ago.
         """
         blank, users = self._blank, self._users
+        if count == 1 and blank:  # nearly always
+            block = blank.pop()
+            users[block] = 1
+            return [block]
         if count <= len(blank):
             taken = blank[: -count - 1 : -1]
             del blank[len(blank) - count :]

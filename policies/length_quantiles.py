@@ -9,18 +9,19 @@ was neither updated nor asked for the longest time is forgotten.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from math import ceil
 
 import msgspec
-import numpy as np
 
 MIN_SAMPLES = 8
 DECAY = 0.996  # half of the weight lies on the last 173 samples
 DEFAULT_TOKENS = 128  # expected length before anything was seen
 MAX_TOKENS = 1 << 20
 _RENORMALISE_AT = 1e12
+_SHARES = 0.5, 0.9
 
 
 def _edges() -> list[int]:
@@ -44,42 +45,57 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Histogram:
-    """Decayed counts. Instead of shrinking the old weights, each new one is larger; only ratios matter."""
+    """Decayed counts. Instead of shrinking the old weights, each new one is larger; only ratios matter.
 
-    __slots__ = ("all_weight", "samples", "token_weight", "weight", "weights")
+    A cursor per quantile stands at its bucket and knows the weight below; a sample moves it by a bucket now and then.
+    """
+
+    __slots__ = ("_at", "_below", "all_weight", "samples", "token_weight", "weight", "weights")
 
     def __init__(self) -> None:
-        self.weights = np.zeros(_BUCKETS, dtype=np.float64)
+        self.weights = array("d", bytes(8 * _BUCKETS))
         self.weight = 1.0  # of the next sample
         self.all_weight = 0.0  # sum of `weights`
         self.token_weight = 0.0  # sum of weight * length, for the mean
         self.samples = 0
+        self._at, self._below = [0] * len(_SHARES), [0.0] * len(_SHARES)
 
     def add(self, tokens: int) -> None:
-        self.weights[bisect_right(_EDGES, tokens) - 1] += self.weight
-        self.all_weight += self.weight
-        self.token_weight += self.weight * tokens
+        bucket, weight = bisect_right(_EDGES, tokens) - 1, self.weight
+        self.weights[bucket] += weight
+        self.all_weight += weight
+        self.token_weight += weight * tokens
         self.samples += 1
-        self.weight /= DECAY
+        for which, at in enumerate(self._at):
+            if bucket < at:
+                self._below[which] += weight
+        self.weight = weight / DECAY
         if self.weight > _RENORMALISE_AT:
-            self.weights /= self.weight
-            self.all_weight = float(self.weights.sum())
-            self.token_weight /= self.weight
-            self.weight = 1.0
+            self._renormalise()
 
-    def quantiles(self, shares: tuple[float, ...]) -> list[int]:
-        """The lengths below or at which these shares of the weight lie, interpolated inside a bucket."""
-        upto = self.weights.cumsum()
-        total = float(upto[-1])
-        out = []
-        for share in shares:
-            target = share * total
-            bucket = min(int(upto.searchsorted(target)), _BUCKETS - 1)
-            low, last = _EDGES[bucket], _EDGES[bucket + 1] - 1
-            inside = float(self.weights[bucket])
-            part = (target - (float(upto[bucket]) - inside)) / inside if inside > 0 else 0.0
-            out.append(round(low + (last - low) * min(1.0, max(0.0, part))))
-        return out
+    def _renormalise(self) -> None:
+        self.weights = array("d", [weight / self.weight for weight in self.weights])
+        self.all_weight = sum(self.weights)
+        self.token_weight /= self.weight
+        self.weight = 1.0
+        self._below = [sum(self.weights[:at]) for at in self._at]
+
+    def quantile(self, which: int) -> int:
+        """The length below or at which this one of `_SHARES` of the weight lies, interpolated inside its bucket."""
+        if not self.samples:
+            return DEFAULT_TOKENS
+        weights, at, below = self.weights, self._at[which], self._below[which]
+        target = _SHARES[which] * self.all_weight
+        while at and below >= target:
+            at -= 1
+            below -= weights[at]
+        while (inside := weights[at]) < target - below and at < _BUCKETS - 1:
+            below += inside
+            at += 1
+        self._at[which], self._below[which] = at, below
+        low, last = _EDGES[at], _EDGES[at + 1] - 1
+        part = (target - below) / inside if inside > 0 else 0.0
+        return round(low + (last - low) * min(1.0, max(0.0, part)))
 
     def mean(self) -> float:
         return self.token_weight / self.all_weight
@@ -112,17 +128,20 @@ class LengthQuantiles:
 
     def estimate(self, adapter_digest: str, max_tokens: int) -> Estimate:
         """The expected length of a request of this adapter that may produce `max_tokens` tokens (at least 1)."""
+        histogram = self._best(adapter_digest)
+        p50, p90 = (min(max(1, max_tokens), histogram.quantile(which)) for which in range(len(_SHARES)))
+        return Estimate(p50_tokens=p50, p90_tokens=p90, samples=histogram.samples)
+
+    def expected_tokens(self, adapter_digest: str, max_tokens: int) -> int:
+        """The median alone of the same estimate."""
+        return min(max(1, max_tokens), self._best(adapter_digest).quantile(0))
+
+    def _best(self, adapter_digest: str) -> _Histogram:
         histogram = self._adapters.get(adapter_digest)
         if histogram is None or histogram.samples < MIN_SAMPLES:
-            histogram = self._all
-        else:
-            self._adapters.move_to_end(adapter_digest)
-        limit = max(1, max_tokens)
-        if not histogram.samples:
-            tokens = min(limit, DEFAULT_TOKENS)
-            return Estimate(p50_tokens=tokens, p90_tokens=tokens, samples=0)
-        p50, p90 = histogram.quantiles((0.5, 0.9))
-        return Estimate(p50_tokens=min(limit, p50), p90_tokens=min(limit, p90), samples=histogram.samples)
+            return self._all
+        self._adapters.move_to_end(adapter_digest)
+        return histogram
 
     def mean_tokens(self) -> float:
         """The average length over all requests: `avg_resp_len` of CaraServe's Algorithm 1. Never below 1."""

@@ -71,11 +71,11 @@ def decode_ms(perf: Coefficients[Number], rows: Number, load: Number) -> Number:
     return perf.decode_base_ms + perf.decode_row_ms * rows + perf.decode_lora_ms * load
 
 
-def load_ms(perf: Coefficients[Number], size_bytes: Number) -> Number:
+def load_ms(perf: Coefficients[Number], size_bytes: float) -> Number:
     """Time to bring an adapter of `size_bytes` from host memory onto the device."""
     return perf.load_base_ms + perf.load_ms_per_mib * (size_bytes / MIB)
 
 
-def fetch_ms(perf: Coefficients[Number], size_bytes: Number) -> Number:
+def fetch_ms(perf: Coefficients[Number], size_bytes: float) -> Number:
     """Time to bring an adapter of `size_bytes` into a worker's host memory."""
     return perf.fetch_base_ms + perf.fetch_ms_per_mib * (size_bytes / MIB)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from policies.candidates import Ask
 from policies.choice import Choice, lightest
-from policies.cluster_state import ClusterState, PerfColumns
+from policies.cluster_state import ClusterState
 from policies.perf_model import Floats, decode_ms, prefill_ms
 
 PENALTY_MS = 10_000.0
@@ -30,7 +30,7 @@ def total_costs(state: ClusterState, ask: Ask, avg_resp_len: float) -> tuple[Flo
     `avg_resp_len` is the average response length in tokens, at least 1.
     """
     t = state.table
-    perf = PerfColumns(t)
+    perf = state.perf
     queued, exists = t["queued"], t["exists"]
     queue_max, exists_max = t["queue_max_rank"], t["max_rank"]
     tokens = t["queue_tokens"]

@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from policies.candidates import Ask
 from policies.choice import Choice, adapter_ms, spread
-from policies.cluster_state import ClusterState, PerfColumns, hash_of
+from policies.cluster_state import ClusterState, hash_of
 from policies.perf_model import Floats, decode_ms, prefill_ms
 
 PENALTY_MS = 100.0
@@ -59,61 +59,64 @@ def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, 
     """The row with the least cost, or one as good."""
     cost, breaks_slo = costs(state, ask, now_s, avg_resp_len)
     cost[~fit] = np.inf
-    near = np.flatnonzero(cost <= cost.min() * (1.0 + NEAR))
-    known = not ask.adapter or len(state.holders(ask.adapter)[0])
+    near = (cost <= float(cost[cost.argmin()]) * (1.0 + NEAR)).nonzero()[0]
+    known = not ask.adapter or state.holders(ask.adapter) is not None
     row = spread(state, near, ask.key if known else hash_of(ask.adapter))
     return Choice(row, float(cost[row]), bool(breaks_slo[row]))
 
 
 def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[Floats, NDArray[np.bool_]]:
     """The cost on each row, and whether an objective of the request breaks there."""
-    t = state.table
-    perf = PerfColumns(t)
-    out = float(ask.out_tokens) or avg_resp_len
+    t, perf = state.table, state.perf
+    rank, out = ask.rank, float(ask.out_tokens) or avg_resp_len
     n, queued, queue_tokens = t["exists"], t["queued"], t["queue_tokens"]
+    max_rank, queue_max_rank = t["max_rank"], t["queue_max_rank"]
 
-    step = decode_ms(perf, n + 1, perf.lora_load(n + 1, t["rank_sum"] + ask.rank, np.maximum(t["max_rank"], ask.rank)))
-    d_step = step - decode_ms(perf, n, perf.lora_load(n, t["rank_sum"], t["max_rank"]))
+    d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(n, max_rank, rank)
+    step = decode_ms(perf, n, perf.lora_load(n, t["rank_sum"], max_rank)) + d_step
 
-    queue = prefill_ms(perf, queue_tokens, perf.lora_load(queued, t["queue_rank_sum"], t["queue_max_rank"]))
-    queue_max_with = np.maximum(t["queue_max_rank"], ask.rank)
-    queue_load_with = perf.lora_load(queued + 1, t["queue_rank_sum"] + ask.rank, queue_max_with)
-    queue_with = prefill_ms(perf, queue_tokens + ask.tokens, queue_load_with)
-    alone = perf.prefill_base_ms + perf.prefill_token_ms * ask.tokens + perf.prefill_lora_ms * ask.rank
+    queue = prefill_ms(perf, queue_tokens, perf.lora_load(queued, t["queue_rank_sum"], queue_max_rank))
+    own_tokens = perf.prefill_token_ms * ask.tokens
+    joined = own_tokens + perf.prefill_lora_ms * perf.lora_growth(queued, queue_max_rank, rank)
+    alone = perf.prefill_base_ms + own_tokens + perf.prefill_lora_ms * rank
     steps_s = np.maximum(step, 1e-3) / 1000.0
-    joins = np.where(queued > 0, np.maximum(1.0 - (now_s - t["opened_s"]) / steps_s, 0.0), 0.0)
+    joins = np.maximum(1.0 - (now_s - t["opened_s"]) / steps_s, 0.0)
     copy, fetch = adapter_ms(state, perf, ask)
-    stall = alone + joins * (queue_with - queue - alone) + t["copies_stall"] * copy
+    stall = alone + joins * (joined - alone) + t["copies_stall"] * copy
 
-    began_s = np.maximum(t["began_s"], np.where(queued > 0, t["opened_s"], -np.inf))
-    young = np.where(n > 0, YOUNG * np.exp((began_s - now_s) / (YOUNG_STEPS * steps_s)), 0.0)
+    young = YOUNG * np.exp((np.maximum(t["began_s"], t["opened_s"]) - now_s) / (YOUNG_STEPS * steps_s))
     others = n * (stall / avg_resp_len + LASTING * d_step) + young * stall * (1.0 - joins)
 
     tpot = step + n * perf.prefill_base_ms / avg_resp_len
-    wait = queue_with + t["copies_wait"] * copy + fetch + _seat_wait_ms(t, step) + _memory_wait_ms(t, ask, step, out)
+    wait = queue + joined + t["copies_wait"] * copy + fetch
+    beyond = n - t["max_running"]
+    if beyond[beyond.argmax()] >= 0.0:
+        wait += _seat_wait_ms(t, beyond + 1.0, step)
+    spare = t["kv_tokens_free"] - t["queue_tokens"] - t["queue_out"] - 0.5 * t["running_left"]
+    if spare[spare.argmin()] < ask.tokens + out:
+        wait += _memory_wait_ms(t, ask.tokens + out - spare, step)
     cost = others + tpot + wait / out
 
-    ttft_excess = (wait + 0.5 * step) / ask.ttft_slo_ms - 1.0
-    tpot_excess = tpot / ask.tpot_slo_ms - 1.0
-    breaks = (ttft_excess > 0) | (tpot_excess > 0)
-    excess = np.maximum(ttft_excess, 0.0) + np.maximum(tpot_excess, 0.0) + np.maximum(tpot / t["tightest_tpot_ms"] - 1.0, 0.0)
-    return cost + PENALTY_MS * excess, breaks
+    late = (wait + 0.5 * step) / ask.ttft_slo_ms
+    slow, slowing = tpot / ask.tpot_slo_ms, tpot / t["tightest_tpot_ms"]
+    if max(late[late.argmax()], slow[slow.argmax()], slowing[slowing.argmax()]) <= 1.0:
+        return cost, np.zeros(len(cost), dtype=bool)
+    excess = np.maximum(late - 1.0, 0.0) + np.maximum(slow - 1.0, 0.0) + np.maximum(slowing - 1.0, 0.0)
+    return cost + PENALTY_MS * excess, (late > 1.0) | (slow > 1.0)
 
 
-def _seat_wait_ms(t: Mapping[str, NDArray], step_ms: Floats) -> Floats:
-    """Until the running batch has a seat: those before r take one each, and one comes free every (L / R) / R steps."""
+def _seat_wait_ms(t: Mapping[str, NDArray], behind: Floats, step_ms: Floats) -> Floats:
+    """Until there is a seat: the `behind` that lack one take one each, and one comes free every (L / R) / R steps."""
     running = np.maximum(t["running"], 1.0)
-    behind = np.maximum(t["exists"] + 1.0 - t["max_running"], 0.0)
-    return behind * step_ms * t["running_left"] / running**2
+    return np.maximum(behind, 0.0) * step_ms * t["running_left"] / running**2
 
 
-def _memory_wait_ms(t: Mapping[str, NDArray], ask: Ask, step_ms: Floats, out: float) -> Floats:
-    """Until enough KV blocks are free for r, for those that wait before it, and for what the running ones will add.
+def _memory_wait_ms(t: Mapping[str, NDArray], lacking: Floats, step_ms: Floats) -> Floats:
+    """Until the KV tokens that are `lacking` are free: for r, for those that wait before it, and for what the running ones
+    will add.
 
     Requests end one by one over the next 2 * (L / R) steps, each giving back what it holds; so on average half of what
     they still produce is held at once, and the memory in use comes back evenly over that time.
     """
-    needed = ask.tokens + out + t["queue_tokens"] + t["queue_out"] + 0.5 * t["running_left"]
-    lacking = np.maximum(needed - t["kv_tokens_free"], 0.0)
     used = np.maximum(t["kv_tokens_total"] - t["kv_tokens_free"], 1.0)
-    return step_ms * lacking / used * 2.0 * t["running_left"] / np.maximum(t["running"], 1.0)
+    return step_ms * np.maximum(lacking, 0.0) / used * 2.0 * t["running_left"] / np.maximum(t["running"], 1.0)

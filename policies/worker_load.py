@@ -60,16 +60,39 @@ class WorkerLoad:
         self.objectives: dict[float, int] = {}  # time per output token in ms -> requests that want it
         self.tightest = inf  # the smallest of `objectives`
 
-    def add(self, brief: RequestBrief) -> None:
-        """`brief.request_id` must not be here."""
+    def put(self, brief: RequestBrief) -> RequestBrief | None:
+        """A new request, or what is now known of one; what was known before."""
+        old = self.requests.get(brief.request_id)
+        if old is None or _kind(old) != _kind(brief):
+            self.remove(brief.request_id)
+            self.add(brief)
+            return old
         self.requests[brief.request_id] = brief
-        self.exists.add(brief.rank)
+        self._unbook(old)
+        self._book(brief)
+        return old
+
+    def _book(self, brief: RequestBrief) -> None:
         if brief.phase == "running":
             self.running_left += tokens_left(brief)
         else:
             self.queue.add(brief.rank)
             self.queue_tokens += tokens_to_prefill(brief)
             self.queue_out += tokens_left(brief)
+
+    def _unbook(self, brief: RequestBrief) -> None:
+        if brief.phase == "running":
+            self.running_left = max(0, self.running_left - tokens_left(brief))
+        else:
+            self.queue.remove(brief.rank)
+            self.queue_tokens -= tokens_to_prefill(brief)
+            self.queue_out -= tokens_left(brief)
+
+    def add(self, brief: RequestBrief) -> None:
+        """`brief.request_id` must not be here."""
+        self.requests[brief.request_id] = brief
+        self.exists.add(brief.rank)
+        self._book(brief)
         if brief.adapter_digest:
             self.adapters[brief.adapter_digest] = self.adapters.get(brief.adapter_digest, 0) + 1
         objective_ms = brief.tpot_slo_ms
@@ -83,12 +106,7 @@ class WorkerLoad:
         if brief is None:
             return None
         self.exists.remove(brief.rank)
-        if brief.phase == "running":
-            self.running_left = max(0, self.running_left - tokens_left(brief))
-        else:
-            self.queue.remove(brief.rank)
-            self.queue_tokens -= tokens_to_prefill(brief)
-            self.queue_out -= tokens_left(brief)
+        self._unbook(brief)
         if brief.adapter_digest:
             _one_less(self.adapters, brief.adapter_digest)
         objective_ms = brief.tpot_slo_ms
@@ -131,6 +149,10 @@ def tokens_left(brief: RequestBrief) -> int:
 def tokens_to_prefill(brief: RequestBrief) -> int:
     """Tokens a queued request has to prefill: a resumed one recomputes what it already produced."""
     return brief.prompt_tokens + brief.output_tokens
+
+
+def _kind(brief: RequestBrief) -> tuple[int, str, float]:
+    return brief.rank, brief.adapter_digest, brief.tpot_slo_ms
 
 
 def _one_less(counts: dict[Key, int], key: Key) -> int:

@@ -95,8 +95,8 @@ class Cluster:
                     one.meet(worker.worker_id, worker.spec.limits, worker.spec.perf, 0.0)
                 # spread over the interval: workers do not start at the same instant
                 self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
-        if len(workload):
-            self._next_arrival(0)
+        self._coming = iter(workload)
+        self._next_arrival()
 
     def run(self, until_s: float | None = None, *, progress: Callable[[float], None] | None = None) -> None:
         """Let time pass until every request has an end, or until `until_s`. `progress(now_s)` is called now and then."""
@@ -119,13 +119,13 @@ class Cluster:
 
     # ---- a request
 
-    def _next_arrival(self, index: int) -> None:
-        request = self.workload.request(index)
-        self.events.at(request.arrival_ps + self._submit_ps, ARRIVAL, self._arrive, request)
+    def _next_arrival(self) -> None:
+        request = next(self._coming, None)
+        if request is not None:
+            self.events.at(request.arrival_ps + self._submit_ps, ARRIVAL, self._arrive, request)
 
     def _arrive(self, request: Request) -> None:
-        if request.index + 1 < len(self.workload):
-            self._next_arrival(request.index + 1)
+        self._next_arrival()
         if not self.schedulers:
             if self.workers[0].assign(request, str(request.index), request.output_tokens):
                 self.metrics.worker[request.index] = 0

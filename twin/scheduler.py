@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from policies.candidates import Ask
 from policies.choice import Choose
 from policies.cluster_state import ClusterState, hash_of
@@ -33,8 +35,7 @@ class SchedulerSpec:
     oracle_lengths: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """What a worker says: everything, or what changed since its last word."""
 
     worker_id: str
@@ -83,7 +84,7 @@ class Scheduler:
         """Expected output tokens."""
         if self.spec.oracle_lengths:
             return request.output_tokens
-        return self._lengths.estimate(request.digest, self.spec.max_tokens).p50_tokens
+        return self._lengths.expected_tokens(request.digest, self.spec.max_tokens)
 
     def observe(self, request: Request) -> None:
         """A request has ended; its true length is known."""

@@ -45,6 +45,11 @@ class StepModel(Protocol):
     """The engine of one kind of worker."""
 
     @property
+    def reads_adapters(self) -> bool:
+        """Whether a step's time depends on `distinct_adapters` or `adapter_bytes`; if not, they stay 0."""
+        ...
+
+    @property
     def context_token_ps(self) -> int:
         """Added per token in the KV cache of the step's sequences, the new ones included."""
         ...
@@ -72,6 +77,7 @@ class PerfSteps:
     waiting_ms: float = 0.0
     context_token_ps: int = 0
     longest_token_ps: int = 0
+    reads_adapters = False
 
     def fixed_ps(self, batch: Batch) -> int:
         perf = self.perf
@@ -93,6 +99,10 @@ class MeasuredSteps:
 
     times: EngineSteps
     perf: PerfModel  # of adapter loads
+
+    @property
+    def reads_adapters(self) -> bool:
+        return self.times.adapter_mib_ms > 0
 
     @property
     def context_token_ps(self) -> int:

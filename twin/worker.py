@@ -282,11 +282,9 @@ class Worker:
 
     def _batch(self, plan: Plan[Live]) -> Batch:
         batch = Batch(waiting=len(self.state.waiting))
-        adapters: dict[int, int] = {}  # slot -> bytes
         if plan.decodes:
             ranks = [live.rank for live in plan.decodes]
             batch.decode_rows, batch.decode_rank_sum, batch.decode_max_rank = len(ranks), sum(ranks), max(ranks)
-            adapters.update([(live.slot, live.adapter_bytes) for live in plan.decodes])
         batch.sampled, batch.row_rank_sum = batch.decode_rows, batch.decode_rank_sum
         if plan.prefills:
             batch.chance = self._chance.random()
@@ -296,9 +294,10 @@ class Worker:
             batch.sampled += sum([live.computed + live.scheduled == live.length for live in plan.prefills])
             batch.row_rank_sum += sum([live.rank * live.scheduled for live in plan.prefills])
             batch.prefill_pairs = sum([pairs(live.computed, live.scheduled) for live in plan.prefills])
-            adapters.update([(live.slot, live.adapter_bytes) for live in plan.prefills])
-        adapters.pop(-1, None)
-        batch.distinct_adapters, batch.adapter_bytes = len(adapters), sum(adapters.values())
+        if self.spec.steps.reads_adapters:
+            adapters = {live.slot: live.adapter_bytes for live in plan.decodes + plan.prefills}
+            adapters.pop(-1, None)
+            batch.distinct_adapters, batch.adapter_bytes = len(adapters), sum(adapters.values())
         if plan.loads and self._copies is None:
             batch.loads = tuple([live.adapter_bytes for live in plan.loads])
         return batch

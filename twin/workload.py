@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count, repeat
 
+import msgspec
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
@@ -18,14 +20,14 @@ from numpy.typing import NDArray
 from shared.model import Slo
 from twin.events import PS_PER_S
 
+_AT_ONCE = 4096  # requests made of columns
 MAX_CV = 30.0  # beyond that nearly all requests come at the same few instants
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One request as engines and schedulers of the twin see it. `digest` is "" for the base."""
 
     index: int
@@ -72,7 +74,8 @@ class Workload:
         return len(self.arrival_s)
 
     def __iter__(self) -> Iterator[Request]:
-        return map(self.request, range(len(self)))
+        for begin in range(0, len(self), _AT_ONCE):
+            yield from self._between(begin, begin + _AT_ONCE)
 
     @property
     def duration_s(self) -> float:
@@ -84,22 +87,34 @@ class Workload:
         """A name for every adapter."""
         return [f"adapter-{index:05d}" for index in range(len(self.ranks))]
 
+    @cached_property
+    def _sizes(self) -> list[tuple[int, int]]:
+        return list(zip(self.ranks.tolist(), self.adapter_bytes.tolist(), strict=True))
+
     def request(self, index: int) -> Request:
         """The request at this place in the order of arrival."""
-        adapter = int(self.adapter[index])
-        based = adapter < 0
-        return Request(
-            index,
-            round(float(self.arrival_s[index]) * PS_PER_S),
-            "" if based else self.digests[adapter],
-            0 if based else int(self.ranks[adapter]),
-            0 if based else int(self.adapter_bytes[adapter]),
-            int(self.prompt_tokens[index]),
-            int(self.output_tokens[index]),
-            self.slos[self.slo[index]] if self.slo is not None else self.slos[0],
-            self.prefix[index] if self.prefix is not None else (),
-            self.prefix_tokens,
-        )
+        return next(self._between(index, index + 1))
+
+    def _between(self, begin: int, end: int) -> Iterator[Request]:
+        part = slice(begin, end)
+        columns = [column[part].tolist() for column in (self.arrival_s, self.adapter, self.prompt_tokens, self.output_tokens)]
+        which = self.slo[part].tolist() if self.slo is not None else repeat(0)
+        begins = self.prefix[part] if self.prefix is not None else repeat(())
+        rows = zip(count(begin), *columns, which, begins, strict=False)  # endless ones among them
+        for index, arrival_s, adapter, prompt_tokens, output_tokens, slo, prefix in rows:
+            digest, (rank, size_bytes) = (self.digests[adapter], self._sizes[adapter]) if adapter >= 0 else ("", (0, 0))
+            yield Request(
+                index,
+                round(arrival_s * PS_PER_S),
+                digest,
+                rank,
+                size_bytes,
+                prompt_tokens,
+                output_tokens,
+                self.slos[slo],
+                prefix,
+                self.prefix_tokens,
+            )
 
     def until(self, end_s: float) -> Workload:
         """The requests that arrive before `end_s`."""

@@ -184,7 +184,7 @@ class SchedulerService(BusService):
         except msgspec.MsgspecError:
             metrics.PREDICTION_MISSES.labels("failed").inc()
         if tokens is None:
-            tokens = self._lengths.estimate(digest, max_tokens).p50_tokens
+            tokens = self._lengths.expected_tokens(digest, max_tokens)
         produced = len(request.output) // TOKEN_BYTES
         return min(max_tokens, max(tokens, produced + 1))
 

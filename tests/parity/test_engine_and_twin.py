@@ -53,6 +53,7 @@ class Recorder:
 
     context_token_ps: int = 0
     longest_token_ps: int = 0
+    reads_adapters: bool = True
     batches: list[Batch] = field(default_factory=list)
 
     def fixed_ps(self, batch: Batch) -> int:

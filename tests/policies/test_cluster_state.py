@@ -81,8 +81,11 @@ def test_rows_of_dropped_workers_are_empty_and_reused():
 
 
 def holders(state: ClusterState, digest: str) -> dict[str, int]:
-    rows, bits = state.holders(digest)
-    return {state.ids[row]: bit for row, bit in zip(rows.tolist(), bits.tolist(), strict=True)}
+    held = state.holders(digest)
+    if held is None:
+        return {}
+    assert held.loaded.tolist() == [bool(bits & (ON_DEVICE | IN_USE)) for bits in held.bits.tolist()]
+    return {state.ids[row]: bits for row, bits in zip(held.rows.tolist(), held.bits.tolist(), strict=True)}
 
 
 def test_where_an_adapter_is_follows_tiers_and_the_requests_that_use_it():
