@@ -97,12 +97,13 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
         wait += _memory_wait_ms(t, ask.tokens + out - spare, step)
     cost = others + tpot + wait / out
 
-    late = (wait + 0.5 * step) / ask.ttft_slo_ms
-    slow, slowing = tpot / ask.tpot_slo_ms, tpot / t["tightest_tpot_ms"]
-    if max(late[late.argmax()], slow[slow.argmax()], slowing[slowing.argmax()]) <= 1.0:
+    ttft, slowing = wait + 0.5 * step, tpot / t["tightest_tpot_ms"]
+    kept = ttft[ttft.argmax()] <= ask.ttft_slo_ms and tpot[tpot.argmax()] <= ask.tpot_slo_ms
+    if kept and slowing[slowing.argmax()] <= 1.0:
         return cost, np.zeros(len(cost), dtype=bool)
-    excess = np.maximum(late - 1.0, 0.0) + np.maximum(slow - 1.0, 0.0) + np.maximum(slowing - 1.0, 0.0)
-    return cost + PENALTY_MS * excess, (late > 1.0) | (slow > 1.0)
+    ttft_excess, tpot_excess = ttft / ask.ttft_slo_ms - 1.0, tpot / ask.tpot_slo_ms - 1.0
+    excess = np.maximum(ttft_excess, 0.0) + np.maximum(tpot_excess, 0.0) + np.maximum(slowing - 1.0, 0.0)
+    return cost + PENALTY_MS * excess, (ttft_excess > 0) | (tpot_excess > 0)
 
 
 def _seat_wait_ms(t: Mapping[str, NDArray], behind: Floats, step_ms: Floats) -> Floats:

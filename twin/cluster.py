@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -205,7 +204,7 @@ class Cluster:
             self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)
 
     def _send(self, report: Report) -> None:
-        self.events.at(self.events.now_ps + self._state_ps, MESSAGE, partial(self._hear, report))
+        self.events.at(self.events.now_ps + self._state_ps, MESSAGE, self._hear, report)
 
     def _hear(self, report: Report) -> None:
         now_s = self.events.now_s

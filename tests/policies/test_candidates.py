@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from policies.candidates import Ask, candidates, screen
@@ -95,3 +97,33 @@ def test_screening_names_the_best_limits_of_live_workers():
     found = screen(state, ask(), NOW_S, STALE_S)
     assert found.rejected == {"stale": 1, "max_model_len": 1}
     assert (found.longest_context, found.largest_rank) == (32, 4)
+
+
+def test_whatever_the_limits_and_however_they_change_the_candidates_are_those_that_can_hold_the_request():
+    draw = random.Random(11)
+    state, limits = ClusterState(), {}
+    for _ in range(400):
+        worker_id = f"w{draw.randrange(20)}"
+        if draw.random() < 0.2:
+            state.drop_worker(worker_id)
+            limits.pop(worker_id, None)
+        else:
+            limits[worker_id] = worker_limits(
+                base_model=draw.choice(["demo", "other"]),
+                max_model_len=draw.choice([64, 1024]),
+                kv_blocks_total=draw.choice([4, 512]),
+                max_lora_rank=draw.choice([8, 64]),
+            )
+            state.put_worker(worker_id, limits[worker_id], PERF)
+            state.heard(worker_id, NOW_S, kv_blocks_free=4, draining=False)
+        request = ask(
+            tokens=draw.choice([40, 63, 64, 1023]), rank=draw.choice([0, 8, 9, 64]), base_model=draw.choice(["demo", "x"])
+        )
+        needed = request.tokens + 1
+        assert who(state, request) == sorted(
+            worker_id
+            for worker_id, its in limits.items()
+            if its.base_model == request.base_model
+            and needed <= min(its.max_model_len, its.kv_blocks_total * its.block_size)
+            and request.rank <= its.max_lora_rank
+        )

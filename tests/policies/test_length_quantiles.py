@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 import pytest
 
-from policies.length_quantiles import DEFAULT_TOKENS, MIN_SAMPLES, Estimate, LengthQuantiles
+from policies import length_quantiles
+from policies.length_quantiles import _EDGES, DECAY, DEFAULT_TOKENS, MIN_SAMPLES, Estimate, LengthQuantiles
 
 HUGE = 1 << 30
 
@@ -76,3 +79,24 @@ def test_extreme_lengths_and_very_many_samples_do_no_harm():
     quantiles = learned([0, -3, HUGE, *([7] * 30_000)])
     assert quantiles.estimate("d", HUGE) == Estimate(p50_tokens=7, p90_tokens=7, samples=30_003)
     assert quantiles.mean_tokens() == pytest.approx(7)
+
+
+def test_after_any_history_the_quantiles_are_those_of_a_recount(monkeypatch):
+    monkeypatch.setattr(length_quantiles, "_RENORMALISE_AT", 20.0)  # every few hundred samples
+    rng = np.random.default_rng(9)
+    quantiles, weights = LengthQuantiles(max_adapters=1), {}
+    for number in range(3000):
+        mean = 3.0 + 3.0 * (number // 500 % 2)  # the median moves far, up and down
+        tokens = int(rng.lognormal(mean, 0.7)) + 1
+        quantiles.observe("d", tokens)
+        bucket = bisect_right(_EDGES, tokens) - 1
+        weights = {at: weight * DECAY for at, weight in weights.items()}
+        weights[bucket] = weights.get(bucket, 0.0) + 1.0
+        if number % 50:
+            continue
+        found = quantiles.estimate("d", HUGE)
+        assert quantiles.expected_tokens("d", HUGE) == found.p50_tokens
+        for tokens, share in ((found.p50_tokens, 0.5), (found.p90_tokens, 0.9)):
+            upto = np.cumsum([weights[at] for at in sorted(weights)])
+            at = sorted(weights)[int(np.searchsorted(upto, share * upto[-1]))]
+            assert _EDGES[at] <= tokens <= _EDGES[at + 1] - 1

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import twin.workload
 from tests.twin.support import workload
 from twin.workload import Intensity, Lengths, arrivals, per_adapter, pick, power_law, rank_mix, zipf
 
@@ -73,6 +74,14 @@ def test_lognormal_lengths_have_their_means() -> None:
 def test_the_same_seed_gives_the_same_workload() -> None:
     first, again, other = workload(1), workload(1), workload(2)
     assert list(first) == list(again) != list(other)
+
+
+def test_a_request_is_the_same_alone_and_in_a_row_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin.workload, "_AT_ONCE", 7)
+    load = workload(1)
+    assert len(load) > 14
+    assert list(load) == [load.request(index) for index in range(len(load))]
+    assert [request.index for request in load] == list(range(len(load)))
 
 
 def test_cutting_and_stretching_keep_the_requests() -> None:
