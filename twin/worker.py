@@ -394,8 +394,8 @@ class Worker:
     def tiers(self) -> dict[str, Tier]:
         """Adapters here and the fastest tier of each."""
         tiers: dict[str, Tier] = dict.fromkeys(self.host.digests(), "host")
-        slots = self.state.adapters
-        tiers.update({digest: "device" for digest in slots.digests() if digest not in slots.loading})
+        slots, loading = self.state.adapters, self.state.adapters.loading
+        tiers.update({digest: "device" for digest in slots.digests() if digest not in loading})
         return tiers
 
     def running_left(self) -> int:
