@@ -69,7 +69,7 @@ class PerfColumns:
 
     def __init__(self, table: Mapping[str, NDArray]) -> None:
         self.bgmv: NDArray[np.bool_] = table["bgmv"]
-        self._some_bgmv = bool(self.bgmv.any())
+        self.pads = bool(self.bgmv.any())  # some worker does
         self.prefill_base_ms: Floats = table["prefill_base_ms"]
         self.prefill_token_ms: Floats = table["prefill_token_ms"]
         self.prefill_lora_ms: Floats = table["prefill_lora_ms"]
@@ -83,11 +83,11 @@ class PerfColumns:
 
     def lora_load(self, rows: Floats, rank_sum: Floats, max_rank: Floats) -> Floats:
         """Each worker's LoRA load under its own kernel; the vector form of `perf_model.lora_load`."""
-        return np.where(self.bgmv, rows * max_rank, rank_sum) if self._some_bgmv else rank_sum
+        return np.where(self.bgmv, rows * max_rank, rank_sum) if self.pads else rank_sum
 
     def lora_growth(self, rows: Floats, max_rank: Floats, rank: int) -> Floats | float:
         """What one more request of `rank` adds to that load of each worker."""
-        if not self._some_bgmv:
+        if not self.pads:
             return float(rank)
         return np.where(self.bgmv, (rows + 1.0) * np.maximum(max_rank, rank) - rows * max_rank, float(rank))
 

@@ -118,6 +118,11 @@ class KvBlocks:
 
         The sequence's end becomes idle first, so that beginnings, which more sequences share, stay longest.
         """
+        if not self.prefix_cache:  # nobody shares a block, and none has a key
+            for block in blocks:
+                self._users[block] = 0
+            self._blank.extend(reversed(blocks))
+            return
         for block in reversed(blocks):
             self._users[block] -= 1
             if spoiled:

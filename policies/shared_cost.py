@@ -69,26 +69,27 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     """The cost on each row, and whether an objective of the request breaks there."""
     t, perf = state.table, state.perf
     rank, out = ask.rank, float(ask.out_tokens) or avg_resp_len
-    n, queued, queue_tokens = t["exists"], t["queued"], t["queue_tokens"]
-    max_rank, queue_max_rank = t["max_rank"], t["queue_max_rank"]
+    n, queued, max_rank, queue_max_rank = t["exists"], t["queued"], t["max_rank"], t["queue_max_rank"]
 
     d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(n, max_rank, rank)
     step = decode_ms(perf, n, perf.lora_load(n, t["rank_sum"], max_rank)) + d_step
-
-    queue = prefill_ms(perf, queue_tokens, perf.lora_load(queued, t["queue_rank_sum"], queue_max_rank))
-    own_tokens = perf.prefill_token_ms * ask.tokens
-    joined = own_tokens + perf.prefill_lora_ms * perf.lora_growth(queued, queue_max_rank, rank)
-    alone = perf.prefill_base_ms + own_tokens + perf.prefill_lora_ms * rank
     steps_s = np.maximum(step, 1e-3) / 1000.0
-    joins = np.maximum(1.0 - (now_s - t["opened_s"]) / steps_s, 0.0)
+
+    queue = prefill_ms(perf, t["queue_tokens"], perf.lora_load(queued, t["queue_rank_sum"], queue_max_rank))
+    own = perf.prefill_token_ms * ask.tokens + perf.prefill_lora_ms * rank
+    alone = np.minimum((now_s - t["opened_s"]) / steps_s, 1.0)  # how likely r joins nobody's prefill: then it costs its base
     copy, fetch = adapter_ms(state, perf, ask)
-    stall = alone + joins * (joined - alone) + t["copies_stall"] * copy
+    stall = own + alone * perf.prefill_base_ms + t["copies_stall"] * copy
+    wait = queue + own + t["copies_wait"] * copy + fetch
+    if perf.pads:
+        padding = perf.prefill_lora_ms * (perf.lora_growth(queued, queue_max_rank, rank) - rank)
+        stall += (1.0 - alone) * padding
+        wait += padding
 
     young = YOUNG * np.exp((np.maximum(t["began_s"], t["opened_s"]) - now_s) / (YOUNG_STEPS * steps_s))
-    others = n * (stall / avg_resp_len + LASTING * d_step) + young * stall * (1.0 - joins)
-
-    tpot = step + n * perf.prefill_base_ms / avg_resp_len
-    wait = queue + joined + t["copies_wait"] * copy + fetch
+    per_token = n / avg_resp_len  # what stops all of them for a millisecond costs so much
+    others = (per_token + young * alone) * stall + n * (LASTING * d_step)
+    tpot = step + per_token * perf.prefill_base_ms
     beyond = n - t["max_running"]
     if beyond[beyond.argmax()] >= 0.0:
         wait += _seat_wait_ms(t, beyond + 1.0, step)
