@@ -89,11 +89,14 @@ def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> di
         failures["kv_memory"] = t["kv_tokens_total"] < needed
     if ask.rank > rank:
         failures["lora_rank"] = t["max_lora_rank"] < ask.rank
-    failures["draining"] = t["draining"]
+    if state.held_back:
+        failures["draining"] = t["draining"]
     if ask.tried:
         failures["tried"] = tried = np.zeros(len(state.ids), dtype=bool)
         tried[_rows(state, ask.tried)] = True
-    failures["full"] = t["refusing"] | (t["exists"] >= t["max_requests"])
+    failures["full"] = t["exists"] >= t["max_requests"]
+    if state.held_back:
+        failures["full"] |= t["refusing"]
     return failures
 
 

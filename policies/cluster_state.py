@@ -51,8 +51,8 @@ COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). 
     "exists": ("f8", 0),  # running + queued
     "rank_sum": ("f8", 0),  # over exists
     "max_rank": ("f8", 0),
-    "opened_s": ("f8", -inf),  # when the first of the queued requests came; without any, long ago
-    "began_s": ("f8", -inf),  # when the last one was heard to have begun to run; without any, long ago
+    "opened_ms": ("f8", -inf),  # when the first of the queued requests came; without any, long ago
+    "began_ms": ("f8", -inf),  # when the last one was heard to have begun to run; without any, long ago
     "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
     "copies_stall": ("f8", 0),  # 1 where steps wait for adapter copies
     "copies_wait": ("f8", 0),  # 1 where requests wait for their own
@@ -60,6 +60,7 @@ COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). 
     **dict.fromkeys(_PERF, ("f8", 0)),
 }
 ON_DEVICE, IN_USE, ON_HOST = 1, 2, 4  # where an adapter is: one bit each
+MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
 _ANY = 1 << 40  # tokens, or a rank, above all
 _TIER_BITS: dict[Tier, int] = {"device": ON_DEVICE | ON_HOST, "host": ON_HOST, "disk": 0}
 
@@ -73,7 +74,7 @@ class PerfColumns:
         self.prefill_base_ms: Floats = table["prefill_base_ms"]
         self.prefill_token_ms: Floats = table["prefill_token_ms"]
         self.prefill_lora_ms: Floats = table["prefill_lora_ms"]
-        self.decode_base_ms: Floats = table["decode_base_ms"]
+        self.decode_base_ms: Floats = np.maximum(table["decode_base_ms"], MIN_STEP_MS)
         self.decode_row_ms: Floats = table["decode_row_ms"]
         self.decode_lora_ms: Floats = table["decode_lora_ms"]
         self.load_base_ms: Floats = table["load_base_ms"]
@@ -155,6 +156,7 @@ class ClusterState:
         self._adapters: dict[str, dict[str, Tier]] = {}  # worker id -> digest -> tier
         self._holders: dict[str, Holders] = {}
         self._bases: dict[str, int] = {}
+        self.held_back: set[int] = set()  # the rows that are draining or refusing
         self._perf: PerfColumns | None = None  # this and the next two are made when asked for, see `_forget_derived`
         self._least: tuple[int, int] | None = None
         self._serving: dict[int, NDArray[np.bool_]] = {}
@@ -214,17 +216,22 @@ class ClusterState:
 
     def put_worker(self, worker_id: str, limits: WorkerLimits, perf: PerfModel) -> None:
         """Add a worker, or renew the limits and coefficients of a known one."""
-        if self._terms.get(worker_id) == (limits, perf):
-            return
+        known = self._terms.get(worker_id)
         self._terms[worker_id] = limits, perf
         row = self._row.get(worker_id)
         if row is None:
             row = self._take_row()
             self._row[worker_id], self.ids[row] = row, worker_id
             self._loads[worker_id], self._adapters[worker_id] = WorkerLoad(), {}
+        if known is None or known[0] != limits:
+            self._put_limits(row, limits)
+        if known is None or known[1] != perf:
+            self._put_perf(row, perf)
+
+    def _put_limits(self, row: int, limits: WorkerLimits) -> None:
         t = self.table
         t["base"][row] = self._bases.setdefault(limits.base_model, len(self._bases))
-        t["key"][row] = hash_of(worker_id)
+        t["key"][row] = hash_of(self.ids[row])
         t["max_model_len"][row] = limits.max_model_len
         t["max_lora_rank"][row] = limits.max_lora_rank
         t["max_running"][row] = limits.max_running
@@ -233,10 +240,13 @@ class ClusterState:
         t["kv_tokens_total"][row] = limits.kv_blocks_total * limits.block_size
         t["copies_stall"][row] = limits.copies == "stall"
         t["copies_wait"][row] = limits.copies != "bridged"
-        t["bgmv"][row] = perf.kernel == "bgmv"
-        for name in _PERF:
-            t[name][row] = getattr(perf, name)
         self._forget_derived()
+
+    def _put_perf(self, row: int, perf: PerfModel) -> None:
+        self.table["bgmv"][row] = perf.kernel == "bgmv"
+        for name in _PERF:
+            self.table[name][row] = getattr(perf, name)
+        self._perf = None
 
     def drop_worker(self, worker_id: str) -> None:
         """Forget a worker and all it had; unknown ids are ignored."""
@@ -251,6 +261,7 @@ class ClusterState:
             self.table[name][row] = empty
         self.ids[row] = ""
         self._free.append(row)
+        self.held_back.discard(row)
         self._forget_derived()
 
     def heard(self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool) -> None:
@@ -258,8 +269,8 @@ class ClusterState:
         row, t = self._row[worker_id], self.table
         t["heard_s"][row] = now_s
         t["kv_tokens_free"][row] = kv_blocks_free * t["block_size"][row]
-        t["draining"][row] = draining
-        t["refusing"][row] = False
+        if draining or row in self.held_back:
+            self._hold_back(row, draining=draining, refusing=False)
 
     def set_heard(self, worker_id: str, heard_s: float) -> None:
         """Change only when the worker was last heard."""
@@ -267,11 +278,20 @@ class ClusterState:
 
     def set_refusing(self, worker_id: str) -> None:
         """Out of room by its own word, until it is heard again."""
-        self.table["refusing"][self._row[worker_id]] = True
+        row = self._row[worker_id]
+        self._hold_back(row, draining=bool(self.table["draining"][row]), refusing=True)
 
     def set_draining(self, worker_id: str) -> None:
         """Takes nothing new by its own word, until it is heard again."""
-        self.table["draining"][self._row[worker_id]] = True
+        row = self._row[worker_id]
+        self._hold_back(row, draining=True, refusing=bool(self.table["refusing"][row]))
+
+    def _hold_back(self, row: int, *, draining: bool, refusing: bool) -> None:
+        self.table["draining"][row], self.table["refusing"][row] = draining, refusing
+        if draining or refusing:
+            self.held_back.add(row)
+        else:
+            self.held_back.discard(row)
 
     # ---- their requests
 
@@ -302,7 +322,7 @@ class ClusterState:
         if old is not None and old.adapter_digest not in load.adapters:
             self._locate(worker_id, old.adapter_digest)
         if brief.phase == "running" and (old is None or old.phase != "running"):
-            self.table["began_s"][self._row[worker_id]] = now_s
+            self.table["began_ms"][self._row[worker_id]] = 1000.0 * now_s
         self._write(worker_id, load, now_s)
 
     def drop_request(self, worker_id: str, request_id: str) -> None:
@@ -324,11 +344,11 @@ class ClusterState:
         row, t = self._row[worker_id], self.table
         exists, queue = load.exists, load.queue
         if not queue.size:
-            t["opened_s"][row] = -inf
+            t["opened_ms"][row] = -inf
         elif not t["queued"][row]:
-            t["opened_s"][row] = now_s
+            t["opened_ms"][row] = 1000.0 * now_s
         if not exists.size:
-            t["began_s"][row] = -inf
+            t["began_ms"][row] = -inf
         t["running"][row] = exists.size - queue.size
         t["running_left"][row] = load.running_left
         t["queued"][row] = queue.size
@@ -383,7 +403,7 @@ class ClusterState:
     # ---- rows
 
     def _forget_derived(self) -> None:
-        """A worker came or went, or has other limits or coefficients."""
+        """A worker came or went, or has other limits."""
         self._perf = self._least = None
         self._serving.clear()
 

@@ -13,7 +13,7 @@ L is the average response length, out(r) the predicted one. The paper's Algorith
 r's own time. Without it slow workers are filled as gladly as fast ones, and a queue never weighs against a loaded adapter.
 
 Sharing a prefill. A prefill reads the whole model however few tokens it has, so a request that joins one which is about to
-begin costs the others only its own tokens. A queued prefill begins with the worker's next step; it came at `opened_s`, so
+begin costs the others only its own tokens. A queued prefill begins with the worker's next step; it came at `opened_ms`, so
 that a request coming `t` later still joins it with probability 1 - t / step. Otherwise it is a stall of its own.
 
 Sparing the young. A stall spreads over the tokens a request gets before and after, so a short answer that has just begun is
@@ -38,6 +38,7 @@ the best. Which one is a hash: of the adapter while nobody has it, so that it is
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,11 +74,11 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
 
     d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(n, max_rank, rank)
     step = decode_ms(perf, n, perf.lora_load(n, t["rank_sum"], max_rank)) + d_step
-    steps_s = np.maximum(step, 1e-3) / 1000.0
+    now_ms = 1000.0 * now_s
 
     queue = prefill_ms(perf, t["queue_tokens"], perf.lora_load(queued, t["queue_rank_sum"], queue_max_rank))
     own = perf.prefill_token_ms * ask.tokens + perf.prefill_lora_ms * rank
-    alone = np.minimum((now_s - t["opened_s"]) / steps_s, 1.0)  # how likely r joins nobody's prefill: then it costs its base
+    alone = np.minimum((now_ms - t["opened_ms"]) / step, 1.0)  # how likely r joins nobody's prefill: then it costs its base
     copy, fetch = adapter_ms(state, perf, ask)
     stall = own + alone * perf.prefill_base_ms + t["copies_stall"] * copy
     wait = queue + own + t["copies_wait"] * copy + fetch
@@ -86,25 +87,31 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
         stall += (1.0 - alone) * padding
         wait += padding
 
-    young = YOUNG * np.exp((np.maximum(t["began_s"], t["opened_s"]) - now_s) / (YOUNG_STEPS * steps_s))
+    young = YOUNG * np.exp((np.maximum(t["began_ms"], t["opened_ms"]) - now_ms) / (YOUNG_STEPS * step))
     per_token = n / avg_resp_len  # what stops all of them for a millisecond costs so much
     others = (per_token + young * alone) * stall + n * (LASTING * d_step)
     tpot = step + per_token * perf.prefill_base_ms
     beyond = n - t["max_running"]
-    if beyond[beyond.argmax()] >= 0.0:
+    if not _within(beyond, -1.0):
         wait += _seat_wait_ms(t, beyond + 1.0, step)
     spare = t["kv_tokens_free"] - t["queue_tokens"] - t["queue_out"] - 0.5 * t["running_left"]
     if spare[spare.argmin()] < ask.tokens + out:
         wait += _memory_wait_ms(t, ask.tokens + out - spare, step)
     cost = others + tpot + wait / out
 
-    ttft, slowing = wait + 0.5 * step, tpot / t["tightest_tpot_ms"]
-    kept = ttft[ttft.argmax()] <= ask.ttft_slo_ms and tpot[tpot.argmax()] <= ask.tpot_slo_ms
-    if kept and slowing[slowing.argmax()] <= 1.0:
+    ttft = wait + 0.5 * step if ask.ttft_slo_ms < inf else None
+    slowing = tpot / t["tightest_tpot_ms"]
+    if _within(ttft, ask.ttft_slo_ms) and _within(tpot, ask.tpot_slo_ms) and _within(slowing, 1.0):
         return cost, np.zeros(len(cost), dtype=bool)
-    ttft_excess, tpot_excess = ttft / ask.ttft_slo_ms - 1.0, tpot / ask.tpot_slo_ms - 1.0
+    ttft_excess = ttft / ask.ttft_slo_ms - 1.0 if ttft is not None else np.zeros(len(cost))
+    tpot_excess = tpot / ask.tpot_slo_ms - 1.0
     excess = np.maximum(ttft_excess, 0.0) + np.maximum(tpot_excess, 0.0) + np.maximum(slowing - 1.0, 0.0)
     return cost + PENALTY_MS * excess, (ttft_excess > 0) | (tpot_excess > 0)
+
+
+def _within(values: Floats | None, limit: float) -> bool:
+    """Whether all are; `argmax` and one element take a fifth of the time of `max` on few workers."""
+    return values is None or bool(values[values.argmax()] <= limit)
 
 
 def _seat_wait_ms(t: Mapping[str, NDArray], behind: Floats, step_ms: Floats) -> Floats:
