@@ -223,6 +223,7 @@ class ClusterState:
             row = self._take_row()
             self._row[worker_id], self.ids[row] = row, worker_id
             self._loads[worker_id], self._adapters[worker_id] = WorkerLoad(), {}
+            self.table["kv_tokens_free"][row] = 0.0  # until it is heard
         if known is None or known[0] != limits:
             self._put_limits(row, limits)
         if known is None or known[1] != perf:

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-import nats
 from nats import errors as nats_errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -66,6 +65,7 @@ class Bus:
         self._micro: MicroService | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._answering: set[asyncio.Task[Any]] = set()
+        self._subscribed = True  # the server knows of all subscriptions; not before a reconnection is complete
 
     @classmethod
     async def connect(cls, config: BusConfig, name: str, *, inbox: str = "client") -> Bus:
@@ -74,33 +74,21 @@ class Bus:
         Keeps trying for ever once connected; the first connection raises Unavailable after five seconds.
         """
 
-        async def on_error(error: Exception) -> None:
-            reason = "slow_consumer" if isinstance(error, nats_errors.SlowConsumerError) else "bus_error"
-            BUS_REFUSED.labels(reason).inc()
-            log.warning("bus error", extra={"error": repr(error)})
-
-        async def on_reconnect() -> None:
-            BUS_RECONNECTS.inc()
-            log.info("bus reconnected")
-
-        async def on_disconnect() -> None:
-            log.warning("bus disconnected")
-
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"reconnect_time_wait": 0.25}
         if config.nats_creds:
             options["user_credentials"] = config.nats_creds
         elif config.nats_user:
             options |= {"user": config.nats_user, "password": read_secret(config.nats_password_file)}
+        bus = cls(Client(), name)
         try:
-            client = await asyncio.wait_for(
-                nats.connect(
+            await asyncio.wait_for(
+                bus.nc.connect(
                     [url.strip() for url in config.nats_url.split(",")],
                     name=name,
-                    error_cb=on_error,
-                    reconnected_cb=on_reconnect,
-                    disconnected_cb=on_disconnect,
+                    error_cb=bus._on_error,
+                    reconnected_cb=bus._on_reconnect,
+                    disconnected_cb=bus._on_disconnect,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.25,
                     ping_interval=5,
                     max_outstanding_pings=2,
                     pending_size=OUTBOX_BYTES,
@@ -111,12 +99,26 @@ class Bus:
             )
         except (OSError, nats_errors.Error, TimeoutError) as error:
             raise Unavailable(f"NATS at {config.nats_url} does not answer: {error!r}") from error
-        return cls(client, name)
+        return bus
+
+    async def _on_error(self, error: Exception) -> None:
+        reason = "slow_consumer" if isinstance(error, nats_errors.SlowConsumerError) else "bus_error"
+        BUS_REFUSED.labels(reason).inc()
+        log.warning("bus error", extra={"error": repr(error)})
+
+    async def _on_reconnect(self) -> None:
+        self._subscribed = True
+        BUS_RECONNECTS.inc()
+        log.info("bus reconnected")
+
+    async def _on_disconnect(self) -> None:
+        self._subscribed = False
+        log.warning("bus disconnected")
 
     @property
     def connected(self) -> bool:
-        """Whether the server is reachable right now."""
-        return self.nc.is_connected
+        """Whether the server is reachable right now and knows our subscriptions; after a reconnection, again."""
+        return self.nc.is_connected and self._subscribed
 
     @property
     def max_payload(self) -> int:

@@ -105,6 +105,25 @@ async def test_an_undecodable_message_is_dropped_and_the_next_one_still_arrives(
     await eventually(lambda: len(seen) == 1)
 
 
+async def test_after_a_reconnection_the_bus_is_connected_once_the_server_knows_its_subscriptions(bus, nats_server, monkeypatch):
+    flush, go_on = bus.nc.flush, asyncio.Event()
+
+    async def held_up(
+        *args,
+    ) -> None:  # the last thing that a reconnection does: subscriptions are sent, and this says they arrived
+        await go_on.wait()
+        await flush(*args)
+
+    monkeypatch.setattr(bus.nc, "flush", held_up)
+    nats_server.kill()
+    await eventually(lambda: not bus.connected)
+    await nats_server.start()
+    await eventually(lambda: bus.nc.is_connected, within_s=15)
+    assert not bus.connected
+    go_on.set()
+    await eventually(lambda: bus.connected)
+
+
 async def test_a_lease_ends_with_goodbye_restart_or_silence_but_not_with_the_broker(bus, connect, nats_server):
     lost: list[str] = []
     watcher = await connect("gateway-1")
