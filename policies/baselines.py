@@ -53,7 +53,7 @@ def least_pending(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: 
     step_ms = decode_ms(perf, running, perf.lora_load(running, t["rank_sum"] - t["queue_rank_sum"], t["max_rank"]))
     behind = np.maximum(0.0, t["exists"] + 1.0 - t["max_running"])
     pending_ms += behind * step_ms * avg_resp_len / np.maximum(1.0, running)
-    copy, fetch = adapter_ms(state, perf, ask)
+    copy, fetch = adapter_ms(state, ask)
     pending_ms += copy + fetch
     best = lightest(pending_ms, fit)
     return Choice(spread(state, best, ask.key), float(pending_ms[best[0]]))

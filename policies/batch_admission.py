@@ -191,7 +191,7 @@ class BatchAdmission(Generic[S]):
                 return
             self._book_slot(state, seq, plan)
             del state.waiting[index]
-            _into(state.running, seq)
+            insort(state.running, seq, key=_order)
             for passed in blocked:
                 passed.bypassed += 1
                 closed = closed or passed.bypassed >= self.limits.max_bypass
@@ -383,7 +383,7 @@ def _extend_keys(kv: KvBlocks, seq: Sequence, full: int) -> None:
 def _preempt(state: AdmissionState[S], seq: S, plan: Plan[S]) -> None:
     state.running.remove(seq)
     _give_back(state, seq)
-    _into(state.waiting, seq)
+    insort(state.waiting, seq, key=_order)
     plan.preempted.append(seq)
 
 
@@ -402,14 +402,6 @@ def _give_back_slot(state: AdmissionState[S], seq: S) -> None:
 
 def _when(booking: tuple[int, int, int, object]) -> tuple[int, int]:
     return booking[:2]
-
-
-def _into(queue: list[S], seq: S) -> None:
-    """In order of arrival; most come last."""
-    if not queue or queue[-1].order < seq.order:
-        queue.append(seq)
-    else:
-        insort(queue, seq, key=_order)
 
 
 def _order(seq: Sequence) -> int:

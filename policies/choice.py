@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.candidates import Ask
-from policies.cluster_state import ClusterState, PerfColumns
+from policies.cluster_state import ClusterState
 from policies.perf_model import Floats, fetch_ms, load_ms
 
 
@@ -50,7 +50,7 @@ def spread(state: ClusterState, rows: NDArray[np.intp], key: int) -> int:
     return int(rows[np.argmax(mixed ^ (mixed >> np.uint64(32)))])
 
 
-def adapter_ms(state: ClusterState, perf: PerfColumns, ask: Ask) -> tuple[Floats, Floats]:
+def adapter_ms(state: ClusterState, ask: Ask) -> tuple[Floats, Floats]:
     """Time to copy the request's adapter onto each worker's device, and to fetch it into the worker's memory before.
 
     The copy is 0 where the adapter is on the device, or is about to be for another request; the fetch where it is in any
@@ -59,7 +59,7 @@ def adapter_ms(state: ClusterState, perf: PerfColumns, ask: Ask) -> tuple[Floats
     count = len(state.ids)
     if not ask.adapter:
         return np.zeros(count), np.zeros(count)
-    copy, fetch = load_ms(perf, ask.adapter_bytes), fetch_ms(perf, ask.adapter_bytes)
+    copy, fetch = load_ms(state.perf, ask.adapter_bytes), fetch_ms(state.perf, ask.adapter_bytes)
     held = state.holders(ask.adapter)
     if held is not None:
         rows = held.rows

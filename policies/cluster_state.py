@@ -216,23 +216,23 @@ class ClusterState:
 
     def put_worker(self, worker_id: str, limits: WorkerLimits, perf: PerfModel) -> None:
         """Add a worker, or renew the limits and coefficients of a known one."""
-        known = self._terms.get(worker_id)
-        self._terms[worker_id] = limits, perf
         row = self._row.get(worker_id)
         if row is None:
             row = self._take_row()
             self._row[worker_id], self.ids[row] = row, worker_id
             self._loads[worker_id], self._adapters[worker_id] = WorkerLoad(), {}
+            self.table["key"][row] = hash_of(worker_id)
             self.table["kv_tokens_free"][row] = 0.0  # until it is heard
-        if known is None or known[0] != limits:
+        old_limits, old_perf = self._terms.get(worker_id, (None, None))
+        self._terms[worker_id] = limits, perf
+        if limits != old_limits:
             self._put_limits(row, limits)
-        if known is None or known[1] != perf:
+        if perf != old_perf:
             self._put_perf(row, perf)
 
     def _put_limits(self, row: int, limits: WorkerLimits) -> None:
         t = self.table
         t["base"][row] = self._bases.setdefault(limits.base_model, len(self._bases))
-        t["key"][row] = hash_of(self.ids[row])
         t["max_model_len"][row] = limits.max_model_len
         t["max_lora_rank"][row] = limits.max_lora_rank
         t["max_running"][row] = limits.max_running
@@ -270,8 +270,11 @@ class ClusterState:
         row, t = self._row[worker_id], self.table
         t["heard_s"][row] = now_s
         t["kv_tokens_free"][row] = kv_blocks_free * t["block_size"][row]
-        if draining or row in self.held_back:
-            self._hold_back(row, draining=draining, refusing=False)
+        if row in self.held_back:
+            t["draining"][row] = t["refusing"][row] = False
+            self.held_back.remove(row)
+        if draining:
+            self.set_draining(worker_id)
 
     def set_heard(self, worker_id: str, heard_s: float) -> None:
         """Change only when the worker was last heard."""
@@ -279,20 +282,16 @@ class ClusterState:
 
     def set_refusing(self, worker_id: str) -> None:
         """Out of room by its own word, until it is heard again."""
-        row = self._row[worker_id]
-        self._hold_back(row, draining=bool(self.table["draining"][row]), refusing=True)
+        self._hold_back("refusing", worker_id)
 
     def set_draining(self, worker_id: str) -> None:
         """Takes nothing new by its own word, until it is heard again."""
-        row = self._row[worker_id]
-        self._hold_back(row, draining=True, refusing=bool(self.table["refusing"][row]))
+        self._hold_back("draining", worker_id)
 
-    def _hold_back(self, row: int, *, draining: bool, refusing: bool) -> None:
-        self.table["draining"][row], self.table["refusing"][row] = draining, refusing
-        if draining or refusing:
-            self.held_back.add(row)
-        else:
-            self.held_back.discard(row)
+    def _hold_back(self, reason: str, worker_id: str) -> None:
+        row = self._row[worker_id]
+        self.table[reason][row] = True
+        self.held_back.add(row)
 
     # ---- their requests
 
@@ -318,7 +317,7 @@ class ClusterState:
         digest = brief.adapter_digest
         in_use = digest in load.adapters
         old = load.put(brief)
-        if not in_use:
+        if digest and not in_use:
             self._locate(worker_id, digest)
         if old is not None and old.adapter_digest not in load.adapters:
             self._locate(worker_id, old.adapter_digest)

@@ -38,7 +38,6 @@ the best. Which one is a hash: of the adapter while nobody has it, so that it is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +78,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     queue = prefill_ms(perf, t["queue_tokens"], perf.lora_load(queued, t["queue_rank_sum"], queue_max_rank))
     own = perf.prefill_token_ms * ask.tokens + perf.prefill_lora_ms * rank
     alone = np.minimum((now_ms - t["opened_ms"]) / step, 1.0)  # how likely r joins nobody's prefill: then it costs its base
-    copy, fetch = adapter_ms(state, perf, ask)
+    copy, fetch = adapter_ms(state, ask)
     stall = own + alone * perf.prefill_base_ms + t["copies_stall"] * copy
     wait = queue + own + t["copies_wait"] * copy + fetch
     if perf.pads:
@@ -99,19 +98,18 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
         wait += _memory_wait_ms(t, ask.tokens + out - spare, step)
     cost = others + tpot + wait / out
 
-    ttft = wait + 0.5 * step if ask.ttft_slo_ms < inf else None
+    ttft = wait + 0.5 * step
     slowing = tpot / t["tightest_tpot_ms"]
     if _within(ttft, ask.ttft_slo_ms) and _within(tpot, ask.tpot_slo_ms) and _within(slowing, 1.0):
         return cost, np.zeros(len(cost), dtype=bool)
-    ttft_excess = ttft / ask.ttft_slo_ms - 1.0 if ttft is not None else np.zeros(len(cost))
-    tpot_excess = tpot / ask.tpot_slo_ms - 1.0
+    ttft_excess, tpot_excess = ttft / ask.ttft_slo_ms - 1.0, tpot / ask.tpot_slo_ms - 1.0
     excess = np.maximum(ttft_excess, 0.0) + np.maximum(tpot_excess, 0.0) + np.maximum(slowing - 1.0, 0.0)
     return cost + PENALTY_MS * excess, (ttft_excess > 0) | (tpot_excess > 0)
 
 
-def _within(values: Floats | None, limit: float) -> bool:
+def _within(values: Floats, limit: float) -> bool:
     """Whether all are; `argmax` and one element take a fifth of the time of `max` on few workers."""
-    return values is None or bool(values[values.argmax()] <= limit)
+    return bool(values[values.argmax()] <= limit)
 
 
 def _seat_wait_ms(t: Mapping[str, NDArray], behind: Floats, step_ms: Floats) -> Floats:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 PS_PER_S = 1_000_000_000_000
 PS_PER_MS = 1_000_000_000
-_NEVER_PS = 1 << 80
 
 # At one instant, what ends comes first, then what is told about it, then what is new.
 STEP, MESSAGE, HEARTBEAT, ARRIVAL = range(4)
@@ -42,7 +42,7 @@ class Events:
 
     def run(self, until_ps: int | None = None) -> None:
         """Let time pass until nothing is left to happen, or to the end of instant `until_ps`."""
-        heap, last_ps = self._heap, _NEVER_PS if until_ps is None else until_ps
+        heap, last_ps = self._heap, inf if until_ps is None else until_ps
         while heap and heap[0][0] <= last_ps:
             self.now_ps, _, _, action, args = heappop(heap)
             action(*args)

@@ -14,9 +14,10 @@ from msgspec.structs import asdict, replace
 from bench.live_worker import LiveWorker, Served
 from bench.report import Elsewhere
 from bench.twin_live import SHAPES, Outcome, _workload, pace, replayed
-from shared.model import AdapterRef, WorkerLimits
+from shared.model import AdapterRef
 from shared.profile import VERSION, Hops
 from tests.support_models import make_checkpoint
+from tests.support_worker import worker_limits
 from tests.twin.support import STEPS
 from twin.profile import Profile
 from twin.steps import A10_MBGMV
@@ -49,16 +50,7 @@ async def test_a_live_worker_serves_what_it_has_room_for_and_every_token_is_time
     assert all(one.tokens == (0 if one.refused else 20) for one in crowded)
 
 
-LIMITS = WorkerLimits(
-    base_model="bench",
-    max_model_len=256,
-    max_running=2,
-    max_waiting=2,
-    block_size=16,
-    kv_blocks_total=200,
-    adapter_bytes_total=1 << 20,
-    max_lora_rank=64,
-)
+LIMITS = worker_limits(max_model_len=256, max_running=2, max_waiting=2, kv_blocks_total=200, adapter_bytes_total=1 << 20)
 
 
 def test_a_machine_that_has_become_slower_shows_in_the_pace_of_its_profile() -> None:

@@ -29,14 +29,12 @@ class One:
             kv_blocks_total=draw.choice([100, 900]),
             copies=draw.choice(["stall", "wait", "bridged"]),
         )
-        times = ("prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
-                 "load_base_ms", "load_ms_per_mib", "fetch_base_ms", "fetch_ms_per_mib")  # fmt: skip
-        self.perf = PerfModel(kernel=draw.choice(kernels), **{name: draw.uniform(0.01, 2.0) for name in times})
+        coefficients = {name: draw.uniform(0.01, 2.0) for name in PerfModel.__struct_fields__ if name != "kernel"}
+        self.perf = PerfModel(kernel=draw.choice(kernels), **coefficients)
         self.kv_blocks_free = draw.randrange(self.limits.kv_blocks_total)
         self.tier = draw.choice([None, "device", "host", "disk"])
         self.requests: list[RequestBrief] = []
         self.times: list[float] = []  # since when each is as it is
-        self.opened_s = self.began_s = -inf
         for number in range(draw.choice([0, 1, 4, 30])):
             running = draw.random() < 0.7
             self.times.append(NOW_S - draw.uniform(0.0, 0.2))
@@ -54,13 +52,16 @@ class One:
         running = [r for r in self.requests if r.phase == "running"]
         n, ranks, out = len(self.requests), [r.rank for r in self.requests], float(ask.out_tokens) or L
         left, queue_tokens = sum(map(tokens_left, running)), sum(map(tokens_to_prefill, queue))
+        since = list(zip(self.requests, self.times, strict=True))
+        opened_s = next((time_s for r, time_s in since if r.phase != "running"), -inf)
+        began_s = next((time_s for r, time_s in reversed(since) if r.phase == "running"), -inf)
 
         step = decode_ms(perf, n + 1.0, lora_load(kernel, [*ranks, rank]))
         d_step = step - decode_ms(perf, float(n), lora_load(kernel, ranks))
         queued_ms = prefill_ms(perf, float(queue_tokens), lora_load(kernel, [r.rank for r in queue]))
         joined = prefill_ms(perf, float(queue_tokens + ask.tokens), lora_load(kernel, [*(r.rank for r in queue), rank]))
         alone = prefill_ms(perf, float(ask.tokens), float(rank))
-        joins = max(0.0, 1.0 - (NOW_S - self.opened_s) * 1000 / step) if queue else 0.0
+        joins = max(0.0, 1.0 - (NOW_S - opened_s) * 1000 / step)
 
         used = any(r.adapter_digest == ask.adapter for r in self.requests)
         copy = fetch = 0.0
@@ -69,8 +70,7 @@ class One:
         if ask.adapter and self.tier in (None, "disk") and not used:
             fetch = perf.fetch_base_ms + perf.fetch_ms_per_mib * ask.adapter_bytes / MIB
         stall = alone + joins * (joined - queued_ms - alone) + (copy if limits.copies == "stall" else 0.0)
-        since_s = max(self.began_s, self.opened_s if queue else -inf)
-        young = YOUNG * exp((since_s - NOW_S) * 1000 / (YOUNG_STEPS * step)) if n else 0.0
+        young = YOUNG * exp((max(began_s, opened_s) - NOW_S) * 1000 / (YOUNG_STEPS * step))
         others = n * (stall / L + LASTING * d_step) + young * stall * (1 - joins)
 
         wait = joined + (copy if limits.copies != "bridged" else 0.0) + fetch
@@ -93,14 +93,8 @@ def told(workers: list[One]) -> ClusterState:
         worker_id = f"w{number}"
         state.put_worker(worker_id, one.limits, one.perf)
         state.heard(worker_id, NOW_S, kv_blocks_free=one.kv_blocks_free, draining=False)
-        waiting = 0
         for brief, since_s in zip(one.requests, one.times, strict=True):
             state.put_request(worker_id, brief, since_s)
-            if brief.phase == "running":
-                one.began_s = since_s
-            elif not waiting:
-                one.opened_s = since_s
-            waiting += brief.phase != "running"
         if one.tier is not None:
             state.put_adapter(worker_id, "d", one.tier)
     return state

@@ -108,9 +108,8 @@ async def test_an_undecodable_message_is_dropped_and_the_next_one_still_arrives(
 async def test_after_a_reconnection_the_bus_is_connected_once_the_server_knows_its_subscriptions(bus, nats_server, monkeypatch):
     flush, go_on = bus.nc.flush, asyncio.Event()
 
-    async def held_up(
-        *args,
-    ) -> None:  # the last thing that a reconnection does: subscriptions are sent, and this says they arrived
+    async def held_up(*args) -> None:
+        """What a reconnection does last: subscriptions are sent, and the answer says that they arrived."""
         await go_on.wait()
         await flush(*args)
 
