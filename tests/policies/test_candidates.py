@@ -82,6 +82,16 @@ def test_draining_refusing_silent_and_tried_workers_are_no_candidates():
     assert who(state, ask(tried=("ok", "nobody"))) == ["odd"]
 
 
+def test_a_worker_that_is_heard_again_is_a_candidate_whoever_else_is_held_back():
+    state = cluster()
+    for hold_back in (state.set_refusing, state.set_draining):
+        hold_back("odd")
+        state.heard("odd", NOW_S, kv_blocks_free=512, draining=False)
+        hold_back("ok")
+        assert who(state, ask()) == ["odd"]
+        state.heard("ok", NOW_S, kv_blocks_free=512, draining=False)
+
+
 def test_workers_to_avoid_are_the_last_resort():
     state = cluster()
     assert who(state, ask(avoid=("ok", "nobody"))) == ["odd"]
