@@ -16,19 +16,18 @@ DEV_STAMP := $(VENV)/.installed-dev
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help setup serve test demo check format sanitize bench-quick bench-peers compose-secrets lock clean
+.PHONY: help setup serve test demo check format sanitize bench-quick bench-peers compose-secrets compose-test lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(DEV_STAMP) ## the environment for running, testing and developing
 
-$(RUN_STAMP): requirements.txt pyproject.toml
+$(RUN_STAMP): requirements-mesh.txt requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Motet needs Python >= 3.11, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@echo "==> setting up $(VENV) (once; a few minutes, mostly for torch)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@grep -v '^torch==' requirements.txt > $(VENV)/without-torch.txt
-	$(PIP) install -r $(VENV)/without-torch.txt
+	$(PIP) install -r requirements-mesh.txt $$(grep == requirements.txt | grep -v '^torch==')
 	$(PIP) install $(if $(TORCH_INDEX),--retries 2 --extra-index-url $(TORCH_INDEX)) "$$(grep '^torch==' requirements.txt)"
 	$(PIP) install --no-build-isolation --no-deps -e .
 	@$(BIN)/python -m kernels.cpu || echo "==> the engine will run without compiled kernels, several times slower"
@@ -89,6 +88,9 @@ $(VLLM_STAMP):
 
 compose-secrets: $(RUN_STAMP) ## NATS configuration and passwords for compose/compose.yaml
 	@$(BIN)/python -m motet nats-config --out compose/secrets
+
+compose-test: $(DEV_STAMP) ## the Compose stack on a container engine: built, asked, killed, taken down and up again
+	@$(BIN)/python -m tests.compose
 
 lock: $(DEV_STAMP) ## write the lock files from what is installed
 	@$(BIN)/python .ci/lock.py

@@ -1,4 +1,8 @@
-"""Writes requirements.txt and requirements-dev.txt: pyproject's pins and everything they need, as installed here.
+"""Writes the lock files: pyproject's pins and everything they need, as installed here.
+
+    requirements-mesh.txt   every service but the worker: no torch
+    requirements.txt        that and torch
+    requirements-dev.txt    that and the tools for tests and checks
 
     .venv/bin/python .ci/lock.py
 
@@ -42,12 +46,19 @@ def closure(requirements: list[str]) -> dict[str, str]:
 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    head = "# Written by .ci/lock.py from pyproject.toml; do not edit.\n"
-    run = closure([*project["project"]["dependencies"], *project["build-system"]["requires"]])
+    needed = project["project"]["dependencies"]
+    mesh = closure([text for text in needed if Requirement(text).name != "torch"])
+    run = closure([*needed, *project["build-system"]["requires"]])
     dev = closure(project["project"]["optional-dependencies"]["dev"])
-    (ROOT / "requirements.txt").write_text(head + "".join(f"{run[name]}\n" for name in sorted(run)))
-    more = "".join(f"{dev[name]}\n" for name in sorted(dev) if name not in run)
-    (ROOT / "requirements-dev.txt").write_text(f"{head}-r requirements.txt\n{more}")
+    write("requirements-mesh.txt", mesh)
+    write("requirements.txt", {name: pin for name, pin in run.items() if name not in mesh}, "requirements-mesh.txt")
+    write("requirements-dev.txt", {name: pin for name, pin in dev.items() if name not in run}, "requirements.txt")
+
+
+def write(name: str, pins: dict[str, str], base: str = "") -> None:
+    """A lock file of `pins` on top of the lock file `base`."""
+    head = "# Written by .ci/lock.py from pyproject.toml; do not edit.\n" + (f"-r {base}\n" if base else "")
+    (ROOT / name).write_text(head + "".join(f"{pins[key]}\n" for key in sorted(pins)))
 
 
 if __name__ == "__main__":

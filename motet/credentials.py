@@ -113,7 +113,7 @@ SERVICES: dict[str, Grant] = {
             f"$JS.API.DIRECT.GET.{subjects.STREAM_RESULTS}.>",
             f"$JS.API.STREAM.INFO.{subjects.STREAM_RESULTS}",
         ),
-        subscribe=(subjects.STREAMS, subjects.WORKER_STATES),
+        subscribe=(subjects.STREAMS, subjects.WORKER_STATES, subjects.WORKER_NOTICES),
     ),
     "scheduler": Grant(
         publish=(subjects.PREDICT, subjects.assign("*"), subjects.control("*"), *_kv_read(subjects.KV_LEASES)),
@@ -139,6 +139,7 @@ SERVICES: dict[str, Grant] = {
         publish=(
             subjects.STREAMS,
             subjects.WORKER_STATES,
+            subjects.WORKER_NOTICES,
             f"$KV.{subjects.KV_LEASES}.worker.*",
             *_kv_read(subjects.KV_LEASES),
             *_kv_read(subjects.KV_ADAPTERS),

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 import orjson
+from rich.markup import escape
 from rich.table import Table
 
 from motet.client import Client
@@ -45,7 +46,7 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
         f"{gateway['id']} owns {gateway['inflight']} requests; scheduler {answer['scheduler_id'] or 'away'}"
     )
     for reason in reasons:
-        console.print(f"[red]not ready:[/] {reason}")
+        console.print(f"[red]not ready:[/] {escape(reason)}", highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in (
         "worker",
@@ -70,6 +71,9 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
             f"{worker['adapters_on_device']} / {worker['adapters_on_host']}",
         )
     console.print(table)
+    told = " ".join(reasons)
+    for absent in (one for one in answer["absent_workers"] if one["worker_id"] not in told):
+        console.print(f"[yellow]not serving:[/] {escape(absent['summary'])}", highlight=False)
 
 
 def _used(worker: dict[str, Any], what: str) -> str:

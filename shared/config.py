@@ -8,7 +8,9 @@ name ends in `_file` is a path whose content is the secret, so that secrets neve
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import socket
 import types
 import typing
 from collections.abc import Mapping
@@ -39,7 +41,11 @@ class ServiceConfig(BusConfig, frozen=True, kw_only=True):
     """What every service takes."""
 
     instance_id: Annotated[
-        str, Meta(pattern=r"^[A-Za-z0-9_-]*$", description="this copy's id on the bus; empty draws a random one")
+        str,
+        Meta(
+            pattern=r"^([A-Za-z0-9_-]|\{kind\}|\{hostname\})*$",
+            description="this copy's id on the bus; {kind} and {hostname} are filled in; empty draws a random one",
+        ),
     ] = ""
     ops_host: Annotated[str, Meta(description="address of /health, /ready and /metrics")] = "127.0.0.1"
     ops_port: Annotated[int, Meta(ge=0, le=65535, description="port of /health, /ready and /metrics; 0 for any")] = 0
@@ -48,8 +54,9 @@ class ServiceConfig(BusConfig, frozen=True, kw_only=True):
     log_json: Annotated[bool, Meta(description="one JSON object per log line")] = False
 
     def identity(self, kind: str) -> str:
-        """This copy's id: the configured one, or `<kind>-<random>`."""
-        return self.instance_id or f"{kind}-{secrets.token_hex(4)}"
+        """This copy's id: the configured one, or `<kind>-<random>`. Of a host's name only letters, digits, `_` and `-` stay."""
+        host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())
+        return self.instance_id.format(kind=kind, hostname=host) or f"{kind}-{secrets.token_hex(4)}"
 
 
 class Field(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from sys import byteorder
+from typing import Literal
 
 import msgspec
 
@@ -211,6 +212,20 @@ class WorkerDelta(msgspec.Struct, tag="delta", kw_only=True):
 
 
 WorkerState = WorkerSnapshot | WorkerDelta
+
+
+class WorkerNotice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What becomes of a worker that does not serve: published when it starts, and as its last words.
+
+    `reason`: why it failed, in one line; empty otherwise. A worker that is killed says nothing: its lease ends.
+    """
+
+    worker_id: str
+    incarnation: str
+    base_model: str
+    event: Literal["starting", "failed", "stopped"]
+    reason: str = ""
+    v: int = VERSION
 
 
 class Lease(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ SCHEDULER_STATUS = "motet.v1.scheduler.status"  # request/reply, queue group: an
 OUTCOME = "motet.v1.outcome"  # core: gateway -> predictors, the true length of a finished request
 REGISTRY = "motet.v1.registry"  # request/reply, queue group: one subject per verb below it
 WORKER_STATES = "motet.v1.worker.*.state"
+WORKER_NOTICES = "motet.v1.worker.*.notice"
 STREAMS = "motet.v1.stream.*"
 REQUESTS = "motet.v1.requests"  # JetStream work queue: .<tenant>
 RESULTS = "motet.v1.results"  # JetStream: .<tenant>.<request id>
@@ -31,6 +32,11 @@ def assign(worker_id: str) -> str:
 def control(worker_id: str) -> str:
     """gateway, scheduler, registry -> worker: cancel, drain, load, unload."""
     return f"motet.v1.worker.{worker_id}.control"
+
+
+def notice(worker_id: str) -> str:
+    """Where a worker says that it starts, fails or stops."""
+    return f"motet.v1.worker.{worker_id}.notice"
 
 
 def state(worker_id: str) -> str:

@@ -3,18 +3,23 @@
     python -m kernels.cpu            the best instruction set of this machine
     python -m kernels.cpu --all      every one that this compiler knows
 
-A library lies in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) under a name that contains the hash of
-sources, flags and compiler: what changes is built anew, what does not is found again. CXX names another compiler,
-MOTET_CPU_CXXFLAGS adds flags (`make sanitize` does).
+A library lies in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) as `cpu-<isa>-<hash>-<hash>.so`: one
+hash of sources and flags, one of the compiler. What changes is built anew, what does not is found again. A machine without
+a compiler (a container image) takes the library of any compiler, as long as sources and flags are the same. CXX names another
+compiler, MOTET_CPU_CXXFLAGS adds flags (`make sanitize` does).
+
+Standard library only: `python kernels/cpu/build.py --all` works where torch is not installed (compose/Dockerfile).
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -33,6 +38,7 @@ _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 ISAS = tuple(_ISAS)
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wno-psabi", "-Wl,-Bsymbolic")
 TIMEOUT_S = 600
+_MODE = 0o644  # for whoever runs the engine, who may not be whoever installed it
 
 
 class BuildError(Exception):
@@ -52,16 +58,30 @@ def available_isas() -> tuple[str, ...]:
 
 def build(isa: str) -> Path:
     """The library for `isa`, compiled if the cache does not have it. Raises BuildError."""
+    flags = [*_FLAGS, *_ISAS[isa][1], f"-DMOTET_LEVEL={ISAS.index(isa)}", *os.environ.get("MOTET_CPU_CXXFLAGS", "").split()]
+    name = f"cpu-{isa}-{_digest(flags)}"
     compiler = _compiler()
-    more = os.environ.get("MOTET_CPU_CXXFLAGS", "").split()
-    flags = [*_FLAGS, *_ISAS[isa][1], f"-DMOTET_LEVEL={ISAS.index(isa)}", *more]
+    if compiler is None:
+        ready = sorted(cache_dir().glob(f"{name}-*.so"))
+        if not ready:
+            raise BuildError(f"no C++ compiler (g++ or clang++) is installed, and {cache_dir()} has no {name}-*.so")
+        return ready[0]
+    target = cache_dir() / f"{name}-{hashlib.sha256(_version(compiler).encode()).hexdigest()[:8]}.so"
+    if not target.exists():
+        _compile([compiler, *flags, str(SOURCES / "motet_cpu.cpp")], target)
+    return target
+
+
+def _digest(flags: list[str]) -> str:
+    """Of everything but the compiler that decides what a library contains."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join([*flags, _version(compiler), platform.machine()]).encode())
-    target = cache_dir() / f"cpu-{isa}-{digest.hexdigest()[:20]}.so"
-    if target.exists():
-        return target
+    digest.update("\0".join([*flags, platform.machine()]).encode())
+    return digest.hexdigest()[:20]
+
+
+def _compile(command: list[str], target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so.part")
@@ -70,16 +90,15 @@ def build(isa: str) -> Path:
     os.close(handle)
     part = Path(name)
     try:
-        command = [compiler, *flags, str(SOURCES / "motet_cpu.cpp"), "-o", str(part)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run([*command, "-o", name], capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode:
-            raise BuildError(f"{compiler} failed on the CPU kernels:\n{done.stderr[-2000:]}")
+            raise BuildError(f"{command[0]} failed on the CPU kernels:\n{done.stderr[-2000:]}")
+        part.chmod(_MODE)
         part.replace(target)  # at once: other processes may be building the same
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler} did not compile the CPU kernels: {error}") from None
+        raise BuildError(f"{command[0]} did not compile the CPU kernels: {error}") from None
     finally:
         part.unlink(missing_ok=True)
-    return target
 
 
 def cache_dir() -> Path:
@@ -90,12 +109,12 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "motet"
 
 
-def _compiler() -> str:
+def _compiler() -> str | None:
     for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
         path = shutil.which(name) if name else None
         if path:
             return path
-    raise BuildError("no C++ compiler (g++ or clang++) is installed")
+    return None
 
 
 def _version(compiler: str) -> str:
@@ -109,3 +128,20 @@ def _cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
+
+
+def main() -> int:
+    """Builds ahead of the first start. Exit status 1 when there is no compiler, or it fails."""
+    parser = argparse.ArgumentParser(prog="python -m kernels.cpu", description="Builds the compiled CPU kernels.")
+    parser.add_argument("--all", action="store_true", help="every instruction set, not only this machine's best")
+    for isa in ISAS if parser.parse_args().all else available_isas()[-1:]:
+        try:
+            print(f"{isa}: {build(isa)}")
+        except BuildError as error:
+            print(f"{isa}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

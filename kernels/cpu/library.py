@@ -203,9 +203,14 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 @lru_cache
 def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+    """Raises BuildError for a file that is unreadable, damaged, or lacks a function."""
+    try:
+        library = ctypes.CDLL(str(path))
+        functions = {name: getattr(library, name) for name in _FUNCTIONS}
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"the compiled kernels cannot be loaded: {error}") from None
     for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
+        function = functions[name]
         function.restype, function.argtypes = result, arguments
     return library
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway import adapters_api, answers, protocol
+from services.gateway.absent import Absent
 from services.gateway.auth import Keys
 from services.gateway.config import GatewayConfig
 from services.gateway.fleet import Fleet
@@ -25,6 +26,7 @@ from services.gateway.sse import SERVER_SEND, SseResponse
 from shared import subjects
 from shared.adapter_watch import AdapterWatch
 from shared.bus import Bus
+from shared.clock import now_s
 from shared.errors import BadRequest, ModelNotFound, MotetError, from_info
 from shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
 from shared.service import metrics_text
@@ -211,6 +213,18 @@ def _card(name: str, created_s: int, root: str, parent: str | None, max_model_le
     }
 
 
+def _absent(absent: Absent) -> dict[str, Any]:
+    now = now_s()
+    return {
+        "worker_id": absent.worker_id,
+        "state": absent.state,
+        "age_s": round(now - absent.at_s, 1),
+        "starts": absent.starts,
+        "last_words": absent.words,
+        "summary": absent.sentence(now),
+    }
+
+
 async def _status(gateway: Gateway) -> dict[str, Any]:
     """This gateway, and the workers as a scheduler sees them."""
     owner = gateway.owner
@@ -220,6 +234,7 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
         "adapters": gateway.adapters.names(),
         "scheduler_id": None,
         "workers": [],
+        "absent_workers": [_absent(absent) for absent in gateway.fleet.absent.all(now_s())],
         "error": None,
     }
     try:

@@ -7,11 +7,15 @@ import contextlib
 
 from nats.aio.subscription import Subscription
 
+from services.gateway.absent import Absentees
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s
-from shared.messages import WorkerDelta, WorkerSnapshot, WorkerState
+from shared.messages import WorkerDelta, WorkerNotice, WorkerSnapshot, WorkerState
 from shared.model import RequestBrief, Residency, WorkerLimits
+from shared.telemetry import logger
+
+log = logger("motet.gateway.fleet")
 
 STALE_S = 10.0  # a worker that was not heard for this long is forgotten
 
@@ -71,10 +75,17 @@ class Fleet:
         self._workers: dict[str, WorkerView] = {}
         self._newcomer = asyncio.Event()
         self._inlet: Subscription | None = None
+        self.absent = Absentees(base_model)
 
     async def start(self) -> None:
         """Begin to listen; the picture is whole after one heartbeat."""
+        await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
         self._inlet = await self._bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
+
+    def _on_notice(self, notice: WorkerNotice) -> None:
+        self.absent.on_notice(notice, now_s())
+        if notice.event == "failed":
+            log.warning("worker failed", extra={"worker": notice.worker_id, "reason": notice.reason})
 
     def _on_state(self, state: WorkerState) -> None:
         if isinstance(state, WorkerSnapshot):
@@ -82,6 +93,7 @@ class Fleet:
                 if state.worker_id not in self._workers:
                     self._newcomer.set()
                     self._newcomer = asyncio.Event()
+                self.absent.on_state(state.worker_id, state.incarnation)
                 self._workers[state.worker_id] = WorkerView(state)
         elif (known := self._workers.get(state.worker_id)) is not None:
             known.apply(state)
@@ -90,7 +102,7 @@ class Fleet:
         """The workers of our base model heard lately, by id."""
         oldest = now_s() - STALE_S
         for worker_id in [w for w, view in self._workers.items() if view.heard_s < oldest]:
-            del self._workers[worker_id]
+            self.lose(worker_id)
         return self._workers
 
     async def newcomer(self, within_s: float) -> bool:
@@ -102,8 +114,13 @@ class Fleet:
         return False
 
     def lose(self, worker_id: str) -> None:
-        """Forget a worker whose lease ended."""
-        self._workers.pop(worker_id, None)
+        """Forget a worker whose lease ended, or that is silent."""
+        if self._workers.pop(worker_id, None) is not None:
+            self.absent.on_lost(worker_id, now_s())
+
+    def nobody(self) -> str:
+        """Why nobody serves the base model, for operators: with the last words of workers that failed."""
+        return "; ".join([f"no worker serves {self._base_model}", *self.absent.sentences(now_s())])
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
         """Whether a snapshot taken after `since_s` says that the worker does not have this request (any more)."""

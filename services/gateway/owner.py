@@ -143,6 +143,8 @@ class Owner:
         try:
             await self._place(stream, OPEN_PATIENCE_S)
         except MotetError as error:
+            if isinstance(error, Unavailable) and not self._fleet.workers() and (known := self._fleet.absent.summary(now_s())):
+                error.message += f" (workers: {known}; GET /v1/status tells more)"
             self._abort(stream, error, error.code)
             raise
         except BaseException:

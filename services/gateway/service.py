@@ -102,7 +102,7 @@ class GatewayService:
         if not self.bus.connected:
             reasons.append("no connection to NATS")
         elif not self.fleet.workers():
-            reasons.append(f"no worker serves {self.config.base_model}")
+            reasons.append(self.fleet.nobody())
         return reasons
 
     def admit(self) -> None:

@@ -22,7 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from nats import errors as nats_errors
 
 from services.worker import admission, metrics
 from services.worker.config import WorkerConfig
@@ -48,6 +50,7 @@ from shared.messages import (
     LoadAdapter,
     StreamItem,
     UnloadAdapter,
+    WorkerNotice,
 )
 from shared.model import AdapterRef, FinishReason, PerfModel, Phase, RequestBrief
 from shared.profile import FileError, read_profile
@@ -61,6 +64,8 @@ log = logger("motet.worker")
 MAX_FAILURES = 3  # failing steps in a row before the worker gives its requests back and leaves
 STALLED_S = 60.0  # one step longer than this makes the worker not ready
 HAND_BACK_S = 3.0
+NOTIFY_S = 1.0
+LAST_WORDS = 500  # characters
 
 Key = tuple[str, int]  # request id, epoch
 
@@ -111,11 +116,19 @@ class WorkerService:
         return self._assembly.engine
 
     async def start(self) -> None:
-        """Load the model, then tell everybody."""
+        """Load the model, then tell everybody. A failure is told as well."""
+        self.bus = bus = await Bus.connect(self.config, f"worker-{self.worker_id}", inbox="worker")
+        self._exit.push_async_callback(bus.close)
+        await self._notify("starting")
+        try:
+            await self._start(bus)
+        except Exception as error:
+            await self._notify("failed", str(error) if isinstance(error, MotetError | ConfigError) else repr(error))
+            raise
+
+    async def _start(self, bus: Bus) -> None:
         config = self.config
         self._model_dir = await asyncio.to_thread(resolve_model, config.model)
-        self.bus = bus = await Bus.connect(config, f"worker-{self.worker_id}", inbox="worker")
-        self._exit.push_async_callback(bus.close)
         self._exit.push_async_callback(self.engine.stop)
         await self.engine.start()
         limits = self._assembly.limits
@@ -175,7 +188,22 @@ class WorkerService:
             await self._hand_back(WorkerLost(f"worker {self.worker_id} is leaving"))
             await self.engine.stop()
             await self.frames.flush(HAND_BACK_S)
+            await self._notify("failed" if self.unhealthy else "stopped", self.unhealthy)
         await self._exit.aclose()
+
+    async def _notify(self, event: Literal["starting", "failed", "stopped"], reason: str = "") -> None:
+        """Tell the gateways what becomes of us; nobody has to hear it."""
+        notice = WorkerNotice(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            base_model=self.config.base_model,
+            event=event,
+            reason=" ".join(reason.split())[:LAST_WORDS],
+        )
+        assert self.bus is not None
+        with contextlib.suppress(MotetError, nats_errors.Error, TimeoutError):
+            await self.bus.publish(subjects.notice(self.worker_id), notice)
+            await asyncio.wait_for(self.bus.flush(), NOTIFY_S)
 
     async def _stop_taking(self) -> None:
         self._draining = True

@@ -32,7 +32,7 @@ OURS = ("nats", "registry", "predictor", "scheduler", "gateway", "worker")
 
 def interpolate(text: str, variables: dict[str, str]) -> str:
     """Compose's ${NAME:-default}."""
-    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", lambda m: variables.get(m[1], m[2] or ""), text)
+    return re.sub(r"\$\{(\w+)(?::?-([^}]*))?\}", lambda m: variables.get(m[1], m[2] or ""), text)
 
 
 def load() -> dict[str, Any]:
@@ -152,7 +152,7 @@ async def test_a_request_through_the_stack_is_answered_by_the_right_adapter(stac
         assert (await eventually(answered, within_s=20)).strip() == task.expected(text)
 
 
-async def test_every_scrape_target_answers_and_the_dashboard_shows_only_metrics_that_exist(stack: Stack) -> None:
+async def test_every_scrape_target_answers_and_board_and_alerts_ask_only_for_metrics_that_exist(stack: Stack) -> None:
     config = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())
     targets = [t for job in config["scrape_configs"] for s in job.get("static_configs", []) for t in s["targets"]]
     for job in config["scrape_configs"]:
@@ -168,9 +168,21 @@ async def test_every_scrape_target_answers_and_the_dashboard_shows_only_metrics_
                 exposed |= set(re.findall(r"^([A-Za-z0-9_:]+)[ {]", text, re.M))
     dashboard = json.loads((COMPOSE / "grafana/dashboards/motet.json").read_text())
     queries = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", [])]
+    queries += [rule["expr"] for rule in alerts()]
     used = {name for query in queries for name in re.findall(r"\b(?:motet_|vllm:)[a-z0-9_]+", query)}
     families = exposed | {f"{name}_{part}" for name in exposed for part in ("bucket", "count", "sum", "total")}
-    assert used and not used - families, f"the dashboard asks for metrics nobody exposes: {sorted(used - families)}"
+    assert used and not used - families, f"asked for, and exposed by nobody: {sorted(used - families)}"
+
+
+def alerts() -> list[dict[str, Any]]:
+    """The rules of compose/alerts.yml."""
+    return [rule for group in yaml.safe_load((COMPOSE / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+
+
+def test_every_alert_has_its_chapter_for_the_one_it_wakes() -> None:
+    manual = (ROOT / "docs" / "operations.md").read_text()
+    missing = [rule["alert"] for rule in alerts() if f"### {rule['alert']}\n" not in manual]
+    assert not missing, f"docs/operations.md has no chapter on {missing}"
 
 
 def test_every_service_stops_cleanly_when_told_to(tmp_path: Path) -> None:
@@ -194,8 +206,9 @@ def test_every_service_stops_cleanly_when_told_to(tmp_path: Path) -> None:
 def test_secrets_come_by_file_and_nobody_runs_as_root() -> None:
     spec = load()
     dockerfile = (COMPOSE / "Dockerfile").read_text()
-    stages = re.findall(r"^FROM \S+ AS (\S+)$(.*?)(?=^FROM|\Z)", dockerfile, re.M | re.S)
-    users = {name: re.findall(r"^USER (\S+)", body, re.M) for name, body in stages}
+    users: dict[str, list[str]] = {}  # by stage; a stage goes on as its parent's user
+    for parent, name, body in re.findall(r"^FROM (\S+) AS (\S+)$(.*?)(?=^FROM|\Z)", dockerfile, re.M | re.S):
+        users[name] = users.get(parent, []) + re.findall(r"^USER (\S+)", body, re.M)
     for name, service in spec["services"].items():
         for key, value in service.get("environment", {}).items():
             if re.search("PASSWORD|SECRET|TOKEN", key):

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kernels import GROUPS, AttentionBatch, KvCache, LoraPool, PackedLora, attend
-from kernels.cpu import BuildError, CpuEngine, Packer, available_isas
-from kernels.cpu.build import build
+from kernels.cpu import CpuEngine, Packer, available_isas
 
 ISAS = os.environ.get("MOTET_TEST_ISAS", "").split() or available_isas()  # `make sanitize` takes two of them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -264,11 +263,3 @@ def test_the_compiled_attention_reads_what_the_reference_wrote(engine: CpuEngine
 def test_an_instruction_set_that_is_not_here_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="vax"):
         CpuEngine(isa="vax")
-
-
-def test_a_build_is_found_again_and_one_without_a_compiler_says_so(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build("portable") == build("portable")
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(BuildError, match=r"C\+\+ compiler"):
-        build("portable")

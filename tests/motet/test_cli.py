@@ -88,7 +88,9 @@ def test_without_a_gateway_there_is_one_helpful_line(words: tuple[str, ...]) -> 
 
 def test_the_locks_pin_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    run, dev = (pins(name) for name in ("requirements.txt", "requirements-dev.txt"))
+    mesh, worker, dev = (pins(name) for name in ("requirements-mesh.txt", "requirements.txt", "requirements-dev.txt"))
+    run = mesh | worker
+    assert not any(pin.startswith("torch==") for pin in mesh), "services without an engine do without torch"
     assert set(project["dependencies"]) <= run, "requirements.txt is older than pyproject.toml: `make lock`"
     assert set(project["optional-dependencies"]["dev"]) <= run | dev, "requirements-dev.txt is older than pyproject.toml"
     assert all(line.count("==") == 1 for line in run | dev)

@@ -77,6 +77,18 @@ def test_every_kernel_and_instruction_set_says_the_same(family: Family, kernels:
     assert result.tokens == family.expected()
 
 
+def test_a_worker_whose_compiled_kernels_are_damaged_says_so_and_serves_without_them(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = tmp_path / "cpu.so"
+    damaged.write_bytes(b"no library")
+    monkeypatch.setenv("MOTET_KERNELS", "auto")
+    monkeypatch.setattr("kernels.cpu.library.build", lambda isa: damaged)
+    result = run(make_engine(family.model_dir), family.requests())
+    assert result.tokens == family.expected()
+    assert "compiled CPU kernels are missing" in caplog.text and str(damaged) in caplog.text
+
+
 def test_adapters_change_the_answer(family: Family) -> None:
     base = run(make_engine(family.model_dir), [request(str(i), prompt) for i, prompt in enumerate(family.prompts)])
     same = [i for i in range(COUNT) if family.adapter(i) and base.tokens[str(i)][:NEW_TOKENS] == family.answers[i]]

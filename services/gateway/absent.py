@@ -1,0 +1,100 @@
+"""Workers that are not serving: loading their model, failed with a reason, or gone without a word.
+
+    notice "starting" ──► loading ──► first state: forgotten here, it serves
+    notice "failed"   ──► failed, with its last words
+    notice "stopped"  ──► left on purpose: not spoken of
+    lease ended, no notice ──► lost
+
+Bounded: the `KEPT` latest, none older than `FORGET_S`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+import msgspec
+
+from shared.messages import WorkerNotice
+
+KEPT = 64
+TOLD = 3
+FORGET_S = 600.0
+
+State = Literal["loading", "failed", "lost", "stopped"]
+
+
+class Absent(msgspec.Struct, kw_only=True):
+    """One worker that does not serve. `starts`: how often it has begun since it last served, `at_s`: when this came to be."""
+
+    worker_id: str
+    incarnation: str
+    state: State
+    words: str
+    starts: int
+    at_s: float
+
+    def sentence(self, now_s: float) -> str:
+        """For people: which worker, since when, why."""
+        ago = f"{max(0.0, now_s - self.at_s):.0f} s"
+        match self.state:
+            case "loading":
+                text = f"{self.worker_id} has been loading its model for {ago}"
+            case "failed":
+                text = f"{self.worker_id} failed {ago} ago: {self.words}"
+            case _:
+                text = f"{self.worker_id} was lost {ago} ago without a word (killed, out of memory, or cut off from NATS)"
+        return text if self.starts < 2 else f"{text} [start {self.starts}]"
+
+
+class Absentees:
+    """Follows notices, states and leases of all workers of one base model."""
+
+    def __init__(self, base_model: str) -> None:
+        self._base_model = base_model
+        self._absent: dict[str, Absent] = {}  # in the order of `at_s`
+
+    def on_notice(self, notice: WorkerNotice, now_s: float) -> None:
+        """A worker says what becomes of it."""
+        if notice.base_model != self._base_model:
+            return
+        state: State = "loading" if notice.event == "starting" else notice.event
+        before = self._absent.get(notice.worker_id)
+        starts = (before.starts if before else 0) + (state == "loading")
+        self._put(notice.worker_id, notice.incarnation, state, notice.reason, starts, now_s)
+
+    def on_lost(self, worker_id: str, now_s: float) -> None:
+        """A serving worker is no longer heard. What it said at the end stands."""
+        if worker_id not in self._absent:
+            self._put(worker_id, "", "lost", "", 0, now_s)
+
+    def on_state(self, worker_id: str, incarnation: str) -> None:
+        """It serves. A state that crossed its last words on the way changes nothing."""
+        known = self._absent.get(worker_id)
+        if known is not None and not (known.state in ("failed", "stopped") and known.incarnation == incarnation):
+            del self._absent[worker_id]
+
+    def all(self, now_s: float) -> list[Absent]:
+        """The latest first."""
+        while self._absent and (now_s - (oldest := next(iter(self._absent.values()))).at_s > FORGET_S):
+            del self._absent[oldest.worker_id]
+        return [absent for absent in reversed(self._absent.values()) if absent.state != "stopped"]
+
+    def sentences(self, now_s: float) -> list[str]:
+        """The latest `TOLD` for people, and how many more there are."""
+        known = self.all(now_s)
+        more = [f"and {len(known) - TOLD} more"] if len(known) > TOLD else []
+        return [absent.sentence(now_s) for absent in known[:TOLD]] + more
+
+    def summary(self, now_s: float) -> str:
+        """How many are in which state, for clients: no names, no reasons."""
+        counts = Counter(absent.state for absent in self.all(now_s))
+        return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+    def _put(self, worker_id: str, incarnation: str, state: State, words: str, starts: int, now_s: float) -> None:
+        self._absent.pop(worker_id, None)
+        self._absent[worker_id] = Absent(
+            worker_id=worker_id, incarnation=incarnation, state=state, words=words, starts=starts, at_s=now_s
+        )
+        if len(self._absent) > KEPT:
+            del self._absent[next(iter(self._absent))]

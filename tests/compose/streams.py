@@ -1,0 +1,82 @@
+"""Concurrent SSE streams with known answers: what arrives, when, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+import orjson
+
+from examples.demo.tasks import TASKS
+from tests.support import eventually
+
+TOKENS = 200
+
+
+class Outcome(msgspec.Struct):
+    """One stream. `error` is how its connection failed, empty when it ended as a stream should; gaps in seconds."""
+
+    text: str = ""
+    finish: str = ""
+    error: str = ""
+    chunks: int = 0
+    longest_gap_s: float = 0.0
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """`count` completions of exactly `TOKENS` tokens over all demo adapters and the base: every second one sampled."""
+    models = [*(task.adapter for task in TASKS), "motet-demo"]
+    made = []
+    for number in range(count):
+        sampling = {"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0}
+        body = {"model": models[number % len(models)], "prompt": TASKS[0].prompt(f"gdud flwi {number}")}
+        made.append(body | sampling | {"max_tokens": TOKENS, "ignore_eos": True, "stream": True})
+    return made
+
+
+async def follow(http: aiohttp.ClientSession, url: str, body: dict[str, Any], outcome: Outcome) -> None:
+    """Read one stream to its end, whatever the end is."""
+    last = time.monotonic()
+    try:
+        async with http.post(f"{url}/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                outcome.error = f"status {answer.status}: {(await answer.text())[:200]}"
+                return
+            async for line in answer.content:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = orjson.loads(line[6:])
+                if "error" in event:
+                    outcome.error = event["error"]["message"]
+                    return
+                now = time.monotonic()
+                if outcome.chunks:
+                    outcome.longest_gap_s = max(outcome.longest_gap_s, now - last)
+                last = now
+                outcome.chunks += 1
+                for choice in event["choices"]:
+                    outcome.text += choice["text"]
+                    outcome.finish = choice["finish_reason"] or outcome.finish
+        if not outcome.finish:
+            outcome.error = "the stream ended without a finish reason"
+    except aiohttp.ClientError as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+
+
+async def run(
+    urls: Sequence[str], bodies: Sequence[dict[str, Any]], meanwhile: Callable[[], Awaitable[None]] | None = None
+) -> list[Outcome]:
+    """All `bodies` at once, in turns over `urls`. `meanwhile` runs when a quarter of all tokens has arrived."""
+    outcomes = [Outcome() for _ in bodies]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300)) as http:
+        work = [follow(http, urls[i % len(urls)], body, outcomes[i]) for i, body in enumerate(bodies)]
+        running = asyncio.gather(*work)
+        if meanwhile is not None:
+            await eventually(lambda: sum(one.chunks for one in outcomes) >= len(bodies) * TOKENS / 4, within_s=120)
+            await meanwhile()
+        await running
+    return outcomes
