@@ -209,12 +209,13 @@ def test_secrets_come_by_file_and_nobody_runs_as_root() -> None:
     users: dict[str, list[str]] = {}  # by stage; a stage goes on as its parent's user
     for parent, name, body in re.findall(r"^FROM (\S+) AS (\S+)$(.*?)(?=^FROM|\Z)", dockerfile, re.M | re.S):
         users[name] = users.get(parent, []) + re.findall(r"^USER (\S+)", body, re.M)
+    targets = {one["image"]: one["build"]["target"] for one in spec["services"].values() if "build" in one}
     for name, service in spec["services"].items():
         for key, value in service.get("environment", {}).items():
             if re.search("PASSWORD|SECRET|TOKEN", key):
                 assert key.endswith("FILE") and str(value).startswith("/run/secrets/"), f"{name}: {key}"
-        if "build" in service:
-            assert users[service["build"]["target"]][-1] not in ("root", "0")
+        if service["image"] in targets:
+            assert users[targets[service["image"]]][-1] not in ("root", "0")
         else:
             assert service.get("user", "0").split(":")[0] != "0", f"{name} runs as root"
         assert "healthcheck" in service and "restart" in service
