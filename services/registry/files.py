@@ -48,6 +48,7 @@ def missing_weights(place: str, names: set[str]) -> InvalidAdapter:
     if pickles:
         return InvalidAdapter(
             f"{place} holds {shown(pickles[0])} but no {WEIGHTS}: pickle files can run code and are never opened; "
-            "save the adapter with safe_serialization=True"
+            "save the adapter with safe_serialization=True",
+            param="location",
         )
-    return InvalidAdapter(f"{place} holds no {WEIGHTS}")
+    return InvalidAdapter(f"{place} holds no {WEIGHTS}", param="location")
