@@ -32,14 +32,18 @@ class PeftFiles(msgspec.Struct):
 def shown(text: object) -> str:
     """What a client sent, as it may stand in an error: one line of at most about `SHOWN_CHARS` characters."""
     line = str(text)
-    if len(line) > SHOWN_CHARS:
-        line = f"{line[:SHOWN_CHARS]}... ({len(line)} characters)"
+    return _printable(line) if len(line) <= SHOWN_CHARS else f"{_printable(line[:SHOWN_CHARS])}... ({len(line)} characters)"
+
+
+def quoted(value: object) -> str:
+    """`shown` of a value as Python writes it: a string in quotes."""
+    if isinstance(value, str) and len(value) > SHOWN_CHARS:
+        return f"{value[:SHOWN_CHARS]!r}... ({len(value)} characters)"
+    return shown(repr(value))
+
+
+def _printable(line: str) -> str:
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
-
-
-def quoted(text: object) -> str:
-    """`shown` of a representation, in quotes when `text` is a string."""
-    return shown(repr(text[: SHOWN_CHARS + 1]) if isinstance(text, str) and len(text) > SHOWN_CHARS else repr(text))
 
 
 def missing_weights(place: str, names: set[str]) -> InvalidAdapter:

@@ -148,7 +148,8 @@ def unpack(archive: BinaryIO, config: BinaryIO, weights: BinaryIO, max_bytes: in
     except Exception as error:  # whatever the parsers make of a stranger's bytes
         if isinstance(error, OSError) and error.errno in _OURS:
             raise
-        raise InvalidAdapter(f"not a readable zip or tar archive: {shown(error) or type(error).__name__}") from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        raise InvalidAdapter(f"not a readable zip or tar archive: {shown(reason)}") from None
     return picker.result()
 
 

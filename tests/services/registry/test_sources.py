@@ -23,32 +23,11 @@ from services.registry.unpack import MAX_OTHER_BYTES
 from services.registry.unpack import unpack as unpack_here
 from shared.errors import InvalidAdapter, MotetError, TooLarge
 from tests.support_adapters import peft_config, random_tensors, safetensors_bytes, write_adapter
+from tests.support_malformed import extended_tar, many_global_headers, pax_record, tar_of, zip_of
 
 MAX = 1 << 20
 CONFIG_JSON, WEIGHT_BYTES = peft_config(), safetensors_bytes(random_tensors())
 GOOD = {CONFIG: CONFIG_JSON, WEIGHTS: WEIGHT_BYTES}
-
-
-def zip_of(members: dict[str, bytes], change: Callable[[zipfile.ZipInfo], None] = lambda info: None) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            info = zipfile.ZipInfo(name)
-            info.compress_type = zipfile.ZIP_DEFLATED
-            change(info)
-            archive.writestr(info, data)
-    return out.getvalue()
-
-
-def tar_of(members: dict[str, bytes], change: Callable[[tarfile.TarInfo], None] = lambda info: None) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            change(info)
-            archive.addfile(info, io.BytesIO(data) if info.isreg() else None)
-    return out.getvalue()
 
 
 def unpack(data: bytes, max_bytes: int = MAX) -> PeftFiles:
@@ -283,28 +262,14 @@ def test_a_zip_compressed_with_anything_but_deflate_is_refused_before_it_is_infl
         unpack(data)
 
 
-def huge_header(kind: bytes, size_bytes: int) -> bytes:
-    """A gzipped tar that begins with an extended header of this type: a long name, or PAX records."""
-    info = tarfile.TarInfo("././@LongLink")
-    info.type, info.size = kind, size_bytes
-    body = bytes(size_bytes) if kind in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK) else pax_records(size_bytes)
-    padding = bytes(-len(body) % 512)
-    return gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + body + padding + tar_of(GOOD), compresslevel=1)
-
-
-def pax_records(size_bytes: int) -> bytes:
-    length = len(str(size_bytes))
-    return f"{size_bytes} comment=".encode() + b"x" * (size_bytes - length - len(" comment=\n")) + b"\n"
-
-
 @pytest.mark.parametrize(
     "kind", [tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE]
 )
 def test_a_tar_header_too_large_for_a_name_is_refused_before_it_is_read(kind: bytes):
     with pytest.raises(InvalidAdapter, match="header of 4194304 bytes, the limit is 65536"):
-        unpack(huge_header(kind, 4 << 20))
+        unpack(extended_tar(kind, bytes(4 << 20), tar_of(GOOD)))
     if kind in (tarfile.XHDTYPE, tarfile.XGLTYPE):
-        with unpack(huge_header(kind, 20_000)) as files:
+        with unpack(extended_tar(kind, pax_record("comment", "x" * 20_000), tar_of(GOOD))) as files:
             assert files.weights.read() == WEIGHT_BYTES
 
 
@@ -321,21 +286,9 @@ def test_names_of_any_length_that_tar_programs_write_are_read():
             assert files.weights.read() == WEIGHT_BYTES
 
 
-def many_global_headers() -> bytes:
-    """Headers of allowed size, each of which tarfile copies into every later member: memory grows with their square."""
-    blocks = []
-    for header in range(60):
-        records = b"".join(b"15 h%03d%05d=x\n" % (header, key) for key in range(4000))
-        info = tarfile.TarInfo("././@PaxHeader")
-        info.type, info.size = tarfile.XGLTYPE, len(records)
-        member = tarfile.TarInfo(f"member-{header}")
-        blocks += [info.tobuf(tarfile.USTAR_FORMAT), records, bytes(-len(records) % 512), member.tobuf(tarfile.USTAR_FORMAT)]
-    return gzip.compress(b"".join(blocks) + tar_of(GOOD), compresslevel=1)
-
-
 def test_an_archive_that_needs_more_memory_or_time_than_allowed_is_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InvalidAdapter, match=r"more (time or )?memory .*than is allowed"):
-        unpack(many_global_headers())
+        unpack(many_global_headers(tar_of(GOOD)))
     monkeypatch.setattr(archives, "CPU_BASE_S", 0)
     monkeypatch.setattr(archives, "CPU_BYTES_PER_S", 1 << 40)
     with pytest.raises(InvalidAdapter, match="more time"):
