@@ -28,7 +28,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 from nats import errors as nats_errors
 from nats.js import errors as js_errors
-from nats.js.api import ObjectInfo, ObjectMeta, ObjectMetaOptions
+from nats.js.api import ObjectMeta, ObjectMetaOptions
 
 from services.registry.files import quoted
 from services.registry.usage import IDLE_S
@@ -177,7 +177,7 @@ class AdapterStore:
                         raise _exists(name)
                     if present is not None and present.digest == version.digest and present.alias_of is None:
                         stored, _ = await self._read(VERSION + version.digest, AdapterVersion)
-                        if stored is not None:
+                        if stored is not None and await self._whole(version.digest, len(blob)):
                             return AdapterInfo(entry=present, version=stored), "unchanged"
                     hold = await self._claim(version.digest, name)
                     try:
@@ -404,14 +404,21 @@ class AdapterStore:
         return version
 
     async def _put_blob(self, digest: str, blob: bytes) -> None:
-        """Store the bytes unless they are there. Called with a hold, so nobody deletes them meanwhile."""
-        info: ObjectInfo | None = None
-        with contextlib.suppress(js_errors.NotFoundError):
-            info = await self._blobs.get_info(digest)
-        if info is None or info.size != len(blob):
+        """Store the bytes unless they are all there. Called with a hold, so nobody deletes them meanwhile."""
+        if not await self._whole(digest, len(blob)):
             async with asyncio.timeout(PUT_S):
                 options = ObjectMetaOptions(max_chunk_size=min(CHUNK_BYTES, self._bus.max_payload // 2))
                 await self._blobs.put(digest, blob, ObjectMeta(options=options))
+
+    async def _whole(self, digest: str, size_bytes: int) -> bool:
+        """Whether the object store has this blob with every chunk."""
+        try:
+            info = await self._blobs.get_info(digest)
+        except js_errors.NotFoundError:
+            return False
+        chunks = f"$O.{subjects.BLOBS}.C.{info.nuid}"
+        stream = await self._bus.js.stream_info(f"OBJ_{subjects.BLOBS}", subjects_filter=chunks)
+        return info.size == size_bytes and (stream.state.subjects or {}).get(chunks, 0) == info.chunks
 
 
 def _entry(name: str, digest: str, present: AdapterEntry | None, hold: str, alias_of: str | None = None) -> AdapterEntry:
