@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
+import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.registry.archives import read_archive
@@ -24,7 +25,7 @@ from services.registry.config import RegistryConfig
 from services.registry.files import CONFIG, PeftFiles, quoted
 from services.registry.hub import HubSource
 from services.registry.peft import Converted, convert
-from services.registry.sources import open_directory, open_path, relative_source
+from services.registry.sources import is_there, open_directory, open_path, relative_source
 from services.registry.store import AdapterStore, check_name
 from services.registry.unpack import MAX_OTHER_BYTES
 from services.registry.usage import IDLE_S, Usage
@@ -37,8 +38,10 @@ from shared.errors import (
     AdapterExists,
     BadRequest,
     Conflict,
+    InvalidAdapter,
     MotetError,
     Overloaded,
+    TooLarge,
     Unavailable,
 )
 from shared.hub import resolve_model
@@ -172,6 +175,8 @@ class RegistryService:
         try:
             info, outcome = await self._register(ask)
         except MotetError as error:
+            if isinstance(error, InvalidAdapter | TooLarge) and error.param is None:
+                error.param = "location"
             REGISTRATIONS.labels("refused" if error.status < 500 else "failed").inc()
             log.info("adapter refused", extra={"adapter": ask.name, "from": ask.location, "reason": error.message})
             raise
@@ -192,8 +197,11 @@ class RegistryService:
 
     async def _register(self, ask: RegisterAdapter) -> tuple[AdapterInfo, str]:
         check_name(ask.name, self._config.base_model)
-        if ask.kind not in ("path", "hub", "upload"):
-            raise BadRequest(f"kind {quoted(ask.kind)}: one of path, hub, upload is expected", param="kind")
+        if ask.kind not in ("path", "hub", "upload", "any"):
+            raise BadRequest(f"kind {quoted(ask.kind)}: one of path, hub, upload, any is expected", param="kind")
+        if ask.kind == "any":
+            local = await in_thread(lambda: is_there(ask.location, self._config.roots))
+            ask = msgspec.structs.replace(ask, kind="path" if local else "hub")
         if ask.kind == "hub" and not self._config.hub_allowed:
             raise BadRequest("this registry takes no adapters from the hub", param="kind")
         self._check_room(ask.name)

@@ -59,8 +59,7 @@ def open_path(location: str, roots: Sequence[str], max_bytes: int) -> PeftFiles:
         raise InvalidAdapter("this registry takes no paths: it has no allowed roots (--adapter-roots)", param=PARAM)
     if "\0" in location or not location:
         raise InvalidAdapter("the path is empty or holds a zero byte", param=PARAM)
-    candidates = [os.path.realpath(os.path.join(start, location)) for start in (os.getcwd(), *roots)]
-    allowed = [path for path in candidates if is_below(path, roots)]
+    allowed = _candidates(location, roots)
     if not allowed:
         raise InvalidAdapter(f"path {shown(location)} is outside the allowed roots", param=PARAM)
     path = next((p for p in allowed if os.path.exists(p)), allowed[0])
@@ -76,6 +75,17 @@ def open_path(location: str, roots: Sequence[str], max_bytes: int) -> PeftFiles:
         if error.errno == errno.ENOSPC:
             raise Unavailable("the registry's disk has no room to unpack the archive", param=PARAM) from error
         raise InvalidAdapter(f"path {shown(location)}: {error.strerror or type(error).__name__}", param=PARAM) from None
+
+
+def is_there(location: str, roots: Sequence[str]) -> bool:
+    """Whether `location` is a path that `open_path` would look at, and something lies there."""
+    return "\0" not in location and any(map(os.path.exists, _candidates(location, roots)))
+
+
+def _candidates(location: str, roots: Sequence[str]) -> list[str]:
+    """What `location` may mean, as real paths below a root."""
+    paths = [os.path.realpath(os.path.join(start, location)) for start in (os.getcwd(), *roots)]
+    return [path for path in paths if is_below(path, roots)]
 
 
 def open_directory(path: str, roots: Sequence[str], max_bytes: int, *, source: str) -> PeftFiles:

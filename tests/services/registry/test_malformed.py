@@ -22,7 +22,7 @@ def verdict(name: str, reason: str, error: MotetError | None) -> str:
         return f"{name}: accepted"
     if error.status not in (400, 413) or reason not in error.message:
         return f"{name}: {error.status} {error.message!r}, expected 400 or 413 with {reason!r}"
-    if len(error.message) > 1000 or len(error.param or "") > 200 or not error.message.isprintable():
+    if not error.param or len(error.param) > 200 or len(error.message) > 1000 or not error.message.isprintable():
         return f"{name}: {len(error.message)} characters, {error.param!r}, {error.message[:200]!r}"
     return ""
 

@@ -205,6 +205,17 @@ async def test_an_unknown_kind_and_an_unwanted_hub_are_refused(start_registry, c
     assert isinstance(error, BadRequest) and "no adapters from the hub" in error.message
 
 
+async def test_what_may_be_a_path_or_a_hub_id_is_a_path_when_there_is_one(
+    client: Client, roots: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_adapter(roots / "team" / "mine")
+    assert (await client.register("a", "team/mine", kind="any")).version.source == "path:team/mine"
+    monkeypatch.chdir(roots / "team")
+    assert (await client.register("b", "./mine", kind="any")).version.source == "path:team/mine"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "cannot get team/other from the Hugging Face hub" in (await client.refused("c", "team/other", kind="any")).message
+
+
 async def test_the_number_of_adapters_is_limited(start_registry, connect, roots: Path):
     registry = await start_registry(max_adapters=2)
     client = Client(await connect("gateway"), roots)
