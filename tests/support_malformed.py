@@ -114,8 +114,8 @@ def raw_safetensors(header: bytes, data: bytes = b"", length: int | None = None)
 class _Corpus:
     """The parts of a good adapter for one base model, and what is made of them."""
 
-    def __init__(self, shapes: BaseShapes) -> None:
-        self.shapes = shapes
+    def __init__(self, shapes: BaseShapes, max_bytes: int) -> None:
+        self.shapes, self.max_bytes = shapes, max_bytes
         self.tensors = random_tensors(shapes=shapes)
         self.config, self.weights = peft_config(), safetensors_bytes(self.tensors)
         self.good = {CONFIG: self.config, WEIGHTS: self.weights}
@@ -360,8 +360,20 @@ class _Corpus:
         yield "tar-cut", lambda: packed[: 512 + 1024 + 512 + 100], "not a readable zip or tar"
         yield "tar-gzip-cut", lambda: gzip.compress(packed)[:-500], "not a readable zip or tar"
         yield "tar-gzip-wrong-checksum", lambda: gzip.compress(zeros_first(packed))[:-8] + bytes(8), "not a readable"
-        yield "tar-bomb-beside", lambda: gzip.compress(tar_of({"zeros": bytes(128 * MIB)}), 1), "inflates to more"
+        yield "tar-bomb-beside", lambda: zeros_in_a_tar(self.max_bytes + 65 * MIB), "inflates to more"
         yield "tar-bomb-config", lambda: gzip.compress(tar_of({CONFIG: bytes(2 * MIB)})), "the limit is 1048576"
+
+
+def zeros_in_a_tar(size_bytes: int) -> bytes:
+    """A gzipped tar with one member of so many zeros, made piece by piece."""
+    info = tarfile.TarInfo("zeros")
+    info.size = size_bytes
+    out = io.BytesIO()
+    with gzip.GzipFile(fileobj=out, mode="wb", compresslevel=1) as packed:
+        packed.write(info.tobuf())
+        for _ in range(size_bytes // MIB):
+            packed.write(bytes(MIB))
+    return out.getvalue()
 
 
 def zeros_first(packed: bytes) -> bytes:
@@ -369,9 +381,9 @@ def zeros_first(packed: bytes) -> bytes:
     return packed.rstrip(b"\0")
 
 
-def malformed(shapes: BaseShapes = TINY) -> Iterator[Malformed]:
-    """Every archive that must be refused by a registry for a base model of `shapes`, which allows at least 1 MiB."""
-    corpus = _Corpus(shapes)
+def malformed(shapes: BaseShapes = TINY, *, max_adapter_bytes: int = 8 * MIB) -> Iterator[Malformed]:
+    """Every archive that must be refused by a registry for a base model of `shapes` with this `--max-adapter-bytes`."""
+    corpus = _Corpus(shapes, max_adapter_bytes)
     for name, config, reason in corpus.configs():
         yield Malformed(name, lambda c=config: tar_of(corpus.good | {CONFIG: c}), reason)
     for name, weights, reason in corpus.weight_files():

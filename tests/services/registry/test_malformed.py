@@ -14,6 +14,7 @@ from tests.support_adapters import write_adapter
 from tests.support_malformed import Malformed, malformed, malformed_directories
 
 AT_ONCE = 4
+LIMIT_BYTES = 8 << 20
 
 
 def verdict(name: str, reason: str, error: MotetError | None) -> str:
@@ -30,10 +31,10 @@ def verdict(name: str, reason: str, error: MotetError | None) -> str:
 async def test_every_malformed_archive_is_refused_with_its_reason_and_leaves_nothing(
     start_registry: StartRegistry, connect, roots: Path
 ):
-    registry = await start_registry(max_adapter_bytes=8 << 20)
+    registry = await start_registry(max_adapter_bytes=LIMIT_BYTES)
     client = Client(await connect("gateway"), roots)
     uploads = await client.bus.object_store(subjects.UPLOADS)
-    cases = list(malformed())
+    cases = list(malformed(max_adapter_bytes=LIMIT_BYTES))
     assert len(cases) >= 60 and len({case.name for case in cases}) == len(cases)
     turn = asyncio.Semaphore(AT_ONCE)
 
