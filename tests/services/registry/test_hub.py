@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from aiohttp import web
 from services.registry.files import CONFIG, WEIGHTS, PeftFiles
 from services.registry.hub import HubOptions, HubSource, is_public
 from shared.errors import BadRequest, InvalidAdapter, MotetError, TooLarge, Unavailable
+from tests.services.registry.conftest import Client
 from tests.support_adapters import peft_config, random_tensors, safetensors_bytes
 
 MAX = 1 << 20
@@ -227,3 +229,12 @@ def test_public_addresses_are_told_from_others():
     others = "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.0.1 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255"
     others6 = "::1 :: fe80::1%eth0 fc00::1 ff02::1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:7f00:1::"
     assert not any(map(is_public, f"{others} {others6}".split()))
+
+
+async def test_a_registry_takes_adapters_from_the_hub_it_was_given(hub: Hub, start_registry, connect, roots: Path):
+    await start_registry(hub_endpoint=hub.url, hub_repositories="some/*, other/one")
+    client = Client(await connect("gateway"), roots)
+    info = await client.register("mine", "some/adapter", kind="hub")
+    assert info.version.source == f"hub:some/adapter@{COMMIT}" and info.version.rank == 4
+    error = await client.refused("other", "acme/adapter", kind="hub")
+    assert error.param == "location" and "takes adapters from some/*, other/one only" in error.message

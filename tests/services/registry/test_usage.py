@@ -58,3 +58,12 @@ def test_what_was_used_long_ago_takes_no_memory():
     for number in range(100):
         usage.apply(snapshot(brief("r", f"digest-{number}"), seq=number + 1), number * IDLE_S)
     assert len(usage._left_s) <= 3
+
+
+def test_after_a_lost_delta_the_next_snapshot_is_believed_again():
+    usage = Usage()
+    usage.apply(snapshot(brief("r1", "a")), 100.0)
+    usage.apply(delta(3, removed=("r1",)), 101.0)  # the second was lost: this registry could not keep up
+    assert usage.requests("a", 101.0) == 1
+    usage.apply(snapshot(seq=4), 102.0)
+    assert usage.requests("a", 102.0) == 0
