@@ -286,6 +286,7 @@ class AdapterStore:
                 for hold, name in seen.holds.holders.items():
                     if now_s() - seen.born_s[hold] > LOST_HOLD_S:
                         await self._drop_lost(digest, hold, name)
+                        seen.born_s[hold] = now_s()  # looked at; once more after as long
         return gone
 
     async def _drop_lost(self, digest: str, hold: str, name: str) -> None:
