@@ -35,6 +35,7 @@ FORMAT = "motet-lora/2"
 PAGE_RANKS = 8
 ALIGNMENT = 64  # bytes: data begins on a cache line
 MAX_HEADER_BYTES = 4 * 1024 * 1024  # some 20,000 tensors
+MAX_SHOWN_CHARS = 200  # of a tensor's name, in errors
 MAX_SCALE = 3.4e38  # what a float32 holds
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -105,6 +106,7 @@ def safetensors_header(data: bytes | memoryview, size_bytes: int) -> tuple[dict[
     for name, info in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         begin, stop = info.data_offsets
         item = DTYPE_BYTES.get(info.dtype)
+        name = name[:MAX_SHOWN_CHARS]
         if begin != end or stop < begin or stop > data_bytes:
             raise InvalidAdapter(f"tensor {name}: offsets [{begin}, {stop}) overlap, leave a gap or pass the end")
         if item is not None and math.prod(info.shape) * item != stop - begin:

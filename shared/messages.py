@@ -316,8 +316,8 @@ class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Validate and publish an adapter under `name`.
 
     `kind` "path": a directory or archive below one of the registry's allowed roots; "hub": a Hugging Face id;
-    "upload": an object in the uploads bucket (zip or tar, optionally gzipped). Without `replace` a taken name is refused
-    (AdapterExists).
+    "upload": an object in the uploads bucket (zip or tar, optionally gzipped); "any": a path if there is one, else a hub id.
+    Without `replace` a taken name is refused (AdapterExists).
     """
 
     name: str

@@ -103,7 +103,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         try:
             is_path = asked.lora_path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(asked.lora_path)
             await registry.register(
-                asked.lora_name, "path" if is_path else "hub", asked.lora_path, replace=asked.load_inplace, param="lora_path"
+                asked.lora_name, "path" if is_path else "any", asked.lora_path, replace=asked.load_inplace, param="lora_path"
             )
         except AdapterExists:
             return _vllm_error(

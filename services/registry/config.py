@@ -7,6 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from services.registry.hub import PUBLIC_ENDPOINT, HubOptions
 from shared.config import ServiceConfig
 
 
@@ -22,6 +23,19 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
         str, Meta(description="every PEFT directory below this one is registered at start under its (relative) name")
     ] = ""
     hub_allowed: Annotated[bool, Meta(description="adapters may be registered by Hugging Face id")] = True
+    hub_endpoint: Annotated[str, Meta(description="address of the hub; empty: HF_ENDPOINT, else https://huggingface.co")] = ""
+    hub_repositories: Annotated[
+        str,
+        Meta(description="hub repositories adapters may come from, comma-separated, as acme/* or acme/name; empty: all"),
+    ] = ""
+    hub_private_hosts: Annotated[
+        str,
+        Meta(
+            description="hosts besides the hub and proxies that downloads may reach at loopback, link-local or private "
+            "addresses, comma-separated, as name or name:port"
+        ),
+    ] = ""
+    hub_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="longest download of one adapter, in seconds")] = 300.0
     max_adapter_bytes: Annotated[int, Meta(ge=1024, description="largest adapter weights file")] = 1 << 30
     max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 256
     max_adapters: Annotated[int, Meta(ge=1, description="largest number of adapter names, aliases included")] = 20_000
@@ -34,6 +48,19 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
     @property
     def roots(self) -> tuple[str, ...]:
         """The real paths of `adapter_roots`."""
-        return tuple(
-            os.path.realpath(os.path.expanduser(root.strip())) for root in self.adapter_roots.split(",") if root.strip()
+        return tuple(os.path.realpath(os.path.expanduser(root)) for root in _parts(self.adapter_roots))
+
+    @property
+    def hub(self) -> HubOptions:
+        """Everything about downloads."""
+        return HubOptions(
+            endpoint=self.hub_endpoint or os.environ.get("HF_ENDPOINT") or PUBLIC_ENDPOINT,
+            repositories=_parts(self.hub_repositories),
+            private_hosts=_parts(self.hub_private_hosts),
+            timeout_s=self.hub_timeout_s,
+            max_bytes=self.max_adapter_bytes,
         )
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from services.registry.files import quoted, shown
 from shared.errors import InvalidAdapter
 
 MAX_KEYS = 8192
@@ -54,7 +55,7 @@ def assign(field: str, keys: Sequence[str], paths: Sequence[str]) -> dict[str, s
     if len(keys) > MAX_KEYS:
         raise InvalidAdapter(f"{field} has {len(keys)} keys, the limit is {MAX_KEYS}", param=field)
     if long := next((key for key in keys if len(key) > MAX_KEY_CHARS), None):
-        raise InvalidAdapter(f"{field} key {long[:40]!r}... is longer than {MAX_KEY_CHARS} characters", param=field)
+        raise InvalidAdapter(f"{field} key {quoted(long)} is longer than {MAX_KEY_CHARS} characters", param=field)
     if not keys:
         return {}
     plain = all(_PLAIN.fullmatch(key) for key in keys)
@@ -91,5 +92,5 @@ def _match_in_child(field: str, keys: Sequence[str], paths: Sequence[str]) -> li
         ) from None
     if answer.reason:
         key = keys[answer.index]
-        raise InvalidAdapter(f"{field} key {key!r} is not a regular expression: {answer.reason}", param=field)
+        raise InvalidAdapter(f"{field} key {quoted(key)} is not a regular expression: {shown(answer.reason)}", param=field)
     return answer.chosen

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from services.registry.files import MAX_CONFIG_BYTES, quoted, shown
 from services.registry.patterns import assign
 from shared.adapter_blob import (
     DTYPE_BYTES,
@@ -36,8 +37,6 @@ from shared.adapter_blob import (
 from shared.base_shapes import BaseShapes
 from shared.errors import InvalidAdapter, TooLarge
 from shared.model import MODULES
-
-MAX_CONFIG_BYTES = 1024 * 1024
 
 _Rank = Annotated[int, Meta(ge=1)]
 
@@ -113,32 +112,32 @@ def parse_config(text: bytes) -> PeftConfig:
     try:
         raw = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidAdapter(f"adapter_config.json is not a JSON object: {error}") from None
+        raise InvalidAdapter(f"adapter_config.json is not a JSON object: {shown(error)}") from None
     if raw.get("peft_type") != "LORA":
-        raise InvalidAdapter(f"peft_type is {raw.get('peft_type')!r}: only LORA adapters are served", param="peft_type")
+        raise InvalidAdapter(f"peft_type is {quoted(raw.get('peft_type'))}: only LORA adapters are served", param="peft_type")
     for key, value in raw.items():
         if not value or key in _MEANINGLESS or key in PeftConfig.__struct_fields__:
             continue
         reason = _UNSUPPORTED.get(key, "its meaning is not known here, so the result could be wrong")
-        raise InvalidAdapter(f"{key} is set in adapter_config.json: {reason}", param=key)
+        raise InvalidAdapter(f"{shown(key)} is set in adapter_config.json: {reason}", param=shown(key))
     known = {k: v for k, v in raw.items() if k in PeftConfig.__struct_fields__ and v is not None}
     try:
         config = msgspec.convert(known, PeftConfig)
     except msgspec.ValidationError as error:
         where = re.search(r"`\$\.(\w+)|field `(\w+)`", str(error))
-        raise InvalidAdapter(f"adapter_config.json: {error}", param=where and (where[1] or where[2])) from None
+        raise InvalidAdapter(f"adapter_config.json: {shown(error)}", param=where and (where[1] or where[2])) from None
     if config.bias != "none":
-        raise InvalidAdapter(f"bias is {config.bias!r}: trained biases are not supported", param="bias")
+        raise InvalidAdapter(f"bias is {quoted(config.bias)}: trained biases are not supported", param="bias")
     if isinstance(config.init_lora_weights, str) and config.init_lora_weights.lower().startswith(_CHANGES_BASE):
         raise InvalidAdapter(
-            f"init_lora_weights is {config.init_lora_weights!r}, which rewrites the base weights: convert it to a plain LoRA "
-            "(save_pretrained with path_initial_model_for_weight_conversion)",
+            f"init_lora_weights is {quoted(config.init_lora_weights)}, which rewrites the base weights: convert it to a "
+            "plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)",
             param="init_lora_weights",
         )
     for name in config.target_modules if isinstance(config.target_modules, list) else ():
         if name.rsplit(".", 1)[-1] not in MODULES:
             raise InvalidAdapter(
-                f"target_modules names {name!r}; adapters may target {', '.join(MODULES)}", param="target_modules"
+                f"target_modules names {quoted(name)}; adapters may target {', '.join(MODULES)}", param="target_modules"
             )
     return config
 
@@ -151,12 +150,12 @@ def plan(
     for key, info in tensors.items():
         match = _KEY.fullmatch(key)
         if match is None or match[3] not in MODULES or match[2] != base.parent(match[3]):
-            raise InvalidAdapter(f"tensor {key}: not a LoRA matrix of {', '.join(MODULES)}")
+            raise InvalidAdapter(f"tensor {shown(key)}: not a LoRA matrix of {', '.join(MODULES)}")
         layer, module, half = int(match[1]), match[3], match[4]
         if layer >= base.layers:
             raise InvalidAdapter(f"tensor {key}: the base model has layers 0 to {base.layers - 1}")
         if info.dtype not in DTYPE_BYTES:
-            raise InvalidAdapter(f"tensor {key}: dtype {info.dtype}, one of {', '.join(DTYPE_BYTES)} is expected")
+            raise InvalidAdapter(f"tensor {key}: dtype {shown(info.dtype)}, one of {', '.join(DTYPE_BYTES)} is expected")
         if len(info.shape) != 2 or min(info.shape) < 1:
             raise InvalidAdapter(f"tensor {key}: shape {info.shape} is not a matrix")
         if half in found.setdefault((layer, module), {}):
@@ -177,7 +176,7 @@ def plan(
         rank_key, alpha_key = rank_keys.get(path), alpha_keys.get(path)
         rank = config.r if rank_key is None else config.rank_pattern[rank_key]
         alpha = config.lora_alpha if alpha_key is None else config.alpha_pattern[alpha_key]
-        _check_shapes(a, b, base.linear(at[1]), rank, "r" if rank_key is None else f"rank_pattern[{rank_key!r}]")
+        _check_shapes(a, b, base.linear(at[1]), rank, "r" if rank_key is None else f"rank_pattern[{quoted(rank_key)}]")
         if rank > max_rank:
             raise InvalidAdapter(f"tensor {a.key}: rank {rank} is over the limit of {max_rank}", param="r")
         scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)

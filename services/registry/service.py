@@ -17,14 +17,18 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
+import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.registry.archives import CONFIG, MAX_OTHER_BYTES, PeftFiles, read_archive
+from services.registry.archives import read_archive
 from services.registry.config import RegistryConfig
+from services.registry.files import CONFIG, PeftFiles, quoted
+from services.registry.hub import HubSource
 from services.registry.peft import Converted, convert
-from services.registry.sources import open_directory, open_hub, open_path
+from services.registry.sources import is_there, open_directory, open_path, relative_source
 from services.registry.store import AdapterStore, check_name
-from services.registry.usage import Usage
+from services.registry.unpack import MAX_OTHER_BYTES
+from services.registry.usage import IDLE_S, Usage
 from shared import subjects
 from shared.adapter_watch import AdapterWatch
 from shared.base_shapes import BaseShapes, read_shapes
@@ -34,8 +38,10 @@ from shared.errors import (
     AdapterExists,
     BadRequest,
     Conflict,
+    InvalidAdapter,
     MotetError,
     Overloaded,
+    TooLarge,
     Unavailable,
 )
 from shared.hub import resolve_model
@@ -53,7 +59,8 @@ HUB_SLOTS = 2
 MAX_WAITING = 64  # registrations that may wait for a slot; more are refused
 SWEEP_S = 5.0
 RETRY_S = 1.0
-SETTLE_S = 15.0  # after start nothing is swept until every worker has spoken
+SETTLE_S = IDLE_S + 15.0  # after start nothing is swept until every worker has spoken, and every resumed request runs
+ORPHANS_EVERY_S = 300.0
 PAGE = 1000
 
 REGISTRATIONS = Counter(
@@ -112,6 +119,7 @@ class RegistryService:
         self._usage = Usage()
         self._waiting = 0
         self._local, self._hub = asyncio.Semaphore(LOCAL_SLOTS), asyncio.Semaphore(HUB_SLOTS)
+        self._hub_source = HubSource(config.hub)
         self._starting = "not started"
 
     async def start(self) -> None:
@@ -123,7 +131,7 @@ class RegistryService:
             await provision(bus, replicas=config.nats_replicas)
         except Exception as error:
             raise Unavailable(f"JetStream cannot be provisioned: {str(error) or repr(error)}") from error
-        self._store = AdapterStore(bus)
+        self._store = AdapterStore(bus, lambda digest: self._usage.idle(digest, now_s()))
         await self._store.start()
         self._adapters = AdapterWatch(bus)
         await self._adapters.start()
@@ -167,6 +175,8 @@ class RegistryService:
         try:
             info, outcome = await self._register(ask)
         except MotetError as error:
+            if isinstance(error, InvalidAdapter | TooLarge) and error.param is None:
+                error.param = "location"
             REGISTRATIONS.labels("refused" if error.status < 500 else "failed").inc()
             log.info("adapter refused", extra={"adapter": ask.name, "from": ask.location, "reason": error.message})
             raise
@@ -187,8 +197,11 @@ class RegistryService:
 
     async def _register(self, ask: RegisterAdapter) -> tuple[AdapterInfo, str]:
         check_name(ask.name, self._config.base_model)
-        if ask.kind not in ("path", "hub", "upload"):
-            raise BadRequest(f"kind {ask.kind!r}: one of path, hub, upload is expected", param="kind")
+        if ask.kind not in ("path", "hub", "upload", "any"):
+            raise BadRequest(f"kind {quoted(ask.kind)}: one of path, hub, upload, any is expected", param="kind")
+        if ask.kind == "any":
+            local = await in_thread(lambda: is_there(ask.location, self._config.roots))
+            ask = msgspec.structs.replace(ask, kind="path" if local else "hub")
         if ask.kind == "hub" and not self._config.hub_allowed:
             raise BadRequest("this registry takes no adapters from the hub", param="kind")
         self._check_room(ask.name)
@@ -199,7 +212,7 @@ class RegistryService:
                 async with self._local:
                     return await self._take_in(ask, await self._open(ask))
             async with self._hub:
-                files = await in_thread(lambda: open_hub(ask.location, self._config.max_adapter_bytes))
+                files = await self._hub_source.fetch(ask.location)
             async with self._local:
                 return await self._take_in(ask, files)
 
@@ -250,7 +263,7 @@ class RegistryService:
         """A second name. Raises BadRequest, AdapterNotFound (the target), AdapterExists (the name is no alias)."""
         check_name(ask.name, self._config.base_model)
         if ask.name == ask.target:
-            raise BadRequest(f"{ask.name!r} cannot be an alias of itself", param="target")
+            raise BadRequest(f"{quoted(ask.name)} cannot be an alias of itself", param="target")
         self._check_room(ask.name)
         return RegistryOk(adapters=[await self._store.alias(ask.name, ask.target)])
 
@@ -282,14 +295,14 @@ class RegistryService:
 
     async def _sweep(self) -> None:
         await asyncio.sleep(SETTLE_S)
-        orphans_looked_for = False
+        orphans_looked_for_s = -ORPHANS_EVERY_S
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
-                await self._store.sweep(self._requests)
-                if not orphans_looked_for:
+                await self._store.sweep()
+                if now_s() - orphans_looked_for_s > ORPHANS_EVERY_S:
                     await self._store.sweep_orphans()
-                    orphans_looked_for = True
+                    orphans_looked_for_s = now_s()
             except MotetError as error:
                 log.info("sweep interrupted", extra={"error": error.message})
 
@@ -307,10 +320,10 @@ class RegistryService:
 
     async def _register_own(self, name: str, path: str, root: str) -> None:
         """Register one adapter of the operator's directory, however long NATS is away."""
-        source = f"path:{path}"
+        source = relative_source(path, [root])
         while True:
             present = self._adapters.resolve(name)
-            if present is not None and present.version.source != source:
+            if present is not None and present.version.source not in (source, f"path:{path}"):  # the latter: as it once was
                 log.info("adapter kept, it came from elsewhere", extra={"adapter": name, "source": present.version.source})
                 return
             try:

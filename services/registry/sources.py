@@ -1,30 +1,34 @@
-"""Where adapters come from: a path below an allowed root, the Hugging Face hub, or an archive that was uploaded.
+"""Adapters that lie on this machine: a directory or an archive below an allowed root.
 
-All of it blocks and runs in threads, each kind in its own few: a slow hub takes no thread away from local files. A file is
-opened only after its real path (all links resolved) was found to lie below a root, and only when it is a plain file.
+All of it blocks and runs in threads. A file is opened only after its real path (all links resolved) was found to lie below a
+root, and only when it is a plain file. Clients see the location as they sent it, and a source relative to its root: where
+the roots are is nobody's business but the operator's.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import re
 import stat
-import tempfile
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from services.registry.archives import CONFIG, PICKLES, WEIGHTS, PeftFiles, missing_weights, read_archive
-from services.registry.peft import MAX_CONFIG_BYTES
+from services.registry.archives import read_archive
+from services.registry.files import CONFIG, MAX_CONFIG_BYTES, PICKLES, WEIGHTS, PeftFiles, missing_weights, shown
 from shared.errors import InvalidAdapter, TooLarge, Unavailable
 
 PARAM = "location"
-HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-HUB_TIMEOUT_S = 10.0
 
 
 def is_below(path: str, roots: Sequence[str]) -> bool:
     """Whether the real path `path` is one of `roots` (real paths too) or lies below one."""
     return any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)
+
+
+def relative_source(path: str, roots: Sequence[str]) -> str:
+    """What is published of where an adapter came from: `path:` and the path below its root."""
+    root = next(root for root in roots if is_below(path, [root]))
+    return f"path:{os.path.relpath(path, root)}"
 
 
 def _open_plain(path: str, roots: Sequence[str]) -> BinaryIO:
@@ -45,28 +49,43 @@ def _size(file: BinaryIO) -> int:
 
 
 def open_path(location: str, roots: Sequence[str], max_bytes: int) -> PeftFiles:
-    """The adapter in the directory or archive `location` (absolute, or relative to one of `roots`).
+    """The adapter in the directory or archive `location`: absolute, or relative to the directory in which the registry was
+    started, or to one of `roots`.
 
-    Raises InvalidAdapter or TooLarge with the reason. What lies outside the roots is refused without a look at it.
+    Raises InvalidAdapter or TooLarge with the reason, Unavailable when there is no room to unpack an archive. What lies
+    outside the roots is refused without a look at it.
     """
     if not roots:
         raise InvalidAdapter("this registry takes no paths: it has no allowed roots (--adapter-roots)", param=PARAM)
     if "\0" in location or not location:
         raise InvalidAdapter("the path is empty or holds a zero byte", param=PARAM)
-    candidates = [os.path.realpath(os.path.join(root, location)) for root in roots]
-    allowed = [path for path in candidates if is_below(path, roots)]
+    allowed = _candidates(location, roots)
     if not allowed:
-        raise InvalidAdapter(f"path {location} is outside the allowed roots", param=PARAM)
+        raise InvalidAdapter(f"path {shown(location)} is outside the allowed roots", param=PARAM)
     path = next((p for p in allowed if os.path.exists(p)), allowed[0])
+    source = relative_source(path, roots)
     try:
         if os.path.isdir(path):
-            return open_directory(path, roots, max_bytes, source=f"path:{path}")
+            return open_directory(path, roots, max_bytes, source=source)
         if path.endswith(PICKLES):
-            raise InvalidAdapter(f"{location} is a pickle file: those can run code and are never opened", param=PARAM)
+            raise InvalidAdapter(f"{shown(location)} is a pickle file: those can run code and are never opened", param=PARAM)
         with _open_plain(path, roots) as file:
-            return read_archive(file, _size(file), max_bytes, source=f"path:{path}")
+            return read_archive(file, _size(file), max_bytes, source=source)
     except OSError as error:
-        raise InvalidAdapter(f"path {location}: {error.strerror or error}", param=PARAM) from None
+        if error.errno == errno.ENOSPC:
+            raise Unavailable("the registry's disk has no room to unpack the archive", param=PARAM) from error
+        raise InvalidAdapter(f"path {shown(location)}: {error.strerror or type(error).__name__}", param=PARAM) from None
+
+
+def is_there(location: str, roots: Sequence[str]) -> bool:
+    """Whether `location` is a path that `open_path` would look at, and something lies there."""
+    return "\0" not in location and any(map(os.path.exists, _candidates(location, roots)))
+
+
+def _candidates(location: str, roots: Sequence[str]) -> list[str]:
+    """What `location` may mean, as real paths below a root."""
+    paths = [os.path.realpath(os.path.join(start, location)) for start in (os.getcwd(), *roots)]
+    return [path for path in paths if is_below(path, roots)]
 
 
 def open_directory(path: str, roots: Sequence[str], max_bytes: int, *, source: str) -> PeftFiles:
@@ -84,45 +103,3 @@ def open_directory(path: str, roots: Sequence[str], max_bytes: int, *, source: s
         weights.close()
         raise TooLarge(f"{WEIGHTS} has {size_bytes} bytes, the limit is {max_bytes}", param=PARAM)
     return PeftFiles(config_json=config_json, weights=weights, size_bytes=size_bytes, source=source)
-
-
-def open_hub(location: str, max_bytes: int) -> PeftFiles:
-    """The adapter `owner/name` or `owner/name@revision` on the Hugging Face hub. Sizes are checked before the download.
-
-    Raises InvalidAdapter for what the hub does not have or hold, Unavailable when it cannot be reached. Credentials are
-    the process's own (`HF_TOKEN`).
-    """
-    match = HUB_ID.fullmatch(location)
-    if match is None:
-        raise InvalidAdapter(f"{location!r} is not a hub id (owner/name or owner/name@revision)", param=PARAM)
-    import huggingface_hub as hub
-    from huggingface_hub import errors
-
-    repository, revision = match[1], match[2]
-    try:
-        info = hub.HfApi().model_info(repository, revision=revision, files_metadata=True, timeout=HUB_TIMEOUT_S)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        if WEIGHTS not in sizes:
-            raise missing_weights(f"{location} on the hub", set(sizes))
-        if CONFIG not in sizes:
-            raise InvalidAdapter(f"{location} on the hub holds no {CONFIG}", param=PARAM)
-        for name, limit in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, max_bytes)):
-            if sizes[name] > limit:
-                raise TooLarge(f"{location} on the hub: {name} has {sizes[name]} bytes, the limit is {limit}", param=PARAM)
-        with tempfile.TemporaryDirectory(prefix="motet-hub-") as directory:
-            real = os.path.realpath(directory)
-            for name in (CONFIG, WEIGHTS):
-                hub.hf_hub_download(repository, name, revision=info.sha, local_dir=real, etag_timeout=HUB_TIMEOUT_S)
-            # the open file outlives its directory entry
-            return open_directory(real, [real], max_bytes, source=f"hub:{repository}@{info.sha}")
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        raise InvalidAdapter(f"the hub has no {location}, or it is private: {_first_line(error)}", param=PARAM) from None
-    except (OSError, errors.HTTPError) as error:
-        raise Unavailable(
-            f"cannot get {location} from the Hugging Face hub: {_first_line(error)}; register it from a path or an upload",
-            param=PARAM,
-        ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

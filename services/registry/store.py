@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import re
 import secrets
 import tempfile
@@ -27,8 +28,10 @@ from typing import BinaryIO, TypeVar
 import msgspec
 from nats import errors as nats_errors
 from nats.js import errors as js_errors
-from nats.js.api import ObjectInfo, ObjectMeta, ObjectMetaOptions
+from nats.js.api import ObjectMeta, ObjectMetaOptions
 
+from services.registry.files import quoted
+from services.registry.usage import IDLE_S
 from shared import subjects
 from shared.adapter_watch import NAME, VERSION
 from shared.bus import Bus
@@ -48,16 +51,17 @@ ATTEMPTS = 20
 CHUNK_BYTES = 1 << 20  # each is acknowledged before the next one is sent
 PUT_S = 300.0  # a blob that is not stored by then is given up
 DELETING_S = 10.0  # how long a deletion may take before others take it over (at three times this)
-UNUSED_S = 30.0  # an old version waits this long for requests that are on their way
-LOST_HOLD_MS = 15 * 60 * 1000  # a hold without an entry is from a crash when it is older than this
+UNUSED_S = IDLE_S  # a replaced version waits this long for requests that are on their way
+LOST_HOLD_S = 15 * 60.0  # a hold without an entry is from a crash when it was there for longer than this
 
 _FAILURES = (nats_errors.Error, js_errors.Error, TimeoutError, OSError)
 _WRONG_REVISION = (10071, 10164)
+_FULL = (10023, 10028, 10047, 10077)  # no resources; account's storage; server's storage; stream's bytes
 _R = TypeVar("_R", bound=msgspec.Struct)
 
 
 class Holds(msgspec.Struct, frozen=True):
-    """The claims on one digest: {hold id: name}. `since_unix_ms`: when it last changed."""
+    """The claims on one digest: {hold id: name}. `since_unix_ms` says for people when it last changed."""
 
     digest: str
     holders: dict[str, str]
@@ -65,33 +69,69 @@ class Holds(msgspec.Struct, frozen=True):
     deleting: bool = False
 
 
+class _Seen:
+    """A record as this registry saw it, and since when, on its own clock: wall clocks jump, and differ between machines."""
+
+    __slots__ = ("born_s", "holds", "since_s")
+
+    def __init__(self, holds: Holds, before: _Seen | None) -> None:
+        now = now_s()
+        self.holds = holds
+        self.since_s: float = before.since_s if before is not None and before.holds == holds else now
+        self.born_s: dict[str, float] = {
+            hold: before.born_s.get(hold, now) if before is not None else now for hold in holds.holders
+        }
+
+    @property
+    def stuck(self) -> bool:
+        """Whether this is a deletion that nobody goes on with."""
+        return self.holds.deleting and now_s() - self.since_s > 3 * DELETING_S
+
+
+def is_name(name: str) -> bool:
+    """Whether an adapter can be called `name`."""
+    return len(name) <= NAME_CHARS and NAME_PATTERN.fullmatch(name) is not None
+
+
 def check_name(name: str, base_model: str) -> None:
     """Raises BadRequest when `name` cannot be an adapter's."""
-    if len(name) > NAME_CHARS or not NAME_PATTERN.fullmatch(name):
+    if not is_name(name):
         raise BadRequest(
-            f"adapter name {name[:NAME_CHARS]!r}: letters, digits, '_' and '-', single '.' and '/' between them, "
+            f"adapter name {quoted(name)}: letters, digits, '_' and '-', single '.' and '/' between them, "
             f"at most {NAME_CHARS} characters",
             param="name",
         )
     if name == base_model:
-        raise BadRequest(f"adapter name {name!r} is the base model's name", param="name")
+        raise BadRequest(f"adapter name {quoted(name)} is the base model's name", param="name")
 
 
 @contextlib.contextmanager
 def reachable() -> Iterator[None]:
-    """What the bus raises when JetStream is away, as Unavailable."""
+    """What the bus raises when JetStream is away or full, as Unavailable."""
     try:
         yield
+    except js_errors.APIError as error:
+        if error.err_code not in _FULL:
+            raise Unavailable(f"the adapter store does not answer: {error!r}") from error
+        raise Unavailable("the adapter store is full: delete adapters, or give NATS more room", retry_after_s=60.0) from error
+    except OSError as error:
+        if isinstance(error, TimeoutError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise Unavailable(f"the adapter store does not answer: {error.strerror or error!r}") from error
+        raise Unavailable("the registry's disk has no room for the upload", retry_after_s=60.0) from error
     except _FAILURES as error:
         raise Unavailable(f"the adapter store does not answer: {error!r}") from error
 
 
 class AdapterStore:
-    """The only writer of adapters. Any number of copies may run."""
+    """The only writer of adapters. Any number of copies may run.
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-        self._holds: dict[str, Holds] = {}
+    `idle(digest)` says whether no request can need a version any more, also none that is between two workers.
+    """
+
+    def __init__(self, bus: Bus, idle: Callable[[str], bool]) -> None:
+        self._bus, self._idle = bus, idle
+        self._holds: dict[str, _Seen] = {}
+        self._orphans: dict[str, float] = {}  # chunk subjects of no blob, and since when on our clock
         self._watch = KvWatch(
             bus,
             subjects.KV_ADAPTERS,
@@ -109,7 +149,8 @@ class AdapterStore:
         await self._watch.start()
 
     def _saw_holds(self, key: str, value: bytes) -> None:
-        self._holds[key.removeprefix(HOLDS)] = msgspec.json.decode(value, type=Holds)
+        digest = key.removeprefix(HOLDS)
+        self._holds[digest] = _Seen(msgspec.json.decode(value, type=Holds), self._holds.get(digest))
 
     def _forget_holds(self, keys: set[str]) -> None:
         for key in keys:
@@ -136,7 +177,7 @@ class AdapterStore:
                         raise _exists(name)
                     if present is not None and present.digest == version.digest and present.alias_of is None:
                         stored, _ = await self._read(VERSION + version.digest, AdapterVersion)
-                        if stored is not None:
+                        if stored is not None and await self._whole(version.digest, len(blob)):
                             return AdapterInfo(entry=present, version=stored), "unchanged"
                     hold = await self._claim(version.digest, name)
                     try:
@@ -153,15 +194,15 @@ class AdapterStore:
                             await self._release(present.digest, present.hold)
                         return AdapterInfo(entry=entry, version=version), "replaced" if present else "registered"
                     await self._release(version.digest, hold)
-        raise Conflict(f"adapter {name!r} is being changed by others all the time", param="name")
+        raise Conflict(f"adapter {quoted(name)} is being changed by others all the time", param="name")
 
     async def alias(self, name: str, target: str) -> AdapterInfo:
         """Let `name` point at what `target` points at now. A name that is an adapter of its own is not overwritten."""
         with reachable():
             for _ in range(ATTEMPTS):
-                aimed, _ = await self._read(NAME + target, AdapterEntry)
+                aimed, _ = await self._read(NAME + target, AdapterEntry) if is_name(target) else (None, 0)
                 if aimed is None:
-                    raise AdapterNotFound(f"there is no adapter {target!r}", param="target")
+                    raise AdapterNotFound(f"there is no adapter {quoted(target)}", param="target")
                 present, revision = await self._read(NAME + name, AdapterEntry)
                 if present is not None and present.alias_of is None:
                     raise _exists(name)
@@ -177,30 +218,35 @@ class AdapterStore:
                         await self._release(present.digest, present.hold)
                     return AdapterInfo(entry=entry, version=version)
                 await self._release(aimed.digest, hold)
-        raise Conflict(f"adapter {target!r} is being changed by others all the time", param="target")
+        raise Conflict(f"adapter {quoted(target)} is being changed by others all the time", param="target")
 
     async def remove(self, name: str, *, requests: Callable[[str], int], force: bool) -> AdapterInfo | None:
         """Delete `name`, and its version unless another name holds it; returns what it was (None: its version was lost).
+
+        A version that was used lately goes later, with the sweep: its requests may be on their way to another worker.
 
         Raises AdapterNotFound, or AdapterInUse when that version would go while `requests(digest)` is not zero.
         """
         with reachable():
             for _ in range(ATTEMPTS):
-                entry, revision = await self._read(NAME + name, AdapterEntry)
+                entry, revision = await self._read(NAME + name, AdapterEntry) if is_name(name) else (None, 0)
                 if entry is None:
-                    raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
+                    raise AdapterNotFound(f"there is no adapter {quoted(name)}", param="name")
                 version, _ = await self._read(VERSION + entry.digest, AdapterVersion)
                 holds, _ = await self._read(HOLDS + entry.digest, Holds)
                 last = holds is None or not holds.holders.keys() - {entry.hold}
                 running = requests(entry.digest)
                 if last and running and not force:
-                    raise AdapterInUse(f"{running} requests run on adapter {name!r}; force deletes it anyway", param="name")
+                    raise AdapterInUse(
+                        f"{running} requests run on adapter {quoted(name)}; force deletes it anyway", param="name"
+                    )
                 if not await self._erase(NAME + name, revision):
                     continue
                 await self._release(entry.digest, entry.hold)
-                await self._collect(entry.digest)
+                if self._idle(entry.digest):
+                    await self._collect(entry.digest)
                 return AdapterInfo(entry=entry, version=version) if version is not None else None
-        raise Conflict(f"adapter {name!r} is being changed by others all the time", param="name")
+        raise Conflict(f"adapter {quoted(name)} is being changed by others all the time", param="name")
 
     async def fetch_upload(self, name: str, max_bytes: int) -> BinaryIO:
         """An uploaded archive as an anonymous temporary file, at its beginning. Raises BadRequest or TooLarge."""
@@ -208,7 +254,7 @@ class AdapterStore:
             try:
                 info = await self._uploads.get_info(name)
             except js_errors.NotFoundError:
-                raise BadRequest(f"there is no upload {name!r}, or it has expired", param="location") from None
+                raise BadRequest(f"there is no upload {quoted(name)}, or it has expired", param="location") from None
             if (info.size or 0) > max_bytes:
                 raise TooLarge(f"the upload has {info.size} bytes, the limit is {max_bytes}", param="location")
             file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's
@@ -226,22 +272,21 @@ class AdapterStore:
         with contextlib.suppress(*_FAILURES):
             await self._uploads.delete(name)
 
-    async def sweep(self, requests: Callable[[str], int]) -> int:
+    async def sweep(self) -> int:
         """Collect versions that nothing holds or uses and tidy up after crashes; returns how many versions went.
 
         Safe to run in every registry at once, and to interrupt.
         """
         gone = 0
         for digest, seen in list(self._holds.items()):
-            age_ms = unix_ms() - seen.since_unix_ms
-            stuck = seen.deleting and age_ms > 3 * DELETING_S * 1000
-            unused = not seen.deleting and not seen.holders and age_ms > UNUSED_S * 1000 and not requests(digest)
+            unused = not seen.holds.deleting and not seen.holds.holders and now_s() - seen.since_s > UNUSED_S
             with reachable():
-                if stuck or unused:
+                if seen.stuck or (unused and self._idle(digest)):
                     gone += await self._collect(digest)
-                for hold, name in seen.holders.items():
-                    if unix_ms() - int(hold.split("-", 1)[0]) > LOST_HOLD_MS:
+                for hold, name in seen.holds.holders.items():
+                    if now_s() - seen.born_s[hold] > LOST_HOLD_S:
                         await self._drop_lost(digest, hold, name)
+                        seen.born_s[hold] = now_s()  # looked at; once more after as long
         return gone
 
     async def _drop_lost(self, digest: str, hold: str, name: str) -> None:
@@ -251,7 +296,10 @@ class AdapterStore:
             await self._release(digest, hold)
 
     async def sweep_orphans(self) -> int:
-        """Free the chunks of blobs whose upload a crash cut short; returns how many uploads went. Once per start is enough."""
+        """Free the chunks of blobs whose upload a crash cut short; returns how many uploads went.
+
+        Chunks that were seen without their blob for `LOST_HOLD_S` are from a crash: no upload takes as long.
+        """
         stream, chunks = f"OBJ_{subjects.BLOBS}", f"$O.{subjects.BLOBS}.C."
         gone = 0
         with reachable():
@@ -260,12 +308,13 @@ class AdapterStore:
                 live = {chunks + (blob.nuid or "") for blob in await self._blobs.list(ignore_deletes=True)}
             except js_errors.NotFoundError:
                 live = set()
-            for subject in (info.state.subjects or {}).keys() - live:
-                last = await self._bus.js.get_last_msg(stream, subject)
-                if last.time is not None and unix_ms() - last.time.timestamp() * 1000 > LOST_HOLD_MS:
-                    log.info("cut-off upload dropped", extra={"subject": subject})
-                    await self._bus.js.purge_stream(stream, subject=subject)
-                    gone += 1
+            orphans = (info.state.subjects or {}).keys() - live
+            self._orphans = {subject: self._orphans.get(subject, now_s()) for subject in orphans}
+            for subject in [s for s, since_s in self._orphans.items() if now_s() - since_s > LOST_HOLD_S]:
+                log.info("cut-off upload dropped", extra={"subject": subject})
+                await self._bus.js.purge_stream(stream, subject=subject)
+                del self._orphans[subject]
+                gone += 1
         return gone
 
     # ---- holds
@@ -277,7 +326,8 @@ class AdapterStore:
         while now_s() < deadline:
             holds, revision = await self._read(HOLDS + digest, Holds)
             if holds is not None and holds.deleting:
-                if unix_ms() - holds.since_unix_ms > 3 * DELETING_S * 1000:
+                seen = self._holds.get(digest)
+                if seen is not None and seen.holds == holds and seen.stuck:
                     await self._collect(digest)
                 else:
                     await asyncio.sleep(0.05)
@@ -355,14 +405,21 @@ class AdapterStore:
         return version
 
     async def _put_blob(self, digest: str, blob: bytes) -> None:
-        """Store the bytes unless they are there. Called with a hold, so nobody deletes them meanwhile."""
-        info: ObjectInfo | None = None
-        with contextlib.suppress(js_errors.NotFoundError):
-            info = await self._blobs.get_info(digest)
-        if info is None or info.size != len(blob):
+        """Store the bytes unless they are all there. Called with a hold, so nobody deletes them meanwhile."""
+        if not await self._whole(digest, len(blob)):
             async with asyncio.timeout(PUT_S):
                 options = ObjectMetaOptions(max_chunk_size=min(CHUNK_BYTES, self._bus.max_payload // 2))
                 await self._blobs.put(digest, blob, ObjectMeta(options=options))
+
+    async def _whole(self, digest: str, size_bytes: int) -> bool:
+        """Whether the object store has this blob with every chunk."""
+        try:
+            info = await self._blobs.get_info(digest)
+        except js_errors.NotFoundError:
+            return False
+        chunks = f"$O.{subjects.BLOBS}.C.{info.nuid}"
+        stream = await self._bus.js.stream_info(f"OBJ_{subjects.BLOBS}", subjects_filter=chunks)
+        return info.size == size_bytes and (stream.state.subjects or {}).get(chunks, 0) == info.chunks
 
 
 def _entry(name: str, digest: str, present: AdapterEntry | None, hold: str, alias_of: str | None = None) -> AdapterEntry:
@@ -377,4 +434,4 @@ def _entry(name: str, digest: str, present: AdapterEntry | None, hold: str, alia
 
 
 def _exists(name: str) -> AdapterExists:
-    return AdapterExists(f"adapter {name!r} exists already; replace it or choose another name", param="name")
+    return AdapterExists(f"adapter {quoted(name)} exists already; replace it or choose another name", param="name")

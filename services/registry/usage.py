@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from shared.messages import WorkerDelta, WorkerSnapshot, WorkerState
 from shared.model import RequestBrief
 
 STALE_S = 5.0
+IDLE_S = 60.0  # a gateway tries for half as long to find another worker for a request whose worker is gone
 MAX_WORKERS = 4096
 MAX_REQUESTS = 65_536  # per worker
 
@@ -27,16 +29,21 @@ class _Worker:
 
 
 class Usage:
-    """Follows all workers. A worker that was silent for `STALE_S` counts for nothing: its requests are elsewhere by then."""
+    """Follows all workers. A worker that was silent for `STALE_S` runs nothing, but what it ran may be on its way to others."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
+        self._left_s: dict[str, float] = {}  # digest -> when a request on it was last seen to leave a worker
 
     def apply(self, state: WorkerState, now_s: float) -> None:
         """Take in a snapshot or a delta. A delta that does not continue what is known waits for the next snapshot."""
         if isinstance(state, WorkerSnapshot):
             if state.worker_id in self._workers or len(self._workers) < MAX_WORKERS or self._forget_stale(now_s):
-                self._workers[state.worker_id] = _Worker(state, now_s)
+                before = self._workers.get(state.worker_id)
+                worker = self._workers[state.worker_id] = _Worker(state, now_s)
+                if before is not None:
+                    same = before.incarnation == worker.incarnation
+                    self._leave(set(before.digests.values()), now_s if same else before.heard_s, now_s)
             return
         self._apply_delta(state, now_s)
 
@@ -46,16 +53,28 @@ class Usage:
             return
         worker.seq, worker.heard_s = delta.seq, now_s
         worker.add(delta.changed)
-        for request_id in delta.removed:
-            worker.digests.pop(request_id, None)
+        self._leave({worker.digests.pop(request_id, "") for request_id in delta.removed}, now_s, now_s)
 
     def requests(self, digest: str, now_s: float) -> int:
         """Requests queued or running on the version `digest`."""
         fresh = (worker for worker in self._workers.values() if now_s - worker.heard_s <= STALE_S)
         return sum(used == digest for worker in fresh for used in worker.digests.values())
 
+    def idle(self, digest: str, now_s: float) -> bool:
+        """Whether for `IDLE_S` no worker had a request on the version `digest`: nobody resumes one any more."""
+        seen_s = [worker.heard_s for worker in self._workers.values() if digest in worker.digests.values()]
+        return now_s - max([*seen_s, self._left_s.get(digest, -math.inf)]) > IDLE_S
+
+    def _leave(self, digests: set[str], at_s: float, now_s: float) -> None:
+        for digest in digests - {""}:
+            self._left_s.pop(digest, None)
+            self._left_s[digest] = at_s
+        while self._left_s and now_s - self._left_s[oldest := next(iter(self._left_s))] > IDLE_S:
+            del self._left_s[oldest]
+
     def _forget_stale(self, now_s: float) -> bool:
         stale = [name for name, worker in self._workers.items() if now_s - worker.heard_s > STALE_S]
         for name in stale:
-            del self._workers[name]
+            worker = self._workers.pop(name)
+            self._leave(set(worker.digests.values()), worker.heard_s, now_s)
         return bool(stale)

@@ -7,6 +7,8 @@ Rules:
 - an adapter is its content digest; a file whose content has another digest is deleted and fetched again.
 - one load per digest, however many requests wait for it. It fails for those that wait now and is tried again later.
 - a host copy is a mapping of its file, alive also when the file is evicted; files are never written to once named.
+- a download lies in a `.part` file that is locked as long as somebody writes it; unlocked ones are from a crash, and go.
+- a full disk costs the least recently used files that are not mapped, before the fetch or in the middle of it.
 - a host copy with holders stays. When holders fill the budget, loads wait for one to let go: requests wait, memory
   does not grow. Each request holds at most one adapter, so somebody always finishes.
 - `drop` takes a version out of both tiers as soon as nobody holds it.
@@ -17,15 +19,18 @@ All methods run on the event loop; files are read, hashed and parsed in threads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from nats import errors as nats_errors
 from nats.js import errors as js_errors
@@ -44,7 +49,7 @@ if TYPE_CHECKING:
     from services.worker.engine.adapter_weights import HostAdapter
 
 log = logger("motet.worker.adapters")
-SUFFIX = ".safetensors"
+SUFFIX, PARTIAL = ".safetensors", ".part"
 LOADS_AT_ONCE = 4
 FETCH_BASE_S = 15.0
 FETCH_BYTES_PER_S = 4 * 1024 * 1024  # a link slower than this is treated as broken
@@ -63,6 +68,7 @@ class DiskTier:
         self._dir.mkdir(parents=True, exist_ok=True)
         self._budget = size_bytes
         self._files: OrderedDict[str, int] = OrderedDict()  # digest -> bytes, least recently used first
+        self._remove_cut_off()
         found = [(path, path.stat()) for path in self._dir.glob("*" + SUFFIX)]
         for path, stat in sorted(found, key=lambda item: item[1].st_mtime):
             self._files[path.name.removesuffix(SUFFIX)] = stat.st_size
@@ -81,9 +87,29 @@ class DiskTier:
     def path(self, digest: str) -> Path:
         return self._dir / (digest + SUFFIX)
 
-    def partial(self, digest: str) -> Path:
-        """Where a download of `digest` is written before it is known to be right."""
-        return self._dir / f".{digest}.{secrets.token_hex(4)}.part"
+    @contextlib.contextmanager
+    def partial(self, digest: str) -> Iterator[tuple[Path, BinaryIO]]:
+        """Where a download of `digest` is written before it is known to be right; gone afterwards unless it was renamed."""
+        path = self._dir / f".{digest}.{secrets.token_hex(4)}{PARTIAL}"
+        try:
+            with path.open("wb") as sink:
+                fcntl.flock(sink, fcntl.LOCK_EX)
+                yield path, sink
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _remove_cut_off(self) -> None:
+        """Downloads that a crash cut short: nobody holds their lock."""
+        for path in self._dir.glob("*" + PARTIAL):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                log.info("cut-off download removed", extra={"file": path.name})
+
+    @property
+    def free_bytes(self) -> int:
+        """What the file system can still take."""
+        return shutil.disk_usage(self._dir).free
 
     def added(self, digest: str, size_bytes: int) -> list[str]:
         """Note a file that is complete now, or was just used; returns the digests that were evicted for it."""
@@ -313,23 +339,50 @@ class AdapterTiers:
         """Download, verify, move into the disk tier; one more try when the content is wrong."""
         if self._store is None:
             self._store = await self._bus.object_store(subjects.BLOBS)
-        timeout_s = FETCH_BASE_S + ref.size_bytes / FETCH_BYTES_PER_S
-        for _ in range(2):
-            partial = self._disk.partial(ref.digest)
+        wrong = 0
+        self._make_room(ref.size_bytes)
+        while wrong < 2:
             try:
-                with partial.open("wb") as sink:
-                    await asyncio.wait_for(read_object(self._bus, self._store, ref.digest, sink), timeout_s)
-                adapter = await asyncio.to_thread(self._admit, partial, ref.digest)
+                adapter = await self._download(ref, self._store)
                 if adapter is not None:
                     return adapter
             except js_errors.ObjectNotFoundError:
                 raise AdapterNotFound(f"adapter {ref.name!r} ({ref.digest[:12]}) is not in the object store") from None
             except (nats_errors.Error, js_errors.Error, TimeoutError, OSError) as error:
-                raise Unavailable(f"adapter {ref.name!r} ({ref.digest[:12]}) cannot be fetched: {error!r}") from error
-            finally:
-                partial.unlink(missing_ok=True)
+                full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if full and self._evict_file():
+                    continue
+                reason = "this worker's disk is full" if full else repr(error)
+                raise Unavailable(f"adapter {ref.name!r} ({ref.digest[:12]}) cannot be fetched: {reason}") from error
+            wrong += 1
             metrics.ADAPTER_CORRUPT.labels("store").inc()
         raise Unavailable(f"adapter {ref.name!r}: the object store's copy does not have digest {ref.digest[:12]}")
+
+    async def _download(self, ref: AdapterRef, store: ObjectStore) -> HostAdapter | None:
+        timeout_s = FETCH_BASE_S + ref.size_bytes / FETCH_BYTES_PER_S
+        with self._disk.partial(ref.digest) as (path, sink):
+            await asyncio.wait_for(read_object(self._bus, store, ref.digest, sink), timeout_s)
+            sink.flush()
+            return await asyncio.to_thread(self._admit, path, ref.digest)
+
+    def _make_room(self, size_bytes: int) -> None:
+        while self._disk.free_bytes < size_bytes and self._evict_file():
+            pass
+
+    def _evict_file(self) -> bool:
+        """Delete the least recently used file whose space that frees, since it is not mapped; whether there was one.
+
+        A copy in host memory that nobody holds gives its mapping up for it.
+        """
+        unmapped = [digest for digest in self._disk.digests if not self.holders(digest) and digest not in self._loads]
+        oldest = min(unmapped, key=lambda digest: digest in self._host, default=None)
+        if oldest is None:
+            return False
+        self._host.pop(oldest, None)
+        self._disk.discard(oldest)
+        metrics.ADAPTER_EVICTIONS.labels("disk").inc()
+        self._changed(oldest)
+        return True
 
     def _admit(self, partial: Path, digest: str) -> HostAdapter | None:
         adapter = self._verified(partial, digest)  # mapped before it is named: from then on others may evict it

@@ -266,7 +266,11 @@ class WorkerService:
         self._newest[request.request_id] = request.epoch
         self._idle.clear()
         if request.adapter is None:
-            self._enqueue(taken)
+            try:
+                self._enqueue(taken)
+            except MotetError:
+                self._forget(key)
+                raise
         else:
             self._show(taken, "loading")
             taken.loading = asyncio.get_running_loop().create_task(self._bring(key, taken, request.adapter))
@@ -275,15 +279,15 @@ class WorkerService:
         """Fetch the adapter for one request; a failure is that request's alone."""
         try:
             taken.request.adapter = await self.adapters.tiers.acquire(ref)
+            taken.holds = True
+            self._enqueue(taken)
         except MotetError as error:
             self._end_loading(key, "error", error)
-            return
         except Exception as error:
             log.exception("adapter load failed", extra={"digest": ref.digest})
             self._end_loading(key, "error", MotetError(f"adapter {ref.name!r} cannot be loaded: {error!r}"))
-            return
-        taken.loading, taken.holds = None, True
-        self._enqueue(taken)
+        else:
+            taken.loading = None
 
     def _enqueue(self, taken: _Taken) -> None:
         self._show(taken, "waiting")
@@ -314,19 +318,25 @@ class WorkerService:
 
     def _ended(self, item: StreamItem) -> None:
         """An item with `finish` was made: the promise is kept."""
-        taken = self._live.pop((item.request_id, item.epoch), None)
+        if self._forget((item.request_id, item.epoch)):
+            metrics.FINISHED.labels(item.finish).inc()
+            self._departures.left(now_s())
+
+    def _forget(self, key: Key) -> bool:
+        """Let go of a request; whether it was here."""
+        taken = self._live.pop(key, None)
         if taken is None:
-            return
+            return False
+        request_id, epoch = key
         if taken.holds and taken.adapter is not None:
             self.adapters.tiers.release(taken.adapter.digest)
-        if self._newest.get(item.request_id) == item.epoch:
-            del self._newest[item.request_id]
-            self.view.remove(item.request_id)
+        if self._newest.get(request_id) == epoch:
+            del self._newest[request_id]
+            self.view.remove(request_id)
             self.reporter.touch()
-        metrics.FINISHED.labels(item.finish).inc()
-        self._departures.left(now_s())
         if not self._live:
             self._idle.set()
+        return True
 
     def _gateway_lost(self, gateway_id: str) -> None:
         for (request_id, epoch), taken in list(self._live.items()):

@@ -68,6 +68,18 @@ def test_an_adapter_is_added_shown_aliased_and_removed(stack: LiveStack) -> None
     assert gone.returncode == 1 and "cli-added" in gone.stderr
 
 
+def test_a_path_on_the_server_begins_where_the_stack_was_started_and_is_shown_as_it_was_sent(stack: LiveStack) -> None:
+    here = (DEMO / "adapters").relative_to(ROOT)
+    added = motet(stack, "adapters", "add", "cli-path", str(here / "rot13"), "--on-server")
+    assert added.returncode == 0, added.stderr
+    shown = motet(stack, "adapters", "show", "cli-path", "--json")
+    assert json.loads(shown.stdout)["source"] == "path:rot13" and str(ROOT) not in shown.stdout
+    missing = motet(stack, "adapters", "add", "cli-none", str(here / "nothing"), "--on-server")
+    assert missing.returncode == 1 and f"path {here}/nothing: No such file" in missing.stderr
+    assert str(ROOT) not in missing.stderr
+    assert motet(stack, "adapters", "rm", "cli-path").returncode == 0
+
+
 def test_what_is_no_adapter_is_refused_before_anything_is_sent(stack: LiveStack, tmp_path: Path) -> None:
     done = motet(stack, "adapters", "add", "bad", str(tmp_path))
     assert done.returncode == 2

@@ -118,7 +118,7 @@ async def test_a_hub_id_is_told_from_a_path_and_load_inplace_replaces(
 ) -> None:
     for path in ("org/adapter", "./org/adapter", "a/b/c"):
         assert (await load(http, mesh, "load", lora_name="new", lora_path=path, load_inplace=True))[0] == 200
-    assert [(asked.kind, asked.replace) for asked in registry.asked] == [("hub", True), ("path", True), ("path", True)]  # type: ignore[union-attr]
+    assert [(asked.kind, asked.replace) for asked in registry.asked] == [("any", True), ("path", True), ("path", True)]  # type: ignore[union-attr]
 
 
 async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh, http: aiohttp.ClientSession) -> None:

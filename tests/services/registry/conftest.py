@@ -15,8 +15,19 @@ from services.registry.config import RegistryConfig
 from services.registry.service import RegistryService
 from shared import subjects
 from shared.bus import Bus
+from shared.clock import unix_ms
 from shared.errors import MotetError, from_info
-from shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, ListAdapters, RegisterAdapter, RegistryOk, RegistryReply
+from shared.messages import (
+    AdapterInfo,
+    AliasAdapter,
+    DeleteAdapter,
+    ListAdapters,
+    RegisterAdapter,
+    RegistryOk,
+    RegistryReply,
+    WorkerSnapshot,
+)
+from shared.model import PerfModel, RequestBrief, WorkerLimits
 from tests.support_adapters import write_base
 
 
@@ -71,6 +82,54 @@ class Client:
                 await kv.get(key)
                 found.add(key)
         return found
+
+
+def snapshot(*requests: RequestBrief, seq: int = 1, worker: str = "w1", incarnation: str = "first") -> WorkerSnapshot:
+    """A worker's state in which nothing but its requests matters."""
+    return WorkerSnapshot(
+        worker_id=worker,
+        incarnation=incarnation,
+        seq=seq,
+        sent_unix_ms=unix_ms(),
+        limits=WorkerLimits(
+            base_model="tiny-base",
+            max_model_len=128,
+            max_running=8,
+            max_waiting=8,
+            block_size=16,
+            kv_blocks_total=64,
+            adapter_bytes_total=1 << 20,
+            max_lora_rank=64,
+        ),
+        perf=PerfModel(
+            prefill_base_ms=1,
+            prefill_token_ms=1,
+            prefill_lora_ms=1,
+            decode_base_ms=1,
+            decode_row_ms=1,
+            decode_lora_ms=1,
+            load_base_ms=1,
+            load_ms_per_mib=1,
+        ),
+        kv_blocks_free=64,
+        adapter_bytes_free=1 << 20,
+        draining=False,
+        requests=list(requests),
+        adapters=[],
+    )
+
+
+def brief(request_id: str, digest: str) -> RequestBrief:
+    return RequestBrief(
+        request_id=request_id,
+        epoch=0,
+        adapter_digest=digest,
+        rank=4,
+        prompt_tokens=1,
+        output_tokens=0,
+        predicted_tokens=8,
+        phase="running",
+    )
 
 
 StartRegistry = Callable[..., Awaitable[RegistryService]]

@@ -2,56 +2,40 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
-import http.server
 import io
-import json
 import os
 import struct
-import subprocess
-import sys
 import tarfile
-import threading
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from services.registry.archives import CONFIG, MAX_OTHER_BYTES, WEIGHTS, PeftFiles, read_archive
-from services.registry.sources import open_hub, open_path
-from shared.errors import BadRequest, InvalidAdapter, MotetError, TooLarge, Unavailable
+from services.registry import archives
+from services.registry.archives import read_archive
+from services.registry.files import CONFIG, WEIGHTS, PeftFiles
+from services.registry.sources import open_path
+from services.registry.unpack import MAX_OTHER_BYTES
+from services.registry.unpack import unpack as unpack_here
+from shared.errors import InvalidAdapter, MotetError, TooLarge
 from tests.support_adapters import peft_config, random_tensors, safetensors_bytes, write_adapter
+from tests.support_malformed import extended_tar, many_global_headers, pax_record, tar_of, zip_of
 
 MAX = 1 << 20
 CONFIG_JSON, WEIGHT_BYTES = peft_config(), safetensors_bytes(random_tensors())
 GOOD = {CONFIG: CONFIG_JSON, WEIGHTS: WEIGHT_BYTES}
 
 
-def zip_of(members: dict[str, bytes], change: Callable[[zipfile.ZipInfo], None] = lambda info: None) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            info = zipfile.ZipInfo(name)
-            info.compress_type = zipfile.ZIP_DEFLATED
-            change(info)
-            archive.writestr(info, data)
-    return out.getvalue()
-
-
-def tar_of(members: dict[str, bytes], change: Callable[[tarfile.TarInfo], None] = lambda info: None) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            change(info)
-            archive.addfile(info, io.BytesIO(data) if info.isreg() else None)
-    return out.getvalue()
-
-
 def unpack(data: bytes, max_bytes: int = MAX) -> PeftFiles:
-    return read_archive(io.BytesIO(data), len(data), max_bytes, "upload:test")
+    """What the registry does with an archive: a child process reads it."""
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        return read_archive(file, len(data), max_bytes, "upload:test")
 
 
 # ---- paths
@@ -64,7 +48,7 @@ def test_a_directory_below_a_root_is_opened_by_absolute_and_by_relative_path(tmp
         with open_path(location, roots, MAX) as files:
             assert files.config_json == (adapter / CONFIG).read_bytes()
             assert files.weights.read() == (adapter / WEIGHTS).read_bytes()
-            assert files.source == f"path:{roots[0]}/a/mine"
+            assert files.source == "path:a/mine"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +79,7 @@ def test_a_link_within_the_roots_is_followed(tmp_path: Path):
     adapter = write_adapter(tmp_path / "mine")
     (tmp_path / "other").symlink_to(adapter)
     with open_path("other", [os.path.realpath(tmp_path)], MAX) as files:
-        assert files.source.endswith("/mine")
+        assert files.source == "path:mine"
 
 
 def test_without_roots_there_are_no_paths(tmp_path: Path):
@@ -260,94 +244,107 @@ def test_every_truncation_of_an_archive_is_refused():
     for good in (zip_of(GOOD), tar_of(GOOD)[:20_000], gzip.compress(tar_of(GOOD))):
         for size in range(0, len(good), max(1, len(good) // 40)):
             try:
-                unpack(good[:size]).weights.close()
+                unpack_here(io.BytesIO(good[:size]), io.BytesIO(), io.BytesIO(), MAX)
             except MotetError:
                 continue
             assert good[:2] not in (b"PK", b"\x1f\x8b")  # a tar is complete before its padding ends
 
 
-# ---- hub
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_zip_compressed_with_anything_but_deflate_is_refused_before_it_is_inflated(method: int):
+    """The whole bomb has some hundred bytes; its decompressor alone would take more than a gigabyte."""
+
+    def change(info: zipfile.ZipInfo) -> None:
+        info.compress_type = method
+
+    data = zip_of({CONFIG: CONFIG_JSON, WEIGHTS: bytes(4 << 20)}, change)
+    with pytest.raises(InvalidAdapter, match=f"compressed with zip method {method}: only stored and deflated"):
+        unpack(data)
 
 
-@pytest.mark.parametrize("location", ["noslash", "../etc/passwd", "a/b/c", "/abs/path", "https://host/a/b", "a/b@"])
-def test_what_is_no_hub_id_is_refused_without_asking_the_hub(location: str):
-    with pytest.raises(BadRequest, match="not a hub id"):
-        open_hub(location, MAX)
+@pytest.mark.parametrize(
+    "kind", [tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE]
+)
+def test_a_tar_header_too_large_for_a_name_is_refused_before_it_is_read(kind: bytes):
+    with pytest.raises(InvalidAdapter, match="header of 4194304 bytes, the limit is 65536"):
+        unpack(extended_tar(kind, bytes(4 << 20), tar_of(GOOD)))
+    if kind in (tarfile.XHDTYPE, tarfile.XGLTYPE):
+        with unpack(extended_tar(kind, pax_record("comment", "x" * 20_000), tar_of(GOOD))) as files:
+            assert files.weights.read() == WEIGHT_BYTES
 
 
-def test_an_unreachable_hub_is_unavailable_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(Unavailable, match=r"cannot get some/adapter from the Hugging Face hub.*register it from a path"):
-        open_hub("some/adapter", MAX)
-
-
-HUB_CLIENT = """
-import sys
-from services.registry.sources import open_hub
-from shared.errors import MotetError
-try:
-    with open_hub(sys.argv[1], int(sys.argv[2])) as files:
-        print(files.size_bytes, len(files.weights.read()), files.source)
-except MotetError as error:
-    print(type(error).__name__, error.message)
-"""
+def test_names_of_any_length_that_tar_programs_write_are_read():
+    folder = "checkpoints/" + "long-" * 40 + "/"
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w", format=form) as archive:
+            for name, data in GOOD.items():
+                info = tarfile.TarInfo(folder + name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+        with unpack(out.getvalue()) as files:
+            assert files.weights.read() == WEIGHT_BYTES
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as a download needs: model info and two files of `some/adapter`."""
-
-    protocol_version = "HTTP/1.1"
-    sha = "0123456789abcdef0123456789abcdef01234567"
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, *, body: bool) -> None:
-        path = self.path.split("?")[0]
-        name = path.rsplit("/", 1)[-1]
-        if path.startswith("/api/models/some/adapter"):
-            files = [{"rfilename": n, "size": len(d)} for n, d in GOOD.items()]
-            self.reply(200, json.dumps({"id": "some/adapter", "sha": self.sha, "siblings": files}).encode(), body)
-        elif path.startswith(f"/some/adapter/resolve/{self.sha}/") and name in GOOD:
-            self.reply(200, GOOD[name], body)
-        else:
-            self.reply(404, b'{"error": "Repository not found"}', body, {"X-Error-Code": "RepoNotFound"})
-
-    def reply(self, status: int, data: bytes, body: bool, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for key, value in {"X-Repo-Commit": self.sha, "ETag": f'"{len(data)}"', **(headers or {})}.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
+def test_an_archive_that_needs_more_memory_or_time_than_allowed_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(InvalidAdapter, match=r"more (time or )?memory .*than is allowed"):
+        unpack(many_global_headers(tar_of(GOOD)))
+    monkeypatch.setattr(archives, "CPU_BASE_S", 0)
+    monkeypatch.setattr(archives, "CPU_BYTES_PER_S", 1 << 40)
+    with pytest.raises(InvalidAdapter, match="more time"):
+        unpack(zip_of(GOOD))
 
 
-def test_an_adapter_on_the_hub_is_fetched_pinned_to_its_commit_and_checked_before_the_download(tmp_path: Path):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        environment = os.environ | {
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HF_HOME": str(tmp_path),
-            "HF_HUB_OFFLINE": "0",
-            "PYTHONPATH": str(Path(__file__).parents[3]),
-        }
+def test_a_child_that_fails_is_our_fault_and_says_nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(archives, "_CHILD", "raise SystemExit('/srv/secret/place is gone')")
+    with pytest.raises(MotetError) as failed:
+        unpack(zip_of(GOOD))
+    assert failed.value.status == 500 and "/srv" not in failed.value.message
 
-        def fetch(location: str, max_bytes: int) -> str:
-            command = [sys.executable, "-c", HUB_CLIENT, location, str(max_bytes)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-            return done.stdout.strip()
 
-        size = len(WEIGHT_BYTES)
-        assert fetch("some/adapter", MAX) == f"{size} {size} hub:some/adapter@{Hub.sha}"
-        assert fetch("some/adapter", size - 1).startswith("TooLarge some/adapter on the hub")
-        assert fetch("nobody/nothing", MAX).startswith("InvalidAdapter the hub has no nobody/nothing")
-        server.shutdown()
+def test_a_bzipped_tar_is_no_archive_we_read():
+    with pytest.raises(InvalidAdapter, match="not a readable zip or tar"):
+        unpack(bz2.compress(tar_of(GOOD)))
+
+
+def test_long_names_are_shortened_and_unprintable_ones_made_harmless_in_refusals():
+    long = "x" * 9000
+    with pytest.raises(InvalidAdapter, match="points outside the archive") as refused:
+        unpack(zip_of(GOOD | {f"../{long}": b""}))
+    assert len(refused.value.message) < 300
+    with pytest.raises(InvalidAdapter, match="points outside the archive") as refused:
+        unpack(tar_of(GOOD | {"../\x1b[2J\n": b""}))
+    assert refused.value.message.isprintable()
+
+
+# ---- what is told of this machine
+
+
+def test_a_relative_path_is_looked_up_where_the_registry_was_started_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    roots = [os.path.realpath(tmp_path / "project" / "adapters")]
+    write_adapter(tmp_path / "project" / "adapters" / "mine")
+    monkeypatch.chdir(tmp_path / "project")
+    for location in ("adapters/mine", "./adapters/mine", "mine"):
+        with open_path(location, roots, MAX) as files:
+            assert files.source == "path:mine"
+    with pytest.raises(InvalidAdapter, match=r"No such file"):
+        open_path("other/mine", roots, MAX)
+
+
+def test_refusals_and_sources_show_what_the_client_sent_and_never_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    roots = tmp_path / "secret-place" / "adapters"
+    real = [os.path.realpath(roots)]
+    write_adapter(roots / "mine")
+    (roots / "empty").mkdir()
+    (roots / "closed").mkdir(mode=0o000)
+    (roots / "archive.tar").write_bytes(b"no archive")
+    with open_path("mine", real, MAX) as files:
+        assert "secret-place" not in files.source
+    for location in ("nothing", "../outside", "empty", "closed", "archive.tar", "mine/adapter_model.safetensors", "x" * 5000):
+        try:
+            open_path(location, real, MAX)
+        except MotetError as error:
+            assert "secret-place" not in error.message and len(error.message) < 500, location
+    (roots / "closed").chmod(0o700)

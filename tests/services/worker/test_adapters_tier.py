@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from services.worker import adapters
 from services.worker.adapters import AdapterTiers, DiskTier
 from shared import subjects
 from shared.errors import AdapterNotFound, InvalidAdapter, TooLarge, Unavailable
@@ -271,3 +274,88 @@ async def test_a_private_directory_is_gone_afterwards_and_a_given_one_stays(bus,
     given = DiskTier(str(tmp_path / "given"), 1 << 20)
     given.close()
     assert (tmp_path / "given").is_dir()
+
+
+async def test_downloads_that_a_crash_cut_short_are_removed_and_those_under_way_are_not(bus, tmp_path):
+    directory = tmp_path / "adapters"
+    directory.mkdir()
+    left, running = directory / ".aa.1.part", directory / ".bb.2.part"
+    left.write_bytes(b"half")
+    with running.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as another worker that shares the directory
+        Bench(bus, directory)
+        assert not left.exists() and running.exists()
+    Bench(bus, directory)
+    assert not running.exists()
+
+
+async def test_a_download_under_way_is_locked(bench):
+    ref, data = blob(1)
+    await bench.put(ref, data)
+    gate, read = asyncio.Event(), adapters.read_object
+
+    async def gated(*args) -> None:
+        await gate.wait()
+        await read(*args)
+
+    adapters.read_object = gated
+    try:
+        task = asyncio.ensure_future(bench.tiers.acquire(ref))
+        [partial] = await eventually(lambda: list(bench.directory.glob("*.part")))
+        DiskTier(str(bench.directory), 1 << 20)  # a second worker starts
+        assert partial.exists()
+        gate.set()
+        assert (await task).data == data
+    finally:
+        adapters.read_object = read
+
+
+class SmallDisk:
+    """A file system that holds `size_bytes`: what does not fit fails as on a full disk, in the middle of the download."""
+
+    def __init__(self, bench: Bench, size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bench, self.size_bytes, self.read = bench, size_bytes, adapters.read_object
+        monkeypatch.setattr(adapters, "read_object", self.fill)
+
+    async def fill(self, bus, store, name, sink) -> None:
+        sink.write(b"x" * KIB)
+        sink.flush()
+        used = sum(path.stat().st_size for path in self.bench.directory.glob("*.safetensors"))
+        if used + 64 * KIB > self.size_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device", "/srv/cache/secret")
+        sink.seek(0)
+        await self.read(bus, store, name, sink)
+
+
+async def test_a_full_disk_costs_the_file_used_longest_ago_and_never_one_that_is_mapped(bench, monkeypatch):
+    refs = []
+    for seed in range(5):
+        ref, data = blob(seed)
+        await bench.put(ref, data)
+        refs.append(ref)
+    SmallDisk(bench, 2 * 64 * KIB, monkeypatch)
+    for ref in refs[:2]:
+        await bench.tiers.acquire(ref)
+        bench.tiers.release(ref.digest)
+    await bench.tiers.acquire(refs[1])
+    await bench.tiers.acquire(refs[2])
+    assert [bench.tiers.tier(ref.digest) for ref in refs[:3]] == [None, "host", "host"]
+    with pytest.raises(Unavailable, match="this worker's disk is full") as full:
+        await bench.tiers.acquire(refs[3])
+    assert "/srv" not in full.value.message
+    assert not list(bench.directory.glob("*.part")) and bench.tiers._reserved == 0
+    bench.tiers.release(refs[1].digest)
+    assert (await bench.tiers.acquire(refs[3])).data == blob(3)[1]
+    assert bench.tiers.tier(refs[1].digest) is None and refs[1].digest in bench.changes
+
+
+async def test_room_is_made_before_a_download_that_the_disk_cannot_take(bench, monkeypatch):
+    first, data = blob(1)
+    await bench.put(first, data)
+    await bench.tiers.acquire(first)
+    bench.tiers.release(first.digest)
+    second, data = blob(2)
+    await bench.put(second, data)
+    monkeypatch.setattr(DiskTier, "free_bytes", property(lambda disk: 0 if first.digest in disk else 1 << 30))
+    assert (await bench.tiers.acquire(second)).data == data
+    assert not bench.file(first).exists() and bench.tiers.tier(first.digest) is None

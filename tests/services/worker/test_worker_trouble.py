@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.worker import engine_thread
 from shared.leases import LeaseHolder, LeaseWatch
 from shared.messages import (
     Drain,
@@ -143,3 +144,27 @@ async def test_requests_whose_frames_could_not_be_sent_are_cancelled_and_their_g
     await worker.mesh.ended(after.request_id)
     ends = [item for item in worker.mesh.items(request.request_id) if item.finish]
     assert [end.error.code for end in ends] == ["worker_lost"]
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+async def test_a_request_the_engine_has_no_room_for_is_refused_leaves_nothing_and_does_not_hang_the_drain(
+    start, adapters, monkeypatch, with_adapter: bool
+):
+    worker = await start()
+    ref = await worker.mesh.publish_adapter(adapters[0]) if with_adapter else None
+    monkeypatch.setattr(engine_thread, "MAX_COMMANDS", 0)
+    request = generate([1, 2], adapter=ref)
+    if with_adapter:  # taken before its adapter was there
+        await worker.accepted(request)
+        end = await worker.mesh.ended(request.request_id)
+        assert end.finish == "error" and end.error.code == "overloaded"
+        assert worker.service.adapters.tiers.holders(ref.digest) == 0
+    else:
+        assert (await worker.refusal(request)).code == "overloaded"
+    await eventually(lambda: latest(worker).requests == [])
+    assert not worker.service._live and not worker.service._newest
+    monkeypatch.undo()
+    again = generate([1, 2], adapter=ref)
+    await worker.accepted(again)
+    assert (await worker.mesh.ended(again.request_id)).finish == "length"
+    await asyncio.wait_for(worker.service.drain(), 5)

@@ -1,0 +1,58 @@
+"""The two files of a PEFT adapter, whatever they were taken from, and how a refusal shows a stranger's text."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+import msgspec
+
+from shared.errors import InvalidAdapter
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+MAX_CONFIG_BYTES = 1024 * 1024
+SHOWN_CHARS = 120
+
+
+class PeftFiles(msgspec.Struct):
+    """An adapter's two files, open. Close it when done."""
+
+    config_json: bytes
+    weights: BinaryIO
+    size_bytes: int  # of the weights
+    source: str  # where they came from, for people
+
+    def __enter__(self) -> PeftFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.weights.close()
+
+
+def shown(text: object) -> str:
+    """What a client sent, as it may stand in an error: one line of at most about `SHOWN_CHARS` characters."""
+    line = str(text)
+    return _printable(line) if len(line) <= SHOWN_CHARS else f"{_printable(line[:SHOWN_CHARS])}... ({len(line)} characters)"
+
+
+def quoted(value: object) -> str:
+    """`shown` of a value as Python writes it: a string in quotes."""
+    if isinstance(value, str) and len(value) > SHOWN_CHARS:
+        return f"{value[:SHOWN_CHARS]!r}... ({len(value)} characters)"
+    return shown(repr(value))
+
+
+def _printable(line: str) -> str:
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+
+
+def missing_weights(place: str, names: set[str]) -> InvalidAdapter:
+    """The refusal when `place` holds the files `names` but no safetensors weights."""
+    pickles = sorted(name for name in names if name.startswith("adapter_model") and name.endswith(PICKLES))
+    if pickles:
+        return InvalidAdapter(
+            f"{place} holds {shown(pickles[0])} but no {WEIGHTS}: pickle files can run code and are never opened; "
+            "save the adapter with safe_serialization=True",
+            param="location",
+        )
+    return InvalidAdapter(f"{place} holds no {WEIGHTS}", param="location")

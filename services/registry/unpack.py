@@ -1,0 +1,269 @@
+"""The child process that reads a stranger's archive: `adapter_config.json` and `adapter_model.safetensors` out of it.
+
+Started by `archives.read_archive` with three open files and its limits; it answers with one JSON object on stdout:
+
+    {"size_bytes": 1234}                                   both files are written
+    {"code": "invalid_adapter", "message": "..."}          the refusal, as `shared.errors.ErrorInfo`
+
+A decompressor or a parser that can be made to use much memory or time meets the limits of this process. Nothing is unpacked
+to a path that the archive chose. Checked before the bytes they are about are read or inflated:
+
+    members          MAX_MEMBERS, and a zip directory of at most MAX_DIRECTORY_BYTES
+    compression      zip members are stored or deflated, a tar is plain or gzipped; nothing else
+    tar headers      long names and PAX headers of at most MAX_TAR_HEADER_BYTES, no sparse files
+    inflated bytes   max_bytes for the weights, max_bytes + MAX_OTHER_BYTES for a whole tar
+    names            relative, without `..`; no links, devices or encrypted members anywhere in the archive
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import os
+import resource
+import stat
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import PurePosixPath
+from typing import IO, BinaryIO, cast
+
+import msgspec
+
+from services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, missing_weights, quoted, shown
+from shared.errors import InvalidAdapter, MotetError, TooLarge, Unavailable
+
+MAX_MEMBERS = 1000
+MAX_DIRECTORY_BYTES = 1024 * 1024
+MAX_TAR_HEADER_BYTES = 64 * 1024
+MAX_OTHER_BYTES = 64 * 1024 * 1024
+_COPY_BYTES = 1024 * 1024
+_END_BYTES = 22  # of a zip's end-of-directory record
+_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of what can fail with an error number, not the archive's fault
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the child may use. `max_bytes` is for the weights."""
+
+    max_bytes: int
+    memory_bytes: int
+    cpu_s: int
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Both files are written; `size_bytes` is the size of the weights."""
+
+    size_bytes: int
+
+
+class _Metered(io.RawIOBase):
+    """Reads from `inner` until `left` bytes were asked for."""
+
+    def __init__(self, inner: IO[bytes], left: int) -> None:
+        self._inner, self._left = inner, left
+
+    def read(self, size: int = -1) -> bytes:
+        if size < 0 or size > self._left:
+            raise TooLarge("the archive inflates to more than the size limit")
+        data = self._inner.read(size)
+        self._left -= len(data)
+        return data
+
+
+class _Picker:
+    """Sees every member's name, copies the two files that matter, refuses two of a kind."""
+
+    def __init__(self, config: BinaryIO, weights: BinaryIO, max_bytes: int) -> None:
+        self._sinks = {CONFIG: (config, MAX_CONFIG_BYTES), WEIGHTS: (weights, max_bytes)}
+        self._members = 0
+        self._names: set[str] = set()
+        self._found: dict[str, tuple[PurePosixPath, int]] = {}  # file -> (directory, bytes)
+
+    def see(self, name: str, *, plain: bool, is_dir: bool, size: int, read: Callable[[], IO[bytes] | None]) -> None:
+        self._members += 1
+        if self._members > MAX_MEMBERS:
+            raise InvalidAdapter(f"the archive has more than {MAX_MEMBERS} members")
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name or "\0" in name:
+            raise InvalidAdapter(f"archive member {quoted(name)} points outside the archive")
+        if is_dir:
+            return
+        if not plain:
+            raise InvalidAdapter(f"archive member {quoted(name)} is not a plain file")
+        self._names.add(path.name)
+        if path.name not in self._sinks:
+            return
+        if path.name in self._found:
+            raise InvalidAdapter(f"the archive holds more than one {path.name}")
+        sink, limit = self._sinks[path.name]
+        if size > limit:
+            raise TooLarge(f"archive member {quoted(name)} has {size} bytes, the limit is {limit}")
+        inner = read()
+        if inner is None:
+            raise InvalidAdapter(f"archive member {quoted(name)} is not a plain file")
+        with inner:
+            self._found[path.name] = (path.parent, _copy(inner, sink, limit, name))
+
+    def result(self) -> Done:
+        weights, config = self._found.get(WEIGHTS), self._found.get(CONFIG)
+        if weights is None:
+            raise missing_weights("the archive", self._names)
+        if config is None:
+            raise InvalidAdapter(f"the archive holds no {CONFIG}")
+        if config[0] != weights[0]:
+            raise InvalidAdapter(f"{CONFIG} and {WEIGHTS} lie in different directories of the archive")
+        return Done(weights[1])
+
+
+def _copy(inner: IO[bytes], out: IO[bytes], limit: int, name: str) -> int:
+    copied = 0
+    while chunk := inner.read(_COPY_BYTES):
+        copied += len(chunk)
+        if copied > limit:
+            raise TooLarge(f"archive member {quoted(name)} inflates to more than {limit} bytes")
+        out.write(chunk)
+    out.flush()
+    return copied
+
+
+def unpack(archive: BinaryIO, config: BinaryIO, weights: BinaryIO, max_bytes: int) -> Done:
+    """Write the two files of the seekable `archive`. Raises InvalidAdapter or TooLarge with the reason, or OSError."""
+    size_bytes = archive.seek(0, io.SEEK_END)
+    archive.seek(0)
+    magic = archive.read(4)
+    archive.seek(0)
+    picker = _Picker(config, weights, max_bytes)
+    try:
+        if magic[:2] == b"PK":
+            _read_zip(archive, size_bytes, picker)
+        elif magic[:2] == b"\x1f\x8b":
+            with gzip.GzipFile(fileobj=archive) as inflated:
+                _read_tar(cast("IO[bytes]", inflated), max_bytes, picker)
+        else:
+            _read_tar(archive, max_bytes, picker)
+    except (MotetError, MemoryError):
+        raise
+    except Exception as error:  # whatever the parsers make of a stranger's bytes
+        if isinstance(error, OSError) and error.errno in _OURS:
+            raise
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        raise InvalidAdapter(f"not a readable zip or tar archive: {shown(reason)}") from None
+    return picker.result()
+
+
+# ---- tar
+
+
+class _TarMember(tarfile.TarInfo):
+    """A header that is refused before a long name, PAX headers or a map of holes are read into memory."""
+
+    _EXTENDED = (
+        tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+    )  # fmt: skip
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile's own hook for subclasses
+        if self.type in self._EXTENDED and self.size > MAX_TAR_HEADER_BYTES:
+            raise InvalidAdapter(f"the archive has a header of {self.size} bytes, the limit is {MAX_TAR_HEADER_BYTES}")
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            raise InvalidAdapter(f"archive member {quoted(self.name)} is not a plain file: it is sparse")
+        return cast("tarfile.TarInfo", super()._proc_member(archive))  # type: ignore[misc]
+
+    def _proc_gnusparse_01(self, *_: object) -> None:
+        raise InvalidAdapter("the archive has a sparse file, which is not a plain file")
+
+    _proc_gnusparse_00 = _proc_gnusparse_10 = _proc_gnusparse_01
+
+
+def _read_tar(file: IO[bytes], max_bytes: int, picker: _Picker) -> None:
+    metered = _Metered(file, max_bytes + MAX_OTHER_BYTES)
+    with tarfile.open(fileobj=metered, mode="r|", tarinfo=_TarMember) as tar:
+        for member in tar:
+            picker.see(
+                member.name,
+                plain=member.isreg(),
+                is_dir=member.isdir(),
+                size=member.size,
+                read=lambda member=member: tar.extractfile(member),  # type: ignore[misc]
+            )
+
+
+# ---- zip
+
+
+def _read_zip(file: BinaryIO, size_bytes: int, picker: _Picker) -> None:
+    _check_zip_directory(file, size_bytes)
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            mode = info.external_attr >> 16
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise InvalidAdapter(
+                    f"archive member {quoted(info.filename)} is compressed with zip method {info.compress_type}: "
+                    "only stored and deflated members are read"
+                )
+            plain = not info.flag_bits & 0x1 and (stat.S_IFMT(mode) in (0, stat.S_IFREG))
+            picker.see(
+                info.filename,
+                plain=plain,
+                is_dir=info.is_dir(),
+                size=info.file_size,
+                read=lambda info=info: archive.open(info),  # type: ignore[misc]
+            )
+
+
+def _check_zip_directory(file: BinaryIO, size_bytes: int) -> None:
+    """Refuse a directory that would not fit in memory before `zipfile` reads it whole.
+
+    Looks where `zipfile` looks: for a record without comment at the very end, else for the last one in the final 64 KiB.
+    """
+    tail_bytes = min(size_bytes, _END_BYTES + 65_535)
+    file.seek(size_bytes - tail_bytes)
+    tail = file.read(tail_bytes)
+    file.seek(0)
+    at = len(tail) - _END_BYTES
+    if not (at >= 0 and tail[at : at + 4] == b"PK\5\6" and tail[-2:] == b"\0\0"):
+        at = tail.rfind(b"PK\5\6")
+    record = tail[at : at + _END_BYTES]
+    if at < 0 or len(record) < _END_BYTES:
+        raise InvalidAdapter("not a readable zip or tar archive: no end-of-directory record")
+    members, directory_bytes = int.from_bytes(record[10:12], "little"), int.from_bytes(record[12:16], "little")
+    locator = tail[max(0, at - 20) : at]
+    if locator[:4] == b"PK\6\7" or members > MAX_MEMBERS or directory_bytes > MAX_DIRECTORY_BYTES:
+        raise InvalidAdapter(f"the archive has more than {MAX_MEMBERS} members, or is a zip64 archive")
+
+
+# ---- the process
+
+
+def _confine(limits: Limits) -> None:
+    """Nothing this process is led to do uses more than this; the file size is for each of the two files."""
+    written = max(limits.max_bytes, MAX_CONFIG_BYTES) + _COPY_BYTES
+    for kind, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_CPU, limits.cpu_s),
+        (resource.RLIMIT_FSIZE, written),
+    ):
+        _, most = resource.getrlimit(kind)
+        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+        resource.setrlimit(kind, (limit, limit))
+
+
+def main(limits_json: str, archive: int, config: int, weights: int) -> None:
+    """The child's whole life; the descriptors are inherited. Writes the answer to stdout."""
+    limits = msgspec.json.decode(limits_json, type=Limits)
+    _confine(limits)
+    answer: msgspec.Struct
+    try:
+        with os.fdopen(archive, "rb") as source, os.fdopen(config, "wb") as first, os.fdopen(weights, "wb") as second:
+            answer = unpack(source, first, second, limits.max_bytes)
+    except MotetError as error:
+        answer = error.info()
+    except MemoryError:
+        answer = InvalidAdapter("the archive takes more memory to read than is allowed").info()
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise
+        answer = Unavailable("the registry's disk has no room to unpack the archive", retry_after_s=60.0).info()
+    sys.stdout.buffer.write(msgspec.json.encode(answer))
