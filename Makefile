@@ -23,19 +23,19 @@ help: ## this list
 
 setup: $(DEV_STAMP) ## the environment for running, testing and developing
 
-$(RUN_STAMP): requirements-mesh.txt requirements.txt pyproject.toml
+$(RUN_STAMP): requirements-mesh.txt requirements.txt requirements-torch.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Motet needs Python >= 3.11, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@echo "==> setting up $(VENV) (once; a few minutes, mostly for torch)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -r requirements-mesh.txt $$(grep == requirements.txt | grep -v '^torch==')
-	$(PIP) install $(if $(TORCH_INDEX),--retries 2 --extra-index-url $(TORCH_INDEX)) "$$(grep '^torch==' requirements.txt)"
+	$(PIP) install --require-hashes --no-deps -r requirements.txt
+	$(PIP) install $(if $(TORCH_INDEX),--retries 2 --extra-index-url $(TORCH_INDEX)) -r requirements-torch.txt
 	$(PIP) install --no-build-isolation --no-deps -e .
 	@$(BIN)/python -m kernels.cpu || echo "==> the engine will run without compiled kernels, several times slower"
 	@touch $@
 
 $(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
 	@echo "==> adding the tools for tests and checks"
-	$(PIP) install -r requirements-dev.txt
+	$(PIP) install --require-hashes --no-deps -r requirements-dev.txt
 	@touch $@
 
 serve: $(RUN_STAMP) ## the full mesh with the demo model on http://127.0.0.1:8000, until Ctrl-C

@@ -1,24 +1,39 @@
-"""Writes the lock files: pyproject's pins and everything they need, as installed here.
+"""Writes the lock files: pyproject's pins and everything they need, as installed here, with the hashes PyPI has for them.
 
     requirements-mesh.txt   every service but the worker: no torch
-    requirements.txt        that and torch
-    requirements-dev.txt    that and the tools for tests and checks
+    requirements.txt        that and what torch needs
+    requirements-torch.txt  torch alone, without hashes: its CPU builds come from an index of their own
+    requirements-dev.txt    all but torch, and the tools for tests and checks
 
     .venv/bin/python .ci/lock.py
 
-Run it in an environment that was made from a changed pyproject.toml and passes the suite.
+Run it in an environment that was made from a changed pyproject.toml and passes the suite. pip refuses a file whose hash is not
+in the lock. Hashes are those of all files that a supported Python on Linux or macOS may take.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    canonicalize_name,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
+INDEX = "https://pypi.org/simple"
+TORCH = "torch"
 
 
 def closure(requirements: list[str]) -> dict[str, str]:
@@ -47,18 +62,58 @@ def closure(requirements: list[str]) -> dict[str, str]:
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = project["project"]["dependencies"]
-    mesh = closure([text for text in needed if Requirement(text).name != "torch"])
+    mesh = closure([text for text in needed if Requirement(text).name != TORCH])
     run = closure([*needed, *project["build-system"]["requires"]])
     dev = closure(project["project"]["optional-dependencies"]["dev"])
-    write("requirements-mesh.txt", mesh)
-    write("requirements.txt", {name: pin for name, pin in run.items() if name not in mesh}, "requirements-mesh.txt")
-    write("requirements-dev.txt", {name: pin for name, pin in dev.items() if name not in run}, "requirements.txt")
+    write("requirements-mesh.txt", hashed(mesh))
+    write("requirements.txt", hashed(without(run, {*mesh, TORCH})), "requirements-mesh.txt")
+    write("requirements-torch.txt", [run[TORCH]])
+    write("requirements-dev.txt", hashed(without(dev, {*run})), "requirements.txt")
 
 
-def write(name: str, pins: dict[str, str], base: str = "") -> None:
+def without(pins: dict[str, str], names: set[str]) -> dict[str, str]:
+    return {name: pin for name, pin in pins.items() if name not in names}
+
+
+def hashed(pins: dict[str, str]) -> list[str]:
+    """One requirement per pin, with the hashes of its files."""
+    names = sorted(pins)
+    with ThreadPoolExecutor(8) as pool:
+        hashes = pool.map(lambda name: files(name, Version(pins[name].partition("==")[2])), names)
+    return [
+        " \\\n".join([pins[name], *(f"    --hash=sha256:{one}" for one in found)])
+        for name, found in zip(names, hashes, strict=True)
+    ]
+
+
+def files(name: str, version: Version) -> list[str]:
+    """The SHA-256 of each file of a release that may be installed here or on a Mac."""
+    request = urllib.request.Request(f"{INDEX}/{name}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found = sorted(one["hashes"]["sha256"] for one in json.load(answer)["files"] if fits(one["filename"], version))
+    if not found:
+        raise SystemExit(f"{INDEX} has no file of {name} {version}")
+    return found
+
+
+def fits(filename: str, version: Version) -> bool:
+    try:
+        if not filename.endswith(".whl"):
+            return parse_sdist_filename(filename)[1] == version
+        _, found, _, tags = parse_wheel_filename(filename)
+    except (InvalidSdistFilename, InvalidWheelFilename):  # of old releases
+        return False
+    return found == version and any(
+        re.fullmatch(r"py[23]|cp31[1-9]t?", tag.interpreter) or tag.abi == "abi3"
+        for tag in tags
+        if not tag.platform.startswith(("win", "ios", "android"))
+    )
+
+
+def write(name: str, pins: list[str], base: str = "") -> None:
     """A lock file of `pins` on top of the lock file `base`."""
-    head = "# Written by .ci/lock.py from pyproject.toml; do not edit.\n" + (f"-r {base}\n" if base else "")
-    (ROOT / name).write_text(head + "".join(f"{pins[key]}\n" for key in sorted(pins)))
+    head = ["# Written by .ci/lock.py from pyproject.toml; do not edit.", *([f"-r {base}"] if base else [])]
+    (ROOT / name).write_text("\n".join([*head, *pins]) + "\n")
 
 
 if __name__ == "__main__":

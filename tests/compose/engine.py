@@ -100,7 +100,7 @@ def torch_index() -> str:
             return named
     except (OSError, ValueError):
         wheels = ROOT / "compose" / "wheels"
-        pin = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
+        pin = (ROOT / "requirements-torch.txt").read_text().splitlines()[-1]
         if not list(wheels.glob(f"torch-{pin.partition('==')[2]}*")):
             run(sys.executable, "-m", "pip", "download", "--no-deps", "-d", str(wheels), pin)
         return ""

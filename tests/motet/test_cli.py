@@ -88,8 +88,9 @@ def test_without_a_gateway_there_is_one_helpful_line(words: tuple[str, ...]) -> 
 
 def test_the_locks_pin_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    mesh, worker, dev = (pins(name) for name in ("requirements-mesh.txt", "requirements.txt", "requirements-dev.txt"))
-    run = mesh | worker
+    parts = ("requirements-mesh.txt", "requirements.txt", "requirements-torch.txt", "requirements-dev.txt")
+    mesh, worker, torch, dev = (pins(name) for name in parts)
+    run = mesh | worker | torch
     assert not any(pin.startswith("torch==") for pin in mesh), "services without an engine do without torch"
     assert set(project["dependencies"]) <= run, "requirements.txt is older than pyproject.toml: `make lock`"
     assert set(project["optional-dependencies"]["dev"]) <= run | dev, "requirements-dev.txt is older than pyproject.toml"
@@ -97,4 +98,11 @@ def test_the_locks_pin_what_the_project_asks_for() -> None:
 
 
 def pins(name: str) -> set[str]:
-    return {line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith(("#", "-r"))}
+    lines = (ROOT / name).read_text().splitlines()
+    return {line.removesuffix(" \\") for line in lines if line and not line.startswith(("#", "-r", " "))}
+
+
+def test_every_locked_file_but_torchs_has_hashes() -> None:
+    for name in ("requirements-mesh.txt", "requirements.txt", "requirements-dev.txt"):
+        text = (ROOT / name).read_text()
+        assert all(f"{pin} \\\n    --hash=sha256:" in text for pin in pins(name)), name
