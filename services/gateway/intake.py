@@ -115,24 +115,16 @@ class Intake:
         """Hand back what still runs: another copy gets it at once."""
         self._draining = True
         await self._stop_pulling()
-        running = self._tasks()
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await _cancel(self._tasks())
 
     def _tasks(self) -> list[asyncio.Task[None]]:
         return [task for queue in self._queues.values() for task in queue.held]
 
     async def _stop_pulling(self) -> None:
         """Also withdraw the pulls that wait at the server: a message sent to one would rest until `ACK_WAIT_S`."""
-        pullers = [queue.puller for queue in self._queues.values() if queue.puller is not None]
-        for task in (self._tenants, *pullers):
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*pullers, return_exceptions=True)
-        if self._tenants is not None:
-            await asyncio.gather(self._tenants, return_exceptions=True)
-            self._tenants = None
+        tasks = [self._tenants, *(queue.puller for queue in self._queues.values())]
+        await _cancel([task for task in tasks if task is not None])
+        self._tenants = None
         with contextlib.suppress(nats_errors.Error):
             for queue in self._queues.values():
                 if queue.puller is not None:
@@ -388,6 +380,14 @@ class Intake:
                 await (await self._notes()).put(request.key, str(times).encode())
         with contextlib.suppress(nats_errors.Error):
             await request.message.nak()
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    """End tasks; again those that missed it, since wait_for may swallow a cancellation that meets its result."""
+    while tasks := [task for task in tasks if not task.done()]:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=2.0)
 
 
 async def _keep_alive(message: Msg) -> None:
