@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
+from nats import errors as nats_errors
 from nats.js import errors as js_errors
 from nats.js.api import (
     AckPolicy,
@@ -26,6 +27,7 @@ from nats.js.api import (
 
 from shared import subjects
 from shared.bus import Bus
+from shared.errors import Unavailable
 from shared.tenancy import DEFAULT_TENANT, TENANT
 
 N = TypeVar("N", int, float)
@@ -43,11 +45,19 @@ def request_bytes_max(bus: Bus) -> int:
 async def provision(
     bus: Bus, *, replicas: int = 1, tenants: Iterable[str] = (DEFAULT_TENANT,), tenant_bytes: int = TENANT_BYTES
 ) -> None:
-    """Create what is missing and bring existing streams up to date. Sizes that an operator raised stay as they are."""
+    """Create what is missing and bring existing streams up to date. Sizes that an operator raised stay as they are.
+
+    Raises Unavailable naming the tenant, or what JetStream raises for a bucket.
+    """
     older = await _tenants_waiting(bus)
     # the default tenant first: an older version's streams carry its names and all tenants' subjects
-    for tenant in dict.fromkeys((DEFAULT_TENANT, *tenants, *older)):
-        await provision_tenant(bus, tenant, replicas=replicas, tenant_bytes=tenant_bytes)
+    named = dict.fromkeys((DEFAULT_TENANT, *tenants))
+    for tenant in named | dict.fromkeys(older):
+        try:
+            await provision_tenant(bus, tenant, replicas=replicas, tenant_bytes=tenant_bytes)
+        except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
+            more = "" if tenant in named else "; requests of it wait, add it to --tenants and to the server's users"
+            raise Unavailable(f"streams of tenant {tenant}: {str(error) or repr(error)}{more}") from error
     buckets = [
         KeyValueConfig(bucket=subjects.KV_ADAPTERS, history=1, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_LEASES, history=1, ttl=30.0, replicas=replicas),
