@@ -76,7 +76,7 @@ class Bus:
         self._subscribed = True  # the server knows of all subscriptions; not before a reconnection is complete
         self._closing = False
         self._refused_since_s: float | None = None
-        self.lost = ""  # why the connection is gone for good; "" while it can come back
+        self._lost = ""
 
     @classmethod
     async def connect(cls, config: BusConfig, name: str, *, inbox: str = "client") -> Bus:
@@ -129,8 +129,8 @@ class Bus:
             self._lose(f"NATS closed the connection: {self.nc.last_error}")
 
     def _lose(self, why: str) -> None:
-        if not self.lost:
-            self.lost = why
+        if not self._lost:
+            self._lost = why
             log.error("bus lost for good", extra={"error": why})
 
     async def _on_reconnect(self) -> None:
@@ -146,6 +146,14 @@ class Bus:
     def connected(self) -> bool:
         """Whether the server is reachable right now and knows our subscriptions; after a reconnection, again."""
         return self.nc.is_connected and self._subscribed
+
+    @property
+    def lost(self) -> str:
+        """Why the connection is gone for good; "" while it is there or can come back."""
+        returning = self.nc._reconnection_task
+        if self.nc.is_reconnecting and returning is not None and returning.done() and not returning.cancelled():
+            self._lose(f"the client gave up reconnecting: {returning.exception()!r}")
+        return self._lost
 
     @property
     def max_payload(self) -> int:

@@ -80,6 +80,7 @@ class _Queue:
         self.stream, self.results, self.pulls = stream, results, pulls
         self.held: dict[asyncio.Task[None], int] = {}  # -> bytes of the request
         self.parked = 0
+        self.full = False  # its results are: nothing is pulled
         self.puller: asyncio.Task[None] | None = None
 
 
@@ -190,7 +191,13 @@ class Intake:
         """Whether the results of what is pulled now will find room, as far as can be known."""
         info = await self._bus.js.stream_info(queue.results)
         limit = info.config.max_bytes or 0
-        return limit <= 0 or info.state.bytes < RESULTS_FULL * limit
+        full = 0 < limit <= info.state.bytes / RESULTS_FULL
+        if full != queue.full:
+            queue.full = full
+            log.warning(
+                "results full, the tenant waits" if full else "results have room again", extra={"stream": queue.results}
+            )
+        return not full
 
     def _finished(self, queue: _Queue, task: asyncio.Task[None]) -> None:
         queue.held.pop(task, None)

@@ -16,9 +16,10 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 from motet.nats_server import NatsServer
 from services.gateway import durable, intake
 from services.gateway.service import GatewayService
+from services.registry.config import RegistryConfig
 from shared import subjects
 from shared.bus import Bus
-from shared.config import BusConfig
+from shared.config import BusConfig, ConfigError
 from shared.errors import AnswerTooLarge, Overloaded
 from shared.provision import provision
 from tests.services.gateway.conftest import Mesh
@@ -206,6 +207,14 @@ async def test_an_equal_message_id_of_another_tenant_is_another_request(mesh: Me
     for tenant in ("acme", "default"):
         assert (await result(bus, "job-1", tenant=tenant))["status"] == "ok"
     assert {request.tenant for request in mesh.first.assigned} == {"acme", "default"}
+
+
+async def test_a_tenant_that_nobody_named_is_told_so_at_once(bus: Bus):
+    with pytest.raises(js_errors.NoStreamResponseError):
+        await publish(bus, chat(), tenant="stranger")
+    assert RegistryConfig(model="m", tenants="default, acme").publishers == ("default", "acme")
+    with pytest.raises(ConfigError, match="--tenants: 'a.b'"):
+        _ = RegistryConfig(model="m", tenants="a.b").publishers
 
 
 async def test_a_tenant_provisioned_later_is_served_without_a_restart(mesh: Mesh, bus: Bus, monkeypatch: pytest.MonkeyPatch):
