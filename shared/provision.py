@@ -146,7 +146,7 @@ async def _keep_stream(bus: Bus, want: StreamConfig) -> None:
         discard_new_per_subject=want.discard_new_per_subject,
         max_msgs_per_subject=want.max_msgs_per_subject,
         max_msg_size=want.max_msg_size,
-        duplicate_window=want.duplicate_window,
+        duplicate_window=want.duplicate_window or have.duplicate_window,
         allow_direct=bool(want.allow_direct),
         max_bytes=_larger(have.max_bytes, want.max_bytes),
         max_msgs=_larger(have.max_msgs, want.max_msgs),
