@@ -6,12 +6,13 @@
     predictor   answer predictions and hear outcomes; no JetStream at all
     registry    provision streams and buckets; the only writer of adapters and blobs
     worker      take assignments, stream tokens, leases `worker.*`; reads adapters and blobs
-    upstream    publish requests of one tenant and read that tenant's results, tokens and dead letters; nothing else
+    upstream    publish requests of one tenant, read and purge its results, read its tokens and dead letters; nothing else
     operator    everything: for people with the `nats` command
 
 Every user receives replies on its own inbox `_INBOX_<user>.>` only. An upstream may not create consumers: a consumer
 chooses the subject it delivers to, which would get around its permissions. It subscribes to its results or fetches a
-stored one with `$JS.API.DIRECT.GET.MOTET_RESULTS.<subject>`.
+stored one with `$JS.API.DIRECT.GET.<stream>.<subject>`: MOTET_RESULTS is the default tenant's stream, MOTET_RESULTS_acme
+that of `acme`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from pathlib import Path
 import msgspec
 
 from shared import subjects
+from shared.tenancy import DEFAULT_TENANT
 
-DEFAULT_TENANT = "default"
 OPERATOR = "operator"
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -55,13 +56,15 @@ def _read(stream: str) -> tuple[str, ...]:
     )
 
 
-def _pull(stream: str) -> tuple[str, ...]:
-    """Also fetch from and acknowledge to a durable consumer."""
+def _intake(tenant: str) -> tuple[str, ...]:
+    """Pull a tenant's requests through the consumer that the registry made, and ask whether one has its result."""
+    requests, results, consumer = subjects.requests_stream(tenant), subjects.results_stream(tenant), subjects.CONSUMER_INTAKE
     return (
-        *_read(stream),
-        f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.*",
-        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
-        f"$JS.ACK.{stream}.>",
+        f"$JS.API.CONSUMER.INFO.{requests}.{consumer}",
+        f"$JS.API.CONSUMER.MSG.NEXT.{requests}.{consumer}",
+        f"$JS.ACK.{requests}.{consumer}.>",
+        f"$JS.API.STREAM.INFO.{results}",
+        f"$JS.API.DIRECT.GET.{results}.>",
     )
 
 
@@ -78,18 +81,22 @@ def _store_write(bucket: str) -> tuple[str, ...]:
     return (*_store_read(bucket), f"$O.{bucket}.>", f"$JS.API.STREAM.PURGE.{stream}")
 
 
-def _provision() -> tuple[str, ...]:
-    streams = (
-        subjects.STREAM_REQUESTS,
-        subjects.STREAM_RESULTS,
-        subjects.STREAM_DEAD,
-        f"KV_{subjects.KV_ADAPTERS}",
-        f"KV_{subjects.KV_LEASES}",
-        f"OBJ_{subjects.BLOBS}",
-        f"OBJ_{subjects.UPLOADS}",
+def _provision(streams: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"$JS.API.STREAM.{verb}.{stream}" for stream in streams for verb in ("INFO", "CREATE", "UPDATE"))
+
+
+def _provision_tenant(tenant: str) -> tuple[str, ...]:
+    requests = subjects.requests_stream(tenant)
+    return (
+        *_provision((requests, subjects.results_stream(tenant), subjects.dead_stream(tenant))),
+        f"$JS.API.CONSUMER.DURABLE.CREATE.{requests}.{subjects.CONSUMER_INTAKE}",
     )
-    verbs = ("INFO", "CREATE", "UPDATE")
-    return tuple(f"$JS.API.STREAM.{verb}.{stream}" for stream in streams for verb in verbs)
+
+
+BUCKETS = (
+    *(f"KV_{bucket}" for bucket in (subjects.KV_ADAPTERS, subjects.KV_LEASES, subjects.KV_INTAKE)),
+    *(f"OBJ_{bucket}" for bucket in (subjects.BLOBS, subjects.UPLOADS)),
+)
 
 
 SERVICES: dict[str, Grant] = {
@@ -107,11 +114,9 @@ SERVICES: dict[str, Grant] = {
             *_kv_read(subjects.KV_LEASES),
             *_kv_read(subjects.KV_ADAPTERS),
             *_store_write(subjects.UPLOADS),
-            *_pull(subjects.STREAM_REQUESTS),
-            # Has this request got its result already? Asked before a redelivered one is run again.
-            f"$JS.API.STREAM.MSG.GET.{subjects.STREAM_RESULTS}",
-            f"$JS.API.DIRECT.GET.{subjects.STREAM_RESULTS}.>",
-            f"$JS.API.STREAM.INFO.{subjects.STREAM_RESULTS}",
+            f"$KV.{subjects.KV_INTAKE}.>",
+            *_kv_read(subjects.KV_INTAKE),
+            "$JS.API.STREAM.NAMES",  # tenants' request streams are found by their subjects
         ),
         subscribe=(subjects.STREAMS, subjects.WORKER_STATES, subjects.WORKER_NOTICES),
     ),
@@ -124,7 +129,7 @@ SERVICES: dict[str, Grant] = {
     "registry": Grant(
         publish=(
             "$JS.API.INFO",
-            *_provision(),
+            *_provision(BUCKETS),
             subjects.control("*"),
             f"$KV.{subjects.KV_ADAPTERS}.>",
             *_kv_read(subjects.KV_ADAPTERS),
@@ -153,11 +158,13 @@ SERVICES: dict[str, Grant] = {
 
 def _upstream(tenant: str) -> Grant:
     results, dead = subjects.results(tenant, "*"), subjects.dead(tenant)
+    stream = subjects.results_stream(tenant)
     return Grant(
         publish=(
             subjects.requests(tenant),
-            f"$JS.API.DIRECT.GET.{subjects.STREAM_RESULTS}.{results}",
-            f"$JS.API.DIRECT.GET.{subjects.STREAM_DEAD}.{dead}",
+            f"$JS.API.DIRECT.GET.{stream}.{results}",
+            f"$JS.API.STREAM.PURGE.{stream}",  # what was read makes room for more
+            f"$JS.API.DIRECT.GET.{subjects.dead_stream(tenant)}.{dead}",
         ),
         subscribe=(results, subjects.tokens(tenant, "*"), dead),
     )
@@ -170,11 +177,15 @@ def upstream_user(tenant: str) -> str:
 
 def grants(tenants: Iterable[str] = (DEFAULT_TENANT,)) -> dict[str, Grant]:
     """Every user and what it may do. Raises ValueError for a tenant name that could not be one word of a subject."""
-    users = dict(SERVICES)
+    tenants, users = tuple(tenants), dict(SERVICES)
     for tenant in tenants:
         if not _TENANT.fullmatch(tenant):
             raise ValueError(f"tenant {tenant!r}: letters, digits, '_' and '-' only, at most 64")
         users[upstream_user(tenant)] = _upstream(tenant)
+    for user, more in (("gateway", _intake), ("registry", _provision_tenant)):
+        # the default tenant's streams always exist: an older version's carry their names
+        named = [subject for tenant in dict.fromkeys((DEFAULT_TENANT, *tenants)) for subject in more(tenant)]
+        users[user] = msgspec.structs.replace(users[user], publish=(*users[user].publish, *named))
     users[OPERATOR] = Grant(publish=(">",), subscribe=(">",))
     return users
 

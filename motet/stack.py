@@ -170,6 +170,7 @@ class Stack:
         if kind == "registry":
             roots = [root for root in (o.adapters_dir, *o.adapter_roots) if root]
             flags += ["--adapters-dir", o.adapters_dir, "--adapter-roots", ",".join(roots)]
+            flags += ["--tenants", ",".join(o.tenants)]
         if kind == "gateway":
             flags += ["--host", o.host, "--port", str(ports[int(name.rsplit("-", 1)[1]) - 1])]
         if kind == "worker":

@@ -4,12 +4,16 @@ Rules of this file:
 - every pending buffer is bounded; what does not fit is counted in `motet_bus_refused` and, for requests, answered.
 - a handler of `serve` runs in its own task, at most `concurrency` at a time; beyond that the caller gets Overloaded.
 - losing the server is not an error of the process: the client reconnects for ever, requests meanwhile raise Unavailable.
+- a connection that the server ended for good (any `-ERR` that closes it, credentials that it no longer takes) never comes
+  back: `Bus.lost` says why, and the process has to end (shared.service does that).
+- nothing larger than the server takes is sent: the server would answer `-ERR maximum payload` and close the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,12 +31,14 @@ from nats.micro.service import ServiceConfig as MicroConfig
 
 from shared.clock import now_s
 from shared.config import BusConfig, read_secret
-from shared.errors import DeadlineExceeded, MotetError, Overloaded, Unavailable
+from shared.errors import DeadlineExceeded, MotetError, Overloaded, TooLarge, Unavailable
 from shared.messages import Refused
 from shared.telemetry import BUS_RECONNECTS, BUS_REFUSED, BUS_REQUEST_S, logger
 
 T = TypeVar("T")
 log = logger("motet.bus")
+TAKEN_OR_FULL = 10077  # JetStream's error code for a message that a limit of its stream refuses
+MESSAGE_TOO_LARGE = 10054
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -40,6 +46,8 @@ PENDING_MSGS = 65_536
 PENDING_BYTES = 64 * 1024 * 1024
 OUTBOX_BYTES = 16 * 1024 * 1024
 LINGER_S = 0.05
+REFUSED_S = 10.0  # so long may a server that we return to refuse our credentials: it may be reloading its configuration
+NAMES_PAGE = 1024  # stream names in one answer of the server
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -66,6 +74,9 @@ class Bus:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._answering: set[asyncio.Task[Any]] = set()
         self._subscribed = True  # the server knows of all subscriptions; not before a reconnection is complete
+        self._closing = False
+        self._refused_since_s: float | None = None
+        self._lost = ""
 
     @classmethod
     async def connect(cls, config: BusConfig, name: str, *, inbox: str = "client") -> Bus:
@@ -88,6 +99,7 @@ class Bus:
                     error_cb=bus._on_error,
                     reconnected_cb=bus._on_reconnect,
                     disconnected_cb=bus._on_disconnect,
+                    closed_cb=bus._on_closed,
                     max_reconnect_attempts=-1,
                     ping_interval=5,
                     max_outstanding_pings=2,
@@ -105,9 +117,24 @@ class Bus:
         reason = "slow_consumer" if isinstance(error, nats_errors.SlowConsumerError) else "bus_error"
         BUS_REFUSED.labels(reason).inc()
         log.warning("bus error", extra={"error": repr(error)})
+        if "authorization" not in (text := str(error).lower()) and "authentication" not in text:
+            return
+        if not self.nc.is_connected:  # the client would try the same credentials for ever; a fresh process reads them again
+            self._refused_since_s = self._refused_since_s or now_s()
+            if now_s() - self._refused_since_s > REFUSED_S:
+                self._lose(f"NATS refuses the credentials: {error}")
+
+    async def _on_closed(self) -> None:
+        if not self._closing:
+            self._lose(f"NATS closed the connection: {self.nc.last_error}")
+
+    def _lose(self, why: str) -> None:
+        if not self._lost:
+            self._lost = why
+            log.error("bus lost for good", extra={"error": why})
 
     async def _on_reconnect(self) -> None:
-        self._subscribed = True
+        self._subscribed, self._refused_since_s = True, None
         BUS_RECONNECTS.inc()
         log.info("bus reconnected")
 
@@ -121,12 +148,20 @@ class Bus:
         return self.nc.is_connected and self._subscribed
 
     @property
+    def lost(self) -> str:
+        """Why the connection is gone for good; "" while it is there or can come back."""
+        returning = self.nc._reconnection_task
+        if self.nc.is_reconnecting and returning is not None and returning.done() and not returning.cancelled():
+            self._lose(f"the client gave up reconnecting: {returning.exception()!r}")
+        return self._lost
+
+    @property
     def max_payload(self) -> int:
         """The largest message the server takes, in bytes."""
         return self.nc.max_payload
 
     async def publish(self, subject: str, message: msgspec.Struct) -> None:
-        """Fire and forget. Raises Unavailable when the outgoing buffer is full or the bus is closed."""
+        """Fire and forget. Raises TooLarge, or Unavailable when the outgoing buffer is full or the bus is closed."""
         await self.publish_encoded(subject, _encoder.encode(message))
 
     async def publish_encoded(self, subject: str, data: bytes) -> None:
@@ -135,9 +170,54 @@ class Bus:
             if self.nc.pending_data_size > OUTBOX_BYTES:  # connected, but the server does not read
                 raise nats_errors.OutboundBufferLimitError
             await self.nc.publish(subject, data)
+        except nats_errors.MaxPayloadError:
+            BUS_REFUSED.labels("publish").inc()
+            raise self._too_large(subject, len(data)) from None
         except nats_errors.Error as error:
             BUS_REFUSED.labels("publish").inc()
             raise Unavailable(f"cannot publish to {subject}: {error!r}") from error
+
+    def _too_large(self, subject: str, size: int) -> TooLarge:
+        return TooLarge(f"a message of {size} bytes to {subject} is larger than the {self.max_payload} that NATS takes")
+
+    async def store(self, subject: str, data: bytes, headers: Mapping[str, str]) -> bool:
+        """Publish to JetStream and wait until it is stored.
+
+        False when a stream that keeps one message per subject has one already. Raises TooLarge (headers count), Overloaded
+        when the stream is full, Unavailable when it is not known to be stored (repeat it with the same Nats-Msg-Id).
+        """
+        size = len(data) + len(b"NATS/1.0\r\n\r\n") + sum(len(f"{k}: {v}\r\n".encode()) for k, v in headers.items())
+        if size > self.max_payload:
+            raise self._too_large(subject, size)
+        try:
+            await self.js.publish(subject, data, headers=dict(headers))
+        except js_errors.APIError as error:
+            why = error.description or ""
+            if error.err_code == TAKEN_OR_FULL and "per subject" in why:
+                return False
+            if error.err_code == TAKEN_OR_FULL and "maximum" in why:
+                raise Overloaded(f"the stream of {subject} is full: {why}") from error
+            if error.err_code == MESSAGE_TOO_LARGE:
+                raise TooLarge(f"a message of {size} bytes to {subject}: {why}") from error
+            raise Unavailable(f"cannot store {subject}: {why or error!r}") from error
+        except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
+            raise Unavailable(f"cannot store {subject}: {error!r}") from error
+        return True
+
+    async def stream_names(self, subject: str) -> list[str]:
+        """The JetStream streams that take messages on `subject`, which may have wildcards. Raises Unavailable."""
+        names: list[str] = []
+        while True:
+            ask = json.dumps({"subject": subject, "offset": len(names)}).encode()
+            try:
+                answer = json.loads((await self.nc.request("$JS.API.STREAM.NAMES", ask, timeout=5.0)).data)
+            except (nats_errors.Error, TimeoutError) as error:
+                raise Unavailable(f"JetStream does not answer: {error!r}") from error
+            if "error" in answer:
+                raise Unavailable(f"JetStream does not answer: {answer['error'].get('description', '')}")
+            names += answer["streams"] or []
+            if len(answer["streams"] or []) < NAMES_PAGE:
+                return names
 
     async def flush(self) -> None:
         """Until the server has taken everything sent so far. Raises nats.errors.Error when it does not within ten seconds.
@@ -151,12 +231,15 @@ class Bus:
     async def request(self, subject: str, message: msgspec.Struct, reply: Any, *, timeout_s: float) -> Any:
         """Send and wait for a message of type `reply`.
 
-        Raises Unavailable when nobody listens or the bus is away, DeadlineExceeded after `timeout_s`. A `Refused`
+        Raises TooLarge, Unavailable when nobody listens or the bus is away, DeadlineExceeded after `timeout_s`. A `Refused`
         answer is returned, not raised: the caller decides (`from_info`).
         """
         began = now_s()
+        data = _encoder.encode(message)
         try:
-            answer = await self.nc.request(subject, _encoder.encode(message), timeout=timeout_s)
+            answer = await self.nc.request(subject, data, timeout=timeout_s)
+        except nats_errors.MaxPayloadError:
+            raise self._too_large(subject, len(data)) from None
         except nats_errors.NoRespondersError:
             raise Unavailable(f"nobody serves {subject}") from None
         except (nats_errors.TimeoutError, TimeoutError):
@@ -224,8 +307,11 @@ class Bus:
                 reply = Refused(error=MotetError(f"{subject}: {error!r}").info())
             finally:
                 running -= 1
+            data = _encoder.encode(reply)
+            if len(data) > self.max_payload:
+                data = _encoder.encode(Refused(error=self._too_large(f"{subject}'s caller", len(data)).info()))
             try:
-                await request.respond(_encoder.encode(reply))
+                await request.respond(data)
             except nats_errors.Error as error:
                 BUS_REFUSED.labels("respond").inc()
                 log.warning("reply lost", extra={"subject": subject, "error": repr(error)})
@@ -324,6 +410,7 @@ class Bus:
 
     async def close(self) -> None:
         """Finish what was received, flush, disconnect."""
+        self._closing = True
         while self._tasks:  # again for those that missed it: wait_for may swallow a cancellation that meets its result
             for task in self._tasks:
                 task.cancel()

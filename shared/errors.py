@@ -12,12 +12,16 @@
     │   ├── AdapterExists          409  adapter_exists
     │   └── AdapterInUse           409  adapter_in_use
     ├── TooLarge                   413  request_too_large
+    │   └── AnswerTooLarge         413  answer_too_large         more than one message can carry
     ├── Overloaded                 429  overloaded               carries `retry_after_s`
     ├── Unavailable                503  unavailable              nobody serves this, or a part is away
     │   └── WorkerLost             503  worker_lost              resumable on another worker
     └── DeadlineExceeded           504  deadline_exceeded
 
 Every class crosses the bus as `ErrorInfo` and comes back as the same class (`from_info`).
+
+Every text of an error is bounded here (`MESSAGE_CHARS`, `PARAM_CHARS`): reasons quote what a client sent, and an answer
+that is larger than a message may be would be lost.
 """
 
 from __future__ import annotations
@@ -25,6 +29,17 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import msgspec
+
+MESSAGE_CHARS = 2_000
+PARAM_CHARS = 200
+
+
+def bounded(text: str, limit: int = MESSAGE_CHARS) -> str:
+    """`text`, cut to `limit` characters; a cut one ends in how long it was."""
+    if len(text) <= limit:
+        return text
+    note = f"... (cut, {len(text)} characters)"
+    return text[: limit - len(note)] + note
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -44,9 +59,9 @@ class MotetError(Exception):
     kind: ClassVar[str] = "server_error"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = bounded(message)
+        self.param = None if param is None else bounded(param, PARAM_CHARS)
+        super().__init__(self.message)
         self.retry_after_s = retry_after_s
 
     def info(self) -> ErrorInfo:
@@ -101,6 +116,10 @@ class AdapterInUse(Conflict):
 
 class TooLarge(MotetError):
     status, code, kind = 413, "request_too_large", "invalid_request_error"
+
+
+class AnswerTooLarge(TooLarge):
+    code = "answer_too_large"
 
 
 class Overloaded(MotetError):

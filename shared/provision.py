@@ -1,57 +1,67 @@
-"""The streams and buckets Motet needs, made once by the registry and left alone when they exist."""
+"""The streams and buckets Motet needs: made by the registry, and brought up to date by it when an older version made them.
+
+Each tenant has streams of its own, so that no tenant's message ids, backlog, unread results or dead letters are another's
+concern (docs/decisions/0013). All are bounded:
+
+    requests   a full one refuses new messages at the publisher; a message id seen within ten minutes is stored once
+    results    one per request id; a full one takes nothing until results are purged or a day old, and the tenant waits
+    dead       the newest dead letters of seven days
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
+from nats import errors as nats_errors
 from nats.js import errors as js_errors
-from nats.js.api import DiscardPolicy, KeyValueConfig, ObjectStoreConfig, RetentionPolicy, StreamConfig
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DiscardPolicy,
+    KeyValueConfig,
+    ObjectStoreConfig,
+    RetentionPolicy,
+    StreamConfig,
+)
 
 from shared import subjects
 from shared.bus import Bus
+from shared.errors import Unavailable
+from shared.tenancy import DEFAULT_TENANT, TENANT
 
+N = TypeVar("N", int, float)
 DAY_S = 86_400.0
-STREAM_BYTES = 1 << 30  # the server sets this much disk aside at once, so it must fit a small machine
+TENANT_BYTES = 512 << 20  # the server sets this much disk aside at once, so it must fit a small machine
+REQUEST_BYTES_MAX = 4 << 20
+ACK_WAIT_S = 30.0  # after so long without a word the server takes a delivery for dead and makes it again
 
 
-async def provision(bus: Bus, *, replicas: int = 1) -> None:
-    """Create what is missing. Bounded on purpose: a full stream refuses new messages instead of dropping old ones."""
-    streams = [
-        StreamConfig(
-            name=subjects.STREAM_REQUESTS,
-            subjects=[subjects.requests("*")],
-            retention=RetentionPolicy.WORK_QUEUE,
-            discard=DiscardPolicy.NEW,
-            max_msgs=1_000_000,
-            max_bytes=STREAM_BYTES,
-            max_msg_size=8 << 20,
-            duplicate_window=600.0,
-            num_replicas=replicas,
-        ),
-        StreamConfig(
-            name=subjects.STREAM_RESULTS,
-            subjects=[f"{subjects.RESULTS}.>"],
-            max_age=DAY_S,
-            max_bytes=STREAM_BYTES,
-            allow_direct=True,
-            duplicate_window=600.0,
-            num_replicas=replicas,
-        ),
-        StreamConfig(
-            name=subjects.STREAM_DEAD,
-            subjects=[f"{subjects.DEAD}.*"],
-            max_age=7 * DAY_S,
-            allow_direct=True,
-            max_bytes=STREAM_BYTES // 4,
-            num_replicas=replicas,
-        ),
-    ]
-    for stream in streams:
+def request_bytes_max(bus: Bus) -> int:
+    """The largest durable request in bytes, headers included: far enough below the largest message of the server."""
+    return min(REQUEST_BYTES_MAX, bus.max_payload // 2)
+
+
+async def provision(
+    bus: Bus, *, replicas: int = 1, tenants: Iterable[str] = (DEFAULT_TENANT,), tenant_bytes: int = TENANT_BYTES
+) -> None:
+    """Create what is missing and bring existing streams up to date. Sizes that an operator raised stay as they are.
+
+    Raises Unavailable naming the tenant, or what JetStream raises for a bucket.
+    """
+    older = await _tenants_waiting(bus)
+    # the default tenant first: an older version's streams carry its names and all tenants' subjects
+    named = dict.fromkeys((DEFAULT_TENANT, *tenants))
+    for tenant in named | dict.fromkeys(older):
         try:
-            await bus.js.stream_info(stream.name or "")
-        except js_errors.NotFoundError:
-            await bus.js.add_stream(stream)
+            await provision_tenant(bus, tenant, replicas=replicas, tenant_bytes=tenant_bytes)
+        except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
+            more = "" if tenant in named else "; requests of it wait, add it to --tenants and to the server's users"
+            raise Unavailable(f"streams of tenant {tenant}: {str(error) or repr(error)}{more}") from error
     buckets = [
         KeyValueConfig(bucket=subjects.KV_ADAPTERS, history=1, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_LEASES, history=1, ttl=30.0, replicas=replicas),
+        KeyValueConfig(bucket=subjects.KV_INTAKE, history=1, ttl=30 * DAY_S, max_bytes=16 << 20, replicas=replicas),
     ]
     for bucket in buckets:
         try:
@@ -67,3 +77,96 @@ async def provision(bus: Bus, *, replicas: int = 1) -> None:
             await bus.js.object_store(store.bucket or "")
         except js_errors.NotFoundError:
             await bus.js.create_object_store(store.bucket or "", store)
+
+
+async def provision_tenant(bus: Bus, tenant: str, *, replicas: int = 1, tenant_bytes: int = TENANT_BYTES) -> None:
+    """The streams through which one tenant publishes and reads; gateways find them by their subjects."""
+    requests = subjects.requests_stream(tenant)
+    await _keep_stream(
+        bus,
+        StreamConfig(
+            name=requests,
+            subjects=[subjects.requests(tenant)],
+            retention=RetentionPolicy.WORK_QUEUE,
+            discard=DiscardPolicy.NEW,
+            max_msgs=1_000_000,
+            max_bytes=tenant_bytes,
+            max_msg_size=request_bytes_max(bus),
+            duplicate_window=600.0,
+            num_replicas=replicas,
+        ),
+    )
+    await _keep_stream(
+        bus,
+        StreamConfig(
+            name=subjects.results_stream(tenant),
+            subjects=[subjects.results(tenant, "*")],
+            discard=DiscardPolicy.NEW,
+            max_msgs_per_subject=1,
+            discard_new_per_subject=True,
+            max_age=DAY_S,
+            max_bytes=tenant_bytes,
+            allow_direct=True,
+            duplicate_window=600.0,
+            num_replicas=replicas,
+        ),
+    )
+    await _keep_stream(
+        bus,
+        StreamConfig(
+            name=subjects.dead_stream(tenant),
+            subjects=[subjects.dead(tenant)],
+            max_age=7 * DAY_S,
+            allow_direct=True,
+            max_bytes=tenant_bytes // 4,
+            duplicate_window=120.0,
+            num_replicas=replicas,
+        ),
+    )
+    intake = ConsumerConfig(
+        durable_name=subjects.CONSUMER_INTAKE,
+        ack_policy=AckPolicy.EXPLICIT,
+        ack_wait=ACK_WAIT_S,
+        max_deliver=-1,
+        max_ack_pending=10_000,
+    )
+    await bus.js.add_consumer(requests, intake)
+
+
+async def _keep_stream(bus: Bus, want: StreamConfig) -> None:
+    """Create a stream, or give an existing one our rules. Its sizes, ages and replicas are only ever raised."""
+    try:
+        have = (await bus.js.stream_info(want.name or "")).config
+    except js_errors.NotFoundError:
+        await bus.js.add_stream(want)
+        return
+    fresh = have.evolve(
+        subjects=want.subjects,
+        discard=want.discard,
+        discard_new_per_subject=want.discard_new_per_subject,
+        max_msgs_per_subject=want.max_msgs_per_subject,
+        max_msg_size=want.max_msg_size,
+        duplicate_window=want.duplicate_window or have.duplicate_window,
+        allow_direct=bool(want.allow_direct),
+        max_bytes=_larger(have.max_bytes, want.max_bytes),
+        max_msgs=_larger(have.max_msgs, want.max_msgs),
+        max_age=_larger(have.max_age, want.max_age),
+        num_replicas=max(have.num_replicas or 1, want.num_replicas or 1),
+    )
+    if fresh != have:
+        await bus.js.update_stream(fresh)
+
+
+def _larger(have: N | None, want: N | None) -> N | None:
+    """The larger limit; of a kind that we do not limit, what is there."""
+    return have if want is None else max(have or want, want)
+
+
+async def _tenants_waiting(bus: Bus) -> list[str]:
+    """Tenants with requests in the stream of that name, which an older version let all tenants publish to."""
+    try:
+        info = await bus.js.stream_info(subjects.STREAM_REQUESTS, subjects_filter=">")
+    except js_errors.NotFoundError:
+        return []
+    words = [subject.rsplit(".", 1)[-1] for subject in info.state.subjects or {}]
+    return [word for word in words if TENANT.fullmatch(word)]

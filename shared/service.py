@@ -1,9 +1,11 @@
 """The life of a service process: start, answer health checks, drain on SIGTERM or Ctrl-C, stop.
 
     build -> start() -> ready -> [signal] -> drain(), at most drain_s -> stop() -> exit 0
+                              -> [failure()] ----------------------------> stop() -> exit 1, to be started again
 
-A second signal skips what is left of the drain. `/health` says the process lives, `/ready` says it can do its work now
-(503 with the reasons otherwise), `/metrics` is Prometheus text.
+A second signal skips what is left of the drain. `/health` is 503 with the reason once the process can do no more work,
+which it then ends itself; `/ready` says whether it can do its work now (503 with the reasons otherwise), `/metrics` is
+Prometheus text.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from shared.errors import MotetError
 from shared.telemetry import REGISTRY, configure_logging, logger
 
 log = logger("motet.service")
+FAILURE_POLL_S = 0.25
+FAILED_STOP_S = 10.0  # for the stop of a process that has failed: whatever hangs then is left to the exit
 
 
 class Service(Protocol):
@@ -36,6 +40,9 @@ class Service(Protocol):
 
     def not_ready(self) -> list[str]:
         """Reasons why this service cannot do its work now; empty when it can."""
+
+    def failure(self) -> str:
+        """Why this process can never do its work again and has to be replaced; "" while it can."""
 
     async def drain(self) -> None:
         """Take nothing new and wait until what runs is done. Cancelled at the deadline."""
@@ -59,6 +66,9 @@ class BusService:
             return [f"no connection to NATS at {self._nats_url}"]
         return []
 
+    def failure(self) -> str:
+        return self._bus.lost if self._bus is not None else ""
+
     async def drain(self) -> None:
         """Leave the queue groups; answer what was asked here."""
         if self._bus is not None:
@@ -72,6 +82,13 @@ class BusService:
 def metrics_text() -> bytes:
     """Everything measured in this process, in Prometheus text format."""
     return exposition.generate_latest(REGISTRY)
+
+
+def health(service_name: str, failure: str) -> tuple[dict[str, object], int]:
+    """The body and status of `/health`."""
+    if failure:
+        return {"status": "failed", "service": service_name, "reasons": [failure]}, 503
+    return {"status": "ok", "service": service_name}, 200
 
 
 class OpsServer:
@@ -98,7 +115,8 @@ class OpsServer:
             await self._runner.cleanup()
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "service": self._service.name})
+        body, status = health(self._service.name, self._service.failure())
+        return web.json_response(body, status=status)
 
     async def _ready(self, _: web.Request) -> web.Response:
         reasons = self._service.not_ready()
@@ -122,7 +140,12 @@ async def _live(service: Service, config: ServiceConfig) -> int:
         port = await ops.start()
         await service.start()
         log.info("started", extra={"ops": f"http://{config.ops_host}:{port}"})
-        await stopping.wait()
+        while not stopping.is_set():
+            if why := service.failure():
+                log.error("failed; ending to be started again", extra={"error": why})
+                return 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), FAILURE_POLL_S)
         log.info("draining")
         drain = asyncio.ensure_future(service.drain())
         impatience = asyncio.ensure_future(hurry.wait())
@@ -136,13 +159,16 @@ async def _live(service: Service, config: ServiceConfig) -> int:
         log.error("cannot start", extra={"error": error.message})
         return 1
     finally:
-        await service.stop()
+        try:
+            await asyncio.wait_for(service.stop(), FAILED_STOP_S if service.failure() else None)
+        except TimeoutError:
+            log.error("could not stop in order")
         await ops.stop()
         log.info("stopped")
 
 
 def run(service: Service, config: ServiceConfig) -> int:
-    """Run `service` until it is told to stop; returns the exit status (0 after a drain, 1 when it could not start)."""
+    """Run `service` until it is told to stop; the exit status is 0 after a drain, 1 when it could not start or failed."""
     configure_logging(service.name, config.log_level, config.log_json)
     try:
         return uvloop.run(_live(service, config))

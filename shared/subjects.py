@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shared.tenancy import DEFAULT_TENANT
+
 SUBMIT = "motet.v1.submit"  # request/reply, queue group: gateway -> scheduler
 PREDICT = "motet.v1.predict"  # request/reply, queue group: scheduler -> predictor
 SCHEDULER_STATUS = "motet.v1.scheduler.status"  # request/reply, queue group: any -> one scheduler's view of the workers
@@ -10,16 +12,18 @@ REGISTRY = "motet.v1.registry"  # request/reply, queue group: one subject per ve
 WORKER_STATES = "motet.v1.worker.*.state"
 WORKER_NOTICES = "motet.v1.worker.*.notice"
 STREAMS = "motet.v1.stream.*"
-REQUESTS = "motet.v1.requests"  # JetStream work queue: .<tenant>
-RESULTS = "motet.v1.results"  # JetStream: .<tenant>.<request id>
+REQUESTS = "motet.v1.requests"  # JetStream work queue, one per tenant: .<tenant>
+RESULTS = "motet.v1.results"  # JetStream, one stream per tenant: .<tenant>.<request id>
 TOKENS = "motet.v1.tokens"  # core, optional live tokens of a durable request: .<tenant>.<request id>
-DEAD = "motet.v1.dead"  # JetStream: .<tenant>, requests that can never succeed, with the reason
+DEAD = "motet.v1.dead"  # JetStream, one stream per tenant: .<tenant>, requests that can never succeed, with the reason
 
-STREAM_REQUESTS = "MOTET_REQUESTS"
+STREAM_REQUESTS = "MOTET_REQUESTS"  # the default tenant's; `requests_stream` names the others', and so on
 STREAM_RESULTS = "MOTET_RESULTS"
 STREAM_DEAD = "MOTET_DEAD"
 KV_ADAPTERS = "motet_adapters"
 KV_LEASES = "motet_leases"
+KV_INTAKE = "motet_intake"  # <request stream>.<sequence>: how often a request was handed back undone
+CONSUMER_INTAKE = "intake"  # the durable consumer on each request stream
 BLOBS = "motet_blobs"  # object store: validated adapter blobs by content digest
 UPLOADS = "motet_uploads"  # object store: archives on their way to validation, short-lived
 
@@ -72,3 +76,22 @@ def tokens(tenant: str, request_id: str) -> str:
 def dead(tenant: str) -> str:
     """gateway intake -> operators: a poison message and why (JetStream)."""
     return f"{DEAD}.{tenant}"
+
+
+def requests_stream(tenant: str) -> str:
+    """The stream that holds a tenant's durable requests."""
+    return _stream_of(STREAM_REQUESTS, tenant)
+
+
+def results_stream(tenant: str) -> str:
+    """The stream that holds a tenant's results."""
+    return _stream_of(STREAM_RESULTS, tenant)
+
+
+def dead_stream(tenant: str) -> str:
+    """The stream that holds a tenant's dead letters."""
+    return _stream_of(STREAM_DEAD, tenant)
+
+
+def _stream_of(stream: str, tenant: str) -> str:
+    return stream if tenant == DEFAULT_TENANT else f"{stream}_{tenant}"

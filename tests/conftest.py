@@ -48,7 +48,7 @@ async def connect(nats_url: str) -> AsyncIterator[Callable[[str], Awaitable[Bus]
 
 @pytest.fixture
 async def bus(connect: Callable[[str], Awaitable[Bus]]) -> Bus:
-    """One bus with all streams and buckets provisioned."""
+    """One bus with all streams and buckets provisioned, for the tenants `default`, `acme` and `globex`."""
     opened = await connect("test")
-    await provision(opened)
+    await provision(opened, tenants=("acme", "globex"), tenant_bytes=64 << 20)
     return opened

@@ -46,7 +46,8 @@ async def publish(args: argparse.Namespace) -> int:
     ack = await js.publish(f"motet.v1.requests.{args.tenant}", json.dumps(body).encode(), headers={"Nats-Msg-Id": args.id})
     print(f"stored as sequence {ack.seq}{' (a duplicate)' if ack.duplicate else ''}", file=sys.stderr)
     try:
-        stored = await js.get_last_msg("MOTET_RESULTS", subject, direct=True)
+        stream = "MOTET_RESULTS" if args.tenant == "default" else f"MOTET_RESULTS_{args.tenant}"
+        stored = await js.get_last_msg(stream, subject, direct=True)
         result = json.loads(stored.data or b"")
     except NotFoundError:
         result = json.loads((await results.next_msg(timeout=args.timeout_s)).data)

@@ -29,6 +29,7 @@ from shared.bus import Bus
 from shared.clock import now_s
 from shared.errors import BadRequest, ModelNotFound, MotetError, from_info
 from shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
+from shared.service import health as service_health
 from shared.service import metrics_text
 
 STATUS_TIMEOUT_S = 2.0
@@ -51,6 +52,9 @@ class Gateway(Protocol):
 
     def not_ready(self) -> list[str]:
         """Reasons why it cannot serve now."""
+
+    def failure(self) -> str:
+        """Why it can never serve again; "" while it can."""
 
     def admit(self) -> None:
         """Raises Unavailable or Overloaded when nothing new is taken."""
@@ -144,7 +148,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     @app.get("/health")
     async def health() -> Response:
-        return json_answer({"status": "ok", "service": "gateway"})
+        return json_answer(*service_health("gateway", gateway.failure()))
 
     @app.get("/ready")
     async def ready() -> Response:

@@ -1,25 +1,35 @@
 """Durable requests: pulled from JetStream, run by the same Owner as HTTP, acknowledged only when their result is stored.
 
-    pull ──► result already stored? ── yes ──────────────────────────────► ack
+    pull ──► result already stored? ── yes ───────────────────────────────────────────────► ack
                  │ no
                  ▼
-             parse, plan ── can never succeed ──► dead letter, error result ► term
+             parse, plan ── can never succeed, or its time is over ──► dead letter, error result ──► ack
                  │
                  ▼
-             run it ──────── overloaded, unavailable ─────────────────────► nak with a delay, tried again later
+         ┌──► run it ── overloaded, unavailable ──► park: wait here, the delivery kept alive ──┐
+         │       │                                                                             │
+         └───────┼─────────────────────────────────────────────────────────────────────────────┘
+                 ▼
+             store result (one per request id) ── results full ──► park, with the result in hand
                  │
                  ▼
-             store result (message id: stored twice is stored once) ──────► ack
+                ack
 
-While a request runs its delivery is kept alive; when this process dies the message comes back to another copy after
-`ACK_WAIT_S`. Bounded: at most `intake_concurrency` requests are pulled and unfinished.
+Each tenant has its own request stream and is pulled on its own (`_Queue`); what a tenant may not have yet waits in its
+stream. At most `intake_concurrency` requests run. A parked request runs nothing and counts for no other tenant; while one is
+parked its tenant's stream is left alone, so at most `intake_concurrency` requests of a tenant are held here.
+
+Waiting is no redelivery. While a request is held its delivery is kept alive, and when this process dies the message comes
+back to another copy after `ACK_WAIT_S`. A copy that stops in order hands back what it holds and writes that down, so that
+deliveries minus hand-backs is how often a process died with the request: `MAX_DEATHS` of them make it poison.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
+import random
+from collections import deque
 from typing import Any
 
 import orjson
@@ -27,32 +37,51 @@ from nats import errors as nats_errors
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js import errors as js_errors
-from nats.js.api import AckPolicy, ConsumerConfig
+from nats.js.kv import KeyValue
 from prometheus_client import Counter, Gauge
 
-from services.gateway import answers, protocol
+from services.gateway import answers
 from services.gateway.config import GatewayConfig
+from services.gateway.durable import DurableRequest, check_answer_fits
 from services.gateway.owner import Owner
 from services.gateway.planner import Plan, Planner
 from services.gateway.stream import Delta
 from shared import subjects
 from shared.bus import Bus
-from shared.clock import now_s
-from shared.errors import BadRequest, MotetError, Overloaded, Unavailable
+from shared.errors import MotetError, Overloaded, Unavailable
+from shared.provision import ACK_WAIT_S, request_bytes_max
 from shared.telemetry import REGISTRY, logger
 
 log = logger("motet.gateway.intake")
 
-CONSUMER = "intake"
-ACK_WAIT_S = 30.0
-MAX_DELIVERIES = 100  # a request that takes this many processes with it is poison too
-MAX_DELAY_S = 30.0
-_WORD = re.compile(r"[A-Za-z0-9_-]{1,128}")
+MAX_DEATHS = 20  # a request that so many processes died with is poison
+PULL_BATCH = 8
+HELD_BYTES = 256 << 20  # request bodies held here; each tenant has its share of it
+WAIT_S = (0.25, 30.0)  # a parked request's first and longest wait
+RESULTS_FULL = 0.9  # of its room: from here on nothing of a tenant is pulled, and what runs still finds room
+TENANTS_EVERY_S = 5.0
+FETCH_S = 5.0
 
 FINISHED = Counter("motet_intake_requests", "Durable requests by what became of them.", ["outcome"], registry=REGISTRY)
 for _outcome in ("ok", "duplicate", "retried", "dead"):
     FINISHED.labels(_outcome)  # from the start: an increase from nothing to one is not seen
 RUNNING = Gauge("motet_intake_running", "Durable requests pulled and not yet settled.", registry=REGISTRY)
+PARKED = Gauge("motet_intake_parked", "Durable requests pulled that wait for room.", registry=REGISTRY)
+
+
+class _HandBack(Exception):
+    """This copy is leaving: another one shall do it."""
+
+
+class _Queue:
+    """One request stream and what is held of it."""
+
+    def __init__(self, stream: str, results: str, pulls: JetStreamContext.PullSubscription) -> None:
+        self.stream, self.results, self.pulls = stream, results, pulls
+        self.held: dict[asyncio.Task[None], int] = {}  # -> bytes of the request
+        self.parked = 0
+        self.full = False  # its results are: nothing is pulled
+        self.puller: asyncio.Task[None] | None = None
 
 
 class Intake:
@@ -60,217 +89,312 @@ class Intake:
 
     def __init__(self, bus: Bus, owner: Owner, planner: Planner, config: GatewayConfig) -> None:
         self._bus, self._owner, self._planner, self._config = bus, owner, planner, config
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._room = asyncio.Event()
-        self._puller: asyncio.Task[None] | None = None
+        self._queues: dict[str, _Queue] = {}
+        self._slots = asyncio.Semaphore(config.intake_concurrency)
+        self._parked: deque[asyncio.Event] = deque()  # longest first
+        self._changed = asyncio.Event()
+        self._draining = False
+        self._hand_backs: KeyValue | None = None
+        self._tenants: asyncio.Task[None] | None = None
+
+    # ---- life
 
     async def start(self) -> None:
-        """Begin to pull. Raises Unavailable when the request stream is not provisioned."""
-        consumer = ConsumerConfig(
-            durable_name=CONSUMER,
-            ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=ACK_WAIT_S,
-            max_deliver=-1,
-            max_ack_pending=10_000,
-        )
-        try:
-            self._pulls = await self._bus.js.pull_subscribe(
-                subjects.requests("*"), durable=CONSUMER, stream=subjects.STREAM_REQUESTS, config=consumer
-            )
-        except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
-            raise Unavailable(f"durable requests cannot be pulled: {error!r}") from error
-        self._puller = asyncio.get_running_loop().create_task(self._pull(self._pulls))
-
-    async def _pull(self, subscription: JetStreamContext.PullSubscription) -> None:
-        while True:
-            room = self._config.intake_concurrency - len(self._tasks)
-            if room <= 0:
-                self._room.clear()
-                await self._room.wait()
-                continue
-            try:
-                messages = await subscription.fetch(min(room, 32), timeout=5)
-            except (nats_errors.TimeoutError, TimeoutError):
-                continue
-            except (nats_errors.Error, js_errors.Error) as error:
-                log.warning("cannot pull", extra={"error": repr(error)})
-                await asyncio.sleep(0.5)
-                continue
-            for message in messages:
-                task = asyncio.get_running_loop().create_task(self._settle(message))
-                self._tasks.add(task)
-                RUNNING.set(len(self._tasks))
-                task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        RUNNING.set(len(self._tasks))
-        self._room.set()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("durable request failed; it will be delivered again", exc_info=error)
+        """Begin to pull. Raises Unavailable when JetStream does not answer."""
+        await self._find_queues()
+        self._tenants = asyncio.get_running_loop().create_task(self._follow_tenants())
 
     async def drain(self) -> None:
-        """Pull nothing new; return when everything pulled is settled."""
+        """Pull nothing new, hand back what waits, and return when everything that runs is settled."""
+        self._draining = True
         await self._stop_pulling()
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        self._wake(len(self._parked))
+        while tasks := self._tasks():
+            await asyncio.wait(tasks)
 
     async def stop(self) -> None:
         """Hand back what still runs: another copy gets it at once."""
+        self._draining = True
         await self._stop_pulling()
-        running = list(self._tasks)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await _cancel(self._tasks())
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [task for queue in self._queues.values() for task in queue.held]
 
     async def _stop_pulling(self) -> None:
-        """Also withdraw the pull that waits at the server: a message sent to it would rest until `ACK_WAIT_S`."""
-        if self._puller is None:
-            return
-        self._puller.cancel()
-        await asyncio.gather(self._puller, return_exceptions=True)
-        self._puller = None
+        """Also withdraw the pulls that wait at the server: a message sent to one would rest until `ACK_WAIT_S`."""
+        tasks = [self._tenants, *(queue.puller for queue in self._queues.values())]
+        await _cancel([task for task in tasks if task is not None])
+        self._tenants = None
         with contextlib.suppress(nats_errors.Error):
-            await self._pulls.unsubscribe()
+            for queue in self._queues.values():
+                if queue.puller is not None:
+                    queue.puller = None
+                    await queue.pulls.unsubscribe()
             await self._bus.flush()
 
-    async def _settle(self, message: Msg) -> None:
-        """Take one delivery to its end: acked, terminated or handed back."""
-        request = _Request(message)
+    # ---- the tenants' queues
+
+    async def _follow_tenants(self) -> None:
+        while True:
+            await asyncio.sleep(TENANTS_EVERY_S)
+            try:
+                await self._find_queues()
+            except MotetError as error:
+                log.warning("cannot look for tenants", extra={"error": error.message})
+
+    async def _find_queues(self) -> None:
+        """Begin to pull from the request streams that are new here."""
+        for stream in await self._bus.stream_names(subjects.requests("*")):
+            if stream in self._queues or not stream.startswith(subjects.STREAM_REQUESTS):
+                continue
+            results = subjects.STREAM_RESULTS + stream.removeprefix(subjects.STREAM_REQUESTS)
+            try:
+                pulls = await self._bus.js.pull_subscribe_bind(subjects.CONSUMER_INTAKE, stream)
+            except nats_errors.Error as error:
+                raise Unavailable(f"durable requests cannot be pulled: {error!r}") from error
+            queue = self._queues[stream] = _Queue(stream, results, pulls)
+            queue.puller = asyncio.get_running_loop().create_task(self._pull(queue))
+
+    async def _pull(self, queue: _Queue) -> None:
+        while True:
+            room = self._room(queue)
+            if room <= 0:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            try:
+                if not await self._results_fit(queue):
+                    await asyncio.sleep(1.0)
+                    continue
+                messages = await queue.pulls.fetch(min(room, PULL_BATCH), timeout=FETCH_S)
+            except (nats_errors.TimeoutError, TimeoutError):
+                continue
+            except (nats_errors.Error, js_errors.Error) as error:
+                log.warning("cannot pull", extra={"stream": queue.stream, "error": repr(error)})
+                await asyncio.sleep(0.5)
+                continue
+            for message in messages:
+                task = asyncio.get_running_loop().create_task(self._settle(queue, message))
+                queue.held[task] = len(message.data)
+                task.add_done_callback(lambda task: self._finished(queue, task))
+            RUNNING.set(len(self._tasks()))
+
+    def _room(self, queue: _Queue) -> int:
+        """How many requests of this tenant may be pulled now."""
+        if queue.parked or (queue.held and sum(queue.held.values()) >= HELD_BYTES // len(self._queues)):
+            return 0
+        running = sum(len(other.held) - other.parked for other in self._queues.values())
+        return self._config.intake_concurrency - max(running, len(queue.held))
+
+    async def _results_fit(self, queue: _Queue) -> bool:
+        """Whether the results of what is pulled now will find room, as far as can be known."""
+        info = await self._bus.js.stream_info(queue.results)
+        limit = info.config.max_bytes or 0
+        full = 0 < limit <= info.state.bytes / RESULTS_FULL
+        if full != queue.full:
+            queue.full = full
+            log.warning(
+                "results full, the tenant waits" if full else "results have room again", extra={"stream": queue.results}
+            )
+        return not full
+
+    def _finished(self, queue: _Queue, task: asyncio.Task[None]) -> None:
+        queue.held.pop(task, None)
+        RUNNING.set(len(self._tasks()))
+        self._changed.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("durable request failed; it will be delivered again", exc_info=error)
+
+    # ---- waiting
+
+    async def _park(self, queue: _Queue, attempt: int, hint_s: float | None, left_s: float | None = None) -> None:
+        """Wait for a turn, twice as long each time, at least `hint_s` and at most `left_s`. Raises _HandBack in a drain."""
+        delay_s = min(max(WAIT_S[0] * 2 ** min(attempt, 16), hint_s or 0.0), WAIT_S[1])
+        delay_s *= random.uniform(0.75, 1.25)  # those refused together do not come back together
+        if left_s is not None:
+            delay_s = min(delay_s, max(left_s, 0.0))
+        woken = asyncio.Event()
+        if self._draining:
+            raise _HandBack
+        queue.parked += 1
+        self._parked.append(woken)
+        self._observe_parked()
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(woken.wait(), delay_s)
+        finally:
+            queue.parked -= 1
+            self._parked.remove(woken)
+            self._observe_parked()
+        if self._draining:
+            raise _HandBack
+
+    def _wake(self, count: int) -> None:
+        """Let those that have waited longest try again now."""
+        for woken in list(self._parked)[:count]:
+            woken.set()
+
+    def _observe_parked(self) -> None:
+        PARKED.set(len(self._parked))
+        self._changed.set()
+
+    # ---- one request
+
+    async def _settle(self, queue: _Queue, message: Msg) -> None:
+        """Take one delivery to its end: acknowledged or handed back."""
+        request = DurableRequest(message, bytes_max=request_bytes_max(self._bus))
         keeping = asyncio.get_running_loop().create_task(_keep_alive(message))
         try:
-            if await self._answered(request):
-                FINISHED.labels("duplicate").inc()
-                await message.ack_sync()
-                return
+            outcome = await self._resolve(queue, request)
+            FINISHED.labels(outcome).inc()
             try:
-                answer = await self._run(request)
-            except (Overloaded, Unavailable) as error:
-                FINISHED.labels("retried").inc()
-                await message.nak(delay=request.delay_s(error))
-                return
-            except MotetError as error:
-                await self._bury(request, error)
-                return
-            await self._store(request, {"status": "ok", "response": answer})
-            FINISHED.labels("ok").inc()
-            await message.ack_sync()
-        except asyncio.CancelledError:
-            with contextlib.suppress(nats_errors.Error):
-                await message.nak()
-            raise
+                await message.ack_sync()
+            except (nats_errors.Error, TimeoutError) as error:
+                log.warning("not acknowledged; it will come back and be known", extra={"error": repr(error)})
+            if outcome == "ok":
+                self._wake(1)  # there is room for one more
+        except (asyncio.CancelledError, _HandBack) as error:
+            await self._hand_back(request)
+            if isinstance(error, asyncio.CancelledError):
+                raise
         finally:
             keeping.cancel()
 
-    async def _run(self, request: _Request) -> dict[str, Any]:
-        """The OpenAI response body. Raises the MotetError that stopped it."""
-        if request.deliveries > MAX_DELIVERIES:
-            raise MotetError(f"delivered {MAX_DELIVERIES} times without a result")
+    async def _resolve(self, queue: _Queue, request: DurableRequest) -> str:
+        """See to it that the request's result is stored; returns what became of it."""
+        attempt = 0
+        while True:
+            try:
+                if request.addressable and await self._answered(queue, request):
+                    return "duplicate"
+                try:
+                    body = request.ok(await self._answer(queue, request), self._result_bytes_max)
+                    outcome = "ok"
+                except Unavailable:
+                    raise
+                except MotetError as error:
+                    log.info("dead letter", extra={"request_id": request.request_id, "reason": error.message})
+                    await self._put(queue, *request.dead_letter(error))
+                    body, outcome = request.failed(error), "dead"
+                if request.addressable:
+                    await self._put(queue, request.result_subject, body, {"Nats-Msg-Id": request.result_subject})
+                return outcome
+            except Unavailable as error:  # JetStream did not say whether there is a result
+                log.warning("not settled yet", extra={"request_id": request.request_id, "error": error.message})
+                await self._park(queue, attempt, error.retry_after_s)
+                attempt += 1
+
+    async def _answer(self, queue: _Queue, request: DurableRequest) -> dict[str, Any]:
+        """The OpenAI response body, however long it takes to get a turn. Raises the MotetError that rules it out."""
+        if (deaths := await self._deaths(request)) > MAX_DEATHS:
+            raise MotetError(f"{deaths} processes ended with this request and without a result")
+        attempt = 0
+        while True:
+            try:
+                async with self._slots:
+                    request.check_time()
+                    return await self._run(request)
+            except (Overloaded, Unavailable) as error:
+                FINISHED.labels("retried").inc()
+                request.check_time(error)
+                await self._park(queue, attempt, error.retry_after_s, request.left_s())
+                request.check_time(error)
+                attempt += 1
+
+    async def _run(self, request: DurableRequest) -> dict[str, Any]:
+        """One attempt. Raises the MotetError that stopped it."""
         parsed, slo, live = request.parse()
+        left_s = request.left_s()
+        timeout_s = self._config.request_timeout_s if left_s is None else min(left_s, self._config.request_timeout_s)
         plan = await self._planner.plan(
-            parsed, tenant=request.tenant, slo=self._planner.slo(slo), timeout_s=self._config.request_timeout_s
+            parsed, tenant=request.tenant, slo=self._planner.slo(slo), timeout_s=max(timeout_s, 0.001)
         )
+        check_answer_fits(plan, self._result_bytes_max)
         if not live:
             return await answers.collect(self._owner, plan)
         subject = subjects.tokens(request.tenant, request.request_id)
         answer = await answers.collect(self._owner, plan, on_delta=self._live(subject, plan))
-        await self._bus.nc.publish(subject, b"")
+        await self._say(subject, b"")
         return answer
 
     def _live(self, subject: str, plan: Plan) -> answers.OnDelta:
         """Publishes each delta as the chunk that HTTP would have streamed."""
 
         async def publish(choice: int, delta: Delta) -> None:
-            await self._bus.nc.publish(subject, orjson.dumps(answers.chunk(plan, choice, delta)))
+            await self._say(subject, orjson.dumps(answers.chunk(plan, choice, delta)))
 
         return publish
 
-    async def _answered(self, request: _Request) -> bool:
-        try:
-            await self._bus.js.get_last_msg(subjects.STREAM_RESULTS, request.result_subject, direct=True)
-        except js_errors.NotFoundError:
-            return False
-        return True
-
-    async def _store(self, request: _Request, result: dict[str, Any]) -> None:
-        """Store the result, trying for as long as the delivery is ours: it is the only copy of the work done."""
-        body = orjson.dumps({"request_id": request.request_id, **result})
-        headers = {"Nats-Msg-Id": request.result_subject}
-        for attempt in range(60):
-            try:
-                await self._bus.js.publish(request.result_subject, body, headers=headers)
-                return
-            except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
-                log.warning("result not stored yet", extra={"request_id": request.request_id, "error": repr(error)})
-                await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
-        raise Unavailable(f"result of {request.request_id} could not be stored")
-
-    async def _bury(self, request: _Request, error: MotetError) -> None:
-        """Dead-letter the original with the reason, answer with the error, and never see it again."""
-        log.info("dead letter", extra={"request_id": request.request_id, "reason": error.message})
-        headers = {
-            "Motet-Reason": " ".join(error.message.split())[:1000],
-            "Motet-Code": error.code,
-            "Motet-Subject": request.message.subject,
-            "Motet-Sequence": str(request.sequence),
-            "Nats-Msg-Id": f"dead.{request.sequence}",
-        }
-        tenant = request.tenant if _WORD.fullmatch(request.tenant) else "invalid"
-        await self._bus.js.publish(subjects.dead(tenant), request.message.data, headers=headers)
-        await self._store(request, {"status": "error", "error": error.openai()["error"]})
-        FINISHED.labels("dead").inc()
-        await request.message.term()
-
-
-class _Request:
-    """One delivery and what can be known of it before its body is trusted."""
-
-    def __init__(self, message: Msg) -> None:
-        self.message = message
-        meta = message.metadata
-        self.sequence: int = meta.sequence.stream
-        self.deliveries: int = meta.num_delivered or 1
-        self.tenant = message.subject.rsplit(".", 1)[-1]
-        self._began_s = now_s()
-        message_id = (message.headers or {}).get("Nats-Msg-Id", "")
-        self.request_id = message_id if _WORD.fullmatch(message_id) else f"seq-{self.sequence}"
-        self._body: Any = None
-        self._problem = ""
-        try:
-            self._body = orjson.loads(message.data)
-        except orjson.JSONDecodeError as error:
-            self._problem = f"not JSON: {error}"
-        if isinstance(self._body, dict):
-            given = self._body.pop("request_id", None)
-            if isinstance(given, str) and _WORD.fullmatch(given):
-                self.request_id = given
-            elif given is not None:
-                self._problem = "request_id: letters, digits, '_' and '-' only, at most 128"
+    async def _say(self, subject: str, data: bytes) -> None:
+        """Live tokens are best effort: the result is the truth."""
+        with contextlib.suppress(MotetError):
+            await self._bus.publish_encoded(subject, data)
 
     @property
-    def result_subject(self) -> str:
-        return subjects.results(self.tenant, self.request_id)
+    def _result_bytes_max(self) -> int:
+        return self._bus.max_payload // 16 * 15  # the rest is for headers
 
-    def delay_s(self, error: MotetError) -> float:
-        """How long to leave it alone: what the refusal said, else twice as long each time."""
-        return min(error.retry_after_s or 0.25 * 2 ** min(self.deliveries, 10), MAX_DELAY_S)
+    async def _put(self, queue: _Queue, subject: str, body: bytes, headers: dict[str, str]) -> None:
+        """Store `body`, however long it takes: it is the only copy of the work done. There already is as good."""
+        attempt = 0
+        while True:
+            try:
+                await self._bus.store(subject, body, headers)
+                return
+            except (Overloaded, Unavailable) as error:
+                log.warning("not stored yet", extra={"subject": subject, "error": error.message})
+                await self._park(queue, attempt, error.retry_after_s)
+                attempt += 1
 
-    def parse(self) -> tuple[protocol.ChatRequest | protocol.CompletionRequest, dict[str, Any], bool]:
-        """(request, slo, wants live tokens). Raises BadRequest naming the field."""
-        if self._problem:
-            raise BadRequest(self._problem, param="request_id" if "request_id" in self._problem else None)
-        if not isinstance(self._body, dict):
-            raise BadRequest("a request is a JSON object")
-        if not _WORD.fullmatch(self.tenant):
-            raise BadRequest(f"tenant {self.tenant!r}: letters, digits, '_' and '-' only")
-        body = dict(self._body)
-        slo = body.pop("slo", None) or {}
-        if not isinstance(slo, dict):
-            raise BadRequest("slo: an object is expected", param="slo")
-        live = body.pop("stream", False)
-        if not isinstance(live, bool):
-            raise BadRequest("stream: true or false is expected", param="stream")
-        return protocol.parse(orjson.dumps(body)), {"class": "batch"} | slo, live
+    async def _answered(self, queue: _Queue, request: DurableRequest) -> bool:
+        """Whether the result is stored: with the tenant's, or with those an older version kept for all tenants."""
+        for stream in {subjects.results_stream(request.tenant), queue.results}:
+            try:
+                await self._bus.js.get_last_msg(stream, request.result_subject, direct=True)
+            except (js_errors.NotFoundError, nats_errors.NoRespondersError):
+                continue  # no responders: no such stream; if it is there after all, it takes one result only
+            except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
+                raise Unavailable(f"results of {request.tenant} cannot be read: {error!r}") from error
+            return True
+        return False
+
+    # ---- deaths and hand-backs
+
+    async def _deaths(self, request: DurableRequest) -> int:
+        """How many processes took this request and were never heard of again. Looked up only where it could matter."""
+        earlier = request.deliveries - 1
+        return earlier if earlier <= MAX_DEATHS else earlier - await self._handed_back(request)
+
+    async def _notes(self) -> KeyValue:
+        if self._hand_backs is None:
+            self._hand_backs = await self._bus.js.key_value(subjects.KV_INTAKE)
+        return self._hand_backs
+
+    async def _handed_back(self, request: DurableRequest) -> int:
+        try:
+            return int((await (await self._notes()).get(request.key)).value or b"0")
+        except js_errors.NotFoundError:
+            return 0
+        except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
+            raise Unavailable(f"{subjects.KV_INTAKE} cannot be read: {error!r}") from error
+
+    async def _hand_back(self, request: DurableRequest) -> None:
+        """Give the delivery to another copy. Where the bus is away it comes back by itself, and counts as a death."""
+        with contextlib.suppress(nats_errors.Error, js_errors.Error, MotetError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                times = await self._handed_back(request) + 1
+                await (await self._notes()).put(request.key, str(times).encode())
+        with contextlib.suppress(nats_errors.Error):
+            await request.message.nak()
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    """End tasks; again those that missed it, since wait_for may swallow a cancellation that meets its result."""
+    while tasks := [task for task in tasks if not task.done()]:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=2.0)
 
 
 async def _keep_alive(message: Msg) -> None:

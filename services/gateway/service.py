@@ -105,6 +105,9 @@ class GatewayService:
             reasons.append(self.fleet.nobody())
         return reasons
 
+    def failure(self) -> str:
+        return self.bus.lost if self._started else ""
+
     def admit(self) -> None:
         """Raises Unavailable while draining, Overloaded at the limit: before anything is read or tokenized."""
         if self._draining:

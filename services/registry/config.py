@@ -8,7 +8,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from services.registry.hub import PUBLIC_ENDPOINT, HubOptions
-from shared.config import ServiceConfig
+from shared.config import ConfigError, ServiceConfig
+from shared.tenancy import DEFAULT_TENANT, TENANT
 
 
 class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -39,6 +40,22 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
     max_adapter_bytes: Annotated[int, Meta(ge=1024, description="largest adapter weights file")] = 1 << 30
     max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 256
     max_adapters: Annotated[int, Meta(ge=1, description="largest number of adapter names, aliases included")] = 20_000
+
+    tenants: Annotated[str, Meta(description="tenants that may publish durable requests over NATS, comma-separated")] = (
+        DEFAULT_TENANT
+    )
+    tenant_stream_mib: Annotated[
+        int, Meta(ge=16, description="disk for a tenant's durable requests, and as much for its results; never shrunk")
+    ] = 512
+
+    @property
+    def publishers(self) -> tuple[str, ...]:
+        """The words of `tenants`. Raises ConfigError for one that cannot be a tenant."""
+        words = tuple(word.strip() for word in self.tenants.split(",") if word.strip())
+        for word in words:
+            if not TENANT.fullmatch(word):
+                raise ConfigError(f"--tenants: {word!r}: letters, digits, '_' and '-' only, at most 64")
+        return words
 
     @property
     def base_model(self) -> str:

@@ -128,7 +128,9 @@ class RegistryService:
         self._shapes: BaseShapes = read_shapes(model)
         self._bus = bus = await Bus.connect(config, config.identity("registry"), inbox="registry")
         try:
-            await provision(bus, replicas=config.nats_replicas)
+            await provision(
+                bus, replicas=config.nats_replicas, tenants=config.publishers, tenant_bytes=config.tenant_stream_mib << 20
+            )
         except Exception as error:
             raise Unavailable(f"JetStream cannot be provisioned: {str(error) or repr(error)}") from error
         self._store = AdapterStore(bus, lambda digest: self._usage.idle(digest, now_s()))
@@ -159,6 +161,9 @@ class RegistryService:
         if self._bus is None or not self._bus.connected:
             reasons.append("NATS is not reachable")
         return reasons
+
+    def failure(self) -> str:
+        return self._bus.lost if self._bus is not None else ""
 
     async def drain(self) -> None:
         if self._bus is not None:

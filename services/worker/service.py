@@ -176,6 +176,9 @@ class WorkerService:
             reasons.append(f"the engine has been in one step for {busy_s:.0f} s")
         return reasons
 
+    def failure(self) -> str:
+        return self.bus.lost if self.bus is not None else ""
+
     async def drain(self) -> None:
         """Refuse new requests at once, and wait for the ones that are here."""
         await self._stop_taking()

@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
     async def prepare() -> None:
         registry = await connect_as(server, "registry")
-        await provision(registry)
+        await provision(registry, tenants=TENANTS, tenant_bytes=64 << 20)
         await registry.close()
 
     asyncio.run(prepare())
@@ -91,6 +91,7 @@ MAY = [
     ("gateway", "publish", "motet.v1.worker.w1.control"),
     ("gateway", "publish", "motet.v1.registry.register"),
     ("gateway", "publish", "$KV.motet_leases.gateway.g1"),
+    ("gateway", "publish", "$KV.motet_intake.MOTET_REQUESTS.1"),
     ("gateway", "subscribe", "motet.v1.stream.g1"),
     ("gateway", "subscribe", "motet.v1.worker.*.state"),
     ("scheduler", "publish", "motet.v1.worker.w1.assign"),
@@ -120,6 +121,8 @@ MAY_NOT = [
     ("gateway", "publish", "$KV.motet_adapters.name.upper"),
     ("gateway", "publish", "$O.motet_blobs.M.abc"),
     ("gateway", "publish", "$KV.motet_leases.worker.w1"),
+    ("gateway", "publish", "$JS.API.CONSUMER.DURABLE.CREATE.MOTET_REQUESTS.mine"),
+    ("gateway", "publish", "$JS.API.STREAM.PURGE.MOTET_RESULTS"),
     ("gateway", "subscribe", "motet.v1.submit"),
     ("gateway", "subscribe", ">"),
     ("scheduler", "publish", "motet.v1.stream.g1"),
@@ -146,6 +149,10 @@ MAY_NOT = [
     ("upstream", "publish", "$JS.API.CONSUMER.CREATE.MOTET_RESULTS"),
     ("upstream", "publish", "$JS.API.DIRECT.GET.MOTET_RESULTS"),
     ("upstream", "publish", "$JS.API.DIRECT.GET.MOTET_RESULTS.motet.v1.results.acme.r1"),
+    ("upstream", "publish", "$JS.API.DIRECT.GET.MOTET_RESULTS_acme.motet.v1.results.acme.r1"),
+    ("upstream", "publish", "$JS.API.STREAM.PURGE.MOTET_RESULTS_acme"),
+    ("upstream", "publish", "$JS.API.STREAM.PURGE.MOTET_REQUESTS"),
+    ("upstream-acme", "publish", "$JS.API.STREAM.PURGE.MOTET_RESULTS"),
     ("upstream", "publish", "$KV.motet_adapters.name.upper"),
     ("upstream", "subscribe", "motet.v1.results.acme.r1"),
     ("upstream", "subscribe", "motet.v1.requests.default"),
@@ -234,19 +241,28 @@ async def test_an_upload_goes_from_a_gateway_to_the_registry(bus_of: Callable[[s
     await here.delete("upload-1")
 
 
-async def test_a_durable_request_travels_under_the_upstreams_own_rights(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
-    upstream, gateway = await bus_of("upstream"), await bus_of("gateway")
-    heard = await upstream.nc.subscribe(subjects.results("default", "r1"))
-    ack = await upstream.js.publish(subjects.requests("default"), b"{}", headers={"Nats-Msg-Id": "r1"})
-    assert ack.stream == subjects.STREAM_REQUESTS
-    intake = await gateway.js.pull_subscribe("", durable="intake", stream=subjects.STREAM_REQUESTS)
+@pytest.mark.parametrize("tenant", TENANTS)
+async def test_a_durable_request_travels_under_the_upstreams_own_rights(
+    bus_of: Callable[[str], Awaitable[Bus]], tenant: str
+) -> None:
+    upstream, gateway = await bus_of(credentials.upstream_user(tenant)), await bus_of("gateway")
+    result, stream = subjects.results(tenant, "r1"), subjects.results_stream(tenant)
+    heard = await upstream.nc.subscribe(result)
+    ack = await upstream.js.publish(subjects.requests(tenant), b"{}", headers={"Nats-Msg-Id": "r1"})
+    assert not ack.duplicate, "an equal id of another tenant is another request"
+    requests = subjects.requests_stream(tenant)
+    assert ack.stream == requests and requests in await gateway.stream_names(subjects.requests("*"))
+    intake = await gateway.js.pull_subscribe_bind(subjects.CONSUMER_INTAKE, requests)
     (request,) = await intake.fetch(1, timeout=2)
-    await gateway.js.publish(subjects.results("default", "r1"), b"the result")
+    assert (await gateway.js.stream_info(stream)).state.messages == 0
+    await (await gateway.key_value(subjects.KV_INTAKE)).put(f"{requests}.1", b"1")
+    await gateway.js.publish(result, b"the result")
     await request.ack_sync()
     await intake.unsubscribe()
     assert (await heard.next_msg(timeout=2)).data == b"the result"
-    stored = await upstream.js.get_msg(subjects.STREAM_RESULTS, subject=subjects.results("default", "r1"), direct=True)
-    assert stored.data == b"the result"
+    for reader in (upstream, gateway):
+        assert (await reader.js.get_msg(stream, subject=result, direct=True)).data == b"the result"
+    await upstream.js.purge_stream(stream, subject=result)
     with pytest.raises((js_errors.Error, nats.errors.Error, TimeoutError)):
         await upstream.nc.jetstream(timeout=0.3).pull_subscribe("", durable="mine", stream=subjects.STREAM_RESULTS)
 

@@ -9,7 +9,7 @@ import pytest
 from shared import subjects
 from shared.bus import Bus
 from shared.config import BusConfig
-from shared.errors import DeadlineExceeded, Overloaded, Unavailable, from_info
+from shared.errors import BadRequest, DeadlineExceeded, ErrorInfo, Overloaded, TooLarge, Unavailable, from_info
 from shared.leases import LeaseHolder, LeaseWatch
 from shared.messages import Outcome, Prediction, PredictRequest, Refused
 from tests.support import eventually
@@ -95,6 +95,57 @@ async def test_beyond_its_concurrency_a_server_refuses_instead_of_queueing(bus, 
     assert isinstance(reply, Refused) and reply.error.code == "overloaded"
     release.set()
     assert isinstance(await first, Prediction)
+
+
+async def test_an_answer_of_any_size_gets_an_answer(bus, connect):
+    server = await connect("predictor-1")
+
+    async def wordy(_: PredictRequest) -> Prediction:
+        raise BadRequest("wrong: " + "x" * (bus.max_payload + 1))
+
+    async def huge(_: PredictRequest) -> Refused:
+        return Refused(error=ErrorInfo(code="overloaded", message="x" * (bus.max_payload + 1)))
+
+    await server.serve("wordy", "t.wordy", PredictRequest, wordy, queue="q")
+    await server.serve("huge", "t.huge", PredictRequest, huge, queue="q")
+    for subject, code in (("t.wordy", "invalid_value"), ("t.huge", "request_too_large")):
+        reply = await bus.request(subject, ASK, Prediction | Refused, timeout_s=5)
+        assert isinstance(reply, Refused) and reply.error.code == code and len(reply.error.message) < 3000
+    assert bus.connected and server.connected
+
+
+async def test_what_is_larger_than_a_message_may_be_is_never_sent(bus):
+    with pytest.raises(TooLarge):
+        await bus.publish_encoded("t.any", b"x" * (bus.max_payload + 1))
+    with pytest.raises(TooLarge):  # the headers count
+        await bus.store(subjects.dead("acme"), b"x" * bus.max_payload, {"Motet-Reason": "too much"})
+    with pytest.raises(TooLarge):
+        ask = ErrorInfo(code="x", message="x" * (bus.max_payload + 1))
+        await bus.request("t.any", ask, Prediction, timeout_s=1)
+    await bus.flush()
+    assert bus.connected
+
+
+async def test_a_connection_that_the_server_ends_for_good_is_known_to_be_lost(bus):
+    assert bus.lost == ""
+    await bus.nc.publish("t.any", b"x" * bus.max_payload, headers={"and": "a header"})
+    await eventually(lambda: "maximum payload" in bus.lost)
+    assert not bus.connected
+
+
+async def test_a_client_that_gave_up_reconnecting_is_known_to_be_lost(bus, nats_server, monkeypatch):
+    async def broken() -> None:
+        raise ValueError("an answer that nobody foresaw")
+
+    monkeypatch.setattr(bus.nc, "_select_next_server", broken)
+    nats_server.kill()
+    await eventually(lambda: "nobody foresaw" in bus.lost)
+
+
+async def test_closing_is_no_loss(bus, connect):
+    other = await connect("other")
+    await other.close()
+    assert other.lost == ""
 
 
 async def test_an_undecodable_message_is_dropped_and_the_next_one_still_arrives(bus):

@@ -35,7 +35,8 @@ async def publish(bus: Bus, body: Any, *, message_id: str = "", tenant: str = "a
 async def result(bus: Bus, request_id: str, *, tenant: str = "acme", within_s: float = 15.0) -> dict[str, Any]:
     async def stored() -> dict[str, Any] | None:
         try:
-            message = await bus.js.get_last_msg(subjects.STREAM_RESULTS, subjects.results(tenant, request_id), direct=True)
+            stream = subjects.results_stream(tenant)
+            message = await bus.js.get_last_msg(stream, subjects.results(tenant, request_id), direct=True)
         except NotFoundError:
             return None
         return json.loads(message.data or b"")
@@ -45,15 +46,15 @@ async def result(bus: Bus, request_id: str, *, tenant: str = "acme", within_s: f
     return found
 
 
-async def queue_is_empty(bus: Bus) -> None:
+async def queue_is_empty(bus: Bus, *, tenant: str = "acme") -> None:
     async def empty() -> bool:
-        return (await bus.js.stream_info(subjects.STREAM_REQUESTS)).state.messages == 0
+        return (await bus.js.stream_info(subjects.requests_stream(tenant))).state.messages == 0
 
     await eventually(empty)
 
 
-async def results_stored(bus: Bus) -> int:
-    return (await bus.js.stream_info(subjects.STREAM_RESULTS)).state.messages
+async def results_stored(bus: Bus, *, tenant: str = "acme") -> int:
+    return (await bus.js.stream_info(subjects.results_stream(tenant))).state.messages
 
 
 def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
@@ -125,7 +126,7 @@ async def test_poison_goes_to_the_dead_letters_with_the_reason_and_the_next_requ
     sequence = await publish(bus, data, message_id="bad")
     answer = await result(bus, "bad")
     assert answer["status"] == "error" and answer["error"]["code"] == code and reason in answer["error"]["message"]
-    dead = await bus.js.get_last_msg(subjects.STREAM_DEAD, subjects.dead("acme"))
+    dead = await bus.js.get_last_msg(subjects.dead_stream("acme"), subjects.dead("acme"))
     assert dead.data == data
     assert dead.headers is not None
     assert dead.headers["Motet-Code"] == code and reason in dead.headers["Motet-Reason"]

@@ -1,0 +1,159 @@
+"""A durable request as it was delivered: what can be known of it, its deadline, and what is stored when it ends.
+
+Nothing here talks to the bus. `services.gateway.intake` does, and drives these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import orjson
+from nats.aio.msg import Msg
+
+from services.gateway import protocol
+from services.gateway.planner import Plan
+from shared import subjects
+from shared.clock import now_s, unix_ms
+from shared.errors import AnswerTooLarge, BadRequest, DeadlineExceeded, MotetError, TooLarge
+from shared.tenancy import DEFAULT_TENANT, TENANT
+
+TIMEOUT_MAX_MS = 30 * 86_400_000
+DEAD_BODY_MAX = 256 * 1024  # bytes of the original that a dead letter keeps
+CHAT_TOKEN_BYTES = 37  # the shortest token with its log-probability: {"token":"","logprob":0.0,"bytes":[]}
+TEXT_TOKEN_BYTES = 9  # the same of a text completion: "", 0.0, 0,
+_WORD = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+Parsed = tuple[protocol.ChatRequest | protocol.CompletionRequest, dict[str, Any], bool]
+
+
+class DurableRequest:
+    """One delivery and what can be known of it before its body is trusted."""
+
+    def __init__(self, message: Msg, *, bytes_max: int) -> None:
+        self.message = message
+        meta = message.metadata
+        self.stream: str = meta.stream
+        self.sequence: int = meta.sequence.stream
+        self.deliveries: int = meta.num_delivered or 1
+        self.tenant = message.subject.rsplit(".", 1)[-1]
+        message_id = (message.headers or {}).get("Nats-Msg-Id", "")
+        self.request_id = message_id if _WORD.fullmatch(message_id) else f"seq-{self.sequence}"
+        self.timeout_ms: int | None = None
+        self._ends_s: float | None = None
+        self._body: Any = None
+        self._problem: MotetError | None = None
+        self._read(bytes_max)
+        if self.timeout_ms is not None:
+            age_ms = max(0, unix_ms() - int(meta.timestamp.timestamp() * 1000))
+            self._ends_s = now_s() + (self.timeout_ms - age_ms) / 1000
+
+    def _read(self, bytes_max: int) -> None:
+        """Take from the body what names the request and bounds its time; keep the first thing wrong with it."""
+        if not TENANT.fullmatch(self.tenant):
+            self._problem = BadRequest(f"tenant {self.tenant!r}: letters, digits, '_' and '-' only, at most 64")
+        if len(self.message.data) > bytes_max:
+            self._problem = TooLarge(f"the request has {len(self.message.data)} bytes, the limit is {bytes_max}")
+            return
+        try:
+            self._body = orjson.loads(self.message.data)
+        except orjson.JSONDecodeError as error:
+            self._problem = self._problem or BadRequest(f"not JSON: {error}")
+            return
+        if not isinstance(self._body, dict):
+            self._problem = self._problem or BadRequest("a request is a JSON object")
+            return
+        given = self._body.pop("request_id", None)
+        if isinstance(given, str) and _WORD.fullmatch(given):
+            self.request_id = given
+        elif given is not None:
+            reason = "request_id: letters, digits, '_' and '-' only, at most 128"
+            self._problem = self._problem or BadRequest(reason, param="request_id")
+        timeout_ms = self._body.pop("timeout_ms", None)
+        if isinstance(timeout_ms, int) and not isinstance(timeout_ms, bool) and 1 <= timeout_ms <= TIMEOUT_MAX_MS:
+            self.timeout_ms = timeout_ms
+        elif timeout_ms is not None:
+            reason = f"timeout_ms: expected whole milliseconds from 1 to {TIMEOUT_MAX_MS}"
+            self._problem = self._problem or BadRequest(reason, param="timeout_ms")
+
+    @property
+    def key(self) -> str:
+        """Names the stored message in KV `motet_intake`."""
+        return f"{self.stream}.{self.sequence}"
+
+    @property
+    def addressable(self) -> bool:
+        """Whether there can be a result for it: a subject that is no tenant's has none."""
+        return TENANT.fullmatch(self.tenant) is not None
+
+    @property
+    def result_subject(self) -> str:
+        return subjects.results(self.tenant, self.request_id)
+
+    def left_s(self) -> float | None:
+        """Seconds until its deadline, None when it has none."""
+        return None if self._ends_s is None else self._ends_s - now_s()
+
+    def check_time(self, refusal: MotetError | None = None) -> None:
+        """Raises DeadlineExceeded when its time is over; `refusal` is what it waited for last."""
+        left_s = self.left_s()
+        if left_s is not None and left_s <= 0:
+            why = f"; the last refusal was: {refusal.message}" if refusal else ""
+            raise DeadlineExceeded(f"timeout_ms: no answer within {self.timeout_ms} ms of publishing{why}")
+
+    def parse(self) -> Parsed:
+        """(request, slo, wants live tokens). Raises BadRequest naming the field, or TooLarge."""
+        if self._problem is not None:
+            raise self._problem
+        body = dict(self._body)
+        slo = body.pop("slo", None) or {}
+        if not isinstance(slo, dict):
+            raise BadRequest("slo: an object is expected", param="slo")
+        live = body.pop("stream", False)
+        if not isinstance(live, bool):
+            raise BadRequest("stream: true or false is expected", param="stream")
+        return protocol.parse(orjson.dumps(body)), {"class": "batch"} | slo, live
+
+    def ok(self, answer: dict[str, Any], bytes_max: int) -> bytes:
+        """The result that holds `answer`, the OpenAI response body. Raises AnswerTooLarge."""
+        body = orjson.dumps({"request_id": self.request_id, "status": "ok", "response": answer})
+        if len(body) > bytes_max:
+            raise AnswerTooLarge(f"the answer has {len(body)} bytes, a result may have {bytes_max}; {_LESS}")
+        return body
+
+    def failed(self, error: MotetError) -> bytes:
+        """The result that says why there is no answer."""
+        return orjson.dumps({"request_id": self.request_id, "status": "error", "error": error.openai()["error"]})
+
+    def dead_letter(self, error: MotetError) -> tuple[str, bytes, dict[str, str]]:
+        """(subject, payload, headers): the original with the reason. A long original is cut, and the headers say so."""
+        data = self.message.data
+        headers = {
+            "Motet-Reason": " ".join(error.message.split())[:1000],
+            "Motet-Code": error.code,
+            "Motet-Subject": self.message.subject[:256],
+            "Motet-Sequence": str(self.sequence),
+            "Motet-Size": str(len(data)),
+            "Motet-Sha256": hashlib.sha256(data).hexdigest(),
+            "Nats-Msg-Id": f"dead.{self.key}",
+        }
+        if len(data) > DEAD_BODY_MAX:
+            headers["Motet-Truncated"] = "true"
+        return subjects.dead(self.tenant if self.addressable else DEFAULT_TENANT), data[:DEAD_BODY_MAX], headers
+
+
+_LESS = "ask for fewer tokens, choices or log-probabilities"
+
+
+def check_answer_fits(plan: Plan, bytes_max: int) -> None:
+    """Raises AnswerTooLarge before anything runs when even the shortest answer to this plan is too large to store."""
+    least = 0
+    for job in plan.jobs:
+        sampling = job.sampling
+        if sampling.logprobs is None or job.stop:
+            continue
+        tokens = sampling.max_tokens if sampling.ignore_eos and not sampling.stop_token_ids else sampling.min_tokens
+        least += tokens * (CHAT_TOKEN_BYTES * (sampling.logprobs + 1) if plan.chat else TEXT_TOKEN_BYTES)
+    if least > bytes_max:
+        raise AnswerTooLarge(f"the answer would have at least {least} bytes, a result may have {bytes_max}; {_LESS}")
