@@ -167,7 +167,7 @@ def _wait_until_ready(port: int) -> None:
     while time.monotonic() < deadline:
         try:
             with socket.create_connection(("127.0.0.1", port)) as connection:
-                connection.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                connection.sendall(b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
                 if b" 200 " in connection.recv(64):
                     return
         except ConnectionRefusedError:

@@ -23,9 +23,8 @@ class Counters:
 def load(port: int, streams: int, stream_tokens: int, counters: Counters) -> None:
     """Keep `streams` streaming requests running and count their events, until terminated."""
     body = json.dumps(BODY | {"max_tokens": stream_tokens}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
     request = head.encode() + body
     poll = select.epoll()
     sockets: dict[int, socket.socket] = {}

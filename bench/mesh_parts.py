@@ -57,7 +57,7 @@ def stream(port: int, prompts_: list[list[int]], max_tokens: int, models: Sequen
         body: dict[str, Any] = {"model": models[i % len(models)], "prompt": prompt, "max_tokens": max_tokens, "seed": i}
         body |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         text = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
         connection = socket.create_connection(("127.0.0.1", port))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         streams[connection.fileno()] = _Stream(connection, f"{head}content-length: {len(text)}\r\n\r\n".encode() + text)

@@ -1,16 +1,21 @@
-"""Writes docs/configuration.md and docs/metrics.md from the code, so that they cannot be wrong: `python docs/generate.py`."""
+"""Writes configuration.md, metrics.md and api.md from the code, so that they cannot be wrong: `python docs/generate.py`."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from services.gateway import fields as unserved  # noqa: E402
+from services.gateway.config import GatewayConfig  # noqa: E402
+from services.gateway.openapi import document  # noqa: E402
 from shared.config import ServiceConfig, fields  # noqa: E402
 from shared.telemetry import REGISTRY  # noqa: E402
 
@@ -80,7 +85,61 @@ def metrics() -> str:
     return METRICS_PAGE.format(rows="\n".join(rows))
 
 
-PAGES = {"configuration.md": configuration, "metrics.md": metrics}
+API_PAGE = """# The HTTP API
+
+Written by `python docs/generate.py`. A running gateway serves its whole description at `/openapi.json` and shows it at `/docs`:
+every route, field, limit and error.
+
+- Bodies are JSON and say so: without `Content-Type: application/json` the answer is 415. `curl -d` alone sends another type, so
+  add `-H 'content-type: application/json'`. The reason: a web page can send any other type to this machine without asking.
+- Without API keys, and listening on a loopback address, the `Host` header must be a loopback name, `--host`, or one of
+  `--allowed-hosts`; an `Origin` header must be of the same host or one of `--allowed-origins`. Anything else is a 403. With
+  `--allowed-origins` the answers carry CORS headers. Behind a proxy that passes the public name on, list that name.
+- Every answer has `X-Request-Id`: the request's own, or a random one. An answer's `id` is `chatcmpl-` or `cmpl-` and that id.
+- Every error is `{{"error": {{"message", "type", "param", "code"}}}}`; `param` names the field or header.
+- Connections are closed (408) when a request's headers take longer than 15 s, or its body comes slower than 4 KiB/s after
+  30 s. More than 128 headers or 64 KiB of them are a 431.
+
+## Request fields
+
+What happens to each field that clients of OpenAI's API, vLLM, SGLang and LoRAX send. Nothing is dropped silently: a field is
+*served*, or *taken* without effect because it cannot change the answer, or *refused* with a 400 that names it, except with
+values that ask for nothing. A field that is not in the table is refused as unknown. Durable requests over NATS follow the same
+table.
+
+{tables}
+"""
+_SCHEMAS = {"chat": ("ChatRequest", unserved.CHAT), "completions": ("CompletionRequest", unserved.COMPLETION)}
+
+
+def api() -> str:
+    """What happens to every request field that clients of other servers send."""
+    clients: dict[str, Any] = json.loads((ROOT / "docs" / "client_fields.json").read_text())
+    schemas = document(GatewayConfig(model="model"), "")["components"]["schemas"]
+    parts = []
+    for kind, (schema, others) in _SCHEMAS.items():
+        path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+        parts += [f"### POST {path}", "", "| field | of | what happens |", "| --- | --- | --- |"]
+        properties = schemas[schema]["properties"]
+        for name in sorted(properties):
+            of = ", ".join(client for client, names in clients[kind].items() if name in names)
+            if name not in others:
+                happens = f"served: {_sentence(properties[name]['description'])}"
+            elif (harmless := others[name].harmless) is None:
+                happens = f"taken: {others[name].why}"
+            else:
+                values = ", ".join(f"`{json.dumps(value)}`" for value in harmless)
+                happens = f"refused except {values}: {others[name].why}"
+            parts.append(f"| `{name}` | {of} | {happens} |")
+        parts.append("")
+    return API_PAGE.format(tables="\n".join(parts).rstrip())
+
+
+def _sentence(text: str) -> str:
+    return text.rstrip(".").replace("|", "/")
+
+
+PAGES = {"configuration.md": configuration, "metrics.md": metrics, "api.md": api}
 
 if __name__ == "__main__":
     for page, write in PAGES.items():

@@ -56,7 +56,7 @@ class Sequence:
     """What the policy knows of one request. `tokens` are its ids, int32, and `length` of them are known: prompt and output
     so far. Only a prefix cache looks at the ids themselves."""
 
-    order: int  # of arrival, unique
+    order: int  # of arrival, unique; a later place for a request that gives way
     tokens: array[int]
     length: int = -1  # by default, of `tokens`
     adapter: str = ""  # digest, "" for the base
@@ -380,10 +380,15 @@ def _extend_keys(kv: KvBlocks, seq: Sequence, full: int) -> None:
         keys.append(chain_key(parent, seq.tokens[start : start + kv.block_size].tobytes()))
 
 
+def wait(state: AdmissionState[S], seq: S) -> None:
+    """Queue a sequence in its place."""
+    insort(state.waiting, seq, key=_order)
+
+
 def _preempt(state: AdmissionState[S], seq: S, plan: Plan[S]) -> None:
     state.running.remove(seq)
     _give_back(state, seq)
-    insort(state.waiting, seq, key=_order)
+    wait(state, seq)
     plan.preempted.append(seq)
 
 

@@ -7,6 +7,7 @@ name ends in `_file` is a path whose content is the secret, so that secrets neve
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import secrets
@@ -116,6 +117,14 @@ def load(cls: type[C], flags: Mapping[str, Any], environ: Mapping[str, str] = os
         name = text.rsplit("`$.", 1)[-1].rstrip("`") if "`$." in text else ""
         flag = "--" + name.replace("_", "-") if name else "configuration"
         raise ConfigError(f"{flag}: {text.split(' - ')[0]}") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_secret(path: str) -> str:

@@ -5,14 +5,18 @@
     │   ├── PromptTooLong          400  context_length_exceeded
     │   └── InvalidAdapter         400  invalid_adapter
     ├── Unauthorized               401  invalid_api_key
+    ├── Forbidden                  403  permission_denied
     ├── NotFound                   404  not_found
     │   ├── ModelNotFound          404  model_not_found
     │   └── AdapterNotFound        404  adapter_not_found
     ├── Conflict                   409  conflict
     │   ├── AdapterExists          409  adapter_exists
     │   └── AdapterInUse           409  adapter_in_use
+    ├── Timeout                    408  request_timeout          the client was too slow to send it
     ├── TooLarge                   413  request_too_large
-    │   └── AnswerTooLarge         413  answer_too_large         more than one message can carry
+    │   ├── AnswerTooLarge         413  answer_too_large         more than one message can carry
+    │   └── HeadersTooLarge        431  headers_too_large
+    ├── UnsupportedMediaType       415  unsupported_media_type
     ├── Overloaded                 429  overloaded               carries `retry_after_s`
     ├── Unavailable                503  unavailable              nobody serves this, or a part is away
     │   └── WorkerLost             503  worker_lost              resumable on another worker
@@ -90,6 +94,10 @@ class Unauthorized(MotetError):
     status, code, kind = 401, "invalid_api_key", "invalid_request_error"
 
 
+class Forbidden(MotetError):
+    status, code, kind = 403, "permission_denied", "invalid_request_error"
+
+
 class NotFound(MotetError):
     status, code, kind = 404, "not_found", "invalid_request_error"
 
@@ -114,12 +122,24 @@ class AdapterInUse(Conflict):
     code = "adapter_in_use"
 
 
+class Timeout(MotetError):
+    status, code, kind = 408, "request_timeout", "invalid_request_error"
+
+
 class TooLarge(MotetError):
     status, code, kind = 413, "request_too_large", "invalid_request_error"
 
 
 class AnswerTooLarge(TooLarge):
     code = "answer_too_large"
+
+
+class HeadersTooLarge(TooLarge):
+    status, code = 431, "headers_too_large"
+
+
+class UnsupportedMediaType(MotetError):
+    status, code, kind = 415, "unsupported_media_type", "invalid_request_error"
 
 
 class Overloaded(MotetError):

@@ -70,6 +70,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     tenant: str = "default"
     exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
     predicted_tokens: int = 0  # set by the scheduler: expected output length
+    cache_salt: str = ""  # prefix-cache blocks are shared only among requests with the same salt
+    priority: int = 0  # 0 or more; waiting requests with a smaller one go first
     v: int = VERSION
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,6 +10,9 @@ from msgspec import Meta
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers an adapter may target, in the order in which a layer runs them."""
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
+ADAPTER_NAME_CHARS = 128
 
 Tier = Literal["device", "host", "disk"]
 Phase = Literal["loading", "waiting", "running"]
@@ -44,6 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; empty: no such limit
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

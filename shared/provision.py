@@ -35,6 +35,7 @@ DAY_S = 86_400.0
 TENANT_BYTES = 512 << 20  # the server sets this much disk aside at once, so it must fit a small machine
 REQUEST_BYTES_MAX = 4 << 20
 ACK_WAIT_S = 30.0  # after so long without a word the server takes a delivery for dead and makes it again
+UPLOADS_BYTES = 2 << 30  # archives on their way to the registry, for minutes
 
 
 def request_bytes_max(bus: Bus) -> int:
@@ -70,7 +71,7 @@ async def provision(
             await bus.js.create_key_value(bucket)
     stores = [
         ObjectStoreConfig(bucket=subjects.BLOBS, replicas=replicas),
-        ObjectStoreConfig(bucket=subjects.UPLOADS, ttl=3600.0, replicas=replicas),
+        ObjectStoreConfig(bucket=subjects.UPLOADS, ttl=3600.0, max_bytes=UPLOADS_BYTES, replicas=replicas),
     ]
     for store in stores:
         try:

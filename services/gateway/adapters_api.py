@@ -6,13 +6,15 @@ at most `SETTLE_S`), so that a client's next request through the same gateway fi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
+from msgspec import Meta
 from nats import errors as nats_errors
 from nats.js import errors as js_errors
 from starlette.datastructures import FormData, UploadFile
@@ -23,8 +25,20 @@ from starlette.responses import Response
 from services.gateway import protocol
 from services.gateway.http import json_answer, one_line, read_body
 from shared import subjects
-from shared.errors import AdapterExists, AdapterNotFound, BadRequest, MotetError, NotFound, TooLarge, Unavailable, from_info
+from shared.errors import (
+    AdapterExists,
+    AdapterNotFound,
+    BadRequest,
+    MotetError,
+    NotFound,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+    bounded,
+    from_info,
+)
 from shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, Refused, RegisterAdapter, RegistryReply
+from shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS
 
 if TYPE_CHECKING:
     from services.gateway.app import Gateway
@@ -36,28 +50,38 @@ CHUNK_BYTES = 1 << 17
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-class AdapterRequest(msgspec.Struct, kw_only=True):
+_NAME_TEXT = "letters, digits, '_' and '-', single '.' and '/' between them, at most 128 characters"
+
+
+class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/adapters: exactly one of `path`, `hub_id` and `alias_of` says where it comes from."""
 
-    name: str
-    path: str | None = None
-    hub_id: str | None = None
-    alias_of: str | None = None
-    replace: bool = False
+    name: Annotated[str, Meta(min_length=1, max_length=128, description=f"its name: {_NAME_TEXT}")]
+    path: (
+        Annotated[str, Meta(description="a directory or archive on the server, below one of its `--adapter-roots`")] | None
+    ) = None
+    hub_id: Annotated[str, Meta(description="a Hugging Face id, `owner/name` or `owner/name@revision`")] | None = None
+    alias_of: Annotated[str, Meta(description="another adapter's name: both names then mean the same version")] | None = None
+    replace: Annotated[bool, Meta(description="take over a name in use; running requests finish on the old version")] = False
 
 
-class LoadRequest(msgspec.Struct, kw_only=True):
+class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's POST /v1/load_lora_adapter."""
 
-    lora_name: str = ""
-    lora_path: str = ""
-    load_inplace: bool = False
+    lora_name: Annotated[str, Meta(description=f"its name: {_NAME_TEXT}", extra_json_schema={"minLength": 1})] = ""
+    lora_path: Annotated[
+        str, Meta(description="a path on the server, or a Hugging Face id", extra_json_schema={"minLength": 1})
+    ] = ""
+    load_inplace: Annotated[bool, Meta(description="replace the adapter of this name")] = False
+    base_model_name: Annotated[str, Meta(description="must be the base model's name")] | None = None
+    is_3d_lora_weight: Annotated[bool, Meta(description="refused when true", extra_json_schema={"enum": [False]})] = False
 
 
-class UnloadRequest(msgspec.Struct, kw_only=True):
+class UnloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's POST /v1/unload_lora_adapter."""
 
-    lora_name: str = ""
+    lora_name: Annotated[str, Meta(description="the adapter to remove", extra_json_schema={"minLength": 1})] = ""
+    lora_int_id: Annotated[int, Meta(description="taken and not needed: the name decides")] | None = None
 
 
 _adapter = msgspec.json.Decoder(AdapterRequest)
@@ -68,6 +92,7 @@ _unload = msgspec.json.Decoder(UnloadRequest)
 def add_routes(api: APIRouter, gateway: Gateway) -> None:
     """All adapter routes, on a router that authenticates."""
     registry = _Registry(gateway)
+    uploads = asyncio.Semaphore(gateway.config.max_uploads)
     max_body = gateway.config.max_body_bytes
 
     @api.get("/v1/adapters")
@@ -84,7 +109,10 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
     @api.post("/v1/adapters")
     async def add_adapter(request: Request) -> Response:
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
-            info = await _upload(gateway, registry, request)
+            if uploads.locked():
+                raise Overloaded(f"{gateway.config.max_uploads} uploads are under way already", retry_after_s=5.0)
+            async with uploads:
+                info = await _upload(gateway, registry, request)
         else:
             asked: AdapterRequest = protocol.decode(await read_body(request, max_body), _adapter)
             info = await registry.add(asked)
@@ -100,6 +128,10 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         asked: LoadRequest = protocol.decode(await read_body(request, max_body), _load)
         if not asked.lora_name or not asked.lora_path:
             return _vllm_error(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
+        if asked.is_3d_lora_weight:
+            return _vllm_error(400, "BadRequestError", "is_3d_lora_weight is not supported")
+        if asked.base_model_name not in (None, "", gateway.config.base_model):
+            return _vllm_error(400, "BadRequestError", f"base_model_name: {asked.base_model_name!r} is not served here")
         try:
             is_path = asked.lora_path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(asked.lora_path)
             await registry.register(
@@ -147,13 +179,14 @@ class _Registry:
         if kind != "alias":
             param = "path" if kind == "path" else "hub_id"
             return await self.register(asked.name, kind, location, replace=asked.replace, param=param)
-        self._check_name(asked.name, "name")
-        one_line(location, "alias_of")
+        self.check_name(asked.name, "name")
+        if not _possible(location):
+            raise AdapterNotFound(f"there is no adapter {location!r}", param="alias_of")
         return await self._put("alias", AliasAdapter(name=asked.name, target=location), asked.name, CHANGE_TIMEOUT_S)
 
     async def register(self, name: str, kind: str, location: str, *, replace: bool, param: str) -> AdapterInfo:
         """Register; an error about the location names it as `param`, the field in which the client sent it."""
-        self._check_name(name, "name")
+        self.check_name(name, "name")
         one_line(location, param)
         message = RegisterAdapter(name=name, kind=kind, location=location, replace=replace)
         try:
@@ -164,6 +197,8 @@ class _Registry:
             raise
 
     async def delete(self, name: str, *, force: bool) -> None:
+        if not _possible(name):
+            raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
         await self._ask("delete", DeleteAdapter(name=name, force=force), CHANGE_TIMEOUT_S)
         await self._gateway.settled(lambda: self._gateway.adapters.resolve(name) is None, SETTLE_S)
 
@@ -188,10 +223,17 @@ class _Registry:
         adapters: list[AdapterInfo] = reply.adapters
         return adapters
 
-    def _check_name(self, name: str, param: str) -> None:
-        one_line(name, param)
+    def check_name(self, name: str, param: str) -> None:
+        """Raises BadRequest when no adapter can have this name."""
+        if not _possible(name):
+            raise BadRequest(f"{param}: {name!r} is no adapter name: {_NAME_TEXT}", param=param)
         if name == self._gateway.config.base_model:
             raise BadRequest(f"{name!r} is the base model's name", param=param)
+
+
+def _possible(name: str) -> bool:
+    """Whether an adapter can have this name."""
+    return len(name) <= ADAPTER_NAME_CHARS and ADAPTER_NAME.fullmatch(name) is not None
 
 
 async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> AdapterInfo:
@@ -213,7 +255,7 @@ async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> Ad
             raise BadRequest("expected the archive as a file in the form field `file`", param="file")
         if replace not in ("true", "false"):
             raise BadRequest(f"replace: expected true or false, got {replace!r}", param="replace")
-        one_line(name, "name")
+        registry.check_name(name, "name")
         store = await gateway.bus.object_store(subjects.UPLOADS)
         key = secrets.token_hex(16)
         try:
@@ -266,12 +308,19 @@ def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
         "layers": version.layers,
         "dtype": version.dtype,
         "size_bytes": version.size_bytes,
-        "source": version.source,
+        "source": public_source(version.source),
         "created": version.created_unix_ms // 1000,
         "updated": entry.updated_unix_ms // 1000,
         "resident": gateway.fleet.tiers(entry.digest),
     }
 
 
+def public_source(source: str) -> str:
+    """Where an adapter came from, as every client may see it: of a path on the server only its last part."""
+    kind, _, place = source.partition(":")
+    return f"path:{place.rstrip('/').rsplit('/', 1)[-1]}" if kind == "path" else source
+
+
 def _vllm_error(status: int, kind: str, message: str) -> Response:
+    message = bounded(message)
     return json_answer({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)

@@ -59,7 +59,7 @@ async def collect(owner: Owner, plan: Plan, *, on_delta: OnDelta | None = None) 
         for stream in streams:
             stream.cancel()
     choices = [g.choice(plan, i, owner.detokenizer) for i, g in enumerate(gathered)]
-    return {
+    body = {
         "id": plan.request_id,
         "object": "chat.completion" if plan.chat else "text_completion",
         "created": plan.created_s,
@@ -67,6 +67,9 @@ async def collect(owner: Owner, plan: Plan, *, on_delta: OnDelta | None = None) 
         "choices": choices,
         "usage": usage(plan, streams),
     }
+    if plan.request.return_token_ids:
+        add_token_ids(plan, body, streams)
+    return body
 
 
 class _Gathered:
@@ -92,6 +95,16 @@ class _Gathered:
         body: dict[str, Any] = {"index": index}
         body |= {"message": {"role": "assistant", "content": text}} if plan.chat else {"text": text}
         return body | {"logprobs": logprobs, "finish_reason": self.last.finish, "stop_reason": self.last.stop_reason}
+
+
+def add_token_ids(plan: Plan, body: dict[str, Any], streams: list[Stream]) -> None:
+    """`return_token_ids` in a whole answer: each choice's tokens, those that ended it included, and the prompts'."""
+    for choice, stream in zip(body["choices"], streams, strict=True):
+        choice["token_ids"] = stream.tokens
+        if not plan.chat:
+            choice["prompt_token_ids"] = stream.job.prompt
+    if plan.chat:
+        body["prompt_token_ids"] = plan.jobs[0].prompt
 
 
 def usage(plan: Plan, streams: list[Stream]) -> dict[str, Any]:

@@ -9,25 +9,28 @@ from typing import Any, Protocol
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from services.gateway import adapters_api, answers, protocol
+from services.gateway import adapters_api, answers, openapi, protocol
 from services.gateway.absent import Absent
+from services.gateway.adapters_api import public_source
 from services.gateway.auth import Keys
 from services.gateway.config import GatewayConfig
 from services.gateway.fleet import Fleet
-from services.gateway.http import install_error_handlers, json_answer, read_body, while_connected
+from services.gateway.guard import Guard
+from services.gateway.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
 from services.gateway.owner import Owner
 from services.gateway.planner import Plan, Planner
 from services.gateway.prompt import Prompts
-from services.gateway.sse import SERVER_SEND, SseResponse
+from services.gateway.sse import SseResponse
 from shared import subjects
 from shared.adapter_watch import AdapterWatch
 from shared.bus import Bus
 from shared.clock import now_s
-from shared.errors import BadRequest, ModelNotFound, MotetError, from_info
+from shared.errors import ModelNotFound, MotetError, from_info
 from shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
 from shared.service import health as service_health
 from shared.service import metrics_text
@@ -63,43 +66,24 @@ class Gateway(Protocol):
         """Wait until `visible()` holds for the adapters it sees; False when that takes longer."""
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """vLLM's POST /tokenize: a prompt or messages."""
-
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = False
-
-
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """vLLM's POST /detokenize."""
-
-    tokens: list[protocol.TokenId]
-
-
-_tokenize = msgspec.json.Decoder(TokenizeRequest)
-_detokenize = msgspec.json.Decoder(DetokenizeRequest)
-
-
 def build_app(gateway: Gateway) -> ASGIApp:
     """All routes of one gateway."""
     app = FastAPI(title="Motet", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    install_error_handlers(app)
     api = APIRouter(dependencies=[Depends(gateway.keys.admit)])
+    install_error_handlers(app, api)
     config, owner = gateway.config, gateway.owner
 
     async def run(request: Request, parse: Callable[[bytes], Any]) -> Response:
         gateway.admit()
         parsed = parse(await read_body(request, config.max_body_bytes))
         slo = gateway.planner.slo(_slo_headers(request), names=SLO_HEADERS)
-        plan: Plan = await gateway.planner.plan(parsed, tenant=request.state.tenant, slo=slo)
+        given = request.state.request_id if request.state.request_id_given else ""
+        plan: Plan = await gateway.planner.plan(parsed, tenant=request.state.tenant, slo=slo, request_id=given)
         if parsed.stream:
             streams, signal = await while_connected(request, answers.open_all(owner, plan))
             return SseResponse(plan, streams, signal, owner.detokenizer)
         body = await while_connected(request, answers.collect(owner, plan))
-        return json_answer(body, headers={"x-request-id": plan.request_id})
+        return json_answer(body)
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -125,22 +109,29 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        asked: TokenizeRequest = protocol.decode(await read_body(request, config.max_body_bytes), _tokenize)
+        asked = protocol.parse_tokenize(await read_body(request, config.max_body_bytes))
+        gateway.planner.adapter(asked.model)
+        prompts, special = gateway.prompts, asked.add_special_tokens
         if asked.messages is not None:
-            chat = protocol.ChatRequest(messages=asked.messages)
-            tokens = await gateway.prompts.chat(chat.conversation(), add_generation_prompt=asked.add_generation_prompt)
-        elif asked.prompt is not None:
-            [tokens] = await gateway.prompts.texts([asked.prompt], add_special_tokens=asked.add_special_tokens is not False)
+            tokens = await prompts.chat(
+                protocol.ChatRequest(messages=asked.messages).conversation(),
+                add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
+                continue_final_message=asked.continue_final_message,
+                add_special_tokens=bool(special),
+                variables=asked.chat_template_kwargs,
+                counting=True,
+            )
         else:
-            raise BadRequest("expected `prompt` or `messages`", param="prompt")
-        names = [gateway.prompts.tokenizer.id_to_token(token) for token in tokens] if asked.return_token_strs else None
+            [tokens] = await prompts.texts([asked.prompt or ""], add_special_tokens=special is not False, counting=True)
+        names = await prompts.names(tokens) if asked.return_token_strs else None
         body = {"count": len(tokens), "max_model_len": gateway.planner.max_model_len, "tokens": tokens, "token_strs": names}
         return json_answer(body)
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        asked: DetokenizeRequest = protocol.decode(await read_body(request, config.max_body_bytes), _detokenize)
-        return json_answer({"prompt": gateway.prompts.tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+        asked = protocol.parse_detokenize(await read_body(request, config.max_body_bytes))
+        gateway.planner.adapter(asked.model)
+        return json_answer({"prompt": await gateway.prompts.text(asked.tokens)})
 
     @api.get("/v1/status")
     async def status() -> Response:
@@ -163,14 +154,23 @@ def build_app(gateway: Gateway) -> ASGIApp:
     async def version() -> Response:
         return json_answer({"version": VERSION})
 
+    openapi.add_routes(app.router, config, VERSION, keyless=not gateway.keys.required)
     adapters_api.add_routes(api, gateway)
     app.include_router(api)
 
-    async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
-        scope[SERVER_SEND] = send
-        await app(scope, receive, send)
+    origins = _words(config.allowed_origins)
+    keyless = not gateway.keys.required
+    guard = Guard(keyless=keyless, bound_host=config.host, hosts=_words(config.allowed_hosts), origins=origins)
+    if origins:
+        shown = ["x-request-id", "retry-after"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
+        )
+    return Entrance(app, guard)
 
-    return outermost
+
+def _words(listed: str) -> list[str]:
+    return [word.strip() for word in listed.split(",") if word.strip()]
 
 
 def _slo_headers(request: Request) -> dict[str, str]:
@@ -180,12 +180,13 @@ def _slo_headers(request: Request) -> dict[str, str]:
 
 def _base_card(gateway: Gateway) -> dict[str, Any]:
     name = gateway.config.base_model
-    return _card(name, gateway.started_s, gateway.config.model, None, gateway.planner.max_model_len)
+    root = public_source(f"path:{gateway.config.model}").removeprefix("path:")
+    return _card(name, gateway.started_s, root, None, gateway.planner.max_model_len)
 
 
 def _adapter_card(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
     created_s = info.version.created_unix_ms // 1000
-    root = info.version.source.split(":", 1)[-1]  # as vLLM: the path or hub id, without what kind of source it was
+    root = public_source(info.version.source).split(":", 1)[-1]  # without what kind of source it was
     return _card(info.entry.name, created_s, root, gateway.config.base_model, None)
 
 

@@ -15,6 +15,7 @@ class Keys:
     """Looks keys up by digest, so that a comparison tells nothing about how much of a key was right."""
 
     def __init__(self, tenants: dict[str, str] | None) -> None:
+        self.required = tenants is not None
         self._tenants = None if tenants is None else {_digest(key): tenant for key, tenant in tenants.items()}
 
     async def admit(self, request: Request) -> None:

@@ -20,8 +20,20 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
     served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
     host: Annotated[str, Meta(description="address of the HTTP API")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0 for any")] = 8000
+    allowed_hosts: Annotated[
+        str,
+        Meta(
+            description="host names in requests that are served besides loopback ones and --host, comma-separated, * for any;"
+            " checked when given, and always where no key is needed and --host is a loopback address"
+        ),
+    ] = ""
+    allowed_origins: Annotated[
+        str, Meta(description="origins of browser pages that may use the API, comma-separated, * for any; sends CORS headers")
+    ] = ""
+    max_connections: Annotated[int, Meta(ge=1, description="open connections; beyond that they are refused with 429")] = 16_384
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body; uploads have their own limit")] = 4 * MIB
     max_upload_bytes: Annotated[int, Meta(ge=1024, description="largest adapter archive")] = 1024 * MIB
+    max_uploads: Annotated[int, Meta(ge=1, description="adapter uploads at once; beyond that clients get 429")] = 4
     max_inflight: Annotated[int, Meta(ge=1, description="sequences owned at once; beyond that clients get 429")] = 4096
     stream_buffer_tokens: Annotated[
         int, Meta(ge=16, description="tokens kept for a client that does not read; beyond that it is cut off")

@@ -1,29 +1,78 @@
-"""What all HTTP endpoints share: bounded bodies, JSON and error answers, and work that ends when its client is gone."""
+"""What all HTTP endpoints share: request ids, bounded bodies, JSON and error answers, work that ends when its client goes."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
+import secrets
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import orjson
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import metrics
-from shared.errors import BadRequest, MotetError, TooLarge
+from services.gateway.guard import Guard
+from shared.errors import BadRequest, MotetError, TooLarge, UnsupportedMediaType, bounded
 from shared.telemetry import logger
 
 T = TypeVar("T")
 log = logger("motet.http")
+SERVER_SEND = "motet.server_send"  # in the scope: `send` as the server gave it, without middleware around it
+REQUEST_ID = "x-request-id"
+_USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Entrance:
+    """The outermost layer: every request gets its id, every answer carries it, and what `guard` refuses comes no further.
+
+    The id is the client's own X-Request-Id where that is 1 to 128 printable ASCII characters, else a random one.
+    """
+
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app, self._guard = app, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        request_id = given if _USABLE_ID.fullmatch(given) else secrets.token_hex(12)
+        state = scope.setdefault("state", {})
+        state["request_id"], state["request_id_given"] = request_id, request_id == given
+        encoded = (REQUEST_ID.encode(), request_id.encode())
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start" and not any(name == encoded[0] for name, _ in message["headers"]):
+                message["headers"] = [*message["headers"], encoded]
+            await send(message)
+
+        refused = self._guard.refusal(scope["method"], headers)
+        if refused is not None:
+            await error_answer(refused)(scope, receive, named)
+            return
+        scope[SERVER_SEND] = send
+        await self._app(scope, receive, named)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises TooLarge as soon as it is known to be longer than `max_bytes`."""
+    """The whole body, which is JSON by its content type.
+
+    Raises UnsupportedMediaType, or TooLarge as soon as it is known to be longer than `max_bytes`.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        given = f"not {kind!r}" if kind else "and names none"
+        raise UnsupportedMediaType(
+            f"the body must be sent as application/json, {given}: add the header `Content-Type: application/json`",
+            param="content-type",
+        )
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise TooLarge(f"the request body has {declared} bytes, the limit is {max_bytes}")
@@ -47,6 +96,8 @@ def error_answer(error: MotetError) -> Response:
     headers = {}
     if error.retry_after_s is not None or error.status == 429:
         headers["retry-after"] = str(math.ceil(error.retry_after_s or 1.0))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, TooLarge):
         headers["connection"] = "close"  # the rest of the body is not read
     return json_answer(error.openai(), error.status, headers)
@@ -77,13 +128,14 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Every failure becomes an OpenAI-shaped answer."""
+def install_error_handlers(app: FastAPI, api: APIRouter) -> None:
+    """Every failure becomes an OpenAI-shaped answer; `api` holds those routes of `app` that need a key."""
 
-    async def on_motet_error(_: Request, error: Exception) -> Response:
+    async def on_motet_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, MotetError)
         if error.status >= 500:
-            log.warning("request failed", extra={"code": error.code, "error": error.message})
+            named = {"request_id": request.state.request_id}
+            log.warning("request failed", extra={"code": error.code, "error": error.message} | named)
         return error_answer(error)
 
     async def on_invalid(_: Request, error: Exception) -> Response:
@@ -95,8 +147,19 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         reason = f"{request.method} {request.url.path}: {error.detail}"
-        shaped = {"message": reason, "type": "invalid_request_error", "param": None, "code": f"http_{error.status_code}"}
-        return json_answer({"error": shaped}, error.status_code, dict(error.headers or {}))
+        shaped = {
+            "message": bounded(reason),
+            "type": "invalid_request_error",
+            "param": None,
+            "code": f"http_{error.status_code}",
+        }
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # of all routes with this path, not only of the first
+            path = request.url.path
+            found = [route for route in (*app.routes, *api.routes) if isinstance(route, Route) and route.path_regex.match(path)]
+            methods = {method for route in found for method in route.methods or ()}
+            headers = {"allow": ", ".join(sorted(methods))}
+        return json_answer({"error": shaped}, error.status_code, headers)
 
     async def on_gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)
@@ -108,6 +171,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGone, on_gone)
+    app.add_exception_handler(ClientDisconnect, on_gone)
     app.add_exception_handler(Exception, on_bug)
 
 

@@ -204,6 +204,8 @@ class Owner:
             adapter=job.adapter,
             tenant=job.tenant,
             exclude_workers=tuple(stream.excluded),
+            cache_salt=job.cache_salt,
+            priority=job.priority,
         )
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=SUBMIT_TIMEOUT_S)
         if isinstance(reply, Refused):

@@ -17,7 +17,7 @@ import msgspec
 from services.gateway.config import GatewayConfig
 from services.gateway.fleet import Fleet
 from services.gateway.prompt import Prompts
-from services.gateway.protocol import BIASES_MAX, SEQUENCES_MAX, ChatRequest, CompletionRequest
+from services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest
 from services.gateway.stream import Job
 from shared.clock import now_s, unix_ms
 from shared.errors import BadRequest, ModelNotFound, PromptTooLong
@@ -26,6 +26,7 @@ from shared.model import AdapterRef, SamplingParams, Slo
 
 T = TypeVar("T")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+SLO_MIN_MS = 0.001  # numbers near zero would overflow where objectives are divided by
 SLO_MAX_MS = 3_600_000
 SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms"}
 SEED_MASK = (1 << 63) - 1
@@ -42,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A request ready to run and what its answer needs to say."""
 
     request: ChatRequest | CompletionRequest
-    request_id: str  # "chatcmpl-..." or "cmpl-..."; job i is "<request_id>-<i>"
+    request_id: str  # "chatcmpl-..." or "cmpl-...", as answers show it; clients choose it, jobs have ids of their own
     created_s: int  # Unix time
     model: str  # as the client named it
     jobs: list[Job]
@@ -87,15 +88,15 @@ class Planner:
             tpot_slo_ms=_milliseconds(given.get("tpot_ms", base.tpot_slo_ms), names["tpot_ms"]),
         )
 
-    def adapter(self, model: str | None) -> AdapterRef | None:
-        """The adapter version behind a model name, None for the base model. Raises ModelNotFound."""
+    def adapter(self, model: str | None, *, param: str = "model") -> AdapterRef | None:
+        """The adapter version behind a model name, None for the base model. Raises ModelNotFound naming `param`."""
         if not model or model == self.base_model:
             return None
         info = self._adapters.resolve(model)
         if info is None and model.startswith(self.base_model + ":"):
             info = self._adapters.resolve(model.removeprefix(self.base_model + ":"))
         if info is None or info.version.base_model != self.base_model:
-            raise ModelNotFound(f"The model `{model}` does not exist.", param="model")
+            raise ModelNotFound(f"The model `{model}` does not exist.", param=param)
         version = info.version
         return AdapterRef(name=info.entry.name, digest=version.digest, rank=version.rank, size_bytes=version.size_bytes)
 
@@ -106,75 +107,123 @@ class Planner:
         tenant: str = "default",
         slo: Slo | None = None,
         timeout_s: float | None = None,
-        request_id: str | None = None,
+        request_id: str = "",
     ) -> Plan:
         """Everything decided and tokenized. Raises BadRequest (naming the field), PromptTooLong or ModelNotFound.
 
-        `request_id` is drawn when not given; two requests that run at once must not share one.
+        `request_id` is the client's name for it, else the body's; without either it is drawn.
         """
         arrived_s = now_s()
-        adapter = self.adapter(request.model)
+        model, adapter = self._named(request)
         chat = isinstance(request, ChatRequest)
         stops = request.stops()
         prompts = await (self._chat_prompt(request) if isinstance(request, ChatRequest) else self._text_prompts(request))
         n = request.n or 1
         if len(prompts) * n > SEQUENCES_MAX:
             raise BadRequest(f"{len(prompts)} prompts times n={n} is more than {SEQUENCES_MAX} sequences", param="n")
-        request_id = request_id or ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
+        drawn = secrets.token_hex(12)  # what the mesh knows it by: clients may use an id twice at once
+        prefix = "chatcmpl-" if chat else "cmpl-"
         seed = (request.seed if request.seed is not None else secrets.randbits(63)) & SEED_MASK
+        bad_words = await self._bad_words(request.bad_words or [])
         jobs: list[Job] = []
         for prompt in prompts:
-            sampling = self._sampling(request, len(prompt))
+            sampling = self._sampling(request, len(prompt), bad_words)
             for _ in range(n):
                 choice_seed = (seed + len(jobs) * SEED_STEP) & SEED_MASK
                 jobs.append(
                     Job(
-                        request_id=f"{request_id}-{len(jobs)}",
-                        model=request.model or self.base_model,
+                        request_id=f"{prefix}{drawn}-{len(jobs)}",
+                        model=model,
                         prompt=prompt,
                         sampling=msgspec.structs.replace(sampling, seed=choice_seed),
                         slo=slo or self._config.slo_classes["standard"],
                         adapter=adapter,
                         tenant=tenant,
                         stop=stops,
-                        include_stop=bool(request.include_stop_str_in_output),
+                        include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
                         skip_special_tokens=request.skip_special_tokens is not False,
                         continues_text=not chat or bool(request.continue_final_message),  # type: ignore[union-attr]
+                        cache_salt=request.cache_salt or "",
+                        priority=request.priority or 0,
                         timeout_s=timeout_s or self._config.request_timeout_s,
                         arrived_s=arrived_s,
                     )
                 )
         return Plan(
             request=request,
-            request_id=request_id,
+            request_id=prefix + (request_id or request.request_id or request.rid or drawn),
             created_s=unix_ms() // 1000,
-            model=request.model or self.base_model,
+            model=model,
             jobs=jobs,
             echoes=self._echoes(request, prompts, n),
         )
+
+    def _named(self, request: ChatRequest | CompletionRequest) -> tuple[str, AdapterRef | None]:
+        """The model as the client named it, and the adapter: `model`, `lora_path` and `adapter_id` may agree, not differ."""
+        model, adapter = request.model or self.base_model, self.adapter(request.model)
+        for param in ("lora_path", "adapter_id"):
+            name = getattr(request, param)
+            found = self.adapter(name, param=param)
+            if found is None:
+                continue
+            if adapter is not None and found.digest != adapter.digest:
+                raise BadRequest(f"{param}: {name!r} is another adapter than {model!r}", param=param)
+            model, adapter = name, found
+        return model, adapter
 
     async def _chat_prompt(self, request: ChatRequest) -> list[list[int]]:
         tokens = await self._prompts.chat(
             request.conversation(),
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
-            variables=request.chat_template_kwargs,
+            add_special_tokens=bool(request.add_special_tokens),
+            variables=self._variables(request),
+            longest=self._longest(request),
         )
-        return [self._checked(tokens, "messages")]
+        return [self._checked(self._truncated(request, tokens), "messages")]
+
+    def _variables(self, request: ChatRequest) -> dict[str, Any] | None:
+        """What the chat template is given; a field that it would not read is refused by name."""
+        effort, documents, reads = request.reasoning_effort, request.documents, self._prompts.template_reads
+        given: dict[str, Any] = {}
+        if documents:
+            if "documents" not in reads:
+                raise BadRequest("documents: this model's chat template does not read them", param="documents")
+            given["documents"] = documents
+        if effort is not None and reads.isdisjoint(("reasoning_effort", "enable_thinking")):
+            if effort != "none":
+                raise BadRequest("reasoning_effort: this model's chat template does not read it", param="reasoning_effort")
+        elif effort is not None:
+            given |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return given | (request.chat_template_kwargs or {}) or None
 
     async def _text_prompts(self, request: CompletionRequest) -> list[list[int]]:
         given = request.prompts()
-        if len(given) > SEQUENCES_MAX:
-            raise BadRequest(f"at most {SEQUENCES_MAX} prompts are taken, not {len(given)}", param="prompt")
         texts = [prompt for prompt in given if isinstance(prompt, str)]
-        tokenized = iter(await self._prompts.texts(texts, add_special_tokens=request.add_special_tokens is not False))
+        special = request.add_special_tokens is not False
+        tokenized = iter(await self._prompts.texts(texts, add_special_tokens=special, longest=self._longest(request)))
         prompts = [next(tokenized) if isinstance(prompt, str) else self._known(prompt) for prompt in given]
-        return [self._checked(tokens, "prompt") for tokens in prompts]
+        return [self._checked(self._truncated(request, tokens), "prompt") for tokens in prompts]
+
+    def _longest(self, request: ChatRequest | CompletionRequest) -> int | None:
+        """The most prompt tokens that are of use; None for any number."""
+        return self.max_model_len if request.truncate_prompt_tokens is None else None
+
+    def _truncated(self, request: ChatRequest | CompletionRequest, tokens: list[int]) -> list[int]:
+        keep = request.truncate_prompt_tokens
+        if keep is None:
+            return tokens
+        if keep < 0:
+            wanted = request.max_tokens
+            if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+                wanted = request.max_completion_tokens
+            keep = max(self.max_model_len - (wanted or 1), 1)
+        return tokens[:keep] if request.truncation_side == "right" else tokens[-keep:]
 
     def _known(self, tokens: list[int]) -> list[int]:
         size = self._prompts.vocab_size
-        wrong = next((t for t in tokens if not 0 <= t < size), None)
-        if wrong is not None:
+        if tokens and not (min(tokens) >= 0 and max(tokens) < size):
+            wrong = next(token for token in tokens if not 0 <= token < size)
             raise BadRequest(f"token id {wrong} is outside the vocabulary of {size}", param="prompt")
         return tokens
 
@@ -190,7 +239,21 @@ class Planner:
             )
         return tokens
 
-    def _sampling(self, request: ChatRequest | CompletionRequest, prompt_tokens: int) -> SamplingParams:
+    async def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of words: at the beginning of a text and, where that differs, after a space (as vLLM)."""
+        if not words:
+            return ()
+        bare = await self._prompts.texts([word.lstrip() for word in words], add_special_tokens=False)
+        spaced = await self._prompts.texts([" " + word.lstrip() for word in words], add_special_tokens=False)
+        found = [tuple(tokens) for tokens in bare]
+        found += [tuple(b) for a, b in zip(bare, spaced, strict=True) if a and b and a[0] != b[0] and len(a) == len(b)]
+        if not all(found):
+            raise BadRequest("bad_words: a word has no tokens", param="bad_words")
+        return tuple(dict.fromkeys(found))
+
+    def _sampling(
+        self, request: ChatRequest | CompletionRequest, prompt_tokens: int, bad_words: tuple[tuple[int, ...], ...]
+    ) -> SamplingParams:
         room = self.max_model_len - prompt_tokens
         defaults = self._prompts.defaults
         asked, param = request.max_tokens, "max_tokens"
@@ -222,16 +285,22 @@ class Planner:
             repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
             logit_bias=self._logit_bias(request.logit_bias or {}),
             stop_token_ids=tuple(request.stop_token_ids or ()),
-            ignore_eos=bool(request.ignore_eos),
+            ignore_eos=bool(request.ignore_eos or request.ignore_eos_token),
             logprobs=request.logprobs_wanted(),
+            allowed_token_ids=self._allowed(request.allowed_token_ids or []),
+            bad_words=bad_words,
         )
 
+    def _allowed(self, tokens: list[int]) -> tuple[int, ...]:
+        size = self._prompts.vocab_size
+        if tokens and max(tokens) >= size:
+            raise BadRequest(f"token id {max(tokens)} is outside the vocabulary of {size}", param="allowed_token_ids")
+        return tuple(sorted(set(tokens)))
+
     def _logit_bias(self, given: dict[str, float]) -> dict[int, float]:
-        if len(given) > BIASES_MAX:
-            raise BadRequest(f"at most {BIASES_MAX} tokens can be biased, not {len(given)}", param="logit_bias")
         out = {}
         for key, bias in given.items():
-            if not key.isdecimal() or not key.isascii() or len(key) > 10 or int(key) >= self._prompts.vocab_size:
+            if int(key) >= self._prompts.vocab_size:
                 size = self._prompts.vocab_size
                 raise BadRequest(f"{key!r} is not a token id below the vocabulary's {size}", param="logit_bias")
             out[int(key)] = bias
@@ -241,8 +310,9 @@ class Planner:
         if isinstance(request, ChatRequest) or not request.echo:
             return [""] * (len(prompts) * n)
         given = request.prompts()
+        whole = request.truncate_prompt_tokens is None
         texts = [
-            text if isinstance(text, str) else self._prompts.tokenizer.decode(tokens, skip_special_tokens=True)
+            text if isinstance(text, str) and whole else self._prompts.tokenizer.decode(tokens, skip_special_tokens=True)
             for text, tokens in zip(given, prompts, strict=True)
         ]
         return [text for text in texts for _ in range(n)]
@@ -258,6 +328,6 @@ def _milliseconds(given: Any, name: str) -> float:
         value = float(given)
     except (TypeError, ValueError):
         value = math.nan
-    if not 0 < value <= SLO_MAX_MS:
-        raise BadRequest(f"{name}: expected milliseconds above 0 and at most {SLO_MAX_MS}, got {given!r}", param=name)
+    if not SLO_MIN_MS <= value <= SLO_MAX_MS:
+        raise BadRequest(f"{name}: expected {SLO_MIN_MS} to {SLO_MAX_MS} milliseconds, got {given!r}", param=name)
     return value

@@ -1,7 +1,12 @@
 """Prompts to tokens: the tokenizer, the chat template and the other small files of a model directory. Imports no torch.
 
 What is rendered and tokenized is what `transformers`' `apply_chat_template` and tokenizer call give for the same files.
-Short texts are tokenized where they stand, long ones in a thread, so that no prompt ever stalls the token streams.
+Short texts are tokenized where they stand, long ones in threads, so that no prompt ever stalls the token streams:
+
+    requests        `THREADS` threads; a text that cannot fit the context is refused before it is tokenized
+    /tokenize       a thread of its own, so that counting tokens holds up nobody's request; at most `COUNTED_CHARS_MAX`
+
+What waits for a thread is bounded in number and characters; beyond that clients get 429.
 """
 
 from __future__ import annotations
@@ -17,19 +22,24 @@ from typing import Any, NoReturn, TypeVar
 import jinja2
 import jinja2.ext
 import msgspec
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from shared.config import ConfigError
-from shared.errors import BadRequest, Overloaded
+from shared.errors import BadRequest, Overloaded, PromptTooLong
 
 T = TypeVar("T")
 INLINE_CHARS = 4096  # about 1.5 ms of tokenization
 MESSAGE_CHARS = 32  # rendering a message costs about as much as tokenizing so many characters
 THREADS = 2
 WAITING_MAX = 256  # long prompts in the threads or waiting for one
+WAITING_CHARS_MAX = 32 << 20
+COUNTED_CHARS_MAX = 1 << 20  # of one /tokenize: some seconds
+COUNTED_WAITING_MAX = 16
+NFC_CHARS_MAX = 4  # characters that NFC composes to one, at most
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -67,13 +77,17 @@ class Prompts:
         self._bos_id = self.tokenizer.token_to_id(bos) if bos else None
         source = _template_source(model_dir, settings)
         self._template = _compile(source) if source else None
+        self.template_reads = _variables(source) if source else frozenset()
+        """The variables that the chat template looks at."""
         self.defaults = _generation_defaults(model_dir)
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
-        self._waiting = 0
+        self._token_chars_max = _token_chars_max(self.tokenizer)
+        self._requests = _Lane("tokenize", THREADS, WAITING_MAX, WAITING_CHARS_MAX)
+        self._counting = _Lane("count-tokens", 1, COUNTED_WAITING_MAX, WAITING_CHARS_MAX)
 
     def close(self) -> None:
         """Let the threads go."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._requests.close()
+        self._counting.close()
 
     async def chat(
         self,
@@ -81,12 +95,19 @@ class Prompts:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         variables: dict[str, Any] | None = None,
+        longest: int | None = None,
+        counting: bool = False,
     ) -> list[int]:
-        """Tokens of a conversation. Raises BadRequest naming `messages` when the template refuses it."""
+        """Tokens of a conversation. Raises BadRequest naming `messages` when the template refuses it.
+
+        `longest`: more tokens are of no use, so a text that must have more raises PromptTooLong before it is tokenized.
+        `counting`: for /tokenize, which has its own thread and limit.
+        """
         if self._template is None:
             raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
-        size = sum(MESSAGE_CHARS + len(str(message.get("content"))) for message in messages)
+        size = sum(MESSAGE_CHARS + _chars(message) for message in messages) + (_chars(variables) if variables else 0)
 
         def work() -> list[int]:
             text = self.render(
@@ -95,20 +116,54 @@ class Prompts:
                 continue_final_message=continue_final_message,
                 variables=variables,
             )
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
+            self._refuse_hopeless(text, longest, "messages")
+            return self._plain(text, add_special_tokens)
 
-        return await self._run(work, size)
+        return await self._run(work, size, counting=counting, param="messages")
 
-    async def texts(self, texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Tokens of plain texts, with the special tokens the tokenizer adds; a BOS already in a text is not doubled."""
+    async def texts(
+        self, texts: list[str], *, add_special_tokens: bool = True, longest: int | None = None, counting: bool = False
+    ) -> list[list[int]]:
+        """Tokens of plain texts, with the special tokens the tokenizer adds; a BOS already in a text is not doubled.
+
+        `longest` and `counting` as in `chat`.
+        """
+        for text in texts:
+            self._refuse_hopeless(text, longest, "prompt")
 
         def work() -> list[list[int]]:
             return [self._plain(text, add_special_tokens) for text in texts]
 
-        return await self._run(work, sum(map(len, texts)))
+        return await self._run(work, sum(map(len, texts)), counting=counting, param="prompt")
+
+    async def text(self, tokens: list[int]) -> str:
+        """The text of tokens, special ones included."""
+
+        def work() -> str:
+            return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+        return await self._run(work, len(tokens), counting=True, param="tokens")
+
+    async def names(self, tokens: list[int]) -> list[str | None]:
+        """The vocabulary's names of tokens."""
+
+        def work() -> list[str | None]:
+            return [self.tokenizer.id_to_token(token) for token in tokens]
+
+        return await self._run(work, len(tokens), counting=True, param="tokens")
+
+    def _refuse_hopeless(self, text: str, longest: int | None, param: str) -> None:
+        if longest is not None and self._token_chars_max and len(text) > longest * self._token_chars_max:
+            raise PromptTooLong(
+                f"This model's maximum context length is {longest} tokens, which no text of {len(text)} characters fits.",
+                param=param,
+            )
 
     def _plain(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= INLINE_CHARS:
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        else:  # without offsets: a third less time, and much less memory to give back with the interpreter's lock held
+            ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         doubled = add_special_tokens and self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
         return ids[1:] if doubled else ids
 
@@ -137,16 +192,66 @@ class Prompts:
             text = text[: text.rindex(final) + len(final)]
         return text
 
-    async def _run(self, work: Callable[[], T], size: int) -> T:
+    async def _run(self, work: Callable[[], T], size: int, *, counting: bool, param: str) -> T:
+        if counting and size > COUNTED_CHARS_MAX:
+            raise BadRequest(f"{param}: at most {COUNTED_CHARS_MAX} characters at once, not {size}", param=param)
         if size <= INLINE_CHARS:
             return work()
-        if self._waiting >= WAITING_MAX:
-            raise Overloaded(f"{WAITING_MAX} long prompts are already being tokenized", retry_after_s=1.0)
+        return await (self._counting if counting else self._requests).run(work, size)
+
+
+class _Lane:
+    """Threads for long work and the bounded queue before them."""
+
+    def __init__(self, name: str, threads: int, waiting_max: int, chars_max: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._waiting_max, self._chars_max = waiting_max, chars_max
+        self._waiting = self._chars = 0
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """The result of `work` on `size` characters. Raises Overloaded when too much waits."""
+        if self._waiting >= self._waiting_max or (self._waiting and self._chars + size > self._chars_max):
+            raise Overloaded(f"{self._waiting} long texts are already being tokenized", retry_after_s=1.0)
+        running = self._threads.submit(work)
         self._waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._waiting -= 1
+        self._chars += size
+        loop = asyncio.get_running_loop()
+        # counted until the thread is done with it, also when its client has gone
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done, size))
+        return await asyncio.wrap_future(running)
+
+    def _done(self, size: int) -> None:
+        self._waiting -= 1
+        self._chars -= size
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _chars(values: dict[str, Any]) -> int:
+    """About how many characters a template may make of a message."""
+    return sum(len(value) if isinstance(value, str) else len(str(value)) for value in values.values())
+
+
+def _token_chars_max(tokenizer: Tokenizer) -> int:
+    """The most characters that one token stands for; 0 where a token may stand for any number.
+
+    Known for byte-level BPE with every byte in its vocabulary: nothing of the text is dropped or merged into an unknown token.
+    """
+    described = json.loads(tokenizer.to_str())
+    model, vocabulary = described["model"], tokenizer.get_vocab(with_added_tokens=True)
+    normalizer = described.get("normalizer")
+    factor = {None: 1, "NFC": NFC_CHARS_MAX}.get(normalizer and normalizer["type"], 0)
+    splitters = described.get("pre_tokenizer") or {}
+    splitters = splitters.get("pretokenizers", [splitters])
+    whole = (
+        model["type"] == "BPE"
+        and all(vocabulary_byte in vocabulary for vocabulary_byte in ByteLevel.alphabet())
+        and any(one.get("type") == "ByteLevel" for one in splitters)
+        and all(one.get("type") in ("ByteLevel", "Split", "Digits") and one.get("behavior") != "Removed" for one in splitters)
+        and not any(added["lstrip"] or added["rstrip"] for added in described.get("added_tokens", ()))
+    )
+    return factor * max(map(len, vocabulary)) if whole else 0
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -202,17 +307,25 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _compile(source: str) -> jinja2.Template:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _compile(source: str) -> jinja2.Template:
     try:
-        return environment.from_string(source)
+        return _environment().from_string(source)
     except jinja2.TemplateError as error:
         raise ConfigError(f"--model: the chat template does not compile: {error}") from None
+
+
+def _variables(source: str) -> frozenset[str]:
+    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def _to_json(

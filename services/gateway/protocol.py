@@ -1,17 +1,19 @@
-"""What clients may send: OpenAI's request bodies with vLLM's extra sampling fields, as typed structs.
+"""What clients may send: OpenAI's request bodies with the extra fields of vLLM, SGLang and LoRAX, as typed structs.
 
-Unknown fields are ignored. Fields that would change the answer and are not served are refused by name, never silently dropped.
-Durable requests over NATS carry the same bodies.
+Every served field is declared here with its meaning and limits; `fields` says what becomes of the fields of those APIs that are
+not served. Nothing is dropped silently: any other field is refused by name. Durable requests over NATS carry the same bodies.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from services.gateway import fields
 from shared.errors import BadRequest
 
 CHOICES_MAX = 64  # n
@@ -20,110 +22,232 @@ STOPS_MAX = 16
 STOP_CHARS_MAX = 1024
 BIASES_MAX = 1024
 LOGPROBS_MAX = 20
+STOP_TOKENS_MAX = 1024
+ALLOWED_TOKENS_MAX = 16_384
+BAD_WORDS_MAX = 128
+BAD_WORD_CHARS_MAX = 256
+DETOKENIZE_MAX = 1 << 18
+MESSAGES_MAX = 4096
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
-CountOrNone = Annotated[int, Meta(ge=0, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Stop = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
+RequestId = Annotated[
+    str, Meta(pattern=r"^[\x21-\x7e]{1,128}$", description="The answer's id, after a prefix; the header X-Request-Id wins.")
+]
+Adapter = Annotated[str, Meta(description="An adapter's name, beside the base model's name in `model` or instead of it.")]
+_MESSAGE_SCHEMA = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "minLength": 1},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "null", "description": "of an assistant's message"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                    },
+                },
+            ]
+        },
+    },
+    "anyOf": [
+        {"properties": {"role": {"const": "assistant"}}},
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+    ],
+    "description": "Other properties are given to the chat template. Only an assistant's message may be without content.",
+}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": SEQUENCES_MAX},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+            "minItems": 1,
+            "maxItems": SEQUENCES_MAX,
+        },
+    ]
+}
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which extras a stream carries."""
+
+    include_usage: Annotated[bool, Meta(description="A last event with the token counts.")] | None = False
+    continuous_usage_stats: (
+        Annotated[bool, Meta(description="Token counts so far in every event (with include_usage).")] | None
+    ) = False
+    include_obfuscation: Annotated[bool, Meta(description="Taken without effect: events are not padded.")] | None = None
 
 
-class _Request(msgspec.Struct, kw_only=True):
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Text; other formats are refused, since output is not constrained to a grammar."""
+
+    type: Annotated[str, Meta(description='Only "text".', extra_json_schema={"enum": ["text"]})]
+    json_schema: Annotated[Any, Meta(description="Not served.", extra_json_schema={"enum": [None]})] = None
+
+
+class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both request kinds share."""
 
-    model: str | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
-    max_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | list[str] | None = None
-    user: str | None = None
-    # vLLM's extra fields
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    min_tokens: CountOrNone | None = None
-    ignore_eos: bool | None = False
-    stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool | None = False
-    skip_special_tokens: bool | None = True
-    add_special_tokens: bool | None = None
-    # known, and refused when they ask for something
-    response_format: Any = None
-    best_of: Any = None
-    prompt_logprobs: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    use_beam_search: Any = None
+    model: (
+        Annotated[str, Meta(description="The base model, an adapter, or `base:adapter`; by default the base model.")] | None
+    ) = None
+    stream: Annotated[bool, Meta(description="Send tokens as server-sent events.")] | None = False
+    stream_options: Annotated[StreamOptions | None, Meta(description="Only with stream.")] = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX, description="Choices per prompt.")] | None = None
+    max_tokens: (
+        Annotated[
+            int, Meta(ge=1, le=1 << 31, description="Most tokens to generate; with the prompt at most the context length.")
+        ]
+        | None
+    ) = None
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling.")] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2, description="Subtracted once from tokens in the output.")] | None = (
+        None
+    )
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2, description="Subtracted per occurrence in the output.")] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Meta(pattern="^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100, le=100)]],
+            Meta(max_length=BIASES_MAX, description="Token id to what is added to its logit."),
+        ]
+        | None
+    ) = None
+    seed: (
+        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="The same seed and request give the same tokens.")] | None
+    ) = None
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Meta(max_length=STOPS_MAX)] | None,
+        Meta(description="Strings that end the text."),
+    ] = None
+    response_format: Annotated[ResponseFormat | None, Meta(description="Text only.")] = None
+    best_of: Annotated[int, Meta(description="Only the value of `n`.")] | None = None
+    # vLLM
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31, description="Draw from the k likeliest; 0 or -1 for all.")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1, description="Least probability, relative to the likeliest token.")] | None = None
+    repetition_penalty: (
+        Annotated[float, Meta(gt=0, le=10, description="Divides logits of tokens in prompt or output.")] | None
+    ) = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31, description="No ending token before so many.")] | None = None
+    ignore_eos: Annotated[bool, Meta(description="Go on after the model's own ending token.")] | None = False
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX, description="Further ending tokens.")] | None = (
+        None
+    )
+    include_stop_str_in_output: (
+        Annotated[bool, Meta(description="Show the stop string or token that ended the text.")] | None
+    ) = False
+    skip_special_tokens: Annotated[bool, Meta(description="Leave special tokens out of the text.")] | None = True
+    add_special_tokens: (
+        Annotated[bool, Meta(description="Let the tokenizer add its special tokens (default: completions yes, chat no).")]
+        | None
+    ) = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=ALLOWED_TOKENS_MAX, description="Draw these tokens only.")]
+        | None
+    ) = None
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=BAD_WORD_CHARS_MAX)]],
+            Meta(max_length=BAD_WORDS_MAX, description="Words that the output must not contain, by their token sequences."),
+        ]
+        | None
+    ) = None
+    truncate_prompt_tokens: (
+        Annotated[
+            int, Meta(ge=-1, le=1 << 31, description="Keep so many tokens of a longer prompt; -1: what fits beside max_tokens.")
+        ]
+        | None
+    ) = None
+    truncation_side: (
+        Annotated[
+            Literal["left", "right"],
+            Meta(description="Where truncate_prompt_tokens cuts; by default left: the end of the prompt stays."),
+        ]
+        | None
+    ) = None
+    return_token_ids: Annotated[bool, Meta(description="Add `token_ids` to choices and `prompt_token_ids`.")] | None = None
+    priority: (
+        Annotated[
+            int,
+            Meta(ge=0, le=1 << 31, description="Requests with a larger one wait for those with a smaller one on their worker."),
+        ]
+        | None
+    ) = None
+    cache_salt: (
+        Annotated[
+            str, Meta(min_length=1, max_length=1024, description="Share cached prefixes only with requests of the same salt.")
+        ]
+        | None
+    ) = None
+    request_id: RequestId | None = None
+    # SGLang
+    rid: RequestId | None = None
+    lora_path: Adapter | None = None
+    no_stop_trim: Annotated[bool, Meta(description="The same as include_stop_str_in_output.")] | None = False
+    # LoRAX
+    adapter_id: Adapter | None = None
+    ignore_eos_token: Annotated[bool, Meta(description="The same as ignore_eos.")] | None = False
 
     def stops(self) -> tuple[str, ...]:
-        """The stop strings. Raises BadRequest when there are too many, or one is empty or too long."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > STOPS_MAX:
-            raise BadRequest(f"at most {STOPS_MAX} stop strings are taken, not {len(stops)}", param="stop")
-        for stop in stops:
-            if not 1 <= len(stop) <= STOP_CHARS_MAX:
-                raise BadRequest(f"a stop string has 1 to {STOP_CHARS_MAX} characters, not {len(stop)}", param="stop")
-        return tuple(stops)
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def refuse_unsupported(self) -> None:
+    def check(self) -> None:
         """Raises BadRequest naming the first field that asks for what is not served."""
-        kind = self.response_format.get("type") if isinstance(self.response_format, dict) else self.response_format
-        if kind not in (None, "text"):
-            raise _unsupported("response_format", f"type {kind!r}")
+        if self.response_format is not None and (self.response_format.type != "text" or self.response_format.json_schema):
+            raise _unsupported("response_format", f"type {self.response_format.type!r}")
         if self.best_of not in (None, self.n or 1):
             raise _unsupported("best_of", "other than n")
-        names = ("prompt_logprobs", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-        for name in (*names, "use_beam_search"):
-            if getattr(self, name):
-                raise _unsupported(name)
+        if self.truncate_prompt_tokens == 0:
+            raise BadRequest("truncate_prompt_tokens leaves no token of the prompt", param="truncate_prompt_tokens")
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options is only allowed with stream: true", param="stream_options")
 
 
-class ChatRequest(_Request, kw_only=True):
+class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: Any = None
-    chat_template: Any = None
-    # vLLM's extra fields
-    add_generation_prompt: bool | None = True
-    continue_final_message: bool | None = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[
+        list[Annotated[dict[str, Any], Meta(extra_json_schema=_MESSAGE_SCHEMA)]],
+        Meta(min_length=1, max_length=MESSAGES_MAX, description="The conversation; content is text."),
+    ]
+    max_completion_tokens: (
+        Annotated[int, Meta(ge=1, le=1 << 31, description="OpenAI's newer name of max_tokens; wins over it.")] | None
+    ) = None
+    logprobs: Annotated[bool, Meta(description="Log-probabilities of the drawn tokens.")] | None = False
+    top_logprobs: (
+        Annotated[int, Meta(ge=0, le=LOGPROBS_MAX, description="And of so many likeliest tokens (needs logprobs).")] | None
+    ) = None
+    reasoning_effort: (
+        Annotated[
+            str,
+            Meta(max_length=32, description='Given to the chat template; refused where that does not read it (except "none").'),
+        ]
+        | None
+    ) = None
+    # vLLM
+    add_generation_prompt: Annotated[bool, Meta(description="End the prompt with the beginning of an answer.")] | None = True
+    continue_final_message: Annotated[bool, Meta(description="Continue the last message instead of answering it.")] | None = (
+        False
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables for the chat template.")] | None = None
+    documents: (
+        Annotated[list[dict[str, Any]], Meta(description="Given to the chat template; refused where that does not read them.")]
+        | None
+    ) = None
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
-        for name in ("tools", "functions", "audio", "chat_template"):
-            if getattr(self, name):
-                raise _unsupported(name)
-        for name in ("tool_choice", "function_call"):
-            if getattr(self, name) not in (None, "none", "auto"):
-                raise _unsupported(name)
-        if self.modalities not in (None, [], ["text"]):
-            raise _unsupported("modalities", "other than text")
+    def check(self) -> None:
+        super().check()
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.add_generation_prompt and self.continue_final_message:
@@ -139,21 +263,17 @@ class ChatRequest(_Request, kw_only=True):
         return [_message(message, i) for i, message in enumerate(self.messages)]
 
 
-class CompletionRequest(_Request, kw_only=True):
+class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
-    prompt: Any
-    echo: bool | None = False
-    logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
-    suffix: str | None = None
-    prompt_embeds: Any = None
+    prompt: Annotated[Any, Meta(description="One or several prompts, as text or token ids.", extra_json_schema=_PROMPT_SCHEMA)]
+    echo: Annotated[bool, Meta(description="Show the prompt before the new text (not with logprobs).")] | None = False
+    logprobs: (
+        Annotated[int, Meta(ge=0, le=LOGPROBS_MAX, description="Log-probabilities of drawn and likeliest tokens.")] | None
+    ) = None
 
-    def refuse_unsupported(self) -> None:
-        super().refuse_unsupported()
-        if self.suffix:
-            raise _unsupported("suffix")
-        if self.prompt_embeds:
-            raise _unsupported("prompt_embeds")
+    def check(self) -> None:
+        super().check()
         if self.echo and self.logprobs is not None:
             raise _unsupported("echo", "together with logprobs")
 
@@ -172,26 +292,72 @@ class CompletionRequest(_Request, kw_only=True):
             raise BadRequest("the list is empty", param="prompt")
         if _is_token_list(prompt):
             return [prompt]
+        if len(prompt) > SEQUENCES_MAX:
+            raise BadRequest(f"at most {SEQUENCES_MAX} prompts are taken, not {len(prompt)}", param="prompt")
         if all(isinstance(p, str) for p in prompt) or all(isinstance(p, list) and _is_token_list(p) for p in prompt):
             return prompt
         raise BadRequest("expected a string, a list of strings, a list of token ids or a list of those", param="prompt")
 
 
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's POST /tokenize: a prompt or messages."""
+
+    model: Annotated[str, Meta(description="All models here share one tokenizer; a name must exist.")] | None = None
+    prompt: Annotated[str, Meta(description="A text; or `messages`.")] | None = None
+    messages: (
+        Annotated[
+            list[Annotated[dict[str, Any], Meta(extra_json_schema=_MESSAGE_SCHEMA)]],
+            Meta(min_length=1, max_length=MESSAGES_MAX, description="A conversation; or `prompt`."),
+        ]
+        | None
+    ) = None
+    add_special_tokens: (
+        Annotated[bool, Meta(description="Let the tokenizer add its special tokens (default: prompt yes, messages no).")] | None
+    ) = None
+    add_generation_prompt: Annotated[bool, Meta(description="End with the beginning of an answer.")] = True
+    continue_final_message: Annotated[bool, Meta(description="Leave the last message open.")] = False
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables for the chat template.")] | None = None
+    return_token_strs: Annotated[bool, Meta(description="Also the tokens' names.")] | None = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's POST /detokenize."""
+
+    model: Annotated[str, Meta(description="All models here share one tokenizer; a name must exist.")] | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=DETOKENIZE_MAX, description="Token ids.")]
+
+
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """A chat request. Raises BadRequest naming the field, or saying that it is not JSON."""
-    request = decode(body, _chat)
-    request.refuse_unsupported()
+    request: ChatRequest = _known(body, _chat, fields.CHAT)
+    request.check()
     return request
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """A completion request. Raises BadRequest naming the field, or saying that it is not JSON."""
-    request = decode(body, _completion)
-    request.refuse_unsupported()
+    request: CompletionRequest = _known(body, _completion, fields.COMPLETION)
+    request.check()
+    return request
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """What to tokenize. Raises BadRequest naming the field, or saying that it is not JSON."""
+    request: TokenizeRequest = _known(body, _tokenize, fields.TOKENIZE)
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("expected one of `prompt` and `messages`", param="prompt")
+    return request
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """What to detokenize. Raises BadRequest naming the field, or saying that it is not JSON."""
+    request: DetokenizeRequest = decode(body, _detokenize)
     return request
 
 
@@ -206,8 +372,21 @@ def parse(body: bytes) -> ChatRequest | CompletionRequest:
 
 
 _keys: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_AT = re.compile(r"^(.*?) - at `(?:key in )?\$\.?(.*?)`$", re.DOTALL)
+_AT = re.compile(r"^(.*?) - at (?:`key` in )?`\$\.?(.*?)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
+_UNKNOWN = re.compile(r"contains unknown field `(.*?)`", re.DOTALL)
+
+
+class _UnknownField(BadRequest):
+    """A field of the body itself that its struct does not have."""
+
+
+def _known(body: bytes, decoder: Any, unserved: Mapping[str, fields.Unserved]) -> Any:
+    """`body` by `decoder`, where it may also have harmless fields of `unserved`."""
+    try:
+        return decode(body, decoder)
+    except _UnknownField:
+        return decode(msgspec.json.encode(fields.check(decode(body, _keys), unserved)), decoder)
 
 
 def decode(body: bytes, decoder: Any) -> Any:
@@ -218,6 +397,9 @@ def decode(body: bytes, decoder: Any) -> Any:
         text = str(error)
         found = _AT.match(text)
         reason, param = (found[1], found[2].replace("[...]", "")) if found else (text, "")
+        if unknown := _UNKNOWN.search(reason):
+            name = f"{param}.{unknown[1]}" if param else unknown[1]
+            raise (BadRequest if param else _UnknownField)(f"{name}: there is no such field", param=name) from None
         if missing := _MISSING.search(reason):
             param = f"{param}.{missing[1]}" if param else missing[1]
         raise BadRequest(f"{param}: {reason}" if param else reason, param=param or None) from None
@@ -230,7 +412,7 @@ def _unsupported(name: str, detail: str = "") -> BadRequest:
 
 
 def _is_token_list(value: list[Any]) -> bool:
-    return all(type(token) is int for token in value)
+    return set(map(type, value)) <= {int}  # not bool
 
 
 def _message(message: dict[str, Any], i: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from services.gateway import metrics
 from services.gateway.app import build_app
 from services.gateway.auth import Keys
 from services.gateway.config import GatewayConfig
+from services.gateway.connections import GuardedProtocol, files_for, watch
 from services.gateway.detokenize import Detokenizer
 from services.gateway.fleet import Fleet
 from services.gateway.intake import Intake
@@ -28,6 +29,7 @@ from services.gateway.prompt import Prompts
 from shared.adapter_watch import AdapterWatch
 from shared.bus import Bus
 from shared.clock import now_s, unix_ms
+from shared.config import is_loopback
 from shared.errors import Unavailable
 from shared.hub import resolve_model
 from shared.service import run
@@ -149,10 +151,18 @@ class GatewayService:
         self._stack.callback(REGISTRY.unregister, collector)
 
     async def _serve(self, listener: socket.socket) -> None:
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        config = self.config
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)  # invalid requests are the clients' business
+        if not self.keys.required and not is_loopback(config.host):
+            log.warning(
+                "NO API KEYS: everybody who reaches this address may generate, and add, replace and delete adapters;"
+                " use --api-keys-file or --host 127.0.0.1",
+                extra={"host": config.host},
+            )
+        GuardedProtocol.max_connections = files_for(config.max_connections)
         server_config = uvicorn.Config(
             build_app(self),
-            http="httptools",
+            http=GuardedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -164,6 +174,8 @@ class GatewayService:
         )
         self._server = _Server(server_config)
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]))
+        watching = asyncio.get_running_loop().create_task(watch(self._server.server_state.connections))
+        self._stack.callback(watching.cancel)
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()

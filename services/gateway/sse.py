@@ -16,12 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway import answers
 from services.gateway.detokenize import Detokenizer
+from services.gateway.http import SERVER_SEND
 from services.gateway.planner import Plan
 from services.gateway.stream import Delta, Signal, Stream
 from shared.errors import MotetError
 
 GRACE_S = 30.0
-SERVER_SEND = "motet.server_send"  # in the scope: `send` as the server gave it, without middleware around it
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00text\x00"
 
@@ -33,7 +33,6 @@ class SseResponse(Response):
         super().__init__(status_code=200, media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
-        self.headers["x-request-id"] = plan.request_id
         del self.headers["content-length"]
         self._plan, self._streams, self._signal, self._detokenizer = plan, streams, signal, detokenizer
         self._gone = False
@@ -41,7 +40,9 @@ class SseResponse(Response):
         self._usage = bool(options and options.include_usage)
         self._running_usage = bool(options and options.continuous_usage_stats) and self._usage
         self._logprobs = plan.jobs[0].sampling.logprobs is not None
-        self._plain = not self._logprobs and not self._running_usage
+        self._token_ids = bool(plan.request.return_token_ids)
+        self._plain = not self._logprobs and not self._running_usage and not self._token_ids
+        self._told = [0] * len(streams)  # token ids that events have shown
         self._frames = [self._frame(i) for i in range(len(streams))]
         self._offsets = [len(echo) for echo in plan.echoes]
 
@@ -114,15 +115,16 @@ class SseResponse(Response):
         """Roles (chat) or echoed prompts (completions)."""
         parts: list[bytes] = []
         for i, echo in enumerate(self._plan.echoes):
+            prompt = {"prompt_token_ids": self._plan.jobs[i].prompt} if self._token_ids else {}
             if self._plan.chat:
-                parts.append(self._event(i, {"delta": {"role": "assistant", "content": ""}}))
-            elif echo:
-                parts.append(self._event(i, {"text": echo}))
+                parts.append(self._event(i, {"delta": {"role": "assistant", "content": ""}}, prompt))
+            elif echo or prompt:
+                parts.append(self._event(i, {"text": echo} | prompt))
         return parts
 
-    def _event(self, choice: int, content: dict[str, Any]) -> bytes:
+    def _event(self, choice: int, content: dict[str, Any], beside: dict[str, Any] | None = None) -> bytes:
         body = {"index": choice} | content | {"logprobs": None, "finish_reason": None}
-        event = answers.head(self._plan) | {"choices": [body]}
+        event = answers.head(self._plan) | {"choices": [body]} | (beside or {})
         if self._usage:
             event["usage"] = answers.usage(self._plan, self._streams) if self._running_usage else None
         return b"data: " + orjson.dumps(event) + b"\n\n"
@@ -154,6 +156,11 @@ class SseResponse(Response):
                 self._plan, self._detokenizer, delta.tokens, delta.logprobs, self._offsets[i]
             )
             self._offsets[i] += sum(len(self._detokenizer.token_text(token)) for token in delta.tokens)
+        if self._token_ids:
+            begin, stream = self._told[i], self._streams[i]
+            # the last delta hides the token that ended the text; the others show all theirs
+            self._told[i] = len(stream.tokens) if delta.finish else begin + len(delta.tokens)
+            body["token_ids"] = stream.tokens[begin : self._told[i]]
         body["finish_reason"] = delta.finish
         if delta.finish is not None:
             body["stop_reason"] = delta.stop_reason

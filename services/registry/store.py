@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
@@ -39,14 +38,12 @@ from shared.clock import now_s, unix_ms
 from shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, TooLarge, Unavailable
 from shared.kv_watch import KvWatch
 from shared.messages import AdapterInfo
-from shared.model import AdapterEntry, AdapterVersion
+from shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS, AdapterEntry, AdapterVersion
 from shared.objects import read_object
 from shared.telemetry import logger
 
 log = logger("motet.registry.store")
 HOLDS = "holds."
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
-NAME_CHARS = 128
 ATTEMPTS = 20
 CHUNK_BYTES = 1 << 20  # each is acknowledged before the next one is sent
 PUT_S = 300.0  # a blob that is not stored by then is given up
@@ -90,7 +87,7 @@ class _Seen:
 
 def is_name(name: str) -> bool:
     """Whether an adapter can be called `name`."""
-    return len(name) <= NAME_CHARS and NAME_PATTERN.fullmatch(name) is not None
+    return len(name) <= ADAPTER_NAME_CHARS and ADAPTER_NAME.fullmatch(name) is not None
 
 
 def check_name(name: str, base_model: str) -> None:
@@ -98,7 +95,7 @@ def check_name(name: str, base_model: str) -> None:
     if not is_name(name):
         raise BadRequest(
             f"adapter name {quoted(name)}: letters, digits, '_' and '-', single '.' and '/' between them, "
-            f"at most {NAME_CHARS} characters",
+            f"at most {ADAPTER_NAME_CHARS} characters",
             param="name",
         )
     if name == base_model:

@@ -262,6 +262,7 @@ class WorkerService:
                 output=output,
                 slo=request.slo,
                 predicted_tokens=request.predicted_tokens,
+                priority=request.priority,
             ),
             request.adapter,
         )

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable
 from itertools import count
 
-from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, advance, pairs, remove
+from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, advance, pairs, remove, wait
 from policies.cold_start import Forced
 from policies.kv_blocks import KvBlocks
 from services.worker.engine.adapter_weights import HostAdapter
@@ -29,7 +29,7 @@ from services.worker.state import START_PERF
 from shared import clock
 from shared.errors import BadRequest, Conflict, InvalidAdapter, MotetError, Overloaded, PromptTooLong
 from shared.messages import StreamItem
-from shared.model import FinishReason, PerfModel, RequestBrief, Residency
+from shared.model import FinishReason, PerfModel, RequestBrief, Residency, SamplingParams
 
 RETRY_AFTER_S = 1.0
 
@@ -143,7 +143,7 @@ class Engine:
             self._emit(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], finish, stop_token))
             return
         self._live[request.request_id] = live
-        self._state.waiting.append(live)
+        wait(self._state, live)
         self._changed[request.request_id] = live.brief()
 
     def cancel(self, request_id: str, epoch: int) -> bool:
@@ -276,8 +276,11 @@ class Engine:
         broken = set(drawn.broken)
         for index, (live, token) in enumerate(zip(drawing, drawn.tokens.tolist(), strict=True)):
             if index in broken:
-                message = f"the model's logits are not finite at output token {live.output_tokens}"
-                self._fail(live, MotetError(message), spoiled=True)
+                at = f"at output token {live.output_tokens}"
+                if live.request.sampling.bad_words:  # nothing that may be drawn was left
+                    self._fail(live, BadRequest(f"bad_words leaves no token to draw {at}", param="bad_words"))
+                else:
+                    self._fail(live, MotetError(f"the model's logits are not finite {at}"), spoiled=True)
                 continue
             request = live.request
             item = StreamItem(request.request_id, request.epoch, live.output_tokens, [token])
@@ -328,9 +331,20 @@ class Engine:
                 param="output",
             )
         # An id outside the embedding would fail the whole batch.
-        for name, ids in (("prompt", prompt), ("output", output), ("logit_bias", request.sampling.logit_bias)):
+        sampling = request.sampling
+        named = {"prompt": prompt, "output": output, "logit_bias": sampling.logit_bias}
+        named |= {
+            "allowed_token_ids": sampling.allowed_token_ids,
+            "bad_words": [t for word in sampling.bad_words for t in word],
+        }
+        for name, ids in named.items():
             if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
                 raise BadRequest(f"{name} has a token id outside 0..{self._vocab_size - 1}", param=name)
+        if sampling.allowed_token_ids:
+            ending = self._ending(sampling) if sampling.min_tokens else set()
+            banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+            if not set(sampling.allowed_token_ids) - ending - banned:
+                raise BadRequest("allowed_token_ids leaves no token to draw", param="allowed_token_ids")
         if request.adapter is not None:
             size_bytes, total = self._runner.adapter_bytes(request.adapter), self._runner.lora_bytes_total
             if size_bytes > total:
@@ -339,16 +353,19 @@ class Engine:
     def _make_live(self, request: EngineRequest) -> Live:
         sampling, adapter = request.sampling, request.adapter
         return Live(
-            order=next(self._orders),
+            order=(request.priority << 64) + next(self._orders),
             tokens=array("i", request.prompt + request.output),
             adapter=adapter.digest if adapter else "",
             adapter_bytes=self._runner.adapter_bytes(adapter) if adapter else 0,
             request=request,
             prompt_tokens=len(request.prompt),
             max_length=min(self.max_model_len, len(request.prompt) + sampling.max_tokens),
-            ending={*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)},
+            ending=self._ending(sampling),
             rank=adapter.rank if adapter else 0,
         )
+
+    def _ending(self, sampling: SamplingParams) -> set[int]:
+        return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
 
     def _emit(self, live: Live, item: StreamItem) -> None:
         self._output.items.setdefault(live.request.gateway_id, []).append(item)

@@ -41,6 +41,7 @@ class EngineRequest:
     slo: Slo = field(default_factory=Slo)
     adapter: HostAdapter | None = None
     predicted_tokens: int = 0
+    priority: int = 0  # of those waiting, smaller ones go first; of those running, larger ones are preempted first
 
 
 @dataclass(slots=True)

@@ -1,9 +1,10 @@
 """Draws the next token of many sequences at once.
 
 A sequence has a *row* in the sampler's arrays from its admission to its end; a step names the rows it wants tokens for.
-Per row, in this order (vLLM's): raw log-probabilities are read off (before anything below changes the logits), logit_bias,
-ban of ending tokens before min_tokens, repetition penalty over prompt and output, frequency and presence penalty over the
-output; then either the argmax (temperature 0), or temperature, min_p, top_k, top_p, and one draw.
+Per row, in this order (vLLM's): raw log-probabilities are read off (before anything below changes the logits),
+allowed_token_ids, bad_words, logit_bias, ban of ending tokens before min_tokens, repetition penalty over prompt and output,
+frequency and presence penalty over the output; then either the argmax (temperature 0), or temperature, min_p, top_k, top_p,
+and one draw.
 
 min_p, top_k and top_p are thresholds on the probability, found from the largest few values without sorting the
 vocabulary; tokens equal to the threshold stay, so the outcome does not depend on an order among ties.
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.worker.engine.bans import Bans
 from services.worker.engine.penalties import Penalised, PenaltyCounts
 from shared.messages import TokenLogprobs
 from shared.model import SamplingParams
@@ -54,6 +56,7 @@ class _Batch:
     rows: np.ndarray
     min_length: np.ndarray | None
     bias: tuple[Tensor, Tensor, Tensor] | None  # index in batch, token id, value; flat over all biased rows
+    bans: list[tuple[int, Bans]]  # index in batch
     penalised: Penalised | None
     drawing: np.ndarray  # indices of rows with a temperature
     temperature: Tensor | None  # of those, [d, 1]; None if all are 1
@@ -77,6 +80,7 @@ class Sampler:
         self._min_length = np.zeros(seats, np.int64)
         self._ending: dict[int, list[int]] = {}  # rows with min_tokens
         self._bias: dict[int, dict[int, float]] = {}  # rows with logit_bias
+        self._bans: dict[int, Bans] = {}  # rows that may not draw everything
         self._penalties = PenaltyCounts()
         self._batch: _Batch | None = None
 
@@ -96,6 +100,8 @@ class Sampler:
             self._ending[row] = sorted(token for token in ending if 0 <= token < self.vocab_size)
         if sampling.logit_bias:
             self._bias[row] = sampling.logit_bias
+        if (bans := Bans.of(sampling, tokens, prompt_tokens)) is not None:
+            self._bans[row] = bans
         self._penalties.seat(row, sampling, tokens, prompt_tokens)
         self._batch = None
 
@@ -103,6 +109,7 @@ class Sampler:
         """The sequence of `row` has ended or was preempted."""
         self._ending.pop(row, None)
         self._bias.pop(row, None)
+        self._bans.pop(row, None)
         self._penalties.leave(row)
         self._batch = None
 
@@ -117,6 +124,8 @@ class Sampler:
         if batch is None or not np.array_equal(batch.rows, rows):
             batch = self._batch = self._gather(rows, logits.device)
         raw = _raw_logprobs(logits, batch.logprobs)
+        for at, bans in batch.bans:
+            bans.apply(logits[at])
         if batch.bias is not None:
             index, ids, values = batch.bias
             logits.index_put_((index, ids), values, accumulate=True)
@@ -129,6 +138,8 @@ class Sampler:
             tokens[batch.drawing] = self._draw(logits, batch, rows, lengths)
         if batch.penalised is not None:
             self._penalties.count(batch.penalised, tokens)
+        for at, bans in batch.bans:
+            bans.count(int(tokens[at]))
         finite = np.isfinite(best)
         broken = [] if finite.all() else np.flatnonzero(~finite).tolist()
         return Drawn(tokens, broken, _read_logprobs(raw, batch.logprobs, tokens))
@@ -152,6 +163,7 @@ class Sampler:
             rows=rows.copy(),
             min_length=min_length if min_length.any() else None,
             bias=bias,
+            bans=[(i, self._bans[row]) for i, row in enumerate(rows.tolist()) if row in self._bans] if self._bans else [],
             penalised=self._penalties.among(rows, device),
             drawing=drawing,
             temperature=torch.from_numpy(temperature).to(device) if (temperature != 1).any() else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -139,7 +140,7 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "layers": 2,
         "dtype": "F32",
         "size_bytes": 4096,
-        "source": "path:/adapters/upper",
+        "source": "path:upper",
         "created": 1_700_000_000,
         "updated": 1_700_000_000,
         "resident": {"w1": "device"},
@@ -221,3 +222,33 @@ async def test_what_is_wrong_with_an_addition_is_named(mesh: Mesh, registry: Fak
 async def test_without_a_registry_adapters_cannot_change(mesh: Mesh, http: aiohttp.ClientSession) -> None:
     async with http.post(f"{mesh.url}/v1/adapters", json={"name": "x", "path": "/x"}) as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (503, "unavailable")
+
+
+async def test_uploads_at_once_are_bounded_and_so_is_their_bucket(
+    mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession
+) -> None:
+    head = b"POST /v1/adapters HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    slow = [await asyncio.open_connection("127.0.0.1", mesh.gateway.port) for _ in range(mesh.gateway.config.max_uploads)]
+    for _, writer in slow:
+        writer.write(head + b"content-length: 1000\r\n\r\n--b\r\n")
+
+    async def upload() -> int:
+        form = aiohttp.FormData({"name": "sent"})
+        form.add_field("file", b"archive", filename="a.zip")
+        async with http.post(f"{mesh.url}/v1/adapters", data=form) as answer:
+            if answer.status == 429:
+                assert answer.headers["retry-after"]
+            return answer.status
+
+    async def refused() -> bool:
+        return await upload() == 429
+
+    async def taken() -> bool:
+        return await upload() == 201
+
+    await eventually(refused)
+    for _, writer in slow:
+        writer.close()
+    await eventually(taken)
+    info = await mesh.bus.js.stream_info(f"OBJ_{subjects.UPLOADS}")
+    assert 0 < (info.config.max_bytes or 0) <= 4 << 30

@@ -21,7 +21,7 @@ TEXT: dict[str, Any] = {"model": "demo", "prompt": "hello"}
 
 async def post(http: aiohttp.ClientSession, url: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with http.post(url, data=data, headers=headers) as answer:
+    async with http.post(url, data=data, headers={"content-type": "application/json"} | headers) as answer:
         return answer.status, (await answer.json())["error"]
 
 
@@ -165,7 +165,10 @@ async def test_a_bad_objective_names_its_header(mesh: Mesh, http: aiohttp.Client
 
 async def test_an_oversized_body_is_refused_before_it_is_read(mesh: Mesh) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", mesh.gateway.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n{")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: 99999999\r\n\r\n{"
+    )
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
     assert b" 413 " in head
     assert b"connection: close" in head.lower()
@@ -183,7 +186,8 @@ async def test_an_oversized_body_of_unknown_length_is_refused_on_the_way(mesh: M
 
     status = 0
     try:
-        async with http.post(f"{mesh.url}/v1/completions", data=endless()) as answer:
+        headers = {"content-type": "application/json"}
+        async with http.post(f"{mesh.url}/v1/completions", data=endless(), headers=headers) as answer:
             status = answer.status
     except aiohttp.ClientConnectionError:
         pass  # the connection was closed while we were still sending

@@ -145,7 +145,10 @@ async def test_sampling_fields_reach_the_worker(mesh: Mesh, client: Client) -> N
             "min_tokens": 2,
             "ignore_eos": True,
             "stop_token_ids": [3],
-            "unheard_of": {"x": 1},
+            "allowed_token_ids": [9, 5, 5],
+            "bad_words": ["hello", "a"],
+            "cache_salt": "pepper",
+            "priority": 3,
         },
         extra_headers={"x-slo-class": "interactive", "x-slo-ttft-ms": "123"},
     )
@@ -154,6 +157,10 @@ async def test_sampling_fields_reach_the_worker(mesh: Mesh, client: Client) -> N
     assert (s.max_tokens, s.temperature, s.top_p, s.top_k, s.min_p) == (9, 0.5, 0.9, 7, 0.1)
     assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) == (1.0, -1.0, 1.2)
     assert (s.min_tokens, s.ignore_eos, s.stop_token_ids, s.logit_bias, s.seed) == (2, True, (3,), {5: -100.0}, 1)
+    hello = tuple(mesh.gateway.prompts.tokenizer.encode("hello", add_special_tokens=False).ids)
+    assert s.allowed_token_ids == (5, 9)
+    assert hello in s.bad_words
+    assert (request.cache_salt, request.priority) == ("pepper", 3)
     assert (request.slo.slo_class, request.slo.ttft_slo_ms, request.slo.tpot_slo_ms) == ("interactive", 123.0, 50.0)
 
 
@@ -211,7 +218,7 @@ async def test_completion_logprobs_have_offsets_into_the_text(mesh: Mesh, client
 async def test_models_are_listed_with_their_roots_and_parents(mesh: Mesh, client: Client) -> None:
     base, upper = [model async for model in client.models.list()]
     assert (base.id, base.parent, base.max_model_len) == ("demo", None, 256)
-    assert (upper.id, upper.parent, upper.root) == ("upper", "demo", "/adapters/upper")
+    assert (upper.id, upper.parent, upper.root) == ("upper", "demo", "upper")
     assert (await client.models.retrieve("upper")).id == "upper"
     assert (await client.models.retrieve("demo")).id == "demo"
     with pytest.raises(openai.NotFoundError):

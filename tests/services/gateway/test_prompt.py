@@ -8,12 +8,14 @@ import warnings
 from pathlib import Path
 
 import pytest
+from tokenizers import normalizers
 
+from services.gateway import prompt
 from services.gateway.prompt import INLINE_CHARS, Prompts
 from shared.clock import now_s
 from shared.config import ConfigError
-from shared.errors import BadRequest
-from tests.services.gateway.support_tokenizers import sentence_piece, write_model_dir
+from shared.errors import BadRequest, Overloaded, PromptTooLong
+from tests.services.gateway.support_tokenizers import byte_level, metaspace, sentence_piece, word_piece, write_model_dir
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -134,3 +136,85 @@ def test_a_directory_that_is_no_model_is_a_configuration_error(tmp_path: Path) -
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         Prompts(tmp_path)
+
+
+# ---- long texts
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+    prompts = Prompts(write_model_dir(tmp_path))
+    began_s = now_s()
+    with pytest.raises(PromptTooLong) as refused:
+        await prompts.texts(["ab" * (16 << 20)], longest=256)
+    assert refused.value.param == "prompt"
+    with pytest.raises(PromptTooLong) as refused:
+        await prompts.chat([{"role": "user", "content": "ab" * (4 << 20)}], longest=256)
+    assert refused.value.param == "messages"
+    assert now_s() - began_s < 5, "some seconds per MiB would be tokenization"
+
+
+async def test_what_fits_is_never_refused_for_its_length(tmp_path: Path) -> None:
+    kinds = [byte_level(), sentence_piece(), metaspace(), word_piece()]
+    composing = byte_level()
+    composing.normalizer = normalizers.NFC()
+    for i, tokenizer in enumerate([*kinds, composing]):
+        prompts = Prompts(write_model_dir(tmp_path / str(i), tokenizer))
+        longest_token = max(tokenizer.get_vocab(), key=len)
+        texts = [
+            "hello",
+            "日本 added" * 50,
+            "x" * 300,
+            " " * 300,
+            "\u03b1\u0313\u0300\u0345" * 40,
+            tokenizer.decode([9]) * 9,
+            longest_token * 9,
+        ]
+        for text in texts:
+            [tokens] = await prompts.texts([text])
+            assert [tokens] == await prompts.texts([text], longest=len(tokens)), (i, text[:20])
+    prompts = Prompts(write_model_dir(tmp_path / "trimmed"))
+    padded = [{"role": "user", "content": " " * 100_000 + "hi"}]  # the template trims
+    assert len(await prompts.chat(padded, longest=256)) < 256
+
+
+async def test_one_long_count_leaves_the_loop_free_and_the_next_ones_wait_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = Prompts(write_model_dir(tmp_path))
+    monkeypatch.setattr(prompt, "COUNTED_WAITING_MAX", 2)
+    prompts._counting = prompt._Lane("count-tokens", 1, 2, 1 << 20)
+    text = "größere Äpfel " * 30_000
+    counting = [asyncio.ensure_future(prompts.texts([text], counting=True)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await prompts.texts([text], counting=True)
+    longest_gap_s, last_s = 0.0, now_s()
+    short = await prompts.texts(["word " * 2000])  # requests have threads of their own
+    assert short
+    while not all(one.done() for one in counting):
+        await asyncio.sleep(0.001)
+        longest_gap_s, last_s = max(longest_gap_s, now_s() - last_s), now_s()
+    assert longest_gap_s < 2, "tokenizing holds no lock for long"
+    assert [len(await one) for one in counting] == [1, 1]
+    assert await prompts.texts([text], counting=True)
+    with pytest.raises(BadRequest, match="at most"):
+        await prompts.texts(["x" * (prompt.COUNTED_CHARS_MAX + 1)], counting=True)
+    prompts.close()
+
+
+async def test_waiting_texts_are_bounded_in_characters(tmp_path: Path) -> None:
+    prompts = Prompts(write_model_dir(tmp_path))
+    prompts._requests = prompt._Lane("tokenize", 1, 256, 30_000)
+    waiting = [asyncio.ensure_future(prompts.texts(["x" * 10_000])) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await prompts.texts(["x" * 10_000])
+    await asyncio.gather(*waiting)
+    await asyncio.sleep(0.01)
+    assert await prompts.texts(["x" * 40_000]), "one alone is always taken"
+
+
+def test_the_variables_that_a_template_reads_are_known(tmp_path: Path) -> None:
+    prompts = Prompts(write_model_dir(tmp_path, chat_template="{{ messages }}{% if enable_thinking %}x{% endif %}"))
+    assert "enable_thinking" in prompts.template_reads
+    assert "documents" not in prompts.template_reads

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import re
 import socket
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from services.gateway import metrics
 from services.gateway.config import GatewayConfig
 from services.gateway.service import GatewayService
+from shared.clock import now_s
 from shared.config import ConfigError
 from shared.errors import Overloaded, Unavailable
 from shared.model import RequestBrief, Residency
@@ -89,7 +92,11 @@ async def test_a_client_that_does_not_read_is_cut_off_and_nobody_else_notices(
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(("127.0.0.1", gateway.port))
         body = b'{"model": "demo", "prompt": "x", "stream": true, "max_tokens": 200}'
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
+            + body
+        )
         request = await assigned(mesh.first)
         index = 0
 
@@ -187,6 +194,28 @@ async def test_tokens_and_texts_convert_both_ways(mesh: Mesh, http: aiohttp.Clie
     async with http.post(f"{mesh.url}/tokenize", json={"messages": [{"role": "user", "content": "x"}]}) as answer:
         assert (await answer.json())["count"] > 3
     async with http.post(f"{mesh.url}/tokenize", json={}) as answer:
+        assert answer.status == 400
+
+
+async def test_a_tokenize_of_megabytes_is_refused_or_done_beside_the_loop(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    large, kind = io.BytesIO(json.dumps({"prompt": "x" * (3 << 20)}).encode()), {"content-type": "application/json"}
+    async with http.post(f"{mesh.url}/tokenize", data=large, headers=kind) as answer:
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "prompt")
+    body = io.BytesIO(json.dumps({"prompt": "ab " * (1 << 18), "return_token_strs": True}).encode())
+    counting = asyncio.ensure_future(http.post(f"{mesh.url}/tokenize", data=body, headers=kind))
+    gaps_s, last_s = [0.0], now_s()
+    while not counting.done():
+        await asyncio.sleep(0.005)
+        gaps_s.append(now_s() - last_s)
+        last_s = now_s()
+    async with await counting as answer:
+        assert answer.status == 200
+        assert (await answer.json())["count"] > 1 << 18
+    assert max(gaps_s) < 2, "a lease is lost after 2.5 s"
+    async with http.post(f"{mesh.url}/tokenize", json={"prompt": "x", "model": "nobody"}) as answer:
+        assert answer.status == 404
+    many = io.BytesIO(json.dumps({"tokens": [5] * (1 << 19)}).encode())
+    async with http.post(f"{mesh.url}/detokenize", data=many, headers=kind) as answer:
         assert answer.status == 400
 
 

@@ -296,6 +296,45 @@ def test_a_sampled_request_resumes_from_every_cut_as_if_uninterrupted(model_dir:
         assert resumed.tokens["a"] == whole, f"cut at {cut}"
 
 
+def test_a_request_with_bans_resumes_from_every_cut_as_if_uninterrupted(model_dir: Path) -> None:
+    free = greedy(model_dir, 12)
+    bans: dict[str, Any] = {
+        "bad_words": (tuple(free[:2]), tuple(free[3:6]), (free[7],)),
+        "allowed_token_ids": tuple(range(5, VOCAB, 2)),
+    }
+    for sampling in ({"bad_words": bans["bad_words"]}, bans | SAMPLED | {"seed": 4}):
+        whole = run(make_engine(model_dir), [request("a", PROMPT, max_tokens=12, ignore_eos=True, **sampling)]).tokens["a"]
+        assert whole != free
+        text = ",".join(map(str, whole)) + ","
+        assert not any(",".join(map(str, word)) + "," in text for word in bans["bad_words"])
+        for cut in range(len(whole) + 1):
+            again = request("a", PROMPT, max_tokens=12, ignore_eos=True, output=whole[:cut], **sampling)
+            assert run(make_engine(model_dir), [again]).tokens["a"] == whole, f"cut at {cut}"
+
+
+def test_bans_that_leave_no_token_are_refused_or_end_the_request_with_the_field(engine: Engine) -> None:
+    for sampling in ({"bad_words": ((5,),)}, {"min_tokens": 1, "stop_token_ids": (5,)}):
+        with pytest.raises(BadRequest, match="leaves no token"):
+            engine.add(request("a", PROMPT, allowed_token_ids=(5,), **sampling), 0.0)
+    with pytest.raises(BadRequest, match="outside"):
+        engine.add(request("a", PROMPT, allowed_token_ids=(VOCAB,)), 0.0)
+    done = run(engine, [request("a", PROMPT, max_tokens=4, allowed_token_ids=(5,), bad_words=((5, 5),)), request("b", PROMPT)])
+    assert done.items["a"][-1].error is not None
+    assert done.items["a"][-1].error.param == "bad_words"
+    assert done.items["b"][-1].finish == "length"
+
+
+def test_of_those_that_wait_the_one_with_the_smaller_priority_goes_first(model_dir: Path) -> None:
+    engine = make_engine(model_dir, max_running=1)
+    for name, priority in (("late", 2), ("later", 7), ("first", 0), ("second", 0), ("middle", 1)):
+        engine.add(dataclasses.replace(request(name, PROMPT, max_tokens=1), priority=priority), 0.0)
+    order: list[str] = []
+    while engine.has_work():
+        order += [item.request_id for item in items_of(engine.step(0.0))]
+        engine.check()
+    assert order == ["first", "second", "middle", "late", "later"]
+
+
 def test_a_resumed_request_that_had_ended_already_says_so(engine: Engine) -> None:
     for name, output, changes in (
         ("length", [5, 6, 7], {"max_tokens": 3}),

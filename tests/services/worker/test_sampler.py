@@ -205,6 +205,46 @@ def test_logit_bias_moves_logits_and_can_forbid() -> None:
     assert draw(sampler_of(params, 30), logits).tokens.tolist() == [17, 29, 0]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_allowed_tokens_are_drawn_and_the_others_of_the_batch_are_free(temperature: float) -> None:
+    logits = logits_of(3, 40, spread=1.0)
+    params = [
+        SamplingParams(temperature=temperature, allowed_token_ids=(3, 17, 30), seed=row)
+        if row != 1
+        else SamplingParams(temperature=0.0)
+        for row in range(3)
+    ]
+    sampler = sampler_of(params, 40)
+    for length in range(1, 30):
+        drawn = draw(sampler, logits, length=length).tokens.tolist()
+        assert {drawn[0], drawn[2]} <= {3, 17, 30}
+        assert drawn[1] == int(logits[1].argmax())
+    if temperature:
+        allowed = torch.full((40,), -torch.inf)
+        allowed[[3, 17, 30]] = logits[0, [3, 17, 30]]
+        tokens = np.array([int(draw(sampler, logits, length=n).tokens[0]) for n in range(1, DRAWS)])
+        assert_follows(tokens, naive_probabilities(allowed, params[0]))
+
+
+def test_a_bad_word_of_several_tokens_is_banned_at_its_last_token_only() -> None:
+    logits = torch.zeros(1, 30)
+    logits[0, 7], logits[0, 8] = 9.0, 8.0
+    sampler = sampler_of([SamplingParams(temperature=0.0, bad_words=((7, 7, 7), (8, 7)))], 30)
+    assert [int(draw(sampler, logits).tokens[0]) for _ in range(7)] == [7, 7, 8, 8, 8, 8, 8]
+    single = sampler_of([SamplingParams(temperature=0.0, bad_words=((7,), (8,)))], 30)
+    assert int(draw(single, logits).tokens[0]) == 0
+
+
+def test_the_prompt_does_not_begin_a_bad_word() -> None:
+    logits = torch.zeros(1, 30)
+    logits[0, 7] = 9.0
+    sampler = Sampler(1, 30)
+    sampler.seat(0, SamplingParams(temperature=0.0, bad_words=((5, 7),)), [4, 5], 2, set())
+    assert int(draw(sampler, logits).tokens[0]) == 7
+    sampler.seat(0, SamplingParams(temperature=0.0, bad_words=((5, 7),)), [4, 5], 1, set())  # now 5 is output
+    assert int(draw(sampler, logits).tokens[0]) == 0
+
+
 def test_ending_tokens_cannot_be_drawn_before_min_tokens() -> None:
     logits = torch.zeros(1, 30)
     logits[0, 4], logits[0, 5], logits[0, 6] = 9.0, 8.0, 7.0

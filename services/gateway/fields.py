@@ -1,0 +1,163 @@
+"""Request fields that other servers know and this one does not serve: what becomes of each, in one table.
+
+Nothing is dropped silently. A field that would change the answer is refused by name unless its value asks for nothing
+(`harmless`); a field that cannot change the answer is taken without effect (`harmless` None). Any other field is refused as
+unknown, as OpenAI does. `docs/api.md` shows this table beside the served fields, whose table is `protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shared.errors import BadRequest
+
+
+class Unserved(msgspec.Struct, frozen=True):
+    """One such field: why, and with which values it is taken all the same (None: with any)."""
+
+    why: str
+    harmless: tuple[Any, ...] | None = (None,)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises BadRequest naming the field when `value` asks for something."""
+        if self.harmless is not None and not any(type(value) is type(one) and value == one for one in self.harmless):
+            raise BadRequest(f"{name} is not supported: {self.why}", param=name)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As a JSON schema."""
+        if self.harmless is None:
+            return {"description": f"Taken without effect: {self.why}."}
+        return {"description": f"Only these values are taken: {self.why}.", "enum": list(self.harmless)}
+
+
+_OFF = (None, False)
+_HINT = None  # any value
+
+_GRAMMAR = "output is not constrained to a grammar"
+_TEXT_ONLY = "only text goes in and out"
+_NO_TOOLS = "tools are not called"
+_ELSEWHERE = "the mesh itself decides where a request runs"
+_ADAPTERS = "adapters are registered under /v1/adapters and asked for by name"
+_NO_BEAMS = "sequences are sampled, there is no beam search"
+_NOT_RETURNED = "answers do not carry this"
+_THINKING = "reasoning is neither separated from the text nor bounded"
+
+_BOTH: dict[str, Unserved] = {
+    # OpenAI
+    "user": Unserved("it identifies the end user to the provider", _HINT),
+    "metadata": Unserved("answers are not stored, so there is nothing to label", _HINT),
+    "service_tier": Unserved("use the header x-slo-class", (None, "auto", "default")),
+    # vLLM
+    "use_beam_search": Unserved(_NO_BEAMS, _OFF),
+    "length_penalty": Unserved(_NO_BEAMS, (None, 1, 1.0)),
+    "watermarking": Unserved("text is not watermarked", _OFF),
+    "spaces_between_special_tokens": Unserved("it means something to slow tokenizers only, which are not used here", _HINT),
+    "prompt_logprobs": Unserved("prompts are not scored"),
+    "logprob_token_ids": Unserved("log-probabilities are those of the likeliest tokens"),
+    "structured_outputs": Unserved(_GRAMMAR),
+    "guided_json": Unserved(_GRAMMAR),
+    "guided_regex": Unserved(_GRAMMAR),
+    "guided_choice": Unserved(_GRAMMAR),
+    "guided_grammar": Unserved(_GRAMMAR),
+    "guided_decoding_backend": Unserved(_GRAMMAR),
+    "guided_whitespace_pattern": Unserved(_GRAMMAR),
+    "structural_tag": Unserved(_GRAMMAR),
+    "session_id": Unserved("it is a routing hint", _HINT),
+    "return_tokens_as_token_ids": Unserved("log-probabilities name tokens by their text; use return_token_ids", _OFF),
+    "routed_experts_prompt_start": Unserved("there are no experts", (None, 0)),
+    "return_token_offsets": Unserved(_NOT_RETURNED, _OFF),
+    "return_mm_kwargs": Unserved("it means something on vLLM's render endpoints only", _HINT),
+    "kv_transfer_params": Unserved("prefill and decode are not separated"),
+    "ec_transfer_params": Unserved("prefill and decode are not separated"),
+    "vllm_xargs": Unserved("there are no extensions that would read it"),
+    "repetition_detection": Unserved("use repetition_penalty, frequency_penalty or stop"),
+    "thinking_token_budget": Unserved(_THINKING, (None, -1)),
+    "stream_interval": Unserved("every token is its own event; events that are ready together leave together", _HINT),
+    # SGLang
+    "json_schema": Unserved(_GRAMMAR),
+    "regex": Unserved(_GRAMMAR),
+    "ebnf": Unserved(_GRAMMAR),
+    "stop_regex": Unserved("stop takes strings", (None, [])),
+    "return_hidden_states": Unserved(_NOT_RETURNED, _OFF),
+    "return_routed_experts": Unserved(_NOT_RETURNED, _OFF),
+    "routed_experts_start_len": Unserved("there are no experts", (None, 0)),
+    "return_cached_tokens_details": Unserved("usage.prompt_tokens_details has the number of cached tokens", _OFF),
+    "session_params": Unserved("requests do not share sessions"),
+    "custom_params": Unserved("there are no custom logit processors"),
+    "custom_logit_processor": Unserved("code from clients is never run"),
+    "images_config": Unserved(_TEXT_ONLY),
+    "bootstrap_host": Unserved(_ELSEWHERE),
+    "bootstrap_port": Unserved(_ELSEWHERE),
+    "bootstrap_room": Unserved(_ELSEWHERE),
+    "routed_dp_rank": Unserved(_ELSEWHERE),
+    "disagg_prefill_dp_rank": Unserved(_ELSEWHERE),
+    "data_parallel_rank": Unserved(_ELSEWHERE),
+    "extra_key": Unserved("use cache_salt to keep prefixes apart"),
+    "ngram_corpus_id": Unserved("tokens are not drafted from a corpus"),
+    "custom_labels": Unserved("metrics have fixed labels", _HINT),
+    # LoRAX
+    "adapter_source": Unserved(_ADAPTERS),
+    "adapter_parameters": Unserved(_ADAPTERS),
+    "api_token": Unserved(_ADAPTERS),
+}
+
+CHAT: Mapping[str, Unserved] = _BOTH | {
+    # OpenAI
+    "audio": Unserved(_TEXT_ONLY),
+    "modalities": Unserved(_TEXT_ONLY, (None, [], ["text"])),
+    "tools": Unserved(_NO_TOOLS, (None, [])),
+    "tool_choice": Unserved(_NO_TOOLS, (None, "none", "auto")),
+    "parallel_tool_calls": Unserved("it limits tool calls, of which there are none", _HINT),
+    "functions": Unserved(_NO_TOOLS, (None, [])),
+    "function_call": Unserved(_NO_TOOLS, (None, "none", "auto")),
+    "moderation": Unserved("texts are not moderated"),
+    "prediction": Unserved("it is a hint for speed", _HINT),
+    "prompt_cache_key": Unserved("it is a routing hint", _HINT),
+    "prompt_cache_options": Unserved("prefixes are cached as long as there is room", _HINT),
+    "prompt_cache_retention": Unserved("prefixes are cached as long as there is room", _HINT),
+    "safety_identifier": Unserved("it identifies the end user to the provider", _HINT),
+    "store": Unserved("answers are not stored", _OFF),
+    "verbosity": Unserved("say in the prompt how long the answer should be", (None, "medium")),
+    "web_search_options": Unserved("there is no web search"),
+    # vLLM
+    "include_reasoning": Unserved("reasoning is not separated from the text", _HINT),
+    "echo": Unserved("answers hold the new text only", _OFF),
+    "chat_template": Unserved("the model's own template is used"),
+    "media_io_kwargs": Unserved(_TEXT_ONLY),
+    "mm_processor_kwargs": Unserved(_TEXT_ONLY),
+    "return_prompt_text": Unserved(_NOT_RETURNED, _OFF),
+    # SGLang
+    "return_prompt_token_ids": Unserved("use return_token_ids", _OFF),
+    "return_meta_info": Unserved(_NOT_RETURNED, _OFF),
+    "reasoning": Unserved("use reasoning_effort"),
+    "task": Unserved("it means something to one model family, which is not served"),
+    "separate_reasoning": Unserved("reasoning is not separated from the text", _HINT),
+    "stream_reasoning": Unserved("reasoning is not separated from the text", _HINT),
+    "max_dynamic_patch": Unserved(_TEXT_ONLY),
+    "min_dynamic_patch": Unserved(_TEXT_ONLY),
+    "use_audio_in_video": Unserved(_TEXT_ONLY, _OFF),
+    "input_ids": Unserved("use /v1/completions for token ids"),
+    # LoRAX
+    "tool_prompt": Unserved(_NO_TOOLS),
+    "guideline": Unserved("use chat_template_kwargs"),
+}
+
+COMPLETION: Mapping[str, Unserved] = _BOTH | {
+    "suffix": Unserved("text is continued at its end only", (None, "")),
+    "prompt_embeds": Unserved("prompts are text or token ids"),
+}
+
+TOKENIZE: Mapping[str, Unserved] = {
+    name: CHAT[name] for name in ("tools", "chat_template", "media_io_kwargs", "mm_processor_kwargs")
+}
+
+
+def check(fields: dict[str, msgspec.Raw], unserved: Mapping[str, Unserved]) -> dict[str, msgspec.Raw]:
+    """`fields` without those of `unserved`. Raises BadRequest naming one that asks for something."""
+    for name in fields.keys() & unserved.keys():
+        unserved[name].check(name, msgspec.json.decode(fields[name]))
+    return {name: value for name, value in fields.items() if name not in unserved}

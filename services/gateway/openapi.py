@@ -1,0 +1,287 @@
+"""/openapi.json and /docs: the API's description, made of the types that parse requests and describe answers.
+
+Request bodies come from `protocol` and `adapters_api`, with the unserved fields of `fields`; answers from `schemas`. The page
+shows it with Swagger UI from a package, so that it needs nothing from the internet.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.responses import FileResponse, Response
+
+from services.gateway import fields, protocol, schemas
+from services.gateway.adapters_api import AdapterRequest, LoadRequest, UnloadRequest
+from services.gateway.config import GatewayConfig
+from services.gateway.http import json_answer
+from services.gateway.planner import SLO_MAX_MS, SLO_MIN_MS
+
+ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon.png": "image/png"}
+_JSON, _TEXT, _EVENTS, _FORM = "application/json", "text/plain", "text/event-stream", "multipart/form-data"
+_REQUESTS = (
+    protocol.ChatRequest,
+    protocol.CompletionRequest,
+    protocol.TokenizeRequest,
+    protocol.DetokenizeRequest,
+    AdapterRequest,
+    LoadRequest,
+    UnloadRequest,
+)
+_ANSWERS = (
+    schemas.ErrorAnswer,
+    schemas.ChatCompletion,
+    schemas.Completion,
+    schemas.Model,
+    schemas.Models,
+    schemas.Adapter,
+    schemas.Adapters,
+    schemas.Deleted,
+    schemas.Tokens,
+    schemas.Text,
+    schemas.Status,
+    schemas.Health,
+    schemas.Ready,
+    schemas.Version,
+)
+_ERRORS = {
+    400: "A field, named in `param`, is wrong; or the prompt is longer than the context.",
+    401: "No API key, or an unknown one.",
+    403: "The host asked for or the page that asks is not allowed here.",
+    404: "The model or adapter does not exist.",
+    408: "The request came too slowly.",
+    409: "The adapter's name is taken, or requests run on it.",
+    413: "The body is larger than {max_body_bytes} bytes, an upload larger than {max_upload_bytes}.",
+    415: "The body is not sent as application/json.",
+    429: "Overloaded: come back after `Retry-After` seconds.",
+    431: "More than 128 headers, or more than 64 KiB of them.",
+    500: "A bug.",
+    503: "No worker serves the model, or the mesh cannot be reached.",
+    504: "The request took longer than `--request-timeout-s`.",
+}
+_ALWAYS = (403, 408, 431, 500, 503)
+_PARAMETERS: dict[str, dict[str, Any]] = {
+    "X-Request-Id": {
+        "description": "The request's id, which the answer repeats; without it a random one. 1 to 128 printable ASCII"
+        " characters without spaces; anything else is replaced.",
+        "schema": {"type": "string"},
+    },
+    "x-slo-class": {
+        "description": "Latency objective.",
+        "schema": {"type": "string", "enum": ["interactive", "standard", "batch"], "default": "standard"},
+    },
+    "x-slo-ttft-ms": {
+        "description": "Time to first token, instead of the class's.",
+        "schema": {"type": "number", "minimum": SLO_MIN_MS, "maximum": SLO_MAX_MS},
+    },
+    "x-slo-tpot-ms": {
+        "description": "Time per output token, instead of the class's.",
+        "schema": {"type": "number", "minimum": SLO_MIN_MS, "maximum": SLO_MAX_MS},
+    },
+}
+_UPLOAD = {
+    "type": "object",
+    "required": ["name", "file"],
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 128, "description": "its name"},
+        "file": {"type": "string", "format": "binary", "description": "a PEFT directory as zip or tar, gzipped or not"},
+        "replace": {"type": "string", "enum": ["true", "false"], "default": "false"},
+    },
+}
+
+
+def add_routes(app: APIRouter, config: GatewayConfig, version: str, *, keyless: bool) -> None:
+    """/openapi.json, /docs and what that page loads; they need no key."""
+    described = document(config, version, keyless=keyless)
+    static = resources.files("fastapi_offline") / "static"
+    page = get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title="Motet",
+        swagger_js_url="docs/swagger-ui-bundle.js",
+        swagger_css_url="docs/swagger-ui.css",
+        swagger_favicon_url="docs/favicon.png",
+    )
+    page.headers["content-security-policy"] = "frame-ancestors 'none'"
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return json_answer(described)
+
+    @app.get("/docs")
+    async def docs() -> Response:
+        return page
+
+    def add_asset(name: str, kind: str) -> None:
+        @app.get(f"/docs/{name}")
+        async def asset() -> Response:
+            return FileResponse(str(static / name), media_type=kind)
+
+    for name, kind in ASSETS.items():
+        add_asset(name, kind)
+
+
+def document(config: GatewayConfig, version: str, *, keyless: bool = True) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of a gateway with this configuration."""
+    limits = {"max_body_bytes": config.max_body_bytes, "max_upload_bytes": config.max_upload_bytes}
+    errors = {
+        status: {"description": text.format(**limits)} | _content(_ref("ErrorAnswer")) for status, text in _ERRORS.items()
+    }
+    errors[429]["headers"] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+    described: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Motet",
+            "version": version,
+            "description": "LoRA adapters on one base model. Every answer has the header `X-Request-Id`. Fields that are not"
+            " listed are refused by name.",
+        },
+        "paths": {
+            path: {method: _with_errors(dict(operation), errors, keyless=keyless) for method, operation in methods.items()}
+            for path, methods in _paths().items()
+        },
+        "components": {
+            "schemas": _schemas(),
+            "responses": {f"Error{status}": answer for status, answer in errors.items()},
+        },
+    }
+    if not keyless:
+        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return described
+
+
+def _schemas() -> dict[str, Any]:
+    _, components = msgspec.json.schema_components((*_REQUESTS, *_ANSWERS), ref_template="#/components/schemas/{name}")
+    for name, unserved in (
+        ("ChatRequest", fields.CHAT),
+        ("CompletionRequest", fields.COMPLETION),
+        ("TokenizeRequest", fields.TOKENIZE),
+    ):
+        components[name]["properties"] |= {field: one.schema for field, one in unserved.items()}
+    components["UnloadRequest"]["required"] = ["lora_name"]
+    components["LoadRequest"]["required"] = ["lora_name", "lora_path"]
+    components["TokenizeRequest"]["oneOf"] = [_given("prompt"), _given("messages")]
+    components["AdapterRequest"]["oneOf"] = [_given(name) for name in ("path", "hub_id", "alias_of")]
+    for component in components.values():
+        for field in component.get("properties", {}).values():
+            for one in field.get("anyOf", ()):  # `X | None`: what X means is what the field means
+                if "description" in one and "description" not in field:
+                    field["description"] = one.pop("description")
+    return components
+
+
+def _given(name: str) -> dict[str, Any]:
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _content(schema: dict[str, Any], kind: str = _JSON) -> dict[str, Any]:
+    return {"content": {kind: {"schema": schema}}}
+
+
+def _ok(name: str, description: str = "Done.") -> dict[str, Any]:
+    return {"description": description} | _content(_ref(name))
+
+
+def _operation(
+    summary: str,
+    answer: dict[str, Any],
+    *statuses: int,
+    status: int = 200,
+    body: dict[str, Any] | None = None,
+    parameters: tuple[dict[str, Any], ...] = (),
+    open_to_all: bool = False,
+) -> dict[str, Any]:
+    """One operation; `_with_errors` adds the answers for `statuses` and those that every route may give."""
+    operation: dict[str, Any] = {"summary": summary, "responses": {str(status): answer}, "parameters": [*parameters]}
+    operation["parameters"].append({"name": "X-Request-Id", "in": "header"} | _PARAMETERS["X-Request-Id"])
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": body}
+        statuses = (400, 413, 415, *statuses)
+    operation["x-errors"], operation["x-open"] = sorted({*_ALWAYS, *statuses}), open_to_all
+    return operation
+
+
+def _with_errors(operation: dict[str, Any], errors: dict[int, Any], *, keyless: bool) -> dict[str, Any]:
+    statuses, open_to_all = operation.pop("x-errors"), operation.pop("x-open")
+    if not keyless and not open_to_all:
+        operation["security"] = [{"key": []}]
+        statuses = sorted({401, *statuses})
+    answers = {str(status): {"$ref": f"#/components/responses/Error{status}"} for status in statuses if status in errors}
+    rest = {"default": {"description": "Any other error, such as an unknown path or method."} | _content(_ref("ErrorAnswer"))}
+    operation["responses"] = answers | operation["responses"] | rest
+    return operation
+
+
+def _body(name: str) -> dict[str, Any]:
+    return {_JSON: {"schema": _ref(name)}}
+
+
+def _paths() -> dict[str, dict[str, dict[str, Any]]]:
+    slo = tuple({"name": name, "in": "header"} | _PARAMETERS[name] for name in _PARAMETERS if name.startswith("x-slo"))
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    force = {"name": "force", "in": "query", "schema": {"type": "boolean", "default": False}}
+    force["description"] = "Delete it although requests run on it; those finish."
+    text = {"description": "Done."} | _content({"type": "string"}, _TEXT)
+
+    def generated(schema: str) -> dict[str, Any]:
+        both = {_JSON: {"schema": _ref(schema)}, _EVENTS: {"schema": {"type": "string", "description": "With `stream`."}}}
+        return {"description": "The answer; with `stream` as server-sent events.", "content": both}
+
+    return {
+        "/v1/chat/completions": {
+            "post": _operation(
+                "Answer a conversation.",
+                generated("ChatCompletion"),
+                *(404, 429, 504),
+                body=_body("ChatRequest"),
+                parameters=slo,
+            )
+        },
+        "/v1/completions": {
+            "post": _operation(
+                "Continue texts.",
+                generated("Completion"),
+                *(404, 429, 504),
+                body=_body("CompletionRequest"),
+                parameters=slo,
+            )
+        },
+        "/v1/models": {"get": _operation("The base model and all adapters.", _ok("Models"))},
+        "/v1/models/{name}": {"get": _operation("One model.", _ok("Model"), 404, parameters=(name,))},
+        "/v1/adapters": {
+            "get": _operation("All adapters.", _ok("Adapters")),
+            "post": _operation(
+                "Add an adapter: from a path, a hub id, an alias, or an upload.",
+                _ok("Adapter"),
+                *(404, 409, 429, 504),
+                status=201,
+                body=_body("AdapterRequest") | {_FORM: {"schema": _UPLOAD}},
+            ),
+        },
+        "/v1/adapters/{name}": {
+            "get": _operation("One adapter.", _ok("Adapter"), 404, parameters=(name,)),
+            "delete": _operation("Remove an adapter.", _ok("Deleted"), 400, 404, 409, 504, parameters=(name, force)),
+        },
+        "/v1/load_lora_adapter": {
+            "post": _operation("vLLM's way to add an adapter.", text, 404, 429, 504, body=_body("LoadRequest"))
+        },
+        "/v1/unload_lora_adapter": {
+            "post": _operation("vLLM's way to remove an adapter.", text, 404, 409, 504, body=_body("UnloadRequest"))
+        },
+        "/tokenize": {"post": _operation("Tokens of a text.", _ok("Tokens"), 404, 429, body=_body("TokenizeRequest"))},
+        "/detokenize": {"post": _operation("Text of tokens.", _ok("Text"), 404, 429, body=_body("DetokenizeRequest"))},
+        "/v1/status": {"get": _operation("This gateway, and workers as a scheduler sees them.", _ok("Status"))},
+        "/health": {"get": _operation("Whether the process lives.", _ok("Health"), open_to_all=True)},
+        "/ready": {
+            "get": _operation("Whether it can serve now.", _ok("Ready"), open_to_all=True)
+            | {"responses": {"200": _ok("Ready"), "503": _ok("Ready", "It cannot, and why.")}}
+        },
+        "/metrics": {"get": _operation("Metrics for Prometheus.", text, open_to_all=True)},
+        "/version": {"get": _operation("The version.", _ok("Version"), open_to_all=True)},
+    }

@@ -1,0 +1,233 @@
+"""What answers look like, as types: for the API's description, and for tests that hold real answers against them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+
+class _Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Answers hold exactly these fields."""
+
+
+class Error(_Answer):
+    """Why a request was refused or failed."""
+
+    message: Annotated[str, Meta(description="The reason, for people; at most 2,000 characters.")]
+    type: Annotated[
+        str, Meta(description="invalid_request_error, rate_limit_error, server_error, or vLLM's names on its routes.")
+    ]
+    param: Annotated[str | None, Meta(description="The field or header that is wrong.")]
+    code: Annotated[str | int, Meta(description="A stable name of the reason; on vLLM's routes the status.")]
+
+
+class ErrorAnswer(_Answer):
+    """Every answer with a status of 400 or more, as OpenAI clients expect it."""
+
+    error: Error
+
+
+class CachedTokens(_Answer):
+    """Prompt tokens that needed no computation."""
+
+    cached_tokens: int
+
+
+class Usage(_Answer):
+    """Token counts of the whole request; tokens that ended a text count."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | UnsetType = UNSET
+
+
+class NamedLogprob(_Answer):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(NamedLogprob):
+    """A drawn token, its log-probability and those of the likeliest tokens."""
+
+    top_logprobs: list[NamedLogprob]
+
+
+class ChatLogprobs(_Answer):
+    """Log-probabilities of a chat choice."""
+
+    content: list[TokenLogprob]
+
+
+class TextLogprobs(_Answer):
+    """Log-probabilities of a completion choice."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]] | None
+
+
+Finish = Literal["stop", "length"]
+StopReason = Annotated[int | str | None, Meta(description="The stop token or stop string that ended the text.")]
+TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
+
+
+class ChatMessage(_Answer):
+    """The model's message."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(_Answer):
+    """One answer to a conversation."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+    stop_reason: StopReason
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class ChatCompletion(_Answer):
+    """The answer to POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class TextChoice(_Answer):
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Finish
+    stop_reason: StopReason
+    token_ids: TokenIds | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class Completion(_Answer):
+    """The answer to POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class Model(_Answer):
+    """The base model or an adapter, with the fields that vLLM gives a model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: Annotated[str, Meta(description="Where it came from: a hub id, or the last part of a path.")]
+    parent: Annotated[str | None, Meta(description="The base model of an adapter.")]
+    max_model_len: int | None
+    permission: list[dict[str, Any]]
+
+
+class Models(_Answer):
+    """All models, the base model first."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Adapter(_Answer):
+    """A name and the adapter version behind it."""
+
+    name: str
+    object: Literal["adapter"]
+    digest: str
+    version: Annotated[int, Meta(description="1, 2, ... counts the versions of this name.")]
+    alias_of: str | None
+    base_model: str
+    rank: int
+    modules: list[str]
+    layers: int
+    dtype: str
+    size_bytes: int
+    source: str
+    created: int
+    updated: int
+    resident: Annotated[dict[str, str], Meta(description="Worker id to the fastest tier that holds it.")]
+
+
+class Adapters(_Answer):
+    """All adapters."""
+
+    object: Literal["list"]
+    data: list[Adapter]
+
+
+class Deleted(_Answer):
+    """An adapter that is gone."""
+
+    name: str
+    object: Literal["adapter"]
+    deleted: Literal[True]
+
+
+class Tokens(_Answer):
+    """The answer to POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class Text(_Answer):
+    """The answer to POST /detokenize."""
+
+    prompt: str
+
+
+class Status(_Answer):
+    """This gateway, and the workers as a scheduler sees them."""
+
+    gateway: dict[str, Any]
+    base_model: str
+    adapters: int
+    scheduler_id: str | None
+    workers: list[dict[str, Any]]
+    absent_workers: Annotated[list[dict[str, Any]], Meta(description="Workers that do not serve, and why.")]
+    error: Annotated[str | None, Meta(description="Why no scheduler answered.")]
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """The process lives."""
+
+    status: str
+    service: str
+
+
+class Ready(_Answer):
+    """Whether it can do its work now, and if not, why."""
+
+    ready: bool
+    reasons: list[str]
+
+
+class Version(_Answer):
+    """The version of Motet."""
+
+    version: str

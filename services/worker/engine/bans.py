@@ -1,0 +1,55 @@
+"""Tokens that a sequence may not draw: everything outside `allowed_token_ids`, and what would complete one of `bad_words`.
+
+A bad word is a sequence of token ids. Its last token is banned where the output so far ends with all tokens before it; a word
+of one token is always banned. Only the output is looked at, not the prompt (as in vLLM). A sequence that is continued elsewhere
+with its output so far bans what it would have banned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shared.model import SamplingParams
+
+
+class Bans:
+    """The bans of one sequence; `tokens` is its prompt and output so far."""
+
+    __slots__ = ("_allowed", "_always", "_tail", "_words")
+
+    def __init__(self, sampling: SamplingParams, tokens: Sequence[int], prompt_tokens: int) -> None:
+        self._allowed = torch.tensor(sampling.allowed_token_ids) if sampling.allowed_token_ids else None
+        single = [word[0] for word in sampling.bad_words if len(word) == 1]
+        self._always = torch.tensor(single) if single else None
+        self._words = [(word[:-1], word[-1]) for word in sampling.bad_words if len(word) > 1]
+        longest = max((len(before) for before, _ in self._words), default=0)
+        self._tail: deque[int] = deque(tokens[max(len(tokens) - longest, prompt_tokens) :], maxlen=longest)
+
+    @staticmethod
+    def of(sampling: SamplingParams, tokens: Sequence[int], prompt_tokens: int) -> Bans | None:
+        """None where everything may be drawn."""
+        return Bans(sampling, tokens, prompt_tokens) if sampling.allowed_token_ids or sampling.bad_words else None
+
+    def apply(self, logits: Tensor) -> None:
+        """Set what may not be drawn next to minus infinity. logits float32 [vocab], in place."""
+        if self._allowed is not None:
+            self._allowed = self._allowed.to(logits.device)
+            kept = logits[self._allowed]
+            logits.fill_(-torch.inf)
+            logits[self._allowed] = kept
+        if self._always is not None:
+            self._always = self._always.to(logits.device)
+            logits[self._always] = -torch.inf
+        if self._words:
+            tail = tuple(self._tail)
+            completing = [last for before, last in self._words if tail[-len(before) :] == before]
+            if completing:
+                logits[completing] = -torch.inf
+
+    def count(self, token: int) -> None:
+        """One more token is in the output."""
+        self._tail.append(token)
