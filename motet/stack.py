@@ -181,21 +181,25 @@ class Stack:
             flags += ["--quantization", o.quantization]
 
         def argv(ops_port: int) -> list[str]:
-            bus = self._bus_flags(kind)
+            bus = self._bus_flags(kind, name)
             return [sys.executable, "-m", "motet", kind, *flags, *bus, "--ops-port", str(ops_port)]
 
         after = ("nats",) if o.bus is None else ()
         spec = ServiceSpec(name=name, argv=argv, env=env, after=after, stop_rank=STOP_RANK[kind])
         return ServiceProcess(spec, self.data_dir / "logs", echo=self._echo)
 
-    def _bus_flags(self, kind: str) -> list[str]:
+    def url_for(self, name: str) -> str:
+        """How the child `name` reaches NATS; tests put something between."""
+        return self.nats_url
+
+    def _bus_flags(self, kind: str, name: str) -> list[str]:
         """How a service of this kind reaches NATS. Secrets go by file."""
         given = self.options.bus or BusConfig()
         user, password_file = given.nats_user, given.nats_password_file
         if self.options.bus is None or self.options.credentials_dir is not None:
             user, password_file = kind, str(credentials.password_file(self.credentials_dir, kind))
         values = {
-            "url": self.nats_url,
+            "url": self.url_for(name),
             "user": user,
             "password-file": password_file,
             "creds": given.nats_creds,
