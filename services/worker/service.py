@@ -48,6 +48,8 @@ from shared.messages import (
     Drain,
     GenerateRequest,
     LoadAdapter,
+    Ping,
+    Pong,
     StreamItem,
     UnloadAdapter,
     WorkerNotice,
@@ -147,6 +149,7 @@ class WorkerService:
         await LeaseWatch(bus, "gateway", self._gateway_lost).start()
         await bus.subscribe(subjects.control(self.worker_id), Control, self._on_control)
         await bus.serve("assign", subjects.assign(self.worker_id), GenerateRequest, self._assign, queue="worker")
+        await bus.serve("ping", subjects.ping(self.worker_id), Ping, self._on_ping, queue="worker")
         lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
         self._exit.push_async_callback(lease.release)
         await lease.start()
@@ -234,6 +237,9 @@ class WorkerService:
             metrics.REFUSED.labels(error.code).inc()
             raise
         return Accepted(worker_id=self.worker_id)
+
+    async def _on_ping(self, _: Ping) -> Pong:
+        return Pong()
 
     def _take(self, request: GenerateRequest) -> None:
         key = (request.request_id, request.epoch)

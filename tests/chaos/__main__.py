@@ -61,12 +61,12 @@ def report(phases: list[Phase]) -> int:
     rows = [row for phase in phases for row in phase.rows]
     print(
         f"{'fault':<36} {'in flight':>9} {'resumed':>8} {'lost':>5} {'dup.':>5} {'chg.':>5} {'broken':>7}"
-        f" {'recovery p50':>13} {'p99':>8} {'healed':>8}"
+        f" {'pause p50':>13} {'p99':>8} {'healed':>8}"
     )
     for row in rows:
         print(
             f"{row.fault:<36} {row.in_flight:>9} {row.resumed:>8} {row.lost:>5} {row.duplicated:>5} {row.changed:>5}"
-            f" {row.broken:>7} {ms(row.recoveries_s, 0.5):>13} {ms(row.recoveries_s, 0.99):>8} {row.healed_s:>6.1f} s"
+            f" {row.broken:>7} {ms(row.pauses_s, 0.5):>13} {ms(row.pauses_s, 0.99):>8} {row.healed_s:>6.1f} s"
         )
     for phase in phases:
         print(f"{phase.asked} streams, {phase.refused} refused, {phase.durable} durable requests")
@@ -84,7 +84,7 @@ def ms(values_s: list[float], share: float) -> str:
 
 
 def p99_ms(rows: list[Row], kind: str) -> float | None:
-    values_s = sorted(s for row in rows if row.kind == kind and row.resumed for s in row.recoveries_s)
+    values_s = sorted(s for row in rows if row.kind == kind and row.resumed for s in row.pauses_s)
     return round(quantile(values_s, 0.99) * 1000) if values_s else None
 
 

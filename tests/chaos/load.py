@@ -101,11 +101,11 @@ class Attempt:
         """Accepted and not ended at this moment."""
         return bool(self.request_id) and self.began_s < at_s and not (0 < self.ended_s <= at_s)
 
-    def recovery_s(self, since_s: float, until_s: float) -> float | None:
-        """When the longest pause that reaches beyond `since_s` ended, counted from `since_s`; None without tokens around."""
+    def pause_s(self, since_s: float, until_s: float) -> float | None:
+        """The longest time without a token between the two moments; None for a stream that had none before or none after."""
         times = [t for t, data in self.chunks if t <= until_s and data]
-        gaps = [(b - max(a, since_s), b - since_s) for a, b in itertools.pairwise(times) if b > since_s]
-        return max(gaps)[1] if gaps and times[0] < since_s else None
+        gaps = [b - max(a, since_s) for a, b in itertools.pairwise(times) if b > since_s]
+        return max(gaps) if gaps and times[0] < since_s else None
 
     def answer(self) -> Answer:
         """What was said. Raises ValueError when it is not a whole answer."""

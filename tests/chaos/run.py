@@ -44,7 +44,7 @@ class Injected:
 
 @dataclass
 class Row:
-    """One line of the report. Recovery is the time from the fault to the end of a stream's longest pause after it."""
+    """One line of the report. A pause is a stream's longest time without a token after the fault."""
 
     fault: str
     kind: Kind
@@ -55,7 +55,7 @@ class Row:
     changed: int = 0
     broken: int = 0
     healed_s: float = 0.0
-    recoveries_s: list[float] = field(default_factory=list)
+    pauses_s: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -137,7 +137,7 @@ async def _hurt(mesh: ChaosMesh, load: LoadOptions, faults: list[Fault], say: Ca
     say("the load has ended; comparing")
     books = _Books(injected, rows)
     for one, row in zip(injected, rows, strict=True):
-        _recoveries(one, row, streams.attempts)
+        _pauses(one, row, streams.attempts)
     _judge_streams(mesh, books, right, streams.attempts)
     await _judge_durable(books, right, durable)
     await nats.close()
@@ -161,11 +161,11 @@ async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault) -> tuple[Inje
     return one, Row(fault.name, fault.kind, in_flight, len(one.resumed), healed_s=healed_s)
 
 
-def _recoveries(one: Injected, row: Row, attempts: list[Attempt]) -> None:
+def _pauses(one: Injected, row: Row, attempts: list[Attempt]) -> None:
     """Of the streams that were resumed; where none had to be, of all."""
     affected = [a for a in attempts if a.in_flight(one.at_s) and (not one.resumed or a.request_id in one.resumed)]
-    found = [attempt.recovery_s(one.at_s, one.until_s) for attempt in affected]
-    row.recoveries_s = sorted(s for s in found if s is not None)
+    found = [attempt.pause_s(one.at_s, one.until_s) for attempt in affected]
+    row.pauses_s = sorted(s for s in found if s is not None)
 
 
 def _judge_streams(mesh: ChaosMesh, books: _Books, right: dict[int, Answer], attempts: list[Attempt]) -> None:
