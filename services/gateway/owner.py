@@ -224,28 +224,46 @@ class Owner:
 
     def _resume(self, stream: Stream, why: str, lost_worker: str | None = None) -> None:
         """Continue elsewhere (or again) with everything that is known so far."""
-        old_worker, old_epoch = stream.worker_id, stream.epoch
-        stream.early.clear()
-        self._gaps.pop(stream, None)
-        stream.epoch, stream.worker_id, stream.sign_s = old_epoch + 1, None, now_s()
         if lost_worker is not None:
             stream.losses += 1
-            if lost_worker not in stream.excluded:
-                stream.excluded.append(lost_worker)
-        elif old_worker is not None:
-            self._cancel_at(old_worker, stream.job.request_id, old_epoch)
-        metrics.RESUMED.labels(why).inc()
-        log.info("resuming", extra={"request_id": stream.job.request_id, "why": why, "tokens": len(stream.tokens)})
+        elif stream.worker_id is not None:
+            self._cancel_at(stream.worker_id, stream.job.request_id, stream.epoch)
+        self._next_epoch(stream, why, lost_worker)
         if len(stream.tokens) >= stream.job.sampling.max_tokens:  # only its last word was lost
             stream.end("length")
             self._done(stream)
         elif stream.losses >= LOSSES_MAX:
             self._abort(stream, WorkerLost(f"{stream.losses} workers in a row were lost with this request"), "worker_lost")
         else:
-            self._bus.spawn(self._place_again(stream))
+            self._bus.spawn(self._place_again(stream, 0.0))
 
-    async def _place_again(self, stream: Stream) -> None:
+    def _set_back(self, stream: Stream, error: MotetError, worker_id: str) -> None:
+        """Its worker lives and cannot serve it now, e.g. because the object store is away: somebody else can, or later."""
+        now = now_s()
+        stream.set_back_s = stream.set_back_s or now
+        if now - stream.set_back_s > RESUME_PATIENCE_S:
+            self._abort(stream, error, error.code, cancel=False)
+            return
+        self._next_epoch(stream, error.code, worker_id)
+        # as long again as the trouble has lasted, within the usual bounds
+        self._bus.spawn(self._place_again(stream, min(max(now - stream.set_back_s, BACKOFF_S[0]), BACKOFF_S[1])))
+
+    def _next_epoch(self, stream: Stream, why: str, avoid: str | None) -> None:
+        stream.early.clear()
+        self._gaps.pop(stream, None)
+        stream.plain = False  # the next token ends the losses in a row
+        stream.epoch, stream.worker_id, stream.sign_s = stream.epoch + 1, None, now_s()
+        if avoid is not None and avoid not in stream.excluded:
+            stream.excluded.append(avoid)
+        metrics.RESUMED.labels(why).inc()
+        log.info("resuming", extra={"request_id": stream.job.request_id, "why": why, "tokens": len(stream.tokens)})
+
+    async def _place_again(self, stream: Stream, pause_s: float) -> None:
+        epoch = stream.epoch
         try:
+            await asyncio.sleep(pause_s)
+            if stream.epoch != epoch:
+                return  # another resumption took over
             await self._place(stream, RESUME_PATIENCE_S)
         except Exception as error:  # no stream may wait for ever because of an answer we do not understand
             self._abort(stream, MotetError(f"cannot resume: {error!r}"), "error")
@@ -283,7 +301,7 @@ class Owner:
         if item.finish == "cancelled":  # not by us: its worker gave it up
             self._resume(stream, "given_up", stream.worker_id)
             return
-        stream.losses = 0
+        stream.losses, stream.set_back_s = 0, 0.0
         stream.push(new, item, logprobs)
         if stream.finish is None and stream.error is None:
             return
@@ -295,8 +313,10 @@ class Owner:
         """An item that is not simply next: an error, something known, or something early."""
         if item.error is not None:
             error = from_info(item.error)
-            if isinstance(error, Unavailable | Overloaded):
+            if isinstance(error, WorkerLost):
                 self._resume(stream, error.code, worker_id)
+            elif isinstance(error, Unavailable | Overloaded):
+                self._set_back(stream, error, worker_id)
             else:
                 self._abort(stream, error, error.code, cancel=False)
             return

@@ -20,12 +20,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from nats import errors as nats_errors
-
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s
-from shared.errors import Unavailable
+from shared.errors import DeadlineExceeded, Unavailable
 from shared.messages import Ping, Pong
 from shared.telemetry import logger
 
@@ -36,6 +34,7 @@ AGAIN_S = 0.05  # between questions; a live worker whose connection broke is bac
 ABSENCES = 2  # nobody listened: this often, and it is dead
 ANSWER_S = 1.0
 BROKER_S = 0.25
+NOBODY = "-"  # no worker's id
 STALL_S = 0.5
 GRACE_S = 2.0
 STRANGER_EVERY_S = 5.0  # how often one is asked that has never answered
@@ -140,12 +139,14 @@ class Pulse:
         return "no answer"
 
     async def _broker_answers(self) -> bool:
+        """Ask for somebody who does not exist: that nobody listens is the broker's own answer."""
         try:
-            async with asyncio.timeout(BROKER_S):
-                await self._bus.flush()
-                return True
-        except (nats_errors.Error, TimeoutError):
+            await self._bus.request(subjects.ping(NOBODY), Ping(), Pong, timeout_s=BROKER_S)
+        except Unavailable:
+            return self._bus.connected
+        except DeadlineExceeded:
             return False
+        return True
 
     def _certain(self, worker_id: str, began: float) -> bool:
         """Whether silence since `began` says anything about the worker."""
