@@ -83,7 +83,7 @@ class Owner:
         self._gaps: dict[Stream, float] = {}  # streams with early items, and since when
         self._strays: dict[tuple[str, str], float] = {}
         self._holder = LeaseHolder(bus, "gateway", gateway_id, secrets.token_hex(8))
-        self._leases = LeaseWatch(bus, "worker", self._on_lost)
+        self._leases = LeaseWatch(bus, "worker", self._on_lost, self._holder)
         self._pulse = Pulse(bus, self._holders, self._on_lost)
         self._submits: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None

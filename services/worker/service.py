@@ -146,11 +146,11 @@ class WorkerService:
         self.adapters = Adapters(bus, config, self.engine, self.reporter, self._assembly.parse_adapter)
         self._exit.callback(self.adapters.close)
         await self.adapters.start()
-        await LeaseWatch(bus, "gateway", self._gateway_lost).start()
+        lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
+        await LeaseWatch(bus, "gateway", self._gateway_lost, lease).start()
         await bus.subscribe(subjects.control(self.worker_id), Control, self._on_control)
         await bus.serve("assign", subjects.assign(self.worker_id), GenerateRequest, self._assign, queue="worker")
         await bus.serve("ping", subjects.ping(self.worker_id), Ping, self._on_ping, queue="worker")
-        lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
         self._exit.push_async_callback(lease.release)
         await lease.start()
         self._started = True
