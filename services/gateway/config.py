@@ -20,6 +20,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
     served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
     host: Annotated[str, Meta(description="address of the HTTP API")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0 for any")] = 8000
+    listen_fd: Annotated[
+        int, Meta(ge=-1, description="file descriptor of an inherited listening socket, instead of --host and --port; -1: none")
+    ] = -1
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body; uploads have their own limit")] = 4 * MIB
     max_upload_bytes: Annotated[int, Meta(ge=1024, description="largest adapter archive")] = 1024 * MIB
     max_inflight: Annotated[int, Meta(ge=1, description="sequences owned at once; beyond that clients get 429")] = 4096

@@ -69,7 +69,7 @@ def report(phases: list[Phase]) -> int:
             f" {row.broken:>7} {ms(row.pauses_s, 0.5):>13} {ms(row.pauses_s, 0.99):>8} {row.healed_s:>6.1f} s"
         )
     for phase in phases:
-        print(f"{phase.asked} streams, {phase.refused} refused, {phase.durable} durable requests")
+        print(f"{phase.asked} streams, refused: {phase.refused or 'none'}, {phase.durable} durable requests")
         for line in phase.trouble[:20]:
             print("  " + line[:400])
     totals = {name: sum(getattr(row, name) for row in rows) for name in ("lost", "duplicated", "changed")}

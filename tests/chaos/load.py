@@ -211,7 +211,7 @@ class Streams:
             except ValueError as error:
                 attempt.outcome, attempt.reason = "lost", str(error)
         except aiohttp.ClientError as error:
-            attempt.outcome, attempt.reason = ("broken" if attempt.request_id else "refused"), repr(error)
+            attempt.outcome, attempt.reason = ("broken", repr(error)) if attempt.request_id else ("refused", "no connection")
         except TimeoutError:
             attempt.outcome, attempt.reason = "lost", f"no end within {ASK_S:g} s"
         finally:

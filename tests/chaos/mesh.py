@@ -144,7 +144,7 @@ class ChaosMesh:
     # ---- what can be done to it
 
     def child(self, name: str) -> Child:
-        return next(child for child in self.stack._children if child.name == name)
+        return next(child for child in self.stack.children if child.name == name)
 
     async def kill(self, name: str) -> None:
         """SIGKILL. A broker is started again after `NATS_BACK_S`, anything else by the supervisor."""
@@ -193,7 +193,7 @@ class ChaosMesh:
         """Wait until every process is ready and every gateway hears every worker."""
 
         async def whole() -> bool:
-            children = self.stack._children
+            children = self.stack.children
             if any(await asyncio.gather(*(child.not_ready() for child in children))):
                 return False
             for url in self.stack.urls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,7 @@ class Phase:
     rows: list[Row]
     asked: int
     durable: int
-    refused: int
+    refused: dict[str, int]  # by status; "no connection" while a gateway is down
     trouble: list[str]
 
 
@@ -141,7 +142,7 @@ async def _hurt(mesh: ChaosMesh, load: LoadOptions, faults: list[Fault], say: Ca
     _judge_streams(mesh, books, right, streams.attempts)
     await _judge_durable(books, right, durable)
     await nats.close()
-    refused = sum(attempt.outcome == "refused" for attempt in streams.attempts)
+    refused = dict(Counter(attempt.reason.split(":")[0] for attempt in streams.attempts if attempt.outcome == "refused"))
     return Phase(rows, len(streams.attempts), len(durable.sent), refused, books.trouble)
 
 
