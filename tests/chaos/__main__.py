@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
+import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from shared.clock import now_s
 from tests.chaos import faults
 from tests.chaos.mesh import MeshOptions
 from tests.chaos.run import LoadOptions, Phase, Row, run_phase
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
@@ -31,22 +36,36 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="four faults, one broker node")
     parser.add_argument("--only", default="", help="only faults whose name contains this")
-    parser.add_argument("--phase", choices=["single", "cluster", "both"], default="both")
+    parser.add_argument("--phase", choices=["single", "cluster", "upgrade", "all"], default="all")
+    parser.add_argument("--upgrade-from", default="HEAD~1", help="commit whose services are restarted into the present ones")
     parser.add_argument("--keep", default="", help="directory for the data and logs; default: a temporary one")
     args = parser.parse_args()
     load = LoadOptions(streams=args.streams, max_tokens=args.tokens, questions=args.questions, seed=args.seed)
     single = faults.QUICK if args.quick else [*faults.SINGLE, *faults.at_random(args.random, args.seed, nodes=1)]
-    plan = [(1, single), (3, [] if args.quick else faults.CLUSTER)]
+    plan = [("single", 1, single), ("cluster", 3, faults.CLUSTER), ("upgrade", 1, [faults.UPGRADE])]
     phases = []
     with tempfile.TemporaryDirectory(prefix="motet-chaos-") as temporary:
         root = Path(args.keep or temporary)
-        for nodes, listed in plan:
+        for name, nodes, listed in plan:
             chosen = [fault for fault in listed if args.only in fault.name]
-            if chosen and args.phase in ("both", "single" if nodes == 1 else "cluster"):
-                directory = root / f"nodes-{nodes}"
-                directory.mkdir(parents=True)
-                phases.append(asyncio.run(run_phase(directory, MeshOptions(nodes=nodes), load, chosen, say)))
+            if not chosen or args.phase not in ("all", name) or (args.quick and name != "single"):
+                continue
+            directory = root / name
+            directory.mkdir(parents=True)
+            options = MeshOptions(nodes=nodes, source=checkout(args.upgrade_from, root) if name == "upgrade" else None)
+            say(f"phase {name}")
+            phases.append(asyncio.run(run_phase(directory, options, load, chosen, say)))
     return report(phases)
+
+
+def checkout(revision: str, root: Path) -> Path:
+    """The files of a commit, unpacked."""
+    target = root / "before"
+    target.mkdir()
+    packed = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(target, filter="data")
+    return target
 
 
 _began_s = now_s()
@@ -60,13 +79,13 @@ def report(phases: list[Phase]) -> int:
     """The table, the troubles, the line of JSON; returns the exit status."""
     rows = [row for phase in phases for row in phase.rows]
     print(
-        f"{'fault':<36} {'in flight':>9} {'resumed':>8} {'lost':>5} {'dup.':>5} {'chg.':>5} {'broken':>7}"
+        f"{'fault':<36} {'in flight':>9} {'resumed':>8} {'lost':>5} {'dup.':>5} {'chg.':>5} {'broken':>7} {'refused':>8}"
         f" {'pause p50':>13} {'p99':>8} {'healed':>8}"
     )
     for row in rows:
         print(
             f"{row.fault:<36} {row.in_flight:>9} {row.resumed:>8} {row.lost:>5} {row.duplicated:>5} {row.changed:>5}"
-            f" {row.broken:>7} {ms(row.pauses_s, 0.5):>13} {ms(row.pauses_s, 0.99):>8} {row.healed_s:>6.1f} s"
+            f" {row.broken:>7} {row.refused:>8} {ms(row.pauses_s, 0.5):>13} {ms(row.pauses_s, 0.99):>8} {row.healed_s:>6.1f} s"
         )
     for phase in phases:
         print(f"{phase.asked} streams, refused: {phase.refused or 'none'}, {phase.durable} durable requests")
@@ -76,7 +95,8 @@ def report(phases: list[Phase]) -> int:
     figures = {"faults": len(rows), **totals}
     figures |= {"resume_p99_ms": p99_ms(rows, "death"), "resume_frozen_p99_ms": p99_ms(rows, "frozen")}
     print(json.dumps(figures))
-    return 1 if any(totals.values()) else 0
+    errors = sum(row.refused + row.broken for row in rows if row.kind == "restart")
+    return 1 if errors or any(totals.values()) else 0
 
 
 def ms(values_s: list[float], share: float) -> str:

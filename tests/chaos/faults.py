@@ -14,12 +14,13 @@ FREEZE_S = 5.0
 CUT_S = 3.0
 AGAIN_S = 0.25  # from one death to the next: in the middle of the resumptions
 
-Kind = Literal["death", "frozen", "other"]
+Kind = Literal["death", "frozen", "restart", "other"]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind` says which promise holds for the streams that have to be resumed: a dead worker, a frozen one, or none."""
+    """`kind` says which promise holds: how soon the streams of a dead or a frozen worker are resumed, or that a restart
+    refuses nobody."""
 
     name: str
     kind: Kind
@@ -60,6 +61,10 @@ def cut_node(node: str) -> Fault:
     return Fault(f"cut {node} off its clients", "other", lambda mesh: mesh.cut_node(node, CUT_S))
 
 
+RESTART = Fault("restart everything", "restart", ChaosMesh.restart)
+UPGRADE = Fault("restart into this code", "restart", ChaosMesh.restart)
+
+
 def _kind(target: str) -> Kind:
     return "frozen" if target.startswith("worker") else "other"
 
@@ -87,6 +92,7 @@ SINGLE = [
     kill("worker-3", "worker-1"),
     kill("worker-2", "scheduler-2"),
     kill("worker-3"),
+    RESTART,
 ]
 
 CLUSTER = [

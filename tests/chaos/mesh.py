@@ -12,17 +12,19 @@ import asyncio
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 from nats.aio.client import Client as NatsClient
 
 from motet import credentials
 from motet.client import ApiError, Client
 from motet.nats_server import NatsServer
-from motet.process import Child, free_port
+from motet.process import Child, ServiceProcess, free_port
 from motet.stack import Stack, StackOptions
 from motet.supervisor import State
 from shared.config import BusConfig
@@ -33,23 +35,41 @@ DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 BASE = "motet-demo"
 TENANTS = ("north", "south", "west")
 VARIANTS = 8  # adapters beside the demo's own sixteen: the same weights with another scale
+WORKER_SEATS = 128  # two workers carry the load of three
 NATS_BACK_S = 1.0  # from the death of a broker to its restart
 
 
 class MeshOptions:
     """How many of each."""
 
-    def __init__(self, *, nodes: int = 1, workers: int = 3, gateways: int = 2, schedulers: int = 2) -> None:
+    def __init__(
+        self, *, nodes: int = 1, workers: int = 3, gateways: int = 2, schedulers: int = 2, source: Path | None = None
+    ) -> None:
         self.nodes, self.workers, self.gateways, self.schedulers = nodes, workers, gateways, schedulers
+        self.source = source  # a checkout whose code the services run until they are restarted
 
 
 class _RelayedStack(Stack):
     """A stack whose services reach every broker node through a relay of their own."""
 
     relays: dict[str, list[Relay]]
+    source: Path | None = None
 
     def url_for(self, name: str) -> str:
         return ",".join(relay.url for relay in self.relays[name])
+
+    def _service(self, name: str) -> ServiceProcess:
+        process = super()._service(name)
+        spec = process._spec
+        env, argv = dict(spec.env), spec.argv
+        if name.startswith("worker"):
+            env["MOTET_MAX_RUNNING"] = str(WORKER_SEATS)
+        if self.source is not None and not self._generation and not (name.startswith("gateway") and _no_fd(self.source)):
+            env["PYTHONPATH"] = str(self.source)
+            process._spec = msgspec.structs.replace(spec, env=env, argv=lambda port: [sys.executable, "-P", *argv(port)[1:]])
+        else:
+            process._spec = msgspec.structs.replace(spec, env=env)
+        return process
 
 
 class ChaosMesh:
@@ -86,6 +106,7 @@ class ChaosMesh:
             self,
         )
         self.stack = stack
+        stack.source = self.options.source
         stack.relays = {name: [await self._relay(server) for server in self.nats.values()] for name in stack.names()}
         await stack.start()
         self.adapters = sorted(path.name for path in adapters.iterdir())
@@ -187,6 +208,10 @@ class ChaosMesh:
         for relay in self.stack.relays[name]:
             relay.heal()
 
+    async def restart(self) -> None:
+        """Every service replaced by a fresh process, as `motet restart` does."""
+        await self.stack.restart(lambda _: None)
+
     # ---- how it is
 
     async def healed(self, within_s: float = 90.0) -> None:
@@ -231,6 +256,11 @@ def names_of(options: MeshOptions) -> Iterable[str]:
     """Every service process of a mesh."""
     counts = {"worker": options.workers, "gateway": options.gateways, "scheduler": options.schedulers}
     return [*(f"{kind}-{i + 1}" for kind, count in counts.items() for i in range(count)), "registry", "predictor"]
+
+
+def _no_fd(source: Path) -> bool:
+    """Whether the gateway of this checkout is too old to be given its socket; then the present one runs from the start."""
+    return "listen_fd" not in (source / "services" / "gateway" / "config.py").read_text()
 
 
 async def _has_leader(bus: NatsClient) -> bool:

@@ -55,6 +55,7 @@ class Row:
     duplicated: int = 0
     changed: int = 0
     broken: int = 0
+    refused: int = 0
     healed_s: float = 0.0
     pauses_s: list[float] = field(default_factory=list)
 
@@ -139,6 +140,7 @@ async def _hurt(mesh: ChaosMesh, load: LoadOptions, faults: list[Fault], say: Ca
     books = _Books(injected, rows)
     for one, row in zip(injected, rows, strict=True):
         _pauses(one, row, streams.attempts)
+        row.refused = sum(a.outcome == "refused" and one.at_s <= a.ended_s < one.until_s for a in streams.attempts)
     _judge_streams(mesh, books, right, streams.attempts)
     await _judge_durable(books, right, durable)
     await nats.close()
