@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class MeshOptions:
         self, *, nodes: int = 1, workers: int = 3, gateways: int = 2, schedulers: int = 2, source: Path | None = None
     ) -> None:
         self.nodes, self.workers, self.gateways, self.schedulers = nodes, workers, gateways, schedulers
+        self.env: dict[str, str] = {}  # of every service, besides its own
         self.source = source  # a checkout whose code the services run until they are restarted
 
 
@@ -54,6 +55,7 @@ class _RelayedStack(Stack):
 
     relays: dict[str, list[Relay]]
     source: Path | None = None
+    env: Mapping[str, str] = {}
 
     def url_for(self, name: str) -> str:
         return ",".join(relay.url for relay in self.relays[name])
@@ -61,7 +63,7 @@ class _RelayedStack(Stack):
     def _service(self, name: str) -> ServiceProcess:
         process = super()._service(name)
         spec = process._spec
-        env, argv = dict(spec.env), spec.argv
+        env, argv = {**spec.env, **self.env}, spec.argv
         if name.startswith("worker"):
             env["MOTET_MAX_RUNNING"] = str(WORKER_SEATS)
         if self.source is not None and not self._generation and not (name.startswith("gateway") and _no_fd(self.source)):
@@ -81,6 +83,7 @@ class ChaosMesh:
         self._lock = asyncio.Lock()
         self._credentials = directory / "credentials"
         self.nats: dict[str, NatsServer] = {}
+        self.monitors: dict[str, int] = {}  # ports of the brokers' own monitoring
 
     # ---- life
 
@@ -106,7 +109,7 @@ class ChaosMesh:
             self,
         )
         self.stack = stack
-        stack.source = self.options.source
+        stack.source, stack.env = self.options.source, self.options.env
         stack.relays = {name: [await self._relay(server) for server in self.nats.values()] for name in stack.names()}
         await stack.start()
         self.adapters = sorted(path.name for path in adapters.iterdir())
@@ -118,7 +121,7 @@ class ChaosMesh:
         text = credentials.authorization(self._credentials, ("default", *TENANTS))
         every = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes.values())
         for name in names:
-            extra = text
+            extra = text + f'http: "127.0.0.1:{self.monitors.setdefault(name, free_port())}"\n'
             if len(names) > 1:
                 # not advertised: clients would learn ways around the relays
                 extra += f'server_name: {name}\ncluster {{ name: chaos, listen: "127.0.0.1:{routes[name]}", '

@@ -13,6 +13,7 @@ class Relay:
         self._target = (host, port)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._far: set[asyncio.StreamWriter] = set()  # those towards the target
         self._open = asyncio.Event()
         self._open.set()
         self._refusing = False
@@ -41,6 +42,11 @@ class Relay:
         self._refusing = False
         self._open.set()
 
+    def far_ports(self) -> list[int]:
+        """The ports from which it is connected to the target."""
+        names = [writer.get_extra_info("sockname") for writer in self._far]
+        return [name[1] for name in names if name]
+
     async def stop(self) -> None:
         self.cut()
         self._open.set()
@@ -57,12 +63,14 @@ class Relay:
             writer.transport.abort()
             return
         self._writers |= {writer, far_writer}
+        self._far.add(far_writer)
         try:
             await asyncio.wait(
                 {asyncio.ensure_future(self._pump(reader, far_writer)), asyncio.ensure_future(self._pump(far_reader, writer))},
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
+            self._far.discard(far_writer)
             for one in (writer, far_writer):
                 self._writers.discard(one)
                 one.transport.abort()
