@@ -43,7 +43,7 @@ def main() -> int:
     load = LoadOptions(streams=args.streams, max_tokens=args.tokens, questions=args.questions, seed=args.seed)
     single = faults.QUICK if args.quick else [*faults.SINGLE, *faults.at_random(args.random, args.seed, nodes=1)]
     plan = [("single", 1, single), ("cluster", 3, faults.CLUSTER), ("upgrade", 1, [faults.UPGRADE])]
-    phases = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="motet-chaos-") as temporary:
         root = Path(args.keep or temporary)
         for name, nodes, listed in plan:
@@ -54,8 +54,10 @@ def main() -> int:
             directory.mkdir(parents=True)
             options = MeshOptions(nodes=nodes, source=checkout(args.upgrade_from, root) if name == "upgrade" else None)
             say(f"phase {name}")
-            phases.append(asyncio.run(run_phase(directory, options, load, chosen, say)))
-    return report(phases)
+            phase = asyncio.run(run_phase(directory, options, load, chosen, say))
+            show(phase)
+            rows += phase.rows
+    return report(rows)
 
 
 def checkout(revision: str, root: Path) -> Path:
@@ -75,22 +77,25 @@ def say(what: str) -> None:
     print(f"{now_s() - _began_s:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
-def report(phases: list[Phase]) -> int:
-    """The table, the troubles, the line of JSON; returns the exit status."""
-    rows = [row for phase in phases for row in phase.rows]
+def show(phase: Phase) -> None:
+    """The table of a phase, and its troubles."""
     print(
         f"{'fault':<36} {'in flight':>9} {'resumed':>8} {'lost':>5} {'dup.':>5} {'chg.':>5} {'broken':>7} {'refused':>8}"
         f" {'pause p50':>13} {'p99':>8} {'healed':>8}"
     )
-    for row in rows:
+    for row in phase.rows:
         print(
             f"{row.fault:<36} {row.in_flight:>9} {row.resumed:>8} {row.lost:>5} {row.duplicated:>5} {row.changed:>5}"
             f" {row.broken:>7} {row.refused:>8} {ms(row.pauses_s, 0.5):>13} {ms(row.pauses_s, 0.99):>8} {row.healed_s:>6.1f} s"
         )
-    for phase in phases:
-        print(f"{phase.asked} streams, refused: {phase.refused or 'none'}, {phase.durable} durable requests")
-        for line in phase.trouble[:20]:
-            print("  " + line[:400])
+    print(f"{phase.asked} streams, refused: {phase.refused or 'none'}, {phase.durable} durable requests")
+    for line in phase.trouble[:20]:
+        print("  " + line[:400])
+    print(flush=True)
+
+
+def report(rows: list[Row]) -> int:
+    """The line of JSON; returns the exit status."""
     totals = {name: sum(getattr(row, name) for row in rows) for name in ("lost", "duplicated", "changed")}
     figures = {"faults": len(rows), **totals}
     figures |= {"resume_p99_ms": p99_ms(rows, "death"), "resume_frozen_p99_ms": p99_ms(rows, "frozen")}

@@ -9,9 +9,11 @@ under `motet up`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,7 +26,7 @@ from nats.aio.client import Client as NatsClient
 from motet import credentials
 from motet.client import ApiError, Client
 from motet.nats_server import NatsServer
-from motet.process import Child, ServiceProcess, free_port
+from motet.process import Child, ServiceProcess
 from motet.stack import Stack, StackOptions
 from motet.supervisor import State
 from shared.config import BusConfig
@@ -117,11 +119,13 @@ class ChaosMesh:
 
     async def _start_nats(self) -> None:
         names = [f"nats-{i + 1}" for i in range(self.options.nodes)]
-        routes = {name: free_port() for name in names}
+        ports = _free_ports(2 * len(names))
+        routes = dict(zip(names, ports, strict=False))
+        self.monitors = dict(zip(names, ports[len(names) :], strict=True))
         text = credentials.authorization(self._credentials, ("default", *TENANTS))
         every = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes.values())
         for name in names:
-            extra = text + f'http: "127.0.0.1:{self.monitors.setdefault(name, free_port())}"\n'
+            extra = text + f'http: "127.0.0.1:{self.monitors[name]}"\n'
             if len(names) > 1:
                 # not advertised: clients would learn ways around the relays
                 extra += f'server_name: {name}\ncluster {{ name: chaos, listen: "127.0.0.1:{routes[name]}", '
@@ -264,6 +268,15 @@ def names_of(options: MeshOptions) -> Iterable[str]:
 def _no_fd(source: Path) -> bool:
     """Whether the gateway of this checkout is too old to be given its socket; then the present one runs from the start."""
     return "listen_fd" not in (source / "services" / "gateway" / "config.py").read_text()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Different ones: all are held until the last is found."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 async def _has_leader(bus: NatsClient) -> bool:
