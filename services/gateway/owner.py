@@ -49,6 +49,7 @@ log = logger("motet.owner")
 SUBMIT_TIMEOUT_S = (1.0, 5.0)  # first, then twice as long each time: a scheduler that is frozen must not hold a request
 OPEN_PATIENCE_S = 5.0  # a new request waits this long for a scheduler or worker to come back
 RESUME_PATIENCE_S = 30.0  # a running one this long
+SET_BACK_S = 10.0  # one without a token waits this long for a part that is away: a cluster elects a leader in less
 BACKOFF_S = (0.05, 1.0)
 GAP_S = 0.25
 SILENCE_S = 1.0
@@ -241,7 +242,7 @@ class Owner:
         """Its worker lives and cannot serve it now, e.g. because the object store is away: somebody else can, or later."""
         now = now_s()
         stream.set_back_s = stream.set_back_s or now
-        if now - stream.set_back_s > RESUME_PATIENCE_S:
+        if now - stream.set_back_s > (RESUME_PATIENCE_S if stream.tokens else SET_BACK_S):
             self._abort(stream, error, error.code, cancel=False)
             return
         self._next_epoch(stream, error.code, worker_id)

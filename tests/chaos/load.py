@@ -25,6 +25,7 @@ from shared import subjects
 from shared.clock import now_s
 
 ASK_S = 180.0  # no answer of a chaos run takes longer
+BEGINS_S = 0.5  # tokens that were on their way when a fault happened have come by then
 PAUSE_S = 0.2  # before somebody who was refused asks again
 
 Outcome = Literal["done", "refused", "broken", "lost"]
@@ -102,9 +103,9 @@ class Attempt:
         return bool(self.request_id) and self.began_s < at_s and not (0 < self.ended_s <= at_s)
 
     def pause_s(self, since_s: float, until_s: float) -> float | None:
-        """The longest time without a token between the two moments; None for a stream that had none before or none after."""
+        """The longest time without a token that began with the fault; None for a stream without a token before or after it."""
         times = [t for t, data in self.chunks if t <= until_s and data]
-        gaps = [b - max(a, since_s) for a, b in itertools.pairwise(times) if b > since_s]
+        gaps = [b - max(a, since_s) for a, b in itertools.pairwise(times) if b > since_s and a < since_s + BEGINS_S]
         return max(gaps) if gaps and times[0] < since_s else None
 
     def answer(self) -> Answer:

@@ -45,7 +45,7 @@ class Injected:
 
 @dataclass
 class Row:
-    """One line of the report. A pause is a stream's longest time without a token after the fault."""
+    """One line of the report. A pause is a stream's longest time without a token that began with the fault."""
 
     fault: str
     kind: Kind
