@@ -266,11 +266,13 @@ class DurableLoad:
                 one.result = await self._look(tenant, one.request_id)
 
     async def _look(self, tenant: str, request_id: str) -> dict[str, Any] | None:
-        try:
-            found = await self._js.get_last_msg(subjects.STREAM_RESULTS, subjects.results(tenant, request_id), direct=True)
-        except (js_errors.Error, nats_errors.Error, TimeoutError):
-            return None
-        return orjson.loads(found.data or b"null")
+        for stream in (subjects.results_stream(tenant), subjects.STREAM_RESULTS):  # the second: where older versions keep them
+            try:
+                found = await self._js.get_last_msg(stream, subjects.results(tenant, request_id), direct=True)
+            except (js_errors.Error, nats_errors.Error, TimeoutError):
+                continue
+            return orjson.loads(found.data or b"null")
+        return None
 
     async def _insist(self, call: Any) -> None:
         deadline = now_s() + ASK_S
@@ -285,11 +287,12 @@ class DurableLoad:
 
     async def results(self) -> dict[tuple[str, str], int]:
         """How many results each request has in the stream."""
-        info = await self._js.stream_info(subjects.STREAM_RESULTS, subjects_filter=">")
         counts: dict[tuple[str, str], int] = defaultdict(int)
-        for subject, count in (info.state.subjects or {}).items():
-            tenant, request_id = subject.rsplit(".", 2)[1:]
-            counts[tenant, request_id] += count
+        for stream in {subjects.STREAM_RESULTS, *map(subjects.results_stream, self._tenants)}:
+            info = await self._js.stream_info(stream, subjects_filter=">")
+            for subject, count in (info.state.subjects or {}).items():
+                tenant, request_id = subject.rsplit(".", 2)[1:]
+                counts[tenant, request_id] += count
         return counts
 
 
