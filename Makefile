@@ -16,7 +16,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help setup serve test demo check format sanitize bench-quick bench-peers compose-secrets compose-test lock clean
+.PHONY: help setup serve test chaos soak demo check format sanitize bench-quick bench-peers compose-secrets compose-test lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +44,12 @@ serve: $(RUN_STAMP) ## the full mesh with the demo model on http://127.0.0.1:800
 
 test: $(DEV_STAMP) ## the whole suite
 	@$(BIN)/python -m pytest $(ARGS)
+
+chaos: $(DEV_STAMP) ## the mesh under load while every process is killed, frozen and cut off: nothing lost, nothing twice
+	@$(BIN)/python -m tests.chaos $(ARGS)
+
+soak: $(DEV_STAMP) ## half an hour of load with adapters coming and going: nothing may grow (ARGS="--minutes 5")
+	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 demo: $(RUN_STAMP) ## a guided tour on free ports that checks every answer
 	@$(BIN)/python -m motet demo $(ARGS)

@@ -19,6 +19,7 @@ from shared.config import ConfigError, Field, ServiceConfig, fields, load
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "The mesh": {
         "up": ("motet.up:up", "Start the whole mesh on this machine."),
+        "restart": ("motet.restart:restart", "Restart every process of a running mesh, one by one, without an error."),
         "demo": ("motet.demo:demo", "Start a mesh, try everything, print a table, stop."),
         "nats-config": ("motet.nats_config:nats_config", "Write a NATS server's configuration and passwords."),
     },

@@ -107,6 +107,7 @@ SERVICES: dict[str, Grant] = {
             subjects.OUTCOME,
             subjects.registry("*"),
             subjects.control("*"),
+            subjects.ping("*"),
             subjects.results("*", "*"),
             subjects.tokens("*", "*"),
             subjects.dead("*"),
@@ -150,7 +151,7 @@ SERVICES: dict[str, Grant] = {
             *_kv_read(subjects.KV_ADAPTERS),
             *_store_read(subjects.BLOBS),
         ),
-        subscribe=(subjects.assign("*"), subjects.control("*"), "$SRV.>"),
+        subscribe=(subjects.assign("*"), subjects.control("*"), subjects.ping("*"), "$SRV.>"),
         responds=True,
     ),
 }

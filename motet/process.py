@@ -98,6 +98,7 @@ class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
     env: Mapping[str, str] = {}
     after: tuple[str, ...] = ()
     stop_rank: int = 0
+    pass_fds: tuple[int, ...] = ()  # file descriptors it inherits
 
 
 class ServiceProcess:
@@ -123,6 +124,7 @@ class ServiceProcess:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # the terminal's Ctrl-C is for the supervisor alone
             preexec_fn=dying_with_parent(),
+            pass_fds=self._spec.pass_fds,
         )
         self._process = process
         assert process.stdout is not None

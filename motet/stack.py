@@ -5,6 +5,8 @@
     data directory:  lock  stack.json  credentials/<user>.password  nats/  logs/<child>.log  adapters/<worker>/
 
 Drained in the order gateway, worker, the others, NATS: what comes in stops first, what carries the rest stops last.
+
+The stack owns the sockets that the gateways accept from. So a gateway can be replaced, or crash, without a refused connection.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import msgspec
 
 from motet import credentials
 from motet.nats_server import NatsServer
-from motet.process import Child, NatsProcess, ServiceProcess, ServiceSpec, free_port
-from motet.supervisor import State, Supervisor, Watcher
+from motet.process import Child, NatsProcess, ServiceProcess, ServiceSpec
+from motet.supervisor import MARGIN_S, State, Supervisor, Watcher
 from shared.config import BusConfig, ConfigError
 
 STOP_RANK = {"gateway": 0, "worker": 1, "scheduler": 2, "predictor": 2, "registry": 2, "nats": 3}
-DRAIN_MARGIN_S = 5.0  # a service ends its own drain; this is for the rest of its shutdown
+RESTART_ORDER = ("nats", "registry", "predictor", "scheduler", "worker", "gateway")
+RESTART_DRAIN_S = 600.0  # streams of a gateway that was replaced run to their end; a stop cuts them off after `drain_s`
+READY_S = 120.0  # a successor that is not ready by then is given up
 
 
 class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +78,8 @@ class Stack:
         self.credentials_dir = options.credentials_dir or self.data_dir / "credentials"
         self._lock: IO[str] | None = None
         self._nats: NatsServer | None = None
-        self._children: list[Child] = []
+        self._listeners: list[socket.socket] = []  # one per gateway
+        self._generation = 0  # how often everything was restarted
         self._supervisor: Supervisor | None = None
         self._ready = False
         self.urls: list[str] = []
@@ -96,26 +101,46 @@ class Stack:
     async def start(self) -> None:
         """Start everything and wait until it is ready. Raises ConfigError, NatsStartError or supervisor.StartFailed."""
         self._take_lock()
-        ports = [
-            self.options.port + i if self.options.port else free_port(self.options.host) for i in range(self.options.gateways)
-        ]
+        ports = [self.options.port + i if self.options.port else 0 for i in range(self.options.gateways)]
         shown = "127.0.0.1" if self.options.host in ("0.0.0.0", "::") else self.options.host
         for port in ports:
-            _refuse_taken(self.options.host, port)
-        self.urls = [f"http://{shown}:{port}" for port in ports]
+            self._listeners.append(_bound(self.options.host, port))
+        self.urls = [f"http://{shown}:{listener.getsockname()[1]}" for listener in self._listeners]
+        children: list[Child] = []
         if self.options.bus is None:
             text = credentials.authorization(self.credentials_dir, self.options.tenants)
             log = self.data_dir / "logs" / "nats.log"
             self._nats = NatsServer(self.data_dir / "nats", config_text=text, log_path=log, port=self.options.nats_port or -1)
-            self._children.append(NatsProcess(self._nats, stop_rank=STOP_RANK["nats"]))
-        for name in self.names():
-            kind = name.split("-")[0]
-            if kind != "nats":
-                self._children.append(self._service(kind, name, ports))
-        self._supervisor = Supervisor(self._children, self)
+            children.append(NatsProcess(self._nats, stop_rank=STOP_RANK["nats"]))
+        children += [self._service(name) for name in self.names() if name != "nats"]
+        self._supervisor = Supervisor(children, self)
         await self._supervisor.start()
         self._ready = True
         self._write_facts()
+
+    @property
+    def children(self) -> list[Child]:
+        """Everything that is supervised."""
+        return self._supervisor.children if self._supervisor is not None else []
+
+    async def restart(self, say: Callable[[str], None]) -> None:
+        """Replace every process by a fresh one while the others serve. Raises supervisor.StartFailed; the rest stays as it is.
+
+        A successor starts beside its predecessor and takes over when it is ready. NATS, of which there is one, is away for a
+        moment that every service bridges. A gateway that was replaced finishes its streams in the background.
+        """
+        assert self._supervisor is not None and self._ready, "start() comes first"
+        self._generation += 1
+        for name in sorted(self.names(), key=lambda name: RESTART_ORDER.index(name.split("-")[0])):
+            say(f"{name}: restarting")
+            if name == "nats":
+                await self._supervisor.bounce(name, ready_s=READY_S)
+            else:
+                gateway = name.startswith("gateway")
+                drain_s = RESTART_DRAIN_S if gateway else self.options.drain_s + MARGIN_S
+                await self._supervisor.replace(self._service(name), ready_s=READY_S, drain_s=drain_s, wait=not gateway)
+            self._write_facts()
+            say(f"{name}: ready")
 
     async def failed(self) -> None:
         """Wait as long as the children are looked after."""
@@ -129,8 +154,10 @@ class Stack:
 
     async def stop(self) -> None:
         """Drain and stop everything, let go of the data directory. Never raises."""
+        for listener in self._listeners:
+            listener.close()
         if self._supervisor is not None:
-            await self._supervisor.stop(drain_s=self.options.drain_s + DRAIN_MARGIN_S)
+            await self._supervisor.stop(drain_s=self.options.drain_s)
         if self._lock is not None:
             (self.data_dir / "stack.json").unlink(missing_ok=True)
             self._lock.close()
@@ -159,12 +186,15 @@ class Stack:
         lock.flush()
         self._lock = lock
 
-    def _service(self, kind: str, name: str, ports: list[int]) -> ServiceProcess:
-        o = self.options
-        flags: list[str] = ["--drain-s", f"{o.drain_s:g}"]
+    def _service(self, name: str) -> ServiceProcess:
+        o, kind = self.options, name.split("-")[0]
         env: dict[str, str] = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        if o.bus is None:  # ids that stay over a restart; on a shared server they could meet another stack's
-            flags += ["--instance-id", name]
+        flags: list[str] = ["--drain-s", f"{RESTART_DRAIN_S if kind == 'gateway' else o.drain_s:g}"]
+        pass_fds: tuple[int, ...] = ()
+        if o.bus is None:
+            # Ids that stay over a crash; on a shared server they could meet another stack's. A successor has its own beside
+            # its predecessor.
+            flags += ["--instance-id", f"{name}-{self._generation}" if self._generation else name]
         if kind in ("registry", "worker", "gateway"):
             flags += ["--model", o.model, "--served-model-name", o.served_model_name]
         if kind == "registry":
@@ -172,7 +202,9 @@ class Stack:
             flags += ["--adapters-dir", o.adapters_dir, "--adapter-roots", ",".join(roots)]
             flags += ["--tenants", ",".join(o.tenants)]
         if kind == "gateway":
-            flags += ["--host", o.host, "--port", str(ports[int(name.rsplit("-", 1)[1]) - 1])]
+            listener = self._listeners[int(name.rsplit("-", 1)[1]) - 1]
+            pass_fds = (listener.fileno(),)
+            flags += ["--host", o.host, "--port", str(listener.getsockname()[1]), "--listen-fd", str(listener.fileno())]
         if kind == "worker":
             # a worker by itself leaves cores to its CPU LoRA processes, if it has any
             threads = o.threads or (max(1, _cores() // o.workers) if o.workers > 1 else 0)
@@ -181,21 +213,25 @@ class Stack:
             flags += ["--quantization", o.quantization]
 
         def argv(ops_port: int) -> list[str]:
-            bus = self._bus_flags(kind)
+            bus = self._bus_flags(kind, name)
             return [sys.executable, "-m", "motet", kind, *flags, *bus, "--ops-port", str(ops_port)]
 
         after = ("nats",) if o.bus is None else ()
-        spec = ServiceSpec(name=name, argv=argv, env=env, after=after, stop_rank=STOP_RANK[kind])
+        spec = ServiceSpec(name=name, argv=argv, env=env, after=after, stop_rank=STOP_RANK[kind], pass_fds=pass_fds)
         return ServiceProcess(spec, self.data_dir / "logs", echo=self._echo)
 
-    def _bus_flags(self, kind: str) -> list[str]:
+    def url_for(self, name: str) -> str:
+        """How the child `name` reaches NATS; tests put something between."""
+        return self.nats_url
+
+    def _bus_flags(self, kind: str, name: str) -> list[str]:
         """How a service of this kind reaches NATS. Secrets go by file."""
         given = self.options.bus or BusConfig()
         user, password_file = given.nats_user, given.nats_password_file
         if self.options.bus is None or self.options.credentials_dir is not None:
             user, password_file = kind, str(credentials.password_file(self.credentials_dir, kind))
         values = {
-            "url": self.nats_url,
+            "url": self.url_for(name),
             "user": user,
             "password-file": password_file,
             "creds": given.nats_creds,
@@ -208,7 +244,7 @@ class Stack:
         services = {
             child.name: {"pid": child.pid, "restarts": restarts.get(child.name, 0)}
             | ({"ops_url": child.ops_url} if isinstance(child, ServiceProcess) else {})
-            for child in self._children
+            for child in self.children
         }
         facts = StackFacts(
             pid=os.getpid(),
@@ -230,14 +266,16 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _refuse_taken(host: str, port: int) -> None:
-    """Raises ConfigError when somebody listens there already: clearer than a gateway that cannot start."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"--port: cannot listen on {host}:{port}: {error.strerror}; --port 0 takes a free one") from None
+def _bound(host: str, port: int) -> socket.socket:
+    """A bound socket that gateways will listen on. Raises ConfigError when somebody else has the port."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--port: cannot listen on {host}:{port}: {error.strerror}; --port 0 takes a free one") from None
+    return listener
 
 
 def read_facts(data_dir: Path) -> StackFacts | None:

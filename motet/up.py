@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from motet.client import ApiError, Client
+from motet.control import Control
 from motet.nats_server import NatsStartError
 from motet.progress import Progress
 from motet.stack import Stack, StackOptions
@@ -130,6 +131,7 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
     told = asyncio.Event()
     progress = Progress()
     stack = Stack(options, progress, echo=_echo if verbose else None)
+    control = Control(stack.data_dir, {"restart": stack.restart})
 
     def on_signal() -> None:
         if told.is_set():
@@ -144,6 +146,7 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
             progress.expect(stack.names())
             await _or_told(stack.start(), told)
         if not told.is_set():
+            await control.start()
             progress.line(await summary(stack))
             await _or_told(stack.failed(), told)
         progress.line("draining; Ctrl-C again to stop at once")
@@ -152,6 +155,7 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
         progress.line(f"motet up: {error}")
         return 1
     finally:
+        control.stop()
         await stack.stop()
         progress.line("stopped")
 

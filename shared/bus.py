@@ -101,7 +101,7 @@ class Bus:
                     disconnected_cb=bus._on_disconnect,
                     closed_cb=bus._on_closed,
                     max_reconnect_attempts=-1,
-                    ping_interval=5,
+                    ping_interval=1,
                     max_outstanding_pings=2,
                     pending_size=OUTBOX_BYTES,
                     inbox_prefix=f"_INBOX_{inbox}".encode(),

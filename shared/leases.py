@@ -2,8 +2,8 @@
 
 A lease is lost when its key is deleted (a clean goodbye), comes back under another incarnation (a restart), or has not
 been renewed for `EXPIRY_S`. While this process itself does not hear NATS (no connection, a hung server, or its own event
-loop stood still) nothing expires, and afterwards every lease gets a fresh `EXPIRY_S`: losing the broker must not look like
-losing all workers.
+loop stood still), or while nobody can renew (a cluster that elects a new leader for the bucket), nothing expires, and
+afterwards every lease gets a fresh `EXPIRY_S`: losing the broker must not look like losing all workers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from shared.telemetry import logger
 log = logger("motet.leases")
 RENEW_S = 0.5
 EXPIRY_S = 2.5
+UNWRITABLE_S = 1.5  # no renewal at all for this long: the bucket's trouble, not its holders'
 
 
 class LeaseHolder:
@@ -35,6 +36,7 @@ class LeaseHolder:
     def __init__(self, bus: Bus, kind: str, instance_id: str, incarnation: str) -> None:
         self._bus, self._key, self._incarnation = bus, f"{kind}.{instance_id}", incarnation
         self._task: asyncio.Task[None] | None = None
+        self.renewed_s = 0.0  # when the bucket last took a renewal
 
     async def start(self) -> None:
         """Write the lease, then renew it in the background."""
@@ -44,6 +46,7 @@ class LeaseHolder:
 
     async def _renew(self) -> None:
         await self._kv.put(self._key, encode(Lease(incarnation=self._incarnation, renewed_unix_ms=unix_ms())))
+        self.renewed_s = now_s()
 
     async def _keep(self) -> None:
         while True:
@@ -69,17 +72,22 @@ class _Held(NamedTuple):
 
 
 class LeaseWatch:
-    """Follows all leases of one kind and calls `on_lost(instance_id)` once for each that ends."""
+    """Follows all leases of one kind and calls `on_lost(instance_id)` once for each that ends.
 
-    def __init__(self, bus: Bus, kind: str, on_lost: Callable[[str], None]) -> None:
-        self._bus, self._kind, self._on_lost = bus, kind, on_lost
+    `own` is this process's own lease: while it cannot be renewed, nobody else's ends. Without one every kind is followed,
+    and while no renewal comes from anybody nothing ends.
+    """
+
+    def __init__(self, bus: Bus, kind: str, on_lost: Callable[[str], None], own: LeaseHolder | None = None) -> None:
+        self._bus, self._kind, self._on_lost, self._own = bus, kind, on_lost, own
         self._seen: dict[str, _Held] = {}
+        self._renewal_s = 0.0  # when anybody's renewal came
         self._watch = KvWatch(
             bus,
             subjects.KV_LEASES,
-            f"{kind}.*",
+            f"{kind}.*" if own is not None else "*.*",
             on_put=self._renewed,
-            on_delete=lambda key: self._lose(key.split(".", 1)[1]),
+            on_delete=self._deleted,
             # a key can have aged out while the broker was away and its holder live: `_expire` decides, not absence
             on_synced=lambda keys: None,
         )
@@ -97,8 +105,16 @@ class LeaseWatch:
         """Everybody alive."""
         return list(self._seen)
 
+    def _deleted(self, key: str) -> None:
+        kind, instance_id = key.split(".", 1)
+        if kind == self._kind:
+            self._lose(instance_id)
+
     def _renewed(self, key: str, value: bytes) -> None:
-        instance_id = key.split(".", 1)[1]
+        self._renewal_s = now_s()
+        kind, instance_id = key.split(".", 1)
+        if kind != self._kind:
+            return
         try:
             lease = decode(value, Lease)
         except msgspec.MsgspecError as error:
@@ -117,7 +133,8 @@ class LeaseWatch:
         while True:
             await asyncio.sleep(RENEW_S / 2)
             now = now_s()
-            if not self._watch.live:
+            renewal_s = self._renewal_s if self._own is None else self._own.renewed_s
+            if not self._watch.live or now - renewal_s > UNWRITABLE_S:
                 self._seen = {i: held._replace(seen_s=now) for i, held in self._seen.items()}
                 continue
             for instance_id, held in list(self._seen.items()):

@@ -169,6 +169,21 @@ class UnloadAdapter(msgspec.Struct, tag="unload", kw_only=True):
 Control = Cancel | Drain | LoadAdapter | UnloadAdapter
 
 
+# ---- ping (gateway -> worker): asked of workers that hold requests and are quiet
+
+
+class Ping(msgspec.Struct, tag="ping", kw_only=True):
+    """Do you live?"""
+
+    v: int = VERSION
+
+
+class Pong(msgspec.Struct, tag="pong", kw_only=True):
+    """Yes: the worker's event loop runs."""
+
+    v: int = VERSION
+
+
 # ---- worker state (worker -> schedulers, registry, gateways' metrics)
 
 

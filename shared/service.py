@@ -23,7 +23,7 @@ from prometheus_client import exposition
 from shared.bus import Bus
 from shared.config import ConfigError, ServiceConfig
 from shared.errors import MotetError
-from shared.telemetry import REGISTRY, configure_logging, logger
+from shared.telemetry import REGISTRY, TASKS, configure_logging, logger
 
 log = logger("motet.service")
 FAILURE_POLL_S = 0.25
@@ -128,6 +128,7 @@ class OpsServer:
 
 async def _live(service: Service, config: ServiceConfig) -> int:
     loop = asyncio.get_running_loop()
+    TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
     stopping, hurry = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:

@@ -33,6 +33,11 @@ def assign(worker_id: str) -> str:
     return f"motet.v1.worker.{worker_id}.assign"
 
 
+def ping(worker_id: str) -> str:
+    """gateway -> worker, request/reply: does it live?"""
+    return f"motet.v1.worker.{worker_id}.ping"
+
+
 def control(worker_id: str) -> str:
     """gateway, scheduler, registry -> worker: cancel, drain, load, unload."""
     return f"motet.v1.worker.{worker_id}.control"

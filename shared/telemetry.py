@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import traceback
 from typing import Any
 
 import orjson
-from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, GCCollector, Histogram, PlatformCollector, ProcessCollector
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 ProcessCollector(registry=REGISTRY)
@@ -30,6 +31,10 @@ BUS_REQUEST_S = Histogram(
     buckets=LATENCY_BUCKETS_S,
     registry=REGISTRY,
 )
+
+TASKS = Gauge("motet_asyncio_tasks", "Tasks of the event loop.", registry=REGISTRY)
+THREADS = Gauge("motet_threads", "Python threads of this process.", registry=REGISTRY)
+THREADS.set_function(threading.active_count)
 
 _PLAIN = set(vars(logging.makeLogRecord({})))
 

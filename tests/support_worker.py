@@ -21,6 +21,8 @@ from shared.messages import (
     Cancel,
     Control,
     GenerateRequest,
+    Ping,
+    Pong,
     StreamItem,
     TokenFrame,
     WorkerDelta,
@@ -104,6 +106,8 @@ class FakeWorker:
         self.shows = True  # states show what was assigned
         self.speak: Callable[[GenerateRequest], Sequence[int]] | None = None  # answer with these tokens at once
         self.draining = False
+        self.frozen = False  # answers nothing, not even whether it lives
+        self.pings = 0
         self.requests: dict[str, RequestBrief] = {}
         self.adapters: list[Residency] = []
         self.seq = 0
@@ -111,8 +115,10 @@ class FakeWorker:
         self._beat: asyncio.Task[None] | None = None
         self._lease = LeaseHolder(bus, "worker", worker_id, self.incarnation)
 
-    async def start(self, *, lease: bool = True) -> None:
+    async def start(self, *, lease: bool = True, pings: bool = True) -> None:
         """Take assignments, then announce itself. `lease` needs the provisioned buckets."""
+        if pings:
+            await self.bus.serve("ping", subjects.ping(self.worker_id), Ping, self._on_ping, queue="worker")
         await self.bus.serve("assign", subjects.assign(self.worker_id), GenerateRequest, self._on_assign, queue="worker")
         await self.bus.subscribe(subjects.control(self.worker_id), Control, self._on_control)
         if lease:
@@ -208,6 +214,12 @@ class FakeWorker:
         for index in range(start, len(tokens)):
             finish: FinishReason | None = "length" if index == len(tokens) - 1 else None
             await self.emit(request, index, [tokens[index]], finish)
+
+    async def _on_ping(self, _: Ping) -> Pong:
+        self.pings += 1
+        if self.frozen:
+            await asyncio.Event().wait()
+        return Pong()
 
     def _on_control(self, message: Control) -> None:
         self.controls.append(message)

@@ -31,6 +31,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
         str, Meta(description="origins of browser pages that may use the API, comma-separated, * for any; sends CORS headers")
     ] = ""
     max_connections: Annotated[int, Meta(ge=1, description="open connections; beyond that they are refused with 429")] = 16_384
+    listen_fd: Annotated[
+        int, Meta(ge=-1, description="file descriptor of an inherited listening socket, instead of --host and --port; -1: none")
+    ] = -1
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body; uploads have their own limit")] = 4 * MIB
     max_upload_bytes: Annotated[int, Meta(ge=1024, description="largest adapter archive")] = 1024 * MIB
     max_uploads: Annotated[int, Meta(ge=1, description="adapter uploads at once; beyond that clients get 429")] = 4

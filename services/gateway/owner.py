@@ -2,7 +2,7 @@
 
     open(job) ──submit──> scheduler ──assign──> worker ──TokenFrame──> _on_frame ──push──> Stream ──> caller
                   ▲                                │
-                  └── resume: epoch + 1, prompt + tokens so far ── lease lost, gap, retriable error, forgotten
+                  └── resume: epoch + 1, prompt + tokens so far ── worker silent, gap, retriable error, forgotten
 
 Rules of this file:
 - a frame is believed only with the current epoch and from the worker that has the request; everything else is answered with a
@@ -25,6 +25,7 @@ from typing import Any
 from services.gateway import metrics
 from services.gateway.detokenize import Detokenizer
 from services.gateway.fleet import Fleet
+from services.gateway.pulse import Pulse
 from services.gateway.stream import Job, Signal, SlowReader, Stream
 from shared import subjects
 from shared.bus import Bus
@@ -45,12 +46,13 @@ from shared.messages import (
 from shared.telemetry import logger
 
 log = logger("motet.owner")
-SUBMIT_TIMEOUT_S = 5.0
-OPEN_PATIENCE_S = 3.0  # a new request waits this long for a scheduler or worker to come back
+SUBMIT_TIMEOUT_S = (1.0, 5.0)  # first, then twice as long each time: a scheduler that is frozen must not hold a request
+OPEN_PATIENCE_S = 5.0  # a new request waits this long for a scheduler or worker to come back
 RESUME_PATIENCE_S = 30.0  # a running one this long
+SET_BACK_S = 10.0  # one without a token waits this long for a part that is away: a cluster elects a leader in less
 BACKOFF_S = (0.05, 1.0)
 GAP_S = 0.25
-SILENCE_S = 2.0
+SILENCE_S = 1.0
 WATCH_S = 0.1
 LOSSES_MAX = 4
 EARLY_MAX = 256
@@ -82,7 +84,8 @@ class Owner:
         self._gaps: dict[Stream, float] = {}  # streams with early items, and since when
         self._strays: dict[tuple[str, str], float] = {}
         self._holder = LeaseHolder(bus, "gateway", gateway_id, secrets.token_hex(8))
-        self._leases = LeaseWatch(bus, "worker", self._on_lost)
+        self._leases = LeaseWatch(bus, "worker", self._on_lost, self._holder)
+        self._pulse = Pulse(bus, self._holders, self._on_lost)
         self._submits: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
 
@@ -94,6 +97,7 @@ class Owner:
         await self._leases.start()
         await self._holder.start()
         self._watch = self._bus.spawn(self._keep_watch())
+        self._pulse.start()
 
     async def drain(self) -> None:
         """Take nothing new and return when nothing runs."""
@@ -108,6 +112,7 @@ class Owner:
             self._abort(stream, Unavailable("the gateway is shutting down"), "shutdown")
         if self._watch is not None:
             self._watch.cancel()
+        self._pulse.stop()
         with contextlib.suppress(MotetError):
             await self._holder.release()
 
@@ -159,11 +164,11 @@ class Owner:
     async def _place(self, stream: Stream, patience_s: float) -> None:
         """Submit until a worker has it, the request ends, or patience does. First submissions raise, resumed ones `fail`."""
         first = stream.epoch == 0
-        epoch, deadline, pause = stream.epoch, now_s() + patience_s, BACKOFF_S[0]
+        epoch, deadline, pause, timeout_s = stream.epoch, now_s() + patience_s, BACKOFF_S[0], SUBMIT_TIMEOUT_S[0]
         while stream.finish is None and stream.error is None and stream.epoch == epoch:
             try:
                 # shielded: when the caller leaves now, the answer still tells us which worker to send the Cancel to
-                await asyncio.shield(self._in_background(self._submit(stream)))
+                await asyncio.shield(self._in_background(self._submit(stream, timeout_s)))
                 return
             except MotetError as error:
                 if stream.worker_id is not None or stream.epoch != epoch:
@@ -176,7 +181,8 @@ class Owner:
                     return
                 if isinstance(error, DeadlineExceeded):  # some worker may have taken it
                     stream.epoch = epoch = epoch + 1
-                stream.excluded = [w for w in stream.excluded if not self._leases.alive(w)]
+                    timeout_s = min(2 * timeout_s, SUBMIT_TIMEOUT_S[1])
+                stream.excluded = [w for w in stream.excluded if not self._back(w)]
             pause = BACKOFF_S[0] if await self._fleet.newcomer(pause) else min(pause * 2, BACKOFF_S[1])
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -190,7 +196,7 @@ class Owner:
         if not task.cancelled():
             task.exception()  # whoever still waits has it; when nobody does it does not matter
 
-    async def _submit(self, stream: Stream) -> None:
+    async def _submit(self, stream: Stream, timeout_s: float) -> None:
         job, epoch = stream.job, stream.epoch
         request = GenerateRequest(
             request_id=job.request_id,
@@ -207,7 +213,7 @@ class Owner:
             cache_salt=job.cache_salt,
             priority=job.priority,
         )
-        reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=SUBMIT_TIMEOUT_S)
+        reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=timeout_s)
         if isinstance(reply, Refused):
             raise from_info(reply.error)
         gone = self._active.get(job.request_id) is not stream
@@ -217,31 +223,50 @@ class Owner:
         elif stream.worker_id is None:
             stream.worker_id = reply.worker_id
             stream.sign_s = now_s()
+            self._pulse.heard(reply.worker_id)
 
     def _resume(self, stream: Stream, why: str, lost_worker: str | None = None) -> None:
         """Continue elsewhere (or again) with everything that is known so far."""
-        old_worker, old_epoch = stream.worker_id, stream.epoch
-        stream.early.clear()
-        self._gaps.pop(stream, None)
-        stream.epoch, stream.worker_id, stream.sign_s = old_epoch + 1, None, now_s()
         if lost_worker is not None:
             stream.losses += 1
-            if lost_worker not in stream.excluded:
-                stream.excluded.append(lost_worker)
-        elif old_worker is not None:
-            self._cancel_at(old_worker, stream.job.request_id, old_epoch)
-        metrics.RESUMED.labels(why).inc()
-        log.info("resuming", extra={"request_id": stream.job.request_id, "why": why, "tokens": len(stream.tokens)})
+        elif stream.worker_id is not None:
+            self._cancel_at(stream.worker_id, stream.job.request_id, stream.epoch)
+        self._next_epoch(stream, why, lost_worker)
         if len(stream.tokens) >= stream.job.sampling.max_tokens:  # only its last word was lost
             stream.end("length")
             self._done(stream)
         elif stream.losses >= LOSSES_MAX:
             self._abort(stream, WorkerLost(f"{stream.losses} workers in a row were lost with this request"), "worker_lost")
         else:
-            self._bus.spawn(self._place_again(stream))
+            self._bus.spawn(self._place_again(stream, 0.0))
 
-    async def _place_again(self, stream: Stream) -> None:
+    def _set_back(self, stream: Stream, error: MotetError, worker_id: str) -> None:
+        """Its worker lives and cannot serve it now, e.g. because the object store is away: somebody else can, or later."""
+        now = now_s()
+        stream.set_back_s = stream.set_back_s or now
+        if now - stream.set_back_s > (RESUME_PATIENCE_S if stream.tokens else SET_BACK_S):
+            self._abort(stream, error, error.code, cancel=False)
+            return
+        self._next_epoch(stream, error.code, worker_id)
+        # as long again as the trouble has lasted, within the usual bounds
+        self._bus.spawn(self._place_again(stream, min(max(now - stream.set_back_s, BACKOFF_S[0]), BACKOFF_S[1])))
+
+    def _next_epoch(self, stream: Stream, why: str, avoid: str | None) -> None:
+        stream.early.clear()
+        self._gaps.pop(stream, None)
+        stream.plain = False  # the next token ends the losses in a row
+        stream.epoch, stream.worker_id, stream.sign_s = stream.epoch + 1, None, now_s()
+        if avoid is not None and avoid not in stream.excluded:
+            stream.excluded.append(avoid)
+        metrics.RESUMED.labels(why).inc()
+        log.info("resuming", extra={"request_id": stream.job.request_id, "why": why, "tokens": len(stream.tokens)})
+
+    async def _place_again(self, stream: Stream, pause_s: float) -> None:
+        epoch = stream.epoch
         try:
+            await asyncio.sleep(pause_s)
+            if stream.epoch != epoch:
+                return  # another resumption took over
             await self._place(stream, RESUME_PATIENCE_S)
         except Exception as error:  # no stream may wait for ever because of an answer we do not understand
             self._abort(stream, MotetError(f"cannot resume: {error!r}"), "error")
@@ -251,6 +276,7 @@ class Owner:
 
     def _on_frame(self, frame: TokenFrame) -> None:
         worker_id, active, now = frame.worker_id, self._active, now_s()
+        self._pulse.heard(worker_id)
         for item in frame.items:
             stream = active.get(item.request_id)
             if stream is None or item.epoch != stream.epoch:
@@ -278,7 +304,7 @@ class Owner:
         if item.finish == "cancelled":  # not by us: its worker gave it up
             self._resume(stream, "given_up", stream.worker_id)
             return
-        stream.losses = 0
+        stream.losses, stream.set_back_s = 0, 0.0
         stream.push(new, item, logprobs)
         if stream.finish is None and stream.error is None:
             return
@@ -290,8 +316,10 @@ class Owner:
         """An item that is not simply next: an error, something known, or something early."""
         if item.error is not None:
             error = from_info(item.error)
-            if isinstance(error, Unavailable | Overloaded):
+            if isinstance(error, WorkerLost):
                 self._resume(stream, error.code, worker_id)
+            elif isinstance(error, Unavailable | Overloaded):
+                self._set_back(stream, error, worker_id)
             else:
                 self._abort(stream, error, error.code, cancel=False)
             return
@@ -345,6 +373,13 @@ class Owner:
         self._fleet.lose(worker_id)
         for stream in [s for s in self._active.values() if s.worker_id == worker_id]:
             self._resume(stream, "worker_lost", worker_id)
+
+    def _holders(self) -> set[str]:
+        return {stream.worker_id for stream in self._active.values() if stream.worker_id is not None}
+
+    def _back(self, worker_id: str) -> bool:
+        """Whether a worker that was lost is heard again."""
+        return self._leases.alive(worker_id) and worker_id in self._fleet.workers()
 
     async def _keep_watch(self) -> None:
         """Notice what no message tells: gaps that stay, workers that went without a word, requests a worker forgot."""

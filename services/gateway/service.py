@@ -37,6 +37,7 @@ from shared.telemetry import REGISTRY, logger
 
 log = logger("motet.gateway")
 KEEP_ALIVE_S = 75  # longer than what clients and balancers keep idle connections for
+LINGER_S = 0.25  # for requests on connections that were just made to a gateway that leaves a shared socket
 SHUTDOWN_S = 2  # for answers that are on their way out after the drain
 
 
@@ -59,7 +60,7 @@ class GatewayService:
 
     async def start(self) -> None:
         config = self.config
-        listener = _listen(config.host, config.port)
+        listener = _listen(config.host, config.port) if config.listen_fd < 0 else socket.socket(fileno=config.listen_fd)
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
         self.prompts, detokenizer = await asyncio.to_thread(_load, config.model)
@@ -117,6 +118,8 @@ class GatewayService:
         self.owner.check_room()
 
     async def drain(self) -> None:
+        if self.config.listen_fd >= 0 and self._server is not None:  # whoever shares the socket takes what comes
+            await self._server.leave()
         self._draining = True
         await self.intake.drain()
         await self.owner.drain()
@@ -194,6 +197,14 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def leave(self) -> None:
+        """Accept nothing more; connections end with the answer that runs on them, idle ones at once."""
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(LINGER_S)
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
 
 def _listen(host: str, port: int) -> socket.socket:

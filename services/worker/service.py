@@ -48,6 +48,8 @@ from shared.messages import (
     Drain,
     GenerateRequest,
     LoadAdapter,
+    Ping,
+    Pong,
     StreamItem,
     UnloadAdapter,
     WorkerNotice,
@@ -144,10 +146,11 @@ class WorkerService:
         self.adapters = Adapters(bus, config, self.engine, self.reporter, self._assembly.parse_adapter)
         self._exit.callback(self.adapters.close)
         await self.adapters.start()
-        await LeaseWatch(bus, "gateway", self._gateway_lost).start()
+        lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
+        await LeaseWatch(bus, "gateway", self._gateway_lost, lease).start()
         await bus.subscribe(subjects.control(self.worker_id), Control, self._on_control)
         await bus.serve("assign", subjects.assign(self.worker_id), GenerateRequest, self._assign, queue="worker")
-        lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
+        await bus.serve("ping", subjects.ping(self.worker_id), Ping, self._on_ping, queue="worker")
         self._exit.push_async_callback(lease.release)
         await lease.start()
         self._started = True
@@ -234,6 +237,9 @@ class WorkerService:
             metrics.REFUSED.labels(error.code).inc()
             raise
         return Accepted(worker_id=self.worker_id)
+
+    async def _on_ping(self, _: Ping) -> Pong:
+        return Pong()
 
     def _take(self, request: GenerateRequest) -> None:
         key = (request.request_id, request.epoch)

@@ -192,6 +192,40 @@ def alive(pid: int) -> bool:
         return False
 
 
+async def test_a_successor_takes_over_when_it_is_ready_and_only_then_the_other_drains(stage: Stage) -> None:
+    hold = stage.directory / "hold"
+    hold.touch()
+    running = stage.supervise(first := stage.fake("first"), stage.fake("other"))
+    await running.start()
+    successor = stage.fake("first", "--not-ready-while", str(hold))
+    replacing = asyncio.create_task(running.replace(successor, ready_s=10, drain_s=5, wait=True))
+    await eventually(lambda: stage.journal().count("first started") == 2)
+    assert first.exit_code() is None and "first draining" not in stage.journal()
+    hold.unlink()
+    await replacing
+    assert first.exit_code() == 0 and successor.exit_code() is None
+    assert running.restarts == {"first": 0, "other": 0}
+    os.kill(successor.pid, signal.SIGKILL)
+    await eventually(lambda: running.restarts["first"] == 1 and successor.exit_code() is None)
+
+
+async def test_a_successor_that_cannot_start_changes_nothing(stage: Stage) -> None:
+    running = stage.supervise(first := stage.fake("first"))
+    await running.start()
+    with pytest.raises(StartFailed, match="the old one stays"):
+        await running.replace(stage.fake("first", "--exit", "1"), ready_s=10, drain_s=5, wait=True)
+    assert first.exit_code() is None and running.children == [first]
+
+
+async def test_a_predecessor_that_still_drains_ends_with_the_supervisor(stage: Stage) -> None:
+    running = stage.supervise(first := stage.fake("first", "--drain-s", "60"))
+    await running.start()
+    await running.replace(stage.fake("first"), ready_s=10, drain_s=60, wait=False)
+    await eventually(lambda: "first draining" in stage.journal())
+    await running.stop(drain_s=0.1)
+    assert first.exit_code() is not None and "first hurried" in stage.journal()
+
+
 async def test_output_goes_to_the_childs_log(stage: Stage) -> None:
     child = stage.fake("talker")
     await stage.supervise(child).start()

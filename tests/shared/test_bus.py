@@ -183,6 +183,8 @@ async def test_a_lease_ends_with_goodbye_restart_or_silence_but_not_with_the_bro
         holders[name] = LeaseHolder(await connect(f"worker-{name}"), "worker", name, "first")
         await holders[name].start()
     await watch.start()
+    witness = LeaseHolder(await connect("gateway-2"), "gateway", "witness", "first")
+    await witness.start()
     assert sorted(watch.ids()) == ["polite", "silent"]
 
     nats_server.kill()

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from motet.nats_server import NatsServer
-from shared import subjects
+from shared import leases, subjects
 from shared.adapter_watch import AdapterWatch
 from shared.bus import Bus
+from shared.clock import unix_ms
 from shared.config import BusConfig
 from shared.errors import Unavailable
 from shared.kv_watch import KvWatch
@@ -178,6 +179,45 @@ async def test_a_hung_broker_makes_a_watch_stale_but_loses_no_lease(connect, nat
     assert watch.ids() == ["w1"] and lost == []
     await holder.release()
     await eventually(lambda: lost == ["w1"])
+
+
+@pytest.mark.parametrize("with_lease", [True, False])
+async def test_leases_that_nobody_can_renew_do_not_end(connect, bus, with_lease: bool):
+    """A cluster electing a leader for the bucket takes seconds: the watch lives on, and no renewal gets through."""
+    lost: list[str] = []
+    holders = [LeaseHolder(await connect(name), kind, name, "first") for kind, name in (("worker", "w1"), ("gateway", "g1"))]
+    for holder in holders:
+        await holder.start()
+    watch = LeaseWatch(bus, "worker", lost.append, holders[1] if with_lease else None)
+    await watch.start()
+    refused = asyncio.Event()
+
+    async def refuse() -> None:
+        refused.set()
+        raise TimeoutError
+
+    renewals = [holder._renew for holder in holders]
+    for holder in holders:
+        holder._renew = refuse
+    await refused.wait()
+    await asyncio.sleep(EXPIRY_S + 1.0)  # time itself is the input here
+    assert watch.ids() == ["w1"] and lost == []
+    holders[1]._renew = renewals[1]
+    await eventually(lambda: lost == ["w1"])  # somebody can renew, so whoever does not is gone
+
+
+@pytest.mark.parametrize("jump_s", [-3600, 3600])
+async def test_a_clock_that_jumps_ends_no_lease(connect, bus, monkeypatch, jump_s: int):
+    lost: list[str] = []
+    holder = LeaseHolder(await connect("worker-1"), "worker", "w1", "first")
+    await holder.start()
+    watch = LeaseWatch(bus, "worker", lost.append)
+    await watch.start()
+    monkeypatch.setattr(leases, "unix_ms", lambda: unix_ms() + jump_s * 1000)
+    late = LeaseWatch(bus, "worker", lost.append)
+    await late.start()
+    await asyncio.sleep(EXPIRY_S + 0.5)  # time itself is the input here
+    assert watch.ids() == late.ids() == ["w1"] and lost == []
 
 
 async def test_adapters_resolve_by_name_and_digest_and_changes_are_announced(bus):

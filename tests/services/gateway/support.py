@@ -53,11 +53,11 @@ class FakeScheduler:
         raise Unavailable("no worker is left")
 
 
-async def start_workers(connect: Connect, *names: str, **limits: int) -> list[FakeWorker]:
+async def start_workers(connect: Connect, *names: str, pings: bool = True, **limits: int) -> list[FakeWorker]:
     given = worker_limits(**({"max_model_len": 256} | limits))
     workers = [FakeWorker(await connect(name), name, limits=given) for name in names]
     for worker in workers:
-        await worker.start()
+        await worker.start(pings=pings)
     return workers
 
 

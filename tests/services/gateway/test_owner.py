@@ -247,6 +247,29 @@ async def test_a_request_that_keeps_losing_workers_without_progress_is_ended(mes
         await read(stream)
 
 
+async def test_losses_count_in_a_row_a_token_in_between_begins_anew(mesh: Mesh) -> None:
+    stream = await mesh.owner.open(job())
+    for count in range(1, LOSSES_MAX + 3):
+        mesh.scheduler.workers = ["w1"]
+        request = await assigned(mesh.first, count)
+        await speak(mesh.first, request, until=count)
+        await mesh.first.emit(request, count, [], "error", error=WorkerLost("crashed").info())
+    await speak(mesh.first, await assigned(mesh.first, LOSSES_MAX + 3))
+    assert tokens_of(await read(stream)) == TOKENS
+
+
+async def test_a_part_that_is_away_for_a_while_is_waited_for(mesh: Mesh) -> None:
+    """A worker that cannot fetch an adapter now is no lost worker: accepted requests outlive the object store's absence."""
+    mesh.scheduler.workers = ["w1"]
+    stream = await mesh.owner.open(job())
+    for count in range(1, LOSSES_MAX + 3):
+        request = await assigned(mesh.first, count)
+        mesh.scheduler.workers = ["w1"]
+        await mesh.first.emit(request, 0, [], "error", error=Unavailable("the object store is away").info())
+    await speak(mesh.first, await assigned(mesh.first, LOSSES_MAX + 3))
+    assert tokens_of(await read(stream)) == TOKENS
+
+
 async def test_a_caller_that_cancels_stops_the_worker_at_once(mesh: Mesh) -> None:
     stream = await mesh.owner.open(job())
     await speak(mesh.first, await assigned(mesh.first), until=2)

@@ -22,6 +22,7 @@ from shared.errors import (
     Unavailable,
     from_info,
 )
+from shared.leases import LeaseHolder
 from shared.messages import (
     Assigned,
     Cancel,
@@ -334,8 +335,9 @@ async def test_a_worker_that_says_goodbye_is_gone_at_once(bus, schedule, hire):
     assert isinstance(await submit(bus, generate_request()), Unavailable)
 
 
-async def test_a_killed_worker_is_gone_when_its_lease_runs_out(bus, schedule, hire):
+async def test_a_killed_worker_is_gone_when_its_lease_runs_out(bus, connect, schedule, hire):
     worker = await hire("w1")
+    await LeaseHolder(await connect("gateway-1"), "gateway", "g1", "first").start()  # somebody renews, so leases mean something
     service = await schedule(stale_s=60.0, drop_s=60.0)
     await worker.die()
     await eventually(lambda: not service.cluster.knows("w1"), within_s=8.0)

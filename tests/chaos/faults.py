@@ -1,0 +1,127 @@
+"""What is done to the mesh: one list per phase, in turn, and a seeded draw of the same faults at random."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.chaos.mesh import ChaosMesh
+
+FREEZE_S = 5.0
+CUT_S = 3.0
+AGAIN_S = 0.25  # from one death to the next: in the middle of the resumptions
+
+Kind = Literal["death", "frozen", "restart", "other"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`kind` says which promise holds: how soon the streams of a dead or a frozen worker are resumed, or that a restart
+    refuses nobody."""
+
+    name: str
+    kind: Kind
+    inject: Callable[[ChaosMesh], Awaitable[None]]
+
+
+def kill(*targets: str) -> Fault:
+    """SIGKILL; several one shortly after the other."""
+
+    async def inject(mesh: ChaosMesh) -> None:
+        async with asyncio.TaskGroup() as group:
+            for target in targets:
+                if target != targets[0]:
+                    await asyncio.sleep(AGAIN_S)
+                group.create_task(mesh.kill(target))
+
+    alone = len(targets) == 1 and targets[0].startswith("worker")
+    return Fault(f"kill {' then '.join(targets)}", "death" if alone else "other", inject)
+
+
+def freeze(target: str) -> Fault:
+    """SIGSTOP for `FREEZE_S`."""
+    return Fault(f"freeze {target}", _kind(target), lambda mesh: mesh.freeze(target, FREEZE_S))
+
+
+def cut(target: str) -> Fault:
+    """Broker connections closed, new ones refused for `CUT_S`."""
+    return Fault(f"cut {target}", _kind(target), lambda mesh: mesh.cut(target, CUT_S))
+
+
+def silence(target: str) -> Fault:
+    """Nothing passes for `FREEZE_S`, and no connection is closed."""
+    return Fault(f"silence {target}", _kind(target), lambda mesh: mesh.silence(target, FREEZE_S))
+
+
+def cut_node(node: str) -> Fault:
+    """All clients of one broker lose it for `CUT_S`."""
+    return Fault(f"cut {node} off its clients", "other", lambda mesh: mesh.cut_node(node, CUT_S))
+
+
+RESTART = Fault("restart everything", "restart", ChaosMesh.restart)
+UPGRADE = Fault("restart into this code", "restart", ChaosMesh.restart)
+
+
+def _kind(target: str) -> Kind:
+    return "frozen" if target.startswith("worker") else "other"
+
+
+EVERY = ("worker-1", "scheduler-1", "gateway-1", "registry", "predictor")
+
+SINGLE = [
+    kill("worker-1"),
+    kill("scheduler-1"),
+    kill("gateway-1"),
+    kill("nats-1"),
+    kill("registry"),
+    kill("predictor"),
+    freeze("worker-2"),
+    freeze("scheduler-2"),
+    freeze("gateway-2"),
+    freeze("nats-1"),
+    freeze("registry"),
+    freeze("predictor"),
+    kill("worker-2"),
+    cut("worker-3"),
+    *(cut(name) for name in ("scheduler-1", "gateway-1", "registry", "predictor")),
+    silence("worker-1"),
+    silence("gateway-2"),
+    kill("worker-3", "worker-1"),
+    kill("worker-2", "scheduler-2"),
+    kill("worker-3"),
+    RESTART,
+]
+
+CLUSTER = [
+    kill("nats-2"),
+    freeze("nats-3"),
+    cut_node("nats-1"),
+    kill("nats-1"),
+    kill("worker-1"),
+    silence("worker-2"),
+    kill("gateway-1"),
+]
+
+QUICK = [kill("worker-1"), kill("scheduler-1"), freeze("worker-2"), kill("nats-1")]
+
+
+def at_random(count: int, seed: int, *, nodes: int) -> list[Fault]:
+    """`count` faults, some of them two at once."""
+    draw = random.Random(seed)
+    targets = [*EVERY, "worker-2", "worker-3", "gateway-2", "scheduler-2", *(f"nats-{i + 1}" for i in range(nodes))]
+    faults = []
+    for _ in range(count):
+        one, two = draw.sample(targets, 2)
+        how = draw.choice(["kill", "kill", "freeze", "cut", "silence", "twice"])
+        if how == "twice":
+            faults.append(kill(one, two))
+        elif how == "freeze" or (how == "silence" and one.startswith("nats")):
+            faults.append(freeze(one))
+        elif how == "kill" or one.startswith("nats"):
+            faults.append(kill(one))
+        else:
+            faults.append({"cut": cut, "silence": silence}[how](one))
+    return faults

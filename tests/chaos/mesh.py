@@ -1,0 +1,291 @@
+"""A whole mesh that can be hurt: every process killed or frozen, every line to the broker cut or silenced.
+
+    service ──> relay per service and broker node ──> nats-1 [, nats-2, nats-3]
+
+The brokers are the harness's own children; the services are a `motet.stack.Stack` on them, restarted by its supervisor as
+under `motet up`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
+from nats.aio.client import Client as NatsClient
+
+from motet import credentials
+from motet.client import ApiError, Client
+from motet.nats_server import NatsServer
+from motet.process import Child, ServiceProcess
+from motet.stack import Stack, StackOptions
+from motet.supervisor import State
+from shared.config import BusConfig
+from tests.chaos.relay import Relay
+from tests.support import eventually
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
+BASE = "motet-demo"
+TENANTS = ("north", "south", "west")
+VARIANTS = 8  # adapters beside the demo's own sixteen: the same weights with another scale
+WORKER_SEATS = 128  # two workers carry the load of three
+NATS_BACK_S = 1.0  # from the death of a broker to its restart
+
+
+class MeshOptions:
+    """How many of each."""
+
+    def __init__(
+        self, *, nodes: int = 1, workers: int = 3, gateways: int = 2, schedulers: int = 2, source: Path | None = None
+    ) -> None:
+        self.nodes, self.workers, self.gateways, self.schedulers = nodes, workers, gateways, schedulers
+        self.env: dict[str, str] = {}  # of every service, besides its own
+        self.source = source  # a checkout whose code the services run until they are restarted
+
+
+class _RelayedStack(Stack):
+    """A stack whose services reach every broker node through a relay of their own."""
+
+    relays: dict[str, list[Relay]]
+    source: Path | None = None
+    env: Mapping[str, str] = {}
+
+    def url_for(self, name: str) -> str:
+        return ",".join(relay.url for relay in self.relays[name])
+
+    def _service(self, name: str) -> ServiceProcess:
+        process = super()._service(name)
+        spec = process._spec
+        env, argv = {**spec.env, **self.env}, spec.argv
+        if name.startswith("worker"):
+            env["MOTET_MAX_RUNNING"] = str(WORKER_SEATS)
+        if self.source is not None and not self._generation and not (name.startswith("gateway") and _no_fd(self.source)):
+            env["PYTHONPATH"] = str(self.source)
+            process._spec = msgspec.structs.replace(spec, env=env, argv=lambda port: [sys.executable, "-P", *argv(port)[1:]])
+        else:
+            process._spec = msgspec.structs.replace(spec, env=env)
+        return process
+
+
+class ChaosMesh:
+    """`await start()`, hurt it, `await stop()`. Names are those of the stack, and `nats-1`, ... for the brokers."""
+
+    def __init__(self, directory: Path, options: MeshOptions) -> None:
+        self.directory, self.options = directory, options
+        self.killed: dict[str, list[float]] = {}
+        self._lock = asyncio.Lock()
+        self._credentials = directory / "credentials"
+        self.nats: dict[str, NatsServer] = {}
+        self.monitors: dict[str, int] = {}  # ports of the brokers' own monitoring
+
+    # ---- life
+
+    async def start(self) -> None:
+        await self._start_nats()
+        adapters = make_adapters(self.directory / "adapters")
+        stack = _RelayedStack(
+            StackOptions(
+                model=str(DEMO / "model"),
+                served_model_name=BASE,
+                adapters_dir=str(adapters),
+                data_dir=self.directory / "data",
+                workers=self.options.workers,
+                gateways=self.options.gateways,
+                schedulers=self.options.schedulers,
+                threads=1,
+                port=0,
+                bus=BusConfig(nats_url=",".join(s.url for s in self.nats.values()), nats_replicas=self.options.nodes),
+                credentials_dir=self._credentials,
+                tenants=("default", *TENANTS),
+                drain_s=5.0,
+            ),
+            self,
+        )
+        self.stack = stack
+        stack.source, stack.env = self.options.source, self.options.env
+        stack.relays = {name: [await self._relay(server) for server in self.nats.values()] for name in stack.names()}
+        await stack.start()
+        self.adapters = sorted(path.name for path in adapters.iterdir())
+        await self.healed()
+
+    async def _start_nats(self) -> None:
+        names = [f"nats-{i + 1}" for i in range(self.options.nodes)]
+        ports = _free_ports(2 * len(names))
+        routes = dict(zip(names, ports, strict=False))
+        self.monitors = dict(zip(names, ports[len(names) :], strict=True))
+        text = credentials.authorization(self._credentials, ("default", *TENANTS))
+        every = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes.values())
+        for name in names:
+            extra = text + f'http: "127.0.0.1:{self.monitors[name]}"\n'
+            if len(names) > 1:
+                # not advertised: clients would learn ways around the relays
+                extra += f'server_name: {name}\ncluster {{ name: chaos, listen: "127.0.0.1:{routes[name]}", '
+                extra += f"routes: [{every}], no_advertise: true }}\n"
+            self.nats[name] = NatsServer(self.directory / name, config_text=extra)
+        await asyncio.gather(*(server.start() for server in self.nats.values()))
+        if len(names) > 1:
+            bus = await self.connect()
+            await eventually(lambda: _has_leader(bus), within_s=30, every_s=0.2)
+            await bus.close()
+
+    async def _relay(self, server: NatsServer) -> Relay:
+        relay = Relay("127.0.0.1", server.port)
+        await relay.start()
+        return relay
+
+    async def connect(self) -> NatsClient:
+        """A connection to the brokers for the harness itself, which may do everything."""
+        client = NatsClient()
+        await client.connect(
+            [server.url for server in self.nats.values()],
+            user=credentials.OPERATOR,
+            password=credentials.password_file(self._credentials, credentials.OPERATOR).read_text().strip(),
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.1,
+            error_cb=_quiet,
+        )
+        return client
+
+    async def stop(self) -> None:
+        for relays in self.stack.relays.values():
+            for relay in relays:
+                relay.heal()
+        await self.stack.stop()
+        for relays in self.stack.relays.values():
+            for relay in relays:
+                await relay.stop()
+        for server in self.nats.values():
+            server.stop()
+
+    def changed(self, name: str, state: State, note: str) -> None:
+        """Called by the supervisor."""
+
+    # ---- what can be done to it
+
+    def child(self, name: str) -> Child:
+        return next(child for child in self.stack.children if child.name == name)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL. A broker is started again after `NATS_BACK_S`, anything else by the supervisor."""
+        self.killed.setdefault(name, []).append(asyncio.get_running_loop().time())
+        if name not in self.nats:
+            self.child(name).signal(signal.SIGKILL)
+            return
+        self.nats[name].kill()
+        await asyncio.sleep(NATS_BACK_S)
+        await self.nats[name].start()
+
+    async def freeze(self, name: str, for_s: float) -> None:
+        """SIGSTOP, and SIGCONT after `for_s`."""
+        pid = self.nats[name].pid if name in self.nats else self.child(name).pid
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(for_s)
+        os.kill(pid, signal.SIGCONT)
+
+    async def cut(self, name: str, for_s: float) -> None:
+        """Its connections to all brokers are closed and refused."""
+        await self._cut(self.stack.relays[name], for_s)
+
+    async def cut_node(self, node: str, for_s: float) -> None:
+        """All clients of one broker lose it."""
+        at = list(self.nats).index(node)
+        await self._cut([relays[at] for relays in self.stack.relays.values()], for_s)
+
+    async def _cut(self, relays: list[Relay], for_s: float) -> None:
+        for relay in relays:
+            relay.cut()
+        await asyncio.sleep(for_s)
+        for relay in relays:
+            relay.heal()
+
+    async def silence(self, name: str, for_s: float) -> None:
+        """Nothing it sends arrives, nothing arrives at it, and no connection is closed."""
+        for relay in self.stack.relays[name]:
+            relay.silence()
+        await asyncio.sleep(for_s)
+        for relay in self.stack.relays[name]:
+            relay.heal()
+
+    async def restart(self) -> None:
+        """Every service replaced by a fresh process, as `motet restart` does."""
+        await self.stack.restart(lambda _: None)
+
+    # ---- how it is
+
+    async def healed(self, within_s: float = 90.0) -> None:
+        """Wait until every process is ready and every gateway hears every worker."""
+
+        async def whole() -> bool:
+            children = self.stack.children
+            if any(await asyncio.gather(*(child.not_ready() for child in children))):
+                return False
+            for url in self.stack.urls:
+                try:
+                    async with Client(url, timeout_s=5.0) as client:
+                        status = await client.call("GET", "/v1/status")
+                except ApiError:
+                    return False
+                live = [w for w in status["workers"] if not w["stale"] and not w["draining"]]
+                if status["gateway"]["not_ready"] or len(live) != self.options.workers:
+                    return False
+            return True
+
+        await eventually(whole, within_s=within_s, every_s=0.2)
+
+    def log(self, name: str) -> Path:
+        return self.stack.data_dir / "logs" / f"{name}.log"
+
+
+def make_adapters(directory: Path) -> Path:
+    """The demo's adapters and `VARIANTS` more."""
+    own = sorted((DEMO / "adapters").iterdir())
+    for source in own:
+        shutil.copytree(source, directory / source.name)
+    for source in own[:VARIANTS]:
+        target = directory / f"{source.name}-strong"
+        shutil.copytree(source, target)
+        config: dict[str, Any] = orjson.loads((target / "adapter_config.json").read_bytes())
+        config["lora_alpha"] *= 1.25
+        (target / "adapter_config.json").write_bytes(orjson.dumps(config))
+    return directory
+
+
+def names_of(options: MeshOptions) -> Iterable[str]:
+    """Every service process of a mesh."""
+    counts = {"worker": options.workers, "gateway": options.gateways, "scheduler": options.schedulers}
+    return [*(f"{kind}-{i + 1}" for kind, count in counts.items() for i in range(count)), "registry", "predictor"]
+
+
+def _no_fd(source: Path) -> bool:
+    """Whether the gateway of this checkout is too old to be given its socket; then the present one runs from the start."""
+    return "listen_fd" not in (source / "services" / "gateway" / "config.py").read_text()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Different ones: all are held until the last is found."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+async def _has_leader(bus: NatsClient) -> bool:
+    try:
+        answer = orjson.loads((await bus.request("$JS.API.INFO", b"", timeout=1.0)).data)
+    except Exception:
+        return False
+    return "error" not in answer
+
+
+async def _quiet(_: Exception) -> None:
+    """Brokers die here on purpose."""
