@@ -70,6 +70,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     tenant: str = "default"
     exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
     predicted_tokens: int = 0  # set by the scheduler: expected output length
+    cache_salt: str = ""  # prompts share KV blocks only with prompts of the same tenant and the same salt
     v: int = VERSION
 
 

@@ -203,6 +203,7 @@ class Owner:
             output=pack_tokens(stream.tokens),
             adapter=job.adapter,
             tenant=job.tenant,
+            cache_salt=job.cache_salt,
             exclude_workers=tuple(stream.excluded),
         )
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=SUBMIT_TIMEOUT_S)

@@ -348,6 +348,7 @@ class Engine:
             max_length=min(self.max_model_len, len(request.prompt) + sampling.max_tokens),
             ending={*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)},
             rank=adapter.rank if adapter else 0,
+            cache_scope=request.cache_scope,
         )
 
     def _emit(self, live: Live, item: StreamItem) -> None:

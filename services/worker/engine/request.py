@@ -41,6 +41,7 @@ class EngineRequest:
     slo: Slo = field(default_factory=Slo)
     adapter: HostAdapter | None = None
     predicted_tokens: int = 0
+    cache_scope: bytes = b""  # who may share its KV blocks (policies.kv_blocks.cache_scope)
 
 
 @dataclass(slots=True)
