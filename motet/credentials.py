@@ -1,7 +1,8 @@
 """Who may say what on the bus: one table of subject permissions, and the server configuration written from it.
 
     user        may
-    gateway     submit, watch workers, control them, ask the registry, own streams, leases `gateway.*`, intake and results
+    gateway     submit, watch workers, control them, ask the registry, own streams, leases `gateway.*`, intake and results,
+                API keys, audit log
     scheduler   answer submit, ask the predictor, assign to workers, watch worker state
     predictor   answer predictions and hear outcomes; no JetStream at all
     registry    provision streams and buckets; the only writer of adapters and blobs
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,10 +26,9 @@ from pathlib import Path
 import msgspec
 
 from shared import subjects
+from shared.tenancy import DEFAULT_TENANT, TENANT
 
-DEFAULT_TENANT = "default"
 OPERATOR = "operator"
-_TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +82,9 @@ def _provision() -> tuple[str, ...]:
         subjects.STREAM_REQUESTS,
         subjects.STREAM_RESULTS,
         subjects.STREAM_DEAD,
+        subjects.STREAM_AUDIT,
         f"KV_{subjects.KV_ADAPTERS}",
+        f"KV_{subjects.KV_KEYS}",
         f"KV_{subjects.KV_LEASES}",
         f"OBJ_{subjects.BLOBS}",
         f"OBJ_{subjects.UPLOADS}",
@@ -103,6 +104,11 @@ SERVICES: dict[str, Grant] = {
             subjects.results("*", "*"),
             subjects.tokens("*", "*"),
             subjects.dead("*"),
+            subjects.audit("key"),
+            f"$JS.API.STREAM.INFO.{subjects.STREAM_AUDIT}",
+            f"$JS.API.DIRECT.GET.{subjects.STREAM_AUDIT}",
+            f"$KV.{subjects.KV_KEYS}.*",
+            *_kv_read(subjects.KV_KEYS),
             f"$KV.{subjects.KV_LEASES}.gateway.*",
             *_kv_read(subjects.KV_LEASES),
             *_kv_read(subjects.KV_ADAPTERS),
@@ -126,6 +132,7 @@ SERVICES: dict[str, Grant] = {
             "$JS.API.INFO",
             *_provision(),
             subjects.control("*"),
+            subjects.audit("adapter"),
             f"$KV.{subjects.KV_ADAPTERS}.>",
             *_kv_read(subjects.KV_ADAPTERS),
             *_kv_read(subjects.KV_LEASES),
@@ -172,7 +179,7 @@ def grants(tenants: Iterable[str] = (DEFAULT_TENANT,)) -> dict[str, Grant]:
     """Every user and what it may do. Raises ValueError for a tenant name that could not be one word of a subject."""
     users = dict(SERVICES)
     for tenant in tenants:
-        if not _TENANT.fullmatch(tenant):
+        if not TENANT.fullmatch(tenant):
             raise ValueError(f"tenant {tenant!r}: letters, digits, '_' and '-' only, at most 64")
         users[upstream_user(tenant)] = _upstream(tenant)
     users[OPERATOR] = Grant(publish=(">",), subscribe=(">",))

@@ -325,14 +325,18 @@ class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     kind: str
     location: str
     replace: bool = False
+    tenant: str = ""  # who alone may see and use it; "" is shared by all
+    actor: str = ""  # who asked, for the audit log: an API key's id
     v: int = VERSION
 
 
 class AliasAdapter(msgspec.Struct, kw_only=True):
-    """Make `name` point at whatever `target` points at now."""
+    """Make `tenant`'s `name` point at whatever `target` means to it now: its own adapter, else a shared one."""
 
     name: str
     target: str
+    tenant: str = ""
+    actor: str = ""
     v: int = VERSION
 
 
@@ -341,14 +345,18 @@ class DeleteAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     name: str
     force: bool = False
+    tenant: str = ""
+    actor: str = ""
     v: int = VERSION
 
 
 class ListAdapters(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The names after `after`, in order, at most `limit` of them; the next page starts after the last name received."""
+    """The names that `tenant` may see ("": the shared ones) after `after`, in order, at most `limit` of them; the next page
+    starts after the last name received."""
 
     after: str = ""
     limit: int = 1000
+    tenant: str = ""
     v: int = VERSION
 
 

@@ -43,6 +43,16 @@ async def provision(bus: Bus, *, replicas: int = 1) -> None:
             max_bytes=STREAM_BYTES // 4,
             num_replicas=replicas,
         ),
+        StreamConfig(
+            name=subjects.STREAM_AUDIT,
+            subjects=[f"{subjects.AUDIT}.*"],
+            max_age=400 * DAY_S,
+            max_bytes=STREAM_BYTES // 16,
+            allow_direct=True,
+            deny_delete=True,
+            deny_purge=True,
+            num_replicas=replicas,
+        ),
     ]
     for stream in streams:
         try:
@@ -51,6 +61,7 @@ async def provision(bus: Bus, *, replicas: int = 1) -> None:
             await bus.js.add_stream(stream)
     buckets = [
         KeyValueConfig(bucket=subjects.KV_ADAPTERS, history=1, replicas=replicas),
+        KeyValueConfig(bucket=subjects.KV_KEYS, history=1, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_LEASES, history=1, ttl=30.0, replicas=replicas),
     ]
     for bucket in buckets:

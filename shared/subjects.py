@@ -14,10 +14,13 @@ REQUESTS = "motet.v1.requests"  # JetStream work queue: .<tenant>
 RESULTS = "motet.v1.results"  # JetStream: .<tenant>.<request id>
 TOKENS = "motet.v1.tokens"  # core, optional live tokens of a durable request: .<tenant>.<request id>
 DEAD = "motet.v1.dead"  # JetStream: .<tenant>, requests that can never succeed, with the reason
+AUDIT = "motet.v1.audit"  # JetStream: .<kind>, who changed which adapter or key
 
 STREAM_REQUESTS = "MOTET_REQUESTS"
 STREAM_RESULTS = "MOTET_RESULTS"
 STREAM_DEAD = "MOTET_DEAD"
+STREAM_AUDIT = "MOTET_AUDIT"
+KV_KEYS = "motet_keys"  # API keys by id, as digests
 KV_ADAPTERS = "motet_adapters"
 KV_LEASES = "motet_leases"
 BLOBS = "motet_blobs"  # object store: validated adapter blobs by content digest
@@ -72,3 +75,8 @@ def tokens(tenant: str, request_id: str) -> str:
 def dead(tenant: str) -> str:
     """gateway intake -> operators: a poison message and why (JetStream)."""
     return f"{DEAD}.{tenant}"
+
+
+def audit(kind: str) -> str:
+    """gateway, registry -> operators: a change of an adapter or a key (JetStream)."""
+    return f"{AUDIT}.{kind}"

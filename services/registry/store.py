@@ -3,7 +3,8 @@
     motet_blobs      <digest>            the bytes; equal content is stored once
     motet_adapters   holds.<digest>      Holds: which entries claim this digest (the registry's own bookkeeping)
                      version.<digest>    AdapterVersion
-                     name.<name>         AdapterEntry
+                     name.<name>         AdapterEntry that all tenants share
+                     private.<tenant>.<name>    AdapterEntry of one tenant; the same name may exist in several
 
 A name never points at a missing blob, whoever crashes when, because of two orders of writes and compare-and-set:
 
@@ -30,7 +31,7 @@ from nats.js import errors as js_errors
 from nats.js.api import ObjectInfo, ObjectMeta, ObjectMetaOptions
 
 from shared import subjects
-from shared.adapter_watch import NAME, VERSION
+from shared.adapter_watch import VERSION, entry_key
 from shared.bus import Bus
 from shared.clock import now_s, unix_ms
 from shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, TooLarge, Unavailable
@@ -39,6 +40,7 @@ from shared.messages import AdapterInfo
 from shared.model import AdapterEntry, AdapterVersion
 from shared.objects import read_object
 from shared.telemetry import logger
+from shared.tenancy import SHARED
 
 log = logger("motet.registry.store")
 HOLDS = "holds."
@@ -57,7 +59,10 @@ _R = TypeVar("_R", bound=msgspec.Struct)
 
 
 class Holds(msgspec.Struct, frozen=True):
-    """The claims on one digest: {hold id: name}. `since_unix_ms`: when it last changed."""
+    """The claims on one digest: {hold id: holder}. `since_unix_ms`: when it last changed.
+
+    A holder is an entry: its name, with `<tenant>:` in front if it is private.
+    """
 
     digest: str
     holders: dict[str, str]
@@ -117,28 +122,30 @@ class AdapterStore:
 
     # ---- verbs
 
-    async def check_free(self, name: str) -> None:
+    async def check_free(self, name: str, tenant: str = SHARED) -> None:
         """Raises AdapterExists when `name` is taken. Cheap: asked before any work is done."""
         with reachable():
-            if (await self._read(NAME + name, AdapterEntry))[0] is not None:
+            if (await self._read(entry_key(name, tenant), AdapterEntry))[0] is not None:
                 raise _exists(name)
 
-    async def publish(self, name: str, version: AdapterVersion, blob: bytes, *, replace: bool) -> tuple[AdapterInfo, str]:
-        """Store `blob` and let `name` point at it: (what is there now, "registered" | "replaced" | "unchanged").
+    async def publish(
+        self, name: str, version: AdapterVersion, blob: bytes, *, replace: bool, tenant: str = SHARED
+    ) -> tuple[AdapterInfo, str]:
+        """Store `blob` and let `tenant`'s `name` point at it: (what is there now, "registered" | "replaced" | "unchanged").
 
         Raises AdapterExists when the name is taken and `replace` is not set, also when somebody else took it meanwhile.
         """
         with reachable():
             async with asyncio.timeout(PUT_S + 30.0):
                 for _ in range(ATTEMPTS):
-                    present, revision = await self._read(NAME + name, AdapterEntry)
+                    present, revision = await self._read(entry_key(name, tenant), AdapterEntry)
                     if present is not None and not replace:
                         raise _exists(name)
                     if present is not None and present.digest == version.digest and present.alias_of is None:
                         stored, _ = await self._read(VERSION + version.digest, AdapterVersion)
                         if stored is not None:
                             return AdapterInfo(entry=present, version=stored), "unchanged"
-                    hold = await self._claim(version.digest, name)
+                    hold = await self._claim(version.digest, _holder(name, tenant))
                     try:
                         await self._put_blob(version.digest, blob)
                         version = await self._put_version(version)
@@ -147,7 +154,7 @@ class AdapterStore:
                             await self._release(version.digest, hold)
                         raise
                     # From here on a failure leaves the hold: the name may have been written though the answer was lost.
-                    entry = _entry(name, version.digest, present, hold)
+                    entry = _entry(name, version.digest, present, hold, tenant=tenant)
                     if await self._point(entry, revision):
                         if present is not None:
                             await self._release(present.digest, present.hold)
@@ -155,23 +162,26 @@ class AdapterStore:
                     await self._release(version.digest, hold)
         raise Conflict(f"adapter {name!r} is being changed by others all the time", param="name")
 
-    async def alias(self, name: str, target: str) -> AdapterInfo:
-        """Let `name` point at what `target` points at now. A name that is an adapter of its own is not overwritten."""
+    async def alias(self, name: str, target: str, tenant: str = SHARED) -> AdapterInfo:
+        """Let `tenant`'s `name` point at what `target` means to it now. A name that is an adapter of its own is not
+        overwritten."""
         with reachable():
             for _ in range(ATTEMPTS):
-                aimed, _ = await self._read(NAME + target, AdapterEntry)
+                aimed, _ = await self._read(entry_key(target, tenant), AdapterEntry)
+                if aimed is None and tenant:
+                    aimed, _ = await self._read(entry_key(target), AdapterEntry)
                 if aimed is None:
                     raise AdapterNotFound(f"there is no adapter {target!r}", param="target")
-                present, revision = await self._read(NAME + name, AdapterEntry)
+                present, revision = await self._read(entry_key(name, tenant), AdapterEntry)
                 if present is not None and present.alias_of is None:
                     raise _exists(name)
                 if present is not None and present.alias_of == target and present.digest == aimed.digest:
                     version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
                     if version is not None:
                         return AdapterInfo(entry=present, version=version)
-                hold = await self._claim(aimed.digest, name)
+                hold = await self._claim(aimed.digest, _holder(name, tenant))
                 version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
-                entry = _entry(name, aimed.digest, present, hold, alias_of=target)
+                entry = _entry(name, aimed.digest, present, hold, alias_of=target, tenant=tenant)
                 if version is not None and await self._point(entry, revision):
                     if present is not None:
                         await self._release(present.digest, present.hold)
@@ -179,14 +189,18 @@ class AdapterStore:
                 await self._release(aimed.digest, hold)
         raise Conflict(f"adapter {target!r} is being changed by others all the time", param="target")
 
-    async def remove(self, name: str, *, requests: Callable[[str], int], force: bool) -> AdapterInfo | None:
-        """Delete `name`, and its version unless another name holds it; returns what it was (None: its version was lost).
+    async def remove(
+        self, name: str, *, requests: Callable[[str], int], force: bool, tenant: str = SHARED
+    ) -> AdapterInfo | None:
+        """Delete `tenant`'s `name`, and its version unless another name holds it; returns what it was.
+
+        None: its version was lost.
 
         Raises AdapterNotFound, or AdapterInUse when that version would go while `requests(digest)` is not zero.
         """
         with reachable():
             for _ in range(ATTEMPTS):
-                entry, revision = await self._read(NAME + name, AdapterEntry)
+                entry, revision = await self._read(entry_key(name, tenant), AdapterEntry)
                 if entry is None:
                     raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
                 version, _ = await self._read(VERSION + entry.digest, AdapterVersion)
@@ -195,7 +209,7 @@ class AdapterStore:
                 running = requests(entry.digest)
                 if last and running and not force:
                     raise AdapterInUse(f"{running} requests run on adapter {name!r}; force deletes it anyway", param="name")
-                if not await self._erase(NAME + name, revision):
+                if not await self._erase(entry_key(name, tenant), revision):
                     continue
                 await self._release(entry.digest, entry.hold)
                 await self._collect(entry.digest)
@@ -239,15 +253,16 @@ class AdapterStore:
             with reachable():
                 if stuck or unused:
                     gone += await self._collect(digest)
-                for hold, name in seen.holders.items():
+                for hold, holder in seen.holders.items():
                     if unix_ms() - int(hold.split("-", 1)[0]) > LOST_HOLD_MS:
-                        await self._drop_lost(digest, hold, name)
+                        await self._drop_lost(digest, hold, holder)
         return gone
 
-    async def _drop_lost(self, digest: str, hold: str, name: str) -> None:
-        entry, _ = await self._read(NAME + name, AdapterEntry)
+    async def _drop_lost(self, digest: str, hold: str, holder: str) -> None:
+        tenant, _, name = holder.rpartition(":")
+        entry, _ = await self._read(entry_key(name, tenant), AdapterEntry)
         if entry is None or entry.hold != hold:
-            log.info("lost claim dropped", extra={"digest": digest, "adapter": name})
+            log.info("lost claim dropped", extra={"digest": digest, "adapter": holder})
             await self._release(digest, hold)
 
     async def sweep_orphans(self) -> int:
@@ -270,7 +285,7 @@ class AdapterStore:
 
     # ---- holds
 
-    async def _claim(self, digest: str, name: str) -> str:
+    async def _claim(self, digest: str, holder: str) -> str:
         """A new hold on `digest`. Waits while somebody deletes it."""
         hold = f"{unix_ms()}-{secrets.token_hex(6)}"
         deadline = now_s() + 5 * DELETING_S
@@ -282,7 +297,7 @@ class AdapterStore:
                 else:
                     await asyncio.sleep(0.05)
                 continue
-            holders = (holds.holders if holds is not None else {}) | {hold: name}
+            holders = (holds.holders if holds is not None else {}) | {hold: holder}
             if await self._write(HOLDS + digest, Holds(digest, holders, unix_ms()), revision) is not None:
                 return hold
         raise Unavailable(f"version {digest[:12]} is being deleted and does not go away", retry_after_s=DELETING_S)
@@ -292,7 +307,7 @@ class AdapterStore:
             holds, revision = await self._read(HOLDS + digest, Holds)
             if holds is None or hold not in holds.holders:
                 return
-            rest = {key: name for key, name in holds.holders.items() if key != hold}
+            rest = {key: holder for key, holder in holds.holders.items() if key != hold}
             if await self._write(HOLDS + digest, Holds(digest, rest, unix_ms()), revision) is not None:
                 return
 
@@ -345,7 +360,7 @@ class AdapterStore:
             return False
 
     async def _point(self, entry: AdapterEntry, revision: int) -> bool:
-        return await self._write(NAME + entry.name, entry, revision) is not None
+        return await self._write(entry_key(entry.name, entry.tenant), entry, revision) is not None
 
     async def _put_version(self, version: AdapterVersion) -> AdapterVersion:
         """The version record that is there afterwards: equal content keeps its first one."""
@@ -365,7 +380,13 @@ class AdapterStore:
                 await self._blobs.put(digest, blob, ObjectMeta(options=options))
 
 
-def _entry(name: str, digest: str, present: AdapterEntry | None, hold: str, alias_of: str | None = None) -> AdapterEntry:
+def _holder(name: str, tenant: str) -> str:
+    return f"{tenant}:{name}" if tenant else name  # a name has no colon
+
+
+def _entry(
+    name: str, digest: str, present: AdapterEntry | None, hold: str, *, alias_of: str | None = None, tenant: str = SHARED
+) -> AdapterEntry:
     return AdapterEntry(
         name=name,
         digest=digest,
@@ -373,6 +394,7 @@ def _entry(name: str, digest: str, present: AdapterEntry | None, hold: str, alia
         alias_of=alias_of,
         updated_unix_ms=unix_ms(),
         hold=hold,
+        tenant=tenant,
     )
 
 

@@ -208,5 +208,10 @@ def test_a_shared_cache_is_one_for_all_tenants_and_still_divided_by_salt() -> No
 
 
 def test_names_chosen_to_look_like_another_scope_do_not_reach_it() -> None:
-    lookalikes = [cache_scope("acme", "x"), cache_scope("acmex"), cache_scope("", "acmex"), cache_scope("", "tacmex", shared=True)]
+    lookalikes = [
+        cache_scope("acme", "x"),
+        cache_scope("acmex"),
+        cache_scope("", "acmex"),
+        cache_scope("", "tacmex", shared=True),
+    ]
     assert len({root_key(digest, scope) for digest in ("", "d") for scope in lookalikes}) == 8
