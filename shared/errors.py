@@ -5,6 +5,7 @@
     │   ├── PromptTooLong          400  context_length_exceeded
     │   └── InvalidAdapter         400  invalid_adapter
     ├── Unauthorized               401  invalid_api_key
+    ├── Forbidden                  403  permission_denied
     ├── NotFound                   404  not_found
     │   ├── ModelNotFound          404  model_not_found
     │   └── AdapterNotFound        404  adapter_not_found
@@ -73,6 +74,10 @@ class InvalidAdapter(BadRequest):
 
 class Unauthorized(MotetError):
     status, code, kind = 401, "invalid_api_key", "invalid_request_error"
+
+
+class Forbidden(MotetError):
+    status, code, kind = 403, "permission_denied", "invalid_request_error"
 
 
 class NotFound(MotetError):

@@ -82,6 +82,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     updated_unix_ms: int
     hold: str = ""  # the registry's own: this entry's claim on the version's blob
     tenant: str = ""  # who alone may see and use it; "" is shared by all
+    source: str = ""  # where this name's content came from; a version's is where its content was first seen, by whomever
 
 
 class RequestBrief(msgspec.Struct, array_like=True, gc=False):

@@ -20,3 +20,8 @@ def check_tenant(tenant: str) -> str:
     if not TENANT.fullmatch(tenant):
         raise BadRequest(f"tenant {tenant[:64]!r}: letters, digits, '_' and '-' only, at most 64", param="tenant")
     return tenant
+
+
+def qualified(name: str, tenant: str) -> str:
+    """An adapter's name as operators see it, in logs and metrics: `tenant:name`, or the bare name of a shared one."""
+    return f"{tenant}:{name}" if tenant else name  # a name has no colon

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway import adapters_api, answers, protocol
+from services.gateway import adapters_api, answers, keys_api, protocol
 from services.gateway.absent import Absent
-from services.gateway.auth import Keys
+from services.gateway.auth import Caller, Keys, caller_of
 from services.gateway.config import GatewayConfig
 from services.gateway.fleet import Fleet
 from services.gateway.http import install_error_handlers, json_answer, read_body, while_connected
@@ -106,18 +106,22 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return await run(request, protocol.parse_completion)
 
     @api.get("/v1/models")
-    async def models() -> Response:
-        cards = [_base_card(gateway), *(_adapter_card(gateway, info) for info in gateway.adapters.all())]
+    async def models(request: Request) -> Response:
+        caller = caller_of(request)
+        adapters = gateway.adapters.visible(caller.tenant)
+        cards = [_base_card(gateway), *(_adapter_card(gateway, info, caller) for info in adapters)]
         return json_answer({"object": "list", "data": cards})
 
     @api.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        if gateway.planner.adapter(name) is None:
+    async def model(name: str, request: Request) -> Response:
+        caller = caller_of(request)
+        if gateway.planner.adapter(name, caller.tenant) is None:
             return json_answer(_base_card(gateway))
-        info = gateway.adapters.resolve(name) or gateway.adapters.resolve(name.removeprefix(config.base_model + ":"))
+        names = (name, name.removeprefix(config.base_model + ":"))
+        info = next((info for one in names if (info := gateway.adapters.resolve(one, caller.tenant)) is not None), None)
         if info is None:
             raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
-        return json_answer(_adapter_card(gateway, info))
+        return json_answer(_adapter_card(gateway, info, caller))
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -139,7 +143,8 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return json_answer({"prompt": gateway.prompts.tokenizer.decode(asked.tokens, skip_special_tokens=False)})
 
     @api.get("/v1/status")
-    async def status() -> Response:
+    async def status(request: Request) -> Response:
+        caller_of(request).check("admin", "the status")
         return json_answer(await _status(gateway))
 
     @app.get("/health")
@@ -152,7 +157,8 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        (await gateway.keys.admit(request)).check("admin", "reading metrics")  # their labels name every tenant's adapters
         return Response(metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @app.get("/version")
@@ -160,6 +166,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return json_answer({"version": VERSION})
 
     adapters_api.add_routes(api, gateway)
+    keys_api.add_routes(api, gateway)
     app.include_router(api)
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,9 +186,10 @@ def _base_card(gateway: Gateway) -> dict[str, Any]:
     return _card(name, gateway.started_s, gateway.config.model, None, gateway.planner.max_model_len)
 
 
-def _adapter_card(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
-    created_s = info.version.created_unix_ms // 1000
-    root = info.version.source.split(":", 1)[-1]  # as vLLM: the path or hub id, without what kind of source it was
+def _adapter_card(gateway: Gateway, info: AdapterInfo, caller: Caller) -> dict[str, Any]:
+    created_s = adapters_api.created_unix_ms(info) // 1000
+    source = adapters_api.shown_source(info, caller)
+    root = source.split(":", 1)[-1]  # as vLLM: the path or hub id, without what kind of source it was
     return _card(info.entry.name, created_s, root, gateway.config.base_model, None)
 
 

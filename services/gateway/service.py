@@ -32,6 +32,7 @@ from shared.errors import Unavailable
 from shared.hub import resolve_model
 from shared.service import run
 from shared.telemetry import REGISTRY, logger
+from shared.tenancy import qualified
 
 log = logger("motet.gateway")
 KEEP_ALIVE_S = 75  # longer than what clients and balancers keep idle connections for
@@ -45,7 +46,7 @@ class GatewayService:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        self.keys = Keys(config.tenants())
+        self.keys = Keys(config)
         self.gateway_id = config.identity("gateway")
         self.port = 0
         self.started_s = unix_ms() // 1000
@@ -65,6 +66,8 @@ class GatewayService:
         self.bus = await Bus.connect(config, self.gateway_id, inbox="gateway")
         self._stack.push_async_callback(self.bus.close)
         self._stack.push_async_callback(self._stop_serving)  # after the owner has told the streams that it leaves
+        await self.keys.start(self.bus)
+        self._stack.push_async_callback(self.keys.stop)
         self.adapters = AdapterWatch(self.bus, self._on_adapters)
         self.fleet = Fleet(self.bus, config.base_model)
         self.owner = Owner(
@@ -139,7 +142,7 @@ class GatewayService:
         metrics.INFLIGHT.set_function(lambda: self.owner.inflight)
 
         def names() -> dict[str, str]:
-            return {info.entry.digest: info.entry.name for info in reversed(self.adapters.all())}
+            return {info.entry.digest: qualified(info.entry.name, info.entry.tenant) for info in reversed(self.adapters.all())}
 
         collector = metrics.FleetCollector(self.fleet, self.config.base_model, names)
         REGISTRY.register(collector)

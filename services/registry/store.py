@@ -23,7 +23,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 from nats import errors as nats_errors
@@ -40,7 +40,7 @@ from shared.messages import AdapterInfo
 from shared.model import AdapterEntry, AdapterVersion
 from shared.objects import read_object
 from shared.telemetry import logger
-from shared.tenancy import SHARED
+from shared.tenancy import SHARED, qualified
 
 log = logger("motet.registry.store")
 HOLDS = "holds."
@@ -135,6 +135,7 @@ class AdapterStore:
 
         Raises AdapterExists when the name is taken and `replace` is not set, also when somebody else took it meanwhile.
         """
+        source = version.source
         with reachable():
             async with asyncio.timeout(PUT_S + 30.0):
                 for _ in range(ATTEMPTS):
@@ -145,7 +146,7 @@ class AdapterStore:
                         stored, _ = await self._read(VERSION + version.digest, AdapterVersion)
                         if stored is not None:
                             return AdapterInfo(entry=present, version=stored), "unchanged"
-                    hold = await self._claim(version.digest, _holder(name, tenant))
+                    hold = await self._claim(version.digest, qualified(name, tenant))
                     try:
                         await self._put_blob(version.digest, blob)
                         version = await self._put_version(version)
@@ -154,7 +155,7 @@ class AdapterStore:
                             await self._release(version.digest, hold)
                         raise
                     # From here on a failure leaves the hold: the name may have been written though the answer was lost.
-                    entry = _entry(name, version.digest, present, hold, tenant=tenant)
+                    entry = _entry(present, name=name, digest=version.digest, hold=hold, tenant=tenant, source=source)
                     if await self._point(entry, revision):
                         if present is not None:
                             await self._release(present.digest, present.hold)
@@ -179,9 +180,10 @@ class AdapterStore:
                     version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
                     if version is not None:
                         return AdapterInfo(entry=present, version=version)
-                hold = await self._claim(aimed.digest, _holder(name, tenant))
+                hold = await self._claim(aimed.digest, qualified(name, tenant))
                 version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
-                entry = _entry(name, aimed.digest, present, hold, alias_of=target, tenant=tenant)
+                facts = {"digest": aimed.digest, "alias_of": target, "source": aimed.source}
+                entry = _entry(present, name=name, hold=hold, tenant=tenant, **facts)
                 if version is not None and await self._point(entry, revision):
                     if present is not None:
                         await self._release(present.digest, present.hold)
@@ -192,9 +194,8 @@ class AdapterStore:
     async def remove(
         self, name: str, *, requests: Callable[[str], int], force: bool, tenant: str = SHARED
     ) -> AdapterInfo | None:
-        """Delete `tenant`'s `name`, and its version unless another name holds it; returns what it was.
-
-        None: its version was lost.
+        """Delete `tenant`'s `name`, and its version unless another name holds it; returns what it was
+        (None: its version was lost).
 
         Raises AdapterNotFound, or AdapterInUse when that version would go while `requests(digest)` is not zero.
         """
@@ -380,22 +381,10 @@ class AdapterStore:
                 await self._blobs.put(digest, blob, ObjectMeta(options=options))
 
 
-def _holder(name: str, tenant: str) -> str:
-    return f"{tenant}:{name}" if tenant else name  # a name has no colon
-
-
-def _entry(
-    name: str, digest: str, present: AdapterEntry | None, hold: str, *, alias_of: str | None = None, tenant: str = SHARED
-) -> AdapterEntry:
-    return AdapterEntry(
-        name=name,
-        digest=digest,
-        version=present.version + 1 if present is not None else 1,
-        alias_of=alias_of,
-        updated_unix_ms=unix_ms(),
-        hold=hold,
-        tenant=tenant,
-    )
+def _entry(present: AdapterEntry | None, **facts: Any) -> AdapterEntry:
+    """The entry that takes the place of `present`."""
+    version = present.version + 1 if present is not None else 1
+    return AdapterEntry(version=version, updated_unix_ms=unix_ms(), **facts)
 
 
 def _exists(name: str) -> AdapterExists:

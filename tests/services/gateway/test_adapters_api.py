@@ -139,6 +139,7 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "layers": 2,
         "dtype": "F32",
         "size_bytes": 4096,
+        "tenant": None,
         "source": "path:/adapters/upper",
         "created": 1_700_000_000,
         "updated": 1_700_000_000,
