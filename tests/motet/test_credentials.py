@@ -15,8 +15,11 @@ from nats.js import errors as js_errors
 from motet import credentials
 from motet.nats_server import NatsServer, binary
 from shared import subjects
+from shared.audit import Audit, AuditEvent
 from shared.bus import Bus
 from shared.config import BusConfig
+from shared.errors import Unavailable
+from shared.keys import KeyStore
 from shared.leases import LeaseHolder, LeaseWatch
 from shared.provision import provision
 from tests.support import eventually
@@ -91,6 +94,8 @@ MAY = [
     ("gateway", "publish", "motet.v1.worker.w1.control"),
     ("gateway", "publish", "motet.v1.registry.register"),
     ("gateway", "publish", "$KV.motet_leases.gateway.g1"),
+    ("gateway", "publish", "$KV.motet_keys.key_1"),
+    ("gateway", "publish", "motet.v1.audit.key"),
     ("gateway", "subscribe", "motet.v1.stream.g1"),
     ("gateway", "subscribe", "motet.v1.worker.*.state"),
     ("scheduler", "publish", "motet.v1.worker.w1.assign"),
@@ -99,6 +104,7 @@ MAY = [
     ("predictor", "subscribe", "motet.v1.predict"),
     ("predictor", "subscribe", "motet.v1.outcome"),
     ("registry", "publish", "$KV.motet_adapters.name.upper"),
+    ("registry", "publish", "motet.v1.audit.adapter"),
     ("registry", "publish", "$O.motet_blobs.M.abc"),
     ("registry", "subscribe", "motet.v1.registry.register"),
     ("worker", "publish", "motet.v1.stream.g1"),
@@ -120,8 +126,13 @@ MAY_NOT = [
     ("gateway", "publish", "$KV.motet_adapters.name.upper"),
     ("gateway", "publish", "$O.motet_blobs.M.abc"),
     ("gateway", "publish", "$KV.motet_leases.worker.w1"),
+    ("gateway", "publish", "motet.v1.audit.adapter"),
+    ("gateway", "publish", "$JS.API.STREAM.PURGE.MOTET_AUDIT"),
     ("gateway", "subscribe", "motet.v1.submit"),
     ("gateway", "subscribe", ">"),
+    *((user, "publish", "$KV.motet_keys.key_1") for user in ("scheduler", "predictor", "registry", "worker", "upstream")),
+    *((user, "publish", "$JS.API.DIRECT.GET.KV_motet_keys") for user in ("scheduler", "registry", "worker", "upstream")),
+    *((user, "publish", "motet.v1.audit.key") for user in ("scheduler", "registry", "worker", "upstream")),
     ("scheduler", "publish", "motet.v1.stream.g1"),
     ("scheduler", "publish", "$KV.motet_leases.worker.w1"),
     ("scheduler", "publish", "$KV.motet_adapters.name.upper"),
@@ -272,3 +283,18 @@ def test_a_server_elsewhere_accepts_the_written_configuration(tmp_path: Path) ->
 def test_a_tenant_name_must_be_one_word_of_a_subject(tenant: str) -> None:
     with pytest.raises(ValueError, match="tenant"):
         credentials.grants([tenant])
+
+
+async def test_keys_and_audit_log_work_under_the_services_own_rights(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+    gateway, registry = await bus_of("gateway"), await bus_of("registry")
+    store = KeyStore(gateway)
+    await store.start()
+    made, text = await store.create(tenant="acme")
+    fresh, _ = await store.rotate(made.id, overlap_s=60)
+    assert store.find(text) is not None
+    await store.revoke(fresh.id)
+    await Audit(registry).record(AuditEvent(action="adapter.deleted", actor="", object="sql"))
+    await Audit(gateway).record(AuditEvent(action="key.created", actor="", object=made.id))
+    assert [event.action for event in await Audit(gateway).latest(2)] == ["key.created", "adapter.deleted"]
+    with pytest.raises(Unavailable):
+        await Audit(registry).latest(1)
