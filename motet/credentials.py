@@ -13,6 +13,13 @@
 Every user receives replies on its own inbox `_INBOX_<user>.>` only. An upstream may not create consumers: a consumer
 chooses the subject it delivers to, which would get around its permissions. It subscribes to its results or fetches a
 stored one with `$JS.API.DIRECT.GET.MOTET_RESULTS.<subject>`.
+
+    account MOTET            the services and the operator, with JetStream
+    account TENANT_<tenant>  that tenant's upstream; imports its own subjects from MOTET, one by one
+
+Tenants are in accounts of their own because the server does not check the *reply* subject of what a user publishes:
+JetStream would answer a tenant's request on any subject of its account, with content that the tenant chose. Among the
+services permissions are a net against mistakes; they do not hold off somebody who has a service's password.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from shared import subjects
 from shared.tenancy import DEFAULT_TENANT, TENANT
 
 OPERATOR = "operator"
+ACCOUNT = "MOTET"
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,19 +208,41 @@ def write_private(path: Path, text: str) -> None:
 
 
 def authorization(directory: Path, tenants: Iterable[str] = (DEFAULT_TENANT,)) -> str:
-    """The `authorization` block of the server's configuration.
+    """The accounts and users of the server's configuration.
 
     Passwords are kept one per file (mode 0600) in `directory`: those that exist stay, so that systems which publish
     keep working over a restart; missing ones are drawn.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    users = []
+    tenants = tuple(tenants)
+    users = {}
     for user, grant in grants(tenants).items():
         secret = password_file(directory, user)
         if not secret.exists():
             write_private(secret, secrets.token_urlsafe(32) + "\n")
-        users.append(_entry(user, secret.read_text().strip(), grant))
-    return "authorization {\n  users: [\n" + "\n".join(users) + "\n  ]\n}\n"
+        users[user] = _entry(user, secret.read_text().strip(), grant)
+    exports, accounts = [], []
+    for tenant in tenants:
+        account, grant = f"TENANT_{tenant}", _upstream(tenant)
+        shared = [("service", subject) for subject in grant.publish] + [("stream", subject) for subject in grant.subscribe]
+        exports += [f"{{ {kind}: {json.dumps(subject)}, accounts: [{json.dumps(account)}] }}" for kind, subject in shared]
+        imports = [f"{{ {kind}: {{ account: {ACCOUNT}, subject: {json.dumps(subject)} }} }}" for kind, subject in shared]
+        accounts.append(_account(json.dumps(account), users=[users.pop(upstream_user(tenant))], imports=imports))
+    ours = _account(ACCOUNT, "jetstream: enabled", users=[*users.values()], exports=exports)
+    return "accounts {\n" + ours + "".join(accounts) + "}\n"
+
+
+def adopt_streams(store_dir: Path) -> None:
+    """Hand what JetStream keeps in `store_dir` to the account MOTET: before there were accounts it was the server's global
+    one. For a server that does not run."""
+    before, after = (store_dir / "jetstream" / name for name in ("$G", ACCOUNT))
+    if before.is_dir() and not after.exists():
+        before.rename(after)
+
+
+def _account(name: str, *lines: str, **lists: list[str]) -> str:
+    parts = [*lines, *(f"{key}: [\n" + "\n".join(items) + "\n    ]" for key, items in lists.items() if items)]
+    return f"  {name} {{\n" + "".join(f"    {part}\n" for part in parts) + "  }\n"
 
 
 def _entry(user: str, password: str, grant: Grant) -> str:

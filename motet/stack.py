@@ -105,6 +105,7 @@ class Stack:
         self.urls = [f"http://{shown}:{port}" for port in ports]
         if self.options.bus is None:
             text = credentials.authorization(self.credentials_dir, self.options.tenants)
+            credentials.adopt_streams(self.data_dir / "nats" / "jetstream")
             log = self.data_dir / "logs" / "nats.log"
             self._nats = NatsServer(self.data_dir / "nats", config_text=text, log_path=log, port=self.options.nats_port or -1)
             self._children.append(NatsProcess(self._nats, stop_rank=STOP_RANK["nats"]))

@@ -16,11 +16,12 @@ from motet import credentials
 from motet.nats_server import NatsServer, binary
 from shared import subjects
 from shared.audit import Audit, AuditEvent
-from shared.bus import Bus
+from shared.bus import Bus, encode
 from shared.config import BusConfig
 from shared.errors import Unavailable
 from shared.keys import KeyStore
 from shared.leases import LeaseHolder, LeaseWatch
+from shared.messages import DeleteAdapter, RegistryOk
 from shared.provision import provision
 from tests.support import eventually
 
@@ -298,3 +299,63 @@ async def test_keys_and_audit_log_work_under_the_services_own_rights(bus_of: Cal
     assert [event.action for event in await Audit(gateway).latest(2)] == ["key.created", "adapter.deleted"]
     with pytest.raises(Unavailable):
         await Audit(registry).latest(1)
+
+
+async def answered_elsewhere(bus_of: Callable[[str], Awaitable[Bus]], publish: str, reply: str) -> None:
+    """The upstream of acme publishes with a reply subject that it may not publish to; returns once the server has done it."""
+    upstream = await bus_of("upstream-acme")
+    await upstream.nc.publish(publish, b"{}", reply=reply)
+    await upstream.js.publish(subjects.requests("acme"), b"{}")  # answered in order, after the one before
+
+
+@pytest.mark.parametrize(
+    "publish",
+    [subjects.requests("acme"), f"$JS.API.DIRECT.GET.{subjects.STREAM_DEAD}.{subjects.dead('acme')}"],
+    ids=["acknowledgement", "dead letter"],
+)
+async def test_a_tenant_cannot_have_jetstream_answer_to_others(bus_of: Callable[[str], Awaitable[Bus]], publish: str) -> None:
+    registry, gateway, operator = await bus_of("registry"), await bus_of("gateway"), await bus_of("operator")
+    deleted: list[DeleteAdapter] = []
+
+    async def delete(message: DeleteAdapter) -> RegistryOk:
+        deleted.append(message)
+        return RegistryOk(adapters=[])
+
+    await registry.serve("delete", subjects.registry("delete"), DeleteAdapter, delete, queue="registry")
+    adapters = await registry.key_value(subjects.KV_ADAPTERS)
+    await adapters.put("name.victim", b"entry")
+    # what the tenant sent is no JSON, so that it lies verbatim among its dead letters
+    await gateway.js.publish(subjects.dead("acme"), encode(DeleteAdapter(name="victim", force=True)))
+    keys = f"KV_{subjects.KV_KEYS}"
+    stored = (await operator.js.stream_info(keys)).state.messages
+    for reply in (
+        subjects.registry("delete"),
+        "$KV.motet_adapters.name.victim",
+        "$KV.motet_keys.key_mine",
+        "$JS.API.STREAM.PURGE.KV_motet_adapters",
+    ):
+        await answered_elsewhere(bus_of, publish, reply)
+    assert (await adapters.get("name.victim")).value == b"entry"
+    assert (await operator.js.stream_info(keys)).state.messages == stored
+    assert deleted == []
+    await adapters.purge("name.victim")
+
+
+async def test_streams_of_before_there_were_accounts_are_kept(tmp_path: Path) -> None:
+    before = NatsServer(tmp_path / "nats")
+    await before.start()
+    bus = await Bus.connect(BusConfig(nats_url=before.url), "old")
+    await provision(bus)
+    await (await bus.key_value(subjects.KV_ADAPTERS)).put("name.old", b"entry")
+    await bus.close()
+    before.stop()
+
+    credentials.adopt_streams(tmp_path / "nats" / "jetstream")
+    after = NatsServer(tmp_path / "nats", config_text=credentials.authorization(tmp_path / "credentials"))
+    await after.start()
+    bus = await connect_as(after, "registry")
+    await provision(bus)
+    assert (await (await bus.key_value(subjects.KV_ADAPTERS)).get("name.old")).value == b"entry"
+    await bus.close()
+    after.stop()
+    credentials.adopt_streams(tmp_path / "nats" / "jetstream")  # nothing is left to do
