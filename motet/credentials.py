@@ -260,13 +260,23 @@ def _entry(user: str, password: str, grant: Grant) -> str:
 
 
 def write_server_config(
-    out: Path, *, tenants: Iterable[str] = (DEFAULT_TENANT,), store_dir: str, listen: str, monitor: str
+    out: Path,
+    *,
+    tenants: Iterable[str] = (DEFAULT_TENANT,),
+    store_dir: str,
+    listen: str,
+    monitor: str,
+    tls_files: str = "",
 ) -> Path:
     """A whole `nats.conf` for a server that runs elsewhere (a container), and the password files beside it.
 
-    `listen` and `monitor` are host:port of the clients' and the health endpoint; returns the configuration's path.
+    `listen` and `monitor` are host:port of the clients' and the health endpoint. `tls_files` is where that server finds
+    nats.crt and nats.key (motet.certificates), "" for none: no TLS. Returns the configuration's path.
     """
     text = authorization(out, tenants)
+    if tls_files:
+        cert, key = (json.dumps(f"{tls_files.rstrip('/')}/nats.{end}") for end in ("crt", "key"))
+        text += f'tls {{ cert_file: {cert}, key_file: {key}, min_version: "1.2" }}\n'
     config = out / "nats.conf"
     write_private(
         config,

@@ -24,7 +24,7 @@ from motet import credentials
 from motet.nats_server import NatsServer
 from motet.process import Child, NatsProcess, ServiceProcess, ServiceSpec, free_port
 from motet.supervisor import State, Supervisor, Watcher
-from shared.config import BusConfig, ConfigError
+from shared.config import BusConfig, ConfigError, is_loopback
 
 STOP_RANK = {"gateway": 0, "worker": 1, "scheduler": 2, "predictor": 2, "registry": 2, "nats": 3}
 DRAIN_MARGIN_S = 5.0  # a service ends its own drain; this is for the rest of its shutdown
@@ -50,6 +50,15 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     credentials_dir: Path | None = None  # per-service passwords for it
     tenants: tuple[str, ...] = (credentials.DEFAULT_TENANT,)
     drain_s: float = 20.0
+    api_keys: str = "auto"  # whether clients need keys: see the gateway's --api-keys
+    api_keys_file: str = ""
+    tls_cert_file: str = ""  # of the gateways
+    tls_key_file: str = ""
+
+    @property
+    def keyless(self) -> bool:
+        """Whether everybody who reaches a gateway is an administrator."""
+        return not self.api_keys_file and (self.api_keys == "off" or (self.api_keys == "auto" and is_loopback(self.host)))
 
 
 class StackFacts(msgspec.Struct, kw_only=True):
@@ -102,7 +111,8 @@ class Stack:
         shown = "127.0.0.1" if self.options.host in ("0.0.0.0", "::") else self.options.host
         for port in ports:
             _refuse_taken(self.options.host, port)
-        self.urls = [f"http://{shown}:{port}" for port in ports]
+        scheme = "https" if self.options.tls_cert_file else "http"
+        self.urls = [f"{scheme}://{shown}:{port}" for port in ports]
         if self.options.bus is None:
             text = credentials.authorization(self.credentials_dir, self.options.tenants)
             credentials.adopt_streams(self.data_dir / "nats" / "jetstream")
@@ -173,6 +183,8 @@ class Stack:
             flags += ["--adapters-dir", o.adapters_dir, "--adapter-roots", ",".join(roots)]
         if kind == "gateway":
             flags += ["--host", o.host, "--port", str(ports[int(name.rsplit("-", 1)[1]) - 1])]
+            flags += ["--api-keys", o.api_keys, "--api-keys-file", o.api_keys_file]
+            flags += ["--tls-cert-file", o.tls_cert_file, "--tls-key-file", o.tls_key_file]
         if kind == "worker":
             # a worker by itself leaves cores to its CPU LoRA processes, if it has any
             threads = o.threads or (max(1, _cores() // o.workers) if o.workers > 1 else 0)
@@ -199,6 +211,9 @@ class Stack:
             "user": user,
             "password-file": password_file,
             "creds": given.nats_creds,
+            "tls-ca-file": given.nats_tls_ca_file,
+            "tls-cert-file": given.nats_tls_cert_file,
+            "tls-key-file": given.nats_tls_key_file,
             "replicas": str(given.nats_replicas),
         }  # all of them, so that no variable of the environment slips in
         return [word for name, value in values.items() for word in (f"--nats-{name}", value)]

@@ -55,6 +55,19 @@ def decode(data: bytes, kind: Any) -> Any:
     return decoder.decode(data)
 
 
+class _Client(Client):
+    """The library's client, except that where TLS was asked for nothing is said without it.
+
+    The library upgrades to TLS only if the server's greeting says so, and the greeting is not encrypted: whoever can change
+    it would be given the password.
+    """
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and "tls" in self.options and not info.get("tls_required"):
+            raise nats_errors.Error("the server does not offer TLS")
+        await super()._process_info(info, initial_connection)
+
+
 class Bus:
     """A NATS connection that speaks our messages. Make one with `await Bus.connect(...)`."""
 
@@ -79,7 +92,9 @@ class Bus:
             options["user_credentials"] = config.nats_creds
         elif config.nats_user:
             options |= {"user": config.nats_user, "password": read_secret(config.nats_password_file)}
-        bus = cls(Client(), name)
+        if (tls := config.nats_tls()) is not None:
+            options["tls"] = tls
+        bus = cls(_Client(), name)
         try:
             await asyncio.wait_for(
                 bus.nc.connect(

@@ -10,14 +10,12 @@ everybody is an administrator of the tenant "default"; that is meant for a gatew
 
 from __future__ import annotations
 
-import ipaddress
-
 import msgspec
 from starlette.requests import Request
 
 from services.gateway.config import GatewayConfig
 from shared.bus import Bus
-from shared.config import ConfigError
+from shared.config import ConfigError, is_loopback
 from shared.errors import Forbidden, Unauthorized
 from shared.keys import ROLES, ApiKey, KeyStore, Role, digest_of, read_key_file
 from shared.telemetry import logger
@@ -42,14 +40,6 @@ class Caller(msgspec.Struct, frozen=True):
         """Raises Forbidden unless it may do what `role` may."""
         if not self.may(role):
             raise Forbidden(f"{what} needs an API key with the role {role}; this one has the role {self.role}")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Keys:

@@ -28,6 +28,10 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
     ] = 4096
     intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="durable requests from NATS that run at once")] = 64
     request_timeout_s: Annotated[float, Meta(gt=0, description="longest life of a request")] = 600.0
+    tls_cert_file: Annotated[
+        str, Meta(description="certificate (chain) of the HTTP API; with it and its key it speaks https")
+    ] = ""
+    tls_key_file: Annotated[str, Meta(description="private key of --tls-cert-file")] = ""
     api_keys: Annotated[
         str,
         Meta(

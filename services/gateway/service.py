@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from services.gateway.prompt import Prompts
 from shared.adapter_watch import AdapterWatch
 from shared.bus import Bus
 from shared.clock import now_s, unix_ms
+from shared.config import load_certificate
 from shared.errors import Unavailable
 from shared.hub import resolve_model
 from shared.service import run
@@ -58,6 +60,9 @@ class GatewayService:
 
     async def start(self) -> None:
         config = self.config
+        load_certificate(
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), config.tls_cert_file, config.tls_key_file, flag="--tls"
+        )
         listener = _listen(config.host, config.port)
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
@@ -94,7 +99,8 @@ class GatewayService:
         gc.freeze()  # what lives as long as the process is never looked at again
         self._stack.callback(gc.unfreeze)
         self._started = True
-        log.info("serving", extra={"url": f"http://{config.host}:{self.port}", "model": config.base_model})
+        scheme = "https" if config.tls_cert_file else "http"
+        log.info("serving", extra={"url": f"{scheme}://{config.host}:{self.port}", "model": config.base_model})
 
     def not_ready(self) -> list[str]:
         if not self._started:
@@ -160,6 +166,8 @@ class GatewayService:
             server_header=False,
             date_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_certfile=self.config.tls_cert_file or None,
+            ssl_keyfile=self.config.tls_key_file or None,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         self._server = _Server(server_config)

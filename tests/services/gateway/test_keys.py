@@ -9,10 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway.auth import is_loopback
 from services.gateway.service import GatewayService
 from shared import subjects
-from shared.config import ConfigError
+from shared.config import ConfigError, is_loopback
 from shared.keys import read_key_file
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
