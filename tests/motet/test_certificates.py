@@ -1,4 +1,4 @@
-"""Promise: what `motet nats-config --tls` makes is trusted by whoever has ca.crt; where TLS is asked for nothing goes without."""
+"""Promise: whoever has ca.crt trusts what `motet nats-config --tls` makes; where TLS is asked for nothing goes without it."""
 
 from __future__ import annotations
 
