@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,8 +13,9 @@ from rich.table import Table
 
 from motet.client import Client
 from motet.talk import connection, print_json, terminal
-from shared.keys import ROLES, new_key
-from shared.tenancy import DEFAULT_TENANT, TENANT
+from shared.errors import BadRequest
+from shared.keys import ROLES, add_to_key_file
+from shared.tenancy import DEFAULT_TENANT
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
@@ -88,7 +88,10 @@ def create(tenant: str, role: str, name: str, expires: float, file: Path | None,
     if file is not None:
         if expires or name:
             raise click.UsageError("--file: keys of a file have neither --name nor --expires")
-        return click.echo(_add_to_file(file, tenant, role))
+        try:
+            return click.echo(add_to_key_file(file, tenant, role))
+        except BadRequest as error:
+            raise click.UsageError(error.message) from None
     asked = {"tenant": tenant, "role": role, "name": name, "expires_in_s": expires}
     _show_new(_call(url, "POST", "/v1/keys", json=asked), as_json)
 
@@ -147,16 +150,6 @@ def _show_new(key: dict[str, Any], as_json: bool) -> None:
         return print_json(key)
     click.echo(key["key"])
     click.echo(f"{key['id']}: tenant {key['tenant']}, role {key['role']}, ends {_until(key)}; not shown again", err=True)
-
-
-def _add_to_file(path: Path, tenant: str, role: str) -> str:
-    """Append a line `key tenant role` to a file that only its owner can read; returns the key."""
-    if not TENANT.fullmatch(tenant):
-        raise click.UsageError(f"--tenant: {tenant!r}: letters, digits, '_' and '-' only, at most 64")
-    key = new_key()
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as sink:
-        sink.write(f"{key} {tenant} {role}\n")
-    return key
 
 
 def _table(names: tuple[str, ...], rows: list[list[str]]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 
 from motet import certificates, credentials
+from shared.keys import add_to_key_file
+from shared.tenancy import DEFAULT_TENANT
 
 READABLE_IN_CONTAINERS = 0o644
 
@@ -25,7 +27,8 @@ def nats_config(out: Path, tenants: tuple[str, ...], tls: bool, hosts: tuple[str
     """Write nats.conf and one password file per user; existing passwords stay.
 
     Every service gets a user of its own that may only do its own work on the bus; `upstream` may publish durable
-    requests and read their results; `operator` may do everything. Only you can enter the directory; the files in it can
+    requests and read their results; `operator` may do everything. `api-keys` holds an administrator's key for the gateways'
+    --api-keys-file. Only you can enter the directory; the files in it can
     be read by a container's own user once they are mounted there.
 
     \b
@@ -51,9 +54,12 @@ def nats_config(out: Path, tenants: tuple[str, ...], tls: bool, hosts: tuple[str
     grafana = credentials.password_file(out, "grafana")
     if not grafana.exists():
         credentials.write_private(grafana, secrets.token_urlsafe(32) + "\n")
+    api_keys = out / "api-keys"
+    if not api_keys.exists():
+        add_to_key_file(api_keys, DEFAULT_TENANT, "admin")
     if not out.stat().st_mode & 0o077:
         passwords = (credentials.password_file(out, user) for user in credentials.grants(tenants))
-        for path in (config, grafana, *passwords, *made):
+        for path in (config, grafana, api_keys, *passwords, *made):
             path.chmod(READABLE_IN_CONTAINERS)
     click.echo(f"{config}\n{len(credentials.grants(tenants))} users, passwords in {out}/<user>.password")
     if tls:

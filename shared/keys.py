@@ -10,8 +10,10 @@ Looking a key up by its digest takes the same time however much of a guess is ri
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import secrets
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -85,6 +87,18 @@ def read_key_file(path: str) -> list[ApiKey]:
     if not found:
         raise ConfigError(f"--api-keys-file: {path} has no keys")
     return found
+
+
+def add_to_key_file(path: Path, tenant: str, role: str) -> str:
+    """Append a new key to a file that `read_key_file` reads and, if it is made here, only its owner can; returns the key.
+
+    Raises BadRequest.
+    """
+    check_tenant(tenant)
+    key = new_key()
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as sink:
+        sink.write(f"{key} {tenant} {role}\n")
+    return key
 
 
 class KeyStore:

@@ -22,6 +22,7 @@ from motet.nats_server import NatsServer, binary
 from shared.bus import Bus
 from shared.config import BusConfig, ConfigError
 from shared.errors import Unavailable
+from shared.keys import read_key_file
 from shared.provision import provision
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.conftest import http as http_fixture
@@ -84,6 +85,8 @@ def test_the_command_writes_what_a_server_takes(tmp_path: Path) -> None:
     assert (out / "ca.key").stat().st_mode & 0o777 == 0o600, "it signs; no container needs it"
     assert (out / "nats.key").stat().st_mode & 0o777 == 0o644, "a container's own user reads it; only we enter the directory"
     assert f'"{out}/nats.crt"' in (out / "nats.conf").read_text()
+    [admin] = read_key_file(str(out / "api-keys"))
+    assert admin.role == "admin"
     elsewhere = CliRunner().invoke(cli, [*words, "--tls-files", "/run/secrets"])
     assert elsewhere.exit_code == 0 and '"/run/secrets/nats.key"' in (out / "nats.conf").read_text()
 

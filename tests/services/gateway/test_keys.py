@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from services.gateway.service import GatewayService
 from shared import subjects
 from shared.config import ConfigError, is_loopback
-from shared.keys import read_key_file
+from shared.keys import digest_of, read_key_file
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 from tests.support import eventually
@@ -185,6 +186,24 @@ def test_a_key_file_line_without_a_role_may_only_use(tmp_path: Path) -> None:
         path.write_text(line)
         with pytest.raises(ConfigError, match=says):
             read_key_file(str(path))
+
+
+async def test_a_record_that_is_not_understood_admits_nobody(door: Door, mesh: Mesh) -> None:
+    key = "mtt_of-a-newer-version"
+    record = {"id": "key_new", "digest": digest_of(key), "tenant": "acme", "role": "auditor"}
+    bucket = await mesh.bus.key_value(subjects.KV_KEYS)
+    await bucket.put("key_new", json.dumps(record).encode())
+    await bucket.put(
+        "key_known", json.dumps(record | {"id": "key_known", "digest": digest_of("mtt_k"), "role": "use"}).encode()
+    )
+    await eventually(lambda: door.lets_in("mtt_k"))
+    assert not await door.lets_in(key)
+    await bucket.put("key_known", b"garbage")
+
+    async def shut() -> bool:
+        return not await door.lets_in("mtt_k")
+
+    await eventually(shut)
 
 
 # ---- without keys
