@@ -90,7 +90,8 @@ class _Answer:
         if answer.status >= 400:
             body = _decoded(await answer.read())
             await self._request.__aexit__(None, None, None)
-            raise ApiError(_reason(body) or f"HTTP {answer.status}", answer.status)
+            hint = "; motet takes the key from MOTET_API_KEY" if answer.status == 401 else ""
+            raise ApiError((_reason(body) or f"HTTP {answer.status}") + hint, answer.status)
         return answer
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -78,6 +78,7 @@ class Bus:
         self._micro: MicroService | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._answering: set[asyncio.Task[Any]] = set()
+        self._reason = ""  # of the latest error, for people
         self._subscribed = True  # the server knows of all subscriptions; not before a reconnection is complete
 
     @classmethod
@@ -113,13 +114,14 @@ class Bus:
                 timeout=5.0,
             )
         except (OSError, nats_errors.Error, TimeoutError) as error:
-            raise Unavailable(f"NATS at {config.nats_url} does not answer: {error!r}") from error
+            raise Unavailable(f"NATS at {config.nats_url} does not answer: {bus._reason or repr(error)}") from error
         return bus
 
     async def _on_error(self, error: Exception) -> None:
         reason = "slow_consumer" if isinstance(error, nats_errors.SlowConsumerError) else "bus_error"
         BUS_REFUSED.labels(reason).inc()
-        log.warning("bus error", extra={"error": repr(error)})
+        self._reason = repr(error)
+        log.warning("bus error", extra={"error": self._reason})
 
     async def _on_reconnect(self) -> None:
         self._subscribed = True

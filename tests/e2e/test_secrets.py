@@ -42,6 +42,14 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
         live.stop()
 
 
+def test_a_mesh_that_others_can_reach_does_not_start_without_keys(tmp_path: Path) -> None:
+    live = LiveStack(tmp_path, "--host", "0.0.0.0")
+    live.launch()
+    assert live.process is not None and live.process.wait(60) == 1
+    said = live.output.read_text()
+    assert "gateway-1 cannot start: exit status 2" in said and "motet keys create" in said and "--api-keys off" in said
+
+
 async def ask_well_and_badly(facts: StackFacts, key: str) -> None:
     """Requests of every kind, with MARK wherever a client puts its text."""
     chat = {"model": "upper-case", "messages": [{"role": "user", "content": MARK}], "max_tokens": 8}
