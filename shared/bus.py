@@ -189,6 +189,9 @@ class Bus:
         """Call `handler(message)` for each message, in order. A message that does not decode is counted and dropped."""
 
         async def deliver(msg: Msg) -> None:
+            if (msg.reply or msg.headers) and _out_of_a_stream(msg):
+                _refuse_stored(msg)
+                return
             try:
                 message = decode(msg.data, kind)
             except msgspec.MsgspecError as error:
@@ -249,6 +252,9 @@ class Bus:
 
         async def accept(request: MicroRequest) -> None:
             nonlocal running
+            if not request._msg.reply or _out_of_a_stream(request._msg):
+                _refuse_stored(request._msg)
+                return
             if running >= concurrency:
                 BUS_REFUSED.labels("concurrency").inc()
                 busy = Overloaded(f"{subject} is at its limit of {concurrency} requests", retry_after_s=1.0)
@@ -351,6 +357,20 @@ class Bus:
                 await asyncio.wait_for(self.nc.drain(), timeout=5.0)
             except (nats_errors.Error, TimeoutError):
                 await self.nc.close()
+
+
+def _out_of_a_stream(msg: Msg) -> bool:
+    """Whether JetStream sent a message that it had stored: a delivery of a consumer, or the answer to a direct get.
+
+    Our subjects carry what their senders may publish there, which the server checks. Where a consumer delivers to, or a get is
+    answered, it does not check: who may store anything at all could speak on every subject.
+    """
+    return (msg.reply or "").startswith("$JS.ACK.") or "Nats-Stream" in (msg.headers or {})
+
+
+def _refuse_stored(msg: Msg) -> None:
+    BUS_REFUSED.labels("stored").inc()
+    log.warning("refused: sent by JetStream, or asks for no answer", extra={"subject": msg.subject})
 
 
 def _verb(subject: str) -> str:

@@ -11,6 +11,7 @@ import msgspec
 import nats
 import pytest
 from nats.js import errors as js_errors
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from motet import credentials
 from motet.nats_server import NatsServer, binary
@@ -21,8 +22,9 @@ from shared.config import BusConfig
 from shared.errors import Unavailable
 from shared.keys import KeyStore
 from shared.leases import LeaseHolder, LeaseWatch
-from shared.messages import DeleteAdapter, RegistryOk
+from shared.messages import Control, DeleteAdapter, Drain, RegistryOk
 from shared.provision import provision
+from shared.telemetry import BUS_REFUSED
 from tests.support import eventually
 
 TENANTS = ("default", "acme")
@@ -359,3 +361,41 @@ async def test_streams_of_before_there_were_accounts_are_kept(tmp_path: Path) ->
     await bus.close()
     after.stop()
     credentials.adopt_streams(tmp_path / "nats" / "jetstream")  # nothing is left to do
+
+
+async def test_a_service_cannot_have_jetstream_speak_for_it(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+    """A worker stores an order where it may, and lets a consumer deliver it where it may not publish."""
+    victim, worker = await bus_of("worker"), await bus_of("worker")
+    heard: list[object] = []
+    await victim.subscribe(subjects.control("victim"), Control, heard.append)
+    await worker.nc.publish("$KV.motet_leases.worker.evil", encode(Drain()))
+    await worker.flush()
+    before = BUS_REFUSED.labels("stored")._value.get()
+    order = ConsumerConfig(
+        deliver_subject=subjects.control("victim"),
+        deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
+        ack_policy=AckPolicy.NONE,
+        filter_subject="$KV.motet_leases.worker.evil",
+        mem_storage=True,
+        num_replicas=1,
+        inactive_threshold=5.0,
+    )
+    await worker.js.add_consumer(f"KV_{subjects.KV_LEASES}", order)
+    await eventually(lambda: BUS_REFUSED.labels("stored")._value.get() == before + 1)
+    assert heard == []
+    await (await bus_of("registry")).publish(subjects.control("victim"), Drain())
+    await eventually(lambda: len(heard) == 1)
+
+
+async def test_an_order_that_asks_for_no_answer_is_not_carried_out(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+    registry, gateway = await bus_of("registry"), await bus_of("gateway")
+    heard: list[Ping] = []
+
+    async def pong(ping: Ping) -> Ping:
+        heard.append(ping)
+        return ping
+
+    await registry.serve("list", subjects.registry("list"), Ping, pong, queue="registry")
+    await gateway.publish(subjects.registry("list"), Ping("no reply subject"))
+    await gateway.request(subjects.registry("list"), Ping("with one"), Ping, timeout_s=2)
+    assert [ping.text for ping in heard] == ["with one"]
