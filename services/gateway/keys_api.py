@@ -15,8 +15,8 @@ from services.gateway.auth import caller_of
 from services.gateway.http import json_answer, read_body
 from shared.audit import PAGE, Audit, AuditEvent
 from shared.errors import BadRequest
-from shared.keys import ApiKey, Role
-from shared.tenancy import DEFAULT_TENANT
+from shared.keys import NAME, ApiKey, Role
+from shared.tenancy import DEFAULT_TENANT, TENANT
 
 if TYPE_CHECKING:
     from services.gateway.app import Gateway
@@ -25,19 +25,19 @@ TEN_YEARS_S = 10 * 365 * 24 * 3600.0
 Seconds = Annotated[float, Meta(ge=0, le=TEN_YEARS_S)]
 
 
-class KeyRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/keys. `expires_in_s` 0: the key does not expire."""
+class KeyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/keys."""
 
-    tenant: str = DEFAULT_TENANT
-    role: Role = "use"
-    name: str = ""
-    expires_in_s: Seconds = 0.0
+    tenant: Annotated[str, Meta(pattern=f"^{TENANT.pattern}$", description="whose key it is")] = DEFAULT_TENANT
+    role: Annotated[Role, Meta(description="what it may do; each role includes those before it")] = "use"
+    name: Annotated[str, Meta(pattern=f"^{NAME.pattern}$", description="what it is for")] = ""
+    expires_in_s: Annotated[Seconds, Meta(description="seconds until it ends; 0: it does not end")] = 0.0
 
 
-class RotateRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/keys/{id}/rotate: how long the old key goes on working."""
+class RotateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/keys/{id}/rotate."""
 
-    overlap_s: Seconds = 86_400.0
+    overlap_s: Annotated[Seconds, Meta(description="how long the old key goes on working, in seconds")] = 86_400.0
 
 
 _create = msgspec.json.Decoder(KeyRequest)
@@ -79,8 +79,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
     @api.post("/v1/keys/{key_id}/rotate")
     async def rotate_key(key_id: str, request: Request) -> Response:
         caller_of(request).check("admin", "rotating a key")
-        body = await read_body(request, max_body)
-        asked: RotateRequest = protocol.decode(body, _rotate) if body else RotateRequest()
+        asked: RotateRequest = protocol.decode(await read_body(request, max_body), _rotate)
         key, text = await gateway.keys.store.rotate(_stored(key_id), overlap_s=asked.overlap_s)
         await note("key.rotated", request, key, f"role {key.role}, replaces {key_id} after {asked.overlap_s:g} s")
         return json_answer(_resource(key) | {"key": text}, 201)
