@@ -225,8 +225,11 @@ def authorization(directory: Path, tenants: Iterable[str] = (DEFAULT_TENANT,)) -
     for tenant in tenants:
         account, grant = f"TENANT_{tenant}", _upstream(tenant)
         shared = [("service", subject) for subject in grant.publish] + [("stream", subject) for subject in grant.subscribe]
-        exports += [f"{{ {kind}: {json.dumps(subject)}, accounts: [{json.dumps(account)}] }}" for kind, subject in shared]
-        imports = [f"{{ {kind}: {{ account: {ACCOUNT}, subject: {json.dumps(subject)} }} }}" for kind, subject in shared]
+        exports += [
+            f"{{ {kind}: {json.dumps(_in_our_account(subject))}, accounts: [{json.dumps(account)}] }}"
+            for kind, subject in shared
+        ]
+        imports = [_import(kind, subject) for kind, subject in shared]
         accounts.append(_account(json.dumps(account), users=[users.pop(upstream_user(tenant))], imports=imports))
     ours = _account(ACCOUNT, "jetstream: enabled", users=[*users.values()], exports=exports)
     return "accounts {\n" + ours + "".join(accounts) + "}\n"
@@ -238,6 +241,16 @@ def adopt_streams(store_dir: Path) -> None:
     before, after = (store_dir / "jetstream" / name for name in ("$G", ACCOUNT))
     if before.is_dir() and not after.exists():
         before.rename(after)
+
+
+def _in_our_account(subject: str) -> str:
+    """What a tenant's subject is in our account."""
+    return subject.replace(subjects.TENANT_API, "$JS.API", 1) if subject.startswith(subjects.TENANT_API + ".") else subject
+
+
+def _import(kind: str, subject: str) -> str:
+    to = "" if _in_our_account(subject) == subject else f", to: {json.dumps(subject)}"
+    return f"{{ {kind}: {{ account: {ACCOUNT}, subject: {json.dumps(_in_our_account(subject))} }}{to} }}"
 
 
 def _account(name: str, *lines: str, **lists: list[str]) -> str:

@@ -14,6 +14,7 @@ REQUESTS = "motet.v1.requests"  # JetStream work queue: .<tenant>
 RESULTS = "motet.v1.results"  # JetStream: .<tenant>.<request id>
 TOKENS = "motet.v1.tokens"  # core, optional live tokens of a durable request: .<tenant>.<request id>
 DEAD = "motet.v1.dead"  # JetStream: .<tenant>, requests that can never succeed, with the reason
+TENANT_API = "motet.v1.api"  # a tenant's way to JetStream in place of $JS.API, which is its own account's
 AUDIT = "motet.v1.audit"  # JetStream: .<kind>, who changed which adapter or key
 
 STREAM_REQUESTS = "MOTET_REQUESTS"
