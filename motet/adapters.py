@@ -36,21 +36,28 @@ def as_json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON.")(command)
 
 
+def _of_tenant(text: str) -> Callable[..., Any]:
+    """`--tenant`, for administrators."""
+    return click.option("--tenant", help=f"{text} For administrators.")
+
+
 @adapters.command("list")
 @connection
 @as_json_option
-def list_(url: str, as_json: bool) -> None:
-    """List all adapters.
+@_of_tenant("Also those of this tenant; `*` for all tenants.")
+def list_(tenant: str | None, url: str, as_json: bool) -> None:
+    """List the adapters you may use: your tenant's and the shared ones.
 
     \b
       motet adapters list
       motet adapters list --json | jq -r .data[].id
     """
-    answer = _ask(url, lambda client: client.call("GET", "/v1/adapters"))
+    params = {"tenant": tenant} if tenant is not None else {}
+    answer = _ask(url, lambda client: client.call("GET", "/v1/adapters", params=params))
     if as_json:
         return print_json(answer)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("name", "rank", "size", "version", "digest", "modules", "resident"):
+    for title in ("name", "tenant", "rank", "size", "version", "digest", "modules", "resident"):
         table.add_column(title, justify="right" if title in ("rank", "size", "version") else "left")
     for card in answer["data"]:
         table.add_row(*_row(card))
@@ -76,9 +83,10 @@ def show(name: str, url: str, as_json: bool) -> None:
 @as_json_option
 @click.option("--replace", is_flag=True, help="Make the name point at this version if it is taken.")
 @click.option("--on-server", is_flag=True, help="SOURCE is a path on the registry's machine, below one of its roots.")
+@_of_tenant("Whose it becomes; an empty one: everybody's.")
 @click.argument("name")
 @click.argument("source")
-def add(name: str, source: str, replace: bool, on_server: bool, url: str, as_json: bool) -> None:
+def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
     """Add the adapter SOURCE under NAME.
 
     SOURCE is a PEFT directory, an archive of one (.zip, .tar, .tar.gz), or a Hugging Face id; local files are uploaded. The
@@ -90,14 +98,16 @@ def add(name: str, source: str, replace: bool, on_server: bool, url: str, as_jso
       motet adapters add summaries ./out/checkpoint-1200 --replace
     """
 
+    replace, on_server, tenant = how["replace"], how["on_server"], how["tenant"]
+
     async def send(client: Client) -> Any:
         path = Path(source).expanduser()
         if on_server or (not path.exists() and HUB_ID.fullmatch(source)):
-            body = {"name": name, "path" if on_server else "hub_id": source, "replace": replace}
+            body = {"name": name, "path" if on_server else "hub_id": source, "replace": replace, "tenant": tenant}
             return await client.call("POST", "/v1/adapters", json=body)
         if not path.exists():
             raise click.UsageError(f"{source} is neither a file or directory here nor a Hugging Face id")
-        return await upload(client, name, path, replace=replace)
+        return await upload(client, name, path, replace=replace, tenant=tenant)
 
     card = _ask(url, send)
     print_json(card) if as_json else click.echo(f"added {card['name']} version {card['version']} ({card['digest'][:12]})")
@@ -122,19 +132,22 @@ def alias(name: str, target: str, url: str, as_json: bool) -> None:
 @adapters.command()
 @connection
 @click.option("--force", is_flag=True, help="Also when requests run on it; they finish.")
+@_of_tenant("Whose it is; an empty one: everybody's.")
 @click.argument("name")
-def rm(name: str, force: bool, url: str) -> None:
+def rm(name: str, force: bool, tenant: str | None, url: str) -> None:
     """Remove an adapter's name, and its weights when no other name uses them."""
-    params = {"force": "true"} if force else {}
+    params = ({"force": "true"} if force else {}) | ({"tenant": tenant} if tenant is not None else {})
     _ask(url, lambda client: client.call("DELETE", f"/v1/adapters/{quote(name, safe='')}", params=params))
     click.echo(f"removed {name}")
 
 
-async def upload(client: Client, name: str, path: Path, *, replace: bool = False) -> Any:
+async def upload(client: Client, name: str, path: Path, *, replace: bool = False, tenant: str | None = None) -> Any:
     """Upload a PEFT directory or an archive of one; the registered adapter's card. Raises ApiError."""
     form = aiohttp.FormData()
     form.add_field("name", name)
     form.add_field("replace", "true" if replace else "false")
+    if tenant is not None:
+        form.add_field("tenant", tenant)
     if path.is_dir():
         form.add_field("file", pack(path), filename=f"{path.name}.tar", content_type="application/x-tar")
         return await client.call("POST", "/v1/adapters", data=form)
@@ -167,6 +180,7 @@ def _row(card: dict[str, Any]) -> tuple[str, ...]:
     resident = card.get("resident") or {}
     return (
         str(card["name"]) + (f" -> {card['alias_of']}" if card.get("alias_of") else ""),
+        str(card.get("tenant") or "(all)"),
         str(card["rank"]),
         f"{card['size_bytes'] / 1e6:.2f} MB",
         str(card["version"]),

@@ -27,6 +27,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "chat": ("motet.talk:chat", "Chat with an adapter or the base model."),
         "complete": ("motet.talk:complete", "Complete a prompt."),
         "adapters": ("motet.adapters:adapters", "Add, list, show and remove adapters."),
+        "keys": ("motet.keys:keys", "Make, list, rotate and revoke API keys."),
+        "audit": ("motet.keys:audit", "Who changed which adapter or key, and when."),
         "status": ("motet.status:status", "What is running and how it is doing."),
     },
     "Planning": {

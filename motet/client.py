@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any
@@ -21,15 +23,22 @@ class ApiError(Exception):
 
 
 class Client:
-    """Talks to one gateway. Use as an async context manager; every method raises ApiError."""
+    """Talks to one gateway. Use as an async context manager; every method raises ApiError.
 
-    def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
+    The API key is that of the variable MOTET_API_KEY unless given; MOTET_CA_FILE names the certificate authority of an
+    https gateway if the system does not know it.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
+        key = os.environ.get("MOTET_API_KEY", "") if api_key is None else api_key
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
-        self._session = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0))
+        connector = aiohttp.TCPConnector(limit=0, ssl=_trust(os.environ.get("MOTET_CA_FILE", "")))
+        self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector, headers=self._headers)
         return self
 
     async def __aexit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
@@ -81,13 +90,24 @@ class _Answer:
         if answer.status >= 400:
             body = _decoded(await answer.read())
             await self._request.__aexit__(None, None, None)
-            raise ApiError(_reason(body) or f"HTTP {answer.status}", answer.status)
+            hint = "; motet takes the key from MOTET_API_KEY" if answer.status == 401 else ""
+            raise ApiError((_reason(body) or f"HTTP {answer.status}") + hint, answer.status)
         return answer
 
     async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         await self._request.__aexit__(kind, error, trace)
         if isinstance(error, aiohttp.ClientError | TimeoutError):
             raise ApiError(f"the connection to {self._url} broke: {error or kind.__name__}") from None
+
+
+def _trust(ca_file: str) -> ssl.SSLContext | bool:
+    """What makes a certificate good: the system's authorities, or those of a file."""
+    if not ca_file:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ApiError(f"MOTET_CA_FILE: {ca_file} cannot be read as certificates: {error}") from None
 
 
 def _decoded(body: bytes) -> Any:

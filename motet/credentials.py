@@ -1,7 +1,8 @@
 """Who may say what on the bus: one table of subject permissions, and the server configuration written from it.
 
     user        may
-    gateway     submit, watch workers, control them, ask the registry, own streams, leases `gateway.*`, intake and results
+    gateway     submit, watch workers, control them, ask the registry, own streams, leases `gateway.*`, intake and results,
+                API keys, audit log
     scheduler   answer submit, ask the predictor, assign to workers, watch worker state
     predictor   answer predictions and hear outcomes; no JetStream at all
     registry    provision streams and buckets; the only writer of adapters and blobs
@@ -13,13 +14,19 @@ Every user receives replies on its own inbox `_INBOX_<user>.>` only. An upstream
 chooses the subject it delivers to, which would get around its permissions. It subscribes to its results or fetches a
 stored one with `$JS.API.DIRECT.GET.<stream>.<subject>`: MOTET_RESULTS is the default tenant's stream, MOTET_RESULTS_acme
 that of `acme`.
+
+    account MOTET            the services and the operator, with JetStream
+    account TENANT_<tenant>  that tenant's upstream; imports its own subjects from MOTET, one by one
+
+Tenants are in accounts of their own because the server does not check the *reply* subject of what a user publishes:
+JetStream would answer a tenant's request on any subject of its account, with content that the tenant chose. Among the
+services permissions are a net against mistakes; they do not hold off somebody who has a service's password.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,10 +34,10 @@ from pathlib import Path
 import msgspec
 
 from shared import subjects
-from shared.tenancy import DEFAULT_TENANT
+from shared.tenancy import DEFAULT_TENANT, TENANT
 
 OPERATOR = "operator"
-_TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+ACCOUNT = "MOTET"
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +101,7 @@ def _provision_tenant(tenant: str) -> tuple[str, ...]:
 
 
 BUCKETS = (
-    *(f"KV_{bucket}" for bucket in (subjects.KV_ADAPTERS, subjects.KV_LEASES, subjects.KV_INTAKE)),
+    *(f"KV_{bucket}" for bucket in (subjects.KV_ADAPTERS, subjects.KV_KEYS, subjects.KV_LEASES, subjects.KV_INTAKE)),
     *(f"OBJ_{bucket}" for bucket in (subjects.BLOBS, subjects.UPLOADS)),
 )
 
@@ -111,6 +118,11 @@ SERVICES: dict[str, Grant] = {
             subjects.results("*", "*"),
             subjects.tokens("*", "*"),
             subjects.dead("*"),
+            subjects.audit("key"),
+            f"$JS.API.STREAM.INFO.{subjects.STREAM_AUDIT}",
+            f"$JS.API.DIRECT.GET.{subjects.STREAM_AUDIT}",
+            f"$KV.{subjects.KV_KEYS}.*",
+            *_kv_read(subjects.KV_KEYS),
             f"$KV.{subjects.KV_LEASES}.gateway.*",
             *_kv_read(subjects.KV_LEASES),
             *_kv_read(subjects.KV_ADAPTERS),
@@ -130,8 +142,9 @@ SERVICES: dict[str, Grant] = {
     "registry": Grant(
         publish=(
             "$JS.API.INFO",
-            *_provision(BUCKETS),
+            *_provision((*BUCKETS, subjects.STREAM_AUDIT)),
             subjects.control("*"),
+            subjects.audit("adapter"),
             f"$KV.{subjects.KV_ADAPTERS}.>",
             *_kv_read(subjects.KV_ADAPTERS),
             *_kv_read(subjects.KV_LEASES),
@@ -164,7 +177,7 @@ def _upstream(tenant: str) -> Grant:
         publish=(
             subjects.requests(tenant),
             f"$JS.API.DIRECT.GET.{stream}.{results}",
-            f"$JS.API.STREAM.PURGE.{stream}",  # what was read makes room for more
+            f"{subjects.TENANT_API}.STREAM.PURGE.{stream}",  # what was read makes room for more
             f"$JS.API.DIRECT.GET.{subjects.dead_stream(tenant)}.{dead}",
         ),
         subscribe=(results, subjects.tokens(tenant, "*"), dead),
@@ -180,7 +193,7 @@ def grants(tenants: Iterable[str] = (DEFAULT_TENANT,)) -> dict[str, Grant]:
     """Every user and what it may do. Raises ValueError for a tenant name that could not be one word of a subject."""
     tenants, users = tuple(tenants), dict(SERVICES)
     for tenant in tenants:
-        if not _TENANT.fullmatch(tenant):
+        if not TENANT.fullmatch(tenant):
             raise ValueError(f"tenant {tenant!r}: letters, digits, '_' and '-' only, at most 64")
         users[upstream_user(tenant)] = _upstream(tenant)
     for user, more in (("gateway", _intake), ("registry", _provision_tenant)):
@@ -205,19 +218,54 @@ def write_private(path: Path, text: str) -> None:
 
 
 def authorization(directory: Path, tenants: Iterable[str] = (DEFAULT_TENANT,)) -> str:
-    """The `authorization` block of the server's configuration.
+    """The accounts and users of the server's configuration.
 
     Passwords are kept one per file (mode 0600) in `directory`: those that exist stay, so that systems which publish
     keep working over a restart; missing ones are drawn.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    users = []
+    tenants = tuple(tenants)
+    users = {}
     for user, grant in grants(tenants).items():
         secret = password_file(directory, user)
         if not secret.exists():
             write_private(secret, secrets.token_urlsafe(32) + "\n")
-        users.append(_entry(user, secret.read_text().strip(), grant))
-    return "authorization {\n  users: [\n" + "\n".join(users) + "\n  ]\n}\n"
+        users[user] = _entry(user, secret.read_text().strip(), grant)
+    exports, accounts = [], []
+    for tenant in tenants:
+        account, grant = f"TENANT_{tenant}", _upstream(tenant)
+        shared = [("service", subject) for subject in grant.publish] + [("stream", subject) for subject in grant.subscribe]
+        exports += [
+            f"{{ {kind}: {json.dumps(_in_our_account(subject))}, accounts: [{json.dumps(account)}] }}"
+            for kind, subject in shared
+        ]
+        imports = [_import(kind, subject) for kind, subject in shared]
+        accounts.append(_account(json.dumps(account), users=[users.pop(upstream_user(tenant))], imports=imports))
+    ours = _account(ACCOUNT, "jetstream: enabled", users=[*users.values()], exports=exports)
+    return "accounts {\n" + ours + "".join(accounts) + "}\n"
+
+
+def adopt_streams(store_dir: Path) -> None:
+    """Hand what JetStream keeps in `store_dir` to the account MOTET: before there were accounts it was the server's global
+    one. For a server that does not run."""
+    before, after = (store_dir / "jetstream" / name for name in ("$G", ACCOUNT))
+    if before.is_dir() and not after.exists():
+        before.rename(after)
+
+
+def _in_our_account(subject: str) -> str:
+    """What a tenant's subject is in our account."""
+    return subject.replace(subjects.TENANT_API, "$JS.API", 1) if subject.startswith(subjects.TENANT_API + ".") else subject
+
+
+def _import(kind: str, subject: str) -> str:
+    to = "" if _in_our_account(subject) == subject else f", to: {json.dumps(subject)}"
+    return f"{{ {kind}: {{ account: {ACCOUNT}, subject: {json.dumps(_in_our_account(subject))} }}{to} }}"
+
+
+def _account(name: str, *lines: str, **lists: list[str]) -> str:
+    parts = [*lines, *(f"{key}: [\n" + "\n".join(items) + "\n    ]" for key, items in lists.items() if items)]
+    return f"  {name} {{\n" + "".join(f"    {part}\n" for part in parts) + "  }\n"
 
 
 def _entry(user: str, password: str, grant: Grant) -> str:
@@ -235,13 +283,23 @@ def _entry(user: str, password: str, grant: Grant) -> str:
 
 
 def write_server_config(
-    out: Path, *, tenants: Iterable[str] = (DEFAULT_TENANT,), store_dir: str, listen: str, monitor: str
+    out: Path,
+    *,
+    tenants: Iterable[str] = (DEFAULT_TENANT,),
+    store_dir: str,
+    listen: str,
+    monitor: str,
+    tls_files: str = "",
 ) -> Path:
     """A whole `nats.conf` for a server that runs elsewhere (a container), and the password files beside it.
 
-    `listen` and `monitor` are host:port of the clients' and the health endpoint; returns the configuration's path.
+    `listen` and `monitor` are host:port of the clients' and the health endpoint. `tls_files` is where that server finds
+    nats.crt and nats.key (motet.certificates), "" for none: no TLS. Returns the configuration's path.
     """
     text = authorization(out, tenants)
+    if tls_files:
+        cert, key = (json.dumps(f"{tls_files.rstrip('/')}/nats.{end}") for end in ("crt", "key"))
+        text += f'tls {{ cert_file: {cert}, key_file: {key}, min_version: "1.2" }}\n'
     config = out / "nats.conf"
     write_private(
         config,

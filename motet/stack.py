@@ -26,7 +26,7 @@ from motet import credentials
 from motet.nats_server import NatsServer
 from motet.process import Child, NatsProcess, ServiceProcess, ServiceSpec
 from motet.supervisor import MARGIN_S, State, Supervisor, Watcher
-from shared.config import BusConfig, ConfigError
+from shared.config import BusConfig, ConfigError, is_loopback
 
 STOP_RANK = {"gateway": 0, "worker": 1, "scheduler": 2, "predictor": 2, "registry": 2, "nats": 3}
 RESTART_ORDER = ("nats", "registry", "predictor", "scheduler", "worker", "gateway")
@@ -54,6 +54,15 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     credentials_dir: Path | None = None  # per-service passwords for it
     tenants: tuple[str, ...] = (credentials.DEFAULT_TENANT,)
     drain_s: float = 20.0
+    api_keys: str = "auto"  # whether clients need keys: see the gateway's --api-keys
+    api_keys_file: str = ""
+    tls_cert_file: str = ""  # of the gateways
+    tls_key_file: str = ""
+
+    @property
+    def keyless(self) -> bool:
+        """Whether everybody who reaches a gateway is an administrator."""
+        return not self.api_keys_file and (self.api_keys == "off" or (self.api_keys == "auto" and is_loopback(self.host)))
 
 
 class StackFacts(msgspec.Struct, kw_only=True):
@@ -105,10 +114,12 @@ class Stack:
         shown = "127.0.0.1" if self.options.host in ("0.0.0.0", "::") else self.options.host
         for port in ports:
             self._listeners.append(_bound(self.options.host, port))
-        self.urls = [f"http://{shown}:{listener.getsockname()[1]}" for listener in self._listeners]
+        scheme = "https" if self.options.tls_cert_file else "http"
+        self.urls = [f"{scheme}://{shown}:{listener.getsockname()[1]}" for listener in self._listeners]
         children: list[Child] = []
         if self.options.bus is None:
             text = credentials.authorization(self.credentials_dir, self.options.tenants)
+            credentials.adopt_streams(self.data_dir / "nats" / "jetstream")
             log = self.data_dir / "logs" / "nats.log"
             self._nats = NatsServer(self.data_dir / "nats", config_text=text, log_path=log, port=self.options.nats_port or -1)
             children.append(NatsProcess(self._nats, stop_rank=STOP_RANK["nats"]))
@@ -205,6 +216,8 @@ class Stack:
             listener = self._listeners[int(name.rsplit("-", 1)[1]) - 1]
             pass_fds = (listener.fileno(),)
             flags += ["--host", o.host, "--port", str(listener.getsockname()[1]), "--listen-fd", str(listener.fileno())]
+            flags += ["--api-keys", o.api_keys, "--api-keys-file", o.api_keys_file]
+            flags += ["--tls-cert-file", o.tls_cert_file, "--tls-key-file", o.tls_key_file]
         if kind == "worker":
             # a worker by itself leaves cores to its CPU LoRA processes, if it has any
             threads = o.threads or (max(1, _cores() // o.workers) if o.workers > 1 else 0)
@@ -235,6 +248,9 @@ class Stack:
             "user": user,
             "password-file": password_file,
             "creds": given.nats_creds,
+            "tls-ca-file": given.nats_tls_ca_file,
+            "tls-cert-file": given.nats_tls_cert_file,
+            "tls-key-file": given.nats_tls_key_file,
             "replicas": str(given.nats_replicas),
         }  # all of them, so that no variable of the environment slips in
         return [word for name, value in values.items() for word in (f"--nats-{name}", value)]

@@ -18,9 +18,13 @@ PIPE_COLUMNS = 240
 
 
 def connection(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The option that says which gateway to talk to."""
+    """The option that says which gateway to talk to. Its API key comes from MOTET_API_KEY, never from the command line."""
     return click.option(
-        "--url", default="http://127.0.0.1:8000", envvar="MOTET_URL", show_default=True, help="The gateway (or MOTET_URL)."
+        "--url",
+        default="http://127.0.0.1:8000",
+        envvar="MOTET_URL",
+        show_default=True,
+        help="The gateway (or MOTET_URL); MOTET_API_KEY is the key, MOTET_CA_FILE the authority of https.",
     )(command)
 
 

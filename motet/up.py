@@ -56,6 +56,19 @@ def _directory(**more: Any) -> click.Path:
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address the gateways listen on.")
 @click.option(
+    "--api-keys",
+    default="auto",
+    show_default=True,
+    envvar="MOTET_API_KEYS",
+    type=click.Choice(["auto", "required", "off"]),
+    help="Whether clients need an API key; auto: unless --host is a loopback address.",
+)
+@click.option(
+    "--api-keys-file", default="", envvar="MOTET_API_KEYS_FILE", help="File with API keys; see `motet keys create --file`."
+)
+@click.option("--tls-cert-file", default="", envvar="MOTET_TLS_CERT_FILE", help="Certificate of the gateways, for https.")
+@click.option("--tls-key-file", default="", envvar="MOTET_TLS_KEY_FILE", help="Its private key.")
+@click.option(
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port of the first gateway; 0 for any."
 )
 @click.option(
@@ -74,6 +87,9 @@ def _directory(**more: Any) -> click.Path:
 @click.option("--nats-user", default="", help="For --nats-url: one user for all services.")
 @click.option("--nats-password-file", default="", help="For --nats-user: the file with its password.")
 @click.option("--nats-creds", default="", help="For --nats-url: a .creds file for all services.")
+@click.option("--nats-tls-ca-file", default="", help="For --nats-url: the server's certificate authority, for TLS.")
+@click.option("--nats-tls-cert-file", default="", help="For --nats-url: a client certificate, where the server asks for one.")
+@click.option("--nats-tls-key-file", default="", help="For --nats-tls-cert-file: its private key.")
 @click.option(
     "--nats-replicas", default=1, type=click.IntRange(1, 5), help="For a NATS cluster: replicas of streams and buckets."
 )
@@ -114,7 +130,7 @@ def stack_options(model: str, served_model_name: str, nats_url: str, **given: An
     """The options of a stack from the flags of `motet up`; downloads a model given by its hub id. Raises ConfigError."""
     bus_flags = {name: given.pop(name) for name in BUS_FLAGS if name in given}
     if not nats_url and (any(bus_flags[name] for name in bus_flags if name != "nats_replicas") or given.get("credentials_dir")):
-        raise ConfigError("--nats-user, --nats-creds and --credentials belong to --nats-url")
+        raise ConfigError("--nats-user, --nats-creds, --nats-tls-... and --credentials belong to --nats-url")
     given["adapters_dir"] = str(Path(given["adapters_dir"]).resolve()) if given.get("adapters_dir") else ""
     given["adapter_roots"] = tuple(str(Path(root).resolve()) for root in given.get("adapter_roots", ()))
     return StackOptions(
@@ -180,21 +196,25 @@ def _echo(name: str, data: bytes) -> None:
 
 async def summary(stack: Stack) -> str:
     """What to do next, for people: the URL, and a command that works as it stands."""
-    base, url = stack.options.served_model_name, stack.urls[0]
-    try:
+    options, url = stack.options, stack.urls[0]
+    base, adapters, shown = options.served_model_name, [], ""
+    with contextlib.suppress(ApiError):  # it may ask for a key that we do not have
         async with Client(url) as client:
             adapters = [card["id"] for card in await client.models() if card.get("parent")]
-    except ApiError:
-        adapters = []
+            shown = f" with {len(adapters)} adapters"
+    more = (" --cacert CA_FILE" if options.tls_cert_file else "") + (
+        "" if options.keyless else ' -H "Authorization: Bearer $MOTET_API_KEY"'
+    )
+    keyless = "\n  No API keys: everybody who reaches this address is an administrator.\n" if options.keyless else ""
     model = "upper-case" if "upper-case" in adapters else min(adapters, default=base)
     body = {"model": model, "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 64, "stream": True}
-    return f"""ready: {base} with {len(adapters)} adapters
+    return f"""ready: {base}{shown}
 
   {url}/v1
 
-  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{more} \\
     -d {shlex.quote(json.dumps(body))}
-
+{keyless}
   NATS {stack.nats_url} (user upstream, password in {stack.credentials_dir / "upstream.password"})
   logs in {stack.data_dir / "logs"}; Ctrl-C drains and stops.
 """

@@ -62,6 +62,7 @@ class Sequence:
     adapter: str = ""  # digest, "" for the base
     adapter_bytes: int = 0  # on the device
     rank: int = 0  # of its adapter
+    cache_scope: bytes = b""  # who may share its KV blocks (policies.kv_blocks.cache_scope)
     computed: int = 0  # tokens whose K and V are in the cache
     scheduled: int = 0  # rows in the step being run
     blocks: list[int] = field(default_factory=list)
@@ -376,7 +377,7 @@ def _extend_keys(kv: KvBlocks, seq: Sequence, full: int) -> None:
     keys = seq.keys
     while len(keys) < full:
         start = len(keys) * kv.block_size
-        parent = keys[-1] if keys else root_key(seq.adapter)
+        parent = keys[-1] if keys else root_key(seq.adapter, seq.cache_scope)
         keys.append(chain_key(parent, seq.tokens[start : start + kv.block_size].tobytes()))
 
 

@@ -8,9 +8,11 @@ The cache is `total` blocks of `block_size` tokens. Every block is in exactly on
 
     allocate: blank|idle -> held      take: idle|held -> held (one more user)      release: held -> idle if keyed, else blank
 
-A key names a *full* block's content: a chain over (adapter digest, all tokens up to the block's end), so equal keys mean
-equal K and V. It starts from the adapter's digest and never from its name: two adapters, or two versions behind one name,
-share nothing. Keys are BLAKE2b and not Python's hash, because tenants choose the tokens and must not be able to collide.
+A key names a *full* block's content: a chain over (adapter digest, scope, all tokens up to the block's end), so equal keys
+mean equal K and V. It starts from the adapter's digest and never from its name: two adapters, or two versions behind one
+name, share nothing. The scope says who may share blocks (`cache_scope`): a hit is visible to the client, in its usage and in
+its time to first token, so a cache shared by all would tell one tenant what another one asked.
+Keys are BLAKE2b and not Python's hash, because tenants choose the tokens and must not be able to collide.
 Only the first of two blocks with equal content is keyed; blocks with a key are never written again.
 """
 
@@ -21,9 +23,19 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 
-def root_key(adapter_digest: str) -> bytes:
-    """Where the chain of an adapter's sequences starts; "" is the base model."""
-    return blake2b(adapter_digest.encode(), digest_size=16, person=b"motet-kv-root").digest()
+def cache_scope(tenant: str, cache_salt: str = "", *, shared: bool = False) -> bytes:
+    """Who may share blocks: the sequences of one tenant that carry the same `cache_salt`; of all tenants if `shared`.
+
+    `cache_salt` divides a tenant's cache further (its users, say); it is as in vLLM: equal salts share, others do not.
+    """
+    owner = b"" if shared else b"t" + tenant.encode()
+    return len(owner).to_bytes(4, "little") + owner + cache_salt.encode()
+
+
+def root_key(adapter_digest: str, scope: bytes = b"") -> bytes:
+    """Where the chain of an adapter's sequences starts within a scope; the digest "" is the base model."""
+    digest = adapter_digest.encode()
+    return blake2b(len(digest).to_bytes(4, "little") + digest + scope, digest_size=16, person=b"motet-kv-root").digest()
 
 
 def chain_key(parent: bytes, tokens: bytes) -> bytes:

@@ -2,6 +2,8 @@
 
 The registry writes a version before the name that points at it and deletes the name first, so a name that is seen here
 always has its version. A reload moves the name to another digest; the old version stays until nothing uses it.
+
+A name means a tenant's own adapter if it has one of that name, else the shared one (shared.tenancy).
 """
 
 from __future__ import annotations
@@ -16,11 +18,17 @@ from shared.kv_watch import KvWatch
 from shared.messages import AdapterInfo
 from shared.model import AdapterEntry, AdapterVersion
 from shared.telemetry import logger
+from shared.tenancy import SHARED
 
 log = logger("motet.adapters")
-NAME, VERSION = "name.", "version."
+NAME, PRIVATE, VERSION = "name.", "private.", "version."
 _entry = msgspec.json.Decoder(AdapterEntry)
 _version = msgspec.json.Decoder(AdapterVersion)
+
+
+def entry_key(name: str, tenant: str = SHARED) -> str:
+    """The KV key of an entry; names and tenants have been checked."""
+    return f"{PRIVATE}{tenant}.{name}" if tenant else NAME + name
 
 
 class AdapterWatch:
@@ -32,7 +40,7 @@ class AdapterWatch:
 
     def __init__(self, bus: Bus, on_change: Callable[[], None] | None = None) -> None:
         self._on_change = on_change
-        self._entries: dict[str, AdapterEntry] = {}
+        self._entries: dict[tuple[str, str], AdapterEntry] = {}  # by (name, tenant)
         self._versions: dict[str, AdapterVersion] = {}
         self._started = False
         self._watch = KvWatch(
@@ -53,9 +61,14 @@ class AdapterWatch:
         """Whether the copy is current: False while NATS is away."""
         return self._watch.live
 
-    def resolve(self, name: str) -> AdapterInfo | None:
-        """The adapter (or alias) called `name` and the version it points at."""
-        entry = self._entries.get(name)
+    def resolve(self, name: str, tenant: str = SHARED) -> AdapterInfo | None:
+        """What `tenant` means by `name`: its own adapter (or alias), else the shared one; with the version it points at."""
+        own = self.exactly(name, tenant) if tenant else None
+        return own or self.exactly(name, SHARED)
+
+    def exactly(self, name: str, tenant: str) -> AdapterInfo | None:
+        """The adapter (or alias) called `name` that belongs to `tenant`, or to all if that is `SHARED`."""
+        entry = self._entries.get((name, tenant))
         version = self._versions.get(entry.digest) if entry is not None else None
         return AdapterInfo(entry=entry, version=version) if entry is not None and version is not None else None
 
@@ -64,13 +77,23 @@ class AdapterWatch:
         return self._versions.get(digest)
 
     def all(self) -> list[AdapterInfo]:
-        """Every name, sorted."""
-        found = (self.resolve(name) for name in sorted(self._entries))
+        """Every name of every tenant, sorted: for operators and metrics, never for a tenant."""
+        found = (self.exactly(name, tenant) for name, tenant in sorted(self._entries))
+        return [info for info in found if info is not None]
+
+    def visible(self, tenant: str) -> list[AdapterInfo]:
+        """What `tenant` may see and use, sorted by name."""
+        names = sorted({name for name, owner in self._entries if owner in (SHARED, tenant)})
+        found = (self.resolve(name, tenant) for name in names)
         return [info for info in found if info is not None]
 
     def names(self) -> int:
-        """How many names there are."""
+        """How many names there are, of all tenants."""
         return len(self._entries)
+
+    def owned(self, tenant: str) -> int:
+        """How many names belong to `tenant`."""
+        return sum(1 for _, owner in self._entries if owner == tenant)
 
     def versions(self) -> list[AdapterVersion]:
         """Every stored version."""
@@ -78,10 +101,10 @@ class AdapterWatch:
 
     def _put(self, key: str, value: bytes) -> None:
         try:
-            if key.startswith(NAME):
+            if (owned := _owned(key)) is not None:
                 entry = _entry.decode(value)
-                changed = self._entries.get(entry.name) != entry
-                self._entries[key.removeprefix(NAME)] = entry
+                changed = self._entries.get(owned) != entry
+                self._entries[owned] = entry
             elif key.startswith(VERSION):
                 version = _version.decode(value)
                 changed = self._versions.get(version.digest) != version
@@ -96,15 +119,15 @@ class AdapterWatch:
 
     def _delete(self, key: str) -> None:
         gone: object = None
-        if key.startswith(NAME):
-            gone = self._entries.pop(key.removeprefix(NAME), None)
+        if (owned := _owned(key)) is not None:
+            gone = self._entries.pop(owned, None)
         elif key.startswith(VERSION):
             gone = self._versions.pop(key.removeprefix(VERSION), None)
         if gone is not None:
             self._changed()
 
     def _reconcile(self, keys: set[str]) -> None:
-        known = [NAME + name for name in self._entries] + [VERSION + digest for digest in self._versions]
+        known = [entry_key(*owned) for owned in self._entries] + [VERSION + digest for digest in self._versions]
         for key in known:
             if key not in keys:
                 self._delete(key)
@@ -112,3 +135,13 @@ class AdapterWatch:
     def _changed(self) -> None:
         if self._started and self._on_change is not None:
             self._on_change()
+
+
+def _owned(key: str) -> tuple[str, str] | None:
+    """(name, tenant) of an entry's key, None for other records."""
+    if key.startswith(NAME):
+        return key.removeprefix(NAME), SHARED
+    if key.startswith(PRIVATE):
+        tenant, _, name = key.removeprefix(PRIVATE).partition(".")
+        return name, tenant
+    return None

@@ -63,6 +63,19 @@ def decode(data: bytes, kind: Any) -> Any:
     return decoder.decode(data)
 
 
+class _Client(Client):
+    """The library's client, except that where TLS was asked for nothing is said without it.
+
+    The library upgrades to TLS only if the server's greeting says so, and the greeting is not encrypted: whoever can change
+    it would be given the password.
+    """
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and "tls" in self.options and not info.get("tls_required"):
+            raise nats_errors.Error("the server does not offer TLS")
+        await super()._process_info(info, initial_connection)
+
+
 class Bus:
     """A NATS connection that speaks our messages. Make one with `await Bus.connect(...)`."""
 
@@ -73,6 +86,7 @@ class Bus:
         self._micro: MicroService | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._answering: set[asyncio.Task[Any]] = set()
+        self._reason = ""  # of the latest error, for people
         self._subscribed = True  # the server knows of all subscriptions; not before a reconnection is complete
         self._closing = False
         self._refused_since_s: float | None = None
@@ -90,7 +104,9 @@ class Bus:
             options["user_credentials"] = config.nats_creds
         elif config.nats_user:
             options |= {"user": config.nats_user, "password": read_secret(config.nats_password_file)}
-        bus = cls(Client(), name)
+        if (tls := config.nats_tls()) is not None:
+            options["tls"] = tls
+        bus = cls(_Client(), name)
         try:
             await asyncio.wait_for(
                 bus.nc.connect(
@@ -110,13 +126,14 @@ class Bus:
                 timeout=5.0,
             )
         except (OSError, nats_errors.Error, TimeoutError) as error:
-            raise Unavailable(f"NATS at {config.nats_url} does not answer: {error!r}") from error
+            raise Unavailable(f"NATS at {config.nats_url} does not answer: {bus._reason or repr(error)}") from error
         return bus
 
     async def _on_error(self, error: Exception) -> None:
         reason = "slow_consumer" if isinstance(error, nats_errors.SlowConsumerError) else "bus_error"
         BUS_REFUSED.labels(reason).inc()
-        log.warning("bus error", extra={"error": repr(error)})
+        self._reason = repr(error)
+        log.warning("bus error", extra={"error": self._reason})
         if "authorization" not in (text := str(error).lower()) and "authentication" not in text:
             return
         if not self.nc.is_connected:  # the client would try the same credentials for ever; a fresh process reads them again
@@ -255,6 +272,9 @@ class Bus:
         """Call `handler(message)` for each message, in order. A message that does not decode is counted and dropped."""
 
         async def deliver(msg: Msg) -> None:
+            if (msg.reply or msg.headers) and _out_of_a_stream(msg):
+                _refuse_stored(msg)
+                return
             try:
                 message = decode(msg.data, kind)
             except msgspec.MsgspecError as error:
@@ -318,6 +338,9 @@ class Bus:
 
         async def accept(request: MicroRequest) -> None:
             nonlocal running
+            if not request._msg.reply or _out_of_a_stream(request._msg):
+                _refuse_stored(request._msg)
+                return
             if running >= concurrency:
                 BUS_REFUSED.labels("concurrency").inc()
                 busy = Overloaded(f"{subject} is at its limit of {concurrency} requests", retry_after_s=1.0)
@@ -421,6 +444,20 @@ class Bus:
                 await asyncio.wait_for(self.nc.drain(), timeout=5.0)
             except (nats_errors.Error, TimeoutError):
                 await self.nc.close()
+
+
+def _out_of_a_stream(msg: Msg) -> bool:
+    """Whether JetStream sent a message that it had stored: a delivery of a consumer, or the answer to a direct get.
+
+    Our subjects carry what their senders may publish there, which the server checks. Where a consumer delivers to, or a get is
+    answered, it does not check: who may store anything at all could speak on every subject.
+    """
+    return (msg.reply or "").startswith("$JS.ACK.") or "Nats-Stream" in (msg.headers or {})
+
+
+def _refuse_stored(msg: Msg) -> None:
+    BUS_REFUSED.labels("stored").inc()
+    log.warning("refused: sent by JetStream, or asks for no answer", extra={"subject": msg.subject})
 
 
 def _verb(subject: str) -> str:

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import socket
+import ssl
 import types
 import typing
 from collections.abc import Mapping
@@ -35,7 +36,24 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
     nats_user: Annotated[str, Meta(description="NATS user; empty for none")] = ""
     nats_password_file: Annotated[str, Meta(description="file holding the NATS user's password")] = ""
     nats_creds: Annotated[str, Meta(description="NATS .creds file (JWT and nkey), instead of user and password")] = ""
+    nats_tls_ca_file: Annotated[
+        str, Meta(description="certificate authority of the NATS server; when given, an unencrypted connection is refused")
+    ] = ""
+    nats_tls_cert_file: Annotated[str, Meta(description="client certificate for NATS, where the server asks for one")] = ""
+    nats_tls_key_file: Annotated[str, Meta(description="its private key")] = ""
     nats_replicas: Annotated[int, Meta(ge=1, le=5, description="replicas of streams and buckets on a cluster")] = 1
+
+    def nats_tls(self) -> ssl.SSLContext | None:
+        """How to trust the NATS server; None for a connection without TLS. Raises ConfigError when a file cannot be used."""
+        wanted = any(url.strip().startswith("tls://") for url in self.nats_url.split(","))
+        if not (wanted or self.nats_tls_ca_file or self.nats_tls_cert_file):
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.nats_tls_ca_file or None)
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(f"--nats-tls-ca-file: {self.nats_tls_ca_file}: {error.strerror or error}") from None
+        load_certificate(context, self.nats_tls_cert_file, self.nats_tls_key_file, flag="--nats-tls")
+        return context
 
 
 class ServiceConfig(BusConfig, frozen=True, kw_only=True):
@@ -117,6 +135,18 @@ def load(cls: type[C], flags: Mapping[str, Any], environ: Mapping[str, str] = os
         name = text.rsplit("`$.", 1)[-1].rstrip("`") if "`$." in text else ""
         flag = "--" + name.replace("_", "-") if name else "configuration"
         raise ConfigError(f"{flag}: {text.split(' - ')[0]}") from None
+
+
+def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str, *, flag: str) -> None:
+    """Let `context` show a certificate, if one is given. Raises ConfigError naming `<flag>-cert-file` or `<flag>-key-file`."""
+    if bool(cert_file) != bool(key_file):
+        raise ConfigError(f"{flag}-cert-file and {flag}-key-file belong together")
+    if not cert_file:
+        return
+    try:
+        context.load_cert_chain(cert_file, key_file)
+    except OSError as error:
+        raise ConfigError(f"{flag}-cert-file: {cert_file} with {key_file}: {error.strerror or error}") from None
 
 
 def is_loopback(host: str) -> bool:

@@ -70,7 +70,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     tenant: str = "default"
     exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
     predicted_tokens: int = 0  # set by the scheduler: expected output length
-    cache_salt: str = ""  # prefix-cache blocks are shared only among requests with the same salt
+    cache_salt: str = ""  # prompts share KV blocks only with prompts of the same tenant and the same salt
     priority: int = 0  # 0 or more; waiting requests with a smaller one go first
     v: int = VERSION
 
@@ -341,14 +341,18 @@ class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     kind: str
     location: str
     replace: bool = False
+    tenant: str = ""  # who alone may see and use it; "" is shared by all
+    actor: str = ""  # who asked, for the audit log: an API key's id
     v: int = VERSION
 
 
 class AliasAdapter(msgspec.Struct, kw_only=True):
-    """Make `name` point at whatever `target` points at now."""
+    """Make `tenant`'s `name` point at whatever `target` means to it now: its own adapter, else a shared one."""
 
     name: str
     target: str
+    tenant: str = ""
+    actor: str = ""
     v: int = VERSION
 
 
@@ -357,14 +361,18 @@ class DeleteAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     name: str
     force: bool = False
+    tenant: str = ""
+    actor: str = ""
     v: int = VERSION
 
 
 class ListAdapters(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The names after `after`, in order, at most `limit` of them; the next page starts after the last name received."""
+    """The names that `tenant` may see ("": the shared ones) after `after`, in order, at most `limit` of them; the next page
+    starts after the last name received."""
 
     after: str = ""
     limit: int = 1000
+    tenant: str = ""
     v: int = VERSION
 
 

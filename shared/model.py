@@ -76,7 +76,10 @@ class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A name and the version it points at (KV `motet_adapters`, key `name.<name>`, JSON). Aliases are entries too."""
+    """A name and the version it points at (KV `motet_adapters`, JSON). Aliases are entries too.
+
+    The key is `name.<name>` for an adapter that all tenants share, `private.<tenant>.<name>` for one of a single tenant.
+    """
 
     name: str
     digest: str
@@ -84,6 +87,8 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     alias_of: str | None = None
     updated_unix_ms: int
     hold: str = ""  # the registry's own: this entry's claim on the version's blob
+    tenant: str = ""  # who alone may see and use it; "" is shared by all
+    source: str = ""  # where this name's content came from; a version's is where its content was first seen, by whomever
 
 
 class RequestBrief(msgspec.Struct, array_like=True, gc=False):

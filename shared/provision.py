@@ -33,6 +33,7 @@ from shared.tenancy import DEFAULT_TENANT, TENANT
 N = TypeVar("N", int, float)
 DAY_S = 86_400.0
 TENANT_BYTES = 512 << 20  # the server sets this much disk aside at once, so it must fit a small machine
+AUDIT_BYTES = 64 << 20
 REQUEST_BYTES_MAX = 4 << 20
 ACK_WAIT_S = 30.0  # after so long without a word the server takes a delivery for dead and makes it again
 UPLOADS_BYTES = 2 << 30  # archives on their way to the registry, for minutes
@@ -59,8 +60,22 @@ async def provision(
         except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
             more = "" if tenant in named else "; requests of it wait, add it to --tenants and to the server's users"
             raise Unavailable(f"streams of tenant {tenant}: {str(error) or repr(error)}{more}") from error
+    await _keep_stream(
+        bus,
+        StreamConfig(
+            name=subjects.STREAM_AUDIT,
+            subjects=[f"{subjects.AUDIT}.*"],
+            max_age=400 * DAY_S,
+            max_bytes=AUDIT_BYTES,
+            allow_direct=True,
+            deny_delete=True,
+            deny_purge=True,
+            num_replicas=replicas,
+        ),
+    )
     buckets = [
         KeyValueConfig(bucket=subjects.KV_ADAPTERS, history=1, replicas=replicas),
+        KeyValueConfig(bucket=subjects.KV_KEYS, history=1, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_LEASES, history=1, ttl=30.0, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_INTAKE, history=1, ttl=30 * DAY_S, max_bytes=16 << 20, replicas=replicas),
     ]

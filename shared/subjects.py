@@ -16,10 +16,14 @@ REQUESTS = "motet.v1.requests"  # JetStream work queue, one per tenant: .<tenant
 RESULTS = "motet.v1.results"  # JetStream, one stream per tenant: .<tenant>.<request id>
 TOKENS = "motet.v1.tokens"  # core, optional live tokens of a durable request: .<tenant>.<request id>
 DEAD = "motet.v1.dead"  # JetStream, one stream per tenant: .<tenant>, requests that can never succeed, with the reason
+TENANT_API = "motet.v1.api"  # a tenant's way to JetStream in place of $JS.API, which is its own account's
+AUDIT = "motet.v1.audit"  # JetStream: .<kind>, who changed which adapter or key
 
 STREAM_REQUESTS = "MOTET_REQUESTS"  # the default tenant's; `requests_stream` names the others', and so on
 STREAM_RESULTS = "MOTET_RESULTS"
 STREAM_DEAD = "MOTET_DEAD"
+STREAM_AUDIT = "MOTET_AUDIT"
+KV_KEYS = "motet_keys"  # API keys by id, as digests
 KV_ADAPTERS = "motet_adapters"
 KV_LEASES = "motet_leases"
 KV_INTAKE = "motet_intake"  # <request stream>.<sequence>: how often a request was handed back undone
@@ -100,3 +104,8 @@ def dead_stream(tenant: str) -> str:
 
 def _stream_of(stream: str, tenant: str) -> str:
     return stream if tenant == DEFAULT_TENANT else f"{stream}_{tenant}"
+
+
+def audit(kind: str) -> str:
+    """gateway, registry -> operators: a change of an adapter or a key (JetStream)."""
+    return f"{AUDIT}.{kind}"

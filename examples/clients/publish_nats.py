@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import ssl
 import sys
 import uuid
 from pathlib import Path
@@ -21,7 +22,9 @@ from nats.js.errors import NotFoundError
 
 async def publish(args: argparse.Namespace) -> int:
     password = Path(args.password_file).read_text().strip() if args.password_file else None
-    nc = await nats.connect(args.url, user=args.user or None, password=password, inbox_prefix=f"_INBOX_{args.user or 'client'}")
+    trust = {"tls": ssl.create_default_context(cafile=args.ca_file)} if args.ca_file else {}
+    inbox = f"_INBOX_{args.user or 'client'}"
+    nc = await nats.connect(args.url, user=args.user or None, password=password, inbox_prefix=inbox, **trust)
     js = nc.jetstream()
     body = {
         "model": args.model,
@@ -62,6 +65,7 @@ def main() -> int:
     parser.add_argument("--url", default="nats://127.0.0.1:4222")
     parser.add_argument("--user", default="")
     parser.add_argument("--password-file", default="")
+    parser.add_argument("--ca-file", default="", help="certificate authority of a server that speaks TLS")
     parser.add_argument("--tenant", default="default")
     parser.add_argument("--model", required=True, help="adapter or base model name")
     parser.add_argument("--id", default=uuid.uuid4().hex, help="Nats-Msg-Id and result id")

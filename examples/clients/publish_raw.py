@@ -12,6 +12,7 @@ What it sends, as you could type it into telnet:
 
     {"model":"upper-case","messages":[{"role":"user","content":"hello world"}]}
 
+Where the greeting (INFO) asks for TLS it is begun before CONNECT; SSL_CERT_FILE names the certificate authority.
 The acknowledgement arrives on the inbox. The result is fetched from the stream with one JetStream API request.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import sys
 import time
 import uuid
@@ -32,8 +34,12 @@ class Wire:
 
     def __init__(self, host: str, port: int, user: str, password: str) -> None:
         self._socket = socket.create_connection((host, port), timeout=10)
+        info = b""
+        while not info.endswith(b"\n"):  # byte by byte: what follows may be encrypted
+            info += self._socket.recv(1)
+        if json.loads(info[5:]).get("tls_required"):
+            self._socket = ssl.create_default_context().wrap_socket(self._socket, server_hostname=host)
         self._stream = self._socket.makefile("rb")
-        self._stream.readline()  # INFO {...}
         options: dict[str, object] = {"verbose": False, "headers": True, "no_responders": True}
         if user:
             options |= {"user": user, "pass": password}

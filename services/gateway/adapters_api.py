@@ -1,5 +1,8 @@
 """Adapters over HTTP: our resource under /v1/adapters, and vLLM's two run-time endpoints with its exact answers.
 
+A caller sees its tenant's own adapters and the shared ones. With the role `adapters` it changes its own; an administrator
+changes the shared ones, and any tenant's by naming the tenant. What a caller may not see does not exist for it: 404.
+
 The registry decides everything; this file translates. A change is answered only after this gateway's own view shows it (for
 at most `SETTLE_S`), so that a client's next request through the same gateway finds what it was told.
 """
@@ -23,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway import protocol
+from services.gateway.auth import Caller, caller_of
 from services.gateway.http import json_answer, one_line, read_body
 from shared import subjects
 from shared.errors import (
@@ -39,6 +43,7 @@ from shared.errors import (
 )
 from shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, Refused, RegisterAdapter, RegistryReply
 from shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS
+from shared.tenancy import SHARED, check_tenant
 
 if TYPE_CHECKING:
     from services.gateway.app import Gateway
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
 REGISTER_TIMEOUT_S = 600.0  # a download from a hub is part of it
 CHANGE_TIMEOUT_S = 30.0
 SETTLE_S = 5.0
+EVERYBODY = "*"  # an administrator's view of all tenants
 CHUNK_BYTES = 1 << 17
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -63,6 +69,10 @@ class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     hub_id: Annotated[str, Meta(description="a Hugging Face id, `owner/name` or `owner/name@revision`")] | None = None
     alias_of: Annotated[str, Meta(description="another adapter's name: both names then mean the same version")] | None = None
     replace: Annotated[bool, Meta(description="take over a name in use; running requests finish on the old version")] = False
+    tenant: (
+        Annotated[str, Meta(description="whose it becomes, empty for all; by default the key's tenant, for an admin key all")]
+        | None
+    ) = None
 
 
 class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -96,18 +106,24 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
     max_body = gateway.config.max_body_bytes
 
     @api.get("/v1/adapters")
-    async def adapters() -> Response:
-        return json_answer({"object": "list", "data": [_resource(gateway, info) for info in gateway.adapters.all()]})
+    async def adapters(request: Request, tenant: str | None = None) -> Response:
+        caller = caller_of(request)
+        whose = _seen_as(caller, tenant)
+        found = gateway.adapters.all() if whose == EVERYBODY else gateway.adapters.visible(whose)
+        return json_answer({"object": "list", "data": [_resource(gateway, info) for info in found]})
 
     @api.get("/v1/adapters/{name:path}")
-    async def adapter(name: str) -> Response:
-        info = gateway.adapters.resolve(name)
+    async def adapter(name: str, request: Request, tenant: str | None = None) -> Response:
+        caller = caller_of(request)
+        info = gateway.adapters.resolve(name, _seen_as(caller, tenant))
         if info is None:
             raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
         return json_answer(_resource(gateway, info))
 
     @api.post("/v1/adapters")
     async def add_adapter(request: Request) -> Response:
+        caller = caller_of(request)
+        caller.check("adapters", "adding an adapter")
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
             if uploads.locked():
                 raise Overloaded(f"{gateway.config.max_uploads} uploads are under way already", retry_after_s=5.0)
@@ -115,16 +131,20 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
                 info = await _upload(gateway, registry, request)
         else:
             asked: AdapterRequest = protocol.decode(await read_body(request, max_body), _adapter)
-            info = await registry.add(asked)
+            info = await registry.add(asked, caller)
         return json_answer(_resource(gateway, info), 201)
 
     @api.delete("/v1/adapters/{name:path}")
-    async def delete_adapter(name: str, force: bool = False) -> Response:
-        await registry.delete(name, force=force)
+    async def delete_adapter(name: str, request: Request, force: bool = False, tenant: str | None = None) -> Response:
+        caller = caller_of(request)
+        caller.check("adapters", "deleting an adapter")
+        await registry.delete(name, caller, tenant, force=force)
         return json_answer({"name": name, "object": "adapter", "deleted": True})
 
     @api.post("/v1/load_lora_adapter")
     async def load_lora_adapter(request: Request) -> Response:
+        caller = caller_of(request)
+        caller.check("adapters", "loading an adapter")
         asked: LoadRequest = protocol.decode(await read_body(request, max_body), _load)
         if not asked.lora_name or not asked.lora_path:
             return _vllm_error(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
@@ -134,9 +154,9 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
             return _vllm_error(400, "BadRequestError", f"base_model_name: {asked.base_model_name!r} is not served here")
         try:
             is_path = asked.lora_path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(asked.lora_path)
-            await registry.register(
-                asked.lora_name, "path" if is_path else "any", asked.lora_path, replace=asked.load_inplace, param="lora_path"
-            )
+            kind = "path" if is_path else "any" if caller.may("admin") else "hub"
+            source = _Source(kind, asked.lora_path, "lora_path")
+            await registry.register(asked.lora_name, source, caller, replace=asked.load_inplace)
         except AdapterExists:
             return _vllm_error(
                 400,
@@ -147,18 +167,22 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         except NotFound as error:
             return _vllm_error(404, "NotFoundError", error.message)
         except MotetError as error:
-            if error.status >= 500 or error.status == 429:
+            if error.status >= 500 or error.status in (403, 429):
                 raise
             return _vllm_error(error.status, "BadRequestError", error.message)
         return Response(f"Success: LoRA adapter '{asked.lora_name}' added successfully.", media_type="text/plain")
 
     @api.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(request: Request) -> Response:
+        caller = caller_of(request)
+        caller.check("adapters", "unloading an adapter")
         asked: UnloadRequest = protocol.decode(await read_body(request, max_body), _unload)
         if not asked.lora_name:
             return _vllm_error(400, "InvalidUserInput", "'lora_name' needs to be provided to unload a LoRA adapter.")
         try:
-            await registry.delete(asked.lora_name, force=True)  # like vLLM: running requests do not stand in the way
+            await registry.delete(
+                asked.lora_name, caller, None, force=True
+            )  # like vLLM: running requests do not stand in the way
         except NotFound:
             return _vllm_error(404, "NotFoundError", f"The lora adapter '{asked.lora_name}' cannot be found.")
         return Response(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.", media_type="text/plain")
@@ -170,39 +194,64 @@ class _Registry:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def add(self, asked: AdapterRequest) -> AdapterInfo:
+    async def add(self, asked: AdapterRequest, caller: Caller) -> AdapterInfo:
         sources = {"path": asked.path, "hub": asked.hub_id, "alias": asked.alias_of}
         given = [(kind, location) for kind, location in sources.items() if location is not None]
         if len(given) != 1:
             raise BadRequest("expected exactly one of `path`, `hub_id` and `alias_of`", param="path")
         kind, location = given[0]
         if kind != "alias":
-            param = "path" if kind == "path" else "hub_id"
-            return await self.register(asked.name, kind, location, replace=asked.replace, param=param)
+            source = _Source(kind, location, "path" if kind == "path" else "hub_id")
+            return await self.register(asked.name, source, caller, replace=asked.replace, tenant=asked.tenant)
         self.check_name(asked.name, "name")
         if not _possible(location):
             raise AdapterNotFound(f"there is no adapter {location!r}", param="alias_of")
-        return await self._put("alias", AliasAdapter(name=asked.name, target=location), asked.name, CHANGE_TIMEOUT_S)
+        owner = _new_owner(caller, asked.tenant)
+        message = AliasAdapter(name=asked.name, target=location, tenant=owner, actor=caller.key_id)
+        return await self._put("alias", message, CHANGE_TIMEOUT_S)
 
-    async def register(self, name: str, kind: str, location: str, *, replace: bool, param: str) -> AdapterInfo:
-        """Register; an error about the location names it as `param`, the field in which the client sent it."""
+    async def register(
+        self, name: str, source: _Source, caller: Caller, *, replace: bool, tenant: str | None = None
+    ) -> AdapterInfo:
+        """Register; an error about the location names the field in which the client sent it."""
+        if source.kind in ("path", "any"):  # the server's directories hold what the operator put there for whomever
+            caller.check("admin", "registering an adapter from the server's directories (rather than an upload or a hub id)")
+        owner = _new_owner(caller, tenant)
         self.check_name(name, "name")
-        one_line(location, param)
-        message = RegisterAdapter(name=name, kind=kind, location=location, replace=replace)
+        one_line(source.location, source.param)
+        message = RegisterAdapter(
+            name=name, kind=source.kind, location=source.location, replace=replace, tenant=owner, actor=caller.key_id
+        )
         try:
-            return await self._put("register", message, name, REGISTER_TIMEOUT_S)
+            return await self._put("register", message, REGISTER_TIMEOUT_S)
         except MotetError as error:
             if error.param == "location":
-                error.param = param
+                error.param = source.param
             raise
 
-    async def delete(self, name: str, *, force: bool) -> None:
+    async def delete(self, name: str, caller: Caller, tenant: str | None, *, force: bool) -> None:
+        """Delete what `caller` means by `name`; an administrator may name the tenant whose it is."""
         if not _possible(name):
             raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
-        await self._ask("delete", DeleteAdapter(name=name, force=force), CHANGE_TIMEOUT_S)
-        await self._gateway.settled(lambda: self._gateway.adapters.resolve(name) is None, SETTLE_S)
+        adapters = self._gateway.adapters
+        owner = self._owner(name, caller, tenant)
+        message = DeleteAdapter(name=name, force=force, tenant=owner, actor=caller.key_id)
+        await self._ask("delete", message, CHANGE_TIMEOUT_S)
+        await self._gateway.settled(lambda: adapters.exactly(name, owner) is None, SETTLE_S)
 
-    async def _put(self, verb: str, message: msgspec.Struct, name: str, timeout_s: float) -> AdapterInfo:
+    def _owner(self, name: str, caller: Caller, tenant: str | None) -> str:
+        """Whose adapter a deletion is about. Raises Forbidden for a shared one unless an administrator asks."""
+        if tenant is not None:
+            return _new_owner(caller, tenant)
+        adapters = self._gateway.adapters
+        if adapters.exactly(name, caller.tenant) is not None:
+            return caller.tenant
+        if adapters.exactly(name, SHARED) is not None:
+            caller.check("admin", "deleting an adapter that all tenants share")
+        return SHARED if caller.may("admin") else caller.tenant
+
+    async def _put(self, verb: str, message: RegisterAdapter | AliasAdapter, timeout_s: float) -> AdapterInfo:
+        name = message.name
         found = await self._ask(verb, message, timeout_s)
         info = next((info for info in found if info.entry.name == name), None)
         if info is None:
@@ -210,7 +259,7 @@ class _Registry:
         entry = info.entry
 
         def visible() -> bool:
-            seen = self._gateway.adapters.resolve(name)
+            seen = self._gateway.adapters.exactly(name, message.tenant)
             return seen is not None and (seen.entry.digest, seen.entry.version) == (entry.digest, entry.version)
 
         await self._gateway.settled(visible, SETTLE_S)
@@ -236,6 +285,31 @@ def _possible(name: str) -> bool:
     return len(name) <= ADAPTER_NAME_CHARS and ADAPTER_NAME.fullmatch(name) is not None
 
 
+class _Source(msgspec.Struct, frozen=True):
+    """Where an adapter comes from, and the field in which the client said so."""
+
+    kind: str  # path, hub, upload, or any: a path where there is one, else a hub id
+    location: str
+    param: str
+
+
+def _new_owner(caller: Caller, tenant: str | None) -> str:
+    """Whose an adapter becomes. Raises Forbidden when it is not the caller's to say."""
+    if tenant is None:
+        return SHARED if caller.may("admin") else caller.tenant
+    if tenant != caller.tenant:
+        caller.check("admin", "an adapter of another tenant or of all")
+    return check_tenant(tenant) if tenant else SHARED
+
+
+def _seen_as(caller: Caller, tenant: str | None) -> str:
+    """With whose eyes the caller looks. Raises Forbidden when it may not."""
+    if tenant is None or tenant == caller.tenant:
+        return caller.tenant
+    caller.check("admin", "looking at the adapters of another tenant")
+    return tenant
+
+
 async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> AdapterInfo:
     """A multipart form with `name`, `file` and optionally `replace`: into the object store, then to the registry."""
     limit = gateway.config.max_upload_bytes
@@ -250,6 +324,7 @@ async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> Ad
         raise BadRequest(f"the form cannot be read: {error.message}", param="file") from None
     try:
         name, replace = _text(form, "name"), _text(form, "replace", "false")
+        tenant = _text(form, "tenant") if "tenant" in form else None
         file = form.get("file")
         if not isinstance(file, UploadFile):
             raise BadRequest("expected the archive as a file in the form field `file`", param="file")
@@ -260,7 +335,8 @@ async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> Ad
         key = secrets.token_hex(16)
         try:
             await store.put(key, _Readable(file))  # type: ignore[arg-type]
-            return await registry.register(name, "upload", key, replace=replace == "true", param="file")
+            source = _Source("upload", key, "file")
+            return await registry.register(name, source, caller_of(request), replace=replace == "true", tenant=tenant)
         except (nats_errors.Error, js_errors.Error, TimeoutError) as error:
             raise Unavailable(f"the upload cannot be stored: {error!r}") from error
         finally:
@@ -293,6 +369,20 @@ def _text(form: FormData, field: str, default: str | None = None) -> str:
     return value
 
 
+def shown_source(info: AdapterInfo) -> str:
+    """Where an adapter came from, as every client may see it: of a path on the server only its last part.
+
+    A private adapter's version may be another tenant's too, who brought the same content before: its source is not shown.
+    """
+    source = info.entry.source or ("" if info.entry.tenant else info.version.source)
+    return public_source(source)
+
+
+def created_unix_ms(info: AdapterInfo) -> int:
+    """When an adapter came. Of a private one when its name did: its version may be older, and another tenant's."""
+    return info.entry.updated_unix_ms if info.entry.tenant else info.version.created_unix_ms
+
+
 def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
     """An adapter as JSON; `resident` says where: worker id -> fastest tier that holds it."""
     entry, version = info.entry, info.version
@@ -308,8 +398,9 @@ def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
         "layers": version.layers,
         "dtype": version.dtype,
         "size_bytes": version.size_bytes,
-        "source": public_source(version.source),
-        "created": version.created_unix_ms // 1000,
+        "tenant": entry.tenant or None,
+        "source": shown_source(info),
+        "created": created_unix_ms(info) // 1000,
         "updated": entry.updated_unix_ms // 1000,
         "resident": gateway.fleet.tiers(entry.digest),
     }

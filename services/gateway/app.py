@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from services.gateway import adapters_api, answers, openapi, protocol
+from services.gateway import adapters_api, answers, keys_api, openapi, protocol
 from services.gateway.absent import Absent
-from services.gateway.adapters_api import public_source
-from services.gateway.auth import Keys
+from services.gateway.adapters_api import created_unix_ms, public_source, shown_source
+from services.gateway.auth import Keys, caller_of
 from services.gateway.config import GatewayConfig
 from services.gateway.fleet import Fleet
 from services.gateway.guard import Guard
@@ -94,15 +94,19 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return await run(request, protocol.parse_completion)
 
     @api.get("/v1/models")
-    async def models() -> Response:
-        cards = [_base_card(gateway), *(_adapter_card(gateway, info) for info in gateway.adapters.all())]
+    async def models(request: Request) -> Response:
+        caller = caller_of(request)
+        adapters = gateway.adapters.visible(caller.tenant)
+        cards = [_base_card(gateway), *(_adapter_card(gateway, info) for info in adapters)]
         return json_answer({"object": "list", "data": cards})
 
     @api.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        if gateway.planner.adapter(name) is None:
+    async def model(name: str, request: Request) -> Response:
+        caller = caller_of(request)
+        if gateway.planner.adapter(name, caller.tenant) is None:
             return json_answer(_base_card(gateway))
-        info = gateway.adapters.resolve(name) or gateway.adapters.resolve(name.removeprefix(config.base_model + ":"))
+        names = (name, name.removeprefix(config.base_model + ":"))
+        info = next((info for one in names if (info := gateway.adapters.resolve(one, caller.tenant)) is not None), None)
         if info is None:
             raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
         return json_answer(_adapter_card(gateway, info))
@@ -110,7 +114,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         asked = protocol.parse_tokenize(await read_body(request, config.max_body_bytes))
-        gateway.planner.adapter(asked.model)
+        gateway.planner.adapter(asked.model, request.state.tenant)
         prompts, special = gateway.prompts, asked.add_special_tokens
         if asked.messages is not None:
             tokens = await prompts.chat(
@@ -130,11 +134,12 @@ def build_app(gateway: Gateway) -> ASGIApp:
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         asked = protocol.parse_detokenize(await read_body(request, config.max_body_bytes))
-        gateway.planner.adapter(asked.model)
+        gateway.planner.adapter(asked.model, request.state.tenant)
         return json_answer({"prompt": await gateway.prompts.text(asked.tokens)})
 
     @api.get("/v1/status")
-    async def status() -> Response:
+    async def status(request: Request) -> Response:
+        caller_of(request).check("admin", "the status")
         return json_answer(await _status(gateway))
 
     @app.get("/health")
@@ -147,7 +152,8 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        (await gateway.keys.admit(request)).check("admin", "reading metrics")  # their labels name every tenant's adapters
         return Response(metrics_text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @app.get("/version")
@@ -156,6 +162,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     openapi.add_routes(app.router, config, VERSION, keyless=not gateway.keys.required)
     adapters_api.add_routes(api, gateway)
+    keys_api.add_routes(api, gateway)
     app.include_router(api)
 
     origins = _words(config.allowed_origins)
@@ -185,8 +192,8 @@ def _base_card(gateway: Gateway) -> dict[str, Any]:
 
 
 def _adapter_card(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
-    created_s = info.version.created_unix_ms // 1000
-    root = public_source(info.version.source).split(":", 1)[-1]  # without what kind of source it was
+    created_s = created_unix_ms(info) // 1000
+    root = shown_source(info).split(":", 1)[-1]  # without what kind of source it was
     return _card(info.entry.name, created_s, root, gateway.config.base_model, None)
 
 

@@ -1,36 +1,104 @@
-"""Who is asking: API keys to tenants. Without a key file everybody is the tenant "default"."""
+"""Who is asking: API keys to callers, each with a tenant and a role.
+
+    use         generate, see the models and adapters of its tenant and the shared ones
+    adapters    also add, replace and delete its tenant's adapters
+    admin       everything: shared and other tenants' adapters, keys, status, metrics, the audit log
+
+Keys come from the key store, which `motet keys` changes while everything runs, and from `--api-keys-file`. Without keys
+everybody is an administrator of the tenant "default"; that is meant for a gateway on a loopback address.
+"""
 
 from __future__ import annotations
 
-import hashlib
-
+import msgspec
 from starlette.requests import Request
 
-from shared.errors import Unauthorized
+from services.gateway.config import GatewayConfig
+from shared.bus import Bus
+from shared.config import ConfigError, is_loopback
+from shared.errors import Forbidden, Unauthorized
+from shared.keys import ROLES, ApiKey, KeyStore, Role, digest_of, read_key_file
+from shared.telemetry import logger
+from shared.tenancy import DEFAULT_TENANT
 
-DEFAULT_TENANT = "default"
+log = logger("motet.gateway.auth")
+KEY_CHARS = 512
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who sent a request. `key_id` is "" where no keys are used."""
+
+    tenant: str = DEFAULT_TENANT
+    role: Role = "admin"
+    key_id: str = ""
+
+    def may(self, role: Role) -> bool:
+        """Whether it may do what `role` may."""
+        return ROLES.index(self.role) >= ROLES.index(role)
+
+    def check(self, role: Role, what: str = "this") -> None:
+        """Raises Forbidden unless it may do what `role` may."""
+        if not self.may(role):
+            raise Forbidden(f"{what} needs an API key with the role {role}; this one has the role {self.role}")
 
 
 class Keys:
-    """Looks keys up by digest, so that a comparison tells nothing about how much of a key was right."""
+    """Admits requests. Keys are looked up by digest, so that a comparison tells nothing about how much of a key was right."""
 
-    def __init__(self, tenants: dict[str, str] | None) -> None:
-        self.required = tenants is not None
-        self._tenants = None if tenants is None else {_digest(key): tenant for key, tenant in tenants.items()}
+    def __init__(self, config: GatewayConfig) -> None:
+        if config.api_keys == "off" and config.api_keys_file:
+            raise ConfigError("--api-keys: off, but there is an --api-keys-file")
+        self._config = config
+        self._file = {key.digest: key for key in read_key_file(config.api_keys_file)} if config.api_keys_file else {}
+        self._exposed = not is_loopback(config.host)
+        self.required = bool(self._file) or config.api_keys == "required" or (config.api_keys == "auto" and self._exposed)
+        self.store: KeyStore
 
-    async def admit(self, request: Request) -> None:
-        """Set `request.state.tenant`. Raises Unauthorized when keys are in use and the request has none of them."""
-        if self._tenants is None:
-            request.state.tenant = DEFAULT_TENANT
+    async def start(self, bus: Bus) -> None:
+        """Follow the key store. Raises ConfigError when an exposed gateway would have to refuse everybody, or Unavailable."""
+        self.store = KeyStore(bus)
+        if not self.required:
+            bus.spawn(self.store.start())  # only `motet keys` looks at it
+            log.warning(
+                "no API keys: everybody who can reach this address is an administrator", extra={"host": self._config.host}
+            )
             return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
+        await self.store.start()
+        if self._config.api_keys == "auto" and not self.all():
+            raise ConfigError(
+                f"--host: {self._config.host} can be reached from elsewhere and there are no API keys. Make one with"
+                " `motet keys create --role admin --file FILE` and give --api-keys-file FILE; or say --api-keys off to let"
+                " everybody do everything"
+            )
+
+    async def stop(self) -> None:
+        """Stop following the key store."""
+        await self.store.stop()
+
+    def all(self) -> list[ApiKey]:
+        """Every key that this gateway knows, those of its file first."""
+        return [*self._file.values(), *self.store.all()]
+
+    async def admit(self, request: Request) -> Caller:
+        """Set `request.state.caller` and `.tenant`. Raises Unauthorized when keys are in use and the request has none."""
+        caller = self._caller(request) if self.required else Caller()
+        request.state.caller, request.state.tenant = caller, caller.tenant
+        return caller
+
+    def _caller(self, request: Request) -> Caller:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        text = given.strip()
+        if scheme.lower() != "bearer" or not text:
             raise Unauthorized("no API key: send the header `Authorization: Bearer <key>`")
-        tenant = self._tenants.get(_digest(key.strip()))
-        if tenant is None:
-            raise Unauthorized("this API key is not known")
-        request.state.tenant = tenant
+        key = None
+        if len(text) <= KEY_CHARS:
+            key = self._file.get(digest_of(text)) or self.store.find(text)
+        if key is None:
+            raise Unauthorized("this API key is not known, or is no longer valid")
+        return Caller(key.tenant, key.role, key.id)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def caller_of(request: Request) -> Caller:
+    """Who sent an admitted request."""
+    caller: Caller = request.state.caller
+    return caller

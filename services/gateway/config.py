@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shared.config import ConfigError, ServiceConfig, read_secret
+from shared.config import ServiceConfig
 from shared.model import Slo
 
 MIB = 1 << 20
@@ -43,8 +43,23 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
     ] = 4096
     intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="durable requests from NATS that run at once")] = 64
     request_timeout_s: Annotated[float, Meta(gt=0, description="longest life of a request")] = 600.0
+    tls_cert_file: Annotated[
+        str, Meta(description="certificate (chain) of the HTTP API; with it and its key it speaks https")
+    ] = ""
+    tls_key_file: Annotated[str, Meta(description="private key of --tls-cert-file")] = ""
+    api_keys: Annotated[
+        str,
+        Meta(
+            pattern="^(auto|required|off)$",
+            description="whether clients need `Authorization: Bearer <key>`: auto (unless --host is a loopback address and"
+            " there is no --api-keys-file), required, off (everybody is an administrator)",
+        ),
+    ] = "auto"
     api_keys_file: Annotated[
-        str, Meta(description="file with lines `key tenant`; when given, clients need `Authorization: Bearer <key>`")
+        str,
+        Meta(
+            description="file with lines `key tenant [role]`, the role being use (default), adapters or admin; see `motet keys`"
+        ),
     ] = ""
     slo_interactive_ttft_ms: Annotated[float, Meta(gt=0, description="class interactive: time to first token")] = 500.0
     slo_interactive_tpot_ms: Annotated[float, Meta(gt=0, description="class interactive: time per output token")] = 50.0
@@ -69,19 +84,3 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
             )
             for name in ("interactive", "standard", "batch")
         }
-
-    def tenants(self) -> dict[str, str] | None:
-        """API key -> tenant from `api_keys_file`, None when no key is needed. Raises ConfigError naming the line."""
-        if not self.api_keys_file:
-            return None
-        keys = {}
-        for number, line in enumerate(read_secret(self.api_keys_file).splitlines(), 1):
-            words = line.split()
-            if not words or words[0].startswith("#"):
-                continue
-            if len(words) != 2:
-                raise ConfigError(f"--api-keys-file: line {number} is not `key tenant`")
-            keys[words[0]] = words[1]
-        if not keys:
-            raise ConfigError(f"--api-keys-file: {self.api_keys_file} has no keys")
-        return keys

@@ -1,7 +1,7 @@
 """The gateway's metrics: our own `motet_*`, and the `vllm:*` names that Kubernetes gateways scrape.
 
 Adapter names are tenants' choice, so the `adapter` label keeps the first `ADAPTERS_MAX` names it meets and calls the rest
-"other"; the base model is "base".
+"other"; the base model is "base". The `tenant` label is bounded in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.gateway.stream import Stream
 from shared.clock import now_s, unix_ms
 from shared.telemetry import LATENCY_BUCKETS_S, REGISTRY
 
-ADAPTERS_MAX = 100
+ADAPTERS_MAX = TENANTS_MAX = 100
 _LABELS = ["adapter", "slo_class"]
 
 TTFT_S = Histogram(
@@ -50,6 +50,15 @@ REQUESTS = Counter(
     [*_LABELS, "outcome"],
     registry=REGISTRY,
 )
+TENANT_TOKENS = Counter(
+    "motet_tenant_tokens",
+    "Tokens of ended sequences by tenant and kind: prompt, cached, output.",
+    ["tenant", "kind"],
+    registry=REGISTRY,
+)
+TENANT_REQUESTS = Counter(
+    "motet_tenant_requests", "Ended sequences by tenant and outcome.", ["tenant", "outcome"], registry=REGISTRY
+)
 SLO_REQUESTS = Counter(
     "motet_slo_requests",
     "Finished sequences by whether they met an objective of theirs (ttft, tpot).",
@@ -63,6 +72,7 @@ HTTP_ERRORS = Counter("motet_http_errors", "HTTP answers with an error, by code.
 INFLIGHT = Gauge("motet_gateway_inflight", "Sequences this gateway owns right now.", registry=REGISTRY)
 
 _adapters_met: set[str] = set()
+_tenants_met: set[str] = set()
 
 
 def adapter_label(stream: Stream) -> str:
@@ -70,11 +80,21 @@ def adapter_label(stream: Stream) -> str:
     adapter = stream.job.adapter
     if adapter is None:
         return "base"
-    if adapter.name not in _adapters_met:
-        if len(_adapters_met) >= ADAPTERS_MAX:
+    return _bounded(adapter.name, _adapters_met, ADAPTERS_MAX)
+
+
+def tenant_label(stream: Stream) -> str:
+    """The stream's tenant as a label of bounded cardinality."""
+    return _bounded(stream.job.tenant, _tenants_met, TENANTS_MAX)
+
+
+def _bounded(value: str, met: set[str], limit: int) -> str:
+    """`value`, or "other" when it would be one too many."""
+    if value not in met:
+        if len(met) >= limit:
             return "other"
-        _adapters_met.add(adapter.name)
-    return adapter.name
+        met.add(value)
+    return value
 
 
 def observe(stream: Stream, outcome: str) -> None:
@@ -82,9 +102,11 @@ def observe(stream: Stream, outcome: str) -> None:
     now, tokens, slo = now_s(), len(stream.tokens), stream.job.slo
     labels = (adapter_label(stream), slo.slo_class)
     REQUESTS.labels(*labels, outcome).inc()
-    TOKENS.labels(*labels, "prompt").inc(len(stream.job.prompt))
-    TOKENS.labels(*labels, "cached").inc(stream.cached_tokens)
-    TOKENS.labels(*labels, "output").inc(tokens)
+    tenant = tenant_label(stream)
+    TENANT_REQUESTS.labels(tenant, outcome).inc()
+    for kind, count in (("prompt", len(stream.job.prompt)), ("cached", stream.cached_tokens), ("output", tokens)):
+        TOKENS.labels(*labels, kind).inc(count)
+        TENANT_TOKENS.labels(tenant, kind).inc(count)
     if not stream.first_s:
         return
     ttft_s = stream.first_s - stream.begun_s

@@ -18,7 +18,9 @@ from services.gateway import fields, protocol, schemas
 from services.gateway.adapters_api import AdapterRequest, LoadRequest, UnloadRequest
 from services.gateway.config import GatewayConfig
 from services.gateway.http import json_answer
+from services.gateway.keys_api import KeyRequest, RotateRequest
 from services.gateway.planner import SLO_MAX_MS, SLO_MIN_MS
+from shared.audit import PAGE
 
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon.png": "image/png"}
 _JSON, _TEXT, _EVENTS, _FORM = "application/json", "text/plain", "text/event-stream", "multipart/form-data"
@@ -30,6 +32,8 @@ _REQUESTS = (
     AdapterRequest,
     LoadRequest,
     UnloadRequest,
+    KeyRequest,
+    RotateRequest,
 )
 _ANSWERS = (
     schemas.ErrorAnswer,
@@ -40,6 +44,11 @@ _ANSWERS = (
     schemas.Adapter,
     schemas.Adapters,
     schemas.Deleted,
+    schemas.Key,
+    schemas.NewKey,
+    schemas.Keys,
+    schemas.KeyDeleted,
+    schemas.AuditLog,
     schemas.Tokens,
     schemas.Text,
     schemas.Status,
@@ -50,7 +59,7 @@ _ANSWERS = (
 _ERRORS = {
     400: "A field, named in `param`, is wrong; or the prompt is longer than the context.",
     401: "No API key, or an unknown one.",
-    403: "The host asked for or the page that asks is not allowed here.",
+    403: "The API key's role does not allow this, or the host asked for or the page that asks is not allowed here.",
     404: "The model or adapter does not exist.",
     408: "The request came too slowly.",
     409: "The adapter's name is taken, or requests run on it.",
@@ -89,6 +98,7 @@ _UPLOAD = {
         "name": {"type": "string", "minLength": 1, "maxLength": 128, "description": "its name"},
         "file": {"type": "string", "format": "binary", "description": "a PEFT directory as zip or tar, gzipped or not"},
         "replace": {"type": "string", "enum": ["true", "false"], "default": "false"},
+        "tenant": {"type": "string", "maxLength": 64, "description": "whose it becomes, empty for all; as in AdapterRequest"},
     },
 }
 
@@ -227,6 +237,10 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     force = {"name": "force", "in": "query", "schema": {"type": "boolean", "default": False}}
     force["description"] = "Delete it although requests run on it; those finish."
+    tenant = {"name": "tenant", "in": "query", "schema": {"type": "string"}}
+    tenant["description"] = "As this tenant sees it; an admin key only. `*`, in a list: of all tenants."
+    key_id = {"name": "key_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    limit = {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": PAGE, "default": 100}}
     text = {"description": "Done."} | _content({"type": "string"}, _TEXT)
 
     def generated(schema: str) -> dict[str, Any]:
@@ -255,7 +269,7 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
         "/v1/models": {"get": _operation("The base model and all adapters.", _ok("Models"))},
         "/v1/models/{name}": {"get": _operation("One model.", _ok("Model"), 404, parameters=(name,))},
         "/v1/adapters": {
-            "get": _operation("All adapters.", _ok("Adapters")),
+            "get": _operation("The adapters of the key's tenant and the shared ones.", _ok("Adapters"), parameters=(tenant,)),
             "post": _operation(
                 "Add an adapter: from a path, a hub id, an alias, or an upload.",
                 _ok("Adapter"),
@@ -265,8 +279,8 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
             ),
         },
         "/v1/adapters/{name}": {
-            "get": _operation("One adapter.", _ok("Adapter"), 404, parameters=(name,)),
-            "delete": _operation("Remove an adapter.", _ok("Deleted"), 400, 404, 409, 504, parameters=(name, force)),
+            "get": _operation("One adapter.", _ok("Adapter"), 404, parameters=(name, tenant)),
+            "delete": _operation("Remove an adapter.", _ok("Deleted"), 400, 404, 409, 504, parameters=(name, force, tenant)),
         },
         "/v1/load_lora_adapter": {
             "post": _operation("vLLM's way to add an adapter.", text, 404, 429, 504, body=_body("LoadRequest"))
@@ -276,12 +290,34 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
         },
         "/tokenize": {"post": _operation("Tokens of a text.", _ok("Tokens"), 404, 429, body=_body("TokenizeRequest"))},
         "/detokenize": {"post": _operation("Text of tokens.", _ok("Text"), 404, 429, body=_body("DetokenizeRequest"))},
+        "/v1/keys": {
+            "get": _operation("The API keys, without their texts.", _ok("Keys")),
+            "post": _operation(
+                "Make an API key; its text is shown this once.", _ok("NewKey"), 409, status=201, body=_body("KeyRequest")
+            ),
+        },
+        "/v1/keys/{key_id}": {
+            "delete": _operation("Revoke an API key.", _ok("KeyDeleted"), 400, 404, parameters=(key_id,)),
+        },
+        "/v1/keys/{key_id}/rotate": {
+            "post": _operation(
+                "Make a key in place of another, which ends after the overlap.",
+                _ok("NewKey"),
+                *(404, 409),
+                status=201,
+                body=_body("RotateRequest"),
+                parameters=(key_id,),
+            )
+        },
+        "/v1/audit": {
+            "get": _operation("Who changed which adapter or key, newest first.", _ok("AuditLog"), 400, parameters=(limit,))
+        },
         "/v1/status": {"get": _operation("This gateway, and workers as a scheduler sees them.", _ok("Status"))},
         "/health": {"get": _operation("Whether the process lives.", _ok("Health"), open_to_all=True)},
         "/ready": {
             "get": _operation("Whether it can serve now.", _ok("Ready"), open_to_all=True)
             | {"responses": {"200": _ok("Ready"), "503": _ok("Ready", "It cannot, and why.")}}
         },
-        "/metrics": {"get": _operation("Metrics for Prometheus.", text, open_to_all=True)},
+        "/metrics": {"get": _operation("Metrics for Prometheus, for an admin key.", text)},
         "/version": {"get": _operation("The version.", _ok("Version"), open_to_all=True)},
     }

@@ -209,8 +209,8 @@ class Owner:
             output=pack_tokens(stream.tokens),
             adapter=job.adapter,
             tenant=job.tenant,
-            exclude_workers=tuple(stream.excluded),
             cache_salt=job.cache_salt,
+            exclude_workers=tuple(stream.excluded),
             priority=job.priority,
         )
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=timeout_s)

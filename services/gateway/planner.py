@@ -23,6 +23,7 @@ from shared.clock import now_s, unix_ms
 from shared.errors import BadRequest, ModelNotFound, PromptTooLong
 from shared.messages import AdapterInfo
 from shared.model import AdapterRef, SamplingParams, Slo
+from shared.tenancy import DEFAULT_TENANT, qualified
 
 T = TypeVar("T")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -36,7 +37,7 @@ SEED_STEP = 0x9E3779B97F4A7C15  # between the choices of one request: odd, so th
 class Adapters(Protocol):
     """Names to versions (shared.adapter_watch.AdapterWatch)."""
 
-    def resolve(self, name: str) -> AdapterInfo | None: ...
+    def resolve(self, name: str, tenant: str) -> AdapterInfo | None: ...
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,23 +89,26 @@ class Planner:
             tpot_slo_ms=_milliseconds(given.get("tpot_ms", base.tpot_slo_ms), names["tpot_ms"]),
         )
 
-    def adapter(self, model: str | None, *, param: str = "model") -> AdapterRef | None:
-        """The adapter version behind a model name, None for the base model. Raises ModelNotFound naming `param`."""
+    def adapter(self, model: str | None, tenant: str = DEFAULT_TENANT, *, param: str = "model") -> AdapterRef | None:
+        """The adapter version that `tenant` means by a model name, None for the base model.
+
+        Raises ModelNotFound naming `param`.
+        """
         if not model or model == self.base_model:
             return None
-        info = self._adapters.resolve(model)
+        info = self._adapters.resolve(model, tenant)
         if info is None and model.startswith(self.base_model + ":"):
-            info = self._adapters.resolve(model.removeprefix(self.base_model + ":"))
+            info = self._adapters.resolve(model.removeprefix(self.base_model + ":"), tenant)
         if info is None or info.version.base_model != self.base_model:
             raise ModelNotFound(f"The model `{model}` does not exist.", param=param)
-        version = info.version
-        return AdapterRef(name=info.entry.name, digest=version.digest, rank=version.rank, size_bytes=version.size_bytes)
+        version, name = info.version, qualified(info.entry.name, info.entry.tenant)
+        return AdapterRef(name=name, digest=version.digest, rank=version.rank, size_bytes=version.size_bytes)
 
     async def plan(
         self,
         request: ChatRequest | CompletionRequest,
         *,
-        tenant: str = "default",
+        tenant: str = DEFAULT_TENANT,
         slo: Slo | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
@@ -114,7 +118,7 @@ class Planner:
         `request_id` is the client's name for it, else the body's; without either it is drawn.
         """
         arrived_s = now_s()
-        model, adapter = self._named(request)
+        model, adapter = self._named(request, tenant)
         chat = isinstance(request, ChatRequest)
         stops = request.stops()
         prompts = await (self._chat_prompt(request) if isinstance(request, ChatRequest) else self._text_prompts(request))
@@ -158,12 +162,12 @@ class Planner:
             echoes=self._echoes(request, prompts, n),
         )
 
-    def _named(self, request: ChatRequest | CompletionRequest) -> tuple[str, AdapterRef | None]:
+    def _named(self, request: ChatRequest | CompletionRequest, tenant: str) -> tuple[str, AdapterRef | None]:
         """The model as the client named it, and the adapter: `model`, `lora_path` and `adapter_id` may agree, not differ."""
-        model, adapter = request.model or self.base_model, self.adapter(request.model)
+        model, adapter = request.model or self.base_model, self.adapter(request.model, tenant)
         for param in ("lora_path", "adapter_id"):
             name = getattr(request, param)
-            found = self.adapter(name, param=param)
+            found = self.adapter(name, tenant, param=param)
             if found is None:
                 continue
             if adapter is not None and found.digest != adapter.digest:

@@ -165,6 +165,7 @@ class Adapter(_Answer):
     layers: int
     dtype: str
     size_bytes: int
+    tenant: Annotated[str | None, Meta(description="Who alone sees and uses it; null for all.")]
     source: str
     created: int
     updated: int
@@ -184,6 +185,58 @@ class Deleted(_Answer):
     name: str
     object: Literal["adapter"]
     deleted: Literal[True]
+
+
+class Key(_Answer):
+    """An API key, without its text."""
+
+    id: str
+    object: Literal["api_key"]
+    tenant: str
+    role: Literal["use", "adapters", "admin"]
+    name: str
+    created: int | None
+    expires: int | None
+    expired: bool
+
+
+class NewKey(Key):
+    """A key that was just made."""
+
+    key: Annotated[str, Meta(description="Its text, shown this once.")]
+
+
+class Keys(_Answer):
+    """All API keys."""
+
+    object: Literal["list"]
+    data: list[Key]
+
+
+class KeyDeleted(_Answer):
+    """A key that is revoked."""
+
+    id: str
+    object: Literal["api_key"]
+    deleted: Literal[True]
+
+
+class AuditEntry(_Answer):
+    """A change of an adapter or a key."""
+
+    at: int
+    action: str
+    actor: Annotated[str, Meta(description="The id of the key that asked.")]
+    object: Annotated[str, Meta(description="The adapter's name or the key's id.")]
+    tenant: Annotated[str, Meta(description="Whose it is; empty for all.")]
+    detail: str
+
+
+class AuditLog(_Answer):
+    """Changes, newest first."""
+
+    object: Literal["list"]
+    data: list[AuditEntry]
 
 
 class Tokens(_Answer):

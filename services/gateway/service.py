@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,11 +30,12 @@ from services.gateway.prompt import Prompts
 from shared.adapter_watch import AdapterWatch
 from shared.bus import Bus
 from shared.clock import now_s, unix_ms
-from shared.config import is_loopback
+from shared.config import load_certificate
 from shared.errors import Unavailable
 from shared.hub import resolve_model
 from shared.service import run
 from shared.telemetry import REGISTRY, logger
+from shared.tenancy import qualified
 
 log = logger("motet.gateway")
 KEEP_ALIVE_S = 75  # longer than what clients and balancers keep idle connections for
@@ -48,7 +50,7 @@ class GatewayService:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        self.keys = Keys(config.tenants())
+        self.keys = Keys(config)
         self.gateway_id = config.identity("gateway")
         self.port = 0
         self.started_s = unix_ms() // 1000
@@ -60,6 +62,9 @@ class GatewayService:
 
     async def start(self) -> None:
         config = self.config
+        load_certificate(
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), config.tls_cert_file, config.tls_key_file, flag="--tls"
+        )
         listener = _listen(config.host, config.port) if config.listen_fd < 0 else socket.socket(fileno=config.listen_fd)
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
@@ -68,6 +73,8 @@ class GatewayService:
         self.bus = await Bus.connect(config, self.gateway_id, inbox="gateway")
         self._stack.push_async_callback(self.bus.close)
         self._stack.push_async_callback(self._stop_serving)  # after the owner has told the streams that it leaves
+        await self.keys.start(self.bus)
+        self._stack.push_async_callback(self.keys.stop)
         self.adapters = AdapterWatch(self.bus, self._on_adapters)
         self.fleet = Fleet(self.bus, config.base_model)
         self.owner = Owner(
@@ -94,7 +101,8 @@ class GatewayService:
         gc.freeze()  # what lives as long as the process is never looked at again
         self._stack.callback(gc.unfreeze)
         self._started = True
-        log.info("serving", extra={"url": f"http://{config.host}:{self.port}", "model": config.base_model})
+        scheme = "https" if config.tls_cert_file else "http"
+        log.info("serving", extra={"url": f"{scheme}://{config.host}:{self.port}", "model": config.base_model})
 
     def not_ready(self) -> list[str]:
         if not self._started:
@@ -147,7 +155,7 @@ class GatewayService:
         metrics.INFLIGHT.set_function(lambda: self.owner.inflight)
 
         def names() -> dict[str, str]:
-            return {info.entry.digest: info.entry.name for info in reversed(self.adapters.all())}
+            return {info.entry.digest: qualified(info.entry.name, info.entry.tenant) for info in reversed(self.adapters.all())}
 
         collector = metrics.FleetCollector(self.fleet, self.config.base_model, names)
         REGISTRY.register(collector)
@@ -156,12 +164,6 @@ class GatewayService:
     async def _serve(self, listener: socket.socket) -> None:
         config = self.config
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # invalid requests are the clients' business
-        if not self.keys.required and not is_loopback(config.host):
-            log.warning(
-                "NO API KEYS: everybody who reaches this address may generate, and add, replace and delete adapters;"
-                " use --api-keys-file or --host 127.0.0.1",
-                extra={"host": config.host},
-            )
         GuardedProtocol.max_connections = files_for(config.max_connections)
         server_config = uvicorn.Config(
             build_app(self),
@@ -173,6 +175,8 @@ class GatewayService:
             server_header=False,
             date_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_certfile=self.config.tls_cert_file or None,
+            ssl_keyfile=self.config.tls_key_file or None,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         self._server = _Server(server_config)

@@ -33,11 +33,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     slo: Slo = Slo()
     adapter: AdapterRef | None = None
     tenant: str = "default"
+    cache_salt: str = ""  # divides the tenant's prefix cache
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # show the stop string or stop token that ended it
     skip_special_tokens: bool = True
     continues_text: bool = False  # the output is glued to the prompt's text: keep a leading space
-    cache_salt: str = ""
     priority: int = 0
     timeout_s: float = 600.0
     arrived_s: float = 0.0  # `now_s()` when the client's request came; 0 for when it is opened

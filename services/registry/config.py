@@ -40,6 +40,7 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
     max_adapter_bytes: Annotated[int, Meta(ge=1024, description="largest adapter weights file")] = 1 << 30
     max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 256
     max_adapters: Annotated[int, Meta(ge=1, description="largest number of adapter names, aliases included")] = 20_000
+    max_tenant_adapters: Annotated[int, Meta(ge=1, description="the same for one tenant's own names")] = 2_000
 
     tenants: Annotated[str, Meta(description="tenants that may publish durable requests over NATS, comma-separated")] = (
         DEFAULT_TENANT

@@ -31,6 +31,7 @@ from services.registry.unpack import MAX_OTHER_BYTES
 from services.registry.usage import IDLE_S, Usage
 from shared import subjects
 from shared.adapter_watch import AdapterWatch
+from shared.audit import Audit, AuditEvent
 from shared.base_shapes import BaseShapes, read_shapes
 from shared.bus import Bus
 from shared.clock import now_s, unix_ms
@@ -50,6 +51,7 @@ from shared.model import AdapterVersion
 from shared.provision import provision
 from shared.service import run
 from shared.telemetry import LATENCY_BUCKETS_S, REGISTRY, logger
+from shared.tenancy import SHARED, check_tenant
 
 log = logger("motet.registry")
 T = TypeVar("T")
@@ -135,6 +137,7 @@ class RegistryService:
             raise Unavailable(f"JetStream cannot be provisioned: {str(error) or repr(error)}") from error
         self._store = AdapterStore(bus, lambda digest: self._usage.idle(digest, now_s()))
         await self._store.start()
+        self._audit = Audit(bus)
         self._adapters = AdapterWatch(bus)
         await self._adapters.start()
         if foreign := sorted({v.base_model for v in self._adapters.versions()} - {config.base_model}):
@@ -193,15 +196,18 @@ class RegistryService:
             f"adapter {outcome}",
             extra={
                 "adapter": ask.name,
+                "tenant": ask.tenant,
                 "digest": info.entry.digest[:12],
                 "version": info.entry.version,
                 "rank": info.version.rank,
             },
         )
+        if outcome != "unchanged":
+            await self._note(f"adapter.{outcome}", ask, info)
         return RegistryOk(adapters=[info])
 
     async def _register(self, ask: RegisterAdapter) -> tuple[AdapterInfo, str]:
-        check_name(ask.name, self._config.base_model)
+        self._check_name(ask)
         if ask.kind not in ("path", "hub", "upload", "any"):
             raise BadRequest(f"kind {quoted(ask.kind)}: one of path, hub, upload, any is expected", param="kind")
         if ask.kind == "any":
@@ -209,9 +215,9 @@ class RegistryService:
             ask = msgspec.structs.replace(ask, kind="path" if local else "hub")
         if ask.kind == "hub" and not self._config.hub_allowed:
             raise BadRequest("this registry takes no adapters from the hub", param="kind")
-        self._check_room(ask.name)
+        self._check_room(ask)
         if not ask.replace:
-            await self._store.check_free(ask.name)
+            await self._store.check_free(ask.name, ask.tenant)
         async with self._slot():
             if ask.kind != "hub":
                 async with self._local:
@@ -246,7 +252,7 @@ class RegistryService:
             source=files.source,
             created_unix_ms=unix_ms(),
         )
-        return await self._store.publish(ask.name, version, converted.blob, replace=ask.replace)
+        return await self._store.publish(ask.name, version, converted.blob, replace=ask.replace, tenant=ask.tenant)
 
     def _convert(self, files: PeftFiles) -> Converted:
         return convert(
@@ -260,21 +266,26 @@ class RegistryService:
 
     async def delete(self, ask: DeleteAdapter) -> RegistryOk:
         """Remove a name. Raises AdapterNotFound, or AdapterInUse unless forced."""
-        gone = await self._store.remove(ask.name, requests=self._requests, force=ask.force)
-        log.info("adapter deleted", extra={"adapter": ask.name, "forced": ask.force})
+        if ask.tenant:
+            check_tenant(ask.tenant)
+        gone = await self._store.remove(ask.name, requests=self._requests, force=ask.force, tenant=ask.tenant)
+        log.info("adapter deleted", extra={"adapter": ask.name, "tenant": ask.tenant, "forced": ask.force})
+        await self._note("adapter.deleted", ask, gone)
         return RegistryOk(adapters=[gone] if gone is not None else [])
 
     async def alias(self, ask: AliasAdapter) -> RegistryOk:
         """A second name. Raises BadRequest, AdapterNotFound (the target), AdapterExists (the name is no alias)."""
-        check_name(ask.name, self._config.base_model)
+        self._check_name(ask)
         if ask.name == ask.target:
             raise BadRequest(f"{quoted(ask.name)} cannot be an alias of itself", param="target")
-        self._check_room(ask.name)
-        return RegistryOk(adapters=[await self._store.alias(ask.name, ask.target)])
+        self._check_room(ask)
+        info = await self._store.alias(ask.name, ask.target, ask.tenant)
+        await self._note("adapter.aliased", ask, info)
+        return RegistryOk(adapters=[info])
 
     async def page(self, ask: ListAdapters) -> RegistryOk:
         """One page of names."""
-        found = [info for info in self._adapters.all() if info.entry.name > ask.after]
+        found = [info for info in self._adapters.visible(ask.tenant) if info.entry.name > ask.after]
         return RegistryOk(adapters=found[: max(0, min(ask.limit, PAGE))])
 
     # ---- helpers
@@ -282,11 +293,25 @@ class RegistryService:
     def _requests(self, digest: str) -> int:
         return self._usage.requests(digest, now_s())
 
-    def _check_room(self, name: str) -> None:
-        if self._adapters.resolve(name) is None and self._adapters.names() >= self._config.max_adapters:
-            raise Conflict(
-                f"there are {self._config.max_adapters} adapters, which is the limit: delete one first", param="name"
-            )
+    def _check_name(self, ask: RegisterAdapter | AliasAdapter) -> None:
+        if ask.tenant:
+            check_tenant(ask.tenant)
+        check_name(ask.name, self._config.base_model)
+
+    def _check_room(self, ask: RegisterAdapter | AliasAdapter) -> None:
+        if self._adapters.exactly(ask.name, ask.tenant) is not None:
+            return
+        limit = self._config.max_adapters
+        if self._adapters.names() >= limit:
+            raise Conflict(f"there are {limit} adapters, which is the limit: delete one first", param="name")
+        limit = self._config.max_tenant_adapters
+        if ask.tenant and self._adapters.owned(ask.tenant) >= limit:
+            raise Conflict(f"this tenant has {limit} adapters, which is its limit: delete one first", param="name")
+
+    async def _note(self, action: str, ask: RegisterAdapter | AliasAdapter | DeleteAdapter, info: AdapterInfo | None) -> None:
+        """For the audit log: who changed what."""
+        detail = f"version {info.entry.version}, digest {info.entry.digest[:12]}" if info is not None else ""
+        await self._audit.record(AuditEvent(action=action, actor=ask.actor, tenant=ask.tenant, object=ask.name, detail=detail))
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
@@ -327,7 +352,7 @@ class RegistryService:
         """Register one adapter of the operator's directory, however long NATS is away."""
         source = relative_source(path, [root])
         while True:
-            present = self._adapters.resolve(name)
+            present = self._adapters.exactly(name, SHARED)
             if present is not None and present.version.source not in (source, f"path:{path}"):  # the latter: as it once was
                 log.info("adapter kept, it came from elsewhere", extra={"adapter": name, "source": present.version.source})
                 return
@@ -346,14 +371,16 @@ class RegistryService:
                 return
 
     async def _register_from(self, name: str, path: str, root: str, source: str, *, replace: bool) -> None:
-        check_name(name, self._config.base_model)
-        self._check_room(name)
-        ask = RegisterAdapter(name=name, kind="path", location=path, replace=replace)
+        ask = RegisterAdapter(name=name, kind="path", location=path, replace=replace, actor="registry --adapters-dir")
+        self._check_name(ask)
+        self._check_room(ask)
         async with self._local:
             files = await in_thread(lambda: open_directory(path, [root], self._config.max_adapter_bytes, source=source))
-            _, outcome = await self._take_in(ask, files)
+            info, outcome = await self._take_in(ask, files)
         REGISTRATIONS.labels(outcome).inc()
         log.info(f"adapter {outcome}", extra={"adapter": name})
+        if outcome != "unchanged":
+            await self._note(f"adapter.{outcome}", ask, info)
 
 
 def peft_directories(root: str) -> list[tuple[str, str]]:

@@ -3,7 +3,8 @@
     motet_blobs      <digest>            the bytes; equal content is stored once
     motet_adapters   holds.<digest>      Holds: which entries claim this digest (the registry's own bookkeeping)
                      version.<digest>    AdapterVersion
-                     name.<name>         AdapterEntry
+                     name.<name>         AdapterEntry that all tenants share
+                     private.<tenant>.<name>    AdapterEntry of one tenant; the same name may exist in several
 
 A name never points at a missing blob, whoever crashes when, because of two orders of writes and compare-and-set:
 
@@ -22,7 +23,7 @@ import errno
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 from nats import errors as nats_errors
@@ -32,7 +33,7 @@ from nats.js.api import ObjectMeta, ObjectMetaOptions
 from services.registry.files import quoted
 from services.registry.usage import IDLE_S
 from shared import subjects
-from shared.adapter_watch import NAME, VERSION
+from shared.adapter_watch import VERSION, entry_key
 from shared.bus import Bus
 from shared.clock import now_s, unix_ms
 from shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, TooLarge, Unavailable
@@ -41,6 +42,7 @@ from shared.messages import AdapterInfo
 from shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS, AdapterEntry, AdapterVersion
 from shared.objects import read_object
 from shared.telemetry import logger
+from shared.tenancy import SHARED, qualified
 
 log = logger("motet.registry.store")
 HOLDS = "holds."
@@ -58,7 +60,10 @@ _R = TypeVar("_R", bound=msgspec.Struct)
 
 
 class Holds(msgspec.Struct, frozen=True):
-    """The claims on one digest: {hold id: name}. `since_unix_ms` says for people when it last changed."""
+    """The claims on one digest: {hold id: holder}. `since_unix_ms` says for people when it last changed.
+
+    A holder is an entry: its name, with `<tenant>:` in front if it is private.
+    """
 
     digest: str
     holders: dict[str, str]
@@ -155,28 +160,31 @@ class AdapterStore:
 
     # ---- verbs
 
-    async def check_free(self, name: str) -> None:
+    async def check_free(self, name: str, tenant: str = SHARED) -> None:
         """Raises AdapterExists when `name` is taken. Cheap: asked before any work is done."""
         with reachable():
-            if (await self._read(NAME + name, AdapterEntry))[0] is not None:
+            if (await self._read(entry_key(name, tenant), AdapterEntry))[0] is not None:
                 raise _exists(name)
 
-    async def publish(self, name: str, version: AdapterVersion, blob: bytes, *, replace: bool) -> tuple[AdapterInfo, str]:
-        """Store `blob` and let `name` point at it: (what is there now, "registered" | "replaced" | "unchanged").
+    async def publish(
+        self, name: str, version: AdapterVersion, blob: bytes, *, replace: bool, tenant: str = SHARED
+    ) -> tuple[AdapterInfo, str]:
+        """Store `blob` and let `tenant`'s `name` point at it: (what is there now, "registered" | "replaced" | "unchanged").
 
         Raises AdapterExists when the name is taken and `replace` is not set, also when somebody else took it meanwhile.
         """
+        source = version.source
         with reachable():
             async with asyncio.timeout(PUT_S + 30.0):
                 for _ in range(ATTEMPTS):
-                    present, revision = await self._read(NAME + name, AdapterEntry)
+                    present, revision = await self._read(entry_key(name, tenant), AdapterEntry)
                     if present is not None and not replace:
                         raise _exists(name)
                     if present is not None and present.digest == version.digest and present.alias_of is None:
                         stored, _ = await self._read(VERSION + version.digest, AdapterVersion)
                         if stored is not None and await self._whole(version.digest, len(blob)):
                             return AdapterInfo(entry=present, version=stored), "unchanged"
-                    hold = await self._claim(version.digest, name)
+                    hold = await self._claim(version.digest, qualified(name, tenant))
                     try:
                         await self._put_blob(version.digest, blob)
                         version = await self._put_version(version)
@@ -185,7 +193,7 @@ class AdapterStore:
                             await self._release(version.digest, hold)
                         raise
                     # From here on a failure leaves the hold: the name may have been written though the answer was lost.
-                    entry = _entry(name, version.digest, present, hold)
+                    entry = _entry(present, name=name, digest=version.digest, hold=hold, tenant=tenant, source=source)
                     if await self._point(entry, revision):
                         if present is not None:
                             await self._release(present.digest, present.hold)
@@ -193,23 +201,29 @@ class AdapterStore:
                     await self._release(version.digest, hold)
         raise Conflict(f"adapter {quoted(name)} is being changed by others all the time", param="name")
 
-    async def alias(self, name: str, target: str) -> AdapterInfo:
-        """Let `name` point at what `target` points at now. A name that is an adapter of its own is not overwritten."""
+    async def alias(self, name: str, target: str, tenant: str = SHARED) -> AdapterInfo:
+        """Let `tenant`'s `name` point at what `target` means to it now. A name that is an adapter of its own is not
+        overwritten."""
         with reachable():
             for _ in range(ATTEMPTS):
-                aimed, _ = await self._read(NAME + target, AdapterEntry) if is_name(target) else (None, 0)
+                aimed = None
+                if is_name(target):
+                    aimed, _ = await self._read(entry_key(target, tenant), AdapterEntry)
+                    if aimed is None and tenant:
+                        aimed, _ = await self._read(entry_key(target), AdapterEntry)
                 if aimed is None:
                     raise AdapterNotFound(f"there is no adapter {quoted(target)}", param="target")
-                present, revision = await self._read(NAME + name, AdapterEntry)
+                present, revision = await self._read(entry_key(name, tenant), AdapterEntry)
                 if present is not None and present.alias_of is None:
                     raise _exists(name)
                 if present is not None and present.alias_of == target and present.digest == aimed.digest:
                     version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
                     if version is not None:
                         return AdapterInfo(entry=present, version=version)
-                hold = await self._claim(aimed.digest, name)
+                hold = await self._claim(aimed.digest, qualified(name, tenant))
                 version, _ = await self._read(VERSION + aimed.digest, AdapterVersion)
-                entry = _entry(name, aimed.digest, present, hold, alias_of=target)
+                facts = {"digest": aimed.digest, "alias_of": target, "source": aimed.source}
+                entry = _entry(present, name=name, hold=hold, tenant=tenant, **facts)
                 if version is not None and await self._point(entry, revision):
                     if present is not None:
                         await self._release(present.digest, present.hold)
@@ -217,8 +231,11 @@ class AdapterStore:
                 await self._release(aimed.digest, hold)
         raise Conflict(f"adapter {quoted(target)} is being changed by others all the time", param="target")
 
-    async def remove(self, name: str, *, requests: Callable[[str], int], force: bool) -> AdapterInfo | None:
-        """Delete `name`, and its version unless another name holds it; returns what it was (None: its version was lost).
+    async def remove(
+        self, name: str, *, requests: Callable[[str], int], force: bool, tenant: str = SHARED
+    ) -> AdapterInfo | None:
+        """Delete `tenant`'s `name`, and its version unless another name holds it; returns what it was
+        (None: its version was lost).
 
         A version that was used lately goes later, with the sweep: its requests may be on their way to another worker.
 
@@ -226,7 +243,7 @@ class AdapterStore:
         """
         with reachable():
             for _ in range(ATTEMPTS):
-                entry, revision = await self._read(NAME + name, AdapterEntry) if is_name(name) else (None, 0)
+                entry, revision = await self._read(entry_key(name, tenant), AdapterEntry) if is_name(name) else (None, 0)
                 if entry is None:
                     raise AdapterNotFound(f"there is no adapter {quoted(name)}", param="name")
                 version, _ = await self._read(VERSION + entry.digest, AdapterVersion)
@@ -237,7 +254,7 @@ class AdapterStore:
                     raise AdapterInUse(
                         f"{running} requests run on adapter {quoted(name)}; force deletes it anyway", param="name"
                     )
-                if not await self._erase(NAME + name, revision):
+                if not await self._erase(entry_key(name, tenant), revision):
                     continue
                 await self._release(entry.digest, entry.hold)
                 if self._idle(entry.digest):
@@ -280,16 +297,17 @@ class AdapterStore:
             with reachable():
                 if seen.stuck or (unused and self._idle(digest)):
                     gone += await self._collect(digest)
-                for hold, name in seen.holds.holders.items():
+                for hold, holder in seen.holds.holders.items():
                     if now_s() - seen.born_s[hold] > LOST_HOLD_S:
-                        await self._drop_lost(digest, hold, name)
+                        await self._drop_lost(digest, hold, holder)
                         seen.born_s[hold] = now_s()  # looked at; once more after as long
         return gone
 
-    async def _drop_lost(self, digest: str, hold: str, name: str) -> None:
-        entry, _ = await self._read(NAME + name, AdapterEntry)
+    async def _drop_lost(self, digest: str, hold: str, holder: str) -> None:
+        tenant, _, name = holder.rpartition(":")
+        entry, _ = await self._read(entry_key(name, tenant), AdapterEntry)
         if entry is None or entry.hold != hold:
-            log.info("lost claim dropped", extra={"digest": digest, "adapter": name})
+            log.info("lost claim dropped", extra={"digest": digest, "adapter": holder})
             await self._release(digest, hold)
 
     async def sweep_orphans(self) -> int:
@@ -316,7 +334,7 @@ class AdapterStore:
 
     # ---- holds
 
-    async def _claim(self, digest: str, name: str) -> str:
+    async def _claim(self, digest: str, holder: str) -> str:
         """A new hold on `digest`. Waits while somebody deletes it."""
         hold = f"{unix_ms()}-{secrets.token_hex(6)}"
         deadline = now_s() + 5 * DELETING_S
@@ -329,7 +347,7 @@ class AdapterStore:
                 else:
                     await asyncio.sleep(0.05)
                 continue
-            holders = (holds.holders if holds is not None else {}) | {hold: name}
+            holders = (holds.holders if holds is not None else {}) | {hold: holder}
             if await self._write(HOLDS + digest, Holds(digest, holders, unix_ms()), revision) is not None:
                 return hold
         raise Unavailable(f"version {digest[:12]} is being deleted and does not go away", retry_after_s=DELETING_S)
@@ -339,7 +357,7 @@ class AdapterStore:
             holds, revision = await self._read(HOLDS + digest, Holds)
             if holds is None or hold not in holds.holders:
                 return
-            rest = {key: name for key, name in holds.holders.items() if key != hold}
+            rest = {key: holder for key, holder in holds.holders.items() if key != hold}
             if await self._write(HOLDS + digest, Holds(digest, rest, unix_ms()), revision) is not None:
                 return
 
@@ -392,7 +410,7 @@ class AdapterStore:
             return False
 
     async def _point(self, entry: AdapterEntry, revision: int) -> bool:
-        return await self._write(NAME + entry.name, entry, revision) is not None
+        return await self._write(entry_key(entry.name, entry.tenant), entry, revision) is not None
 
     async def _put_version(self, version: AdapterVersion) -> AdapterVersion:
         """The version record that is there afterwards: equal content keeps its first one."""
@@ -419,15 +437,10 @@ class AdapterStore:
         return info.size == size_bytes and (stream.state.subjects or {}).get(chunks, 0) == info.chunks
 
 
-def _entry(name: str, digest: str, present: AdapterEntry | None, hold: str, alias_of: str | None = None) -> AdapterEntry:
-    return AdapterEntry(
-        name=name,
-        digest=digest,
-        version=present.version + 1 if present is not None else 1,
-        alias_of=alias_of,
-        updated_unix_ms=unix_ms(),
-        hold=hold,
-    )
+def _entry(present: AdapterEntry | None, **facts: Any) -> AdapterEntry:
+    """The entry that takes the place of `present`."""
+    version = present.version + 1 if present is not None else 1
+    return AdapterEntry(version=version, updated_unix_ms=unix_ms(), **facts)
 
 
 def _exists(name: str) -> AdapterExists:

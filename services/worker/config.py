@@ -46,6 +46,13 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory for adapter weights")] = 256
     max_loras: Annotated[int, Meta(ge=1, le=4096, description="adapters on the device at once")] = 64
     prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of equal prompt beginnings")] = True
+    share_prefix_cache: Annotated[
+        bool,
+        Meta(
+            description="reuse KV blocks of base-model prompts across tenants: faster, but a tenant can find out whether a"
+            " prompt it guesses was asked by another"
+        ),
+    ] = False
     link_gbps: Annotated[
         float, Meta(ge=0, le=1e5, description="emulated speed of adapter copies to the device in GB/s; 0: as fast as memory")
     ] = 0.0

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 from nats import errors as nats_errors
 
+from policies.kv_blocks import cache_scope
 from services.worker import admission, metrics
 from services.worker.config import WorkerConfig
 from services.worker.engine.request import CopyStats, EngineRequest, StepOutput
@@ -269,6 +270,7 @@ class WorkerService:
                 slo=request.slo,
                 predicted_tokens=request.predicted_tokens,
                 priority=request.priority,
+                cache_scope=self._cache_scope(request),
             ),
             request.adapter,
         )
@@ -284,6 +286,11 @@ class WorkerService:
         else:
             self._show(taken, "loading")
             taken.loading = asyncio.get_running_loop().create_task(self._bring(key, taken, request.adapter))
+
+    def _cache_scope(self, request: GenerateRequest) -> bytes:
+        """Prompts of an adapter never leave their tenant's cache; those of the base model do if that was asked for."""
+        shared = self.config.share_prefix_cache and request.adapter is None
+        return cache_scope(request.tenant, request.cache_salt, shared=shared)
 
     async def _bring(self, key: Key, taken: _Taken, ref: AdapterRef) -> None:
         """Fetch the adapter for one request; a failure is that request's alone."""

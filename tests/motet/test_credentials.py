@@ -11,14 +11,20 @@ import msgspec
 import nats
 import pytest
 from nats.js import errors as js_errors
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from motet import credentials
 from motet.nats_server import NatsServer, binary
 from shared import subjects
-from shared.bus import Bus
+from shared.audit import Audit, AuditEvent
+from shared.bus import Bus, encode
 from shared.config import BusConfig
+from shared.errors import Unavailable
+from shared.keys import KeyStore
 from shared.leases import LeaseHolder, LeaseWatch
+from shared.messages import Control, DeleteAdapter, Drain, RegistryOk
 from shared.provision import provision
+from shared.telemetry import BUS_REFUSED
 from tests.support import eventually
 
 TENANTS = ("default", "acme")
@@ -92,6 +98,8 @@ MAY = [
     ("gateway", "publish", "motet.v1.registry.register"),
     ("gateway", "publish", "$KV.motet_leases.gateway.g1"),
     ("gateway", "publish", "$KV.motet_intake.MOTET_REQUESTS.1"),
+    ("gateway", "publish", "$KV.motet_keys.key_1"),
+    ("gateway", "publish", "motet.v1.audit.key"),
     ("gateway", "subscribe", "motet.v1.stream.g1"),
     ("gateway", "subscribe", "motet.v1.worker.*.state"),
     ("scheduler", "publish", "motet.v1.worker.w1.assign"),
@@ -100,6 +108,7 @@ MAY = [
     ("predictor", "subscribe", "motet.v1.predict"),
     ("predictor", "subscribe", "motet.v1.outcome"),
     ("registry", "publish", "$KV.motet_adapters.name.upper"),
+    ("registry", "publish", "motet.v1.audit.adapter"),
     ("registry", "publish", "$O.motet_blobs.M.abc"),
     ("registry", "subscribe", "motet.v1.registry.register"),
     ("worker", "publish", "motet.v1.stream.g1"),
@@ -123,8 +132,13 @@ MAY_NOT = [
     ("gateway", "publish", "$KV.motet_leases.worker.w1"),
     ("gateway", "publish", "$JS.API.CONSUMER.DURABLE.CREATE.MOTET_REQUESTS.mine"),
     ("gateway", "publish", "$JS.API.STREAM.PURGE.MOTET_RESULTS"),
+    ("gateway", "publish", "motet.v1.audit.adapter"),
+    ("gateway", "publish", "$JS.API.STREAM.PURGE.MOTET_AUDIT"),
     ("gateway", "subscribe", "motet.v1.submit"),
     ("gateway", "subscribe", ">"),
+    *((user, "publish", "$KV.motet_keys.key_1") for user in ("scheduler", "predictor", "registry", "worker", "upstream")),
+    *((user, "publish", "$JS.API.DIRECT.GET.KV_motet_keys") for user in ("scheduler", "registry", "worker", "upstream")),
+    *((user, "publish", "motet.v1.audit.key") for user in ("scheduler", "registry", "worker", "upstream")),
     ("scheduler", "publish", "motet.v1.stream.g1"),
     ("scheduler", "publish", "$KV.motet_leases.worker.w1"),
     ("scheduler", "publish", "$KV.motet_adapters.name.upper"),
@@ -262,7 +276,8 @@ async def test_a_durable_request_travels_under_the_upstreams_own_rights(
     assert (await heard.next_msg(timeout=2)).data == b"the result"
     for reader in (upstream, gateway):
         assert (await reader.js.get_msg(stream, subject=result, direct=True)).data == b"the result"
-    await upstream.js.purge_stream(stream, subject=result)
+    await upstream.nc.jetstream(prefix=subjects.TENANT_API).purge_stream(stream, subject=result)
+    assert (await gateway.js.stream_info(stream)).state.messages == 0
     with pytest.raises((js_errors.Error, nats.errors.Error, TimeoutError)):
         await upstream.nc.jetstream(timeout=0.3).pull_subscribe("", durable="mine", stream=subjects.STREAM_RESULTS)
 
@@ -288,3 +303,116 @@ def test_a_server_elsewhere_accepts_the_written_configuration(tmp_path: Path) ->
 def test_a_tenant_name_must_be_one_word_of_a_subject(tenant: str) -> None:
     with pytest.raises(ValueError, match="tenant"):
         credentials.grants([tenant])
+
+
+async def test_keys_and_audit_log_work_under_the_services_own_rights(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+    gateway, registry = await bus_of("gateway"), await bus_of("registry")
+    store = KeyStore(gateway)
+    await store.start()
+    made, text = await store.create(tenant="acme")
+    fresh, _ = await store.rotate(made.id, overlap_s=60)
+    assert store.find(text) is not None
+    await store.revoke(fresh.id)
+    await Audit(registry).record(AuditEvent(action="adapter.deleted", actor="", object="sql"))
+    await Audit(gateway).record(AuditEvent(action="key.created", actor="", object=made.id))
+    assert [event.action for event in await Audit(gateway).latest(2)] == ["key.created", "adapter.deleted"]
+    with pytest.raises(Unavailable):
+        await Audit(registry).latest(1)
+
+
+async def answered_elsewhere(bus_of: Callable[[str], Awaitable[Bus]], publish: str, reply: str) -> None:
+    """The upstream of acme publishes with a reply subject that it may not publish to; returns once the server has done it."""
+    upstream = await bus_of("upstream-acme")
+    await upstream.nc.publish(publish, b"{}", reply=reply)
+    await upstream.js.publish(subjects.requests("acme"), b"{}")  # answered in order, after the one before
+
+
+@pytest.mark.parametrize(
+    "publish",
+    [subjects.requests("acme"), f"$JS.API.DIRECT.GET.{subjects.STREAM_DEAD}.{subjects.dead('acme')}"],
+    ids=["acknowledgement", "dead letter"],
+)
+async def test_a_tenant_cannot_have_jetstream_answer_to_others(bus_of: Callable[[str], Awaitable[Bus]], publish: str) -> None:
+    registry, gateway, operator = await bus_of("registry"), await bus_of("gateway"), await bus_of("operator")
+    deleted: list[DeleteAdapter] = []
+
+    async def delete(message: DeleteAdapter) -> RegistryOk:
+        deleted.append(message)
+        return RegistryOk(adapters=[])
+
+    await registry.serve("delete", subjects.registry("delete"), DeleteAdapter, delete, queue="registry")
+    adapters = await registry.key_value(subjects.KV_ADAPTERS)
+    await adapters.put("name.victim", b"entry")
+    # what the tenant sent is no JSON, so that it lies verbatim among its dead letters
+    await gateway.js.publish(subjects.dead("acme"), encode(DeleteAdapter(name="victim", force=True)))
+    keys = f"KV_{subjects.KV_KEYS}"
+    stored = (await operator.js.stream_info(keys)).state.messages
+    for reply in (
+        subjects.registry("delete"),
+        "$KV.motet_adapters.name.victim",
+        "$KV.motet_keys.key_mine",
+        "$JS.API.STREAM.PURGE.KV_motet_adapters",
+    ):
+        await answered_elsewhere(bus_of, publish, reply)
+    assert (await adapters.get("name.victim")).value == b"entry"
+    assert (await operator.js.stream_info(keys)).state.messages == stored
+    assert deleted == []
+    await adapters.purge("name.victim")
+
+
+async def test_streams_of_before_there_were_accounts_are_kept(tmp_path: Path) -> None:
+    before = NatsServer(tmp_path / "nats")
+    await before.start()
+    bus = await Bus.connect(BusConfig(nats_url=before.url), "old")
+    await provision(bus)
+    await (await bus.key_value(subjects.KV_ADAPTERS)).put("name.old", b"entry")
+    await bus.close()
+    before.stop()
+
+    credentials.adopt_streams(tmp_path / "nats" / "jetstream")
+    after = NatsServer(tmp_path / "nats", config_text=credentials.authorization(tmp_path / "credentials"))
+    await after.start()
+    bus = await connect_as(after, "registry")
+    await provision(bus)
+    assert (await (await bus.key_value(subjects.KV_ADAPTERS)).get("name.old")).value == b"entry"
+    await bus.close()
+    after.stop()
+    credentials.adopt_streams(tmp_path / "nats" / "jetstream")  # nothing is left to do
+
+
+async def test_a_service_cannot_have_jetstream_speak_for_it(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+    """A worker stores an order where it may, and lets a consumer deliver it where it may not publish."""
+    victim, worker = await bus_of("worker"), await bus_of("worker")
+    heard: list[object] = []
+    await victim.subscribe(subjects.control("victim"), Control, heard.append)
+    await worker.nc.publish("$KV.motet_leases.worker.evil", encode(Drain()))
+    await worker.flush()
+    before = BUS_REFUSED.labels("stored")._value.get()
+    order = ConsumerConfig(
+        deliver_subject=subjects.control("victim"),
+        deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
+        ack_policy=AckPolicy.NONE,
+        filter_subject="$KV.motet_leases.worker.evil",
+        mem_storage=True,
+        num_replicas=1,
+        inactive_threshold=5.0,
+    )
+    await worker.js.add_consumer(f"KV_{subjects.KV_LEASES}", order)
+    await eventually(lambda: BUS_REFUSED.labels("stored")._value.get() == before + 1)
+    assert heard == []
+    await (await bus_of("registry")).publish(subjects.control("victim"), Drain())
+    await eventually(lambda: len(heard) == 1)
+
+
+async def test_an_order_that_asks_for_no_answer_is_not_carried_out(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+    registry, gateway = await bus_of("registry"), await bus_of("gateway")
+    heard: list[Ping] = []
+
+    async def pong(ping: Ping) -> Ping:
+        heard.append(ping)
+        return ping
+
+    await registry.serve("list", subjects.registry("list"), Ping, pong, queue="registry")
+    await gateway.publish(subjects.registry("list"), Ping("no reply subject"))
+    await gateway.request(subjects.registry("list"), Ping("with one"), Ping, timeout_s=2)
+    assert [ping.text for ping in heard] == ["with one"]

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from policies.kv_blocks import KvBlocks, chain_key, root_key
+from policies.kv_blocks import KvBlocks, cache_scope, chain_key, root_key
 
 
 def keys_of(tokens: list[int], *, adapter: str = "", block_size: int = 4) -> list[bytes]:
@@ -194,3 +194,24 @@ def test_books_add_up_after_any_sequence_of_operations(seed: int) -> None:
         if action > 0.995:
             kv.forget_all()
         kv.check(held)
+
+
+def test_a_prompt_is_found_only_by_its_own_tenant_and_salt() -> None:
+    scopes = [cache_scope("acme"), cache_scope("globex"), cache_scope("acme", "user-1"), cache_scope("acme", "user-2")]
+    assert len({root_key("", scope) for scope in scopes}) == len(scopes)
+    assert root_key("", cache_scope("acme", "user-1")) == root_key("", cache_scope("acme", "user-1"))
+
+
+def test_a_shared_cache_is_one_for_all_tenants_and_still_divided_by_salt() -> None:
+    assert cache_scope("acme", shared=True) == cache_scope("globex", shared=True)
+    assert cache_scope("acme", "salt", shared=True) != cache_scope("acme", shared=True)
+
+
+def test_names_chosen_to_look_like_another_scope_do_not_reach_it() -> None:
+    lookalikes = [
+        cache_scope("acme", "x"),
+        cache_scope("acmex"),
+        cache_scope("", "acmex"),
+        cache_scope("", "tacmex", shared=True),
+    ]
+    assert len({root_key(digest, scope) for digest in ("", "d") for scope in lookalikes}) == 8

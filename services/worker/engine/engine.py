@@ -362,6 +362,7 @@ class Engine:
             max_length=min(self.max_model_len, len(request.prompt) + sampling.max_tokens),
             ending=self._ending(sampling),
             rank=adapter.rank if adapter else 0,
+            cache_scope=request.cache_scope,
         )
 
     def _ending(self, sampling: SamplingParams) -> set[int]:

@@ -42,6 +42,7 @@ class EngineRequest:
     adapter: HostAdapter | None = None
     predicted_tokens: int = 0
     priority: int = 0  # of those waiting, smaller ones go first; of those running, larger ones are preempted first
+    cache_scope: bytes = b""  # who may share its KV blocks (policies.kv_blocks.cache_scope)
 
 
 @dataclass(slots=True)

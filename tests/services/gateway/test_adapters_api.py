@@ -141,6 +141,7 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "dtype": "F32",
         "size_bytes": 4096,
         "source": "path:upper",
+        "tenant": None,
         "created": 1_700_000_000,
         "updated": 1_700_000_000,
         "resident": {"w1": "device"},

@@ -183,16 +183,6 @@ async def test_names_that_no_adapter_can_have_are_a_4xx(mesh: Mesh, http: aiohtt
             assert answer.status in (400, 404), name
 
 
-async def test_an_open_address_without_keys_says_so_loudly(
-    mesh: Mesh, nats_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running_gateway(nats_url, tmp_path, instance_id="g2", host="0.0.0.0"):
-        assert any("NO API KEYS" in record.message for record in caplog.records)
-    caplog.clear()
-    async with running_gateway(nats_url, tmp_path, instance_id="g3"):
-        assert not any("NO API KEYS" in record.message for record in caplog.records)
-
-
 async def test_an_unserved_method_names_all_that_are(mesh: Mesh, http: aiohttp.ClientSession) -> None:
     async with http.patch(f"{mesh.url}/v1/adapters/upper") as answer:
         assert (answer.status, answer.headers["allow"]) == (405, "DELETE, GET")

@@ -19,6 +19,7 @@ from services.gateway.service import GatewayService
 from shared.clock import now_s
 from shared.config import ConfigError
 from shared.errors import Overloaded, Unavailable
+from shared.keys import read_key_file
 from shared.model import RequestBrief, Residency
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, cancelled, put_adapter, running_gateway
@@ -257,5 +258,5 @@ def test_a_bad_key_file_is_a_configuration_error_with_its_line(tmp_path: Path) -
     keys = tmp_path / "keys"
     keys.write_text("a b\nonly-a-key\n")
     with pytest.raises(ConfigError, match="line 2"):
-        GatewayConfig(model="m", api_keys_file=str(keys)).tenants()
+        read_key_file(str(keys))
     assert GatewayConfig(model="org/name").base_model == "name"

@@ -1,0 +1,67 @@
+"""The audit log: who changed which adapter or key, and when. A bounded JetStream stream that nobody can edit.
+
+A stream and not log lines, since gateways and registries come and go with their logs. The oldest entries leave when it is
+full: a full audit log must not stand in the way of revoking a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from nats import errors as nats_errors
+from nats.js import errors as js_errors
+
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import unix_ms
+from shared.errors import Unavailable
+from shared.telemetry import logger
+
+log = logger("motet.audit")
+PAGE = 1000
+_FAILURES = (nats_errors.Error, js_errors.Error, TimeoutError, OSError)
+
+
+class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One change. JSON on `motet.v1.audit.<kind>`, where the kind is the action's first word."""
+
+    action: str  # adapter.registered, adapter.replaced, adapter.aliased, adapter.deleted, key.created, key.revoked, key.rotated
+    actor: str  # the id of the API key that asked; "" where no keys are used
+    object: str  # the adapter's name or the key's id
+    tenant: str = ""  # of the object; "" is shared by all
+    detail: str = ""
+    at_unix_ms: int = 0
+
+
+class Audit:
+    """Writes and reads the audit log."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def record(self, event: AuditEvent) -> None:
+        """Append `event`, which has happened. Where the stream cannot be reached the log has it, as a warning."""
+        event = msgspec.structs.replace(event, at_unix_ms=unix_ms())
+        try:
+            await self._bus.js.publish(subjects.audit(event.action.split(".")[0]), msgspec.json.encode(event))
+        except _FAILURES as error:
+            log.warning("not in the audit log", extra={"event": msgspec.json.encode(event).decode(), "error": repr(error)})
+
+    async def latest(self, count: int) -> list[AuditEvent]:
+        """The last `count` events (at most `PAGE`), newest first. Raises Unavailable."""
+        try:
+            state = (await self._bus.js.stream_info(subjects.STREAM_AUDIT)).state
+            first = max(state.first_seq, state.last_seq - min(count, PAGE) + 1)
+            wanted = range(state.last_seq, first - 1, -1) if state.messages else ()
+            found = await asyncio.gather(*(self._one(sequence) for sequence in wanted))
+        except _FAILURES as error:
+            raise Unavailable(f"the audit log cannot be read: {error!r}") from error
+        return [event for event in found if event is not None]
+
+    async def _one(self, sequence: int) -> AuditEvent | None:
+        try:
+            message = await self._bus.js.get_msg(subjects.STREAM_AUDIT, sequence, direct=True)
+        except js_errors.NotFoundError:  # it has just left
+            return None
+        return msgspec.json.decode(message.data or b"", type=AuditEvent)

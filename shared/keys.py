@@ -1,0 +1,210 @@
+"""API keys: who may do what. Changed while everything runs, in KV `motet_keys`, watched by every gateway.
+
+    key      mtt_<43 random characters>     shown once, when it is made; 256 random bits
+    record   <id> -> ApiKey (JSON)          holds the key's SHA-256 and never the key
+
+A fast hash is right here: nobody guesses 256 random bits, however cheap a guess is. Slow hashes are for passwords.
+Looking a key up by its digest takes the same time however much of a guess is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from nats import errors as nats_errors
+from nats.js import errors as js_errors
+
+from shared import subjects
+from shared.bus import Bus
+from shared.clock import unix_ms
+from shared.config import ConfigError, read_secret
+from shared.errors import BadRequest, Conflict, NotFound, Unavailable
+from shared.kv_watch import KvWatch
+from shared.telemetry import logger
+from shared.tenancy import TENANT, check_tenant
+
+log = logger("motet.keys")
+PREFIX = "mtt_"
+KEYS_MAX = 10_000
+EXPIRED_KEPT_MS = 7 * 24 * 3600 * 1000
+NAME = re.compile(r"[\w .@:/+-]{0,100}")
+Role = Literal["use", "adapters", "admin"]
+ROLES: tuple[Role, ...] = ("use", "adapters", "admin")  # each may do what those before it may
+_FAILURES = (nats_errors.Error, js_errors.Error, TimeoutError, OSError)
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is known of a key. `digest` is the SHA-256 of its text, in hex."""
+
+    id: str
+    digest: str
+    tenant: str
+    role: Role = "use"
+    name: str = ""  # for people
+    created_unix_ms: int = 0
+    expires_unix_ms: int = 0  # 0: never
+
+    @property
+    def expired(self) -> bool:
+        """Whether its time is over."""
+        return bool(self.expires_unix_ms) and unix_ms() >= self.expires_unix_ms
+
+
+_decoder = msgspec.json.Decoder(ApiKey)
+
+
+def digest_of(key: str) -> str:
+    """What is stored of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def new_key() -> str:
+    """The text of a new key."""
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def read_key_file(path: str) -> list[ApiKey]:
+    """The keys of a file with lines `key tenant [role]`, the role being `use` if not given. Raises ConfigError."""
+    found = []
+    for number, line in enumerate(read_secret(path).splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) not in (2, 3):
+            raise ConfigError(f"--api-keys-file: line {number} is not `key tenant [role]`")
+        key, tenant, role = words[0], words[1], words[2] if len(words) == 3 else "use"
+        if not TENANT.fullmatch(tenant):
+            raise ConfigError(f"--api-keys-file: line {number}: a tenant has letters, digits, '_' and '-', at most 64")
+        if role not in ROLES:
+            raise ConfigError(f"--api-keys-file: line {number}: the role is one of {', '.join(ROLES)}")
+        found.append(ApiKey(id=f"file:{number}", digest=digest_of(key), tenant=tenant, role=role))
+    if not found:
+        raise ConfigError(f"--api-keys-file: {path} has no keys")
+    return found
+
+
+def add_to_key_file(path: Path, tenant: str, role: str) -> str:
+    """Append a new key to a file that `read_key_file` reads and, if it is made here, only its owner can; returns the key.
+
+    Raises BadRequest.
+    """
+    check_tenant(tenant)
+    key = new_key()
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as sink:
+        sink.write(f"{key} {tenant} {role}\n")
+    return key
+
+
+class KeyStore:
+    """A live copy of all stored keys, and the way to change them. A change holds here at once, elsewhere in milliseconds."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._by_id: dict[str, ApiKey] = {}
+        self._by_digest: dict[str, ApiKey] = {}
+        self._watch = KvWatch(bus, subjects.KV_KEYS, "*", on_put=self._put, on_delete=self._forget, on_synced=self._reconcile)
+
+    async def start(self) -> None:
+        """Returns when all keys are known. Raises Unavailable when the bucket does not appear."""
+        await self._watch.start()
+
+    async def stop(self) -> None:
+        """Stop following; what is known stays."""
+        await self._watch.stop()
+
+    def find(self, key: str) -> ApiKey | None:
+        """The record of a key that may be used now."""
+        found = self._by_digest.get(digest_of(key))
+        return found if found is not None and not found.expired else None
+
+    def all(self) -> list[ApiKey]:
+        """Every stored key, oldest first."""
+        return sorted(self._by_id.values(), key=lambda key: (key.created_unix_ms, key.id))
+
+    async def create(self, *, tenant: str, role: Role = "use", name: str = "", expires_in_s: float = 0.0) -> tuple[ApiKey, str]:
+        """A new key: its record, and its text, which is not kept. `expires_in_s` 0: it does not expire.
+
+        Raises BadRequest, Conflict when there are too many, or Unavailable.
+        """
+        check_tenant(tenant)
+        if not NAME.fullmatch(name):
+            raise BadRequest("name: letters, digits and ` ._@:/+-`, at most 100 characters", param="name")
+        if len(self._by_id) >= KEYS_MAX:
+            raise Conflict(f"there are {KEYS_MAX} keys, which is the limit: revoke some first")
+        now, text = unix_ms(), new_key()
+        record = ApiKey(
+            id="key_" + secrets.token_hex(8),
+            digest=digest_of(text),
+            tenant=tenant,
+            role=role,
+            name=name,
+            created_unix_ms=now,
+            expires_unix_ms=now + round(expires_in_s * 1000) if expires_in_s else 0,
+        )
+        await self._write(record)
+        for old in [key for key in self.all() if 0 < key.expires_unix_ms < now - EXPIRED_KEPT_MS]:
+            await self.revoke(old.id)
+        return record, text
+
+    async def revoke(self, key_id: str) -> ApiKey:
+        """Delete a key; returns what it was. Raises NotFound or Unavailable."""
+        known = self._known(key_id)
+        try:
+            await (await self._bus.key_value(subjects.KV_KEYS, wait_s=1.0)).delete(key_id)
+        except _FAILURES as error:
+            raise Unavailable(f"the key cannot be revoked: {error!r}") from error
+        self._forget(key_id)
+        return known
+
+    async def rotate(self, key_id: str, *, overlap_s: float) -> tuple[ApiKey, str]:
+        """A new key with the rights of `key_id`, which goes on working for `overlap_s` seconds.
+
+        Raises NotFound or Unavailable.
+        """
+        old = self._known(key_id)
+        lasts_s = (old.expires_unix_ms - old.created_unix_ms) / 1000 if old.expires_unix_ms else 0.0
+        record, text = await self.create(tenant=old.tenant, role=old.role, name=old.name, expires_in_s=lasts_s)
+        until = unix_ms() + max(1, round(overlap_s * 1000))
+        if not old.expires_unix_ms or until < old.expires_unix_ms:
+            await self._write(msgspec.structs.replace(old, expires_unix_ms=until))
+        return record, text
+
+    def _known(self, key_id: str) -> ApiKey:
+        known = self._by_id.get(key_id)
+        if known is None:
+            raise NotFound("there is no such key", param="id")
+        return known
+
+    async def _write(self, record: ApiKey) -> None:
+        try:
+            bucket = await self._bus.key_value(subjects.KV_KEYS, wait_s=1.0)
+            await bucket.put(record.id, msgspec.json.encode(record))
+        except _FAILURES as error:
+            raise Unavailable(f"the key cannot be stored: {error!r}") from error
+        self._keep(record)
+
+    def _put(self, key_id: str, value: bytes) -> None:
+        try:
+            self._keep(_decoder.decode(value))
+        except msgspec.MsgspecError as error:  # of a newer version, maybe: what is not understood admits nobody
+            log.warning("unreadable key record", extra={"id": key_id, "error": str(error)})
+            self._forget(key_id)
+
+    def _keep(self, record: ApiKey) -> None:
+        self._forget(record.id)
+        self._by_id[record.id] = self._by_digest[record.digest] = record
+
+    def _forget(self, key_id: str) -> None:
+        known = self._by_id.pop(key_id, None)
+        if known is not None:
+            self._by_digest.pop(known.digest, None)
+
+    def _reconcile(self, keys: set[str]) -> None:
+        for key_id in self._by_id.keys() - keys:
+            self._forget(key_id)
