@@ -92,8 +92,8 @@ $(VLLM_STAMP):
 		cp -a tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4* lib/ && rm -r tcmalloc libtcmalloc-minimal4*.deb; }
 	@touch $@
 
-compose-secrets: $(RUN_STAMP) ## NATS configuration and passwords for compose/compose.yaml
-	@$(BIN)/python -m motet nats-config --out compose/secrets
+compose-secrets: $(RUN_STAMP) ## NATS configuration, passwords, certificates and an API key for compose/compose.yaml
+	@$(BIN)/python -m motet nats-config --out compose/secrets --tls --tls-files /run/secrets
 
 compose-test: $(DEV_STAMP) ## the Compose stack on a container engine: built, asked, killed, taken down and up again
 	@$(BIN)/python -m tests.compose

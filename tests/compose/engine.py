@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import tarfile
@@ -124,6 +125,20 @@ class Project:
             "DOCKER_BUILDKIT": "1",
         }
 
+    @property
+    def ca(self) -> Path:
+        """The authority of the stack's certificates."""
+        return self.secrets / "ca.crt"
+
+    @property
+    def key(self) -> str:
+        """An administrator's API key."""
+        return (self.secrets / "api-keys").read_text().split()[0]
+
+    def trust(self) -> ssl.SSLContext:
+        """For clients: that authority and no other."""
+        return ssl.create_default_context(cafile=str(self.ca))
+
     def compose(self, *words: str) -> str:
         files = [word for file in self.files for word in ("-f", str(file))]
         return run("docker", "compose", "-p", self.name, *files, "--profile", "cpu", *words, env=self.env)
@@ -142,10 +157,10 @@ class Project:
         return found
 
     def url(self, service: str, port: int, container: dict[str, Any] | None = None) -> str:
-        """Where a container's port is to be found on this machine."""
+        """Where a container's port is to be found on this machine; gateways speak https."""
         one = container or self.containers(service)[0]
         bound = one["NetworkSettings"]["Ports"][f"{port}/tcp"][0]
-        return f"http://{bound['HostIp']}:{bound['HostPort']}"
+        return f"{'https' if service == 'gateway' else 'http'}://{bound['HostIp']}:{bound['HostPort']}"
 
     def kill_process(self, container: dict[str, Any]) -> None:
         """SIGKILL to a container's first process, as a crash would end it: the restart policy brings it back.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import ssl
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from examples.demo.tasks import TASKS
@@ -24,6 +26,11 @@ with warnings.catch_warnings():
     import openai
 
 STREAMS = 48
+CLIENTS = ROOT / "examples" / "clients"
+SECRETS = {  # what is mounted where it is not the service's password alone
+    "nats": {"nats_conf", "nats.key"},
+    "gateway": {"gateway_password", "gateway.key", "api_keys"},
+}
 MESH_MIB, WORKER_MIB = 250, 1600
 TROUBLE = ("resumed", "preemptions", "refused", "errors", "evictions")
 PROMETHEUS = """services:
@@ -90,7 +97,8 @@ class Proof:
 
     def build(self) -> str:
         self.project.home.mkdir(exist_ok=True)
-        run(sys.executable, "-m", "motet", "nats-config", "--out", str(self.project.secrets))
+        made = ("--tls", "--tls-files", "/run/secrets")
+        run(sys.executable, "-m", "motet", "nats-config", "--out", str(self.project.secrets), *made)
         for image in ("prometheus", "grafana"):
             try:
                 self.project.compose("pull", "-q", image)
@@ -142,7 +150,10 @@ class Proof:
     def ask(self, url: str, *, models: dict[str, str] | None = None) -> int:
         """Right answers over all adapters (or `models`: name -> task)."""
         right = 0
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        http = openai.DefaultHttpxClient(verify=self.project.trust())
+        with openai.OpenAI(
+            base_url=f"{url}/v1", api_key=self.project.key, max_retries=0, timeout=60, http_client=http
+        ) as client:
             listed = {card.id for card in client.models.list()}
             asked = models or {task.adapter: task.name for task in TASKS}
             promise({"motet-demo", *asked} <= listed, f"listed: {sorted(listed)}")
@@ -158,16 +169,16 @@ class Proof:
         return right
 
     def publishers(self) -> str:
-        secret, clients = str(self.project.secrets / "upstream.password"), ROOT / "examples" / "clients"
-        nats = ("--url", "nats://127.0.0.1:14222", "--user", "upstream", "--password-file", secret)
-        said = run(sys.executable, str(clients / "publish_nats.py"), *nats, "--model", "upper-case", "hello queue")
-        raw = run(sys.executable, str(clients / "publish_raw.py"), "127.0.0.1", "14222", "reverse", "hello", "upstream", secret)
-        answers = [json.loads(one)["response"]["choices"][0]["message"]["content"].strip() for one in (said, raw)]
+        said, _ = self._publish("proof-nats-py", "upper-case", "hello queue").communicate(timeout=120)
+        raw = [str(CLIENTS / "publish_raw.py"), "127.0.0.1", "14222", "reverse", "hello", "upstream", self._upstream()]
+        plain = run(sys.executable, *raw, env=os.environ | {"SSL_CERT_FILE": str(self.project.ca)})
+        answers = [json.loads(one)["response"]["choices"][0]["message"]["content"].strip() for one in (said, plain)]
         promise(answers == ["HELLO QUEUE", "olleh"], f"answers: {answers}")
         return f"nats-py: {answers[0]!r}, plain socket: {answers[1]!r}"
 
     def isolation(self) -> str:
         secrets = {path.name: path.read_text().strip() for path in self.project.secrets.glob("*.password")}
+        secrets["api-keys"] = self.project.key
         for one in self.project.containers():
             service, host = one["Config"]["Labels"]["com.docker.compose.service"], one["HostConfig"]
             described = json.dumps(one)
@@ -180,9 +191,11 @@ class Proof:
             promise("Uid:\t10001" in status and "CapEff:\t0000000000000000" in status, f"{service}: {status}")
             writes = self.project.inside(one, "sh", "-c", "touch /opt/x /home/motet/x")
             promise(writes.returncode != 0 and writes.stderr.count("Read-only file system") == 2, f"{service}: {writes.stderr}")
-            mounted = self.project.inside(one, "sh", "-c", "ls /run/secrets").stdout.split()
-            promise(len(mounted) == 1, f"{service} has secrets {mounted}")
-        return "uid 10001, read-only root, no capabilities, one secret each, by file"
+            mounted = {
+                name for name in self.project.inside(one, "ls", "/run/secrets").stdout.split() if not name.endswith(".crt")
+            }
+            promise(mounted == SECRETS.get(service, {f"{service}_password"}), f"{service} has secrets {mounted}")
+        return "uid 10001, read-only root, no capabilities, its own secrets only, by file; TLS and API keys on"
 
     # ---- it heals
 
@@ -196,18 +209,26 @@ class Proof:
         """The gateways, in the order of `containers`. A restarted one may have another port of its range."""
         return [self.project.url("gateway", 8000, one) for one in self.project.containers("gateway")]
 
+    def get(self, url: str, body: dict[str, Any] | None = None) -> Any:
+        """What a gateway answers to a GET, or to a POST of `body`."""
+        return ask(url, body, key=self.project.key, trust=self.project.trust())
+
+    async def stream(self, meanwhile: Callable[[], Awaitable[None]] | None = None) -> list[streams.Outcome]:
+        """All streams over all gateways at once."""
+        return await streams.run(self.urls(), self.bodies, self.project.key, self.project.trust(), meanwhile)
+
     def wait_workers(self, count: int, within_s: float = 90.0) -> None:
         """Until every gateway's scheduler sees `count` live workers."""
         urls = self.urls()
 
         def all_seen() -> bool:
-            known = [(get(f"{url}/v1/status") or {}).get("workers", []) for url in urls]
+            known = [(self.get(f"{url}/v1/status") or {}).get("workers", []) for url in urls]
             return all(sum(not worker["stale"] for worker in workers) == count for workers in known)
 
         self.wait(all_seen, f"{count} live workers", within_s)
 
     def undisturbed(self) -> str:
-        self.quiet = asyncio.run(streams.run(self.urls(), self.bodies))
+        self.quiet = asyncio.run(self.stream())
         failed = [one.error for one in self.quiet if one.error]
         promise(not failed, f"{len(failed)} failed: {failed[:3]}")
         return f"{STREAMS} whole, longest gap {max(one.longest_gap_s for one in self.quiet):.2f} s"
@@ -218,7 +239,7 @@ class Proof:
         async def kill() -> None:
             await asyncio.to_thread(self.project.kill_process, self.project.containers(service)[0])
 
-        outcomes = asyncio.run(streams.run(self.urls(), self.bodies, kill))
+        outcomes = asyncio.run(self.stream(kill))
         lost = [one.error for one in outcomes if one.error]
         changed = sum(not one.error and one.text != quiet.text for one, quiet in zip(outcomes, self.quiet, strict=True))
         self.figures["lost"] += len(lost)
@@ -238,7 +259,7 @@ class Proof:
             await asyncio.to_thread(self.project.kill_process, victim)
 
         victim = self.project.containers("gateway")[0]
-        outcomes = asyncio.run(streams.run(self.urls(), self.bodies, kill))
+        outcomes = asyncio.run(self.stream(kill))
         owned, others = outcomes[0::2], outcomes[1::2]
         silent = sum(not one.error and one.text != quiet.text for one, quiet in zip(owned, self.quiet[0::2], strict=True))
         ended = sum(bool(one.error) for one in owned)
@@ -255,16 +276,25 @@ class Proof:
         kinds = {one.error.partition(":")[0] for one in owned if one.error}
         return f"its {ended} streams end with {' or '.join(sorted(kinds))}; the other's 24 and 8 durable ones are whole"
 
-    def _publish(self, name: str) -> subprocess.Popen[str]:
-        secret = str(self.project.secrets / "upstream.password")
-        argv = (sys.executable, str(ROOT / "examples/clients/publish_nats.py"), "--url", "nats://127.0.0.1:14222")
-        who = ("--user", "upstream", "--password-file", secret, "--id", name, "--model", "reverse", "hello there")
-        return subprocess.Popen([*argv, *who], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    def _publish(self, name: str, model: str = "reverse", text: str = "hello there") -> subprocess.Popen[str]:
+        argv = [
+            sys.executable,
+            str(CLIENTS / "publish_nats.py"),
+            "--url",
+            "tls://127.0.0.1:14222",
+            "--ca-file",
+            str(self.project.ca),
+        ]
+        argv += ["--user", "upstream", "--password-file", self._upstream(), "--id", name, "--model", model, text]
+        return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+    def _upstream(self) -> str:
+        return str(self.project.secrets / "upstream.password")
 
     def down_and_up(self) -> str:
         """Adapters that were added while it ran, and results nobody fetched, are still there."""
         with_alias = {"name": "shouting", "path": "/adapters/upper-case"}
-        post(f"{self.urls()[0]}/v1/adapters", with_alias)
+        self.get(f"{self.urls()[0]}/v1/adapters", with_alias)
         self.project.compose("down", "--timeout", "20")
         promise(not self.project.containers(), "containers are left")
         self.project.compose("up", "-d", "--no-build", *self.services)
@@ -279,7 +309,7 @@ class Proof:
     def prometheus(self) -> str:
         if "prometheus" not in self.services:
             return "left out: no image and no binary"
-        asyncio.run(streams.run(self.urls(), self.bodies))
+        asyncio.run(self.stream())
         url = self.project.url("prometheus", 9090)
         targets = self.wait(lambda: self._targets(url), "targets that answer")
         rules = [rule for group in query(url, "rules")["groups"] for rule in group["rules"]]
@@ -318,7 +348,8 @@ class Proof:
             told = self.wait(lambda: self._not_ready(words), f"reason that names {words!r}")
             promise("--max-model-len: 1000000 is more than the model's" in told, told)
             [gateway] = self.project.containers("gateway")
-            status = self.project.inside(gateway, "motet", "status", "--url", "http://127.0.0.1:8000")
+            access = ("env", f"MOTET_API_KEY={self.project.key}", "MOTET_CA_FILE=/run/secrets/ca.crt")
+            status = self.project.inside(gateway, *access, "motet", "status", "--url", "https://127.0.0.1:8000")
             promise(status.returncode == 1 and words in " ".join(status.stdout.split()), status.stdout + status.stderr)
             if "prometheus" in self.services:
                 url = self.project.url("prometheus", 9090)
@@ -328,7 +359,7 @@ class Proof:
         return told[:90] + ("; MotetNoWorker fires" if "prometheus" in self.services else "")
 
     def _not_ready(self, words: str) -> str:
-        answer = get(f"{self.urls()[0]}/ready") or {}
+        answer = self.get(f"{self.urls()[0]}/ready") or {}
         return next((reason for reason in answer.get("reasons", []) if words in reason), "")
 
 
@@ -338,10 +369,12 @@ def promise(kept: bool, seen: str) -> None:
         raise Broken(seen)
 
 
-def get(url: str) -> Any:
-    """The JSON behind a URL, also of an error; None when nobody answers."""
+def ask(url: str, body: dict[str, Any] | None = None, *, key: str = "", trust: ssl.SSLContext | None = None) -> Any:
+    """The JSON answer to a GET, or to a POST of `body`, also of an error; None when nobody answers."""
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers)
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=60, context=trust) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return json.loads(error.read())
@@ -349,16 +382,9 @@ def get(url: str) -> Any:
         return None
 
 
-def post(url: str, body: dict[str, Any]) -> Any:
-    """The JSON answer to a POST. Raises OSError for an error status."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())
-
-
 def query(url: str, what: str, **parameters: str) -> Any:
     """`data` of Prometheus's HTTP API."""
-    answer = get(f"{url}/api/v1/{what}?{urllib.parse.urlencode(parameters)}")
+    answer = ask(f"{url}/api/v1/{what}?{urllib.parse.urlencode(parameters)}")
     promise(answer is not None and answer["status"] == "success", f"{what} {parameters}: {answer}")
     return answer["data"]
 

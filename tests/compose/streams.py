@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -68,11 +69,19 @@ async def follow(http: aiohttp.ClientSession, url: str, body: dict[str, Any], ou
 
 
 async def run(
-    urls: Sequence[str], bodies: Sequence[dict[str, Any]], meanwhile: Callable[[], Awaitable[None]] | None = None
+    urls: Sequence[str],
+    bodies: Sequence[dict[str, Any]],
+    key: str,
+    trust: ssl.SSLContext,
+    meanwhile: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Outcome]:
     """All `bodies` at once, in turns over `urls`. `meanwhile` runs when a quarter of all tokens has arrived."""
     outcomes = [Outcome() for _ in bodies]
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300)) as http:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=trust),
+        timeout=aiohttp.ClientTimeout(total=300),
+        headers={"authorization": f"Bearer {key}"},
+    ) as http:
         work = [follow(http, urls[i % len(urls)], body, outcomes[i]) for i, body in enumerate(bodies)]
         running = asyncio.gather(*work)
         if meanwhile is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import ssl
 import subprocess
 import sys
 import time
@@ -53,12 +54,13 @@ class Stack:
 
     def make_secrets(self) -> None:
         out = self.home / "secrets"
-        subprocess.run([sys.executable, "-m", "motet", "nats-config", "--out", str(out)], check=True, cwd=ROOT)
+        tls = ["--tls", "--tls-files", "/run/secrets", *(word for name in OURS for word in ("--tls-host", self.address[name]))]
+        subprocess.run([sys.executable, "-m", "motet", "nats-config", "--out", str(out), *tls], check=True, cwd=ROOT)
         for name, secret in self.spec["secrets"].items():
             path = out / Path(secret["file"]).name
             assert path.exists(), f"`motet nats-config` does not write {path.name} of secret {name}"
         config = out / "nats.conf"
-        text = config.read_text().replace("0.0.0.0", self.address["nats"])
+        text = config.read_text().replace("0.0.0.0", self.address["nats"]).replace("/run/secrets", str(out))
         config.write_text(text.replace('"/data', f'"{self.home / "nats-data"}'))
 
     def local(self, service: str, text: str) -> str:
@@ -140,7 +142,11 @@ async def test_a_request_through_the_stack_is_answered_by_the_right_adapter(stac
 
     task = next(iter(TASKS.values())) if isinstance(TASKS, dict) else TASKS[0]
     text = "hello there"
-    async with aiohttp.ClientSession(f"http://{stack.address['gateway']}:8000") as http:
+    secrets = stack.home / "secrets"
+    trust = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=str(secrets / "ca.crt")))
+    headers = {"authorization": f"Bearer {(secrets / 'api-keys').read_text().split()[0]}"}
+    base = f"https://{stack.address['gateway']}:8000"
+    async with aiohttp.ClientSession(base, connector=trust, headers=headers) as http:
         body = {"model": task.adapter, "messages": [{"role": "user", "content": task.prompt(text)}], "temperature": 0}
 
         async def answered() -> str:
