@@ -82,7 +82,6 @@ class ChaosMesh:
     def __init__(self, directory: Path, options: MeshOptions) -> None:
         self.directory, self.options = directory, options
         self.killed: dict[str, list[float]] = {}
-        self._lock = asyncio.Lock()
         self._credentials = directory / "credentials"
         self.nats: dict[str, NatsServer] = {}
         self.monitors: dict[str, int] = {}  # ports of the brokers' own monitoring
@@ -156,13 +155,14 @@ class ChaosMesh:
         return client
 
     async def stop(self) -> None:
-        for relays in self.stack.relays.values():
+        if hasattr(self, "stack"):  # it may not have come that far
+            relays = [relay for each in self.stack.relays.values() for relay in each]
             for relay in relays:
                 relay.heal()
-        await self.stack.stop()
-        for relays in self.stack.relays.values():
+            await self.stack.stop()
             for relay in relays:
                 await relay.stop()
+            await asyncio.sleep(0)  # their connections end in tasks of their own
         for server in self.nats.values():
             server.stop()
 
