@@ -70,7 +70,7 @@ class _RelayedStack(Stack):
             env["MOTET_MAX_RUNNING"] = str(WORKER_SEATS)
         if self.source is not None and not self._generation and not (name.startswith("gateway") and _no_fd(self.source)):
             env["PYTHONPATH"] = str(self.source)
-            process._spec = msgspec.structs.replace(spec, env=env, argv=lambda port: [sys.executable, "-P", *argv(port)[1:]])
+            process._spec = msgspec.structs.replace(spec, env=env, argv=lambda port: _older(argv(port), self.source))
         else:
             process._spec = msgspec.structs.replace(spec, env=env)
         return process
@@ -263,6 +263,15 @@ def names_of(options: MeshOptions) -> Iterable[str]:
     """Every service process of a mesh."""
     counts = {"worker": options.workers, "gateway": options.gateways, "scheduler": options.schedulers}
     return [*(f"{kind}-{i + 1}" for kind, count in counts.items() for i in range(count)), "registry", "predictor"]
+
+
+def _older(argv: list[str], source: Path) -> list[str]:
+    """The command line of a service without the options that the code in `source` does not have yet."""
+    configs = (source / "shared" / "config.py", source / "services" / argv[3] / "config.py")
+    known = "".join(path.read_text() for path in configs)
+    options = zip(argv[4::2], argv[5::2], strict=True)
+    kept = [word for option in options if f"{option[0][2:].replace('-', '_')}:" in known for word in option]
+    return [sys.executable, "-P", *argv[1:4], *kept]
 
 
 def _no_fd(source: Path) -> bool:
