@@ -70,7 +70,7 @@ class _RelayedStack(Stack):
             env["MOTET_MAX_RUNNING"] = str(WORKER_SEATS)
         if self.source is not None and not self._generation and not (name.startswith("gateway") and _no_fd(self.source)):
             env["PYTHONPATH"] = str(self.source)
-            process._spec = msgspec.structs.replace(spec, env=env, argv=lambda port: [sys.executable, "-P", *argv(port)[1:]])
+            process._spec = msgspec.structs.replace(spec, env=env, argv=lambda port: _older(argv(port), self.source))
         else:
             process._spec = msgspec.structs.replace(spec, env=env)
         return process
@@ -82,7 +82,6 @@ class ChaosMesh:
     def __init__(self, directory: Path, options: MeshOptions) -> None:
         self.directory, self.options = directory, options
         self.killed: dict[str, list[float]] = {}
-        self._lock = asyncio.Lock()
         self._credentials = directory / "credentials"
         self.nats: dict[str, NatsServer] = {}
         self.monitors: dict[str, int] = {}  # ports of the brokers' own monitoring
@@ -156,13 +155,14 @@ class ChaosMesh:
         return client
 
     async def stop(self) -> None:
-        for relays in self.stack.relays.values():
+        if hasattr(self, "stack"):  # it may not have come that far
+            relays = [relay for each in self.stack.relays.values() for relay in each]
             for relay in relays:
                 relay.heal()
-        await self.stack.stop()
-        for relays in self.stack.relays.values():
+            await self.stack.stop()
             for relay in relays:
                 await relay.stop()
+            await asyncio.sleep(0)  # their connections end in tasks of their own
         for server in self.nats.values():
             server.stop()
 
@@ -263,6 +263,15 @@ def names_of(options: MeshOptions) -> Iterable[str]:
     """Every service process of a mesh."""
     counts = {"worker": options.workers, "gateway": options.gateways, "scheduler": options.schedulers}
     return [*(f"{kind}-{i + 1}" for kind, count in counts.items() for i in range(count)), "registry", "predictor"]
+
+
+def _older(argv: list[str], source: Path) -> list[str]:
+    """The command line of a service without the options that the code in `source` does not have yet."""
+    configs = (source / "shared" / "config.py", source / "services" / argv[3] / "config.py")
+    known = "".join(path.read_text() for path in configs)
+    options = zip(argv[4::2], argv[5::2], strict=True)
+    kept = [word for option in options if f"{option[0][2:].replace('-', '_')}:" in known for word in option]
+    return [sys.executable, "-P", *argv[1:4], *kept]
 
 
 def _no_fd(source: Path) -> bool:

@@ -105,8 +105,8 @@ async def run_phase(
 ) -> Phase:
     """Start a mesh in `directory`, do everything, stop it."""
     mesh = ChaosMesh(directory, mesh_options)
-    await mesh.start()
     try:
+        await mesh.start()
         say(f"mesh of {mesh_options.nodes} broker node(s) is up; quiet run")
         return await _hurt(mesh, load, faults, say)
     finally:
