@@ -1,4 +1,4 @@
-"""A durable request as it was delivered: what can be known of it, its deadline, and what is stored when it ends.
+"""A durable request as it was delivered: its ids, its deadline, and the result or dead letter that is stored at its end.
 
 Nothing here talks to the bus. `services.gateway.intake` does, and drives these.
 """
@@ -29,7 +29,7 @@ Parsed = tuple[protocol.ChatRequest | protocol.CompletionRequest, dict[str, Any]
 
 
 class DurableRequest:
-    """One delivery and what can be known of it before its body is trusted."""
+    """One delivery. Ids and deadline are read before the body is checked; `parse` checks it."""
 
     def __init__(self, message: Msg, *, bytes_max: int) -> None:
         self.message = message

@@ -353,7 +353,7 @@ class Intake:
             try:
                 await self._bus.js.get_last_msg(stream, request.result_subject, direct=True)
             except (js_errors.NotFoundError, nats_errors.NoRespondersError):
-                continue  # no responders: no such stream; if it is there after all, it takes one result only
+                continue  # no responders: the stream is missing. A result stored in the meantime is refused as a duplicate
             except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
                 raise Unavailable(f"results of {request.tenant} cannot be read: {error!r}") from error
             return True
@@ -390,7 +390,7 @@ class Intake:
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    """End tasks; again those that missed it, since wait_for may swallow a cancellation that meets its result."""
+    """Cancel tasks until they end: `wait_for` may swallow a cancellation that arrives together with its result."""
     while tasks := [task for task in tasks if not task.done()]:
         for task in tasks:
             task.cancel()

@@ -71,7 +71,7 @@ _info = msgspec.json.Decoder(_Info)
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the public internet; of an address that carries an IPv4 one, that one counts."""
+    """Whether an IP address belongs to the public internet. An IPv4 address inside an IPv6 one decides."""
     ip: _Address = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.ipv4_mapped or ip.sixtofour

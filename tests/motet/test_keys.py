@@ -1,4 +1,4 @@
-"""`motet keys`: what it prints can be used, what it writes only its owner can read."""
+"""`motet keys`: a printed key can be used, and a key file can be read by its owner alone."""
 
 from __future__ import annotations
 
