@@ -120,18 +120,25 @@ class WorkerService:
 
     async def start(self) -> None:
         """Load the model, then tell everybody. A failure is told as well."""
-        self.bus = bus = await Bus.connect(self.config, f"worker-{self.worker_id}", inbox="worker")
-        self._exit.push_async_callback(bus.close)
-        await self._notify("starting")
         try:
+            self._model_dir = await asyncio.to_thread(resolve_model, self.config.model)
+            bus = await self._connect()
+            await self._notify("starting")
             await self._start(bus)
         except Exception as error:
-            await self._notify("failed", str(error) if isinstance(error, MotetError | ConfigError) else repr(error))
+            with contextlib.suppress(MotetError):
+                if self.bus is None and isinstance(error, ConfigError):
+                    await self._connect()
+                await self._notify("failed", str(error) if isinstance(error, MotetError | ConfigError) else repr(error))
             raise
+
+    async def _connect(self) -> Bus:
+        self.bus = bus = await Bus.connect(self.config, f"worker-{self.worker_id}", inbox="worker")
+        self._exit.push_async_callback(bus.close)
+        return bus
 
     async def _start(self, bus: Bus) -> None:
         config = self.config
-        self._model_dir = await asyncio.to_thread(resolve_model, config.model)
         self._exit.push_async_callback(self.engine.stop)
         await self.engine.start()
         limits = self._assembly.limits
@@ -207,7 +214,8 @@ class WorkerService:
             event=event,
             reason=" ".join(reason.split())[:LAST_WORDS],
         )
-        assert self.bus is not None
+        if self.bus is None:
+            return
         with contextlib.suppress(MotetError, nats_errors.Error, TimeoutError):
             await self.bus.publish(subjects.notice(self.worker_id), notice)
             await asyncio.wait_for(self.bus.flush(), NOTIFY_S)

@@ -38,6 +38,15 @@ async def test_a_worker_that_cannot_load_its_model_says_why(heard, nats_url, che
     assert event == "failed" and reason.startswith("--max-model-len: 1048576 is more than the model's")
 
 
+async def test_a_worker_whose_model_is_not_there_says_so(heard, nats_url):
+    service = WorkerService(WorkerConfig(nats_url=nats_url, model="/no/such/model", device="cpu"))
+    with pytest.raises(ConfigError):
+        await service.start()
+    await service.stop()
+    await eventually(lambda: len(heard) == 1)
+    assert heard[0][0] == "failed" and "/no/such/model" in heard[0][1]
+
+
 async def test_the_last_words_of_an_unforeseen_failure_are_short_and_one_line(heard, nats_url, checkpoint, monkeypatch):
     def broken(*_: object) -> None:
         raise OSError("cannot open\nshared object " + 1000 * "x")
