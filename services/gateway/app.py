@@ -22,6 +22,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.fleet import Fleet
 from services.gateway.guard import Guard
 from services.gateway.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
+from services.gateway.limits import Limits, Turn, UntilSent
 from services.gateway.owner import Owner
 from services.gateway.planner import Plan, Planner
 from services.gateway.prompt import Prompts
@@ -51,6 +52,7 @@ class Gateway(Protocol):
     adapters: AdapterWatch
     fleet: Fleet
     keys: Keys
+    limits: Limits
     started_s: int  # Unix time
 
     def not_ready(self) -> list[str]:
@@ -75,15 +77,27 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     async def run(request: Request, parse: Callable[[bytes], Any]) -> Response:
         gateway.admit()
+        turn = gateway.limits.begin(request.state.tenant)
+        try:
+            return await answer(request, parse, turn)
+        except BaseException:
+            turn.fail()
+            raise
+
+    async def answer(request: Request, parse: Callable[[bytes], Any], turn: Turn) -> Response:
         parsed = parse(await read_body(request, config.max_body_bytes))
         slo = gateway.planner.slo(_slo_headers(request), names=SLO_HEADERS)
         given = request.state.request_id if request.state.request_id_given else ""
         plan: Plan = await gateway.planner.plan(parsed, tenant=request.state.tenant, slo=slo, request_id=given)
+        turn.spend(plan.prompt_tokens)
         if parsed.stream:
             streams, signal = await while_connected(request, answers.open_all(owner, plan))
-            return SseResponse(plan, streams, signal, owner.detokenizer)
+            events = SseResponse(plan, streams, signal, owner.detokenizer)
+            events.headers.update(turn.headers())
+            return UntilSent(events, lambda: turn.end(sum(len(stream.tokens) for stream in streams)))
         body = await while_connected(request, answers.collect(owner, plan))
-        return json_answer(body)
+        turn.end(body["usage"]["completion_tokens"])
+        return json_answer(body, headers=turn.headers())
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
