@@ -151,6 +151,12 @@ class Turn:
             self._use.running -= 1
             self._use.take_tokens(output_tokens)
 
+    def hand_over(self) -> Turn:
+        """The same request for somebody else to end."""
+        other = Turn(self._use)
+        other._spent, self._ended = self._spent, True
+        return other
+
     def fail(self) -> None:
         """There is no answer: its tokens are given back."""
         self.end(-self._spent)

@@ -23,6 +23,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.connections import GuardedProtocol, files_for, watch
 from services.gateway.detokenize import Detokenizer
 from services.gateway.fleet import Fleet
+from services.gateway.idempotency import Once
 from services.gateway.intake import Intake
 from services.gateway.limits import Limits
 from services.gateway.owner import Owner
@@ -53,6 +54,7 @@ class GatewayService:
         self.config = config
         self.keys = Keys(config)
         self.gateway_id = config.identity("gateway")
+        self.once = Once()
         self.limits = Limits(config, lambda: self.owner.inflight)
         self.port = 0
         self.started_s = unix_ms() // 1000
