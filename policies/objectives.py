@@ -19,7 +19,8 @@ An objective counts only where it can be kept at all: one that the worker would 
 idle worker takes everything. Part of a worker's room is kept for urgent requests (ROOM).
 
 Fair shares: of several tenants, those with by far the most requests for their weight get only seats that are free, or will be
-in a moment (OVER_SHARE). So the queue belongs to the others, who get all they ask for up to their share.
+in a moment (OVER_SHARE). So the queue belongs to the others, who get all they ask for up to their share: the urgent requests
+that run are not theirs, and are not expected to overtake them (u = 0).
 """
 
 from __future__ import annotations
@@ -78,10 +79,11 @@ def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len:
     band = band_of(ask.ttft_slo_ms)
     room = ROOM[band]
     pace = _pace(t, ask, avg_resp_len)
-    own, ttft = _ttft(state, ask, rows, t, loads, pace)
+    share = share_of((load.tenants for load in loads), ask)
+    own, ttft = _ttft(state, ask, rows, t, loads, pace, overtaken=share != "below")
     alone = pace.base + pace.row  # a step of nobody but r
 
-    over = over_share((load.tenants for load in loads), ask)
+    over = share == "above"
     tpot_margin = TPOT_MARGIN - OVER_SHARE if over else TPOT_MARGIN
     late = np.where(own + alone <= ask.ttft_slo_ms, ttft - TTFT_MARGIN[band] * ask.ttft_slo_ms, 0.0)
     np.maximum(late, pace.until(tpot_margin * ask.tpot_slo_ms), out=late, where=alone <= tpot_margin * ask.tpot_slo_ms)
@@ -132,7 +134,14 @@ def _pace(t: Mapping[str, NDArray], ask: Ask, avg_resp_len: float) -> _Pace:
 
 
 def _ttft(
-    state: ClusterState, ask: Ask, rows: NDArray[np.intp], t: Mapping[str, NDArray], loads: list[WorkerLoad], pace: _Pace
+    state: ClusterState,
+    ask: Ask,
+    rows: NDArray[np.intp],
+    t: Mapping[str, NDArray],
+    loads: list[WorkerLoad],
+    pace: _Pace,
+    *,
+    overtaken: bool,
 ) -> tuple[Floats, Floats]:
     """(what r itself needs before its first step, its time to first token)."""
     band = band_of(ask.ttft_slo_ms)
@@ -146,12 +155,13 @@ def _ttft(
     free = np.maximum(np.minimum(pace.seats - t["running"], t["kv_tokens_free"] / pace.held), 0.0)
     seat = np.maximum(ahead + 1.0 - np.floor(free), 0.0) * pace.turn
     joining = np.minimum(ahead, free) / np.maximum(ahead, 1.0) * ahead_tokens * t["prefill_token_ms"]
-    left = 1.0 - urgent / (t["running"] + FEW)
+    left = 1.0 - urgent / (t["running"] + FEW) if overtaken else 1.0
     return own, seat / left + joining + own + 1.5 * (pace.base + pace.rows * pace.row)
 
 
-def over_share(tenants: Iterable[Mapping[str, Share]], ask: Ask) -> bool:
-    """Whether the tenant of `ask` would be above its weighted share of all requests; never when it is alone."""
+def share_of(tenants: Iterable[Mapping[str, Share]], ask: Ask) -> Literal["above", "fair", "below"]:
+    """Where the tenant of `ask` would stand: above its weighted share of all requests, near it, or well below it while
+    another one is above. Fair when it is alone."""
     have: dict[str, float] = {ask.tenant: 1.0}
     weights: dict[str, float] = {}
     for shares in tenants:
@@ -162,7 +172,9 @@ def over_share(tenants: Iterable[Mapping[str, Share]], ask: Ask) -> bool:
     own = have[ask.tenant] / ask.tenant_weight
     mean = sum(have.values()) / sum(weights.values())
     largest = max(count / weights[tenant] for tenant, count in have.items())
-    return len(weights) > 1 and own > ABOVE_MEAN * mean and own >= OF_LARGEST * largest
+    if own > ABOVE_MEAN * mean and own >= OF_LARGEST * largest:
+        return "above"
+    return "below" if own < mean and largest > ABOVE_MEAN * mean else "fair"
 
 
 def _roomiest(state: ClusterState, fit: NDArray[np.bool_]) -> NDArray[np.intp]:

@@ -145,6 +145,14 @@ def test_a_tenant_above_its_share_is_refused_before_those_below_theirs():
     assert admit(state, asked(tenant="quiet")).worker_id == "a"
 
 
+def test_a_tenant_below_its_share_is_not_put_off_because_of_what_another_one_runs():
+    state = cluster("a", max_running=8, max_waiting=400)
+    fill(state, "a", 8, 2, ttft=INTERACTIVE, tenant="loud")
+    fill(state, "a", 0, 4, ttft=10_000.0, tenant="quiet")
+    assert admit(state, asked(10_000.0, tenant="quiet")).worker_id == "a"
+    assert admit(state, asked(10_000.0, tenant="loud")).worker_id is None
+
+
 def test_a_tenant_that_is_alone_has_everything():
     state = cluster("a", max_running=8)
     fill(state, "a", 8, 4, tenant="only")
