@@ -235,7 +235,7 @@ def simulate(
     cluster = Cluster(
         workload,
         [spec] * workers,
-        SchedulerSpec(policy=policy, oracle_lengths=oracle),
+        SchedulerSpec(policy=policy, admission="room", oracle_lengths=oracle),  # policies alone are compared
         schedulers=schedulers,
         bus=PERFECT if oracle else Bus(),
     )

@@ -100,7 +100,7 @@ def cluster_10min(seconds: float) -> Cluster:
     )
     limits = limits_of(max_running=64, kv_blocks=900, adapter_bytes=2 * GIB)
     worker = WorkerSpec(limits=limits, perf=A10_MBGMV, steps=PerfSteps(A10_MBGMV))
-    return Cluster(workload, [worker] * 60, SchedulerSpec())
+    return Cluster(workload, [worker] * 60, SchedulerSpec(admission="room"))
 
 
 def alpaca_like(rng: np.random.Generator, requests: int) -> tuple[Ints, Ints]:

@@ -96,6 +96,9 @@ every route, field, limit and error.
   `--allowed-hosts`; an `Origin` header must be of the same host or one of `--allowed-origins`. Anything else is a 403. With
   `--allowed-origins` the answers carry CORS headers. Behind a proxy that passes the public name on, list that name.
 - Every answer has `X-Request-Id`: the request's own, or a random one. An answer's `id` is `chatcmpl-` or `cmpl-` and that id.
+- An `Idempotency-Key` on a generating request makes it run once per gateway: sent again it waits for, or gets, the same answer.
+- 429 says when to come back: `Retry-After` (seconds), `retry-after-ms`. A tenant with limits gets OpenAI's `x-ratelimit-*`.
+- A stream that is silent for 10 s sends the comment `: keep-alive`.
 - Every error is `{{"error": {{"message", "type", "param", "code"}}}}`; `param` names the field or header.
 - Connections are closed (408) when a request's headers take longer than 15 s, or its body comes slower than 4 KiB/s after
   30 s. More than 128 headers or 64 KiB of them are a 431.

@@ -87,6 +87,9 @@ POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 @click.option("--profile", type=EXISTING, help="What a worker is, from `motet profile`.  [default: Llama-2-7B on an A10]")
 @click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Workers of that profile.")
 @click.option("--policy", "policies", type=click.Choice(sorted(POLICIES)), multiple=True, help="Scheduling; more to compare.")
+@click.option(
+    "--admission", type=click.Choice(["objective", "room"]), default="objective", show_default=True, help="Who is refused."
+)
 @click.option("--schedulers", type=click.IntRange(1, 64), default=1, show_default=True, help="Side by side.")
 @click.option("--oracle-lengths", is_flag=True, help="Predict every output length exactly.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="The same seed repeats the run to the bit.")
@@ -171,7 +174,7 @@ def _lengths(rng: Generator, options: dict[str, Any]) -> Lengths:
 
 def run(policy: str, workload: Workload, profile: Profile, options: dict[str, Any]) -> Result:
     """One policy on the workload, with a progress bar on a terminal."""
-    spec = SchedulerSpec(policy=policy, oracle_lengths=options["oracle_lengths"])
+    spec = SchedulerSpec(policy=policy, admission=options["admission"], oracle_lengths=options["oracle_lengths"])
     workers = [profile.spec()] * options["workers"]
     bus = Bus(assign_ms=profile.hops.assign_ms, stream_ms=profile.hops.frame_ms)
     cluster = Cluster(workload, workers, spec, schedulers=options["schedulers"], bus=bus, seed=options["seed"])

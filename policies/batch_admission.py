@@ -3,11 +3,11 @@
 `decide(state, now_s)` moves sequences between the two lists of its state, books KV blocks and adapter slots for them, and
 returns the plan of one step; `advance(state, plan)` is called when the step has run. The rules:
 
-1. Running sequences with one token left to compute (decodes) go first, one row each, in order of arrival. If one needs a
-   block and none is free, the running sequence that arrived last is preempted: it gives everything back, waits in its
-   place of arrival, and later recomputes prompt and output (most of it from the prefix cache, if nobody took the blocks).
-2. What is left of `max_step_tokens` goes to prefill chunks of running sequences, again in order of arrival.
-3. Then waiting sequences come in, first come first served, while seats, tokens and blocks last. Blocks for all known
+1. Running sequences with one token left to compute (decodes) go first, one row each, in their order. If one needs a block
+   and none is free, the last running sequence is preempted: it gives everything back, waits in its place of the order, and
+   later recomputes prompt and output (most of it from the prefix cache, if nobody took the blocks).
+2. What is left of `max_step_tokens` goes to prefill chunks of running sequences, again in their order.
+3. Then waiting sequences come in, in their order, while seats, tokens and blocks last. Blocks for all known
    tokens are booked at once, and one block of headroom per running sequence must stay, so that newcomers are not
    preempted in the next step. A sequence short of *blocks* lets nobody pass.
 4. A sequence whose *adapter* finds no slot lets others pass, `max_bypass` of them; after that only base sequences, which
@@ -15,7 +15,9 @@ returns the plan of one step; `advance(state, plan)` is called when the step has
 5. A sequence whose adapter has a slot but is still being copied waits *with* that slot, however many pass, until its copy is
    whole or `policies.cold_start` lets it join before. It holds neither a seat nor blocks meanwhile.
 
-The sequence that arrived first is never preempted while another one runs, so every step makes progress.
+The order is that of `priority`, then of `due_s`: arrival plus PATIENCE times the objective for the time to first token. With
+equal objectives that is first come, first served; an interactive request overtakes the batch requests that came before it,
+and none of them for ever. The first sequence is never preempted while another one runs, so every step makes progress.
 
     tokens    |-- cached or computed --|-- scheduled this step --|-- later chunks --|
               0                     computed          computed + scheduled        length
@@ -34,6 +36,9 @@ from policies.kv_blocks import KvBlocks, chain_key, root_key
 
 BYPASS_WINDOW = 128
 """How many waiting sequences are looked at behind one that finds no slot; bounds the work of a step."""
+PATIENCE = 4.0
+"""How many times its objective for the time to first token a request can be overtaken for. With 1 (earliest deadline first)
+standard requests that are about to be late make interactive ones late too once both overload a worker."""
 COLD_WINDOW = 8
 """How many sequences whose adapters are being copied are asked in a step whether they join before; copies come in order."""
 
@@ -56,7 +61,9 @@ class Sequence:
     """What the policy knows of one request. `tokens` are its ids, int32, and `length` of them are known: prompt and output
     so far. Only a prefix cache looks at the ids themselves."""
 
-    order: int  # of arrival, unique; a later place for a request that gives way
+    order: int  # of arrival, unique
+    priority: int = 0  # before everything else, smaller ones first
+    due_s: float = 0.0  # its place in the order, on the clock of `decide` (`due_s`)
     tokens: array[int]
     length: int = -1  # by default, of `tokens`
     adapter: str = ""  # digest, "" for the base
@@ -91,7 +98,7 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(slots=True)
 class AdmissionState(Generic[S]):
-    """All that a decision depends on. `waiting` and `running` are in order of arrival."""
+    """All that a decision depends on. `waiting` and `running` are in order of `priority`, `due_s` and arrival."""
 
     kv: KvBlocks
     adapters: AdapterSlots
@@ -265,6 +272,11 @@ class BatchAdmission(Generic[S]):
         return True
 
 
+def due_s(arrival_s: float, ttft_slo_ms: float, *, begun: bool = False) -> float:
+    """A request's place in the order. `begun`: it has output from another worker and goes on before what is new."""
+    return arrival_s if begun else arrival_s + PATIENCE * ttft_slo_ms / 1000.0
+
+
 def advance(plan: Plan[S]) -> list[S]:
     """The step has run: its rows are in the KV cache. Returns the sequences with a next token to draw, decodes first."""
     for seq in plan.decodes:
@@ -335,12 +347,12 @@ def _book_in_order(kv: KvBlocks, plan: Plan[S], steps: int) -> None:
     Without a prefix cache all blocks are alike.
     """
     size = kv.block_size
-    bookings: list[tuple[int, int, int, S]] = []  # (step, order of arrival, tokens computed by its end, who)
+    bookings: list[tuple[int, tuple[int, float, int], int, S]] = []  # (step, turn, tokens computed by then, who)
     for seq in plan.decodes:
         start, end = seq.computed, seq.computed + steps
         grows = range(len(seq.blocks) * size, end, size)
         fills = range(start + size - 1 - start % size, end, size)
-        bookings += [(at - start, seq.order, at + 1, seq) for at in (*grows, *fills)]
+        bookings += [(at - start, _order(seq), at + 1, seq) for at in (*grows, *fills)]
     bookings.sort(key=_when)
     for _, _, end, seq in bookings:
         if end > len(seq.blocks) * size:
@@ -406,9 +418,9 @@ def _give_back_slot(state: AdmissionState[S], seq: S) -> None:
         seq.slot = -1
 
 
-def _when(booking: tuple[int, int, int, object]) -> tuple[int, int]:
+def _when(booking: tuple[int, tuple[int, float, int], int, object]) -> tuple[int, tuple[int, float, int]]:
     return booking[:2]
 
 
-def _order(seq: Sequence) -> int:
-    return seq.order
+def _order(seq: Sequence) -> tuple[int, float, int]:
+    return seq.priority, seq.due_s, seq.order

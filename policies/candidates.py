@@ -36,6 +36,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     key: int = 0  # hash of the request's id: the only source of chance, so that a logged decision can be repeated
     avoid: tuple[str, ...] = ()  # worker ids: only if nobody else can
     tried: tuple[str, ...] = ()  # worker ids: not again
+    begun: bool = False  # it was admitted before and lost its worker: its objectives do not refuse it now
+    tenant: str = ""
+    tenant_weight: float = 1.0  # its share relative to other tenants'
 
 
 class Screening(msgspec.Struct, frozen=True, kw_only=True):

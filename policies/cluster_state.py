@@ -204,6 +204,10 @@ class ClusterState:
         """What the worker has, by request id."""
         return self._loads[worker_id].requests
 
+    def load(self, row: int) -> WorkerLoad:
+        """The requests of the worker in this row of `table`, counted by objective and by tenant."""
+        return self._loads[self.ids[row]]
+
     def adapters(self, worker_id: str) -> Mapping[str, Tier]:
         """The adapters that the worker holds and the fastest tier each is in."""
         return self._adapters[worker_id]

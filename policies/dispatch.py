@@ -3,6 +3,11 @@
 motet          what the request costs everybody, itself included, under everyone's objectives  (policies/shared_cost)
 rank-aware     CaraServe's Algorithm 1, exactly                                                (policies/rank_aware)
 random, first-fit, most-idle, least-pending, lora-affinity, round-robin                         (policies/baselines)
+
+Admission comes on top of any policy (policies/objectives): with "objective" only workers that are expected to keep the
+request's objectives take it, and when there is none it is refused with the time until one will; with "room" every
+candidate does. It is looked at where the chosen worker has no free seat or the policy expects an objective to break, so an
+ordinary decision costs nothing more.
 """
 
 from __future__ import annotations
@@ -12,10 +17,11 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from policies import baselines, rank_aware, shared_cost
+from policies import baselines, objectives, rank_aware, shared_cost
 from policies.candidates import Ask, Screening, candidates, screen
 from policies.choice import Choose
 from policies.cluster_state import ClusterState
+from policies.objectives import Admission
 from policies.perf_model import decode_ms, prefill_ms
 
 POLICIES: dict[str, Callable[[], Choose]] = {
@@ -34,22 +40,43 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker that takes the request and why; without a candidate, `worker_id` is None and `screening` says why."""
+    """The worker that takes the request and why. Without one, `screening` says why there is no candidate, or `late_s` when
+    the first candidate is expected to keep the objectives."""
 
     worker_id: str | None
     candidates: int
     total_cost: float = 0.0  # in the policy's own unit
     breaks_slo: bool = False
     screening: Screening | None = None
+    late_s: float = 0.0
 
 
-def decide(choose: Choose, state: ClusterState, ask: Ask, now_s: float, *, stale_s: float, avg_resp_len: float) -> Decision:
+def decide(
+    choose: Choose,
+    state: ClusterState,
+    ask: Ask,
+    now_s: float,
+    *,
+    stale_s: float,
+    avg_resp_len: float,
+    admission: Admission = "room",
+) -> Decision:
     """Choose a worker for `ask`. `avg_resp_len` is the average response length in tokens, at least 1."""
     fit = candidates(state, ask, now_s, stale_s)
     count = int(np.count_nonzero(fit))
     if not count:
         return Decision(worker_id=None, candidates=0, screening=screen(state, ask, now_s, stale_s))
     row, cost, breaks_slo = choose(state, ask, fit, now_s, avg_resp_len)
+    if admission == "objective" and not ask.begun and (breaks_slo or objectives.pressed(state, ask, row, avg_resp_len)):
+        rows, late_ms = objectives.late_ms(state, ask, fit, avg_resp_len)
+        in_time = rows[late_ms == 0.0]
+        if not len(in_time):
+            late_s = min(max(float(late_ms.min()) / 1000.0, MIN_RETRY_S), MAX_RETRY_S)
+            return Decision(worker_id=None, candidates=count, late_s=late_s)
+        if row not in in_time:
+            fit[:] = False
+            fit[in_time] = True
+            row, cost, breaks_slo = choose(state, ask, fit, now_s, avg_resp_len)
     return Decision(worker_id=state.ids[row], candidates=count, total_cost=cost, breaks_slo=breaks_slo)
 
 

@@ -66,7 +66,7 @@ def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, 
 
 
 def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[Floats, NDArray[np.bool_]]:
-    """The cost on each row, and whether an objective of the request breaks there."""
+    """The cost on each row, and whether an objective breaks there: the request's, or one of those that are there."""
     t, perf = state.table, state.perf
     rank, out = ask.rank, float(ask.out_tokens) or avg_resp_len
     n, queued, max_rank, queue_max_rank = t["exists"], t["queued"], t["max_rank"], t["queue_max_rank"]
@@ -104,7 +104,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
         return cost, np.zeros(len(cost), dtype=bool)
     ttft_excess, tpot_excess = ttft / ask.ttft_slo_ms - 1.0, tpot / ask.tpot_slo_ms - 1.0
     excess = np.maximum(ttft_excess, 0.0) + np.maximum(tpot_excess, 0.0) + np.maximum(slowing - 1.0, 0.0)
-    return cost + PENALTY_MS * excess, (ttft_excess > 0) | (tpot_excess > 0)
+    return cost + PENALTY_MS * excess, excess > 0
 
 
 def _within(values: Floats, limit: float) -> bool:

@@ -1,10 +1,13 @@
 """What one worker has to do: its requests with the sums, maxima and counts that decisions read, never recounted.
 
-`queued` requests are those in phase "loading" or "waiting"; `exists` = queued + running.
+`queued` requests are those in phase "loading" or "waiting"; `exists` = queued + running. What overload decisions need is
+kept per band of the requests' objective for the time to first token, since the nearer deadline runs first.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
@@ -36,11 +39,38 @@ class Ranks:
             self.max = max(self.counts, default=0)
 
 
+BANDS_MS = (1_000.0, 5_000.0)
+"""Upper ends of the bands of TTFT objectives: interactive, standard, and all that are more patient."""
+
+
+def band_of(ttft_slo_ms: float) -> int:
+    """The band of an objective; the lower one is the more urgent. An unknown objective (0) counts as standard."""
+    return bisect_left(BANDS_MS, ttft_slo_ms) if ttft_slo_ms else 1
+
+
+@dataclass(slots=True)
+class Band:
+    """The requests of one band on one worker."""
+
+    running: int = 0
+    queued: int = 0
+    queue_tokens: int = 0  # to prefill
+
+
+@dataclass(slots=True)
+class Share:
+    """What one tenant has on one worker."""
+
+    requests: int = 0
+    weight: float = 1.0
+
+
 class WorkerLoad:
     """One worker's requests and their aggregates; token counts are expectations from each request's prediction."""
 
     __slots__ = (
         "adapters",
+        "bands",
         "exists",
         "objectives",
         "queue",
@@ -48,6 +78,7 @@ class WorkerLoad:
         "queue_tokens",
         "requests",
         "running_left",
+        "tenants",
         "tightest",
     )
 
@@ -57,6 +88,8 @@ class WorkerLoad:
         self.queue_tokens = 0  # to prefill
         self.queue_out = self.running_left = 0  # output tokens still to come, of queued and of running requests
         self.adapters: dict[str, int] = {}  # digest -> requests that use it
+        self.bands = [Band() for _ in range(len(BANDS_MS) + 1)]
+        self.tenants: dict[str, Share] = {}
         self.objectives: dict[float, int] = {}  # time per output token in ms -> requests that want it
         self.tightest = inf  # the smallest of `objectives`
 
@@ -73,19 +106,29 @@ class WorkerLoad:
         return old
 
     def _book(self, brief: RequestBrief) -> None:
+        band = self.bands[band_of(brief.ttft_slo_ms)]
         if brief.phase == "running":
+            band.running += 1
             self.running_left += tokens_left(brief)
         else:
+            tokens = tokens_to_prefill(brief)
+            band.queued += 1
+            band.queue_tokens += tokens
             self.queue.add(brief.rank)
-            self.queue_tokens += tokens_to_prefill(brief)
+            self.queue_tokens += tokens
             self.queue_out += tokens_left(brief)
 
     def _unbook(self, brief: RequestBrief) -> None:
+        band = self.bands[band_of(brief.ttft_slo_ms)]
         if brief.phase == "running":
+            band.running -= 1
             self.running_left = max(0, self.running_left - tokens_left(brief))
         else:
+            tokens = tokens_to_prefill(brief)
+            band.queued -= 1
+            band.queue_tokens -= tokens
             self.queue.remove(brief.rank)
-            self.queue_tokens -= tokens_to_prefill(brief)
+            self.queue_tokens -= tokens
             self.queue_out -= tokens_left(brief)
 
     def add(self, brief: RequestBrief) -> None:
@@ -95,6 +138,11 @@ class WorkerLoad:
         self._book(brief)
         if brief.adapter_digest:
             self.adapters[brief.adapter_digest] = self.adapters.get(brief.adapter_digest, 0) + 1
+        share = self.tenants.get(brief.tenant)
+        if share is None:
+            share = self.tenants[brief.tenant] = Share()
+        share.requests += 1
+        share.weight = brief.tenant_weight
         objective_ms = brief.tpot_slo_ms
         if objective_ms > 0:
             self.objectives[objective_ms] = self.objectives.get(objective_ms, 0) + 1
@@ -109,6 +157,10 @@ class WorkerLoad:
         self._unbook(brief)
         if brief.adapter_digest:
             _one_less(self.adapters, brief.adapter_digest)
+        share = self.tenants[brief.tenant]
+        share.requests -= 1
+        if not share.requests:
+            del self.tenants[brief.tenant]
         objective_ms = brief.tpot_slo_ms
         if objective_ms > 0 and not _one_less(self.objectives, objective_ms) and objective_ms == self.tightest:
             self.tightest = min(self.objectives, default=inf)
@@ -151,8 +203,8 @@ def tokens_to_prefill(brief: RequestBrief) -> int:
     return brief.prompt_tokens + brief.output_tokens
 
 
-def _kind(brief: RequestBrief) -> tuple[int, str, float]:
-    return brief.rank, brief.adapter_digest, brief.tpot_slo_ms
+def _kind(brief: RequestBrief) -> tuple[int, str, float, str]:
+    return brief.rank, brief.adapter_digest, brief.tpot_slo_ms, brief.tenant
 
 
 def _one_less(counts: dict[Key, int], key: Key) -> int:

@@ -68,6 +68,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     output: bytes = b""  # pack_tokens: tokens already produced in earlier epochs
     adapter: AdapterRef | None = None
     tenant: str = "default"
+    tenant_weight: float = 1.0  # its share relative to other tenants' while workers are saturated
     exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
     predicted_tokens: int = 0  # set by the scheduler: expected output length
     cache_salt: str = ""  # prompts share KV blocks only with prompts of the same tenant and the same salt

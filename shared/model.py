@@ -103,6 +103,9 @@ class RequestBrief(msgspec.Struct, array_like=True, gc=False):
     predicted_tokens: int
     phase: Phase
     tpot_slo_ms: float = 0.0
+    ttft_slo_ms: float = 0.0  # 0 for unknown
+    tenant: str = ""
+    tenant_weight: float = 1.0  # the tenant's share relative to others'
 
 
 class Residency(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -239,4 +239,7 @@ def brief_of(request: GenerateRequest, phase: Phase = "waiting") -> RequestBrief
         predicted_tokens=request.predicted_tokens,
         phase=phase,
         tpot_slo_ms=request.slo.tpot_slo_ms,
+        ttft_slo_ms=request.slo.ttft_slo_ms,
+        tenant=request.tenant,
+        tenant_weight=request.tenant_weight,
     )

@@ -17,6 +17,7 @@ from policies.cluster_state import ClusterState, hash_of
 from policies.dispatch import POLICIES, Decision, decide
 from policies.flights import Flights
 from policies.length_quantiles import LengthQuantiles
+from policies.objectives import Admission
 from shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
 from twin.workload import Request
 
@@ -28,6 +29,7 @@ class SchedulerSpec:
     """As in services/scheduler/config.py. `oracle_lengths`: predictions are the true output lengths."""
 
     policy: str | Choose = "motet"  # a name of `POLICIES`, or a policy itself
+    admission: Admission = "objective"
     stale_s: float = 3.0
     in_flight_s: float = 3.0
     attempts: int = 3
@@ -105,7 +107,10 @@ class Scheduler:
             tried=tried,
         )
         avg_resp_len = self._lengths.mean_tokens()
-        return decide(self._choose, self.state, ask, now_s, stale_s=self.spec.stale_s, avg_resp_len=avg_resp_len)
+        spec = self.spec
+        return decide(
+            self._choose, self.state, ask, now_s, stale_s=spec.stale_s, avg_resp_len=avg_resp_len, admission=spec.admission
+        )
 
     def expect(self, worker_id: str, request: Request, request_id: str, predicted_tokens: int, now_s: float) -> None:
         """It is about to be assigned there."""
@@ -119,5 +124,6 @@ class Scheduler:
             predicted_tokens,
             "waiting",
             request.slo.tpot_slo_ms,
+            request.slo.ttft_slo_ms,
         )
         self.flights.expect(worker_id, brief, now_s)

@@ -31,9 +31,11 @@ from policies.batch_admission import (
     Sequence,
     advance,
     advance_steady,
+    due_s,
     pairs,
     remove,
     steady_steps,
+    wait,
 )
 from policies.kv_blocks import KvBlocks
 from shared.model import PerfModel, Phase, RequestBrief, Tier, WorkerLimits
@@ -88,6 +90,7 @@ class Live(Sequence):
             self.predicted_tokens,
             self.phase,
             request.slo.tpot_slo_ms,
+            request.slo.ttft_slo_ms,
         )
 
 
@@ -162,6 +165,7 @@ class Worker:
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
             order=0,
+            due_s=due_s(self._events.now_s, request.slo.ttft_slo_ms),
             tokens=_content(request, end_length) if self.spec.prefix_cache else NO_CONTENT,
             length=request.prompt_tokens,
             expected_length=request.prompt_tokens + predicted_tokens,
@@ -185,7 +189,7 @@ class Worker:
     def _enqueue(self, live: Live) -> None:
         live.phase = "waiting"
         live.order = next(self._orders)
-        self.state.waiting.append(live)
+        wait(self.state, live)
         self._changed(live)
         if self._run is None:
             self._begin()

@@ -7,6 +7,7 @@ from importlib.metadata import version as installed_version
 from typing import Any, Protocol
 
 import msgspec
+import orjson
 from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from services.gateway import adapters_api, answers, keys_api, openapi, protocol
+from services.gateway import adapters_api, answers, idempotency, keys_api, openapi, protocol
 from services.gateway.absent import Absent
 from services.gateway.adapters_api import created_unix_ms, public_source, shown_source
 from services.gateway.auth import Keys, caller_of
@@ -22,6 +23,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.fleet import Fleet
 from services.gateway.guard import Guard
 from services.gateway.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
+from services.gateway.limits import Limits, Turn, UntilSent
 from services.gateway.owner import Owner
 from services.gateway.planner import Plan, Planner
 from services.gateway.prompt import Prompts
@@ -51,6 +53,8 @@ class Gateway(Protocol):
     adapters: AdapterWatch
     fleet: Fleet
     keys: Keys
+    limits: Limits
+    once: idempotency.Once
     started_s: int  # Unix time
 
     def not_ready(self) -> list[str]:
@@ -75,15 +79,54 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     async def run(request: Request, parse: Callable[[bytes], Any]) -> Response:
         gateway.admit()
-        parsed = parse(await read_body(request, config.max_body_bytes))
+        turn = gateway.limits.begin(request.state.tenant)
+        try:
+            return await answer(request, parse, turn)
+        except BaseException:
+            turn.fail()
+            raise
+
+    async def answer(request: Request, parse: Callable[[bytes], Any], turn: Turn) -> Response:
+        raw = await read_body(request, config.max_body_bytes)
+        parsed = parse(raw)
+        keyed = idempotency.HEADER in request.headers
+        if parsed.stream:
+            forget = gateway.once.stream(request, raw) if keyed else None
+            try:
+                return await stream(request, parsed, turn)
+            except BaseException:
+                if forget is not None:
+                    forget()
+                raise
+        if not keyed:
+            return _json(await while_connected(request, whole(request, parsed, turn)), turn.headers())
+        work = gateway.once.whole(request, raw, lambda: whole(request, parsed, turn.hand_over()))
+        body, again = await while_connected(request, work)
+        turn.end()
+        return _json(body, turn.headers() | ({"idempotent-replayed": "true"} if again else {}))
+
+    async def planned(request: Request, parsed: Any, turn: Turn) -> Plan:
         slo = gateway.planner.slo(_slo_headers(request), names=SLO_HEADERS)
         given = request.state.request_id if request.state.request_id_given else ""
         plan: Plan = await gateway.planner.plan(parsed, tenant=request.state.tenant, slo=slo, request_id=given)
-        if parsed.stream:
-            streams, signal = await while_connected(request, answers.open_all(owner, plan))
-            return SseResponse(plan, streams, signal, owner.detokenizer)
-        body = await while_connected(request, answers.collect(owner, plan))
-        return json_answer(body)
+        turn.spend(plan.prompt_tokens)
+        return plan
+
+    async def whole(request: Request, parsed: Any, turn: Turn) -> bytes:
+        try:
+            body = await answers.collect(owner, await planned(request, parsed, turn))
+        except BaseException:
+            turn.fail()
+            raise
+        turn.end(body["usage"]["completion_tokens"])
+        return orjson.dumps(body)
+
+    async def stream(request: Request, parsed: Any, turn: Turn) -> Response:
+        plan = await planned(request, parsed, turn)
+        streams, signal = await while_connected(request, answers.open_all(owner, plan))
+        events = SseResponse(plan, streams, signal, owner.detokenizer)
+        events.headers.update(turn.headers())
+        return UntilSent(events, lambda: turn.end(sum(len(stream.tokens) for stream in streams)))
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -178,6 +221,10 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
 def _words(listed: str) -> list[str]:
     return [word.strip() for word in listed.split(",") if word.strip()]
+
+
+def _json(body: bytes, headers: dict[str, str]) -> Response:
+    return Response(body, headers=headers, media_type="application/json")
 
 
 def _slo_headers(request: Request) -> dict[str, str]:

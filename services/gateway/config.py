@@ -61,6 +61,23 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
             description="file with lines `key tenant [role]`, the role being use (default), adapters or admin; see `motet keys`"
         ),
     ] = ""
+    tenant_requests_per_s: Annotated[
+        float, Meta(ge=0, le=1e9, description="requests per second of one tenant at this gateway; 0 for no limit")
+    ] = 0.0
+    tenant_tokens_per_min: Annotated[
+        int,
+        Meta(ge=0, le=1 << 40, description="prompt and output tokens per minute of one tenant at this gateway; 0: no limit"),
+    ] = 0
+    tenant_concurrent_requests: Annotated[
+        int, Meta(ge=0, le=1 << 40, description="requests of one tenant at once at this gateway; 0 for no limit")
+    ] = 0
+    tenant_limits_file: Annotated[
+        str,
+        Meta(
+            description="JSON file with other limits for some tenants: {tenant: {requests_per_s, tokens_per_min,"
+            " concurrent_requests, weight}}; weight (1) is a tenant's share while workers are saturated"
+        ),
+    ] = ""
     slo_interactive_ttft_ms: Annotated[float, Meta(gt=0, description="class interactive: time to first token")] = 500.0
     slo_interactive_tpot_ms: Annotated[float, Meta(gt=0, description="class interactive: time per output token")] = 50.0
     slo_standard_ttft_ms: Annotated[float, Meta(gt=0, description="class standard: time to first token")] = 2000.0

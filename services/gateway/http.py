@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import metrics
 from services.gateway.guard import Guard
+from services.gateway.limits import RateLimited
 from shared.errors import BadRequest, MotetError, TooLarge, UnsupportedMediaType, bounded
 from shared.telemetry import logger
 
@@ -96,6 +97,9 @@ def error_answer(error: MotetError) -> Response:
     headers = {}
     if error.retry_after_s is not None or error.status == 429:
         headers["retry-after"] = str(math.ceil(error.retry_after_s or 1.0))
+        headers["retry-after-ms"] = str(math.ceil(1000.0 * (error.retry_after_s or 1.0)))  # what openai-python looks at first
+    if isinstance(error, RateLimited):
+        headers |= error.headers
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, TooLarge):

@@ -43,6 +43,7 @@ from prometheus_client import Counter, Gauge
 from services.gateway import answers
 from services.gateway.config import GatewayConfig
 from services.gateway.durable import DurableRequest, check_answer_fits
+from services.gateway.limits import Limits, Turn
 from services.gateway.owner import Owner
 from services.gateway.planner import Plan, Planner
 from services.gateway.stream import Delta
@@ -87,8 +88,9 @@ class _Queue:
 class Intake:
     """Pulls durable requests while it has room and settles each exactly once."""
 
-    def __init__(self, bus: Bus, owner: Owner, planner: Planner, config: GatewayConfig) -> None:
+    def __init__(self, bus: Bus, owner: Owner, planner: Planner, config: GatewayConfig, limits: Limits) -> None:
         self._bus, self._owner, self._planner, self._config = bus, owner, planner, config
+        self._limits = limits
         self._queues: dict[str, _Queue] = {}
         self._slots = asyncio.Semaphore(config.intake_concurrency)
         self._parked: deque[asyncio.Event] = deque()  # longest first
@@ -303,7 +305,17 @@ class Intake:
                 attempt += 1
 
     async def _run(self, request: DurableRequest) -> dict[str, Any]:
-        """One attempt. Raises the MotetError that stopped it."""
+        """One attempt. Raises the MotetError that stopped it; a limit of the tenant is one that passes."""
+        turn = self._limits.begin(request.tenant)
+        try:
+            answer = await self._run_in(turn, request)
+        except BaseException:
+            turn.fail()
+            raise
+        turn.end(answer["usage"]["completion_tokens"])
+        return answer
+
+    async def _run_in(self, turn: Turn, request: DurableRequest) -> dict[str, Any]:
         parsed, slo, live = request.parse()
         left_s = request.left_s()
         timeout_s = self._config.request_timeout_s if left_s is None else min(left_s, self._config.request_timeout_s)
@@ -311,6 +323,7 @@ class Intake:
             parsed, tenant=request.tenant, slo=self._planner.slo(slo), timeout_s=max(timeout_s, 0.001)
         )
         check_answer_fits(plan, self._result_bytes_max)
+        turn.spend(plan.prompt_tokens)
         if not live:
             return await answers.collect(self._owner, plan)
         subject = subjects.tokens(request.tenant, request.request_id)

@@ -62,10 +62,11 @@ _ERRORS = {
     403: "The API key's role does not allow this, or the host asked for or the page that asks is not allowed here.",
     404: "The model or adapter does not exist.",
     408: "The request came too slowly.",
-    409: "The adapter's name is taken, or requests run on it.",
+    409: "The adapter's name is taken, or requests run on it; or the answer to the `Idempotency-Key` was streamed.",
     413: "The body is larger than {max_body_bytes} bytes, an upload larger than {max_upload_bytes}.",
     415: "The body is not sent as application/json.",
-    429: "Overloaded: come back after `Retry-After` seconds.",
+    422: "The `Idempotency-Key` was used with another body.",
+    429: "Overloaded, or at a limit of the tenant: come back after `Retry-After` seconds.",
     431: "More than 128 headers, or more than 64 KiB of them.",
     500: "A bug.",
     503: "No worker serves the model, or the mesh cannot be reached.",
@@ -73,6 +74,11 @@ _ERRORS = {
 }
 _ALWAYS = (403, 408, 431, 500, 503)
 _PARAMETERS: dict[str, dict[str, Any]] = {
+    "Idempotency-Key": {
+        "description": "Sent again with the same key and body, the request does not run twice at this gateway: it gets the same"
+        " answer, with `idempotent-replayed: true`, or 409 where that was streamed. 1 to 255 printable ASCII characters.",
+        "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+    },
     "X-Request-Id": {
         "description": "The request's id, which the answer repeats; without it a random one. 1 to 128 printable ASCII"
         " characters without spaces; anything else is replaced.",
@@ -233,7 +239,8 @@ def _body(name: str) -> dict[str, Any]:
 
 
 def _paths() -> dict[str, dict[str, dict[str, Any]]]:
-    slo = tuple({"name": name, "in": "header"} | _PARAMETERS[name] for name in _PARAMETERS if name.startswith("x-slo"))
+    headers = (name for name in _PARAMETERS if name.startswith("x-slo") or name == "Idempotency-Key")
+    slo = tuple({"name": name, "in": "header"} | _PARAMETERS[name] for name in headers)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     force = {"name": "force", "in": "query", "schema": {"type": "boolean", "default": False}}
     force["description"] = "Delete it although requests run on it; those finish."
@@ -252,7 +259,7 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
             "post": _operation(
                 "Answer a conversation.",
                 generated("ChatCompletion"),
-                *(404, 429, 504),
+                *(404, 409, 422, 429, 504),
                 body=_body("ChatRequest"),
                 parameters=slo,
             )
@@ -261,7 +268,7 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
             "post": _operation(
                 "Continue texts.",
                 generated("Completion"),
-                *(404, 429, 504),
+                *(404, 409, 422, 429, 504),
                 body=_body("CompletionRequest"),
                 parameters=slo,
             )

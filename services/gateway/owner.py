@@ -209,6 +209,7 @@ class Owner:
             output=pack_tokens(stream.tokens),
             adapter=job.adapter,
             tenant=job.tenant,
+            tenant_weight=job.tenant_weight,
             cache_salt=job.cache_salt,
             exclude_workers=tuple(stream.excluded),
             priority=job.priority,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -64,7 +64,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class Planner:
     """Makes Plans for one base model."""
 
-    def __init__(self, config: GatewayConfig, prompts: Prompts, adapters: Adapters, fleet: Fleet) -> None:
+    def __init__(
+        self, config: GatewayConfig, prompts: Prompts, adapters: Adapters, fleet: Fleet, weight: Callable[[str], float]
+    ) -> None:
+        """`weight(tenant)` is the tenant's share relative to others' while workers are saturated."""
+        self._weight = weight
         self._config, self._prompts, self._adapters, self._fleet = config, prompts, adapters, fleet
         self.base_model = config.base_model
 
@@ -143,6 +147,7 @@ class Planner:
                         slo=slo or self._config.slo_classes["standard"],
                         adapter=adapter,
                         tenant=tenant,
+                        tenant_weight=self._weight(tenant),
                         stop=stops,
                         include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
                         skip_special_tokens=request.skip_special_tokens is not False,

@@ -23,7 +23,9 @@ from services.gateway.config import GatewayConfig
 from services.gateway.connections import GuardedProtocol, files_for, watch
 from services.gateway.detokenize import Detokenizer
 from services.gateway.fleet import Fleet
+from services.gateway.idempotency import Once
 from services.gateway.intake import Intake
+from services.gateway.limits import Limits
 from services.gateway.owner import Owner
 from services.gateway.planner import Planner
 from services.gateway.prompt import Prompts
@@ -52,6 +54,8 @@ class GatewayService:
         self.config = config
         self.keys = Keys(config)
         self.gateway_id = config.identity("gateway")
+        self.once = Once()
+        self.limits = Limits(config, lambda: self.owner.inflight)
         self.port = 0
         self.started_s = unix_ms() // 1000
         self._started = self._draining = False
@@ -86,8 +90,8 @@ class GatewayService:
             max_inflight=config.max_inflight,
             stream_buffer_tokens=config.stream_buffer_tokens,
         )
-        self.planner = Planner(config, self.prompts, self.adapters, self.fleet)
-        self.intake = Intake(self.bus, self.owner, self.planner, config)
+        self.planner = Planner(config, self.prompts, self.adapters, self.fleet, lambda tenant: self.limits.of(tenant).weight)
+        self.intake = Intake(self.bus, self.owner, self.planner, config, self.limits)
         await self.adapters.start()
         self._stack.push_async_callback(self.adapters.stop)
         await self.fleet.start()

@@ -22,6 +22,8 @@ from services.gateway.stream import Delta, Signal, Stream
 from shared.errors import MotetError
 
 GRACE_S = 30.0
+KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that stay silent; a prefill or a queue can be
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which every client of server-sent events skips
 DONE = b"data: [DONE]\n\n"
 _MARK = "\x00text\x00"
 
@@ -36,6 +38,7 @@ class SseResponse(Response):
         del self.headers["content-length"]
         self._plan, self._streams, self._signal, self._detokenizer = plan, streams, signal, detokenizer
         self._gone = False
+        self._sent = self._due = False  # something since the last beat; a keep-alive comment
         options = plan.request.stream_options
         self._usage = bool(options and options.include_usage)
         self._running_usage = bool(options and options.continuous_usage_stats) and self._usage
@@ -54,6 +57,7 @@ class SseResponse(Response):
         listener = loop.create_task(self._listen(receive, pump))
         # a client that reads nothing at all holds its last chunks no longer than a request may live
         limit = loop.call_later(self._plan.jobs[0].timeout_s + GRACE_S, self._cut, pump)
+        self._beat_later(loop)
         for stream in self._streams:
             stream.on_slow = functools.partial(self._cut, pump)
         try:
@@ -63,9 +67,21 @@ class SseResponse(Response):
                 raise
         finally:
             listener.cancel()
+            self._beating.cancel()
             limit.cancel()
             for stream in self._streams:
                 stream.cancel()
+
+    def _beat_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._sent = False
+        self._beating = loop.call_later(KEEP_ALIVE_S, self._beat, loop)
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake the pump when nothing was sent since the last beat."""
+        if not self._sent:
+            self._due = True
+            self._signal.set()
+        self._beat_later(loop)
 
     async def _listen(self, receive: Receive, pump: asyncio.Task[Any]) -> None:
         """Cancel everything at once when the client goes away."""
@@ -105,9 +121,12 @@ class SseResponse(Response):
                     parts += (b"data: ", orjson.dumps(body), b"\n\n")
                 parts.append(DONE)
                 break
+            if not parts and self._due:
+                parts.append(KEEP_ALIVE)
             if parts:
                 await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
                 parts = []
+                self._sent, self._due = True, False
             await self._signal.wait()
         await send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})
 

@@ -33,6 +33,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     slo: Slo = Slo()
     adapter: AdapterRef | None = None
     tenant: str = "default"
+    tenant_weight: float = 1.0
     cache_salt: str = ""  # divides the tenant's prefix cache
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # show the stop string or stop token that ended it

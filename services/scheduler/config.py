@@ -19,6 +19,13 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             "first-fit, most-idle, least-pending, lora-affinity, round-robin"
         ),
     ] = "motet"
+    admission: Annotated[
+        Literal["objective", "room"],
+        Meta(
+            description="objective: refuse a request at once when no worker is expected to keep its time to first token and "
+            "time per token; room: only when no worker has a place for it"
+        ),
+    ] = "objective"
     predict_ms: Annotated[
         float, Meta(gt=0, le=1000, description="milliseconds the predictor gets; later the scheduler goes on without it")
     ] = 5.0

@@ -20,6 +20,7 @@ import msgspec
 
 from policies.candidates import Ask
 from policies.dispatch import POLICIES, Decision, decide
+from policies.objectives import Admission
 from services.scheduler.cluster import Cluster
 from shared.messages import WorkerDelta, WorkerSnapshot
 from shared.model import RequestBrief
@@ -45,6 +46,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """How the scheduler was configured."""
 
     policy: str
+    admission: Admission = "room"
     stale_s: float
     drop_s: float
     in_flight_s: float
@@ -143,7 +145,15 @@ def replay(path: Path) -> Iterator[tuple[Made, Decision]]:
             made = msgspec.convert(arguments[0], Made)
             yield (
                 made,
-                decide(choose, cluster.state, made.ask, made.now_s, stale_s=setup.stale_s, avg_resp_len=made.avg_resp_len),
+                decide(
+                    choose,
+                    cluster.state,
+                    made.ask,
+                    made.now_s,
+                    stale_s=setup.stale_s,
+                    avg_resp_len=made.avg_resp_len,
+                    admission=setup.admission,
+                ),
             )
         else:
             types = CALLS[name]

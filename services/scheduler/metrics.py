@@ -32,7 +32,7 @@ CANDIDATES = Histogram(
 )
 SLO_BREAKS = Counter(
     "motet_scheduler_slo_breaks",
-    "Requests assigned to a worker on which they are expected to miss their time per token.",
+    "Requests assigned to a worker on which an objective is expected to break: theirs, or one of those that are there.",
     registry=REGISTRY,
 )
 ASSIGN_FAILURES = Counter(

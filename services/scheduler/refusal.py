@@ -2,6 +2,7 @@
 
 no live worker serves the base model      -> Unavailable (503)   somebody has to start one
 some are full                             -> Overloaded (429)    with the time until one has room
+none would keep its objectives            -> Overloaded (429)    with the time until one would (`too_late`)
 the rest are draining or did not answer   -> Unavailable (503)   soon somebody else will
 every live one is too small for it        -> BadRequest (400)    with both numbers
 """
@@ -38,4 +39,13 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
         f"{ask.tokens} tokens leave no room for an answer: "
         f"workers of {ask.base_model} hold {screening.longest_context} tokens per request",
         param="prompt",
+    )
+
+
+def too_late(ask: Ask, late_s: float) -> Overloaded:
+    """The error for a request that every candidate would serve too late; `late_s`: until one is expected not to."""
+    return Overloaded(
+        f"no worker of {ask.base_model} is expected to keep {ask.ttft_slo_ms:g} ms to the first token and "
+        f"{ask.tpot_slo_ms:g} ms per token now; one is likely to in {late_s:.1f} s",
+        retry_after_s=late_s,
     )

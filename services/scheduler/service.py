@@ -25,7 +25,7 @@ from services.scheduler import metrics
 from services.scheduler.cluster import Cluster
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.decision_log import DecisionLog, Setup
-from services.scheduler.refusal import RETRY_S, refusal
+from services.scheduler.refusal import RETRY_S, refusal, too_late
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s
@@ -195,9 +195,10 @@ class SchedulerService(BusService):
             ask = _ask(request, brief, tried=tuple(failures))
             decision = self._decide(ask)
             if decision.worker_id is None:
+                if decision.screening is None:
+                    raise too_late(ask, decision.late_s)
                 if failures:
                     break
-                assert decision.screening is not None
                 room_in_s = seconds_until_room(self.cluster.state, ask, now_s(), stale_s=self._config.stale_s)
                 raise refusal(ask, decision.screening, room_in_s)
             error = await self._assign(decision.worker_id, request, brief)
@@ -213,7 +214,15 @@ class SchedulerService(BusService):
     def _decide(self, ask: Ask) -> Decision:
         began = now_s()
         avg_resp_len = self._lengths.mean_tokens()
-        decision = decide(self._policy, self.cluster.state, ask, began, stale_s=self._config.stale_s, avg_resp_len=avg_resp_len)
+        decision = decide(
+            self._policy,
+            self.cluster.state,
+            ask,
+            began,
+            stale_s=self._config.stale_s,
+            avg_resp_len=avg_resp_len,
+            admission=self._config.admission,
+        )
         metrics.DECISION_S.observe(now_s() - began)
         if self._log is not None:
             self._log.decided(ask, began, avg_resp_len, decision)
@@ -266,7 +275,13 @@ class SchedulerService(BusService):
 
 
 def _open_log(config: SchedulerConfig) -> DecisionLog:
-    setup = Setup(policy=config.policy, stale_s=config.stale_s, drop_s=config.drop_s, in_flight_s=config.in_flight_s)
+    setup = Setup(
+        policy=config.policy,
+        admission=config.admission,
+        stale_s=config.stale_s,
+        drop_s=config.drop_s,
+        in_flight_s=config.in_flight_s,
+    )
     try:
         return DecisionLog(Path(config.decision_log), setup)
     except OSError as error:
@@ -285,6 +300,9 @@ def _brief(request: GenerateRequest) -> RequestBrief:
         predicted_tokens=request.predicted_tokens,
         phase="waiting",
         tpot_slo_ms=request.slo.tpot_slo_ms,
+        ttft_slo_ms=request.slo.ttft_slo_ms,
+        tenant=request.tenant,
+        tenant_weight=request.tenant_weight,
     )
 
 
@@ -301,6 +319,9 @@ def _ask(request: GenerateRequest, brief: RequestBrief, tried: tuple[str, ...]) 
         key=hash_of(request.request_id),
         avoid=request.exclude_workers,
         tried=tried,
+        begun=request.epoch > 0 or bool(request.output),
+        tenant=request.tenant,
+        tenant_weight=request.tenant_weight,
     )
 
 

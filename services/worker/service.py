@@ -279,6 +279,8 @@ class WorkerService:
                 predicted_tokens=request.predicted_tokens,
                 priority=request.priority,
                 cache_scope=self._cache_scope(request),
+                tenant=request.tenant,
+                tenant_weight=request.tenant_weight,
             ),
             request.adapter,
         )
@@ -452,6 +454,9 @@ class WorkerService:
                 predicted_tokens=request.predicted_tokens,
                 phase=phase,
                 tpot_slo_ms=request.slo.tpot_slo_ms,
+                ttft_slo_ms=request.slo.ttft_slo_ms,
+                tenant=request.tenant,
+                tenant_weight=request.tenant_weight,
             )
         )
         self.reporter.touch()

@@ -66,6 +66,7 @@ class _RelayedStack(Stack):
         process = super()._service(name)
         spec = process._spec
         env, argv = {**spec.env, **self.env}, spec.argv
+        env["MOTET_ADMISSION"] = "room"  # what is tried is whether accepted requests survive, at any load
         if name.startswith("worker"):
             env["MOTET_MAX_RUNNING"] = str(WORKER_SEATS)
         if self.source is not None and not self._generation and not (name.startswith("gateway") and _no_fd(self.source)):

@@ -16,8 +16,10 @@ from policies.batch_admission import (
     Sequence,
     advance,
     advance_steady,
+    due_s,
     remove,
     steady_steps,
+    wait,
 )
 from policies.kv_blocks import KvBlocks
 
@@ -46,11 +48,12 @@ class World:
         self.tokens = count(10_000)
         self.now_s = 0.0
 
-    def add(self, prompt: int | list[int], *, adapter: str = "") -> Sequence:
+    def add(self, prompt: int | list[int], *, adapter: str = "", ttft_slo_ms: float = 0.0) -> Sequence:
         """A waiting sequence; a number stands for so many unique prompt tokens."""
         tokens = prompt if isinstance(prompt, list) else [next(self.tokens) for _ in range(prompt)]
-        seq = Sequence(order=next(self.orders), tokens=array("i", tokens), adapter=adapter, adapter_bytes=10)
-        self.state.waiting.append(seq)
+        due = due_s(self.now_s, ttft_slo_ms) if ttft_slo_ms else 0.0
+        seq = Sequence(order=next(self.orders), due_s=due, tokens=array("i", tokens), adapter=adapter, adapter_bytes=10)
+        wait(self.state, seq)
         return seq
 
     def step(self) -> Plan[Sequence]:
@@ -86,7 +89,7 @@ class World:
                 users[seq.adapter] = users.get(seq.adapter, 0) + 1
         state.adapters.check(users)
         for seqs in (state.running, state.waiting):
-            assert [seq.order for seq in seqs] == sorted(seq.order for seq in seqs)
+            assert seqs == sorted(seqs, key=lambda seq: (seq.due_s, seq.order))
         assert all(seq.computed == seq.slot + 1 == len(seq.blocks) == 0 for seq in state.waiting)
 
 
@@ -434,3 +437,59 @@ def test_a_step_with_prefill_does_not_repeat_itself() -> None:
     world.step()
     world.add(20)
     assert steady_steps(world.state, world.decide(), 100) == 1
+
+
+# ---- who goes before whom
+
+
+def test_an_urgent_sequence_overtakes_patient_ones_that_wait() -> None:
+    world = World(max_running=1)
+    running = world.add(4, ttft_slo_ms=60_000.0)
+    world.step()
+    batch = world.add(4, ttft_slo_ms=60_000.0)
+    interactive = world.add(4, ttft_slo_ms=500.0)
+    world.step()
+    world.finish(running)
+    world.step()
+    assert world.state.running == [interactive] and world.state.waiting == [batch]
+
+
+def test_equal_objectives_are_first_come_first_served() -> None:
+    world = World(max_running=1)
+    seqs = []
+    for _ in range(4):
+        seqs.append(world.add(4, ttft_slo_ms=500.0))
+        world.step()
+    for seq in seqs:
+        assert world.state.running == [seq]
+        world.finish(seq)
+        if world.state.waiting:
+            world.step()
+
+
+def test_a_patient_sequence_is_not_overtaken_for_ever() -> None:
+    world = World(max_running=1)
+    batch = world.add(4, ttft_slo_ms=60_000.0)
+    world.add(4, ttft_slo_ms=500.0)
+    rounds = 0
+    while batch in world.state.waiting:
+        world.add(4, ttft_slo_ms=500.0)  # there is always another one; a step is a second
+        world.step()
+        if batch in world.state.waiting:
+            world.finish(world.state.running[0])
+        rounds += 1
+    assert 60 < rounds < 300
+
+
+def test_short_of_blocks_the_patient_sequence_is_preempted_and_not_the_urgent_one() -> None:
+    world = World(blocks=5, prefix_cache=False)
+    batch = world.add(2 * BLOCK_SIZE - 1, ttft_slo_ms=60_000.0)
+    world.step()
+    interactive = world.add(2 * BLOCK_SIZE - 1, ttft_slo_ms=500.0)
+    for _ in range(BLOCK_SIZE + 1):
+        world.step()
+    assert world.state.running == [interactive] and world.state.waiting == [batch]
+
+
+def test_what_has_output_already_goes_on_before_what_is_new() -> None:
+    assert due_s(10.0, 60_000.0, begun=True) < due_s(10.0, 500.0)

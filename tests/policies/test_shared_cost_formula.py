@@ -83,7 +83,7 @@ class One:
         tightest = min((r.tpot_slo_ms for r in self.requests if r.tpot_slo_ms), default=inf)
         missed = [(wait + 0.5 * step) / ask.ttft_slo_ms - 1, tpot / ask.tpot_slo_ms - 1, tpot / tightest - 1]
         penalty = PENALTY_MS * sum(max(0.0, share) for share in missed)
-        return others + tpot + wait / out + penalty, missed[0] > 0 or missed[1] > 0
+        return others + tpot + wait / out + penalty, max(missed) > 0
 
 
 def told(workers: list[One]) -> ClusterState:

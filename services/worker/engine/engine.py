@@ -16,7 +16,17 @@ from array import array
 from collections.abc import Callable
 from itertools import count
 
-from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, advance, pairs, remove, wait
+from policies.batch_admission import (
+    AdmissionLimits,
+    AdmissionState,
+    BatchAdmission,
+    Plan,
+    advance,
+    due_s,
+    pairs,
+    remove,
+    wait,
+)
 from policies.cold_start import Forced
 from policies.kv_blocks import KvBlocks
 from services.worker.engine.adapter_weights import HostAdapter
@@ -353,7 +363,9 @@ class Engine:
     def _make_live(self, request: EngineRequest) -> Live:
         sampling, adapter = request.sampling, request.adapter
         return Live(
-            order=(request.priority << 64) + next(self._orders),
+            order=next(self._orders),
+            priority=request.priority,
+            due_s=due_s(request.arrival_s, request.slo.ttft_slo_ms, begun=bool(request.output)),
             tokens=array("i", request.prompt + request.output),
             adapter=adapter.digest if adapter else "",
             adapter_bytes=self._runner.adapter_bytes(adapter) if adapter else 0,

@@ -43,6 +43,8 @@ class EngineRequest:
     predicted_tokens: int = 0
     priority: int = 0  # of those waiting, smaller ones go first; of those running, larger ones are preempted first
     cache_scope: bytes = b""  # who may share its KV blocks (policies.kv_blocks.cache_scope)
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
 
 @dataclass(slots=True)

@@ -40,6 +40,9 @@ class Live(Sequence):
             predicted_tokens=self.request.predicted_tokens,
             phase="running" if self.row >= 0 else "waiting",
             tpot_slo_ms=self.request.slo.tpot_slo_ms,
+            ttft_slo_ms=self.request.slo.ttft_slo_ms,
+            tenant=self.request.tenant,
+            tenant_weight=self.request.tenant_weight,
         )
 
 

@@ -41,7 +41,7 @@ async def redeliveries(bus: Bus, tenant: str = "acme") -> int:
 
 def again(gateway: GatewayService) -> intake.Intake:
     """Another copy's intake, as after a restart."""
-    return intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.config)
+    return intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.config, gateway.limits)
 
 
 # ---- large messages

@@ -36,7 +36,7 @@ from shared.messages import (
     SubmitReply,
     pack_tokens,
 )
-from shared.model import Residency, SamplingParams
+from shared.model import Residency, SamplingParams, Slo
 from shared.telemetry import REGISTRY
 from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits
@@ -279,8 +279,9 @@ async def test_full_workers_mean_overloaded_with_the_time_until_there_is_room(bu
 
     worker = await hire("w1", prepare=busy, limits=worker_limits(max_running=2, max_waiting=1))
     await schedule()
-    assert isinstance(await submit(bus, generate_request()), Assigned)
-    answer = await submit(bus, generate_request())
+    patient = Slo(ttft_slo_ms=60_000.0)
+    assert isinstance(await submit(bus, generate_request(slo=patient)), Assigned)
+    answer = await submit(bus, generate_request(slo=patient))
     assert isinstance(answer, Overloaded) and len(worker.assigned) == 1
     # 2 running with 1000 tokens left at 10.4 ms per step: one ends about every 250 steps
     assert answer.retry_after_s == pytest.approx(2.6, rel=0.1) and "full" in answer.message
@@ -437,3 +438,35 @@ async def test_a_slow_predictor_costs_its_deadline_and_no_more(bus, connect, sch
     assert counted("prediction_misses", reason="late") == before + 20
     # 5 ms of deadline and the ordinary round trips; the median, since other processes share the machine
     assert sorted(times)[10] < 0.03
+
+
+# ---- admission by objective
+
+
+def _saturated(worker: FakeWorker) -> None:
+    """Every seat taken and forty requests waiting, all standard."""
+    for number in range(48):
+        request = generate_request(f"old{number}", predicted_tokens=100)
+        worker.requests[request.request_id] = brief_of(request, "running" if number < 8 else "waiting")
+
+
+async def test_a_request_that_would_be_late_is_refused_with_when_to_come_back(bus, schedule, hire):
+    worker = await hire("w1", prepare=_saturated, limits=worker_limits(max_running=8))
+    await schedule()
+    answer = await submit(bus, generate_request())
+    assert type(answer) is Overloaded and answer.status == 429 and not worker.assigned
+    assert answer.retry_after_s and 1.0 < answer.retry_after_s < 20.0
+    assert "2000 ms to the first token" in answer.message
+
+
+async def test_a_resumed_request_is_never_refused_for_its_objectives(bus, schedule, hire):
+    await hire("w1", prepare=_saturated, limits=worker_limits(max_running=8))
+    await schedule()
+    assert isinstance(await submit(bus, generate_request(epoch=1)), Assigned)
+    assert isinstance(await submit(bus, generate_request(output=pack_tokens([5, 6]))), Assigned)
+
+
+async def test_with_admission_by_room_only_full_workers_refuse(bus, schedule, hire):
+    await hire("w1", prepare=_saturated, limits=worker_limits(max_running=8))
+    await schedule(admission="room")
+    assert isinstance(await submit(bus, generate_request()), Assigned)

@@ -1,0 +1,220 @@
+"""Overload: how many requests a mesh serves inside their objectives when more come than it can serve.
+
+One of each service, the worker with the demo model. Requests arrive as a Poisson process that waits for no answer, at 0.5
+to 3 times the capacity, which is measured first; a fifth of them is interactive, three tenths standard, half batch. Batch
+requests have 10 s to their first token here, so that a run ends soon. Twice: with admission by objective and with admission
+by room. Then five tenants share half the capacity with and without a sixth that sends 20 times what one of them sends.
+
+Goodput counts the requests that ended inside their objectives within the measured part of a run, per second. Attainment is of
+all requests that were sent in that part, refused ones included. Everything, client included, shares this machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.overload_parts import Asking, Kind, Request, play, poisson
+from motet.stack import Stack, StackOptions
+
+DEMO = Path(__file__).parents[1] / "examples" / "demo"
+BASE = "motet-demo"
+KINDS = (
+    Kind(name="interactive", ttft_slo_ms=500.0, tpot_slo_ms=50.0, share=0.2),
+    Kind(name="standard", ttft_slo_ms=2000.0, tpot_slo_ms=200.0, share=0.3),
+    Kind(name="batch", ttft_slo_ms=10_000.0, tpot_slo_ms=2000.0, share=0.5),
+)
+PATIENT = Kind(name="batch", ttft_slo_ms=3_600_000.0, tpot_slo_ms=3_600_000.0)
+LOADS = (0.5, 1.0, 1.5, 2.0, 3.0)
+SEATS = 16
+PROMPT_TOKENS, OUTPUT_TOKENS = 48, 192
+SECONDS, WARM_S = 18.0, 4.0
+QUIET, LOUD = ("a", "b", "c", "d", "e"), "loud"
+QUIET_LOAD, TIMES = 0.5, 20.0  # of the capacity, all of them; what the loud one sends, in shares of a quiet one
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print the table, return the figures."""
+    seconds = args.seconds or (6.0 if args.quick else SECONDS)
+    loads = (1.0, 3.0) if args.quick else LOADS
+    warm_s = min(WARM_S, seconds / 4)
+    rows: list[dict[str, Any]] = []
+    refusals: list[Request] = []
+    tenants: dict[str, float] = {}
+    vocabulary = json.loads((DEMO / "model" / "config.json").read_text())["vocab_size"]
+    models = (BASE, "upper-case", "reverse", "rot13")
+    asking = Asking(vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS, models=models)
+    capacity = 0.0
+    for admission in ("objective", "room"):
+        with _mesh(admission) as port:
+            _wait_for(port, models)
+            measured = _capacity(port, asking, 4 if args.quick else 8)
+            capacity = capacity or measured
+            for number, load in enumerate(loads):
+                times = poisson(load * capacity, seconds, seed=number)
+                requests = asking.mixed(times, KINDS, QUIET[0], seed=100 + number)
+                play(port, requests)
+                rows.append({"admission": admission, "load": load} | _measures(requests, warm_s, seconds))
+                print(json.dumps(rows[-1]), flush=True)
+                if admission == "objective":
+                    refusals += [request for request in requests if request.status == 429]
+            if admission == "objective":
+                tenants = _tenants(port, asking, capacity, seconds, warm_s)
+                print(json.dumps(tenants), flush=True)
+    print(_table(rows, capacity))
+    return _figures(rows, refusals, tenants, capacity)
+
+
+@contextmanager
+def _mesh(admission: str) -> Iterator[int]:
+    """A stack with one worker; yields the port of its gateway."""
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory, asyncio.Runner() as runner:
+        keys = Path(directory) / "keys"
+        keys.write_text("".join(f"key-{tenant} {tenant}\n" for tenant in (*QUIET, LOUD)))
+        given = {"MOTET_ADMISSION": admission, "MOTET_MAX_RUNNING": str(SEATS)}
+        before = dict(os.environ)
+        os.environ |= given  # the services take what no flag says from their environment
+        options = StackOptions(
+            model=str(DEMO / "model"),
+            served_model_name=BASE,
+            adapters_dir=str(DEMO / "adapters"),
+            data_dir=Path(directory) / "data",
+            api_keys_file=str(keys),
+            port=0,
+            drain_s=2.0,
+        )
+        stack = Stack(options, _Quiet())
+        try:
+            runner.run(stack.start())
+            yield int(stack.urls[0].rsplit(":", 1)[1])
+        finally:
+            for name in given:
+                os.environ.pop(name)
+            os.environ |= {name: value for name, value in before.items() if name in given}
+            runner.run(stack.stop())
+
+
+class _Quiet:
+    """Hears of state changes of the stack's services and only passes on trouble."""
+
+    def changed(self, name: str, state: str, note: str) -> None:
+        if state in ("restarting", "failed"):
+            print(f"{name}: {state} {note}")
+
+
+def _wait_for(port: int, models: Sequence[str]) -> None:
+    """Until the gateway knows all `models`."""
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers={"authorization": f"Bearer key-{QUIET[0]}"})
+    for _ in range(600):
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            if set(models) <= {card["id"] for card in json.load(answer)["data"]}:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"the mesh does not serve {', '.join(models)}")
+
+
+def _capacity(port: int, asking: Asking, turns: int) -> float:
+    """Requests per second with every seat taken all the time."""
+    for number in (1, turns):  # the first one warms up
+        requests = [asking.request(0.0, PATIENT, QUIET[0]) for _ in range(number * SEATS)]
+        play(port, requests)
+        if statuses := {request.status for request in requests} - {200}:
+            raise RuntimeError(f"answers with status {statuses} while the capacity was measured")
+    return len(requests) / max(request.last_s for request in requests)
+
+
+def _measures(requests: Sequence[Request], warm_s: float, seconds: float) -> dict[str, Any]:
+    sent = [request for request in requests if request.at_s >= warm_s]
+    good = sum(request.kept and warm_s <= request.last_s < seconds for request in requests)
+    refused = [request for request in sent if request.status == 429]
+    unknown = {request.status for request in requests} - {200, 429}
+    if unknown:
+        raise RuntimeError(f"answers with status {unknown}")
+    return {
+        "offered_per_s": round(len(sent) / (seconds - warm_s), 2),
+        "goodput_per_s": round(good / (seconds - warm_s), 2),
+        **{f"{kind.name}_attainment": _attainment([r for r in sent if r.kind.name == kind.name]) for kind in KINDS},
+        "refused": round(len(refused) / max(1, len(sent)), 4),
+        "late": round(sum(request.status == 200 and not request.kept for request in sent) / max(1, len(sent)), 4),
+        "refusal_p50_ms": _refusal_ms(refused, 0.5),
+        "refusal_p99_ms": _refusal_ms(refused, 0.99),
+        "retry_after_mean_s": round(statistics.fmean([r.retry_after_s for r in refused]), 2) if refused else 0.0,
+    }
+
+
+def _attainment(requests: Sequence[Request]) -> float:
+    return round(sum(request.kept for request in requests) / max(1, len(requests)), 4)
+
+
+def _refusal_ms(refused: Sequence[Request], quantile: float) -> float:
+    times = sorted(1000.0 * (request.answered_s - request.at_s) for request in refused)
+    return round(times[min(len(times) - 1, int(quantile * len(times)))], 2) if times else 0.0
+
+
+def _tenants(port: int, asking: Asking, capacity: float, seconds: float, warm_s: float) -> dict[str, float]:
+    """Attainment of the quiet tenants without and with the loud one."""
+    each = QUIET_LOAD * capacity / len(QUIET)
+
+    def quiet() -> list[Request]:
+        return [
+            request
+            for number, tenant in enumerate(QUIET)
+            for request in asking.mixed(poisson(each, seconds, seed=200 + number), KINDS, tenant, seed=300 + number)
+        ]
+
+    alone, beside = quiet(), quiet()
+    loud = asking.mixed(poisson(TIMES * each, seconds, seed=400), KINDS, LOUD, seed=401)
+    play(port, alone)
+    play(port, [*beside, *loud])
+    return {
+        "quiet_alone": _attainment([request for request in alone if request.at_s >= warm_s]),
+        "quiet_beside_loud": _attainment([request for request in beside if request.at_s >= warm_s]),
+        "loud": _attainment([request for request in loud if request.at_s >= warm_s]),
+        "loud_offered_per_s": round(len(loud) / seconds, 2),
+    }
+
+
+def _table(rows: Sequence[dict[str, Any]], capacity: float) -> str:
+    columns = ["", "offered/s", "goodput/s", *(kind.name for kind in KINDS), "refused", "late", "refusal p99 ms"]
+    names = [
+        "offered_per_s",
+        "goodput_per_s",
+        *(f"{kind.name}_attainment" for kind in KINDS),
+        "refused",
+        "late",
+        "refusal_p99_ms",
+    ]
+    cells = [[f"{row['admission']}, {row['load']:g}x", *(row[name] for name in names)] for row in rows]
+    title = f"One worker, demo model, {SEATS} seats; capacity {capacity:.1f} requests/s of {OUTPUT_TOKENS} tokens"
+    return report.table(title, columns, cells)
+
+
+def _figures(
+    rows: list[dict[str, Any]], refusals: Sequence[Request], tenants: dict[str, float], capacity: float
+) -> dict[str, Any]:
+    def vs_peak(admission: str) -> float:
+        own = [row for row in rows if row["admission"] == admission]
+        return round(own[-1]["goodput_per_s"] / max(max(row["goodput_per_s"] for row in own), 1e-9), 4)
+
+    at_most = max((row for row in rows if row["admission"] == "objective"), key=lambda row: row["load"])
+    return {
+        "goodput_at_3x_vs_peak": vs_peak("objective"),
+        "refusal_p99_ms": _refusal_ms(refusals, 0.99),
+        "interactive_attainment_at_3x": at_most["interactive_attainment"],
+        "other_tenants_attainment_loss": round(tenants["quiet_alone"] - tenants["quiet_beside_loud"], 4),
+        "goodput_at_3x_vs_peak_by_room": vs_peak("room"),
+        "capacity_per_s": round(capacity, 2),
+        "loads": rows,
+        "tenants": tenants,
+    }

@@ -1,0 +1,176 @@
+"""Promise: a request that no worker would serve in time is refused at once, with the time after which one would."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.cluster_state import ClusterState
+from policies.dispatch import POLICIES, Decision, decide
+from shared.model import RequestBrief
+from tests.policies.test_dispatch import ask, cluster
+from tests.support_worker import PERF, worker_limits
+
+INTERACTIVE, STANDARD, BATCH = 500.0, 2000.0, 60_000.0
+L = 100.0  # average response length
+
+
+def fill(
+    state: ClusterState,
+    worker_id: str,
+    running: int,
+    waiting: int = 0,
+    *,
+    ttft: float = STANDARD,
+    tpot: float = 200.0,
+    tenant: str = "",
+    weight: float = 1.0,
+) -> None:
+    for number in range(running + waiting):
+        phase = "running" if number < running else "waiting"
+        name = f"{worker_id}-{tenant}-{ttft:g}-{len(state.requests(worker_id))}"
+        state.put_request(worker_id, RequestBrief(name, 0, "", 0, 50, 0, 100, phase, tpot, ttft, tenant, weight))
+
+
+def asked(ttft: float = STANDARD, **more):
+    return ask(adapter="", rank=0, ttft_slo_ms=ttft, **more)
+
+
+def admit(state: ClusterState, request, policy: str = "motet", admission="objective") -> Decision:
+    chooser = POLICIES[policy]()
+    return decide(chooser, state, request, 0.0, stale_s=3.0, avg_resp_len=L, admission=admission)
+
+
+@pytest.fixture
+def full() -> ClusterState:
+    """One worker whose 8 seats are taken and where 40 standard requests wait; one seat comes free about every 154 ms."""
+    state = cluster("a", max_running=8)
+    fill(state, "a", 8, 40)
+    return state
+
+
+def test_a_request_that_would_wait_too_long_is_refused_with_the_time_until_it_would_not(full):
+    refused = admit(full, asked())
+    assert refused.worker_id is None and refused.candidates == 1 and refused.screening is None
+    assert 4.0 < refused.late_s < 8.0  # 41 requests before its first token, less the 1.4 s that it may wait
+    assert admit(full, asked(), admission="room").worker_id == "a"
+
+
+def test_after_the_time_it_was_told_it_is_admitted_and_not_long_before(full):
+    def after(seconds: float) -> Decision:
+        """The same worker after as many requests have ended as it said."""
+        state = cluster("a", max_running=8)
+        fill(state, "a", 8, 40 - int(seconds / 0.154))
+        return admit(state, asked())
+
+    told_s = admit(full, asked()).late_s
+    assert after(told_s + 0.2).worker_id == "a"
+    assert after(told_s * 0.7).worker_id is None
+
+
+def test_the_more_urgent_request_overtakes_and_is_admitted_where_a_less_urgent_one_is_not(full):
+    assert admit(full, asked(INTERACTIVE)).worker_id == "a"
+    assert admit(full, asked(STANDARD)).worker_id is None
+
+
+def test_a_patient_request_that_others_keep_overtaking_is_not_promised_a_place():
+    state = cluster("a", max_running=8, max_waiting=400)
+    fill(state, "a", 8, ttft=INTERACTIVE)
+    fill(state, "a", 0, 100, ttft=BATCH)
+    assert admit(state, asked(BATCH)).worker_id is None
+    calm = cluster("a", max_running=8, max_waiting=400)
+    fill(calm, "a", 8, 100, ttft=BATCH)
+    assert admit(calm, asked(BATCH)).worker_id == "a"
+
+
+def test_patient_requests_leave_the_last_places_to_urgent_ones():
+    state = cluster("a", max_running=8, max_waiting=16)
+    fill(state, "a", 8, 12, ttft=BATCH)
+    assert admit(state, asked(BATCH)).worker_id is None
+    assert admit(state, asked(INTERACTIVE)).worker_id == "a"
+
+
+def test_of_several_workers_one_that_keeps_the_objectives_takes_it_whatever_the_policy_prefers(full):
+    full.put_worker("b", worker_limits(max_running=8), PERF)
+    full.heard("b", 0.0, kv_blocks_free=512, draining=False)
+    for policy in POLICIES:
+        assert {admit(full, asked(key=n), policy).worker_id for n in range(20)} == {"b"}, policy
+
+
+def test_a_time_per_token_that_no_worker_keeps_is_a_reason_too():
+    state = cluster("a")
+    fill(state, "a", 40)  # 10 + 0.2 * 40 ms per step
+    assert admit(state, asked(tpot_slo_ms=15.0)).worker_id is None
+    assert admit(state, asked(tpot_slo_ms=40.0)).worker_id == "a"
+
+
+def test_a_newcomer_does_not_break_the_time_per_token_of_those_that_are_there():
+    state = cluster("a")
+    fill(state, "a", 10, tpot=16.0)  # 12.9 ms per token with 10, and 12 ms is what a batch request may bring it to
+    assert admit(state, asked(BATCH, tpot_slo_ms=2000.0)).worker_id is None
+    relaxed = cluster("a")
+    fill(relaxed, "a", 10, tpot=200.0)
+    assert admit(relaxed, asked(BATCH, tpot_slo_ms=2000.0)).worker_id == "a"
+
+
+def test_an_objective_that_cannot_be_kept_at_all_refuses_nobody():
+    state = cluster("a")
+    fill(state, "a", 10)
+    assert admit(state, asked(tpot_slo_ms=5.0)).worker_id == "a"  # a step takes 10 ms alone
+    assert admit(state, asked(ttft=1.0)).worker_id == "a"
+
+
+def test_a_request_that_lost_its_worker_is_never_refused_for_its_objectives(full):
+    assert admit(full, asked(begun=True)).worker_id == "a"
+
+
+def test_what_a_large_cluster_refuses_is_looked_at_on_a_bounded_number_of_workers():
+    state = cluster(*(f"w{n}" for n in range(200)), max_running=2)
+    for n in range(200):
+        fill(state, f"w{n}", 2, 40 if n else 30)
+    assert admit(state, asked()).worker_id is None
+    least = admit(state, asked()).late_s
+    state.drop_worker("w0")
+    assert admit(state, asked()).late_s > least  # the roomiest one is among those
+
+
+# ---- tenants
+
+
+def test_a_tenant_above_its_share_is_refused_before_those_below_theirs():
+    state = cluster("a", max_running=8)
+    fill(state, "a", 8, tenant="loud")
+    fill(state, "a", 0, 3, tenant="loud")
+    fill(state, "a", 0, 1, tenant="quiet")
+    assert admit(state, asked(tenant="loud")).worker_id is None
+    assert admit(state, asked(tenant="quiet")).worker_id == "a"
+
+
+def test_a_tenant_below_its_share_is_not_put_off_because_of_what_another_one_runs():
+    state = cluster("a", max_running=8, max_waiting=400)
+    fill(state, "a", 8, 2, ttft=INTERACTIVE, tenant="loud")
+    fill(state, "a", 0, 4, ttft=10_000.0, tenant="quiet")
+    assert admit(state, asked(10_000.0, tenant="quiet")).worker_id == "a"
+    assert admit(state, asked(10_000.0, tenant="loud")).worker_id is None
+
+
+def test_a_tenant_that_is_alone_has_everything():
+    state = cluster("a", max_running=8)
+    fill(state, "a", 8, 4, tenant="only")
+    assert admit(state, asked(tenant="only")).worker_id == "a"
+
+
+def test_a_tenants_share_follows_its_weight():
+    state = cluster("a", max_running=8)
+    fill(state, "a", 8, 2, tenant="large", weight=4.0)
+    fill(state, "a", 0, 3, tenant="small")
+    assert admit(state, asked(tenant="large", tenant_weight=4.0)).worker_id == "a"
+    assert admit(state, asked(tenant="small")).worker_id is None
+
+
+def test_shares_are_forgotten_with_the_requests():
+    state = cluster("a")
+    fill(state, "a", 3, tenant="t")
+    for name in list(state.requests("a")):
+        state.drop_request("a", name)
+    load = state.load(state.row("a"))
+    assert load.tenants == {} and all((b.running, b.queued, b.queue_tokens) == (0, 0, 0) for b in load.bands)
