@@ -60,7 +60,10 @@ def decode(data: bytes, kind: Any) -> Any:
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
-    return decoder.decode(data)
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:  # the library lets them through
+        raise msgspec.DecodeError(str(error)) from None
 
 
 class _Client(Client):
