@@ -108,10 +108,12 @@ class FuzzMesh:
     async def connect(self, user: str) -> NatsClient:
         """A connection to the broker as one of its users."""
         client = NatsClient()
-        password = credentials.password_file(Path(self.facts.credentials_dir), user).read_text().strip()
         inbox = f"_INBOX_{user}".encode()
-        await client.connect(self.facts.nats_url, user=user, password=password, inbox_prefix=inbox, error_cb=_quiet)
+        await client.connect(self.facts.nats_url, user=user, password=self.password(user), inbox_prefix=inbox, error_cb=_quiet)
         return client
+
+    def password(self, user: str) -> str:
+        return credentials.password_file(Path(self.facts.credentials_dir), user).read_text().strip()
 
     def resident_bytes(self, service: str) -> int:
         statm = Path(f"/proc/{self.pids()[service]}/statm").read_text()

@@ -93,8 +93,8 @@ DEEP_MSGPACK = b"\x91" * 100_000
 HUGE_LENGTHS = (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff")
 
 
-def payload(rng: random.Random, words: tuple[str, ...] = WORDS) -> bytes:
-    """Something to send: nonsense, nearly a message, or a message with odd values."""
+def payload(rng: random.Random, words: tuple[str, ...] = WORDS, kinds: tuple[Any, ...] = MESSAGES) -> bytes:
+    """Something to send: nonsense, nearly a message, or a message of `kinds` with odd values."""
     chosen = rng.random()
     if chosen < 0.2:
         return rng.randbytes(rng.choice((0, 1, 7, 100, 5000)))
@@ -102,5 +102,5 @@ def payload(rng: random.Random, words: tuple[str, ...] = WORDS) -> bytes:
         return rng.choice((DEEP_JSON, DEEP_MSGPACK, *HUGE_LENGTHS, b"null", b"{}", b'{"v":1}', b"\xc0", b"\x80", b"\x90"))
     if chosen < 0.4:
         return msgspec.json.encode(random_value(dict[str, int | str | list[str] | None], rng, words))
-    message = encode(random_value(rng.choice(MESSAGES), rng, words))
+    message = encode(random_value(rng.choice(kinds), rng, words))
     return mutated(message, rng) if chosen < 0.7 else message
