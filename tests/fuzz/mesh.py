@@ -105,6 +105,12 @@ class FuzzMesh:
         await self.watch()
         return ""
 
+    async def restore(self) -> None:
+        """Register the demo's adapters anew, in case somebody who may do so deleted or replaced them."""
+        for adapter in sorted((DEMO / "adapters").iterdir()):
+            asked = {"name": adapter.name, "path": str(adapter), "replace": True}
+            await self.call("POST", "/v1/adapters", json=asked)
+
     async def connect(self, user: str) -> NatsClient:
         """A connection to the broker as one of its users."""
         client = NatsClient()
