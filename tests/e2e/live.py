@@ -34,7 +34,9 @@ class LiveStack:
     def launch(self) -> None:
         """Start it; does not wait."""
         with self.output.open("ab") as sink:
-            self.process = subprocess.Popen(self.argv, cwd=ROOT, env=self.env, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                self.argv, cwd=ROOT, env=self.env, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL
+            )
 
     def facts(self) -> StackFacts:
         """What it says of itself; fails when it has ended."""

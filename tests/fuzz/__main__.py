@@ -4,7 +4,7 @@
     python -m tests.fuzz --only owner,bus    some of them
     python -m tests.fuzz --seed 7            other cases
 
-Prints a table and, as its last line, one line of JSON. Exit status 1 when a promise was broken; what broke it is above the table.
+Prints a table and, as its last line, one line of JSON. Exit status 1 when a promise was broken; what broke it is said above.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Nonsense on every subject of the bus, sent as every user: what a user may not say is refused by the broker, and what it may say
-does no harm that lasts.
+"""Nonsense on every subject of the bus, sent as every user. What a user may not say is refused by the broker, and what it may
+say does no harm that lasts.
 
     users     the services and one publisher per tenant; not the operator, who may remove everything
     subjects  all that anybody may publish to, with ids that exist and ids that do not in place of wildcards

@@ -1,4 +1,4 @@
-"""Clients that connect and say nothing, or speak a byte at a time: they cost little memory and a bounded time, and nobody waits.
+"""Clients that connect and say nothing, or speak a byte at a time: they cost little memory and a bounded time.
 
     idle            connected, silent                 closed after `HEAD_S`
     half a head     a header line, then a byte a second    the same: the clock runs from the first byte

@@ -64,15 +64,15 @@ class FuzzMesh:
         try:
             async with Client(self.url, timeout_s=30.0) as client:
                 for model in ASKED:
-                    body = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 24}
-                    answer = await client.call("POST", "/v1/chat/completions", json=body)
+                    body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 24}
+                    answer = await client.call("POST", "/v1/chat/completions", json=body | {"model": model})
                     said[model] = str(answer["choices"][0]["message"]["content"])
         except ApiError:
             return {}
         return said
 
     async def trouble(self, within_s: float = 60.0) -> str:
-        """What is wrong with it: a service that died, or answers that changed or do not come within `within_s`; "" for nothing."""
+        """What is wrong: a service died, answers changed or do not come within `within_s`; "" for nothing."""
         problem = ""
         try:
             await eventually(self._serves, within_s=within_s, every_s=0.5)
@@ -97,8 +97,12 @@ class FuzzMesh:
             if name != "nats":
                 self.live.kill(name)
         before, self._pids = self._pids, {}
-        await eventually(lambda: all(pid != before[n] for n, pid in self.pids().items() if n != "nats"), within_s=60, every_s=0.2)
+
+        def all_new() -> bool:
+            return all(pid != before[name] for name, pid in self.pids().items() if name != "nats")
+
         try:
+            await eventually(all_new, within_s=60, every_s=0.2)
             await eventually(self._serves, within_s=60, every_s=0.5)
         except AssertionError as error:
             return f"it does not serve after a restart: {error}"
@@ -132,5 +136,3 @@ class FuzzMesh:
 
 async def _quiet(_: Exception) -> None:
     """Violations of permissions are what is tried."""
-
-

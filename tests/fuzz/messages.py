@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 
 import msgspec
 from hypothesis import HealthCheck, given, seed, settings
@@ -13,6 +14,7 @@ from shared.bus import decode, encode
 from shared.messages import AssignReply, Control, RegistryReply, SubmitReply, WorkerState, pack_tokens, unpack_tokens
 from tests.fuzz.values import MESSAGES, mutated, payload, random_value
 
+BEYOND = re.compile(r"Expected `\w+` [<>]=? \S+ - at")  # a limit that a type names
 UNIONS = (SubmitReply, AssignReply, Control, WorkerState, RegistryReply)
 
 
@@ -26,7 +28,10 @@ def fuzz(count: int, seed_: int) -> int:
     def messages_survive_and_nonsense_is_refused(kind: type[msgspec.Struct], rng: random.Random, tokens: list[int]) -> None:
         nonlocal read
         data = encode(random_value(kind, rng))
-        assert encode(decode(data, kind)) == data
+        try:
+            assert encode(decode(data, kind)) == data
+        except msgspec.ValidationError as error:
+            assert BEYOND.match(str(error)), error
         assert unpack_tokens(pack_tokens(tokens)) == tokens
         for odd in (mutated(data, rng), payload(rng)):
             for target in (kind, *UNIONS):

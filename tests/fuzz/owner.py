@@ -3,8 +3,8 @@ schedulers that refuse or whose answers are lost.
 
     script ──► scheduler ──assign──► workers ──frames──► wire (drop, repeat, swap) ──► Owner ──► Stream ──► what a client sees
 
-Every worker draws the same token at the same index, as noise is a function of seed and position. So each stream must show what it
-shows without faults, or end with an error that its history explains and the beginning of it.
+Every worker draws the same token at the same index, as noise is a function of seed and position. So each stream must show what
+it shows without faults, or the beginning of it and an error that its history explains.
 
 Time is virtual: a history of minutes takes milliseconds, and a failing one fails again.
 """
@@ -297,9 +297,11 @@ class World:
             "give up": lambda: self._end(worker, None),
             "fail": lambda: self._end(worker, WorkerLost("as the script says")),
             "busy": lambda: self._end(worker, (Overloaded if step.size % 2 else Unavailable)("as the script says")),
-            "stale": lambda: wire.append(TokenFrame(worker.worker_id, 0, [StreamItem("r0", 0, 0, [7], "length")]))
-            if self._past_first_epoch(worker)
-            else None,
+            "stale": lambda: (
+                wire.append(TokenFrame(worker.worker_id, 0, [StreamItem("r0", 0, 0, [7], "length")]))
+                if self._past_first_epoch(worker)
+                else None
+            ),
         }
         if step.what in actions and (worker.alive or step.what in ("deliver", "drop", "repeat", "swap", "die")):
             actions[step.what]()
@@ -362,11 +364,12 @@ def check(history: History) -> None:
 
 TEXTS = ("hello world, größere 🎉 hello", "日本語のテキスト and the quick brown fox", "naïve", "hello hello hello hello hello")
 ASKS = st.builds(Ask, st.sampled_from(TEXTS), st.sampled_from(["length", "eos", "llo wor", "the", "ï"]), st.booleans())
+SCRIPTED = st.builds(Step, st.sampled_from(STEPS), st.integers(0, len(WORKERS) - 1), st.integers(1, 4))
 HISTORIES = st.builds(
     History,
     st.lists(ASKS, min_size=1, max_size=3).map(tuple),
     st.lists(st.sampled_from(("", "", *SCHEDULER)), max_size=6).map(tuple),
-    st.lists(st.builds(Step, st.sampled_from(STEPS), st.integers(0, len(WORKERS) - 1), st.integers(1, 4)), max_size=60).map(tuple),
+    st.lists(SCRIPTED, max_size=60).map(tuple),
 )
 
 

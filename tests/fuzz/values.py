@@ -15,9 +15,16 @@ from shared.bus import encode
 
 MESSAGES: tuple[Any, ...] = (
     *(messages.GenerateRequest, messages.Assigned, messages.Accepted, messages.Refused, messages.TokenFrame, messages.Cancel),
-    *(messages.LoadAdapter, messages.UnloadAdapter, messages.Ping, messages.Pong, messages.WorkerSnapshot, messages.WorkerDelta),
-    *(messages.WorkerNotice, messages.Lease, messages.StatusRequest, messages.ClusterStatus, messages.PredictRequest),
-    *(messages.Prediction, messages.Outcome, messages.RegisterAdapter, messages.AliasAdapter, messages.DeleteAdapter),
+    *(messages.LoadAdapter, messages.UnloadAdapter, messages.Ping, messages.Pong, messages.WorkerSnapshot),
+    *(messages.WorkerDelta, messages.WorkerNotice, messages.Lease, messages.StatusRequest, messages.ClusterStatus),
+    *(
+        messages.PredictRequest,
+        messages.Prediction,
+        messages.Outcome,
+        messages.RegisterAdapter,
+        messages.AliasAdapter,
+        messages.DeleteAdapter,
+    ),
     *(messages.ListAdapters, messages.RegistryOk),
 )
 """Every message but Drain, which a service may send and which ends a worker as it should."""

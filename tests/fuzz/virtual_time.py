@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer instead of waiting: minutes of timeouts in milliseconds, the same each time."""
+"""An event loop whose clock jumps to the next timer instead of waiting: minutes of timeouts take milliseconds."""
 
 from __future__ import annotations
 
