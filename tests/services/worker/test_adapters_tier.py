@@ -9,12 +9,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.worker import adapters
 from services.worker.adapters import AdapterTiers, DiskTier
 from shared import subjects
-from shared.errors import AdapterNotFound, InvalidAdapter, TooLarge, Unavailable
+from shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable
 from shared.model import AdapterRef
 from tests.support import eventually
 
