@@ -16,7 +16,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help setup serve test chaos soak demo check format sanitize bench-quick bench-peers compose-secrets compose-test lock clean
+.PHONY: help setup serve test chaos fuzz soak demo check format sanitize bench-quick bench-peers compose-secrets compose-test lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,9 @@ test: $(DEV_STAMP) ## the whole suite
 
 chaos: $(DEV_STAMP) ## the mesh under load while every process is killed, frozen and cut off: nothing lost, nothing twice
 	@$(BIN)/python -m tests.chaos $(ARGS)
+
+fuzz: $(DEV_STAMP) ## what nobody should send, on every door, for ten minutes: no 5xx, nothing accepted, the mesh serves on
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 soak: $(DEV_STAMP) ## half an hour of load with adapters coming and going: nothing may grow (ARGS="--minutes 5")
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)

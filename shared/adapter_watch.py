@@ -111,7 +111,7 @@ class AdapterWatch:
                 self._versions[key.removeprefix(VERSION)] = version
             else:
                 return
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             log.warning("unreadable adapter record", extra={"key": key, "error": str(error)})
             return
         if changed:

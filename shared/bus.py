@@ -60,7 +60,10 @@ def decode(data: bytes, kind: Any) -> Any:
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
-    return decoder.decode(data)
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:  # the library lets them through
+        raise msgspec.DecodeError(str(error)) from None
 
 
 class _Client(Client):
@@ -422,7 +425,8 @@ class Bus:
         last message; raises nats.js.errors.Error when a heartbeat knows of later ones.
         """
         headers = msg.headers or {}
-        if headers.get("Status") != "100":
+        # a message of the stream carries the headers that its publisher chose, but its reply is the server's
+        if headers.get("Status") != "100" or msg.reply.startswith("$JS.ACK."):
             return False
         if reply := msg.reply or headers.get("Nats-Consumer-Stalled"):
             await self.nc.publish(reply)

@@ -192,7 +192,8 @@ class KeyStore:
     def _put(self, key_id: str, value: bytes) -> None:
         try:
             self._keep(_decoder.decode(value))
-        except msgspec.MsgspecError as error:  # of a newer version, maybe: what is not understood admits nobody
+        # of a newer version, maybe: what is not understood admits nobody
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             log.warning("unreadable key record", extra={"id": key_id, "error": str(error)})
             self._forget(key_id)
 

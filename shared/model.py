@@ -170,7 +170,7 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_running: int
     max_waiting: int
-    block_size: int
+    block_size: Annotated[int, Meta(ge=1)]  # schedulers divide by it
     kv_blocks_total: int
     adapter_bytes_total: int
     max_lora_rank: int

@@ -251,7 +251,7 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
     text = {"description": "Done."} | _content({"type": "string"}, _TEXT)
 
     def generated(schema: str) -> dict[str, Any]:
-        both = {_JSON: {"schema": _ref(schema)}, _EVENTS: {"schema": {"type": "string", "description": "With `stream`."}}}
+        both = {_JSON: {"schema": _ref(schema)}, _EVENTS: {"schema": {"description": "With `stream`."}}}
         return {"description": "The answer; with `stream` as server-sent events.", "content": both}
 
     return {

@@ -136,7 +136,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=-1, le=1 << 31, description="Draw from the k likeliest; 0 or -1 for all.")] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1, description="Least probability, relative to the likeliest token.")] | None = None
     repetition_penalty: (
-        Annotated[float, Meta(gt=0, le=10, description="Divides logits of tokens in prompt or output.")] | None
+        Annotated[float, Meta(ge=0.01, le=10, description="Divides logits of tokens in prompt or output.")] | None
     ) = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 31, description="No ending token before so many.")] | None = None
     ignore_eos: Annotated[bool, Meta(description="Go on after the model's own ending token.")] | None = False
@@ -204,7 +204,9 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raises BadRequest naming the first field that asks for what is not served."""
-        if self.response_format is not None and (self.response_format.type != "text" or self.response_format.json_schema):
+        if self.response_format is not None and (
+            self.response_format.type != "text" or self.response_format.json_schema is not None
+        ):
             raise _unsupported("response_format", f"type {self.response_format.type!r}")
         if self.best_of not in (None, self.n or 1):
             raise _unsupported("best_of", "other than n")

@@ -24,6 +24,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -40,7 +41,7 @@ from services.worker import metrics
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s
-from shared.errors import AdapterNotFound, TooLarge, Unavailable
+from shared.errors import AdapterNotFound, BadRequest, TooLarge, Unavailable
 from shared.model import AdapterRef, Tier
 from shared.objects import read_object
 from shared.telemetry import logger
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from services.worker.engine.adapter_weights import HostAdapter
 
 log = logger("motet.worker.adapters")
+DIGEST = re.compile(r"[A-Za-z0-9_-]{1,128}")
 SUFFIX, PARTIAL = ".safetensors", ".part"
 LOADS_AT_ONCE = 4
 FETCH_BASE_S = 15.0
@@ -85,12 +87,15 @@ class DiskTier:
         return sum(self._files.values())
 
     def path(self, digest: str) -> Path:
+        """Where its file is. Raises BadRequest for what cannot be a digest: it comes from the bus and could name any file."""
+        if not DIGEST.fullmatch(digest):
+            raise BadRequest("not a digest", param="digest")
         return self._dir / (digest + SUFFIX)
 
     @contextlib.contextmanager
     def partial(self, digest: str) -> Iterator[tuple[Path, BinaryIO]]:
         """Where a download of `digest` is written before it is known to be right; gone afterwards unless it was renamed."""
-        path = self._dir / f".{digest}.{secrets.token_hex(4)}{PARTIAL}"
+        path = self._dir / f".{self.path(digest).stem}.{secrets.token_hex(4)}{PARTIAL}"
         try:
             with path.open("wb") as sink:
                 fcntl.flock(sink, fcntl.LOCK_EX)
@@ -124,7 +129,8 @@ class DiskTier:
 
     def discard(self, digest: str) -> None:
         self._files.pop(digest, None)
-        self.path(digest).unlink(missing_ok=True)
+        if DIGEST.fullmatch(digest):
+            self.path(digest).unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._private:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from motet.stack import StackFacts, read_facts
@@ -19,7 +20,7 @@ BASE = "motet-demo"
 class LiveStack:
     """One `motet up` on free ports with the demo model."""
 
-    def __init__(self, directory: Path, *flags: str, workers: int = 1, threads: int = 1) -> None:
+    def __init__(self, directory: Path, *flags: str, workers: int = 1, threads: int = 1, env: Mapping[str, str] = {}) -> None:
         self.data_dir = directory / "data"
         self.output = directory / "up.log"
         self.argv = [
@@ -27,12 +28,15 @@ class LiveStack:
             *("--adapters-dir", str(DEMO / "adapters"), "--data-dir", str(self.data_dir), "--port", "0"),
             *("--workers", str(workers), "--threads", str(threads), *flags),
         ]
+        self.env = {**os.environ, **env}
         self.process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
         """Start it; does not wait."""
         with self.output.open("ab") as sink:
-            self.process = subprocess.Popen(self.argv, cwd=ROOT, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                self.argv, cwd=ROOT, env=self.env, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL
+            )
 
     def facts(self) -> StackFacts:
         """What it says of itself; fails when it has ended."""

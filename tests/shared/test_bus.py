@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from shared import subjects
-from shared.bus import Bus
+from shared.bus import Bus, decode
 from shared.config import BusConfig
 from shared.errors import BadRequest, DeadlineExceeded, ErrorInfo, Overloaded, TooLarge, Unavailable, from_info
 from shared.leases import LeaseHolder, LeaseWatch
@@ -146,6 +147,13 @@ async def test_closing_is_no_loss(bus, connect):
     other = await connect("other")
     await other.close()
     assert other.lost == ""
+
+
+@pytest.mark.parametrize("data", [b"\xc1 nothing", b"\x81\xaeadapter_digest\xa1\xff", b"\x81\xa1x" + b"\x91" * 100_000])
+def test_whatever_is_no_message_is_one_kind_of_error(data: bytes) -> None:
+    """msgspec raises other errors for strings that are not UTF-8 and for deep nesting."""
+    with pytest.raises(msgspec.DecodeError):
+        decode(data, Outcome)
 
 
 async def test_an_undecodable_message_is_dropped_and_the_next_one_still_arrives(bus):

@@ -63,6 +63,15 @@ def entry(name: str, digest: str, number: int = 1) -> bytes:
     return msgspec.json.encode(AdapterEntry(name=name, digest=digest, version=number, updated_unix_ms=1))
 
 
+async def test_a_stored_message_that_looks_like_the_servers_control_does_not_stop_the_watch(bus):
+    kv = await bus.key_value(subjects.KV_ADAPTERS)
+    await bus.js.publish(f"$KV.{subjects.KV_ADAPTERS}.odd", b"1", headers={"Status": "100"})
+    await kv.put("next", b"2")
+    mirror = Mirror(bus)
+    await asyncio.wait_for(mirror.watch.start(), timeout=5)
+    assert mirror.state == {"odd": b"1", "next": b"2"}
+
+
 async def test_an_empty_bucket_is_synced_at_once_and_changes_arrive_in_order(bus):
     mirror = Mirror(bus)
     await asyncio.wait_for(mirror.watch.start(), timeout=2)

@@ -188,7 +188,8 @@ def test_a_key_file_line_without_a_role_may_only_use(tmp_path: Path) -> None:
             read_key_file(str(path))
 
 
-async def test_a_record_that_is_not_understood_admits_nobody(door: Door, mesh: Mesh) -> None:
+@pytest.mark.parametrize("garbage", [b"garbage", b'{"id": "\xff"}', b"[" * 100_000])
+async def test_a_record_that_is_not_understood_admits_nobody(door: Door, mesh: Mesh, garbage: bytes) -> None:
     key = "mtt_of-a-newer-version"
     record = {"id": "key_new", "digest": digest_of(key), "tenant": "acme", "role": "auditor"}
     bucket = await mesh.bus.key_value(subjects.KV_KEYS)
@@ -198,7 +199,7 @@ async def test_a_record_that_is_not_understood_admits_nobody(door: Door, mesh: M
     )
     await eventually(lambda: door.lets_in("mtt_k"))
     assert not await door.lets_in(key)
-    await bucket.put("key_known", b"garbage")
+    await bucket.put("key_known", garbage)
 
     async def shut() -> bool:
         return not await door.lets_in("mtt_k")

@@ -192,6 +192,15 @@ async def test_status_lists_every_worker(bus, schedule, hire):
     assert (demo.kv_blocks_free, demo.kv_blocks_total, demo.stale, demo.draining) == (512, 512, False, False)
 
 
+async def test_a_worker_with_impossible_limits_is_not_believed_and_the_status_still_answers(bus, schedule, hire):
+    service = await schedule()
+    await hire("odd", limits=worker_limits(block_size=0))
+    await hire("w1")
+    await knows(service, "w1")
+    status = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=5)
+    assert isinstance(status, ClusterStatus) and [worker.worker_id for worker in status.workers] == ["w1"]
+
+
 # ---- workers that do not take it
 
 

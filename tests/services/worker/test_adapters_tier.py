@@ -9,12 +9,13 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.worker import adapters
 from services.worker.adapters import AdapterTiers, DiskTier
 from shared import subjects
-from shared.errors import AdapterNotFound, InvalidAdapter, TooLarge, Unavailable
+from shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable
 from shared.model import AdapterRef
 from tests.support import eventually
 
@@ -219,6 +220,17 @@ async def test_dropping_an_adapter_in_use_waits_for_its_last_holder(bench):
     bench.tiers.release(ref.digest)
     assert bench.tiers.tier(ref.digest) is None and not bench.file(ref).exists()
     assert bench.changes[-1] == ref.digest
+
+
+async def test_what_is_no_digest_names_no_file(bench):
+    outside = bench.directory.parent / "outside.safetensors"
+    outside.write_bytes(b"somebody else's")
+    bench.tiers.drop("../outside")
+    bench.tiers.drop("x\x00y" * 100)
+    assert outside.exists()
+    ref, _ = blob(1)
+    with pytest.raises(BadRequest, match="not a digest"):
+        await bench.tiers.acquire(msgspec.structs.replace(ref, digest="../outside"))
 
 
 async def test_a_version_that_is_asked_for_again_before_its_last_holder_leaves_stays(bench):
