@@ -34,6 +34,7 @@ from shared.bus import Bus
 from shared.clock import now_s
 from shared.errors import ModelNotFound, MotetError, from_info
 from shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
+from shared.model import Slo
 from shared.service import health as service_health
 from shared.service import metrics_text
 
@@ -89,40 +90,40 @@ def build_app(gateway: Gateway) -> ASGIApp:
     async def answer(request: Request, parse: Callable[[bytes], Any], turn: Turn) -> Response:
         raw = await read_body(request, config.max_body_bytes)
         parsed = parse(raw)
+        slo = gateway.planner.slo(_slo_headers(request), names=SLO_HEADERS)  # also of a repeated request
         keyed = idempotency.HEADER in request.headers
         if parsed.stream:
             forget = gateway.once.stream(request, raw) if keyed else None
             try:
-                return await stream(request, parsed, turn)
+                return await stream(request, parsed, slo, turn)
             except BaseException:
                 if forget is not None:
                     forget()
                 raise
         if not keyed:
-            return _json(await while_connected(request, whole(request, parsed, turn)), turn.headers())
-        work = gateway.once.whole(request, raw, lambda: whole(request, parsed, turn.hand_over()))
+            return _json(await while_connected(request, whole(request, parsed, slo, turn)), turn.headers())
+        work = gateway.once.whole(request, raw, lambda: whole(request, parsed, slo, turn.hand_over()))
         body, again = await while_connected(request, work)
         turn.end()
         return _json(body, turn.headers() | ({"idempotent-replayed": "true"} if again else {}))
 
-    async def planned(request: Request, parsed: Any, turn: Turn) -> Plan:
-        slo = gateway.planner.slo(_slo_headers(request), names=SLO_HEADERS)
+    async def planned(request: Request, parsed: Any, slo: Slo, turn: Turn) -> Plan:
         given = request.state.request_id if request.state.request_id_given else ""
         plan: Plan = await gateway.planner.plan(parsed, tenant=request.state.tenant, slo=slo, request_id=given)
         turn.spend(plan.prompt_tokens)
         return plan
 
-    async def whole(request: Request, parsed: Any, turn: Turn) -> bytes:
+    async def whole(request: Request, parsed: Any, slo: Slo, turn: Turn) -> bytes:
         try:
-            body = await answers.collect(owner, await planned(request, parsed, turn))
+            body = await answers.collect(owner, await planned(request, parsed, slo, turn))
         except BaseException:
             turn.fail()
             raise
         turn.end(body["usage"]["completion_tokens"])
         return orjson.dumps(body)
 
-    async def stream(request: Request, parsed: Any, turn: Turn) -> Response:
-        plan = await planned(request, parsed, turn)
+    async def stream(request: Request, parsed: Any, slo: Slo, turn: Turn) -> Response:
+        plan = await planned(request, parsed, slo, turn)
         streams, signal = await while_connected(request, answers.open_all(owner, plan))
         events = SseResponse(plan, streams, signal, owner.detokenizer)
         events.headers.update(turn.headers())

@@ -31,6 +31,16 @@ async def test_the_same_key_gets_the_stored_answer_and_another_key_a_new_one(mes
     assert len(mesh.scheduler.submitted) == 2
 
 
+async def test_a_repeated_request_with_a_bad_objective_is_refused_like_the_first(
+    mesh: Mesh, http: aiohttp.ClientSession
+) -> None:
+    mesh.say("a b c")
+    assert (await post(http, mesh))[0] == 200
+    headers = {"Idempotency-Key": "k1", "x-slo-tpot-ms": "never"}
+    async with http.post(f"{mesh.url}/v1/completions", json=BODY, headers=headers) as answer:
+        assert answer.status == 400 and (await answer.json())["error"]["param"] == "x-slo-tpot-ms"
+
+
 async def test_sent_twice_at_once_it_runs_once_and_both_get_the_answer(mesh: Mesh, http: aiohttp.ClientSession) -> None:
     both = [asyncio.create_task(post(http, mesh)) for _ in range(2)]
     request = await assigned(mesh.first)
