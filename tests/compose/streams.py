@@ -15,7 +15,7 @@ import orjson
 from examples.demo.tasks import TASKS
 from tests.support import eventually
 
-TOKENS = 200
+TOKENS = 600
 
 
 class Outcome(msgspec.Struct):
@@ -75,7 +75,7 @@ async def run(
     trust: ssl.SSLContext,
     meanwhile: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Outcome]:
-    """All `bodies` at once, in turns over `urls`. `meanwhile` runs when a quarter of all tokens has arrived."""
+    """All `bodies` at once, in turns over `urls`. `meanwhile` runs when an eighth of all tokens has arrived."""
     outcomes = [Outcome() for _ in bodies]
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=trust),
@@ -85,7 +85,8 @@ async def run(
         work = [follow(http, urls[i % len(urls)], body, outcomes[i]) for i, body in enumerate(bodies)]
         running = asyncio.gather(*work)
         if meanwhile is not None:
-            await eventually(lambda: sum(one.chunks for one in outcomes) >= len(bodies) * TOKENS / 4, within_s=120)
+            await eventually(lambda: sum(one.chunks for one in outcomes) >= len(bodies) * TOKENS / 8, within_s=120)
             await meanwhile()
+            assert not running.done(), "the streams were over before anything happened to them"
         await running
     return outcomes
