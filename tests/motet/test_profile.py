@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_profile_of_an_engine_is_written_and_read(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "worker.json"
-    words = ["profile", "--model", model, "--out", out, "--seconds", 1, "--threads", 1, "--max-running", 4]
+    words = ["profile", "--model", model, "--out", out, "--seconds", 2, "--threads", 1, "--max-running", 4]
     result = CliRunner().invoke(cli, [*map(str, words), "--max-step-tokens", "64", "--lora-memory-mib", "64"])
     assert result.exit_code == 0, result.output
     profile = read_profile(out)
