@@ -24,11 +24,11 @@ import pytest
 import yaml
 
 from kernels.cpu.build import cache_dir
+from tests.compose.engine import OURS
 from tests.support import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "compose"
-OURS = ("nats", "registry", "predictor", "scheduler", "gateway", "worker")
 
 
 def interpolate(text: str, variables: dict[str, str]) -> str:
