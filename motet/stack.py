@@ -27,6 +27,7 @@ from motet.nats_server import NatsServer
 from motet.process import Child, NatsProcess, ServiceProcess, ServiceSpec
 from motet.supervisor import MARGIN_S, State, Supervisor, Watcher
 from shared.config import BusConfig, ConfigError, is_loopback
+from shared.sockets import bound_socket
 
 STOP_RANK = {"gateway": 0, "worker": 1, "scheduler": 2, "predictor": 2, "registry": 2, "nats": 3}
 RESTART_ORDER = ("nats", "registry", "predictor", "scheduler", "worker", "gateway")
@@ -284,14 +285,10 @@ def _cores() -> int:
 
 def _bound(host: str, port: int) -> socket.socket:
     """A bound socket that gateways will listen on. Raises ConfigError when somebody else has the port."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        return bound_socket(host, port)
     except OSError as error:
-        listener.close()
         raise ConfigError(f"--port: cannot listen on {host}:{port}: {error.strerror}; --port 0 takes a free one") from None
-    return listener
 
 
 def read_facts(data_dir: Path) -> StackFacts | None:

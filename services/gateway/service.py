@@ -36,6 +36,7 @@ from shared.config import load_certificate
 from shared.errors import Unavailable
 from shared.hub import resolve_model
 from shared.service import run
+from shared.sockets import bound_socket
 from shared.telemetry import REGISTRY, logger
 from shared.tenancy import qualified
 
@@ -216,15 +217,10 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        return bound_socket(host, port)
     except OSError as error:
-        listener.close()
         raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return listener
 
 
 def _load(model: str) -> tuple[Prompts, Detokenizer]:
