@@ -108,8 +108,10 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return _json(body, turn.headers() | ({"idempotent-replayed": "true"} if again else {}))
 
     async def planned(request: Request, parsed: Any, slo: Slo, turn: Turn) -> Plan:
-        given = request.state.request_id if request.state.request_id_given else ""
-        plan: Plan = await gateway.planner.plan(parsed, tenant=request.state.tenant, slo=slo, request_id=given)
+        state = request.state
+        plan: Plan = await gateway.planner.plan(
+            parsed, tenant=state.tenant, slo=slo, request_id=state.given_id, drawn=state.drawn_id
+        )
         turn.spend(plan.prompt_tokens)
         return plan
 

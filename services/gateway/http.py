@@ -44,9 +44,10 @@ class Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
-        request_id = given if _USABLE_ID.fullmatch(given) else secrets.token_hex(12)
-        state = scope.setdefault("state", {})
-        state["request_id"], state["request_id_given"] = request_id, request_id == given
+        given = given if _USABLE_ID.fullmatch(given) else ""
+        drawn = secrets.token_hex(12)
+        request_id = given or drawn
+        scope.setdefault("state", {}).update(request_id=request_id, given_id=given, drawn_id=drawn)
         encoded = (REQUEST_ID.encode(), request_id.encode())
 
         async def named(message: Message) -> None:

@@ -23,9 +23,11 @@ from shared.clock import now_s, unix_ms
 from shared.errors import BadRequest, ModelNotFound, PromptTooLong
 from shared.messages import AdapterInfo
 from shared.model import AdapterRef, SamplingParams, Slo
+from shared.telemetry import logger
 from shared.tenancy import DEFAULT_TENANT, qualified
 
 T = TypeVar("T")
+log = logger("motet.planner")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 SLO_MIN_MS = 0.001  # numbers near zero would overflow where objectives are divided by
 SLO_MAX_MS = 3_600_000
@@ -116,10 +118,12 @@ class Planner:
         slo: Slo | None = None,
         timeout_s: float | None = None,
         request_id: str = "",
+        drawn: str = "",
     ) -> Plan:
         """Everything decided and tokenized. Raises BadRequest (naming the field), PromptTooLong or ModelNotFound.
 
-        `request_id` is the client's name for it, else the body's; without either it is drawn.
+        `request_id` is the client's name for it, else the body's; without either it is `drawn`, which is unique and what the
+        mesh and its logs know it by: clients may use a name twice at once.
         """
         arrived_s = now_s()
         model, adapter = self._named(request, tenant)
@@ -129,7 +133,7 @@ class Planner:
         n = request.n or 1
         if len(prompts) * n > SEQUENCES_MAX:
             raise BadRequest(f"{len(prompts)} prompts times n={n} is more than {SEQUENCES_MAX} sequences", param="n")
-        drawn = secrets.token_hex(12)  # what the mesh knows it by: clients may use an id twice at once
+        drawn = drawn or secrets.token_hex(12)
         prefix = "chatcmpl-" if chat else "cmpl-"
         seed = (request.seed if request.seed is not None else secrets.randbits(63)) & SEED_MASK
         bad_words = await self._bad_words(request.bad_words or [])
@@ -158,9 +162,12 @@ class Planner:
                         arrived_s=arrived_s,
                     )
                 )
+        named = request_id or request.request_id or request.rid
+        if named:
+            log.info("named", extra={"request_id": prefix + drawn, "client_id": named})
         return Plan(
             request=request,
-            request_id=prefix + (request_id or request.request_id or request.rid or drawn),
+            request_id=prefix + (named or drawn),
             created_s=unix_ms() // 1000,
             model=model,
             jobs=jobs,

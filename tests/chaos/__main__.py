@@ -10,7 +10,6 @@ Prints a table and, as its last line, one line of JSON. Exit status 1 when anyth
 from __future__ import annotations
 
 import argparse
-import asyncio
 import io
 import json
 import subprocess
@@ -18,6 +17,8 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+import uvloop
 
 from shared.clock import now_s
 from tests.chaos import faults
@@ -54,7 +55,7 @@ def main() -> int:
             directory.mkdir(parents=True)
             options = MeshOptions(nodes=nodes, source=checkout(args.upgrade_from, root) if name == "upgrade" else None)
             say(f"phase {name}")
-            phase = asyncio.run(run_phase(directory, options, load, chosen, say))
+            phase = uvloop.run(run_phase(directory, options, load, chosen, say))
             show(phase)
             rows += phase.rows
     return report(rows)

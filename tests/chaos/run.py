@@ -18,7 +18,7 @@ from tests.support import eventually
 QUIET_LIMIT = 48  # questions at once in the quiet run
 SETTLE_S = 1.0  # between a mesh that is whole again and the next fault
 BREAK_S = 3.0  # a connection of a dead gateway breaks within this
-_RESUMING = re.compile(r"resuming request_id=(\S+)-\d+ ")
+_RESUMING = re.compile(r"resuming request_id=(?:chat)?cmpl-(\S+)-\d+ ")  # the prefix is not in X-Request-Id
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ def _pauses(one: Injected, row: Row, attempts: list[Attempt]) -> None:
     affected = [a for a in attempts if a.in_flight(one.at_s) and (not one.resumed or a.request_id in one.resumed)]
     found = [attempt.pause_s(one.at_s, one.until_s) for attempt in affected]
     row.pauses_s = sorted(s for s in found if s is not None)
+    assert row.pauses_s or not one.resumed, f"{row.fault}: {row.resumed} streams were resumed and none of them was watched"
 
 
 def _judge_streams(mesh: ChaosMesh, books: _Books, right: dict[int, Answer], attempts: list[Attempt]) -> None:

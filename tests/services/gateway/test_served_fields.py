@@ -136,3 +136,18 @@ async def test_the_request_id_of_the_body_or_the_header_names_the_answer(mesh: M
         assert answer.headers["x-request-id"] == "header-1"
         assert (await answer.json())["id"] == "cmpl-header-1"
     assert len({request.request_id for request in mesh.first.assigned}) == 3, "the mesh has ids of its own"
+
+
+async def test_the_header_the_answer_and_the_logs_agree_on_a_request_s_id(
+    mesh: Mesh, http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    mesh.say(TEXT)
+    caplog.set_level("INFO", logger="motet")
+    url = f"{mesh.url}/v1/completions"
+    async with http.post(url, json={"prompt": "x"}) as answer:
+        assert (await answer.json())["id"] == f"cmpl-{answer.headers['x-request-id']}"
+        assert mesh.first.assigned[-1].request_id == f"cmpl-{answer.headers['x-request-id']}-0"
+    async with http.post(url, json={"prompt": "x"}, headers={"x-request-id": "mine"}) as answer:
+        assert (await answer.json())["id"] == "cmpl-mine"
+    [named] = [record for record in caplog.records if record.message == "named"]
+    assert named.client_id == "mine" and mesh.first.assigned[-1].request_id == f"{named.request_id}-0"
