@@ -65,6 +65,7 @@ class Child(Protocol):
     name: str
     after: tuple[str, ...]
     stop_rank: int
+    rest_s: float  # at least so long after its end it is started again
     log_path: Path
 
     async def launch(self) -> None:
@@ -90,7 +91,8 @@ class Child(Protocol):
 class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How to run one service. `argv` is given a free port for /health, /ready and /metrics at every start.
 
-    `after` names children that must be ready first; children with the lowest `stop_rank` are drained first.
+    `after` names children that must be ready first; children with the lowest `stop_rank` are drained first. One whose start
+    takes seconds of a core rests `rest_s` before it: its neighbours first take over what it had.
     """
 
     name: str
@@ -98,6 +100,7 @@ class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
     env: Mapping[str, str] = {}
     after: tuple[str, ...] = ()
     stop_rank: int = 0
+    rest_s: float = 0.0
     pass_fds: tuple[int, ...] = ()  # file descriptors it inherits
 
 
@@ -105,7 +108,7 @@ class ServiceProcess:
     """A child that answers /ready on the port it was given."""
 
     def __init__(self, spec: ServiceSpec, logs: Path, *, echo: Callable[[str, bytes], None] | None = None) -> None:
-        self.name, self.after, self.stop_rank = spec.name, spec.after, spec.stop_rank
+        self.name, self.after, self.stop_rank, self.rest_s = spec.name, spec.after, spec.stop_rank, spec.rest_s
         self.log_path = logs / f"{spec.name}.log"
         self._spec, self._echo = spec, echo
         self._log: BoundedLog | None = None
@@ -185,6 +188,7 @@ class NatsProcess:
 
     name = "nats"
     after: tuple[str, ...] = ()
+    rest_s = 0.0
 
     def __init__(self, server: NatsServer, *, stop_rank: int) -> None:
         self.server, self.stop_rank = server, stop_rank

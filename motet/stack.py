@@ -30,6 +30,7 @@ from shared.config import BusConfig, ConfigError, is_loopback
 from shared.sockets import bound_socket
 
 STOP_RANK = {"gateway": 0, "worker": 1, "scheduler": 2, "predictor": 2, "registry": 2, "nats": 3}
+WORKER_REST_S = 1.0
 RESTART_ORDER = ("nats", "registry", "predictor", "scheduler", "worker", "gateway")
 RESTART_DRAIN_S = 600.0  # streams of a gateway that was replaced run to their end; a stop cuts them off after `drain_s`
 READY_S = 120.0  # a successor that is not ready by then is given up
@@ -231,7 +232,10 @@ class Stack:
             return [sys.executable, "-m", "motet", kind, *flags, *bus, "--ops-port", str(ops_port)]
 
         after = ("nats",) if o.bus is None else ()
-        spec = ServiceSpec(name=name, argv=argv, env=env, after=after, stop_rank=STOP_RANK[kind], pass_fds=pass_fds)
+        rest_s = WORKER_REST_S if kind == "worker" and o.workers > 1 else 0.0
+        spec = ServiceSpec(
+            name=name, argv=argv, env=env, after=after, stop_rank=STOP_RANK[kind], rest_s=rest_s, pass_fds=pass_fds
+        )
         return ServiceProcess(spec, self.data_dir / "logs", echo=self._echo)
 
     def url_for(self, name: str) -> str:

@@ -113,8 +113,9 @@ class Supervisor:
             if now_s() - began > STABLE_S:
                 backoff_s = FIRST_BACKOFF_S
             self.restarts[child.name] += 1
-            self._watcher.changed(child.name, "restarting", f"{ended}; again in {backoff_s:g} s, log: {child.log_path}")
-            await asyncio.sleep(backoff_s)
+            pause_s = max(backoff_s, child.rest_s)
+            self._watcher.changed(child.name, "restarting", f"{ended}; again in {pause_s:g} s, log: {child.log_path}")
+            await asyncio.sleep(pause_s)
             backoff_s = min(LAST_BACKOFF_S, 2 * backoff_s)
 
     async def replace(self, successor: Child, *, ready_s: float, drain_s: float, wait: bool) -> None:

@@ -66,6 +66,12 @@ SLO_REQUESTS = Counter(
     registry=REGISTRY,
 )
 RESUMED = Counter("motet_requests_resumed", "Requests continued in a new epoch, by reason.", ["reason"], registry=REGISTRY)
+RESUME_S = Histogram(
+    "motet_request_resume_seconds",
+    "From the moment a request was found without its worker to its next token.",
+    buckets=LATENCY_BUCKETS_S,
+    registry=REGISTRY,
+)
 STRAYS = Counter("motet_stray_items", "Stream items nobody waited for that were answered with a Cancel.", registry=REGISTRY)
 REFUSED = Counter("motet_gateway_refused", "Requests this gateway refused early, by reason.", ["reason"], registry=REGISTRY)
 HTTP_ERRORS = Counter("motet_http_errors", "HTTP answers with an error, by code.", ["code"], registry=REGISTRY)

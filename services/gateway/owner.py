@@ -259,6 +259,7 @@ class Owner:
         stream.epoch, stream.worker_id, stream.sign_s = stream.epoch + 1, None, now_s()
         if avoid is not None and avoid not in stream.excluded:
             stream.excluded.append(avoid)
+        stream.resumed_s = stream.resumed_s or stream.sign_s
         metrics.RESUMED.labels(why).inc()
         log.info("resuming", extra={"request_id": stream.job.request_id, "why": why, "tokens": len(stream.tokens)})
 
@@ -306,6 +307,9 @@ class Owner:
             self._resume(stream, "given_up", stream.worker_id)
             return
         stream.losses, stream.set_back_s = 0, 0.0
+        if stream.resumed_s:
+            metrics.RESUME_S.observe(now_s() - stream.resumed_s)
+            stream.resumed_s = 0.0
         stream.push(new, item, logprobs)
         if stream.finish is None and stream.error is None:
             return

@@ -28,9 +28,9 @@ from shared.messages import Ping, Pong
 from shared.telemetry import logger
 
 log = logger("motet.pulse")
-LOOK_S = 0.05
-QUIET_S = 0.1  # a worker in the middle of a batch sends a frame more often than this, or has a moment to answer
-AGAIN_S = 0.05  # between questions; a live worker whose connection broke is back within this
+LOOK_S = 0.025
+QUIET_S = 0.06  # a worker in the middle of a batch sends a frame more often than this, or has a moment to answer
+AGAIN_S = 0.04  # between questions; a live worker whose connection broke is back within this
 ABSENCES = 2  # nobody listened: this often, and it is dead
 ANSWER_S = 1.0
 BROKER_S = 0.25

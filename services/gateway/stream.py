@@ -111,6 +111,7 @@ class Stream:
         "opened_s",
         "plain",
         "queue_ms",
+        "resumed_s",
         "set_back_s",
         "sign_s",
         "signal",
@@ -133,6 +134,7 @@ class Stream:
         self.early: dict[int, StreamItem] = {}  # items that came before their turn, by index
         self.excluded: list[str] = []  # workers that lost it
         self.losses = 0  # workers lost since the last new token
+        self.resumed_s = 0.0  # since when it waits for a token from another worker; 0 while it does not
         self.set_back_s = 0.0  # since when its workers have been unable to serve it; 0 while they are able
         self.cached_tokens = 0
         self.queue_ms = 0.0

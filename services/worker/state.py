@@ -132,7 +132,7 @@ class StepTimes:
 
     Two least-squares fits with forgetting: decode over (1, rows, LoRA load) from steps without prefill, and prefill over
     (1, tokens, LoRA load) from what a step with prefill took beyond its decode part. A batch that always looks the same
-    cannot tell the three coefficients apart; the start values then keep their proportions.
+    cannot tell the three coefficients apart; they then keep the proportions of the start values.
     """
 
     FORGET = 0.998
@@ -189,18 +189,24 @@ class StepTimes:
 
 
 class _Fit:
-    """Least squares of relative errors, steps forgotten one by one, with coefficients that are not negative.
+    """Least squares of relative errors with forgetting, kept near the proportions of the start values.
 
-    Features are scaled by the start values. The start counts as `PRIOR` of a step for good: where the data cannot tell two
-    coefficients apart they stay in its proportion instead of wandering off in opposite directions.
+    Steps fit any split of their time when batches look alike, and a wrong split when something else made them slow: other
+    processes on the same cores take more time while there is more load, which looks like a larger base. A split that says
+    that one more row costs nothing draws every request to this worker. So a share of the data counts as a vote for
+    the start values' proportions, at the speed that the data has, and no coefficient falls below `LEAST` of those.
     """
 
-    PRIOR = 0.1
+    PRIOR = 0.1  # steps that count for the start values themselves
+    SHAPE = 0.002  # of the steps that are remembered count for their proportions
+    LEAST = 0.25
+    MOST = 3.0  # times what is expected: a step that took longer stood still, and counts as this
     USUAL_MS = (1.0, 0.1, 0.01)  # scale of a coefficient that starts at zero: base, per row or token, per unit of LoRA load
 
     def __init__(self, start: list[float]) -> None:
         self._start = np.array(start)
         self._scale = np.where(self._start > 0, self._start, self.USUAL_MS)
+        self._shape = self._start / self._scale
         self._products = np.zeros((len(start), len(start)))  # sum of x x, of the steps that are remembered
         self._sums = np.zeros(len(start))  # sum of x * value
         self.weights = [float(value) for value in start]
@@ -214,6 +220,7 @@ class _Fit:
         return sum(weight * feature for weight, feature in zip(self.weights, features, strict=True))
 
     def observe(self, features: list[float], value: float) -> None:
+        value = min(value, self.MOST * self.predict(features))
         x = self._scale * features
         norm = float(np.linalg.norm(x)) or 1.0
         x, value = x / norm, value / norm  # relative errors: a long prefill must not outweigh a thousand decodes
@@ -222,15 +229,23 @@ class _Fit:
         self.weights = (self._solve() * self._scale).tolist()
 
     def _solve(self) -> NDArray[np.float64]:
-        """What would be negative is zero, and the others are fitted without it."""
-        products = self._products + self.PRIOR * np.eye(len(self._scale))
-        sums = self._sums + self.PRIOR * self._start / self._scale
-        kept = list(range(len(self._scale)))
-        found = np.zeros(len(self._scale))
-        while kept:
-            part = np.linalg.solve(products[np.ix_(kept, kept)], sums[kept])
-            if part.min() >= 0:
-                found[kept] = part
-                break
-            del kept[int(part.argmin())]
-        return found
+        shape = self._shape
+        prior = self.PRIOR * float(shape @ shape)
+        speed = (float(shape @ self._sums) + prior) / (float(shape @ self._products @ shape) + prior)
+        ridge = self.PRIOR + self.SHAPE * float(self._products.trace())
+        least = self.LEAST * speed * shape
+        products = self._products + ridge * np.eye(len(shape))
+        return least + _not_negative(products, self._sums + ridge * speed * shape - products @ least)
+
+
+def _not_negative(products: NDArray[np.float64], sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The solution, in which what would be negative is zero and the others are fitted without it."""
+    kept = list(range(len(sums)))
+    found = np.zeros(len(sums))
+    while kept:
+        part = np.linalg.solve(products[np.ix_(kept, kept)], sums[kept])
+        if part.min() >= 0:
+            found[kept] = part
+            break
+        del kept[int(part.argmin())]
+    return found

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import aiohttp
+import pytest
 
 from services.gateway.prompt import Prompts
 from shared.messages import unpack_tokens

@@ -142,6 +142,33 @@ def test_coefficients_that_the_batches_cannot_tell_apart_do_not_wander_off():
     assert model.decode_base_ms < 3.0 and model.decode_row_ms <= 2.7 and model.decode_lora_ms <= 2.7 / 128
 
 
+def test_a_worker_whose_steps_slow_down_for_other_reasons_still_says_that_a_row_costs_something():
+    """Small batches while other processes took the cores, large ones while they did not: rows seem to cost nothing."""
+    random_ = random.Random(4)
+    times = StepTimes(START_PERF)
+    for _ in range(2000):
+        rows = random_.randrange(4, 40)
+        times.observe(12.0 - 0.1 * rows, StepStats(decode_rows=rows, rank_sum=8 * rows))
+    model = times.model
+    assert model.decode_base_ms + 20 * model.decode_row_ms + 160 * model.decode_lora_ms == pytest.approx(10.0, rel=0.2)
+    assert model.decode_row_ms > 0.02, "else everything is sent to this worker"
+
+
+def test_steps_that_stood_still_do_not_make_a_worker_look_slow():
+    times = StepTimes(START_PERF)
+    stats = StepStats(prefill_requests=1, prefill_tokens=50, rank_sum=8)
+    for number in range(200):
+        times.observe(400.0 if number % 20 == 0 else 8.0, stats)
+    model = times.model
+    assert model.prefill_base_ms + 50 * model.prefill_token_ms + 8 * model.prefill_lora_ms < 12.0
+    for _ in range(500):
+        times.observe(40.0, stats)
+    model = times.model
+    assert model.prefill_base_ms + 50 * model.prefill_token_ms + 8 * model.prefill_lora_ms == pytest.approx(40.0, rel=0.3), (
+        "a worker that did become slow says so"
+    )
+
+
 def test_drift_tells_how_far_steps_are_from_the_profile_while_the_estimate_follows():
     times = StepTimes(START_PERF)
     for _ in range(400):
