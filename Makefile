@@ -42,8 +42,8 @@ serve: $(RUN_STAMP) ## the full mesh with the demo model on http://127.0.0.1:800
 	@exec $(BIN)/python -m motet up --model examples/demo/model --served-model-name motet-demo \
 		--adapters-dir examples/demo/adapters $(ARGS)
 
-test: $(DEV_STAMP) ## the whole suite
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(DEV_STAMP) ## the whole suite, in a process per core
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 chaos: $(DEV_STAMP) ## the mesh under load while every process is killed, frozen and cut off: nothing lost, nothing twice
 	@$(BIN)/python -m tests.chaos $(ARGS)
@@ -57,11 +57,12 @@ soak: $(DEV_STAMP) ## half an hour of load with adapters coming and going: nothi
 demo: $(RUN_STAMP) ## a guided tour on free ports that checks every answer
 	@$(BIN)/python -m motet demo $(ARGS)
 
-check: $(DEV_STAMP) ## style, types, and who may import whom
+check: $(DEV_STAMP) ## style, types, who may import whom, known vulnerabilities
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python .ci/audit.py
 
 format: $(DEV_STAMP) ## put the code into shape
 	@$(BIN)/ruff check --fix .
