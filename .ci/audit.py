@@ -1,6 +1,6 @@
 """Known vulnerabilities of what the lock files pin; left out, and said so, where the database cannot be reached.
 
-    .venv/bin/python .ci/audit.py
+.venv/bin/python .ci/audit.py
 """
 
 from __future__ import annotations

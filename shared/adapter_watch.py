@@ -95,6 +95,11 @@ class AdapterWatch:
         """How many names belong to `tenant`."""
         return sum(1 for _, owner in self._entries if owner == tenant)
 
+    def owned_bytes(self, tenant: str) -> int:
+        """Size of the versions that the names of `tenant` point at; one that several of its names share counts once."""
+        digests = {entry.digest for (_, owner), entry in self._entries.items() if owner == tenant}
+        return sum(self._versions[digest].size_bytes for digest in digests if digest in self._versions)
+
     def versions(self) -> list[AdapterVersion]:
         """Every stored version."""
         return list(self._versions.values())

@@ -36,6 +36,7 @@ TENANT_BYTES = 512 << 20  # the server sets this much disk aside at once, so it 
 AUDIT_BYTES = 64 << 20
 REQUEST_BYTES_MAX = 4 << 20
 ACK_WAIT_S = 30.0  # after so long without a word the server takes a delivery for dead and makes it again
+RECORD_BYTES = 64 << 10  # of an adapter, a key, a lease; how many of them there may be is their writers' limit
 UPLOADS_BYTES = 2 << 30  # archives on their way to the registry, for minutes
 
 
@@ -74,9 +75,9 @@ async def provision(
         ),
     )
     buckets = [
-        KeyValueConfig(bucket=subjects.KV_ADAPTERS, history=1, replicas=replicas),
-        KeyValueConfig(bucket=subjects.KV_KEYS, history=1, replicas=replicas),
-        KeyValueConfig(bucket=subjects.KV_LEASES, history=1, ttl=30.0, replicas=replicas),
+        KeyValueConfig(bucket=subjects.KV_ADAPTERS, history=1, max_value_size=RECORD_BYTES, replicas=replicas),
+        KeyValueConfig(bucket=subjects.KV_KEYS, history=1, max_value_size=RECORD_BYTES, replicas=replicas),
+        KeyValueConfig(bucket=subjects.KV_LEASES, history=1, ttl=30.0, max_value_size=RECORD_BYTES, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_INTAKE, history=1, ttl=30 * DAY_S, max_bytes=16 << 20, replicas=replicas),
     ]
     for bucket in buckets:

@@ -41,6 +41,8 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
     max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 256
     max_adapters: Annotated[int, Meta(ge=1, description="largest number of adapter names, aliases included")] = 20_000
     max_tenant_adapters: Annotated[int, Meta(ge=1, description="the same for one tenant's own names")] = 2_000
+    max_stored_mib: Annotated[int, Meta(ge=1, description="largest size of all stored adapter versions together")] = 1 << 20
+    max_tenant_stored_mib: Annotated[int, Meta(ge=1, description="the same for one tenant's own adapters")] = 1 << 17
 
     tenants: Annotated[str, Meta(description="tenants that may publish durable requests over NATS, comma-separated")] = (
         DEFAULT_TENANT

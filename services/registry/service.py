@@ -252,6 +252,7 @@ class RegistryService:
             source=files.source,
             created_unix_ms=unix_ms(),
         )
+        self._check_storage(ask, version)
         return await self._store.publish(ask.name, version, converted.blob, replace=ask.replace, tenant=ask.tenant)
 
     def _convert(self, files: PeftFiles) -> Converted:
@@ -307,6 +308,17 @@ class RegistryService:
         limit = self._config.max_tenant_adapters
         if ask.tenant and self._adapters.owned(ask.tenant) >= limit:
             raise Conflict(f"this tenant has {limit} adapters, which is its limit: delete one first", param="name")
+
+    def _check_storage(self, ask: RegisterAdapter, version: AdapterVersion) -> None:
+        """A version that is stored already takes no more room, except of its tenant's share when it is another's."""
+        known = self._adapters.by_digest(version.digest) is not None
+        stored = sum(one.size_bytes for one in self._adapters.versions())
+        limit_mib = self._config.max_stored_mib
+        if not known and stored + version.size_bytes > limit_mib << 20:
+            raise Conflict(f"the stored adapters would take more than {limit_mib} MiB, which is the limit: delete one first")
+        limit_mib = self._config.max_tenant_stored_mib
+        if ask.tenant and self._adapters.owned_bytes(ask.tenant) + version.size_bytes > limit_mib << 20:
+            raise Conflict(f"this tenant's adapters would take more than {limit_mib} MiB, which is its limit: delete one first")
 
     async def _note(self, action: str, ask: RegisterAdapter | AliasAdapter | DeleteAdapter, info: AdapterInfo | None) -> None:
         """For the audit log: who changed what."""

@@ -55,6 +55,7 @@ TICK_S = 0.25
 SETTLE_S = 2.0  # at start: time to hear every worker that holds a lease
 ADAPTERS = 4096  # length histograms kept for when the predictor does not answer
 TOKEN_BYTES = 4
+RESUMED_TTFT_MS = 300.0  # objective for the next token of a request that lost its worker: its reader is in mid-sentence
 
 
 class SchedulerService(BusService):
@@ -307,19 +308,20 @@ def _brief(request: GenerateRequest) -> RequestBrief:
 
 
 def _ask(request: GenerateRequest, brief: RequestBrief, tried: tuple[str, ...]) -> Ask:
+    begun = request.epoch > 0 or bool(request.output)
     return Ask(
         base_model=request.base_model,
         rank=brief.rank,
         tokens=brief.prompt_tokens + brief.output_tokens,
         tpot_slo_ms=brief.tpot_slo_ms,
-        ttft_slo_ms=request.slo.ttft_slo_ms,
+        ttft_slo_ms=min(request.slo.ttft_slo_ms, RESUMED_TTFT_MS) if begun else request.slo.ttft_slo_ms,
         out_tokens=tokens_left(brief),
         adapter=brief.adapter_digest,
         adapter_bytes=request.adapter.size_bytes if request.adapter is not None else 0,
         key=hash_of(request.request_id),
         avoid=request.exclude_workers,
         tried=tried,
-        begun=request.epoch > 0 or bool(request.output),
+        begun=begun,
         tenant=request.tenant,
         tenant_weight=request.tenant_weight,
     )

@@ -45,6 +45,7 @@ def main() -> int:
     single = faults.QUICK if args.quick else [*faults.SINGLE, *faults.at_random(args.random, args.seed, nodes=1)]
     plan = [("single", 1, single), ("cluster", 3, faults.CLUSTER), ("upgrade", 1, [faults.UPGRADE])]
     rows: list[Row] = []
+    burst_s: list[float] = []
     with tempfile.TemporaryDirectory(prefix="motet-chaos-") as temporary:
         root = Path(args.keep or temporary)
         for name, nodes, listed in plan:
@@ -58,7 +59,8 @@ def main() -> int:
             phase = uvloop.run(run_phase(directory, options, load, chosen, say))
             show(phase)
             rows += phase.rows
-    return report(rows)
+            burst_s = burst_s or phase.burst_s
+    return report(rows, burst_s)
 
 
 def checkout(revision: str, root: Path) -> Path:
@@ -95,11 +97,12 @@ def show(phase: Phase) -> None:
     print(flush=True)
 
 
-def report(rows: list[Row]) -> int:
+def report(rows: list[Row], burst_s: list[float]) -> int:
     """The line of JSON; returns the exit status."""
     totals = {name: sum(getattr(row, name) for row in rows) for name in ("lost", "duplicated", "changed")}
     figures = {"faults": len(rows), **totals}
     figures |= {"resume_p99_ms": p99_ms(rows, "death"), "resume_frozen_p99_ms": p99_ms(rows, "frozen")}
+    figures["burst_p99_ms"] = round(quantile(burst_s, 0.99) * 1000)
     print(json.dumps(figures))
     errors = sum(row.refused + row.broken for row in rows if row.kind == "restart")
     return 1 if errors or any(totals.values()) else 0

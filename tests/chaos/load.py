@@ -129,6 +129,17 @@ class Attempt:
         return Answer("".join(texts), tokens, finish, tuple(logprobs))
 
 
+async def burst_s(urls: list[str], models: list[str], count: int, tokens: int) -> list[float]:
+    """Times to first token of `count` requests with prompts of `tokens` tokens, all sent at once."""
+    draw = random.Random(count)
+    prompts = [[draw.randrange(65, 91) for _ in range(tokens)] for _ in range(count)]
+    common = {"max_tokens": 2, "ignore_eos": True, "temperature": 0}
+    bodies = [common | {"model": models[i % len(models)], "prompt": prompt} for i, prompt in enumerate(prompts)]
+    streams = Streams(urls, [Ask("/v1/completions", body) for body in bodies], 0, seed=0)
+    await streams.once(count)
+    return sorted(attempt.chunks[0][0] - attempt.began_s for attempt in streams.attempts)
+
+
 def text_of(choice: dict[str, Any]) -> str:
     part = choice.get("delta") or choice.get("message")
     return (part.get("content") or "") if part is not None else choice.get("text") or ""

@@ -37,7 +37,7 @@ DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 BASE = "motet-demo"
 TENANTS = ("north", "south", "west")
 VARIANTS = 8  # adapters beside the demo's own sixteen: the same weights with another scale
-WORKER_SEATS = 128  # two workers carry the load of three
+WORKER_SEATS = 256  # one worker carries the load of three, however slowly
 NATS_BACK_S = 1.0  # from the death of a broker to its restart
 
 

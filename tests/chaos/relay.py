@@ -79,5 +79,7 @@ class Relay:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
                 await self._open.wait()
+                if writer.is_closing():  # cut meanwhile
+                    return
                 writer.write(data)
                 await writer.drain()

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from shared.clock import now_s
 from tests.chaos.faults import Fault, Kind
-from tests.chaos.load import Answer, Attempt, Durable, DurableLoad, Streams, answer_of, make_asks
+from tests.chaos.load import Answer, Attempt, Durable, DurableLoad, Streams, answer_of, burst_s, make_asks
 from tests.chaos.mesh import BASE, TENANTS, ChaosMesh, MeshOptions
 from tests.support import eventually
 
 QUIET_LIMIT = 48  # questions at once in the quiet run
 SETTLE_S = 1.0  # between a mesh that is whole again and the next fault
+RESUMED_TOKENS = 115  # what a resumed request of this load has to compute again, on average
 BREAK_S = 3.0  # a connection of a dead gateway breaks within this
 _RESUMING = re.compile(r"resuming request_id=(?:chat)?cmpl-(\S+)-\d+ ")  # the prefix is not in X-Request-Id
 
@@ -68,6 +69,9 @@ class Phase:
     asked: int
     durable: int
     refused: dict[str, int]  # by status; "no connection" while a gateway is down
+    burst_s: list[float]
+    """Times to first token when as many requests as one worker has come at once and nothing else is to do: no resumption can
+    take less here."""
     trouble: list[str]
 
 
@@ -122,6 +126,10 @@ async def _hurt(mesh: ChaosMesh, load: LoadOptions, faults: list[Fault], say: Ca
     assert not bad, f"the quiet run failed: {bad[:3]}"
     right = {attempt.ask: attempt.answer() for attempt in quiet.attempts}
     say(f"quiet run of {len(asks)} questions took {now_s() - began_s:.0f} s; {load.streams} streams from now on")
+    models, share = [*mesh.adapters, BASE], load.streams // mesh.options.workers
+    burst: list[float] = []
+    for _ in range(3):  # the last one finds every adapter loaded
+        burst = await burst_s(mesh.stack.urls, models, share, RESUMED_TOKENS)
     streams = Streams(mesh.stack.urls, asks, load.streams, seed=load.seed)
     nats = await mesh.connect()
     durable = DurableLoad(nats, asks, TENANTS, load.durable_each, seed=load.seed)
@@ -145,7 +153,7 @@ async def _hurt(mesh: ChaosMesh, load: LoadOptions, faults: list[Fault], say: Ca
     await _judge_durable(books, right, durable)
     await nats.close()
     refused = dict(Counter(attempt.reason.split(":")[0] for attempt in streams.attempts if attempt.outcome == "refused"))
-    return Phase(rows, len(streams.attempts), len(durable.sent), refused, books.trouble)
+    return Phase(rows, len(streams.attempts), len(durable.sent), refused, burst, books.trouble)
 
 
 async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault) -> tuple[Injected, Row]:

@@ -103,6 +103,31 @@ async def test_a_tenants_names_have_a_limit_of_their_own(start_registry: StartRe
     await registry.register(RegisterAdapter(name="two", kind="path", location=str(location), tenant="globex"))
 
 
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+async def test_what_is_stored_has_a_limit_for_all_and_one_for_each_tenant(start_registry: StartRegistry, roots: Path):
+    registry = await start_registry(max_stored_mib=3, max_tenant_stored_mib=1)
+    places = [write_adapter(roots / str(seed), seed=seed, rank=64, modules=MODULES) for seed in range(16)]
+
+    async def fill(tenant: str) -> list[str]:
+        """Names registered until one is refused."""
+        names: list[str] = []
+        for place in places:
+            name = f"{tenant or 'all'}-{len(names)}"
+            await registry.register(RegisterAdapter(name=name, kind="path", location=str(place), tenant=tenant))
+            names.append(name)
+            await eventually(lambda: registry._adapters.owned(tenant) == len(names))
+        return names
+
+    with pytest.raises(Conflict, match="this tenant's adapters would take more than 1 MiB"):
+        await fill("acme")
+    size = registry._adapters.versions()[0].size_bytes
+    assert registry._adapters.owned_bytes("acme") == (1 << 20) // size * size
+    with pytest.raises(Conflict, match="the stored adapters would take more than 3 MiB"):
+        await fill("")
+
+
 @pytest.mark.parametrize("tenant", ["a.b", "*", ">", "a b", "x" * 65])
 async def test_a_tenant_that_is_no_word_of_a_subject_is_refused(client: Client, roots: Path, tenant: str):
     with pytest.raises(BadRequest, match="tenant"):
