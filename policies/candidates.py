@@ -39,6 +39,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     begun: bool = False  # it was admitted before and lost its worker: its objectives do not refuse it now
     tenant: str = ""
     tenant_weight: float = 1.0  # its share relative to other tenants'
+    demand: float = 0.0  # of the tenant, lately (policies.demand.Standing); 0 for unknown
+    largest_demand: float = 0.0
 
 
 class Screening(msgspec.Struct, frozen=True, kw_only=True):

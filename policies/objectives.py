@@ -18,8 +18,8 @@ that come later and overtake r.
 An objective counts only where it can be kept at all: one that the worker would miss when idle is no reason to refuse. An
 idle worker takes everything. Part of a worker's room is kept for urgent requests (ROOM).
 
-Fair shares: of several tenants, those with by far the most requests for their weight get only seats that are free, or will be
-in a moment (OVER_SHARE). So the queue belongs to the others, who get all they ask for up to their share: the urgent requests
+Fair shares: of several tenants, those with by far the most requests for their weight get only seats that are free, and not the
+last of them (OVER_SHARE). So the queue belongs to the others, who get all they ask for up to their share: the urgent requests
 that run are not theirs, and are not expected to overtake them (u = 0).
 """
 
@@ -43,7 +43,7 @@ TTFT_MARGIN, TPOT_MARGIN = (0.9, 0.7, 0.6), 0.95
 """Share of an objective that an estimate may use, per band for the first token: the rest is for what the estimate does not
 know, which is more where others overtake."""
 OVER_SHARE = 0.125
-"""How many may wait for a tenant above its share to be admitted, per seat; and what it leaves of a time per token."""
+"""What a tenant above its share leaves to the others of the seats, and of a time per token."""
 ABOVE_MEAN, OF_LARGEST = 1.25, 0.75
 """A tenant is above its share with so many times the requests per weight of all, and with so many of the largest's."""
 ROOM = (1.0, 0.875, 0.75)
@@ -59,7 +59,8 @@ def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> boo
     """Whether `late_ms` may find this row late: no free seat, or a time per token near an objective. One row, no arrays."""
     t = state.table
     exists = t["exists"].item(row)
-    if not exists or exists >= t["max_running"].item(row):
+    seats = t["max_running"].item(row)
+    if not exists or exists >= (seats - seats * OVER_SHARE if ask.demand > ABOVE_MEAN else seats):
         return bool(exists)
     rank = t["max_rank"].item(row) if t["bgmv"].item(row) else t["rank_sum"].item(row) / exists
     rank = max(rank, ask.rank)
@@ -92,7 +93,7 @@ def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len:
     np.maximum(late, pace.until(room * tpot_margin * tightest), out=late, where=slows)
     places = t["max_running"] + np.ceil(room * (t["max_requests"] - t["max_running"]))
     if over:
-        places = np.minimum(places, pace.seats + np.maximum(OVER_SHARE * pace.seats, 1.0))
+        places = np.minimum(places, pace.seats - np.floor(OVER_SHARE * pace.seats))
     np.maximum(late, (pace.exists - places) * pace.turn, out=late)
     late[t["exists"] == 0.0] = 0.0
     return rows, np.maximum(late, 0.0)
@@ -161,7 +162,7 @@ def _ttft(
 
 def share_of(tenants: Iterable[Mapping[str, Share]], ask: Ask) -> Literal["above", "fair", "below"]:
     """Where the tenant of `ask` would stand: above its weighted share of all requests, near it, or well below it while
-    another one is above. Fair when it is alone."""
+    another one is above. Fair when it is alone. Above is only who also asked for more than its share lately."""
     have: dict[str, float] = {ask.tenant: 1.0}
     weights: dict[str, float] = {}
     for shares in tenants:
@@ -172,9 +173,10 @@ def share_of(tenants: Iterable[Mapping[str, Share]], ask: Ask) -> Literal["above
     own = have[ask.tenant] / ask.tenant_weight
     mean = sum(have.values()) / sum(weights.values())
     largest = max(count / weights[tenant] for tenant, count in have.items())
-    if own > ABOVE_MEAN * mean and own >= OF_LARGEST * largest:
+    if own > ABOVE_MEAN * mean and own >= OF_LARGEST * largest and not 0.0 < ask.demand <= ABOVE_MEAN:
         return "above"
-    return "below" if own < mean and largest > ABOVE_MEAN * mean else "fair"
+    beside_loud = 0.0 < ask.demand < 1.0 and ask.largest_demand > ABOVE_MEAN
+    return "below" if beside_loud or (own < mean and largest > ABOVE_MEAN * mean) else "fair"
 
 
 def _roomiest(state: ClusterState, fit: NDArray[np.bool_]) -> NDArray[np.intp]:

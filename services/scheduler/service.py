@@ -18,6 +18,7 @@ import msgspec
 
 from policies.candidates import Ask
 from policies.cluster_state import hash_of
+from policies.demand import Demand, Standing
 from policies.dispatch import POLICIES, Decision, decide, seconds_until_room
 from policies.length_quantiles import LengthQuantiles
 from policies.worker_load import tokens_left
@@ -72,6 +73,7 @@ class SchedulerService(BusService):
         self.id = config.identity("scheduler")
         self._leases: LeaseWatch | None = None
         self._lengths = LengthQuantiles(ADAPTERS)
+        self._demand = Demand()
         self._policy = POLICIES[config.policy]()
         self._log: DecisionLog | None = None
         lease_held: Callable[[str], bool] = self._lease_held
@@ -192,8 +194,9 @@ class SchedulerService(BusService):
     async def _place(self, request: GenerateRequest) -> Assigned:
         brief = _brief(request)
         failures: dict[str, MotetError] = {}
+        standing = self._demand.asked(request.tenant, request.tenant_weight, now_s())
         for _ in range(self._config.attempts):
-            ask = _ask(request, brief, tried=tuple(failures))
+            ask = _ask(request, brief, tuple(failures), standing)
             decision = self._decide(ask)
             if decision.worker_id is None:
                 if decision.screening is None:
@@ -307,7 +310,7 @@ def _brief(request: GenerateRequest) -> RequestBrief:
     )
 
 
-def _ask(request: GenerateRequest, brief: RequestBrief, tried: tuple[str, ...]) -> Ask:
+def _ask(request: GenerateRequest, brief: RequestBrief, tried: tuple[str, ...], standing: Standing) -> Ask:
     begun = request.epoch > 0 or bool(request.output)
     return Ask(
         base_model=request.base_model,
@@ -324,6 +327,8 @@ def _ask(request: GenerateRequest, brief: RequestBrief, tried: tuple[str, ...]) 
         begun=begun,
         tenant=request.tenant,
         tenant_weight=request.tenant_weight,
+        demand=standing.own,
+        largest_demand=standing.largest,
     )
 
 

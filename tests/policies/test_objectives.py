@@ -153,6 +153,28 @@ def test_a_tenant_below_its_share_is_not_put_off_because_of_what_another_one_run
     assert admit(state, asked(10_000.0, tenant="loud")).worker_id is None
 
 
+def test_a_quiet_tenant_with_a_few_requests_at_once_is_not_taken_for_a_loud_one():
+    """The loud one is held down, so it holds no more than they do; what tells them apart is what they ask for."""
+    state = cluster("a", max_running=8)
+    fill(state, "a", 4, tenant="loud")
+    fill(state, "a", 4, tenant="quiet")
+    fill(state, "a", 0, 2, ttft=BATCH, tenant="third")
+    for tenant, demand, taken in (("quiet", 0.3, True), ("loud", 3.0, False)):
+        decision = admit(state, asked(BATCH, tenant=tenant, demand=demand, largest_demand=3.0))
+        assert (decision.worker_id is not None) is taken, tenant
+
+
+def test_the_last_seats_are_not_for_a_tenant_above_its_share():
+    state = cluster("a", max_running=16)
+    fill(state, "a", 12, tenant="loud")
+    fill(state, "a", 1, tenant="quiet")
+    loud = asked(BATCH, tenant="loud", demand=1.9, largest_demand=1.9)
+    assert admit(state, loud).worker_id == "a", "14 of 16 seats are taken with it"
+    fill(state, "a", 1, tenant="quiet")
+    assert admit(state, loud).worker_id is None
+    assert admit(state, asked(BATCH, tenant="quiet", demand=0.1, largest_demand=1.9)).worker_id == "a"
+
+
 def test_a_tenant_that_is_alone_has_everything():
     state = cluster("a", max_running=8)
     fill(state, "a", 8, 4, tenant="only")

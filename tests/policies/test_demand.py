@@ -1,0 +1,46 @@
+"""Promises of `policies.demand`: who is loud is told by what it asks for lately, not by what it holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.demand import MEMORY_S, Demand
+
+
+def test_a_tenant_alone_asks_for_its_share():
+    demand = Demand()
+    for number in range(100):
+        assert demand.asked("a", 2.0, number / 10) == (1.0, 1.0)
+
+
+def test_a_loud_tenant_stands_far_above_the_mean_and_the_others_below_it_also_after_a_few_requests_at_once():
+    demand = Demand()
+    for second in range(30):
+        for part in range(20):
+            loud = demand.asked("loud", 1.0, second + part / 20)
+        for quiet in "abcde":
+            standing = demand.asked(quiet, 1.0, second + 0.99)
+    assert loud.own == pytest.approx(20 / (25 / 6), rel=0.1) and loud.own == loud.largest
+    assert standing.own == pytest.approx(1 / (25 / 6), rel=0.1)
+    for _ in range(5):
+        standing = demand.asked("a", 1.0, 30.0)
+    assert standing.own < 1.0 < 3.0 < standing.largest
+
+
+def test_shares_go_by_weight():
+    demand = Demand()
+    for second in range(20):
+        for _ in range(4):
+            heavy = demand.asked("heavy", 4.0, float(second))
+        light = demand.asked("light", 1.0, float(second))
+    assert heavy.own == pytest.approx(1.0, rel=0.05) and light.own == pytest.approx(1.0, rel=0.05)
+
+
+def test_what_was_asked_long_ago_is_forgotten_and_so_are_tenants():
+    demand = Demand()
+    for _ in range(1000):
+        demand.asked("once", 1.0, 0.0)
+    before = demand.asked("now", 1.0, 1.0)
+    assert before.own < 0.01
+    after = demand.asked("now", 1.0, 12 * MEMORY_S)
+    assert after == (1.0, 1.0) and list(demand._asks) == ["now"]
