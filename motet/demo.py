@@ -215,13 +215,13 @@ def _check(holds: bool, otherwise: str) -> None:
 
 
 @click.command()
-@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 16), help="Workers to start.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 16), help="Number of workers.")
 @click.option("--json", "as_json", is_flag=True, help="End with one line of JSON: {ok, problems, seconds}.")
 def demo(workers: int, as_json: bool) -> None:
-    """Start a mesh on free ports, try everything, print a table, stop.
+    """Start a mesh on free ports, try every feature, print a table, stop.
 
-    Lists the demo's adapters, streams from all of them and the base at once and checks every answer, adds and removes an
-    adapter while everything runs, publishes a durable request over NATS. Exits 0, or says what failed.
+    Lists the demo's adapters, streams from all of them and the base model at once and checks every answer, adds and removes an
+    adapter while requests run, and publishes a durable request over NATS. Exits 0, or names what failed.
     """
     sys.exit(asyncio.run(run(workers, as_json)))
 

@@ -63,11 +63,15 @@ RESULTS_FULL = 0.9  # of its room: from here on nothing of a tenant is pulled, a
 TENANTS_EVERY_S = 5.0
 FETCH_S = 5.0
 
-FINISHED = Counter("motet_intake_requests", "Durable requests by what became of them.", ["outcome"], registry=REGISTRY)
+FINISHED = Counter(
+    "motet_intake_requests", "Durable requests by outcome: ok, duplicate, retried, dead.", ["outcome"], registry=REGISTRY
+)
 for _outcome in ("ok", "duplicate", "retried", "dead"):
     FINISHED.labels(_outcome)  # from the start: an increase from nothing to one is not seen
-RUNNING = Gauge("motet_intake_running", "Durable requests pulled and not yet settled.", registry=REGISTRY)
-PARKED = Gauge("motet_intake_parked", "Durable requests pulled that wait for room.", registry=REGISTRY)
+RUNNING = Gauge(
+    "motet_intake_running", "Durable requests in progress at this gateway, waiting ones included.", registry=REGISTRY
+)
+PARKED = Gauge("motet_intake_parked", "Durable requests at this gateway that wait for room.", registry=REGISTRY)
 
 
 class _HandBack(Exception):

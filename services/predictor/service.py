@@ -19,18 +19,18 @@ from shared.telemetry import REGISTRY
 
 PREDICTIONS = Counter(
     "motet_predictor_predictions",
-    "Answers by what they rest on: learned (outcomes) or default (none yet).",
+    "Answers by basis: learned (from outcomes) or default (no outcomes yet).",
     ["basis"],
     registry=REGISTRY,
 )
 PREDICT_S = Histogram(
     "motet_predictor_predict_seconds",
-    "Time to work out one answer, without the bus.",
+    "Time to compute one answer, without the bus.",
     buckets=(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3),
     registry=REGISTRY,
 )
-OUTCOMES = Counter("motet_predictor_outcomes", "Finished requests learned from.", registry=REGISTRY)
-ADAPTERS = Gauge("motet_predictor_adapters", "Adapters with a length histogram, the base included.", registry=REGISTRY)
+OUTCOMES = Counter("motet_predictor_outcomes", "Finished requests that were learned from.", registry=REGISTRY)
+ADAPTERS = Gauge("motet_predictor_adapters", "Adapters with a length histogram, the base model included.", registry=REGISTRY)
 
 
 class PredictorService(BusService):

@@ -67,16 +67,16 @@ PAGE = 1000
 
 REGISTRATIONS = Counter(
     "motet_registry_registrations",
-    "Registrations by outcome: registered, replaced, unchanged, refused (bad input), failed (our side).",
+    "Registrations by outcome: registered, replaced, unchanged, refused (bad input), failed (server side).",
     ["outcome"],
     registry=REGISTRY,
 )
 ADAPTERS = Gauge("motet_registry_adapters", "Adapter names, aliases included.", registry=REGISTRY)
 VERSIONS = Gauge("motet_registry_versions", "Stored adapter versions.", registry=REGISTRY)
-BLOB_BYTES = Gauge("motet_registry_blob_bytes", "Bytes of all stored adapter versions.", registry=REGISTRY)
+BLOB_BYTES = Gauge("motet_registry_blob_bytes", "Size of all stored adapter versions in bytes.", registry=REGISTRY)
 VALIDATION_S = Histogram(
     "motet_registry_validation_seconds",
-    "Reading, checking and converting one adapter.",
+    "Time to read, check and convert one adapter.",
     buckets=LATENCY_BUCKETS_S,
     registry=REGISTRY,
 )
