@@ -1,7 +1,7 @@
-"""The predictor: how many tokens will this request produce? Running quantiles per adapter, answered in well under 2 ms.
+"""The predictor: predicts a request's output length from running quantiles per adapter.
 
-Every copy hears every outcome (no queue group), so any copy can answer any question. What was learned lives in memory
-only: a fresh copy answers from its defaults and has learned an adapter again after a handful of outcomes.
+Every copy receives every outcome (no queue group), so any copy can answer any request. Quantiles live in memory only: a new
+copy starts from defaults and needs a handful of outcomes per adapter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ADAPTERS = Gauge("motet_predictor_adapters", "Adapters with a length histogram, 
 
 
 class PredictorService(BusService):
-    """One predictor (`shared.service.Service`)."""
+    """A predictor process (`shared.service.Service`)."""
 
     name = "predictor"
 
@@ -44,7 +44,7 @@ class PredictorService(BusService):
         self.lengths = LengthQuantiles(config.max_adapters)
 
     async def start(self) -> None:
-        """Begin to learn, then to answer."""
+        """Subscribe to outcomes, then answer requests."""
         self._bus = bus = await Bus.connect(self._config, self._config.identity(self.name), inbox=self.name)
         await bus.subscribe(subjects.OUTCOME, Outcome, self._learn)
         await bus.serve("predict", subjects.PREDICT, PredictRequest, self._predict, queue=self.name)

@@ -63,7 +63,7 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
 
     @property
     def publishers(self) -> tuple[str, ...]:
-        """The words of `tenants`. Raises ConfigError for one that cannot be a tenant."""
+        """The tenants of `tenants`. Raises ConfigError for an invalid name."""
         words = tuple(word.strip() for word in self.tenants.split(",") if word.strip())
         for word in words:
             if not TENANT.fullmatch(word):
@@ -82,7 +82,7 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
 
     @property
     def hub(self) -> HubOptions:
-        """Everything about downloads."""
+        """Options of hub downloads."""
         return HubOptions(
             endpoint=self.hub_endpoint or os.environ.get("HF_ENDPOINT") or PUBLIC_ENDPOINT,
             repositories=_parts(self.hub_repositories),
