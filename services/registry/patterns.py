@@ -1,9 +1,8 @@
 """PEFT's `rank_pattern` and `alpha_pattern`: finds the key that applies to each module.
 
 PEFT treats every key as a regular expression: the first key (in the file's order) for which
-`re.match(rf"(.*\\.)?({key})$", module_path)` succeeds
-applies. Plain names are matched here. A real expression comes from a tenant and may run for hours, so it is matched in a child
-process with limits on CPU time and memory.
+`re.match(rf"(.*\\.)?({key})$", module_path)` succeeds applies. Plain names are matched here. A real expression comes
+from a tenant and may run for hours, so it is matched in a child process with limits on CPU time and memory.
 """
 
 from __future__ import annotations
