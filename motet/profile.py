@@ -112,7 +112,7 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
 
 
 async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progress: Callable[[float], None]) -> Measured:
-    """The worker on a NATS of its own."""
+    """Measure the worker on a private NATS server."""
     from services.worker.profiling import measure
 
     with tempfile.TemporaryDirectory(prefix="motet-profile-") as directory:

@@ -1,4 +1,4 @@
-"""`motet simulate`: the digital twin on a workload, as a table, JSON and an HTML report."""
+"""`motet simulate`: runs the digital twin on a workload and prints a table, JSON or an HTML report."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def simulate(as_json: bool, page: Path | None, save_trace: Path | None, policies
 
 
 def build(rng: Generator, options: dict[str, Any]) -> Workload:
-    """The workload that the options describe. Raises FileError for files, ValueError for what does not go together."""
+    """The workload that the options describe. Raises FileError for files, ValueError for inconsistent options."""
     slo = Slo(ttft_slo_ms=options["slo_ttft_ms"], tpot_slo_ms=options["slo_tpot_ms"])
     popularity = read_popularity(options["popularity"]) if options["popularity"] else None
     trace: Trace | Workload = read_trace(options["trace"]) if options["trace"] else _arrivals(rng, options, popularity)

@@ -1,4 +1,4 @@
-"""`motet status`: the gateway, the workers as the scheduler sees them, and how busy they are."""
+"""`motet status`: shows the gateway, and the workers with their load as a scheduler sees them."""
 
 from __future__ import annotations
 

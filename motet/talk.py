@@ -121,7 +121,7 @@ async def _turn(client: Client, body: dict[str, Any], messages: list[dict[str, s
 
 
 async def _show(events: AsyncIterator[dict[str, Any]], text_of: Callable[[dict[str, Any]], str | None]) -> str:
-    """Write the pieces as they come; on a terminal followed by how fast they came. Returns the whole text."""
+    """Print the pieces as they arrive, on a terminal also their speed. Returns the whole text."""
     began, first_at, pieces = now_s(), 0.0, []
     async for event in events:
         for choice in event["choices"]:
@@ -154,10 +154,10 @@ def _lines(prompt: str) -> Iterator[str]:
 
 
 def terminal() -> Console:
-    """Where tables go: as wide as the terminal, and wide enough for every column in a pipe."""
+    """The console for tables: as wide as the terminal, or wide enough for every column in a pipe."""
     return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def print_json(value: Any) -> None:
-    """A server's answer for scripts."""
+    """Print a server's answer as JSON, for scripts."""
     click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())

@@ -194,7 +194,7 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
 
 
 async def _or_told(work: Any, told: asyncio.Event) -> None:
-    """Wait for `work` or the signal, whichever comes first; what `work` raises is raised."""
+    """Wait for `work` or the signal, whichever comes first. Raises what `work` raises."""
     working, waiting = asyncio.ensure_future(work), asyncio.create_task(told.wait())
     done, _ = await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
@@ -212,7 +212,7 @@ def _echo(name: str, data: bytes) -> None:
 
 
 async def summary(stack: Stack) -> str:
-    """What to do next, for people: the URL, and a command that works as it stands."""
+    """Text shown after the start: the URL, and a command to try."""
     options, url = stack.options, stack.urls[0]
     base, adapters, shown = options.served_model_name, [], ""
     with contextlib.suppress(ApiError):  # it may ask for a key that we do not have
