@@ -1,7 +1,7 @@
-"""Which adapters sit on the device: slots and bytes, reference counts, least recently used leaves first.
+"""The adapters on the device: slots and bytes, reference counts, eviction of the least recently used.
 
 A slot holds one adapter version. It is *used* while running sequences hold it and *idle* after; only idle ones are
-evicted, the one released longest ago first. Sizes are what the adapter occupies on the device, its own rank and no more.
+evicted, the least recently released first. Sizes are the adapters' own: nothing is padded to the largest rank.
 Where copies run beside the steps (`asynchronous`) an adapter is *loading* from its grant on until it has `arrived`.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Grant:
-    """A slot to run on. `load`: the adapter's weights must be copied in first, after the `evicted` ones have gone."""
+    """A slot to run on. `load`: the adapter's weights must be copied in first, after the `evicted` ones are removed."""
 
     slot: int
     load: bool = False

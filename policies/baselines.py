@@ -1,4 +1,4 @@
-"""The policies that others use, to compare with. Each one's rule, and where it is from, stands at its function.
+"""Scheduling policies to compare with. Each function states the policy's rule and its source.
 
 All of them choose among the same candidates and see the same state as Motet's own; ties go by `choice.spread`.
 """

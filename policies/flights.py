@@ -1,13 +1,13 @@
-"""Assignments that the workers' states do not show yet: they count from the moment they are made.
+"""Flights: assignments that the workers' states do not show yet. They count as load from the moment they are made.
 
-A scheduler acts on states that are a moment old. Without this, a burst between two states would all go to the worker
-that looked best before it. A flight counts in `ClusterState` as a waiting request and ends
+A scheduler's states are slightly old. Without flights, a burst between two states would go to one worker. A flight counts in
+`ClusterState` as a waiting request and ends
 
-- when the worker's word shows the request (then it counts as what the worker says), in this epoch or a newer one;
-- when the worker refuses (`withdraw`), or is forgotten;
-- when the worker accepted, but two snapshots or `in_flight_s` later still does not show it: it came and went unseen.
+- when the worker's state shows the request in this epoch or a newer one (from then on the state counts);
+- when the worker refuses (`withdraw`), or is removed;
+- when the worker accepted it, but two snapshots or `in_flight_s` later no state has shown it: it came and went unseen.
 
-Pure: the live scheduler and the twin's feed it what they hear.
+Pure: the live scheduler and the twin's scheduler pass in what they receive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Flight:
 
 
 class Flights:
-    """The flights of one scheduler, kept beside its `state`: what workers say about requests goes in through here."""
+    """The flights of one scheduler, kept beside its `state`. Workers' messages about requests pass through here."""
 
     def __init__(self, state: ClusterState, in_flight_s: float) -> None:
         self._state, self._in_flight_s = state, in_flight_s

@@ -1,19 +1,19 @@
-"""Who owns which KV block, and which blocks can be used again.
+"""KV block accounting: the owners of blocks, and blocks that can be reused by content (prefix cache).
 
 The cache is `total` blocks of `block_size` tokens. Every block is in exactly one of three places:
 
     blank   no user, content worthless                 a stack; allocated first
-    idle    no user, content known under a key         oldest first; allocated when no blank is left, and then forgotten
+    idle    no user, content known under a key         oldest first; allocated when no blank is left; then the key is dropped
     held    one or more users (`users[block]` of them)
 
     allocate: blank|idle -> held      take: idle|held -> held (one more user)      release: held -> idle if keyed, else blank
 
 A key names a *full* block's content: a chain over (adapter digest, scope, all tokens up to the block's end), so equal keys
-mean equal K and V. It starts from the adapter's digest and never from its name: two adapters, or two versions behind one
-name, share nothing. The scope says who may share blocks (`cache_scope`): a hit is visible to the client, in its usage and in
-its time to first token, so a cache shared by all would tell one tenant what another one asked.
-Keys are BLAKE2b and not Python's hash, because tenants choose the tokens and must not be able to collide.
-Only the first of two blocks with equal content is keyed; blocks with a key are never written again.
+mean equal K and V. The chain starts from the adapter's digest, not its name, so two adapters, or two versions of one name,
+share nothing. The scope limits sharing (`cache_scope`): a hit shows in a client's usage and time to first token, so a cache
+shared by all would reveal one tenant's prompts to another. Keys are BLAKE2b and not Python's hash, because tenants choose the
+tokens and must not be able to create collisions. Only the first of two blocks with equal content is keyed; blocks with a key
+are never written again.
 """
 
 from __future__ import annotations
