@@ -122,7 +122,7 @@ class Planner:
     ) -> Plan:
         """A plan with everything resolved and tokenized. Raises BadRequest (naming the field), PromptTooLong or ModelNotFound.
 
-        `request_id` is the header's; without it the body's, else `drawn`. `drawn` is unique, and it is the id in the mesh and its
+        `request_id` is the header's; without it the body's, else `drawn`. `drawn` is unique; it is the id in the mesh and its
         logs, since clients may use one id for two requests at once.
         """
         arrived_s = now_s()
