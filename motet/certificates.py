@@ -55,7 +55,7 @@ def _authority(out: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
         cert = x509.load_pem_x509_certificate(cert_path.read_bytes())
         key = serialization.load_pem_private_key(key_path.read_bytes(), None)
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
-            raise ValueError(f"{key_path} is not the key of {cert_path}: remove both to begin anew")
+            raise ValueError(f"{key_path} is not the key of {cert_path}: remove both to make new ones")
         if cert.not_valid_after_utc - datetime.now(UTC) > LIFE:
             return cert, key
     key = ec.generate_private_key(ec.SECP256R1())

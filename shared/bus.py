@@ -370,7 +370,7 @@ class Bus:
                 await self._leave([e._subscription for e in endpoints if e._subscription is not None])
                 await micro.stop()
             except (nats_errors.Error, TimeoutError) as error:
-                log.warning("left without goodbye", extra={"error": repr(error)})
+                log.warning("queue groups were not left in order", extra={"error": repr(error)})
         await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def _leave(self, subscriptions: list[Subscription]) -> None:

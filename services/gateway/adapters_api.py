@@ -255,7 +255,7 @@ class _Registry:
         found = await self._ask(verb, message, timeout_s)
         info = next((info for info in found if info.entry.name == name), None)
         if info is None:
-            raise MotetError(f"the registry confirmed {name!r} without saying what it is")
+            raise MotetError(f"the registry confirmed {name!r} without describing it")
         entry = info.entry
 
         def visible() -> bool:
@@ -275,7 +275,7 @@ class _Registry:
     def check_name(self, name: str, param: str) -> None:
         """Raises BadRequest for an invalid adapter name."""
         if not _possible(name):
-            raise BadRequest(f"{param}: {name!r} is no adapter name: {_NAME_TEXT}", param=param)
+            raise BadRequest(f"{param}: {name!r} is not a valid adapter name: {_NAME_TEXT}", param=param)
         if name == self._gateway.config.base_model:
             raise BadRequest(f"{name!r} is the base model's name", param=param)
 

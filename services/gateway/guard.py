@@ -39,12 +39,12 @@ class Guard:
         """Why this request is refused; None when it is accepted."""
         host = headers.get("host", "")
         if self._hosts is not None and not self._host_allowed(host):
-            return Forbidden(f"host {host!r} is not served here; --allowed-hosts names further hosts", param="host")
+            return Forbidden(f"host {host!r} is not allowed; allow it with --allowed-hosts", param="host")
         if method in SAFE:
             return None
         origin = headers.get("origin")
         if self._keyless and origin is not None and not self._origin_allowed(origin, host):
-            return Forbidden(f"pages of {origin!r} may not ask here; --allowed-origins names those that may", param="origin")
+            return Forbidden(f"pages of {origin!r} are not allowed; allow them with --allowed-origins", param="origin")
         return None
 
     def _host_allowed(self, host: str) -> bool:

@@ -64,7 +64,7 @@ class Once:
             if kept.answer is not None:
                 return kept.answer, True
             if kept.running is None:
-                raise Conflict("an answer to this Idempotency-Key was streamed, and is not kept", param=HEADER)
+                raise Conflict("the answer to this Idempotency-Key was streamed and cannot be repeated", param=HEADER)
             return await asyncio.shield(kept.running), True
         kept = self._keep(name, body)
         kept.running = running = asyncio.get_running_loop().create_task(work())
@@ -75,7 +75,7 @@ class Once:
         """Start a streamed request; returns the function to call when it fails before it streams. Raises as `whole`."""
         name = _name(request)
         if self._find(name, body) is not None:
-            raise Conflict("this Idempotency-Key was used before, and streamed answers are not kept", param=HEADER)
+            raise Conflict("this Idempotency-Key was used before, and a streamed answer cannot be repeated", param=HEADER)
         kept = self._keep(name, body)
         return lambda: self._drop(name, kept)
 

@@ -104,7 +104,7 @@ class Limits:
             self._refuse(use, now, "tokens", f"{limits.tokens_per_min} tokens per minute", wait_s)
         if self._inflight() >= self._nearly_full and self._above_share(tenant, use):
             REFUSED.labels("share").inc()
-            raise Overloaded("this gateway is nearly full and this tenant has more than its share of it", retry_after_s=1.0)
+            raise Overloaded("this gateway is nearly full and this tenant is above its share", retry_after_s=1.0)
         if use.requests is not None:
             if (wait_s := use.requests.until(1.0, now)) > 0:
                 self._refuse(use, now, "requests", f"{limits.requests_per_s:g} requests per second", wait_s)

@@ -127,7 +127,7 @@ class Owner:
         """Raises Overloaded at `max_inflight` sequences."""
         if len(self._active) >= self._max_inflight:
             metrics.REFUSED.labels("inflight").inc()
-            raise Overloaded(f"this gateway already runs its limit of {self._max_inflight} sequences", retry_after_s=1.0)
+            raise Overloaded(f"this gateway is at its limit of {self._max_inflight} sequences", retry_after_s=1.0)
 
     async def open(self, job: Job, *, signal: Signal | None = None) -> Stream:
         """Submit `job`; returns when a worker has accepted it. `signal` wakes a caller that has several streams.

@@ -88,7 +88,7 @@ class Planner:
         name = given.get("class", "standard")
         base = classes.get(name) if isinstance(name, str) else None
         if base is None:
-            raise BadRequest(f"{names['class']}: {name!r} is none of {', '.join(classes)}", param=names["class"])
+            raise BadRequest(f"{names['class']}: {name!r} is not one of {', '.join(classes)}", param=names["class"])
         return Slo(
             slo_class=base.slo_class,
             ttft_slo_ms=_milliseconds(given.get("ttft_ms", base.ttft_slo_ms), names["ttft_ms"]),
@@ -183,7 +183,7 @@ class Planner:
             if found is None:
                 continue
             if adapter is not None and found.digest != adapter.digest:
-                raise BadRequest(f"{param}: {name!r} is another adapter than {model!r}", param=param)
+                raise BadRequest(f"{param}: {name!r} and {model!r} are different adapters", param=param)
             model, adapter = name, found
         return model, adapter
 

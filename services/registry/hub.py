@@ -94,7 +94,7 @@ class _Guard(AbstractResolver):
         """Check a URL before its request. A literal address is never resolved, so it is checked here."""
         if url.scheme not in self._schemes or not url.host:
             raise InvalidAdapter(
-                f"the hub leads to {shown(f'{url.scheme}://{url.host}')}, which is no https address", param=PARAM
+                f"the hub redirects to {shown(f'{url.scheme}://{url.host}')}, which does not use https", param=PARAM
             )
         try:
             ipaddress.ip_address(url.host)
@@ -115,7 +115,7 @@ class _Guard(AbstractResolver):
         if host in self._named or f"{host}:{port}" in self._named or is_public(address):
             return
         raise InvalidAdapter(
-            f"the hub leads to {shown(host)}, which has no public address (--hub-private-hosts names hosts that may)",
+            f"the download leads to {shown(host)}, which has no public address (allow it with --hub-private-hosts)",
             param=PARAM,
         )
 
@@ -199,7 +199,7 @@ class _Download:
         try:
             info = _info.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            raise aiohttp.ClientError("its answer is not that of a hub") from None
+            raise aiohttp.ClientError("its answer is not that of a Hugging Face hub") from None
         if not _COMMIT.fullmatch(info.sha):
             raise aiohttp.ClientError("its answer names no commit")
         return info
@@ -220,7 +220,7 @@ class _Download:
                 except OSError as error:
                     raise Unavailable("the registry's disk has no room for the download", param=PARAM) from error
         if received != expected or (file.lfs is not None and file.lfs.sha256 not in ("", digest.hexdigest())):
-            raise aiohttp.ClientError(f"what came is not the {name} that it lists")
+            raise aiohttp.ClientError(f"the downloaded {name} does not match its listed size and digest")
 
     async def _get(self, url: str) -> aiohttp.ClientResponse:
         """The answer at the end of all redirects. Raises InvalidAdapter, Unavailable or aiohttp.ClientError."""
@@ -237,7 +237,7 @@ class _Download:
                 try:
                     at = at.join(URL(location))
                 except ValueError:
-                    raise aiohttp.ClientError("it redirects to something that is no address") from None
+                    raise aiohttp.ClientError("it redirects to an invalid URL") from None
             elif response.status in (400, 401, 403, 404):
                 raise InvalidAdapter(
                     f"the hub has no {self._repository}, or it is private (status {response.status})", param=PARAM

@@ -199,7 +199,7 @@ class AdapterStore:
                             await self._release(present.digest, present.hold)
                         return AdapterInfo(entry=entry, version=version), "replaced" if present else "registered"
                     await self._release(version.digest, hold)
-        raise Conflict(f"adapter {quoted(name)} is being changed by others all the time", param="name")
+        raise Conflict(f"adapter {quoted(name)} keeps being changed by other clients", param="name")
 
     async def alias(self, name: str, target: str, tenant: str = SHARED) -> AdapterInfo:
         """Let `tenant`'s `name` point at what `target` means to it now. A name that is an adapter of its own is not
@@ -229,7 +229,7 @@ class AdapterStore:
                         await self._release(present.digest, present.hold)
                     return AdapterInfo(entry=entry, version=version)
                 await self._release(aimed.digest, hold)
-        raise Conflict(f"adapter {quoted(target)} is being changed by others all the time", param="target")
+        raise Conflict(f"adapter {quoted(target)} keeps being changed by other clients", param="target")
 
     async def remove(
         self, name: str, *, requests: Callable[[str], int], force: bool, tenant: str = SHARED
@@ -260,7 +260,7 @@ class AdapterStore:
                 if self._idle(entry.digest):
                     await self._collect(entry.digest)
                 return AdapterInfo(entry=entry, version=version) if version is not None else None
-        raise Conflict(f"adapter {quoted(name)} is being changed by others all the time", param="name")
+        raise Conflict(f"adapter {quoted(name)} keeps being changed by other clients", param="name")
 
     async def fetch_upload(self, name: str, max_bytes: int) -> BinaryIO:
         """An uploaded archive as an anonymous temporary file, at its beginning. Raises BadRequest or TooLarge."""
@@ -350,7 +350,7 @@ class AdapterStore:
             holders = (holds.holders if holds is not None else {}) | {hold: holder}
             if await self._write(HOLDS + digest, Holds(digest, holders, unix_ms()), revision) is not None:
                 return hold
-        raise Unavailable(f"version {digest[:12]} is being deleted and does not go away", retry_after_s=DELETING_S)
+        raise Unavailable(f"version {digest[:12]} is being deleted, and the deletion does not end", retry_after_s=DELETING_S)
 
     async def _release(self, digest: str, hold: str) -> None:
         for _ in range(ATTEMPTS):

@@ -45,7 +45,7 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
 def too_late(ask: Ask, late_s: float) -> Overloaded:
     """The error for a request that every candidate would serve too late. `late_s`: time until one is expected to be in time."""
     return Overloaded(
-        f"no worker of {ask.base_model} is expected to keep {ask.ttft_slo_ms:g} ms to the first token and "
-        f"{ask.tpot_slo_ms:g} ms per token now; one is likely to in {late_s:.1f} s",
+        f"no worker of {ask.base_model} is expected to meet {ask.ttft_slo_ms:g} ms to the first token and "
+        f"{ask.tpot_slo_ms:g} ms per token now; one probably will in {late_s:.1f} s",
         retry_after_s=late_s,
     )

@@ -252,7 +252,7 @@ class SchedulerService(BusService):
             cluster.unresponsive(worker_id, now_s())
             metrics.ASSIGN_FAILURES.labels("absent").inc()
         except (DeadlineExceeded, msgspec.MsgspecError) as silence:
-            error = silence if isinstance(silence, MotetError) else MotetError(f"{worker_id} answered nonsense: {silence}")
+            error = silence if isinstance(silence, MotetError) else MotetError(f"{worker_id} sent an invalid answer: {silence}")
             cluster.unresponsive(worker_id, now_s())
             metrics.ASSIGN_FAILURES.labels("silent").inc()
             await self._cancel(worker_id, request)
