@@ -80,7 +80,7 @@ def lora_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: 
 
 
 class RoundRobin:
-    """One worker after the other, in the order of their ids."""
+    """The workers in turn, in the order of their ids."""
 
     def __init__(self) -> None:
         self._last = ""

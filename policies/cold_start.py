@@ -57,7 +57,7 @@ class Copy:
         return max(0.0, self.queue_ms + (layer + 1 - self.loaded) * self.each_ms) if layer >= self.loaded else 0.0
 
     def stall_ms(self, base_ms: float) -> float:
-        """How much later a step must begin so that its layers, `base_ms` each, find everything there."""
+        """The delay after which a step's layers, `base_ms` each, never wait for the copy."""
         if self.loaded >= self.layers:
             return 0.0
         last = self.layers - 1
@@ -73,7 +73,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class AssistRates:
-    """What CPU processes can do."""
+    """Measured rates of the CPU processes."""
 
     processes: int  # alive
     mib_row_ms: float  # a core's time for one row of one MiB of adapter, over all layers
@@ -84,9 +84,9 @@ class AssistRates:
     relief: float = 0.0  # what the device is spared, of the time that a process takes: next to nothing where it is a GPU
 
     def begin_ms(self, copying_ms: float) -> float:
-        """What a request pays beyond the time of its layers: until a process begins, and for a copy of `copying_ms` beside it.
+        """A request's cost beyond the time of its layers: the start of a process, and a copy of `copying_ms` beside it.
 
-        All cores are given to steps and processes, so that the copy's part of one is missing to all of them.
+        Steps and processes use all cores, so the copy's share of a core slows all of them.
         """
         return self.start_ms + self.core_share * copying_ms / (1 + self.processes)
 
@@ -98,7 +98,7 @@ class AssistRates:
         return self.hop_ms + (mib * self.mib_ms + mib_rows * self.mib_row_ms / self.processes) / layers
 
     def saved_ms(self, mib: float, mib_rows: float, layers: int) -> float:
-        """What the device is spared in such a layer."""
+        """Time that the device saves in such a layer."""
         return self.relief * (mib * self.mib_ms + mib_rows * self.mib_row_ms) / layers
 
 
@@ -126,7 +126,7 @@ def choose(
     between_ms: float = 0.0,
     forced: Forced = "auto",
 ) -> Choice:
-    """The way in for one request.
+    """The way in which one request starts.
 
     `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
     `cpu_ms` the time of one layer of each on CPU processes, None when none is alive, `saved_ms` what it spares the device.

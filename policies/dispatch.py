@@ -81,10 +81,10 @@ def decide(
 
 
 def seconds_until_room(state: ClusterState, ask: Ask, now_s: float, *, stale_s: float) -> float:
-    """When a full worker of the base model is likely to have room again, the soonest of all.
+    """The expected time until the first full worker of the base model has room.
 
-    A place is free when one running request ends. With R running requests that have L tokens left together, one ends
-    about every (L / R) / R decode steps; the queue's prefill shares the engine meanwhile, spread over what is queued.
+    A place becomes free when a running request ends. With R running requests that have L tokens left together, one ends about
+    every (L / R) / R decode steps. The queue's prefill shares the engine meanwhile, spread over the queued requests.
     """
     t = state.table
     live = state.serving(ask.base_model) & (t["heard_s"] >= now_s - stale_s) & ~t["draining"]

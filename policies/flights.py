@@ -45,25 +45,25 @@ class Flights:
     # ---- what we promise
 
     def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
-        """The request is about to be assigned: from now on it counts as waiting there."""
+        """Count a request as waiting on a worker, before it is assigned."""
         self._flights.setdefault(worker_id, {})[brief.request_id] = _Flight(brief)
         self._state.put_request(worker_id, brief, now_s)
 
     def accepted(self, worker_id: str, request_id: str, now_s: float) -> None:
-        """The worker took it: its state will show it soon."""
+        """The worker accepted the request: its state will show it soon."""
         flight = self._flights.get(worker_id, {}).get(request_id)
         if flight is not None:
             flight.accepted_s = now_s
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
-        """The worker did not take it."""
+        """The worker did not accept the request."""
         if self._flights.get(worker_id, {}).pop(request_id, None) is not None:
             self._state.drop_request(worker_id, request_id)
 
     # ---- what workers say
 
     def snapshot(self, worker_id: str, briefs: Iterable[RequestBrief], now_s: float) -> None:
-        """These are all the requests the worker knows of."""
+        """Take in a snapshot: all requests of the worker."""
         flights = self._flights.get(worker_id)
         if not flights:
             self._state.replace_requests(worker_id, briefs, now_s)
@@ -80,7 +80,7 @@ class Flights:
         self._state.replace_requests(worker_id, shown.values(), now_s)
 
     def delta(self, worker_id: str, changed: Iterable[RequestBrief], removed: Iterable[str], now_s: float) -> None:
-        """These requests are new or changed there, and these are gone."""
+        """Take in a delta: new or changed requests, and ended ones."""
         flights = self._flights.get(worker_id, {})
         for brief in changed:
             flight = flights.get(brief.request_id)
@@ -94,11 +94,11 @@ class Flights:
             self._state.drop_request(worker_id, request_id)
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone, and `state` has dropped it."""
+        """Drop the flights of a worker that `state` has removed."""
         self._flights.pop(worker_id, None)
 
     def expire(self, now_s: float) -> None:
-        """Drop what was accepted more than `in_flight_s` ago and never shown."""
+        """Drop flights that were accepted more than `in_flight_s` ago and that no state showed."""
         for worker_id, flights in self._flights.items():
             for request_id, flight in list(flights.items()):
                 if flight.accepted_s is not None and now_s - flight.accepted_s > self._in_flight_s:

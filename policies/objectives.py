@@ -55,7 +55,7 @@ FEW = 1.0
 
 
 def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> bool:
-    """Whether `late_ms` may find this row late: no free seat, or a time per token near an objective. One row, no arrays."""
+    """Whether `late_ms` might find this row late: no free seat, or a time per token near an objective. A cheap check."""
     t = state.table
     exists = t["exists"].item(row)
     if not exists or exists >= t["max_running"].item(row):
@@ -71,7 +71,7 @@ def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> boo
 
 
 def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len: float) -> tuple[NDArray[np.intp], Floats]:
-    """Some of the rows in `fit`, and for each how long until it is expected to keep the objectives of `ask`; 0.0 for now."""
+    """Some of the rows in `fit`, with the time until each is expected to meet the objectives of `ask`; 0.0: now."""
     rows = _roomiest(state, fit)
     t = {name: state.table[name][rows] for name in (*_PACE, *_WAIT)}
     loads = [state.load(row) for row in rows.tolist()]
