@@ -18,10 +18,10 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 
 .PHONY: help setup serve test chaos fuzz soak demo check format sanitize bench-quick bench-peers compose-secrets compose-test lock clean
 
-help: ## this list
+help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(DEV_STAMP) ## the environment for running, testing and developing
+setup: $(DEV_STAMP) ## set up the environment for running, testing and developing
 
 $(RUN_STAMP): requirements-mesh.txt requirements.txt requirements-torch.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Motet needs Python >= 3.11, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -38,23 +38,23 @@ $(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
 	$(PIP) install --require-hashes --no-deps -r requirements-dev.txt
 	@touch $@
 
-serve: $(RUN_STAMP) ## the full mesh with the demo model on http://127.0.0.1:8000, until Ctrl-C
+serve: $(RUN_STAMP) ## run the full mesh with the demo model on http://127.0.0.1:8000, until Ctrl-C
 	@exec $(BIN)/python -m motet up --model examples/demo/model --served-model-name motet-demo \
 		--adapters-dir examples/demo/adapters $(ARGS)
 
 test: $(DEV_STAMP) ## the whole suite, in a process per core
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
-chaos: $(DEV_STAMP) ## the mesh under load while every process is killed, frozen and cut off: nothing lost, nothing twice
+chaos: $(DEV_STAMP) ## kill, freeze and cut off every process of a mesh under load; no answer may be lost or repeated
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
-fuzz: $(DEV_STAMP) ## what nobody should send, on every door, for ten minutes: no 5xx, nothing accepted, the mesh serves on
+fuzz: $(DEV_STAMP) ## send malformed input to every interface for ten minutes; it must be refused without harm
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-soak: $(DEV_STAMP) ## half an hour of load with adapters coming and going: nothing may grow (ARGS="--minutes 5")
+soak: $(DEV_STAMP) ## half an hour of load with adapters coming and going; memory and handles may not grow (ARGS="--minutes 5")
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
 
-demo: $(RUN_STAMP) ## a guided tour on free ports that checks every answer
+demo: $(RUN_STAMP) ## run a tour of every feature on free ports and check every answer
 	@$(BIN)/python -m motet demo $(ARGS)
 
 check: $(DEV_STAMP) ## style, types, who may import whom, known vulnerabilities
@@ -64,26 +64,26 @@ check: $(DEV_STAMP) ## style, types, who may import whom, known vulnerabilities
 	@$(BIN)/lint-imports
 	@$(BIN)/python .ci/audit.py
 
-format: $(DEV_STAMP) ## put the code into shape
+format: $(DEV_STAMP) ## format the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_kernels.py loading.py cpu_assist.py)
 SANITIZED = PYTHONMALLOC=malloc $(BIN)/python -X faulthandler -m pytest -q -p no:cacheprovider --timeout 1800 $(SANITIZED_TESTS) $(ARGS)
-sanitize: $(DEV_STAMP) ## the compiled CPU kernels under the address, undefined-behaviour and thread sanitizers
+sanitize: $(DEV_STAMP) ## test the compiled CPU kernels with the address, undefined-behaviour and thread sanitizers
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
 		MOTET_CPU_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g" $(SANITIZED)
 	LD_PRELOAD="$$(g++ -print-file-name=libtsan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
 		TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66" \
 		MOTET_CPU_CXXFLAGS="-fsanitize=thread -g" $(SANITIZED)
 
-bench-quick: $(DEV_STAMP) ## short runs of the benchmarks
+bench-quick: $(DEV_STAMP) ## run short versions of the benchmarks
 	@$(BIN)/python -m bench mesh --quick
 	@$(BIN)/python -m bench gateway --quick
 	@$(BIN)/python -m bench engine --model S --quick --no-peers
 	@$(BIN)/python -m bench engine --model S --quick --no-peers --serve
 
-bench-peers: $(VLLM_STAMP) ## vLLM in an environment of its own, for `python -m bench engine`
+bench-peers: $(VLLM_STAMP) ## install vLLM in an environment of its own, for `python -m bench engine`
 
 # torchvision, torchaudio and torchcodec do not load beside torch's CPU build, and vLLM does without them.
 # tcmalloc is no wheel: the system's is used when it is there, else Debian's package is unpacked beside libiomp5.
@@ -96,13 +96,13 @@ $(VLLM_STAMP):
 		cp -a tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4* lib/ && rm -r tcmalloc libtcmalloc-minimal4*.deb; }
 	@touch $@
 
-compose-secrets: $(RUN_STAMP) ## NATS configuration, passwords, certificates and an API key for compose/compose.yaml
+compose-secrets: $(RUN_STAMP) ## write NATS configuration, passwords, certificates and an API key for compose/compose.yaml
 	@$(BIN)/python -m motet nats-config --out compose/secrets --tls --tls-files /run/secrets
 
-compose-test: $(DEV_STAMP) ## the Compose stack on a container engine: built, asked, killed, taken down and up again
+compose-test: $(DEV_STAMP) ## build and test the Compose stack on a container engine
 	@$(BIN)/python -m tests.compose
 
-lock: $(DEV_STAMP) ## write the lock files from what is installed
+lock: $(DEV_STAMP) ## write the lock files from the installed packages
 	@$(BIN)/python .ci/lock.py
 
 clean: ## remove the environment, caches and the demo's data

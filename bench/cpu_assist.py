@@ -1,10 +1,10 @@
-"""CPU-assisted prefill: what a cold adapter costs, by the way its first request starts (CaraServe sections 4 and 7).
+"""CPU-assisted prefill: the cost of a cold adapter, by the way its first request starts (CaraServe sections 4 and 7).
 
-    cached       the adapter is on the device before the request comes: what everything is compared with
-    on demand    the request waits until the copy is whole
+    cached       the adapter is on the device before the request comes: the baseline
+    on demand    the request waits until the copy is complete
     layer-wise   it joins when the copy stays ahead of the layers
-    assist       it joins at once, CPU processes compute what is not there yet
-    auto         what the worker chooses among the three by its cost model
+    assist       it joins at once; CPU processes compute missing layers
+    auto         the worker chooses among the three by its cost model
 
 The engine is a worker's, on one core less than there are; a CPU LoRA process has the last one. The link is emulated.
 

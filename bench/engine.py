@@ -1,4 +1,4 @@
-"""What many adapters cost: Motet's engine beside vLLM and transformers + PEFT on the CPU, with the very same files.
+"""Throughput with many adapters on a CPU: Motet's engine beside vLLM and transformers + PEFT, with the same files.
 
     python -m bench engine --model M|S      offline: 32 requests of 64 + 64 tokens at once, greedy, to their full length
         base    no LoRA            one   one adapter for all        16, 32   as many adapters of mixed ranks in turn

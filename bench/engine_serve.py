@@ -1,4 +1,4 @@
-"""`python -m bench engine --serve`: what a client sees with 32 adapters, of Motet's mesh and of vLLM's OpenAI server.
+"""`python -m bench engine --serve`: latencies over HTTP with 32 adapters, of Motet's mesh and of vLLM's OpenAI server.
 
 Both servers are started as their users start them, with the adapters given at the start and the same KV space:
 

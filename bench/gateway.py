@@ -6,10 +6,10 @@
 All contestants get the same client: `STREAMS` keep-alive connections that ask again when an answer ends. The engine speaks
 the workers' protocol over a real nats-server: one frame per step with one token for every stream.
 
-    flat out    the engine is up to `AHEAD` steps ahead of what the client has seen, so the server is never short of tokens;
-                Starlette's generators yield ready-made events and never wait. `gateway_vs_starlette` compares these two.
+    flat out    the engine is up to `AHEAD` steps ahead of the client, so the server is never short of tokens; Starlette's
+                generators yield ready-made events and never wait. `gateway_vs_starlette` compares these two.
     lock-step   the next step starts when the client has seen the last one; Starlette's generators wait for the step as well.
-                One event per write, as with a real engine; whoever waits for whom, the CPU per token tells the cost.
+                There is one event per write, as with a real engine. The result is CPU time per token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The whole mesh beside its engine alone: what HTTP, NATS and scheduling cost.
+"""The cost of HTTP, NATS and scheduling: the whole mesh beside its engine alone.
 
     mesh     client -> HTTP -> gateway -> NATS -> scheduler -> worker, every service its own process, as `motet up` starts them
     engine   the worker's engine in a process of its own, called directly with the same requests

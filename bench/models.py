@@ -1,8 +1,8 @@
 """The checkpoints and adapters that benches run on: random weights in Hugging Face and PEFT format.
 
-    S    28M parameters    small enough that everything around the matrix products shows
-    SM   103M parameters   the smallest whose weights no processor keeps in its share of a cache
-    M    428M parameters   large enough that everything else hardly shows
+    S    28M parameters    small: costs other than matrix products are visible
+    SM   103M parameters   the smallest whose weights exceed a processor's share of the cache
+    M    428M parameters   large: matrix products dominate
 
 `model_and_adapters` makes a shape's files once and keeps them: <cache>/bench/<name>-<hash>/{model,adapters/lora-00..}.
 """

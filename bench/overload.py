@@ -1,4 +1,4 @@
-"""Overload: how many requests a mesh serves inside their objectives when more come than it can serve.
+"""Overload: goodput and attainment of a mesh when more requests arrive than it can serve.
 
 One of each service, the worker with the demo model. Requests arrive as a Poisson process that waits for no answer, at 0.5
 to 3 times the capacity, which is measured first; a fifth of them is interactive, three tenths standard, half batch. Batch

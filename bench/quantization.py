@@ -1,8 +1,8 @@
 """`python -m bench quantization`: what int8 base weights change in the demo model's answers, adapters included.
 
-Every adapter reads prompts that nobody has trained on, each followed by the right answer, once with the checkpoint's
-weights and once with int8. The answer counts as exact when every token of it is the most likely one after those before:
-just then greedy decoding says it. Speed is `python -m bench engine --quantization int8`.
+Every adapter reads prompts that were not trained on, each followed by the right answer, once with the checkpoint's weights
+and once with int8. An answer is exact when each of its tokens is the most likely one, so that greedy decoding produces it.
+For speed, run `python -m bench engine --quantization int8`.
 """
 
 from __future__ import annotations

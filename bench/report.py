@@ -1,4 +1,4 @@
-"""How results are shown and kept: a table for people, one JSON line per run with machine, commit and setup."""
+"""Output of results: a table for people, and one JSON line per run with machine, commit and set-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decision costs one scheduler that follows a large fleet, its share of following it included.
+"""Decisions per second of one scheduler with a large fleet, updates of its state included.
 
 1,000 workers run 256 requests each and are told 3,000 new ones per second. Everything a live scheduler computes for that is
 computed and timed on one core, on the messages that real workers would send and in their order:

@@ -1,11 +1,11 @@
-"""The digital twin beside the worker it was profiled from: the same requests to both, and how far its figures are off.
+"""Error of the digital twin: gives the same requests to a live worker and to the twin of its profile.
 
     profile   `motet profile` measures a worker and writes a file, before and after
-    live      `motet worker` in a process of its own on NATS, asked as a scheduler would and heard as a gateway would
+    live      `motet worker` in a process of its own on NATS, with requests as from a scheduler and frames as to a gateway
     twin      the files' workers in a simulation get the same requests at the times they were sent
 
-What the twin models is the worker: its queue, engine, adapter tiers and its hops over the bus. Adapters, prompt and output
-lengths are known to it; times are not.
+The twin models the worker: its queue, engine, adapter tiers and hops over the bus. Adapters, prompt and output lengths are
+known to it; times are not.
 
     steady    independent arrivals at 45% of what the worker can serve, a few adapters that are here already
     bursty    the same load in bursts (gaps with a coefficient of variation of 4)
@@ -13,14 +13,14 @@ lengths are known to it; times are not.
               are full before, as they are in a worker that has been up for a while
     overload  twice what can be served: after a few seconds the queue is full, and half of all requests are refused
 
-A round is every shape once, with new arrivals, between two profiles. The twin gets the requests twice, once with either: on a
-machine whose speed drifts within minutes, what is compared lies between them. A round counts if the machine was ours and held
-still: other processes took less than `QUIET_CORES`, and the two profiles' steps differ by less than `STILL`. What the live
-worker did meanwhile has no say in that. Rounds go on until `ROUNDS` count, or until there were `MOST_ROUNDS`; if then none
-counts, all do. Figures are over all requests of a shape in all rounds that count.
+A round runs every shape once, with new arrivals, between two profiles. The twin gets the requests twice, once with each
+profile, because the machine's speed drifts within minutes. A round counts if the machine was quiet and steady: other
+processes took less than `QUIET_CORES`, and the two profiles' steps differ by less than `STILL`. The live worker's behaviour
+does not decide this. Rounds continue until `ROUNDS` count, or up to `MOST_ROUNDS`; if none counts then, all do. Figures are
+over all requests of a shape in all rounds that count.
 
-The model's weights are larger than a cache (`MODEL`). A model that just fits in the last-level cache takes up to half as long
-again for the same batch, depending on what ran before it; no function of the batch says how long.
+The model's weights are larger than a cache (`MODEL`). A model that just fits into the last-level cache can take 1.5 times as
+long for the same batch, depending on what ran before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batched multi-rank LoRA and paged attention: the one call signature, whatever computes it.
+"""Batched multi-rank LoRA and paged attention, with one call signature for all devices.
 
     once per model         once per engine step (from numpy)    per layer
     LoraPool(shapes, ..)   LoraBatch.build(pool, row_slot)      start_lora(x, pool, layer, group, batch)
@@ -18,11 +18,12 @@ a = row_slot[i] >= 0, when adapter a has projection s:
 Products accumulate in fp32; x A^T and the sum are rounded to the tensors' type, as PEFT does. A result depends on which
 other rows are in the batch by rounding only, and never on pool memory that the row's adapter does not own.
 
-The pool's device decides what computes: plain torch on a CPU, the Triton kernels (kernels/triton) on a GPU. Whole steps on a
-CPU are compiled (kernels/cpu); adapters reach a GPU, and CPU processes help it meanwhile, by kernels/device.
+The pool's device selects the implementation: plain torch on a CPU, the Triton kernels (kernels/triton) on a GPU. kernels/cpu
+contains compiled whole steps for CPUs. kernels/device copies adapters to a GPU beside the steps and lets CPU processes help
+meanwhile.
 
 This package needs torch and nothing else of ours. (`transformers` looks for a hub package of the same import name; a test
-asserts that it does not take this one for it.)
+asserts that it does not mistake this one for it.)
 """
 
 from kernels.attention import AttentionBatch, KvCache, attend

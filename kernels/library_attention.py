@@ -1,9 +1,9 @@
-"""Attention through FlashInfer, where it is installed: the same results as kernels/attention.py, without gathering context.
+"""Attention through FlashInfer, if installed: the same results as kernels/attention.py, without gathering context.
 
     library = agreeing_library(cache, heads=, windows=)   None: not installed, or it does not give here what torch gives
     cache.library = library                               from then on AttentionBatch.build plans for it
 
-Wants a GPU and a 16-bit type. Decoding rows and prefill chunks of a step go through one call per layer.
+Needs a GPU and a 16-bit type. Decoding rows and prefill chunks of a step go through one call per layer.
 """
 
 from __future__ import annotations

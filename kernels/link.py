@@ -1,4 +1,4 @@
-"""The link over which adapters reach the device: what loaders tell of it, and its measured rate."""
+"""The link over which adapters are copied to the device: its state and its measured rate."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from kernels.pool import LoraPool
 
 FIRST_GUESS_BYTES_PER_S = 4e9
-"""Of a link that is as fast as memory, before the first copy."""
+"""Assumed rate until the first copy is measured, without emulation."""
 FORGET_BYTES = 64 << 20
-"""Of the measured rate: what was copied this long ago weighs 1/e."""
+"""Time constant of the measured rate: copies this long ago have weight 1/e."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """The link as of now."""
+    """The link's present state."""
 
     bytes_queued: int  # of all loads, still to come
     bytes_copied: int  # ever
@@ -27,7 +27,7 @@ class LinkState:
 
 
 class LinkMeter:
-    """Rate and cost of copying, from what was counted so far. It forgets: others may begin to use the same memory.
+    """Rate and cost of copying, measured with exponential forgetting, since other work may begin to use the same memory.
 
     `pace` is the emulated bytes per second, 0 for none.
     """
@@ -51,18 +51,18 @@ class LinkMeter:
 
 
 class Sources:
-    """What the loads into a pool read from; loaders have it in common."""
+    """The sources of loads into a pool; shared by all loaders."""
 
     def __init__(self, pool: LoraPool) -> None:
         self._pool = pool
         self._sources: dict[int, Any] = {}  # by slot
 
     def finished(self) -> list[Any]:
-        """What loads that are whole by now have read from; each once. Nothing reads it any more."""
+        """The sources of completed loads, each returned once. Nothing reads them any more."""
         whole = [slot for slot in self._sources if self._pool.loaded_layers[slot] == self._pool.layers]
         return [self._sources.pop(slot) for slot in whole]
 
     @property
     def under_way(self) -> Mapping[int, Any]:
-        """{slot: what its load reads from}, of loads that were not `finished` yet."""
+        """{slot: source} of loads that `finished` has not returned yet."""
         return self._sources

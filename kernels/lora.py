@@ -1,4 +1,4 @@
-"""Batched LoRA for whatever device the pool is on: plain torch on a CPU, Triton on a GPU (imported only then)."""
+"""Batched LoRA for the pool's device: plain torch on a CPU, Triton on a GPU (imported only then)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LoraBatch:
 
 
 def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
-    """Begin what add_lora finishes, beside whatever is enqueued in between; `x` must not change until then.
+    """Start the first half of add_lora, beside other work that is enqueued in between; `x` must not change until then.
 
     Optional. On a GPU the first half then runs on a side stream; elsewhere nothing happens here.
     """

@@ -1,4 +1,4 @@
-"""Large zeroed memory that costs nothing before it is written: pages appear, zeroed, when they are first touched."""
+"""Large zeroed memory that takes no pages before it is written: the system provides zeroed pages on first touch."""
 
 from __future__ import annotations
 

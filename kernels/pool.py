@@ -1,17 +1,17 @@
-"""Adapter weights on the device: every adapter at its own rank, in pages of 8 ranks, nothing padded to the largest.
+"""Adapter weights on the device: every adapter at its own rank, in pages of 8 ranks, without padding to the largest rank.
 
 A page is 8 ranks of one projection over all layers, contiguous, so that a layer of it is one copy:
 
     page of module m    | layer 0: A [8, in]  B^T [8, out] | layer 1: A [8, in]  B^T [8, out] | ...
     table[slot, m, p]   line where page p of that adapter's module m starts (a line is 8 elements)
 
-Pages of different modules differ in size and lie wherever there is room; `arena` belongs to them and to nobody else:
+Pages of different modules differ in size and lie wherever there is room in `arena`, which contains nothing else:
 
     arena    [ page | page | hole | page | hole ... )          holes are half-open [start, end) in lines, sorted, never adjacent
 
-When the holes would do together but none does alone, pages move down (`_compact`); everything finds them through the
-table, so moving is safe between steps and free bytes are always usable bytes. Ranks that a page has and its adapter has
-not are zero. Memory in holes is never read: it may hold anything, NaN included.
+When the holes suffice together but none does alone, pages move down (`_compact`). All readers use the table, so moving is
+safe between steps, and all free bytes are usable. Ranks of a page beyond the adapter's are zero. Memory in holes is never
+read: it may contain anything, NaN included.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Pairs = Mapping[tuple[int, str], tuple[float, torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PackedLora:
-    """An adapter outside the pool, in its form: a pool of one slot whose pages stand module after module without holes.
+    """An adapter outside the pool, in the pool's layout: one slot whose pages lie module after module without holes.
 
-    This is also how adapters rest in files (`motet-lora/2`), so `arena` may be a mapping of one.
+    Files (`motet-lora/2`) have the same layout, so `arena` may be a mapping of one.
     """
 
     arena: torch.Tensor  # [elements]
@@ -184,7 +184,7 @@ class LoraPool:
         self.loaded_layers[slot] = self.layers
 
     def reserve(self, slot: int, adapter: PackedLora) -> None:
-        """Take a slot and its pages; their content is whoever's copies it (`loaded_layers` says how far). Raises as `load`."""
+        """Take a slot and its pages, to be filled by a copy (`loaded_layers` counts its layers). Raises as `load`."""
         if self.loaded[slot]:
             raise ValueError(f"slot {slot} is taken")
         if adapter.shapes != self.shapes or adapter.layers != self.layers or adapter.pages.max() > self.table.shape[2]:

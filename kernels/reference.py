@@ -1,4 +1,4 @@
-"""Batched LoRA in plain torch: fallback and oracle of the compiled kernels; runs on any device.
+"""Batched LoRA in plain torch: the fallback and test oracle of the compiled kernels. Runs on any device.
 
 Rows of one adapter form a group. Per projection, groups whose adapters have equally many pages and similarly many rows
 share two batched products (shrink, expand) over gathered pages, so a step costs a handful of calls per projection however
@@ -98,7 +98,7 @@ class LoraBatch:
 
 
 def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
-    """Nothing can run beside the caller's own products here: add_lora does it all."""
+    """Does nothing: on this path add_lora does all the work."""
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:

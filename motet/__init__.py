@@ -1,1 +1,1 @@
-"""The `motet` command: starts services, supervises the local stack, and talks to a running one."""
+"""The `motet` command: starts services, supervises a local stack, and talks to a running one."""

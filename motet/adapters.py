@@ -26,8 +26,8 @@ PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 def adapters() -> None:
     """Add, list, show and remove adapters of a running mesh.
 
-    An adapter's name is the `model` of a request. Its versions are content digests: requests that run on a replaced or
-    removed version finish on it.
+    An adapter's name is the `model` of a request. Each version is identified by the digest of its content. Requests that run
+    on a replaced or removed version finish on it.
     """
 
 
@@ -44,9 +44,9 @@ def _of_tenant(text: str) -> Callable[..., Any]:
 @adapters.command("list")
 @connection
 @as_json_option
-@_of_tenant("Also those of this tenant; `*` for all tenants.")
+@_of_tenant("Also list adapters of this tenant; `*`: of all tenants.")
 def list_(tenant: str | None, url: str, as_json: bool) -> None:
-    """List the adapters you may use: your tenant's and the shared ones.
+    """List the adapters that you may use: your tenant's and the shared ones.
 
     \b
       motet adapters list
@@ -81,16 +81,16 @@ def show(name: str, url: str, as_json: bool) -> None:
 @adapters.command()
 @connection
 @as_json_option
-@click.option("--replace", is_flag=True, help="Make the name point at this version if it is taken.")
-@click.option("--on-server", is_flag=True, help="SOURCE is a path on the registry's machine, below one of its roots.")
-@_of_tenant("Whose it becomes; an empty one: everybody's.")
+@click.option("--replace", is_flag=True, help="If the name exists, add this as its new version.")
+@click.option("--on-server", is_flag=True, help="SOURCE is a path on the registry's machine, below one of its --adapter-roots.")
+@_of_tenant("Tenant that the adapter will belong to; empty: shared by all.")
 @click.argument("name")
 @click.argument("source")
 def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
     """Add the adapter SOURCE under NAME.
 
-    SOURCE is a PEFT directory, an archive of one (.zip, .tar, .tar.gz), or a Hugging Face id; local files are uploaded. The
-    weights are checked before anything is registered, and the answer says what is wrong with them.
+    SOURCE is a PEFT directory, an archive of one (.zip, .tar, .tar.gz), or a Hugging Face id. Local files are uploaded. The
+    registry checks the weights before it registers them, and names what is wrong.
 
     \b
       motet adapters add summaries ./out/checkpoint-900
@@ -119,7 +119,7 @@ def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
 @click.argument("name")
 @click.argument("target")
 def alias(name: str, target: str, url: str, as_json: bool) -> None:
-    """Make NAME another name of the adapter TARGET.
+    """Make NAME an alias of the adapter TARGET.
 
     \b
       motet adapters alias summaries-stable summaries
@@ -131,11 +131,11 @@ def alias(name: str, target: str, url: str, as_json: bool) -> None:
 
 @adapters.command()
 @connection
-@click.option("--force", is_flag=True, help="Also when requests run on it; they finish.")
-@_of_tenant("Whose it is; an empty one: everybody's.")
+@click.option("--force", is_flag=True, help="Remove it even if requests run on it; they finish.")
+@_of_tenant("Tenant that the adapter belongs to; empty: shared by all.")
 @click.argument("name")
 def rm(name: str, force: bool, tenant: str | None, url: str) -> None:
-    """Remove an adapter's name, and its weights when no other name uses them."""
+    """Remove an adapter's name, and its weights if no other name uses them."""
     params = ({"force": "true"} if force else {}) | ({"tenant": tenant} if tenant is not None else {})
     _ask(url, lambda client: client.call("DELETE", f"/v1/adapters/{quote(name, safe='')}", params=params))
     click.echo(f"removed {name}")

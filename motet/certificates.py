@@ -1,11 +1,11 @@
-"""Certificates for a mesh of one's own: an authority, and what it says of the NATS server and the gateways.
+"""Certificates for a private mesh: an authority, and certificates of the NATS server and the gateways.
 
-    ca.crt  ca.key             the authority, ten years; only `ca.crt` leaves this directory
+    ca.crt  ca.key             the authority, valid ten years; only `ca.crt` leaves this directory
     nats.crt  nats.key         the NATS server
     gateway.crt  gateway.key   the gateways' https
 
-Made once; what ends within `RENEW`, or lacks a host, is made anew under the same authority, so that nobody who trusts it has
-to do anything. For certificates that browsers know, bring your own: the services take any.
+Certificates that expire within `RENEW`, or lack a host, are renewed under the same authority, so clients need no change. The
+services also accept certificates of other authorities, for example public ones.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def write(out: Path, hosts: Iterable[str] = ()) -> list[Path]:
-    """Make what is missing in `out`, for `hosts` besides this machine and the containers' names.
+    """Make missing files in `out`, for `hosts` besides this machine and the containers' names.
 
-    Returns the files that services need: all but the authority's key. Raises ValueError for a host that cannot be one.
+    Returns the files that services need: all but the authority's key. Raises ValueError for an invalid host.
     """
     authority, signer = _authority(out)
     needed = [out / "ca.crt"]
@@ -55,7 +55,7 @@ def _authority(out: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
         cert = x509.load_pem_x509_certificate(cert_path.read_bytes())
         key = serialization.load_pem_private_key(key_path.read_bytes(), None)
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
-            raise ValueError(f"{key_path} is not the key of {cert_path}: remove both to begin anew")
+            raise ValueError(f"{key_path} is not the key of {cert_path}: remove both to make new ones")
         if cert.not_valid_after_utc - datetime.now(UTC) > LIFE:
             return cert, key
     key = ec.generate_private_key(ec.SECP256R1())
@@ -115,7 +115,7 @@ def _names(hosts: Sequence[str]) -> x509.SubjectAlternativeName:
 
 
 def _good(cert_path: Path, key_path: Path, authority: x509.Certificate, names: x509.SubjectAlternativeName) -> bool:
-    """Whether a certificate is there, is of this authority, has all names, and lasts."""
+    """Whether a certificate exists, is of this authority, has all names, and does not expire soon."""
     if not (cert_path.exists() and key_path.exists()):
         return False
     cert = x509.load_pem_x509_certificate(cert_path.read_bytes())

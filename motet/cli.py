@@ -1,7 +1,6 @@
-"""The `motet` command. Every subcommand is imported when it is used, so that `motet --help` is instant and needs no torch.
+"""The `motet` command. Subcommands are imported when they are used, so `motet --help` is fast and needs no torch.
 
-A service's options are made from its configuration struct, the one place where they are declared: the flag, the
-variable, the default and the description.
+The options of a service are generated from its configuration struct, which declares flag, variable, default and description.
 """
 
 from __future__ import annotations
@@ -19,8 +18,11 @@ from shared.config import ConfigError, Field, ServiceConfig, fields, load
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "The mesh": {
         "up": ("motet.up:up", "Start the whole mesh on this machine."),
-        "restart": ("motet.restart:restart", "Restart every process of a running mesh, one by one, without an error."),
-        "demo": ("motet.demo:demo", "Start a mesh, try everything, print a table, stop."),
+        "restart": (
+            "motet.restart:restart",
+            "Replace every process of a running mesh, one by one, without errors for clients.",
+        ),
+        "demo": ("motet.demo:demo", "Start a mesh, try every feature, print a table, stop."),
         "nats-config": ("motet.nats_config:nats_config", "Write a NATS server's configuration and passwords."),
     },
     "Using it": {
@@ -28,26 +30,26 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "complete": ("motet.talk:complete", "Complete a prompt."),
         "adapters": ("motet.adapters:adapters", "Add, list, show and remove adapters."),
         "keys": ("motet.keys:keys", "Make, list, rotate and revoke API keys."),
-        "audit": ("motet.keys:audit", "Who changed which adapter or key, and when."),
-        "status": ("motet.status:status", "What is running and how it is doing."),
+        "audit": ("motet.keys:audit", "List who changed which adapter or key, and when."),
+        "status": ("motet.status:status", "Show workers, queues and memory of a running mesh."),
     },
     "Planning": {
         "profile": ("motet.profile:profile", "Measure a worker's step times on this machine."),
-        "simulate": ("motet.simulate:simulate", "What would a cluster do with a workload? The digital twin."),
+        "simulate": ("motet.simulate:simulate", "Simulate a cluster under a workload (the digital twin)."),
     },
     "Single services": {
-        "gateway": ("", "HTTP and durable intake; owns a request until its last token."),
-        "predictor": ("", "How many tokens will a request produce?"),
-        "scheduler": ("", "Which worker takes a request?"),
-        "registry": ("", "Validates, stores and publishes adapters."),
-        "worker": ("", "One engine on one device."),
+        "gateway": ("", "Serve HTTP and durable requests; own each request until its last token."),
+        "predictor": ("", "Predict the output lengths of requests."),
+        "scheduler": ("", "Assign requests to workers."),
+        "registry": ("", "Validate, store and publish adapters."),
+        "worker": ("", "Run one engine on one device."),
     },
 }
 EXIT_CONFIG = 2
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands' names and one-liners without importing them."""
+    """A click group that lists its commands without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for section in COMMANDS.values() for name in section]
@@ -72,7 +74,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="motet", prog_name="motet")
 def cli() -> None:
-    """Thousands of LoRA adapters on one base model, each request inside its own latency objective.
+    """Motet serves many LoRA adapters on one base model, with a latency objective for each request.
 
     \b
     Start here:
@@ -83,7 +85,7 @@ def cli() -> None:
 
 
 def service_command(kind: str) -> click.Command:
-    """`motet gateway` and its kin, from `services.<kind>.config`."""
+    """The command of one service (`motet gateway`, ...), from `services.<kind>.config`."""
     config_type: type[ServiceConfig] = getattr(importlib.import_module(f"services.{kind}.config"), f"{kind.capitalize()}Config")
 
     def run(**flags: Any) -> None:
@@ -101,12 +103,12 @@ def service_command(kind: str) -> click.Command:
         kind,
         callback=run,
         params=[option_for(field) for field in sorted(fields(config_type), key=lambda field: field.name in shared)],
-        help=f"{short}\n\n{about}\n\nEvery option is also a variable: --ops-port is MOTET_OPS_PORT.",
+        help=f"{short}\n\n{about}\n\nEvery option is also an environment variable: --ops-port is MOTET_OPS_PORT.",
     )
 
 
 def option_for(field: Field) -> click.Option:
-    """A configuration field as a click option. Values are checked by the struct, not here: one place, one message."""
+    """A configuration field as a click option. Only the struct checks values, so each error has one message."""
     required = field.default is msgspec.NODEFAULT
     shown = "" if required or field.default in ("", None, ()) else f"  [default: {_text(field.default)}]"
     text = field.description + (f"  [required; or {field.variable}]" if required else shown)

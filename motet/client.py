@@ -1,4 +1,4 @@
-"""A small HTTP client of the gateway for the command line: JSON calls, server-sent events, errors with the server's words."""
+"""A small HTTP client of the gateway for the command line: JSON calls, server-sent events, the server's error messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONNECT_S = 5.0
 
 
 class ApiError(Exception):
-    """The gateway refused or cannot be reached. `status` is the HTTP status, 0 when there was no answer."""
+    """The gateway refused a request or cannot be reached. `status` is the HTTP status, 0 without an answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -25,8 +25,8 @@ class ApiError(Exception):
 class Client:
     """Talks to one gateway. Use as an async context manager; every method raises ApiError.
 
-    The API key is that of the variable MOTET_API_KEY unless given; MOTET_CA_FILE names the certificate authority of an
-    https gateway if the system does not know it.
+    Without an argument, the API key comes from the variable MOTET_API_KEY. MOTET_CA_FILE names the certificate authority of
+    an https gateway that the system does not know.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
@@ -101,7 +101,7 @@ class _Answer:
 
 
 def _trust(ca_file: str) -> ssl.SSLContext | bool:
-    """What makes a certificate good: the system's authorities, or those of a file."""
+    """The TLS context with the system's certificate authorities, or those of a file."""
     if not ca_file:
         return True
     try:
@@ -118,7 +118,7 @@ def _decoded(body: bytes) -> Any:
 
 
 def _reason(body: Any) -> str:
-    """The server's own words: OpenAI's error object, or a plain text body."""
+    """The server's error message, from OpenAI's error object or a plain text body."""
     if isinstance(body, dict):
         inner = body.get("error", body)
         return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)

@@ -1,7 +1,7 @@
-"""How one command line talks to a stack that another one runs: a socket in the data directory, one command per connection.
+"""The control socket of a stack: lets other command lines give it commands, one per connection.
 
 motet restart ──"restart\n"──► control.sock ──► Stack.restart
-              ◄── a line of progress each, then "done" or "failed: why"
+              ◄── lines of progress, then "done" or "failed: why"
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Say = Callable[[str], None]
 
 
 def socket_path(data_dir: Path) -> Path:
-    """Where the stack of a data directory listens."""
+    """The control socket of the stack in a data directory."""
     return data_dir / "control.sock"
 
 
 class Control:
-    """Serves `commands`: name -> what does it, given a function for lines of progress. One runs at a time."""
+    """Serves `commands`: name -> function, which gets a function for lines of progress. One command runs at a time."""
 
     def __init__(self, data_dir: Path, commands: dict[str, Callable[[Say], Awaitable[None]]]) -> None:
         self._path, self._commands = socket_path(data_dir), commands
@@ -33,7 +33,7 @@ class Control:
         self._busy = asyncio.Lock()
 
     async def start(self) -> None:
-        """Listen; only the owner of the data directory gets in. Raises OSError."""
+        """Listen; only the owner of the data directory can connect. Raises OSError."""
         self._path.unlink(missing_ok=True)
         with _short(self._path) as path:
             self._server = await asyncio.start_unix_server(self._serve, path)
@@ -74,7 +74,7 @@ class Control:
 
 
 async def order(data_dir: Path, command: str, say: Say) -> str:
-    """Give `command` to the stack in `data_dir`; returns "" when it was done, else why not. Raises OSError when none runs."""
+    """Send `command` to the stack in `data_dir`; returns "" when it succeeded, else why not. Raises OSError when none runs."""
     with _short(socket_path(data_dir)) as path:
         reader, writer = await asyncio.open_unix_connection(path)
     try:

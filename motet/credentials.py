@@ -1,26 +1,26 @@
-"""Who may say what on the bus: one table of subject permissions, and the server configuration written from it.
+"""NATS users and permissions: one table of subject permissions, and the server configuration generated from it.
 
     user        may
     gateway     submit, watch workers, control them, ask the registry, own streams, leases `gateway.*`, intake and results,
                 API keys, audit log
     scheduler   answer submit, ask the predictor, assign to workers, watch worker state
-    predictor   answer predictions and hear outcomes; no JetStream at all
+    predictor   answer predictions and receive outcomes; no JetStream
     registry    provision streams and buckets; the only writer of adapters and blobs
     worker      take assignments, stream tokens, leases `worker.*`; reads adapters and blobs
     upstream    publish requests of one tenant, read and purge its results, read its tokens and dead letters; nothing else
     operator    everything: for people with the `nats` command
 
-Every user receives replies on its own inbox `_INBOX_<user>.>` only. An upstream may not create consumers: a consumer
-chooses the subject it delivers to, which would get around its permissions. It subscribes to its results or fetches a
-stored one with `$JS.API.DIRECT.GET.<stream>.<subject>`: MOTET_RESULTS is the default tenant's stream, MOTET_RESULTS_acme
-that of `acme`.
+Every user receives replies on its own inbox `_INBOX_<user>.>` only. An upstream may not create consumers: a consumer chooses
+the subject that it delivers to, which would bypass its permissions. It subscribes to its results, or fetches a stored one
+with `$JS.API.DIRECT.GET.<stream>.<subject>`: the default tenant's stream is MOTET_RESULTS, that of `acme` is
+MOTET_RESULTS_acme.
 
     account MOTET            the services and the operator, with JetStream
     account TENANT_<tenant>  that tenant's upstream; imports its own subjects from MOTET, one by one
 
-Tenants are in accounts of their own because the server does not check the *reply* subject of what a user publishes:
-JetStream would answer a tenant's request on any subject of its account, with content that the tenant chose. Among the
-services permissions are a net against mistakes; they do not hold off somebody who has a service's password.
+Tenants have accounts of their own because the server does not check the *reply* subject of a published message: JetStream would
+answer a tenant's request on any subject of its account, with content that the tenant chooses. Among the services, permissions
+protect against mistakes, not against somebody who has a service's password.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _read(stream: str) -> tuple[str, ...]:
-    """Look into and consume a stream."""
+    """Permissions to inspect and consume a stream."""
     return (
         f"$JS.API.STREAM.INFO.{stream}",
         f"$JS.API.STREAM.MSG.GET.{stream}",
@@ -64,7 +64,7 @@ def _read(stream: str) -> tuple[str, ...]:
 
 
 def _intake(tenant: str) -> tuple[str, ...]:
-    """Pull a tenant's requests through the consumer that the registry made, and ask whether one has its result."""
+    """Permissions to pull a tenant's requests through the registry's consumer, and to look up results."""
     requests, results, consumer = subjects.requests_stream(tenant), subjects.results_stream(tenant), subjects.CONSUMER_INTAKE
     return (
         f"$JS.API.CONSUMER.INFO.{requests}.{consumer}",
@@ -190,7 +190,7 @@ def upstream_user(tenant: str) -> str:
 
 
 def grants(tenants: Iterable[str] = (DEFAULT_TENANT,)) -> dict[str, Grant]:
-    """Every user and what it may do. Raises ValueError for a tenant name that could not be one word of a subject."""
+    """All users with their permissions. Raises ValueError for a tenant name that is no single subject token."""
     tenants, users = tuple(tenants), dict(SERVICES)
     for tenant in tenants:
         if not TENANT.fullmatch(tenant):
@@ -205,12 +205,12 @@ def grants(tenants: Iterable[str] = (DEFAULT_TENANT,)) -> dict[str, Grant]:
 
 
 def password_file(directory: Path, user: str) -> Path:
-    """Where the password of `user` is kept."""
+    """The path of the password file of `user`."""
     return directory / f"{user}.password"
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, replacing it in one step."""
+    """Write a file that only its owner can read, atomically."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as sink:
         sink.write(text)
@@ -220,8 +220,8 @@ def write_private(path: Path, text: str) -> None:
 def authorization(directory: Path, tenants: Iterable[str] = (DEFAULT_TENANT,)) -> str:
     """The accounts and users of the server's configuration.
 
-    Passwords are kept one per file (mode 0600) in `directory`: those that exist stay, so that systems which publish
-    keep working over a restart; missing ones are drawn.
+    Passwords are stored one per file (mode 0600) in `directory`. Existing ones are kept, so that publishers keep working
+    after a restart; missing ones are generated.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     tenants = tuple(tenants)
@@ -246,15 +246,14 @@ def authorization(directory: Path, tenants: Iterable[str] = (DEFAULT_TENANT,)) -
 
 
 def adopt_streams(store_dir: Path) -> None:
-    """Hand what JetStream keeps in `store_dir` to the account MOTET: before there were accounts it was the server's global
-    one. For a server that does not run."""
+    """Move JetStream's data in `store_dir` from the server's global account to the account MOTET. The server must not run."""
     before, after = (store_dir / "jetstream" / name for name in ("$G", ACCOUNT))
     if before.is_dir() and not after.exists():
         before.rename(after)
 
 
 def _in_our_account(subject: str) -> str:
-    """What a tenant's subject is in our account."""
+    """The name of a tenant's subject in the account MOTET."""
     return subject.replace(subjects.TENANT_API, "$JS.API", 1) if subject.startswith(subjects.TENANT_API + ".") else subject
 
 
@@ -291,10 +290,10 @@ def write_server_config(
     monitor: str,
     tls_files: str = "",
 ) -> Path:
-    """A whole `nats.conf` for a server that runs elsewhere (a container), and the password files beside it.
+    """Write a complete `nats.conf` for a server that runs elsewhere (a container), and the password files beside it.
 
-    `listen` and `monitor` are host:port of the clients' and the health endpoint. `tls_files` is where that server finds
-    nats.crt and nats.key (motet.certificates), "" for none: no TLS. Returns the configuration's path.
+    `listen` and `monitor` are host:port of the client and health endpoints. `tls_files` is the directory of nats.crt and
+    nats.key on that server (motet.certificates); "": no TLS. Returns the configuration's path.
     """
     text = authorization(out, tenants)
     if tls_files:

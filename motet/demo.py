@@ -1,4 +1,4 @@
-"""`motet demo`: start a mesh on free ports, use everything once, check every answer, print a table, leave nothing behind."""
+"""`motet demo`: starts a mesh on free ports, uses every feature once, checks every answer, prints a table, and cleans up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SETTLE_S = 5.0
 
 
 class Streamed(msgspec.Struct, frozen=True):
-    """One streamed answer and how it came."""
+    """A streamed answer and its times."""
 
     text: str
     tokens: int
@@ -47,12 +47,12 @@ class Streamed(msgspec.Struct, frozen=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding speed, the first token aside."""
+        """Decoding speed, without the first token."""
         return (self.tokens - 1) / self.decode_s if self.decode_s else 0.0
 
 
 class Tour:
-    """The steps of the demo against a running stack. What goes wrong is collected, not raised."""
+    """The steps of the demo against a running stack. Failures are collected, not raised."""
 
     def __init__(self, client: Client, stack: Stack, console: Console) -> None:
         self._client, self._stack, self._console = client, stack, console
@@ -60,7 +60,7 @@ class Tour:
         self._answered: tuple[str, str, str] | None = None  # adapter, text and right answer of a stream
 
     async def run(self) -> None:
-        """All steps in order; a step that breaks is a problem and the next one runs."""
+        """Run all steps in order. A failed step is recorded and the next one runs."""
         steps: list[tuple[str, Callable[[], Awaitable[str]]]] = [
             ("adapters are listed", self.listing),
             ("all adapters and the base stream at once", self.streams),
@@ -85,7 +85,7 @@ class Tour:
         return f"{len(names)} adapters on {BASE}"
 
     async def streams(self) -> str:
-        """Every adapter and the base answer at the same time; a mixed-up adapter would answer another one's task."""
+        """All adapters and the base model answer at the same time; a wrong adapter would answer another task."""
         from examples.demo.tasks import TASKS
 
         rng = random.Random(2)
@@ -146,7 +146,7 @@ class Tour:
             _check(now_s() < deadline, f"still answers {SETTLE_S:g} s after its removal")
 
     async def durable(self) -> str:
-        """Publish under the upstream's own credentials, twice, as a careful publisher would; one result comes."""
+        """Publish a request twice with the upstream's credentials, as a retry would; one result comes."""
         from examples.demo.tasks import TASKS
 
         if self._answered is None:
@@ -198,7 +198,7 @@ class Tour:
 
 
 async def _settled(ask: Callable[[], Awaitable[Streamed]]) -> Streamed:
-    """The answer of an adapter that was just registered: gateways learn of it by watching, a moment later."""
+    """The answer of a new adapter, retried until the gateway's watch has seen the registration."""
     deadline = now_s() + SETTLE_S
     while True:
         try:
@@ -215,13 +215,13 @@ def _check(holds: bool, otherwise: str) -> None:
 
 
 @click.command()
-@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 16), help="Workers to start.")
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 16), help="Number of workers.")
 @click.option("--json", "as_json", is_flag=True, help="End with one line of JSON: {ok, problems, seconds}.")
 def demo(workers: int, as_json: bool) -> None:
-    """Start a mesh on free ports, try everything, print a table, stop.
+    """Start a mesh on free ports, try every feature, print a table, stop.
 
-    Lists the demo's adapters, streams from all of them and the base at once and checks every answer, adds and removes an
-    adapter while everything runs, publishes a durable request over NATS. Exits 0, or says what failed.
+    Lists the demo's adapters, streams from all of them and the base model at once and checks every answer, adds and removes an
+    adapter while requests run, and publishes a durable request over NATS. Exits 0, or names what failed.
     """
     sys.exit(asyncio.run(run(workers, as_json)))
 

@@ -1,6 +1,6 @@
-"""`python -m motet.health URL`: exit 0 when the URL answers 200, 1 otherwise with what it said. For container health checks.
+"""`python -m motet.health URL`: exits 0 when the URL answers 200, else 1 with the answer. For container health checks.
 
-Standard library only, so that a check every few seconds costs next to nothing.
+It uses the standard library only, so that frequent checks are cheap.
 """
 
 from __future__ import annotations

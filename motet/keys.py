@@ -1,4 +1,4 @@
-"""`motet keys` and `motet audit`: who may use a running mesh, and who changed it."""
+"""`motet keys` and `motet audit`: manage the API keys of a running mesh and read its audit log."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def keys() -> None:
     """Make, list, rotate and revoke API keys.
 
     A key belongs to a tenant and has a role: `use` (generate), `adapters` (also change the tenant's adapters) or `admin`
-    (everything). Changes hold at once, on every gateway. Your own key, an administrator's, is read from MOTET_API_KEY.
+    (everything). Changes take effect at once on every gateway. These commands need an admin key in MOTET_API_KEY.
 
     \b
       motet keys create --file keys.txt --role admin       the first one, for `--api-keys-file keys.txt`
@@ -56,7 +56,7 @@ def keys() -> None:
 @connection
 @_as_json
 def list_(url: str, as_json: bool) -> None:
-    """List the keys: id, tenant, role, name, created, expires. The keys themselves are nowhere kept."""
+    """List the keys: id, tenant, role, name, created, expires. Only digests of the keys are stored."""
     answer = _call(url, "GET", "/v1/keys")
     if as_json:
         return print_json(answer)
@@ -68,17 +68,17 @@ def list_(url: str, as_json: bool) -> None:
 @keys.command()
 @connection
 @_as_json
-@click.option("--tenant", default=DEFAULT_TENANT, show_default=True, help="Whose key it is.")
-@click.option("--role", default="use", show_default=True, type=click.Choice(ROLES), help="What it may do.")
-@click.option("--name", default="", help="What it is for.")
-@click.option("--expires", default="0", type=DURATION, help="When it ends: 90d, 12h.  [default: never]")
+@click.option("--tenant", default=DEFAULT_TENANT, show_default=True, help="Tenant that the key belongs to.")
+@click.option("--role", default="use", show_default=True, type=click.Choice(ROLES), help="What the key may do.")
+@click.option("--name", default="", help="Description of the key.")
+@click.option("--expires", default="0", type=DURATION, help="Lifetime of the key: 90d, 12h.  [default: unlimited]")
 @click.option(
     "--file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Add the key to this file, for --api-keys-file, and to no running mesh.",
+    help="Add the key to this file (for --api-keys-file) instead of a running mesh.",
 )
 def create(tenant: str, role: str, name: str, expires: float, file: Path | None, url: str, as_json: bool) -> None:
-    """Make a key and print it, this once.
+    """Make a key and print it. It is shown only this once.
 
     \b
       motet keys create --tenant acme --name "web shop"
@@ -99,10 +99,10 @@ def create(tenant: str, role: str, name: str, expires: float, file: Path | None,
 @keys.command()
 @connection
 @_as_json
-@click.option("--overlap", default="1d", show_default=True, type=DURATION, help="How long the old key goes on working.")
+@click.option("--overlap", default="1d", show_default=True, type=DURATION, help="How long the old key stays valid.")
 @click.argument("key_id")
 def rotate(key_id: str, overlap: float, url: str, as_json: bool) -> None:
-    """Make a key with the rights of KEY_ID, which ends after the overlap.
+    """Make a new key with the rights of KEY_ID. The old key expires after the overlap.
 
     \b
       motet keys rotate key_5c0f... --overlap 2d
@@ -114,7 +114,7 @@ def rotate(key_id: str, overlap: float, url: str, as_json: bool) -> None:
 @connection
 @click.argument("key_id")
 def revoke(key_id: str, url: str) -> None:
-    """End KEY_ID now. Requests that run are finished."""
+    """Revoke KEY_ID now. Running requests are finished."""
     _call(url, "DELETE", f"/v1/keys/{key_id}")
     click.echo(f"revoked {key_id}")
 
@@ -122,9 +122,9 @@ def revoke(key_id: str, url: str) -> None:
 @click.command()
 @connection
 @_as_json
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 1000), help="How many entries, newest first.")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 1000), help="Number of entries, newest first.")
 def audit(limit: int, url: str, as_json: bool) -> None:
-    """Who changed which adapter or key, and when.
+    """List who changed which adapter or key, and when.
 
     \b
       motet audit --limit 20

@@ -1,4 +1,4 @@
-"""Binds a child's life to its parent's, so that no crash of the supervisor leaves processes behind."""
+"""Ends child processes with their parent, so that a crash of the supervisor leaves no processes behind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def dying_with_parent() -> Callable[[], None] | None:
-    """A `preexec_fn`: the kernel kills the child when this process dies, however it dies. None where it cannot.
+    """A `preexec_fn` that makes the kernel kill the child when this process dies. None where this is not possible.
 
-    Only Linux has this. The kernel watches the thread that forked, so start children from a thread that stays.
+    Linux only. The kernel watches the thread that forked, so start children from a thread that stays alive.
     """
     if not sys.platform.startswith("linux"):
         return None

@@ -1,4 +1,4 @@
-"""`motet nats-config`: the bus's users, permissions and passwords for a NATS server that is not the embedded one."""
+"""`motet nats-config`: writes users, permissions and passwords for a NATS server other than the embedded one."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ READABLE_IN_CONTAINERS = 0o644
 
 @click.command("nats-config")
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Directory to write to.")
-@click.option("--listen", default="0.0.0.0:4222", show_default=True, help="Where the server listens for clients.")
-@click.option("--monitor", default="0.0.0.0:8222", show_default=True, help="Where it answers health checks.")
-@click.option("--store-dir", default="/data/jetstream", show_default=True, help="Where it keeps JetStream's files.")
-@click.option("--tls", is_flag=True, help="Also make certificates, and let the server speak TLS only.")
-@click.option("--tls-host", "hosts", multiple=True, help="Another name or address of the server and the gateways (repeatable).")
-@click.option("--tls-files", default="", help="Where the server finds nats.crt and nats.key.  [default: --out]")
-@click.option("--tenant", "tenants", multiple=True, default=("default",), show_default=True, help="Tenant that may publish.")
+@click.option("--listen", default="0.0.0.0:4222", show_default=True, help="Address on which the server accepts clients.")
+@click.option("--monitor", default="0.0.0.0:8222", show_default=True, help="Address on which the server answers health checks.")
+@click.option("--store-dir", default="/data/jetstream", show_default=True, help="Directory for the server's JetStream files.")
+@click.option("--tls", is_flag=True, help="Also make certificates, and make the server accept TLS only.")
+@click.option("--tls-host", "hosts", multiple=True, help="Further name or address of the server and gateways (repeatable).")
+@click.option("--tls-files", default="", help="Directory of nats.crt and nats.key on the server.  [default: --out]")
+@click.option(
+    "--tenant", "tenants", multiple=True, default=("default",), show_default=True, help="Tenant that may publish (repeatable)."
+)
 def nats_config(out: Path, tenants: tuple[str, ...], tls: bool, hosts: tuple[str, ...], tls_files: str, **server: str) -> None:
-    """Write nats.conf and one password file per user; existing passwords stay.
+    """Write nats.conf and one password file per user. Existing passwords are kept.
 
-    Every service gets a user of its own that may only do its own work on the bus; `upstream` may publish durable
-    requests and read their results; `operator` may do everything. `api-keys` holds an administrator's key for the gateways'
-    --api-keys-file. Only you can enter the directory; the files in it can
-    be read by a container's own user once they are mounted there.
+    Every service gets a user that is limited to the service's own subjects. `upstream` may publish durable requests and read
+    their results; `operator` may do everything. `api-keys` contains an administrator's key for --api-keys-file of the gateways.
+    Only you can enter the directory; the files are readable by others, so that a container's user can read them when mounted.
 
     \b
       motet nats-config --out compose/secrets
       nats-server -c compose/secrets/nats.conf
       motet up --model ... --nats-url nats://bus:4222 --credentials compose/secrets
 
-    With --tls there are certificates as well, of an authority of their own: `ca.crt` for whoever connects, `nats.crt` and
-    `nats.key` for the server, `gateway.crt` and `gateway.key` for the gateways' https. `ca.key` signs them and belongs on no
-    server. Run it again to renew those that end within 30 days, and restart what uses them.
+    --tls also writes certificates from an authority of their own: `ca.crt` for clients, `nats.crt` and `nats.key` for the
+    server, `gateway.crt` and `gateway.key` for the gateways. `ca.key` signs them; keep it off the servers. A later run renews
+    certificates that expire within 30 days; then restart the services that use them.
 
     \b
       motet nats-config --out secrets --tls --tls-host bus.example.org

@@ -16,11 +16,11 @@ from shared.clock import now_s
 
 
 class NatsStartError(Exception):
-    """The server binary is missing or did not come up; the message holds its last log lines."""
+    """The server binary is missing or did not start; the message contains its last log lines."""
 
 
 def binary() -> str:
-    """The nats-server that came with the environment, else the one on PATH. Raises NatsStartError."""
+    """The environment's nats-server, else the one on PATH. Raises NatsStartError."""
     beside = Path(sys.executable).parent / "nats-server"
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if not found:
@@ -31,7 +31,7 @@ def binary() -> str:
 class NatsServer:
     """One nats-server child. `config_text` is appended to the generated configuration (authorization, limits).
 
-    The data directory outlives the process: the same directory started again has its streams and buckets back.
+    The data directory outlives the process: a server started on the same directory has its streams and buckets.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class NatsServer:
         return 0 if self._process is None else self._process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs, and before the first start."""
+        """The exit status; None while it runs and before the first start."""
         return None if self._process is None else self._process.poll()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would."""
+        """Send SIGKILL, to simulate a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def stop(self) -> None:
-        """SIGTERM and wait; kills after five seconds."""
+        """Send SIGTERM and wait; kill after five seconds."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()

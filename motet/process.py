@@ -1,4 +1,4 @@
-"""One supervised child process: started so that it cannot outlive its parent, its output kept in a bounded log."""
+"""Supervised child processes, which cannot outlive their parent and write to bounded logs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NO_ANSWER = "does not answer yet"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port nobody listens on at this moment."""
+    """A TCP port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 class BoundedLog:
-    """Appends a child's output to a file of at most LOG_BYTES and keeps one older file beside it."""
+    """Appends a child's output to a file of at most LOG_BYTES, and keeps one older file."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def tail(path: Path, lines: int = TAIL_LINES) -> str:
 
 
 class Child(Protocol):
-    """What the supervisor drives."""
+    """The interface that the supervisor drives."""
 
     name: str
     after: tuple[str, ...]
@@ -69,27 +69,27 @@ class Child(Protocol):
     log_path: Path
 
     async def launch(self) -> None:
-        """Start the process; does not wait until it is ready. Raises OSError when it cannot even start."""
+        """Start the process without waiting until it is ready. Raises OSError when it cannot start."""
 
     @property
     def pid(self) -> int:
         """Process id of the latest start, 0 before the first."""
 
     def exit_code(self) -> int | None:
-        """None while it runs, and before the first start."""
+        """The exit status; None while it runs and before the first start."""
 
     async def not_ready(self) -> list[str]:
-        """Why it cannot do its work yet; empty when it can."""
+        """Reasons why it cannot work yet; empty when it can."""
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing happens when the process is gone."""
+        """Send a signal; no effect when the process has ended."""
 
     def close(self) -> None:
-        """Let go of what was held for it, once it has ended."""
+        """Release its resources after its end."""
 
 
 class ServiceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run one service. `argv` is given a free port for /health, /ready and /metrics at every start.
+    """How to run a service. `argv` gets a free port for /health, /ready and /metrics at every start.
 
     `after` names children that must be ready first; children with the lowest `stop_rank` are drained first. One whose start
     takes seconds of a core rests `rest_s` before it: its neighbours first take over what it had.
@@ -213,4 +213,4 @@ class NatsProcess:
                 os.kill(self.server.pid, number)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No resources to release."""

@@ -1,4 +1,4 @@
-"""`motet profile`: measure how long an engine's steps take, fit the schedulers' models to them, write a profile."""
+"""`motet profile`: measures step times of a worker, fits the schedulers' models to them, and writes a profile."""
 
 from __future__ import annotations
 
@@ -37,8 +37,14 @@ GOOD_R2 = 0.96  # CaraServe, section 5
 
 @click.command()
 @click.option("--model", required=True, help="Base model: a local directory or a Hugging Face id.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default="profile.json", show_default=True, help="File.")
-@click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="For about so long.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="profile.json",
+    show_default=True,
+    help="File to write.",
+)
+@click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Approximate duration.")
 @click.option("--device", default=None, help="As for `motet worker`: auto, cpu, cuda, cuda:<n>.")
 @click.option("--threads", type=int, default=None, help="As for `motet worker`.")
 @click.option("--max-running", type=int, default=None, help="As for `motet worker`.")
@@ -47,10 +53,10 @@ GOOD_R2 = 0.96  # CaraServe, section 5
 @click.option("--lora-memory-mib", type=int, default=None, help="As for `motet worker`.")
 @click.option("--max-loras", type=int, default=None, help="As for `motet worker`.")
 def profile(model: str, out: Path, seconds: float, **options: object) -> None:
-    """Measure a worker's engine on this machine and write what schedulers and the simulator need to know of it.
+    """Measure a worker on this machine and write its profile: limits, step times, copies and network hops.
 
-    Nothing else should run meanwhile. Workers take the file as `--profile`, `motet simulate` too; other options are read
-    from MOTET_* variables, as a worker does.
+    Nothing else should run meanwhile. `motet worker` and `motet simulate` take the file as `--profile`. Other worker options
+    are read from MOTET_* variables.
 
     \b
       motet profile --model examples/demo/model --out worker.json
@@ -59,7 +65,7 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
     from services.worker.config import WorkerConfig
 
     console = terminal()
-    logging.getLogger("motet").setLevel(logging.ERROR)  # the worker's own comings and goings
+    logging.getLogger("motet").setLevel(logging.ERROR)  # hide the worker's messages
     try:
         config = load(WorkerConfig, {"model": model, **options})
         model_dir = resolve_model(model)
@@ -106,7 +112,7 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
 
 
 async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progress: Callable[[float], None]) -> Measured:
-    """The worker on a NATS of its own."""
+    """Measure the worker on a private NATS server."""
     from services.worker.profiling import measure
 
     with tempfile.TemporaryDirectory(prefix="motet-profile-") as directory:

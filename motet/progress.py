@@ -1,6 +1,6 @@
-"""What people see while something takes long: the stack's start as a live table, a simulation as a bar.
+"""Progress displays: a live table for the stack's start, a bar for simulations.
 
-On a terminal only; elsewhere the stack's changes are plain lines and a bar is nothing.
+Without a terminal, changes of the stack are plain lines and bars are not shown.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Progress:
 
 @contextmanager
 def bar(title: str, total: float) -> Iterator[Callable[[float], None]]:
-    """A progress bar on standard error: call what it gives with how much of `total` is done."""
+    """A progress bar on standard error; yields a function that takes the part of `total` that is done."""
     columns = (
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),

@@ -1,4 +1,4 @@
-"""`motet restart`: every process of a running stack replaced, one after the other, while requests run."""
+"""`motet restart`: replaces every process of a running stack, one after the other, while requests run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from motet.control import order
     help="The data directory of the stack, as given to `motet up`.",
 )
 def restart(data_dir: Path) -> None:
-    """Restart every process of a stack that `motet up` runs, without an error for anybody.
+    """Replace every process of a stack that `motet up` runs, without errors for clients.
 
-    Each process gets a successor that starts beside it, takes over when it is ready, and only then the old one drains: after
-    an upgrade of the installed code this is how it comes into use. A successor that cannot start is given up, and its
-    predecessor stays. Options of the stack stay as they were given to `motet up`.
+    Each process gets a successor that starts beside it. When the successor is ready, the old process drains. Use this command
+    to start running a newly installed version. If a successor cannot start, the old process stays. Options stay as given to
+    `motet up`.
 
     \b
       pip install --upgrade motet && motet restart

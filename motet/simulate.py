@@ -1,4 +1,4 @@
-"""`motet simulate`: the digital twin on a workload, as a table, JSON and an HTML report."""
+"""`motet simulate`: runs the digital twin on a workload and prints a table, JSON or an HTML report."""
 
 from __future__ import annotations
 
@@ -67,37 +67,63 @@ POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 
 
 @click.command()
-@click.option("--trace", type=EXISTING, help="Recorded requests: Motet's, Azure, Mooncake, MAF 2021 or GenTD26 format.")
-@click.option("--popularity", type=EXISTING, help="MAF 2019 counts: adapters' shares, and the rate over time without --trace.")
-@click.option("--lengths", type=EXISTING, help="Token lengths: CSV num_prefill_tokens,num_decode_tokens or Alpaca JSON lines.")
-@click.option("--rate", type=POSITIVE, help="Requests per second; a trace is stretched to it.  [default: 4, or the trace's]")
-@click.option("--duration-s", type=POSITIVE, help="Length of the workload.  [default: 300, or the trace's]")
-@click.option("--shape", type=click.Choice(["constant", "diurnal", "flash"]), default="constant", help="The rate over time.")
+@click.option("--trace", type=EXISTING, help="Recorded requests in Motet's, Azure's, Mooncake's, MAF 2021 or GenTD26 format.")
 @click.option(
-    "--cv", type=Number(0.05, MAX_CV), default=1.0, show_default=True, help="Coefficient of variation of the gaps; 1: Poisson."
+    "--popularity",
+    type=EXISTING,
+    help="MAF 2019 counts per minute: shares of adapters and, without --trace, the rate over time.",
 )
-@click.option("--prompt-tokens", type=POSITIVE, default=250.0, show_default=True, help="Mean, log-normal.")
-@click.option("--output-tokens", type=POSITIVE, default=230.0, show_default=True, help="Mean, log-normal.")
-@click.option("--adapters", type=click.IntRange(0, 1_000_000), default=64, show_default=True, help="0: the base model only.")
-@click.option("--zipf", "exponent", type=Number(0, 10), default=1.0, show_default=True, help="Popularity; 0: all alike.")
-@click.option("--ranks", type=Mix(), default="8,16,32,64", show_default=True, help="How often each rank occurs: 8:3,64:1.")
-@click.option("--rank-mib", type=POSITIVE, default=RANK_MIB, show_default=True, help="MiB per unit of rank.")
-@click.option("--slo-ttft-ms", type=POSITIVE, default=Slo().ttft_slo_ms, show_default=True, help="Objective per request.")
-@click.option("--slo-tpot-ms", type=POSITIVE, default=Slo().tpot_slo_ms, show_default=True, help="Objective per request.")
-@click.option("--profile", type=EXISTING, help="What a worker is, from `motet profile`.  [default: Llama-2-7B on an A10]")
-@click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Workers of that profile.")
-@click.option("--policy", "policies", type=click.Choice(sorted(POLICIES)), multiple=True, help="Scheduling; more to compare.")
+@click.option("--lengths", type=EXISTING, help="Token lengths: CSV num_prefill_tokens,num_decode_tokens, or Alpaca JSON lines.")
+@click.option("--rate", type=POSITIVE, help="Requests per second; a trace is scaled to it.  [default: 4, or the trace's]")
+@click.option("--duration-s", type=POSITIVE, help="Duration of the workload in seconds.  [default: 300, or the trace's]")
 @click.option(
-    "--admission", type=click.Choice(["objective", "room"]), default="objective", show_default=True, help="Who is refused."
+    "--shape", type=click.Choice(["constant", "diurnal", "flash"]), default="constant", help="Shape of the rate over time."
 )
-@click.option("--schedulers", type=click.IntRange(1, 64), default=1, show_default=True, help="Side by side.")
+@click.option(
+    "--cv",
+    type=Number(0.05, MAX_CV),
+    default=1.0,
+    show_default=True,
+    help="Coefficient of variation of the gaps between requests; 1: Poisson.",
+)
+@click.option("--prompt-tokens", type=POSITIVE, default=250.0, show_default=True, help="Mean prompt length (log-normal).")
+@click.option("--output-tokens", type=POSITIVE, default=230.0, show_default=True, help="Mean output length (log-normal).")
+@click.option(
+    "--adapters",
+    type=click.IntRange(0, 1_000_000),
+    default=64,
+    show_default=True,
+    help="Number of adapters; 0: base model only.",
+)
+@click.option(
+    "--zipf", "exponent", type=Number(0, 10), default=1.0, show_default=True, help="Zipf exponent of popularity; 0: uniform."
+)
+@click.option("--ranks", type=Mix(), default="8,16,32,64", show_default=True, help="Ranks and their weights, e.g. 8:3,64:1.")
+@click.option("--rank-mib", type=POSITIVE, default=RANK_MIB, show_default=True, help="Adapter size in MiB per unit of rank.")
+@click.option("--slo-ttft-ms", type=POSITIVE, default=Slo().ttft_slo_ms, show_default=True, help="TTFT objective of requests.")
+@click.option("--slo-tpot-ms", type=POSITIVE, default=Slo().tpot_slo_ms, show_default=True, help="TPOT objective of requests.")
+@click.option("--profile", type=EXISTING, help="Worker profile from `motet profile`.  [default: Llama-2-7B on an A10]")
+@click.option("--workers", type=click.IntRange(1, 10_000), default=1, show_default=True, help="Number of workers.")
+@click.option(
+    "--policy", "policies", type=click.Choice(sorted(POLICIES)), multiple=True, help="Scheduling policy (repeat to compare)."
+)
+@click.option(
+    "--admission",
+    type=click.Choice(["objective", "room"]),
+    default="objective",
+    show_default=True,
+    help="When to refuse requests.",
+)
+@click.option("--schedulers", type=click.IntRange(1, 64), default=1, show_default=True, help="Number of schedulers.")
 @click.option("--oracle-lengths", is_flag=True, help="Predict every output length exactly.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="The same seed repeats the run to the bit.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--html", "page", type=NEW, help="Write a report with plots.")
-@click.option("--save-trace", type=NEW, help="Write the workload, to be replayed with --trace.")
+@click.option("--save-trace", type=NEW, help="Write the workload to a file for --trace.")
 def simulate(as_json: bool, page: Path | None, save_trace: Path | None, policies: tuple[str, ...], **options: Any) -> None:
-    """What would this cluster do with this workload? A simulation that runs the live scheduling and batching code.
+    """Simulate a cluster under a workload with the live scheduling and batching code.
+
+    Prints attainment of objectives, latencies and throughput for each --policy. Without files the workload is generated.
 
     \b
       motet simulate --workers 4 --rate 12 --adapters 500 --html report.html
@@ -122,7 +148,7 @@ def simulate(as_json: bool, page: Path | None, save_trace: Path | None, policies
 
 
 def build(rng: Generator, options: dict[str, Any]) -> Workload:
-    """The workload that the options describe. Raises FileError for files, ValueError for what does not go together."""
+    """The workload that the options describe. Raises FileError for files, ValueError for inconsistent options."""
     slo = Slo(ttft_slo_ms=options["slo_ttft_ms"], tpot_slo_ms=options["slo_tpot_ms"])
     popularity = read_popularity(options["popularity"]) if options["popularity"] else None
     trace: Trace | Workload = read_trace(options["trace"]) if options["trace"] else _arrivals(rng, options, popularity)

@@ -1,12 +1,12 @@
-"""The local stack: which processes it has, how they are told about each other, where their data lies.
+"""The local stack: its processes, their connections, and its data directory.
 
     nats -> worker-1.., gateway-1.., registry, scheduler-1.., predictor     all at once: each waits for what it needs
 
     data directory:  lock  stack.json  credentials/<user>.password  nats/  logs/<child>.log  adapters/<worker>/
 
-Drained in the order gateway, worker, the others, NATS: what comes in stops first, what carries the rest stops last.
+Processes drain in the order gateway, worker, the others, NATS: first the entrance, last the bus.
 
-The stack owns the sockets that the gateways accept from. So a gateway can be replaced, or crash, without a refused connection.
+The stack owns the gateways' listening sockets. So a gateway can be replaced, or crash, without refused connections.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ READY_S = 120.0  # a successor that is not ready by then is given up
 
 
 class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `motet up` was asked for. `model` and `adapters_dir` are local directories by now."""
+    """The options of `motet up`. `model` and `adapters_dir` are local directories."""
 
     model: str
     served_model_name: str
@@ -63,12 +63,12 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keyless(self) -> bool:
-        """Whether everybody who reaches a gateway is an administrator."""
+        """Whether clients need no API key, so that each is an administrator."""
         return not self.api_keys_file and (self.api_keys == "off" or (self.api_keys == "auto" and is_loopback(self.host)))
 
 
 class StackFacts(msgspec.Struct, kw_only=True):
-    """`stack.json`: where everything is, for tools and tests. Holds no secrets."""
+    """`stack.json`: addresses and paths of the stack, for tools and tests. Contains no secrets."""
 
     pid: int
     urls: list[str]
@@ -97,7 +97,7 @@ class Stack:
 
     @property
     def nats_url(self) -> str:
-        """Where the bus is; known once the stack has started."""
+        """The URL of NATS, once the stack has started."""
         if self._nats is not None:
             return self._nats.url
         return self.options.bus.nats_url if self.options.bus is not None else ""
@@ -133,14 +133,14 @@ class Stack:
 
     @property
     def children(self) -> list[Child]:
-        """Everything that is supervised."""
+        """All supervised processes."""
         return self._supervisor.children if self._supervisor is not None else []
 
     async def restart(self, say: Callable[[str], None]) -> None:
-        """Replace every process by a fresh one while the others serve. Raises supervisor.StartFailed; the rest stays as it is.
+        """Replace every process by a new one while the others serve. Raises supervisor.StartFailed; the rest stays as it is.
 
-        A successor starts beside its predecessor and takes over when it is ready. NATS, of which there is one, is away for a
-        moment that every service bridges. A gateway that was replaced finishes its streams in the background.
+        A successor starts beside its predecessor and takes over when it is ready. The single NATS server is restarted; services
+        bridge the gap. A replaced gateway finishes its streams in the background.
         """
         assert self._supervisor is not None and self._ready, "start() comes first"
         self._generation += 1
@@ -156,7 +156,7 @@ class Stack:
             say(f"{name}: ready")
 
     async def failed(self) -> None:
-        """Wait as long as the children are looked after."""
+        """Wait until the supervision of a process fails."""
         if self._supervisor is not None:
             await self._supervisor.failed()
 
@@ -166,7 +166,7 @@ class Stack:
             self._supervisor.hurry()
 
     async def stop(self) -> None:
-        """Drain and stop everything, let go of the data directory. Never raises."""
+        """Drain and stop everything, and release the data directory. Never raises."""
         for listener in self._listeners:
             listener.close()
         if self._supervisor is not None:
@@ -239,11 +239,11 @@ class Stack:
         return ServiceProcess(spec, self.data_dir / "logs", echo=self._echo)
 
     def url_for(self, name: str) -> str:
-        """How the child `name` reaches NATS; tests put something between."""
+        """The NATS URL for the child `name`; tests insert a proxy here."""
         return self.nats_url
 
     def _bus_flags(self, kind: str, name: str) -> list[str]:
-        """How a service of this kind reaches NATS. Secrets go by file."""
+        """NATS options for a service of this kind. Secrets are passed as files."""
         given = self.options.bus or BusConfig()
         user, password_file = given.nats_user, given.nats_password_file
         if self.options.bus is None or self.options.credentials_dir is not None:
@@ -283,12 +283,12 @@ class Stack:
 
 
 def _cores() -> int:
-    """Cores this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A bound socket that gateways will listen on. Raises ConfigError when somebody else has the port."""
+    """A bound socket for gateways. Raises ConfigError when the port is taken."""
     try:
         return bound_socket(host, port)
     except OSError as error:
@@ -296,7 +296,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def read_facts(data_dir: Path) -> StackFacts | None:
-    """What the stack in `data_dir` says of itself, None when there is none."""
+    """The facts of the stack in `data_dir`; None without a stack."""
     try:
         return msgspec.json.decode((data_dir / "stack.json").read_bytes(), type=StackFacts)
     except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""`motet status`: the gateway, the workers as the scheduler sees them, and how busy they are."""
+"""`motet status`: shows the gateway, and the workers with their load as a scheduler sees them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from motet.talk import connection, terminal
 @connection
 @click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON.")
 def status(url: str, as_json: bool) -> None:
-    """What is running and how it is doing. Exits 1 when requests cannot be served.
+    """Show workers, queues and memory of a running mesh. Exits 1 when requests cannot be served.
 
     \b
       motet status

@@ -1,13 +1,13 @@
-"""Keeps a set of children alive: ordered start, restart with back-off, drain in order, nothing left behind.
+"""Supervises child processes: ordered start, restart with back-off, ordered drain.
 
     waiting -> starting -> ready -> [exit] -> back-off -> starting ...
                   |                                        stop(): signal rank by rank, wait, then kill
                   +-- exits again and again before it was ever ready: StartFailed, with its last log lines
 
-    replace(): the successor starts beside its predecessor, takes its place when it is ready, and only then the other drains
+    replace(): the successor starts beside its predecessor; when it is ready, it takes over and the predecessor drains
 
-A child that has been ready once is restarted for ever; the pause doubles with every quick death and is short again
-after a stable minute.
+A child that has been ready once is restarted without limit. The pause doubles with every quick exit and is short again after
+a stable minute.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MARGIN_S = 5.0  # a service ends its own drain; this is for the rest of its shut
 
 
 class StartFailed(Exception):
-    """A child never became ready; the message says which, how it ended and what it said last."""
+    """A child never became ready; the message names it, its exit status and its last log lines."""
 
 
 class Watcher(Protocol):
-    """Hears what happens to the children."""
+    """Receives state changes of the children."""
 
     def changed(self, name: str, state: State, note: str) -> None:
-        """`note` is a short reason for people: what is waited for, how the child ended."""
+        """`note` is a short reason for people, e.g. what the child waits for or how it ended."""
 
 
 class Supervisor:
@@ -83,7 +83,7 @@ class Supervisor:
             await event.wait()
 
     async def failed(self) -> None:
-        """Wait as long as all children are looked after; raises what ended the supervision."""
+        """Wait until a child's supervision fails; raises the reason."""
         assert self._failed is not None, "start() comes first"
         await asyncio.shield(self._failed)
 
@@ -119,10 +119,10 @@ class Supervisor:
             backoff_s = min(LAST_BACKOFF_S, 2 * backoff_s)
 
     async def replace(self, successor: Child, *, ready_s: float, drain_s: float, wait: bool) -> None:
-        """Start `successor`; once it is ready it takes the place of the child of its name, which then drains and ends.
+        """Start `successor`. Once it is ready, it replaces the child of its name, which then drains and ends.
 
-        `wait` for that end, or let it drain in the background. Raises StartFailed when the successor is not ready within
-        `ready_s`: it is killed and the child stays.
+        `wait`: wait for that end instead of draining in the background. Raises StartFailed when the successor is not ready
+        within `ready_s`; it is then killed and the old child stays.
         """
         name = successor.name
         try:
@@ -147,7 +147,7 @@ class Supervisor:
             await asyncio.wait({task})
 
     async def bounce(self, name: str, *, ready_s: float) -> None:
-        """Stop a child of which there can be only one, and wait until it is up again. Raises StartFailed."""
+        """Restart a child that can run only once, and wait until it is ready. Raises StartFailed."""
         child, restarts = self._children[name], self.restarts[name]
         child.signal(signal.SIGTERM)
         deadline = now_s() + ready_s
@@ -167,7 +167,7 @@ class Supervisor:
         child.close()
 
     async def _run_once(self, child: Child, running: bool) -> str:
-        """Start a child unless it is `running`, follow it until it ends; returns how it ended."""
+        """Start a child unless it is `running`, and follow it until it ends; returns how it ended."""
         if not running:
             self._watcher.changed(child.name, "starting", "")
             try:
@@ -190,7 +190,7 @@ class Supervisor:
         return _how(child.exit_code())
 
     def hurry(self) -> None:
-        """Cut the drain short: children get a second signal and two seconds."""
+        """Shorten the drain: children get a second signal and two seconds."""
         self._hurry.set()
 
     async def stop(self, *, drain_s: float) -> None:

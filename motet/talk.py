@@ -1,4 +1,4 @@
-"""`motet chat` and `motet complete`: tokens on the terminal as they are drawn."""
+"""`motet chat` and `motet complete`: print an answer on the terminal while it is generated."""
 
 from __future__ import annotations
 
@@ -18,23 +18,31 @@ PIPE_COLUMNS = 240
 
 
 def connection(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The option that says which gateway to talk to. Its API key comes from MOTET_API_KEY, never from the command line."""
+    """The option for the gateway's URL. The API key comes from MOTET_API_KEY, never from the command line."""
     return click.option(
         "--url",
         default="http://127.0.0.1:8000",
         envvar="MOTET_URL",
         show_default=True,
-        help="The gateway (or MOTET_URL); MOTET_API_KEY is the key, MOTET_CA_FILE the authority of https.",
+        help="URL of the gateway (or MOTET_URL). MOTET_API_KEY is the API key, MOTET_CA_FILE the certificate authority.",
     )(command)
 
 
 def sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of both commands that say who answers and how."""
+    """The options that both commands share."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the whole answer as JSON instead of streaming it."),
-        click.option("--seed", type=int, help="Makes a sampled answer repeatable."),
-        click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0, 2), help="0 is greedy."),
-        click.option("--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Longest answer."),
+        click.option("--seed", type=int, help="Seed that makes a sampled answer repeatable."),
+        click.option(
+            "--temperature",
+            default=0.0,
+            show_default=True,
+            type=click.FloatRange(0, 2),
+            help="Sampling temperature; 0: greedy.",
+        ),
+        click.option(
+            "--max-tokens", default=256, show_default=True, type=click.IntRange(1), help="Maximum tokens of the answer."
+        ),
         click.option("--model", default="", help="An adapter, the base model, or base:adapter.  [default: the base model]"),
         connection,
     ):
@@ -49,7 +57,7 @@ def sampling(command: Callable[..., Any]) -> Callable[..., Any]:
 def chat(message: str | None, system: str, as_json: bool, url: str, **settings: Any) -> None:
     """Chat with an adapter or the base model.
 
-    With MESSAGE it answers that and ends; without, it reads lines: a conversation that /new forgets and Ctrl-D ends.
+    With MESSAGE, print the answer and exit. Without it, hold a conversation line by line: /new starts over, Ctrl-D ends.
 
     \b
       motet chat --model upper-case "hello there"
@@ -113,7 +121,7 @@ async def _turn(client: Client, body: dict[str, Any], messages: list[dict[str, s
 
 
 async def _show(events: AsyncIterator[dict[str, Any]], text_of: Callable[[dict[str, Any]], str | None]) -> str:
-    """Write the pieces as they come; on a terminal followed by how fast they came. Returns the whole text."""
+    """Print the pieces as they arrive, on a terminal also their speed. Returns the whole text."""
     began, first_at, pieces = now_s(), 0.0, []
     async for event in events:
         for choice in event["choices"]:
@@ -146,10 +154,10 @@ def _lines(prompt: str) -> Iterator[str]:
 
 
 def terminal() -> Console:
-    """Where tables go: as wide as the terminal, and wide enough for every column in a pipe."""
+    """The console for tables: as wide as the terminal, or wide enough for every column in a pipe."""
     return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def print_json(value: Any) -> None:
-    """A server's answer for scripts."""
+    """Print a server's answer as JSON, for scripts."""
     click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())

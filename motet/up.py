@@ -1,4 +1,4 @@
-"""`motet up`: the whole mesh on this machine, supervised until Ctrl-C."""
+"""`motet up`: starts the whole mesh on this machine and supervises it until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -33,41 +33,49 @@ def _directory(**more: Any) -> click.Path:
 @click.command()
 @click.option("--model", required=True, help="Base model: a local directory in Hugging Face format, or a Hugging Face id.")
 @click.option("--served-model-name", default="", help="The base model's name in requests.  [default: last part of --model]")
-@click.option("--adapters-dir", type=_directory(exists=True), help="Directory of PEFT adapters to register at the start.")
+@click.option("--adapters-dir", type=_directory(exists=True), help="Directory of PEFT adapters to register at start.")
 @click.option(
     "--adapter-root",
     "adapter_roots",
     multiple=True,
     type=_directory(exists=True),
-    help="Directory below which adapters may also be loaded by path (repeatable).",
+    help="Directory below which adapters may be registered by server path (repeatable).",
 )
-@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Workers; they share the cores.")
 @click.option(
-    "--gateways", default=1, show_default=True, type=click.IntRange(1, 64), help="Gateways: on --port, --port + 1, ..."
+    "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Number of workers; they share the cores."
 )
-@click.option("--schedulers", default=1, show_default=True, type=click.IntRange(1, 16), help="Schedulers.")
+@click.option(
+    "--gateways",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Number of gateways, on --port, --port + 1, ...",
+)
+@click.option("--schedulers", default=1, show_default=True, type=click.IntRange(1, 16), help="Number of schedulers.")
 @click.option("--threads", default=0, type=click.IntRange(0), help="CPU threads per worker.  [default: cores / workers]")
 @click.option(
     "--quantization",
     default="none",
     show_default=True,
     type=click.Choice(["none", "int8"]),
-    help="Base weights in the workers' memory: as they are, or int8 (CPU).",
+    help="Base weights in the workers' memory: unquantized, or int8 (CPU only).",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address the gateways listen on.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address that the gateways listen on.")
 @click.option(
     "--api-keys",
     default="auto",
     show_default=True,
     envvar="MOTET_API_KEYS",
     type=click.Choice(["auto", "required", "off"]),
-    help="Whether clients need an API key; auto: unless --host is a loopback address.",
+    help="Whether clients need an API key; auto: needed unless --host is a loopback address.",
 )
 @click.option(
     "--api-keys-file", default="", envvar="MOTET_API_KEYS_FILE", help="File with API keys; see `motet keys create --file`."
 )
-@click.option("--tls-cert-file", default="", envvar="MOTET_TLS_CERT_FILE", help="Certificate of the gateways, for https.")
-@click.option("--tls-key-file", default="", envvar="MOTET_TLS_KEY_FILE", help="Its private key.")
+@click.option(
+    "--tls-cert-file", default="", envvar="MOTET_TLS_CERT_FILE", help="TLS certificate of the gateways; enables https."
+)
+@click.option("--tls-key-file", default="", envvar="MOTET_TLS_KEY_FILE", help="Private key of --tls-cert-file.")
 @click.option(
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port of the first gateway; 0 for any."
 )
@@ -77,19 +85,24 @@ def _directory(**more: Any) -> click.Path:
     show_default=True,
     envvar="MOTET_DATA_DIR",
     type=_directory(),
-    help="Adapters, durable requests, credentials and logs; kept between runs.",
+    help="Directory for adapters, durable requests, credentials and logs; kept between runs.",
 )
 @click.option(
-    "--tenant", "tenants", multiple=True, default=("default",), show_default=True, help="Tenant that may publish over NATS."
+    "--tenant",
+    "tenants",
+    multiple=True,
+    default=("default",),
+    show_default=True,
+    help="Tenant that may publish durable requests over NATS (repeatable).",
 )
 @click.option("--nats-port", default=0, type=click.IntRange(0, 65535), help="Port of the embedded NATS server.  [default: any]")
-@click.option("--nats-url", default="", help="An existing NATS server or cluster instead of the embedded one.")
+@click.option("--nats-url", default="", help="URL of an existing NATS server or cluster, used instead of the embedded one.")
 @click.option("--nats-user", default="", help="For --nats-url: one user for all services.")
 @click.option("--nats-password-file", default="", help="For --nats-user: the file with its password.")
 @click.option("--nats-creds", default="", help="For --nats-url: a .creds file for all services.")
 @click.option("--nats-tls-ca-file", default="", help="For --nats-url: the server's certificate authority, for TLS.")
-@click.option("--nats-tls-cert-file", default="", help="For --nats-url: a client certificate, where the server asks for one.")
-@click.option("--nats-tls-key-file", default="", help="For --nats-tls-cert-file: its private key.")
+@click.option("--nats-tls-cert-file", default="", help="For --nats-url: a client certificate, if the server asks for one.")
+@click.option("--nats-tls-key-file", default="", help="For --nats-url: private key of --nats-tls-cert-file.")
 @click.option(
     "--nats-replicas", default=1, type=click.IntRange(1, 5), help="For a NATS cluster: replicas of streams and buckets."
 )
@@ -97,24 +110,28 @@ def _directory(**more: Any) -> click.Path:
     "--credentials",
     "credentials_dir",
     type=_directory(exists=True),
-    help="For --nats-url: one password per service, as `motet nats-config` writes them.",
+    help="For --nats-url: directory with one password file per service, from `motet nats-config`.",
 )
 @click.option(
-    "--drain-s", default=20.0, show_default=True, type=click.FloatRange(0), help="Seconds running requests get at a stop."
+    "--drain-s",
+    default=20.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds that running requests get when the mesh stops.",
 )
-@click.option("--verbose", is_flag=True, help="Show the services' logs here as well.")
+@click.option("--verbose", is_flag=True, help="Also print the services' logs here.")
 def up(verbose: bool, **given: Any) -> None:
     """Start the whole mesh on this machine and keep it running until Ctrl-C.
 
-    NATS, registry, predictor, schedulers, workers and gateways are processes of their own. One that crashes is started
-    again. Ctrl-C (or SIGTERM) lets running requests finish; a second Ctrl-C does not wait for them.
+    NATS and every service run in processes of their own; one that crashes is restarted. Ctrl-C (or SIGTERM) lets running
+    requests finish; a second Ctrl-C stops at once.
 
     \b
       motet up --model examples/demo/model --adapters-dir examples/demo/adapters
       motet up --model Qwen/Qwen3-0.6B --workers 2
       motet up --model ./llama --nats-url nats://bus:4222 --credentials ./secrets
 
-    Options of the single services (see `motet worker --help`) are set for the stack through their variables:
+    Other options of the services (see `motet worker --help`) are set by their environment variables:
 
     \b
       MOTET_MAX_RUNNING=128 motet up --model ...
@@ -130,7 +147,7 @@ def stack_options(model: str, served_model_name: str, nats_url: str, **given: An
     """The options of a stack from the flags of `motet up`; downloads a model given by its hub id. Raises ConfigError."""
     bus_flags = {name: given.pop(name) for name in BUS_FLAGS if name in given}
     if not nats_url and (any(bus_flags[name] for name in bus_flags if name != "nats_replicas") or given.get("credentials_dir")):
-        raise ConfigError("--nats-user, --nats-creds, --nats-tls-... and --credentials belong to --nats-url")
+        raise ConfigError("--nats-user, --nats-creds, --nats-tls-... and --credentials need --nats-url")
     given["adapters_dir"] = str(Path(given["adapters_dir"]).resolve()) if given.get("adapters_dir") else ""
     given["adapter_roots"] = tuple(str(Path(root).resolve()) for root in given.get("adapter_roots", ()))
     return StackOptions(
@@ -177,7 +194,7 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
 
 
 async def _or_told(work: Any, told: asyncio.Event) -> None:
-    """Wait for `work` or the signal, whichever comes first; what `work` raises is raised."""
+    """Wait for `work` or the signal, whichever comes first. Raises what `work` raises."""
     working, waiting = asyncio.ensure_future(work), asyncio.create_task(told.wait())
     done, _ = await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
@@ -195,7 +212,7 @@ def _echo(name: str, data: bytes) -> None:
 
 
 async def summary(stack: Stack) -> str:
-    """What to do next, for people: the URL, and a command that works as it stands."""
+    """Text shown after the start: the URL, and a command to try."""
     options, url = stack.options, stack.urls[0]
     base, adapters, shown = options.served_model_name, [], ""
     with contextlib.suppress(ApiError):  # it may ask for a key that we do not have

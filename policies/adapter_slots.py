@@ -1,7 +1,7 @@
-"""Which adapters sit on the device: slots and bytes, reference counts, least recently used leaves first.
+"""The adapters on the device: slots and bytes, reference counts, eviction of the least recently used.
 
 A slot holds one adapter version. It is *used* while running sequences hold it and *idle* after; only idle ones are
-evicted, the one released longest ago first. Sizes are what the adapter occupies on the device, its own rank and no more.
+evicted, the least recently released first. Sizes are the adapters' own: nothing is padded to the largest rank.
 Where copies run beside the steps (`asynchronous`) an adapter is *loading* from its grant on until it has `arrived`.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Grant:
-    """A slot to run on. `load`: the adapter's weights must be copied in first, after the `evicted` ones have gone."""
+    """A slot to run on. `load`: the adapter's weights must be copied in first, after the `evicted` ones are removed."""
 
     slot: int
     load: bool = False
@@ -47,35 +47,35 @@ class AdapterSlots:
 
     @property
     def loading(self) -> Mapping[str, int]:
-        """{digest: slot} of what is still being copied, in the order in which that began."""
+        """{digest: slot} of adapters that are being copied, in the order in which their copies began."""
         return self._loading
 
     def size_bytes(self, digest: str) -> int:
-        """Of an adapter that is here."""
+        """The size of a resident adapter."""
         return self._residents[digest].size_bytes
 
     def arrived(self, digest: str) -> None:
-        """Its copy is whole."""
+        """An adapter's copy is complete."""
         del self._loading[digest]
 
     def digests(self) -> list[str]:
-        """Everything that has a slot, loading or loaded."""
+        """All adapters with a slot, loading or loaded."""
         return list(self._residents)
 
     def users(self, digest: str) -> int:
-        """How many sequences hold it; 0 also when it is not here."""
+        """The number of sequences that hold an adapter; 0 if it is not on the device."""
         resident = self._residents.get(digest)
         return resident.users if resident else 0
 
     def fits(self, size_bytes: int, *, evicting: bool = True) -> bool:
-        """Whether a new adapter of this size could come in now."""
+        """Whether a new adapter of this size would fit now."""
         if evicting:
             has_slot = bool(self._free_slots or self._idle)
             return has_slot and size_bytes <= self.bytes_free + self._idle_bytes
         return bool(self._free_slots) and size_bytes <= self.bytes_free
 
     def acquire(self, digest: str, size_bytes: int) -> Grant | None:
-        """One more user. None if it is not here and cannot come without taking a slot or bytes from a used one."""
+        """Add a user. None if the adapter is not here and does not fit without evicting a used one."""
         resident = self._residents.get(digest)
         if resident is not None:
             if not resident.users:
@@ -97,7 +97,7 @@ class AdapterSlots:
         return Grant(slot, load=True, evicted=evicted)
 
     def release(self, digest: str) -> None:
-        """One user less; without users it stays until its place is needed."""
+        """Remove a user. Without users the adapter stays until its place is needed."""
         resident = self._residents[digest]
         resident.users -= 1
         if not resident.users:
@@ -105,7 +105,7 @@ class AdapterSlots:
             self._idle_bytes += resident.size_bytes
 
     def drop(self, digest: str) -> int:
-        """Take an idle adapter off the device, or give up its copy; returns the slot that is free now."""
+        """Remove an idle adapter, or cancel its copy; returns the freed slot."""
         if self._residents[digest].users:
             raise ValueError(f"adapter {digest} is in use")
         resident = self._residents.pop(digest)

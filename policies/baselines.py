@@ -1,4 +1,4 @@
-"""The policies that others use, to compare with. Each one's rule, and where it is from, stands at its function.
+"""Scheduling policies to compare with. Each function states the policy's rule and its source.
 
 All of them choose among the same candidates and see the same state as Motet's own; ties go by `choice.spread`.
 """
@@ -80,7 +80,7 @@ def lora_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: 
 
 
 class RoundRobin:
-    """One worker after the other, in the order of their ids."""
+    """The workers in turn, in the order of their ids."""
 
     def __init__(self) -> None:
         self._last = ""

@@ -1,4 +1,4 @@
-"""Which sequences compute how many tokens in the next step: continuous batching with chunked prefill.
+"""Decides which sequences compute how many tokens in the next step: continuous batching with chunked prefill.
 
 `decide(state, now_s)` moves sequences between the two lists of its state, books KV blocks and adapter slots for them, and
 returns the plan of one step; `advance(state, plan)` is called when the step has run. The rules:
@@ -35,12 +35,12 @@ from policies.cold_start import Choice, ColdStarts
 from policies.kv_blocks import KvBlocks, chain_key, root_key
 
 BYPASS_WINDOW = 128
-"""How many waiting sequences are looked at behind one that finds no slot; bounds the work of a step."""
+"""Maximum waiting sequences that are examined behind one without a slot; bounds the work of a step."""
 PATIENCE = 4.0
-"""How many times its objective for the time to first token a request can be overtaken for. With 1 (earliest deadline first)
-standard requests that are about to be late make interactive ones late too once both overload a worker."""
+"""A request can be overtaken for this many times its TTFT objective. With 1 (earliest deadline first), standard requests that
+are almost late would make interactive ones late too under overload."""
 COLD_WINDOW = 8
-"""How many sequences whose adapters are being copied are asked in a step whether they join before; copies come in order."""
+"""Maximum sequences per step for which joining before the end of their adapter's copy is considered; copies come in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +58,8 @@ class AdmissionLimits:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """What the policy knows of one request. `tokens` are its ids, int32, and `length` of them are known: prompt and output
-    so far. Only a prefix cache looks at the ids themselves."""
+    """A request as the policy sees it. `tokens` are its ids (int32), of which `length` are known: prompt and output so far.
+    Only a prefix cache reads the ids themselves."""
 
     order: int  # of arrival, unique
     priority: int = 0  # before everything else, smaller ones first

@@ -1,9 +1,9 @@
-"""Who may take a request at all: CaraServe's "matching the base LLM, adapter, and GPU memory" and our own limits.
+"""Finds the workers that can take a request: CaraServe's "matching the base LLM, adapter, and GPU memory" and our own limits.
 
-A worker is a candidate when it serves the base model, was heard lately, is not draining, has room in its queue, and can
-hold the request: context length, LoRA rank, KV memory. Workers the owner wants avoided (lost or refused before) are the
-last resort: they are candidates only when nobody else is, so that a worker which came back under its old id can take
-up what it lost.
+A worker is a candidate when it serves the base model, has reported recently, is not draining, has room in its queue, and can
+hold the request: context length, LoRA rank, KV memory. Workers that the owner wants to avoid (they were lost or refused
+before) are candidates only when there is no other, so that a worker which came back under its old id can continue its
+requests.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from policies.cluster_state import ClusterState
 
 Reason = Literal["stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
 PERMANENT: frozenset[Reason] = frozenset({"max_model_len", "kv_memory", "lora_rank"})
-"""Reasons that no waiting changes."""
+"""Reasons that waiting does not change."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be known of a request to place it. `tokens` counts the prompt and what was produced before a resumption."""
+    """A request as policies see it. `tokens` counts the prompt and the output before a resumption."""
 
     base_model: str
     rank: int  # 0 for the base
@@ -52,7 +52,7 @@ class Screening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def candidates(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> NDArray[np.bool_]:
-    """Which rows of `state.table` may take the request."""
+    """A mask of the rows of `state.table` that can take the request."""
     fit = state.serving(ask.base_model).copy()
     for failing in _failures(state, ask, now_s, stale_s).values():
         np.greater(fit, failing, out=fit)  # fit and not failing

@@ -1,8 +1,8 @@
-"""What a policy answers, and how the best of many rows is found.
+"""A policy's answer, and helpers to find the best of many rows.
 
-A policy is `choose(state, ask, fit, now_s, avg_resp_len) -> Choice`: which of the rows in the mask `fit` (at least one) takes
-the request. Chance is a hash of the request and the worker: the same request on the same state goes the same way, two
-requests go different ways, and no generator has to be kept or logged.
+A policy is `choose(state, ask, fit, now_s, avg_resp_len) -> Choice`: it chooses one of the rows in the mask `fit` (at least
+one) for the request. Random choices are a hash of the request and the worker: the same request on the same state gives the
+same answer, two requests give different ones, and no generator must be kept or logged.
 """
 
 from __future__ import annotations

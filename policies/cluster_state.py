@@ -1,14 +1,13 @@
-"""What is known of every worker, kept so that a decision costs a few array operations however many workers there are.
+"""The state of all workers, in arrays, so that a decision costs a few array operations for any number of workers.
 
 One array per fact in `table`, one element per worker (structure of arrays: a decision reads a column from end to end).
-The sums and maxima that decisions need are kept up to date as requests come and go, never recounted:
+The sums and maxima that decisions need are updated as requests come and go, never recounted:
 
     put_request / drop_request -> WorkerLoad (per worker, plain Python) -> the worker's row -> decide() reads columns
 
-Which adapter is where is kept per adapter, since a decision asks for one adapter on all workers.
+Residency is indexed by adapter, since a decision asks for one adapter on all workers.
 
-Freed rows are reused and the table doubles when it is full. Pure: the caller says who said what and when; what a message
-means is decided elsewhere.
+Freed rows are reused, and the table doubles when it is full. Pure: callers interpret messages and pass facts and times.
 """
 
 from __future__ import annotations
@@ -270,7 +269,7 @@ class ClusterState:
         self._forget_derived()
 
     def heard(self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool) -> None:
-        """A worker spoke: these facts are its latest, and what was held against it is forgiven."""
+        """Take in a worker's latest facts and clear its marks (unresponsive, refusing)."""
         row, t = self._row[worker_id], self.table
         t["heard_s"][row] = now_s
         t["kv_tokens_free"][row] = kv_blocks_free * t["block_size"][row]
@@ -285,11 +284,11 @@ class ClusterState:
         self.table["heard_s"][self._row[worker_id]] = heard_s
 
     def set_refusing(self, worker_id: str) -> None:
-        """Out of room by its own word, until it is heard again."""
+        """Mark a worker as out of room, until its next message."""
         self._hold_back("refusing", worker_id)
 
     def set_draining(self, worker_id: str) -> None:
-        """Takes nothing new by its own word, until it is heard again."""
+        """Mark a worker as draining, until its next message."""
         self._hold_back("draining", worker_id)
 
     def _hold_back(self, reason: str, worker_id: str) -> None:

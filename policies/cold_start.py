@@ -1,20 +1,20 @@
-"""How a request starts whose adapter is still on its way to the device: wait, overlap, or compute on CPU cores meanwhile.
+"""Decides how a request starts while its adapter is being copied: wait, overlap, or compute on CPU cores meanwhile.
 
-    blocking     it joins the batch when the copy is whole
-    layerwise    it joins as soon as the copy is predicted to stay ahead of the layers, so that nobody waits in them
-    assist       it joins at once; layers that are not there yet are computed by CPU processes (CaraServe section 4)
+    blocking     it joins the batch when the copy is complete
+    layerwise    it joins when the copy is predicted to stay ahead of the layers, so that no step waits for it
+    assist       it joins at once; missing layers are computed by CPU processes (CaraServe section 4)
 
 A copy fills layer after layer behind what was queued on the link before it. All times are milliseconds from now:
 
     layer i arrives at   queue + (i + 1 - loaded) * each          (0 for the `loaded` ones)
     layer i begins at    wait + i * base                          one layer of the first chunk takes `base`
     layerwise waits      max over i of (arrives - i * base), which is at one of the two ends
-    who waits            joins between two steps of the others
+    a waiting request    joins between two steps of the others
     assist               a layer takes max(base - saved, cpu) until its copy has overtaken it, then base; decodes max(base, cpu)
 
-The choice is the least of: own time to first token + (others in the batch) * (what each of their steps is held up), and for
-assist what decodes are held up, its own included, until the copy is whole. Rates are those of now, so a request that waits is
-looked at again before every step.
+The choice has the least cost: own time to first token + (others in the batch) * (delay of each of their steps), and for
+assist the delay of decodes, its own included, until the copy is complete. Rates are current measurements, so the choice for a
+waiting request is made again before every step.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Forced = Literal["auto", "blocking", "layerwise", "assist"]
 Reason = Literal["forced", "no_processes", "copy_ahead", "cpu_slower", "others", "cpu_ahead", "one_layer"]
 
 TOLERANCE = 0.02
-"""Of a step: as much of a wait in the layers is no wait."""
+"""Share of a step; a shorter wait inside the layers counts as none."""
 MARGIN = 0.01
-"""What assist is predicted to save must be a larger share: predictions are no better, and waiting costs others nothing."""
+"""Minimum share that assist must be predicted to save. Predictions are not more accurate, and waiting costs others nothing."""
 LOOK_MS = 0.3
-"""Who waits, with nobody else in the engine, waits at least so long: until it is looked at again."""
+"""Minimum re-check interval in an idle engine."""
 HOP_MS = 0.05
-"""Handing a layer to processes and back."""
+"""Time to hand a layer to processes and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Copy:
         return max(0.0, self.queue_ms + (layer + 1 - self.loaded) * self.each_ms) if layer >= self.loaded else 0.0
 
     def stall_ms(self, base_ms: float) -> float:
-        """How much later a step must begin so that its layers, `base_ms` each, find everything there."""
+        """The delay after which a step's layers, `base_ms` each, never wait for the copy."""
         if self.loaded >= self.layers:
             return 0.0
         last = self.layers - 1
@@ -73,7 +73,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class AssistRates:
-    """What CPU processes can do."""
+    """Measured rates of the CPU processes."""
 
     processes: int  # alive
     mib_row_ms: float  # a core's time for one row of one MiB of adapter, over all layers
@@ -84,9 +84,9 @@ class AssistRates:
     relief: float = 0.0  # what the device is spared, of the time that a process takes: next to nothing where it is a GPU
 
     def begin_ms(self, copying_ms: float) -> float:
-        """What a request pays beyond the time of its layers: until a process begins, and for a copy of `copying_ms` beside it.
+        """A request's cost beyond the time of its layers: the start of a process, and a copy of `copying_ms` beside it.
 
-        All cores are given to steps and processes, so that the copy's part of one is missing to all of them.
+        Steps and processes use all cores, so the copy's share of a core slows all of them.
         """
         return self.start_ms + self.core_share * copying_ms / (1 + self.processes)
 
@@ -98,7 +98,7 @@ class AssistRates:
         return self.hop_ms + (mib * self.mib_ms + mib_rows * self.mib_row_ms / self.processes) / layers
 
     def saved_ms(self, mib: float, mib_rows: float, layers: int) -> float:
-        """What the device is spared in such a layer."""
+        """Time that the device saves in such a layer."""
         return self.relief * (mib * self.mib_ms + mib_rows * self.mib_row_ms) / layers
 
 
@@ -126,7 +126,7 @@ def choose(
     between_ms: float = 0.0,
     forced: Forced = "auto",
 ) -> Choice:
-    """The way in for one request.
+    """The way in which one request starts.
 
     `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
     `cpu_ms` the time of one layer of each on CPU processes, None when none is alive, `saved_ms` what it spares the device.

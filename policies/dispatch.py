@@ -1,13 +1,13 @@
-"""Which worker takes a request: the candidates, then the choice of a policy, which the scheduler's configuration names.
+"""The scheduling decision: finds candidates, then applies the policy that the scheduler's configuration names.
 
-motet          what the request costs everybody, itself included, under everyone's objectives  (policies/shared_cost)
+motet          the least cost for all requests, the new one included, under all objectives     (policies/shared_cost)
 rank-aware     CaraServe's Algorithm 1, exactly                                                (policies/rank_aware)
 random, first-fit, most-idle, least-pending, lora-affinity, round-robin                         (policies/baselines)
 
-Admission comes on top of any policy (policies/objectives): with "objective" only workers that are expected to keep the
-request's objectives take it, and when there is none it is refused with the time until one will; with "room" every
-candidate does. It is looked at where the chosen worker has no free seat or the policy expects an objective to break, so an
-ordinary decision costs nothing more.
+Admission applies on top of any policy (policies/objectives). With "objective", only workers that are expected to meet the
+request's objectives may take it; without one it is refused with the time until one may. With "room", every candidate may take
+it. Admission is computed only when the chosen worker has no free seat or the policy expects a missed objective, so ordinary
+decisions cost no more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLICIES: dict[str, Callable[[], Choose]] = {
     "lora-affinity": lambda: baselines.lora_affinity,
     "round-robin": baselines.RoundRobin,
 }
-"""How to make each policy; one of its own for every scheduler."""
+"""Constructors of the policies; every scheduler makes its own."""
 
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 
@@ -81,10 +81,10 @@ def decide(
 
 
 def seconds_until_room(state: ClusterState, ask: Ask, now_s: float, *, stale_s: float) -> float:
-    """When a full worker of the base model is likely to have room again, the soonest of all.
+    """The expected time until the first full worker of the base model has room.
 
-    A place is free when one running request ends. With R running requests that have L tokens left together, one ends
-    about every (L / R) / R decode steps; the queue's prefill shares the engine meanwhile, spread over what is queued.
+    A place becomes free when a running request ends. With R running requests that have L tokens left together, one ends about
+    every (L / R) / R decode steps. The queue's prefill shares the engine meanwhile, spread over the queued requests.
     """
     t = state.table
     live = state.serving(ask.base_model) & (t["heard_s"] >= now_s - stale_s) & ~t["draining"]

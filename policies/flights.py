@@ -1,13 +1,13 @@
-"""Assignments that the workers' states do not show yet: they count from the moment they are made.
+"""Flights: assignments that the workers' states do not show yet. They count as load from the moment they are made.
 
-A scheduler acts on states that are a moment old. Without this, a burst between two states would all go to the worker
-that looked best before it. A flight counts in `ClusterState` as a waiting request and ends
+A scheduler's states are slightly old. Without flights, a burst between two states would go to one worker. A flight counts in
+`ClusterState` as a waiting request and ends
 
-- when the worker's word shows the request (then it counts as what the worker says), in this epoch or a newer one;
-- when the worker refuses (`withdraw`), or is forgotten;
-- when the worker accepted, but two snapshots or `in_flight_s` later still does not show it: it came and went unseen.
+- when the worker's state shows the request in this epoch or a newer one (from then on the state counts);
+- when the worker refuses (`withdraw`), or is removed;
+- when the worker accepted it, but two snapshots or `in_flight_s` later no state has shown it: it came and went unseen.
 
-Pure: the live scheduler and the twin's feed it what they hear.
+Pure: the live scheduler and the twin's scheduler pass in what they receive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Flight:
 
 
 class Flights:
-    """The flights of one scheduler, kept beside its `state`: what workers say about requests goes in through here."""
+    """The flights of one scheduler, kept beside its `state`. Workers' messages about requests pass through here."""
 
     def __init__(self, state: ClusterState, in_flight_s: float) -> None:
         self._state, self._in_flight_s = state, in_flight_s
@@ -45,25 +45,25 @@ class Flights:
     # ---- what we promise
 
     def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
-        """The request is about to be assigned: from now on it counts as waiting there."""
+        """Count a request as waiting on a worker, before it is assigned."""
         self._flights.setdefault(worker_id, {})[brief.request_id] = _Flight(brief)
         self._state.put_request(worker_id, brief, now_s)
 
     def accepted(self, worker_id: str, request_id: str, now_s: float) -> None:
-        """The worker took it: its state will show it soon."""
+        """The worker accepted the request: its state will show it soon."""
         flight = self._flights.get(worker_id, {}).get(request_id)
         if flight is not None:
             flight.accepted_s = now_s
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
-        """The worker did not take it."""
+        """The worker did not accept the request."""
         if self._flights.get(worker_id, {}).pop(request_id, None) is not None:
             self._state.drop_request(worker_id, request_id)
 
     # ---- what workers say
 
     def snapshot(self, worker_id: str, briefs: Iterable[RequestBrief], now_s: float) -> None:
-        """These are all the requests the worker knows of."""
+        """Take in a snapshot: all requests of the worker."""
         flights = self._flights.get(worker_id)
         if not flights:
             self._state.replace_requests(worker_id, briefs, now_s)
@@ -80,7 +80,7 @@ class Flights:
         self._state.replace_requests(worker_id, shown.values(), now_s)
 
     def delta(self, worker_id: str, changed: Iterable[RequestBrief], removed: Iterable[str], now_s: float) -> None:
-        """These requests are new or changed there, and these are gone."""
+        """Take in a delta: new or changed requests, and ended ones."""
         flights = self._flights.get(worker_id, {})
         for brief in changed:
             flight = flights.get(brief.request_id)
@@ -94,11 +94,11 @@ class Flights:
             self._state.drop_request(worker_id, request_id)
 
     def forget(self, worker_id: str) -> None:
-        """The worker is gone, and `state` has dropped it."""
+        """Drop the flights of a worker that `state` has removed."""
         self._flights.pop(worker_id, None)
 
     def expire(self, now_s: float) -> None:
-        """Drop what was accepted more than `in_flight_s` ago and never shown."""
+        """Drop flights that were accepted more than `in_flight_s` ago and that no state showed."""
         for worker_id, flights in self._flights.items():
             for request_id, flight in list(flights.items()):
                 if flight.accepted_s is not None and now_s - flight.accepted_s > self._in_flight_s:

@@ -1,19 +1,19 @@
-"""Who owns which KV block, and which blocks can be used again.
+"""KV block accounting: the owners of blocks, and blocks that can be reused by content (prefix cache).
 
 The cache is `total` blocks of `block_size` tokens. Every block is in exactly one of three places:
 
     blank   no user, content worthless                 a stack; allocated first
-    idle    no user, content known under a key         oldest first; allocated when no blank is left, and then forgotten
+    idle    no user, content known under a key         oldest first; allocated when no blank is left; then the key is dropped
     held    one or more users (`users[block]` of them)
 
     allocate: blank|idle -> held      take: idle|held -> held (one more user)      release: held -> idle if keyed, else blank
 
 A key names a *full* block's content: a chain over (adapter digest, scope, all tokens up to the block's end), so equal keys
-mean equal K and V. It starts from the adapter's digest and never from its name: two adapters, or two versions behind one
-name, share nothing. The scope says who may share blocks (`cache_scope`): a hit is visible to the client, in its usage and in
-its time to first token, so a cache shared by all would tell one tenant what another one asked.
-Keys are BLAKE2b and not Python's hash, because tenants choose the tokens and must not be able to collide.
-Only the first of two blocks with equal content is keyed; blocks with a key are never written again.
+mean equal K and V. The chain starts from the adapter's digest, not its name, so two adapters, or two versions of one name,
+share nothing. The scope limits sharing (`cache_scope`): a hit shows in a client's usage and time to first token, so a cache
+shared by all would reveal one tenant's prompts to another. Keys are BLAKE2b and not Python's hash, because tenants choose the
+tokens and must not be able to create collisions. Only the first of two blocks with equal content is keyed; blocks with a key
+are never written again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hashlib import blake2b
 
 
 def cache_scope(tenant: str, cache_salt: str = "", *, shared: bool = False) -> bytes:
-    """Who may share blocks: the sequences of one tenant that carry the same `cache_salt`; of all tenants if `shared`.
+    """The scope of shared blocks: sequences of one tenant with the same `cache_salt`, or of all tenants if `shared`.
 
-    `cache_salt` divides a tenant's cache further (its users, say); it is as in vLLM: equal salts share, others do not.
+    `cache_salt` divides a tenant's cache further, for example by user. As in vLLM, equal salts share, others do not.
     """
     owner = b"" if shared else b"t" + tenant.encode()
     return len(owner).to_bytes(4, "little") + owner + cache_salt.encode()
@@ -69,7 +69,7 @@ class KvBlocks:
         return len(self._block_of)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks `tokens` tokens occupy."""
+        """The number of blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
@@ -83,20 +83,20 @@ class KvBlocks:
         return found
 
     def idle_among(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` have no user: taking them lowers `free` by so many."""
+        """The number of `blocks` without users: taking them lowers `free` by this number."""
         return sum(1 for block in blocks if not self._users[block])
 
     def take(self, blocks: Iterable[int]) -> None:
-        """One more user for each of these cached blocks."""
+        """Add a user to each of these cached blocks."""
         for block in blocks:
             if not self._users[block]:
                 del self._idle[block]
             self._users[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of unknown content with one user each. The caller has seen that `free` is enough.
+        """Allocate `count` blocks of unknown content with one user each. The caller has checked `free`.
 
-        Blank blocks go first, then the cached ones that were released longest ago.
+        Blank blocks are used first, then the least recently released cached blocks.
         """
         blank, users = self._blank, self._users
         if count == 1 and blank:  # nearly always
@@ -126,9 +126,9 @@ class KvBlocks:
             self._key_of[block] = key
 
     def release(self, blocks: Sequence[int], *, spoiled: bool = False) -> None:
-        """One user less for each block of a sequence, given in order. `spoiled`: their content is not to be trusted.
+        """Remove a user from each block of a sequence, given in order. `spoiled`: their content must not be reused.
 
-        The sequence's end becomes idle first, so that beginnings, which more sequences share, stay longest.
+        The last blocks become idle first, so that prefixes, which more sequences share, are evicted last.
         """
         if not self.prefix_cache:  # nobody shares a block, and none has a key
             for block in blocks:
@@ -147,7 +147,7 @@ class KvBlocks:
                 self._idle[block] = None
 
     def forget_all(self) -> None:
-        """Drop every key: what is cached is no longer to be trusted. Users keep their blocks."""
+        """Drop every key, because cached content is no longer valid. Users keep their blocks."""
         self._block_of.clear()
         self._key_of = [None] * self.total
         self._blank.extend(self._idle)

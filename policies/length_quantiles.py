@@ -1,10 +1,10 @@
-"""How long will the answer be? Running quantiles of output length, per adapter, over exponentially decayed histograms.
+"""Running quantiles of output length per adapter, over exponentially decayed histograms.
 
     edges   1 2 3 ... 12 13 15 17 ...   exact for short answers, then about 8% wide
     a new sample weighs 1, every older one of the same histogram is multiplied by DECAY
 
-An adapter with fewer than MIN_SAMPLES answers from the histogram over all requests. Adapters are bounded: the one that
-was neither updated nor asked for the longest time is forgotten.
+An adapter with fewer than MIN_SAMPLES samples uses the histogram over all requests. The number of adapters is bounded: the
+least recently used (updated or asked for) is evicted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BUCKETS = len(_EDGES) - 1
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Output length in tokens, clipped to what the request allows. `samples` it rests on; 0 is a mere default."""
+    """Output length in tokens, clipped to the request's limit, from `samples` samples; 0 samples: a default."""
 
     p50_tokens: int
     p90_tokens: int

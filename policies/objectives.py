@@ -1,8 +1,7 @@
-"""Admission by objective: which workers are expected to keep a request's objectives, and how long until the others are.
+"""Admission by objective: the workers that are expected to meet a request's objectives, and the time until others are.
 
-A request that nobody can serve in time is refused at once: it would miss its own objectives and lengthen the wait of all
-that come after it, until everybody misses. Estimates for the request r on a worker that has seats, or KV memory, for S
-requests, in milliseconds:
+A request that no worker can serve in time is refused at once. It would miss its objectives and delay all later requests,
+until all miss. Estimates for the request r on a worker with seats, or KV memory, for S requests, in milliseconds:
 
     rows    = min(requests there and r, S)                   sequences in a step
     tpot    = Dec(rows) + rows * Pre(usual prompt) / L       each row is followed by another request every L tokens
@@ -10,17 +9,18 @@ requests, in milliseconds:
     wait    = turn * how many lack a seat up to r / (1 - u) + the prefill of those that join with r
     ttft    = wait + Pre(r) + r's adapter + 1.5 * Dec(rows)
 
-L is the average response length; in `turn` what is left of a running one on average, if that is more. Waiting requests run
-in order of urgency (`batch_admission`), so those before r are the ones in its band of objectives or a more urgent one, and u
-is the share of the running rows that is more urgent than r: in a steady overload that share of the seats goes to requests
-that come later and overtake r.
+L is the average response length; in `turn`, the average rest of a running request if that is more. Waiting requests run in
+order of urgency (`batch_admission`), so the requests before r are those in its band of objectives or a more urgent one. u is
+the share of running rows that are more urgent than r: under steady overload this share of the seats goes to requests that
+come later and overtake r.
 
-An objective counts only where it can be kept at all: one that the worker would miss when idle is no reason to refuse. An
-idle worker takes everything. Part of a worker's room is kept for urgent requests (ROOM).
+An objective that a worker would miss even when idle is no reason to refuse. An idle worker takes every request. Part of a
+worker's room is reserved for urgent requests (ROOM).
 
-Fair shares: of several tenants, those with by far the most requests for their weight get only seats that are free, and not the
-last of them (OVER_SHARE). So the queue belongs to the others, who get all they ask for up to their share: the urgent requests
-that run are not theirs, and are not expected to overtake them (u = 0).
+Fair shares: a tenant above its share gets only free seats, and not the last of them (OVER_SHARE). It is above if it holds by far
+the most requests for its weight and asked for more than its share lately (`demand`). So the queue belongs to the other tenants,
+who get all they ask for up to their share: the running urgent requests are not theirs, so none is expected to overtake
+them (u = 0).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ ROOM = (1.0, 0.875, 0.75)
 """Share that each band may use of a worker's waiting places, and of the strictest time per token of those that are there: the
 rest is for more urgent requests."""
 LOOKED = 32
-"""Workers looked at, those with the fewest requests per seat: bounds the time of a refusal."""
+"""Maximum workers examined, those with the fewest requests per seat; bounds the time of a refusal."""
 FEW = 1.0
-"""Rows added to those that are not urgent: among few rows the urgent share says little."""
+"""Rows added to the non-urgent ones: among few rows the urgent share is uncertain."""
 
 
 def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> bool:
-    """Whether `late_ms` may find this row late: no free seat, or a time per token near an objective. One row, no arrays."""
+    """Whether `late_ms` might find this row late: no free seat, or a time per token near an objective. A cheap check."""
     t = state.table
     exists = t["exists"].item(row)
     seats = t["max_running"].item(row)
@@ -73,7 +73,7 @@ def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> boo
 
 
 def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len: float) -> tuple[NDArray[np.intp], Floats]:
-    """Some of the rows in `fit`, and for each how long until it is expected to keep the objectives of `ask`; 0.0 for now."""
+    """Some of the rows in `fit`, with the time until each is expected to meet the objectives of `ask`; 0.0: now."""
     rows = _roomiest(state, fit)
     t = {name: state.table[name][rows] for name in (*_PACE, *_WAIT)}
     loads = [state.load(row) for row in rows.tolist()]

@@ -5,12 +5,12 @@
          + context_token * tokens in the KV cache
 
 The engine runs decodes and prefill chunks through the weights together, so a step with both costs less than the two apart.
-Schedulers ask what a prefill adds to those who decode. So the decode part is fitted to steps that only decode, and the prefill
-part to what the others take beyond it, as the live fit does (services/worker/state.py). Both by least squares with no
-coefficient below zero and with errors relative to what the step should take, so that a few long prefills do not outweigh a
-thousand decodes. Steps of one batch are first summed up by their median: what else the machine did for a moment is not the
-model's. A median counts, in the fit and in R2, as often as its batch was measured: of few steps it is none of the model's
-either. Both kernel models are tried; the one that explains the steps better is the worker's.
+Schedulers need the time that a prefill adds to decodes. So the decode part is fitted to steps that only decode, and the
+prefill part to the time that other steps take beyond it, as the live fit does (services/worker/state.py). Both use
+non-negative least squares with errors relative to the expected time, so that a few long prefills do not outweigh a thousand
+decodes. Steps of equal batches are replaced by their median, which excludes short disturbances of the machine. A median has
+the weight of its number of steps, in the fit and in R2: rarely measured batches get little weight. Both kernel models are
+tried; the better one is the worker's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PARTICULAR: dict[str, Any] = dict.fromkeys(FINER, 0)  # what these models do not
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One measured engine step. Ranks are summed, and the largest taken, over its requests, 0 for the base."""
+    """A measured engine step. Rank sums and maxima are over its requests; the base model counts as rank 0."""
 
     time_ms: float
     prefill_requests: int = 0
@@ -56,7 +56,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The models, and how much of the variance of the steps' times they explain, with and without a prefill part."""
+    """The fitted models with their R2, for steps with and without a prefill."""
 
     perf: PerfModel
     context_token_ms: float
@@ -87,7 +87,7 @@ def step_times(steps: Sequence[Step]) -> Floats:
 
 
 def fit_link(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(base ms, ms per MiB) of a way for adapters from (MiB, ms) that were measured; the median where sizes repeat.
+    """(base ms, ms per MiB) of a link from measured (MiB, ms); repeated sizes are replaced by their median.
 
     Raises ValueError for times that are not finite.
     """
@@ -161,8 +161,8 @@ def relative_fit(
     """Weights >= 0 of `times ~ known + features @ weights`, errors relative to the expected time; row i counts `counts[i]`
     times.
 
-    Relative to the measured time, a step that was held up would count less than one that was lucky, and all of the model
-    would be as much too fast as the times are spread. The first round does that; the others divide by what it expects.
+    With errors relative to the measured time, slow steps would count less than fast ones, and the model would be too fast by
+    the spread of times. The first round does that; later rounds divide by the expected time.
     """
     known = np.zeros(len(times)) if known is None else known
     often = np.ones(len(times)) if counts is None else np.sqrt(counts)

@@ -1,4 +1,4 @@
-"""What a step costs on one worker: the linear models of CaraServe section 5, for one worker or for many at once.
+"""Step times: the linear models of CaraServe section 5, for one worker or for many at once.
 
 The paper's models are `a * load + b`, where the load of a batch S depends on the kernel:
 

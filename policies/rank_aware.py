@@ -4,10 +4,10 @@
     d_decode  = Dec(exists + r) - Dec(exists)               exists = running + queue
     cost      = d_prefill / avg_resp_len + d_decode         milliseconds per output token
     cost     += penalty                                     if Dec(exists + r) > the request's SLO
-    total     = cost * (len(running) + len(queue))          what it adds for everybody who is already there
+    total     = cost * (len(running) + len(queue))          what it adds for all requests already there
 
-The smallest total wins; among equals the worker with the fewest requests, then the smallest id, so the same state and
-request always give the same answer.
+The smallest total wins; ties go to the worker with the fewest requests, then the smallest id, so the same state and request
+always give the same answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from policies.cluster_state import ClusterState
 from policies.perf_model import Floats, decode_ms, prefill_ms
 
 PENALTY_MS = 10_000.0
-"""Far above any cost per token, so that a worker which keeps the SLO always beats one that breaks it."""
+"""Far above any cost per token, so that a worker that meets the SLO always beats one that misses it."""
 
 
 def total_costs(state: ClusterState, ask: Ask, avg_resp_len: float) -> tuple[Floats, NDArray[np.bool_]]:

@@ -1,38 +1,39 @@
-"""Motet's policy: a request goes where it costs everybody the least, itself included, with every objective kept.
+"""Motet's default policy: the worker where a request costs all requests, itself included, the least time.
 
 For each worker, with N requests there and the new one r, in milliseconds per output token:
 
     step     = Dec(N + r)                                    one decode step with r in the batch
-    stall    = r's share of a prefill, and its adapter's copy if steps wait for it: so long everybody waits once
+    stall    = r's share of a prefill, and its adapter's copy if steps wait for it: a one-time wait for all
     others   = N * (stall / L + LASTING * [Dec(N + r) - Dec(N)])
     own      = step + N * Pre(nothing) / L + wait / out(r)   each of the N is followed by another request in L tokens
     cost     = others + own + penalties
 
-L is the average response length, out(r) the predicted one. The paper's Algorithm 1 is `others` with no copy. What it lacks:
+L is the average response length, out(r) the predicted one. The paper's Algorithm 1 is `others` without the copy. The other
+parts:
 
-r's own time. Without it slow workers are filled as gladly as fast ones, and a queue never weighs against a loaded adapter.
+r's own time. Without it, slow workers would be filled like fast ones, and a queue would never outweigh a loaded adapter.
 
-Sharing a prefill. A prefill reads the whole model however few tokens it has, so a request that joins one which is about to
-begin costs the others only its own tokens. A queued prefill begins with the worker's next step; it came at `opened_ms`, so
-that a request coming `t` later still joins it with probability 1 - t / step. Otherwise it is a stall of its own.
+Shared prefills. A prefill reads the whole model however few tokens it has. So a request that joins a prefill which is about
+to start costs the others only its own tokens. A queued prefill starts with the worker's next step. It came at `opened_ms`; a
+request that comes `t` later still joins it with probability 1 - t / step. Otherwise it causes a stall of its own.
 
-Sparing the young. A stall spreads over the tokens a request gets before and after, so a short answer that has just begun is
-the one whose time per token it ruins; which one will be short nobody knows. A stall counts YOUNG times more right after
-requests have begun, and that fades within YOUNG_STEPS steps. It makes workers take turns.
+Recently started requests. A stall is spread over all tokens of a request, so it hurts the time per token most when the answer
+is short and has just begun. We cannot tell which answers are short, so a stall costs up to 1 + YOUNG times as much just
+after requests start; this fades within YOUNG_STEPS steps. As a result workers take turns.
 
     wait     = queue's prefill + copy, unless CPU processes bridge it (+ fetch, if the worker has it in no tier)
                + the time until a seat is free + the time until enough KV blocks are free
 
-Keeping ranks apart. With BGMV a request of a high rank slows all others, and the next one of that rank comes to the same
-place, so what it adds lasts longer than the request itself: it counts LASTING times.
+Separate ranks. With BGMV a request of a high rank slows all others, and the next request of that rank comes to the same
+worker. So its cost outlasts the request and counts LASTING times.
 
-Penalties grow with the share by which an objective is missed: r's time to first token, r's time per token, and that over
-the strictest objective of those that are there. A step at the objective instead would, once no worker keeps it, send
-requests to wherever it is missed by least and mix the ranks that the cost keeps apart, which costs everybody more.
+Penalties grow with the share by which an objective is missed: r's time to first token, r's time per token, and the time per
+token of the strictest request already there. A fixed penalty would, once no worker meets the objective, send requests to the
+worker that misses it by least, and mix ranks.
 
-Several schedulers that see the same states must not all choose the same worker. Own assignments count at once
-(`flights`); for those of others, which no state shows yet, the choice falls on any worker whose cost is within NEAR of
-the best. Which one is a hash: of the adapter while nobody has it, so that it is loaded in one place, else of the request.
+Several schedulers that see the same states must not all choose the same worker. A scheduler's own assignments count at once
+(`flights`). For those of others, which no state shows yet, the choice is any worker whose cost is within NEAR of the best,
+selected by a hash: of the adapter while no worker has it, so that it is loaded in one place, else of the request.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ from policies.cluster_state import ClusterState, hash_of
 from policies.perf_model import Floats, decode_ms, prefill_ms
 
 PENALTY_MS = 100.0
-"""Per token, for an objective that is missed by its own size."""
+"""Penalty per token for an objective that is missed by 100%."""
 LASTING = 2.0
 NEAR = 0.005
-"""Share of the best cost within which another worker is as good."""
+"""Workers whose cost is within this share of the best count as equally good."""
 YOUNG, YOUNG_STEPS = 0.5, 10.0
 
 

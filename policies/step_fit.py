@@ -1,4 +1,4 @@
-"""Fits what an engine's steps cost by what they read and compute, finer than the linear models that schedulers use.
+"""Fits step times by what steps read and compute; finer than the linear models that schedulers use.
 
 A step runs all its rows, decodes and prefill chunks alike, through the weights at once:
 
@@ -11,11 +11,11 @@ A step runs all its rows, decodes and prefill chunks alike, through the weights 
          + longest * tokens               of the one with the most, which others do not share the work of
          + pairs * tokens                 that prefill rows attend to, summed
 
-`pass` is a line between `ROWS`. Beyond `FEW` rows it never falls, nor at its end, from where the line goes on; kernels for
-fewer may take longer than those for more. All weights come from one least-squares fit of relative errors with nothing else
-below zero. What this does not explain stays as a spread: the quantiles of measured to expected time, of steps with prefills,
-on which the tail of the time to first token depends. `undisturbed` leaves out the steps that took far longer than a first fit
-says.
+`pass` is piecewise linear between `ROWS` and extrapolated beyond its end. Beyond `FEW` rows, and at its end, it must not
+fall; kernels for few rows may take longer than those for more. All weights come from one least-squares fit of relative
+errors; the others are not negative. The unexplained part is kept as a spread: quantiles of measured to expected time of steps
+with prefills, on which the tail of the time to first token depends. `undisturbed` removes steps that took far longer than a
+first fit says.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPREAD = 21  # quantiles
 
 
 def undisturbed(steps: Sequence[Step]) -> list[Step]:
-    """Those that something else on the machine did not hold up. Raises what `fit_steps` raises."""
+    """The steps that were not disturbed by other work on the machine. Raises as `fit_steps`."""
     features, times, _ = _equations(steps)
     expected = features @ relative_fit(features, times)
     return [step for step, most in zip(steps, DISTURBED * expected, strict=True) if step.time_ms <= most]

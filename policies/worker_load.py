@@ -1,7 +1,7 @@
-"""What one worker has to do: its requests with the sums, maxima and counts that decisions read, never recounted.
+"""The load of one worker: its requests, with the sums, maxima and counts that decisions read.
 
-`queued` requests are those in phase "loading" or "waiting"; `exists` = queued + running. What overload decisions need is
-kept per band of the requests' objective for the time to first token, since the nearer deadline runs first.
+`queued` requests are in phase "loading" or "waiting"; `exists` = queued + running. Counts for overload decisions are kept per
+band of the TTFT objective, since more urgent requests run first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ranks:
 
 
 BANDS_MS = (1_000.0, 5_000.0)
-"""Upper ends of the bands of TTFT objectives: interactive, standard, and all that are more patient."""
+"""Upper ends of the bands of TTFT objectives: interactive, standard; the third band is all above."""
 
 
 def band_of(ttft_slo_ms: float) -> int:

@@ -1,1 +1,1 @@
-"""What every service speaks: domain types, messages, the bus, configuration, errors, telemetry and the clock."""
+"""Code that all services share: domain types, messages, the bus, configuration, errors, telemetry and the clock."""

@@ -1,4 +1,4 @@
-"""The one form in which adapter weights travel, rest and are computed with: `motet-lora/2`, a safetensors file.
+"""The file format of adapter weights, on the wire, on disk and in computation: `motet-lora/2`, a safetensors file.
 
 One tensor per adapted module, named by the module, in the order of `shared.model.MODULES`, data from a 64-byte boundary on:
 
@@ -9,11 +9,11 @@ One tensor per adapted module, named by the module, in the order of `shared.mode
               ranks  = JSON {module: [rank of each layer]}       0: the layer is not adapted
               scales = JSON {module: [scale of each layer]}      alpha/r or alpha/sqrt(r); 0 with rank 0
 
-What an adapter lacks, ranks up to the next 8 and whole layers, is zero. A row is what one layer needs of one page, and the
-pages are those of a device pool (`kernels/pool.py`): a mapped blob of the engine's type is a pool of one slot. Bringing a
-layer in copies rows; CPU processes compute from the same bytes.
+Ranks up to the next multiple of 8 and layers without an adapter are zero. A row contains the part of a page that one layer
+needs. Pages equal those of a device pool (`kernels/pool.py`): a mapped blob of the engine's type is a pool of one slot. A
+copy to the device copies rows, layer by layer; CPU processes compute from the same bytes.
 
-The form is canonical, so equal weights have an equal digest (SHA-256 of the whole file). The registry writes blobs, workers
+The form is canonical, so equal weights have an equal digest (SHA-256 of the whole file). The registry writes blobs and workers
 only read them; both treat the bytes as data.
 """
 
@@ -73,7 +73,7 @@ class BlobIndex(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> int:
-        """The largest."""
+        """The largest rank."""
         return max(max(part.ranks) for part in self.parts)
 
     @property
@@ -88,7 +88,7 @@ class BlobIndex(msgspec.Struct, frozen=True):
 def safetensors_header(data: bytes | memoryview, size_bytes: int) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
     """(tensors, metadata, start of data) of a safetensors file of `size_bytes` whose beginning is `data`.
 
-    Checks what the format promises: header length, JSON, dtypes' sizes, offsets that lie inside the file, do not overlap
+    Checks the rules of the format: header length, JSON, dtypes' sizes, offsets that lie inside the file, do not overlap
     and leave no gap. Raises InvalidAdapter with the reason. `data` must hold the whole header.
     """
     if size_bytes < 8 or len(data) < 8:
@@ -118,7 +118,7 @@ def safetensors_header(data: bytes | memoryview, size_bytes: int) -> tuple[dict[
 
 
 def pages_for(rank: int) -> int:
-    """Pages that hold this many ranks."""
+    """The number of pages for this many ranks."""
     return -(-rank // PAGE_RANKS)
 
 
@@ -161,7 +161,7 @@ def write_blob(pairs: Pairs, *, dtype: str, layers: int) -> bytes:
 
 
 def read_index(data: bytes | memoryview, size_bytes: int) -> BlobIndex:
-    """The index of a blob. Raises InvalidAdapter, naming the entry, when sizes, names or numbers do not belong together."""
+    """The index of a blob. Raises InvalidAdapter, naming the entry, when sizes, names or numbers are inconsistent."""
     tensors, metadata, start = safetensors_header(data, size_bytes)
     if metadata.get("format") != FORMAT:
         raise InvalidAdapter(f"blob format is {metadata.get('format')!r}, not {FORMAT!r}")

@@ -1,9 +1,9 @@
-"""Every adapter there is, in any service: a live copy of KV `motet_adapters`, current within milliseconds.
+"""A live copy of all adapters (KV `motet_adapters`) for any service, current within milliseconds.
 
-The registry writes a version before the name that points at it and deletes the name first, so a name that is seen here
-always has its version. A reload moves the name to another digest; the old version stays until nothing uses it.
+The registry writes a version before the name that points at it, and deletes the name first. So a name that is seen here
+always has its version. Replacing an adapter moves the name to another digest; the old version stays until nothing uses it.
 
-A name means a tenant's own adapter if it has one of that name, else the shared one (shared.tenancy).
+A name refers to the tenant's own adapter of that name, if there is one, else to the shared one (shared.tenancy).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class AdapterWatch:
         )
 
     async def start(self) -> None:
-        """Returns when the present state is known. Raises Unavailable when the bucket does not appear."""
+        """Start following; returns when the present state is known. Raises Unavailable when the bucket does not appear."""
         await self._watch.start()
         self._started = True
 
     async def stop(self) -> None:
-        """Stop following; what is known stays readable."""
+        """Stop following; the last state stays readable."""
         await self._watch.stop()
 
     @property
@@ -62,7 +62,7 @@ class AdapterWatch:
         return self._watch.live
 
     def resolve(self, name: str, tenant: str = SHARED) -> AdapterInfo | None:
-        """What `tenant` means by `name`: its own adapter (or alias), else the shared one; with the version it points at."""
+        """The adapter (or alias) that `name` refers to for `tenant`: its own, else the shared one; with its version."""
         own = self.exactly(name, tenant) if tenant else None
         return own or self.exactly(name, SHARED)
 
@@ -73,7 +73,7 @@ class AdapterWatch:
         return AdapterInfo(entry=entry, version=version) if entry is not None and version is not None else None
 
     def by_digest(self, digest: str) -> AdapterVersion | None:
-        """A version by content digest; also one that a reload left without a name, until nothing uses it."""
+        """A version by content digest; also a replaced version without a name, until nothing uses it."""
         return self._versions.get(digest)
 
     def all(self) -> list[AdapterInfo]:
@@ -82,17 +82,17 @@ class AdapterWatch:
         return [info for info in found if info is not None]
 
     def visible(self, tenant: str) -> list[AdapterInfo]:
-        """What `tenant` may see and use, sorted by name."""
+        """The adapters that `tenant` may see and use, sorted by name."""
         names = sorted({name for name, owner in self._entries if owner in (SHARED, tenant)})
         found = (self.resolve(name, tenant) for name in names)
         return [info for info in found if info is not None]
 
     def names(self) -> int:
-        """How many names there are, of all tenants."""
+        """The number of names of all tenants."""
         return len(self._entries)
 
     def owned(self, tenant: str) -> int:
-        """How many names belong to `tenant`."""
+        """The number of names of `tenant`."""
         return sum(1 for _, owner in self._entries if owner == tenant)
 
     def owned_bytes(self, tenant: str) -> int:

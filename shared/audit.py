@@ -1,7 +1,7 @@
-"""The audit log: who changed which adapter or key, and when. A bounded JetStream stream that nobody can edit.
+"""The audit log: who changed which adapter or key, and when. A bounded JetStream stream that cannot be edited.
 
-A stream and not log lines, since gateways and registries come and go with their logs. The oldest entries leave when it is
-full: a full audit log must not stand in the way of revoking a key.
+It is a stream because logs of gateways and registries can disappear with their containers. When it is full, the oldest
+entries are removed: a full audit log must not prevent the revocation of a key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Audit:
         self._bus = bus
 
     async def record(self, event: AuditEvent) -> None:
-        """Append `event`, which has happened. Where the stream cannot be reached the log has it, as a warning."""
+        """Append `event`, which has happened. If the stream cannot be reached, it is logged as a warning."""
         event = msgspec.structs.replace(event, at_unix_ms=unix_ms())
         try:
             await self._bus.js.publish(subjects.audit(event.action.split(".")[0]), msgspec.json.encode(event))

@@ -1,12 +1,12 @@
-"""The one way onto NATS: typed msgpack messages, bounded buffers, typed errors.
+"""The NATS connection of a service: typed msgpack messages, bounded buffers, typed errors.
 
 Rules of this file:
-- every pending buffer is bounded; what does not fit is counted in `motet_bus_refused` and, for requests, answered.
-- a handler of `serve` runs in its own task, at most `concurrency` at a time; beyond that the caller gets Overloaded.
-- losing the server is not an error of the process: the client reconnects for ever, requests meanwhile raise Unavailable.
-- a connection that the server ended for good (any `-ERR` that closes it, credentials that it no longer takes) never comes
-  back: `Bus.lost` says why, and the process has to end (shared.service does that).
-- nothing larger than the server takes is sent: the server would answer `-ERR maximum payload` and close the connection.
+- Every buffer is bounded. Messages that do not fit are counted in `motet_bus_refused` and, if they are requests, answered.
+- A handler of `serve` runs in its own task, at most `concurrency` at a time; beyond that the caller gets Overloaded.
+- Losing the server is not fatal: the client reconnects without limit, and requests meanwhile raise Unavailable.
+- A connection that the server closed for good (any `-ERR` that closes it, credentials that it no longer accepts) does not
+  come back: `Bus.lost` gives the reason, and the process must exit (shared.service does that).
+- Messages larger than the server's limit are not sent: the server would answer `-ERR maximum payload` and close the connection.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def decode(data: bytes, kind: Any) -> Any:
 
 
 class _Client(Client):
-    """The library's client, except that where TLS was asked for nothing is said without it.
+    """The library's client, but with TLS configured it sends nothing over an unencrypted connection.
 
-    The library upgrades to TLS only if the server's greeting says so, and the greeting is not encrypted: whoever can change
-    it would be given the password.
+    The library upgrades to TLS only if the server's greeting says so. The greeting is not encrypted, so somebody who can
+    change it would get the password.
     """
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
@@ -80,7 +80,7 @@ class _Client(Client):
 
 
 class Bus:
-    """A NATS connection that speaks our messages. Make one with `await Bus.connect(...)`."""
+    """A NATS connection for Motet's messages. Make one with `await Bus.connect(...)`."""
 
     def __init__(self, client: Client, name: str) -> None:
         self.nc = client
@@ -99,7 +99,7 @@ class Bus:
     async def connect(cls, config: BusConfig, name: str, *, inbox: str = "client") -> Bus:
         """Connect as `name`; replies come to `_INBOX_<inbox>.>` so that permissions can keep services apart.
 
-        Keeps trying for ever once connected; the first connection raises Unavailable after five seconds.
+        The first connection raises Unavailable after five seconds; later reconnections are tried without limit.
         """
 
         options: dict[str, Any] = {"reconnect_time_wait": 0.25}
@@ -164,12 +164,12 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """Whether the server is reachable right now and knows our subscriptions; after a reconnection, again."""
+        """Whether the server is reachable and knows our subscriptions, also after a reconnection."""
         return self.nc.is_connected and self._subscribed
 
     @property
     def lost(self) -> str:
-        """Why the connection is gone for good; "" while it is there or can come back."""
+        """Why the connection is closed for good; "" while it is open or can come back."""
         returning = self.nc._reconnection_task
         if self.nc.is_reconnecting and returning is not None and returning.done() and not returning.cancelled():
             self._lose(f"the client gave up reconnecting: {returning.exception()!r}")
@@ -177,15 +177,15 @@ class Bus:
 
     @property
     def max_payload(self) -> int:
-        """The largest message the server takes, in bytes."""
+        """The largest message that the server accepts, in bytes."""
         return self.nc.max_payload
 
     async def publish(self, subject: str, message: msgspec.Struct) -> None:
-        """Fire and forget. Raises TooLarge, or Unavailable when the outgoing buffer is full or the bus is closed."""
+        """Publish without an answer. Raises TooLarge, or Unavailable when the outgoing buffer is full or the bus is closed."""
         await self.publish_encoded(subject, _encoder.encode(message))
 
     async def publish_encoded(self, subject: str, data: bytes) -> None:
-        """`publish` of a message that is encoded already."""
+        """`publish` of an encoded message."""
         try:
             if self.nc.pending_data_size > OUTBOX_BYTES:  # connected, but the server does not read
                 raise nats_errors.OutboundBufferLimitError
@@ -203,8 +203,8 @@ class Bus:
     async def store(self, subject: str, data: bytes, headers: Mapping[str, str]) -> bool:
         """Publish to JetStream and wait until it is stored.
 
-        False when a stream that keeps one message per subject has one already. Raises TooLarge (headers count), Overloaded
-        when the stream is full, Unavailable when it is not known to be stored (repeat it with the same Nats-Msg-Id).
+        Returns False when the stream keeps one message per subject and already has one. Raises TooLarge (headers count),
+        Overloaded when the stream is full, Unavailable when it may not be stored (repeat it with the same Nats-Msg-Id).
         """
         size = len(data) + len(b"NATS/1.0\r\n\r\n") + sum(len(f"{k}: {v}\r\n".encode()) for k, v in headers.items())
         if size > self.max_payload:
@@ -240,7 +240,7 @@ class Bus:
                 return names
 
     async def flush(self) -> None:
-        """Until the server has taken everything sent so far. Raises nats.errors.Error when it does not within ten seconds.
+        """Wait until the server has received everything sent so far. Raises nats.errors.Error after ten seconds.
 
         The client's own flush puts its PING ahead of what is still buffered, the newest subscription for one: the PONG
         would come back before the server has read that.
@@ -360,8 +360,8 @@ class Bus:
     async def stop_serving(self) -> None:
         """Leave every queue group of `serve` and wait until all requests received so far are answered.
 
-        For a drain: from here on the other members of the groups get the requests, and none is lost in between
-        (the micro service's own stop would drop what has arrived and is not handled yet).
+        For a drain: other members of the groups get all further requests, and none is lost. (The micro service's own stop would
+        drop requests that have arrived and are not handled yet.)
         """
         micro, self._micro = self._micro, None
         if micro is not None and self.connected:
@@ -370,14 +370,14 @@ class Bus:
                 await self._leave([e._subscription for e in endpoints if e._subscription is not None])
                 await micro.stop()
             except (nats_errors.Error, TimeoutError) as error:
-                log.warning("left without goodbye", extra={"error": repr(error)})
+                log.warning("queue groups were not left in order", extra={"error": repr(error)})
         await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def _leave(self, subscriptions: list[Subscription]) -> None:
-        """As `Subscription.drain`, but listening `LINGER_S` longer.
+        """As `Subscription.drain`, but stays subscribed `LINGER_S` longer.
 
-        The server may have chosen us for a message at the moment we left; it then arrives after the answer to our flush,
-        and a subscription that is gone by then would drop it.
+        The server may have chosen this member for a message just before it left. The message then arrives after the answer to
+        our flush, and a closed subscription would drop it.
         """
         for subscription in subscriptions:
             await self.nc._send_unsubscribe(subscription._id)
@@ -419,7 +419,7 @@ class Bus:
                 await asyncio.sleep(0.1)
 
     async def answered_control(self, msg: Msg, sequence: int) -> bool:
-        """Whether `msg`, of a push consumer, is no message of the stream but flow control or a heartbeat.
+        """Whether `msg`, from a push consumer, is flow control or a heartbeat instead of a message of the stream.
 
         Flow control is answered here, so that the server sends no faster than we read. `sequence` is the consumer's of the
         last message; raises nats.js.errors.Error when a heartbeat knows of later ones.
@@ -451,10 +451,10 @@ class Bus:
 
 
 def _out_of_a_stream(msg: Msg) -> bool:
-    """Whether JetStream sent a message that it had stored: a delivery of a consumer, or the answer to a direct get.
+    """Whether a message was stored and sent by JetStream: a delivery of a consumer, or the answer to a direct get.
 
-    Our subjects carry what their senders may publish there, which the server checks. Where a consumer delivers to, or a get is
-    answered, it does not check: who may store anything at all could speak on every subject.
+    The server checks permissions of publishers, but not the subject to which a consumer delivers or a get is answered.
+    Without this check, everybody who may store a message could send it on any subject.
     """
     return (msg.reply or "").startswith("$JS.ACK.") or "Nats-Stream" in (msg.headers or {})
 

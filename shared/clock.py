@@ -1,4 +1,4 @@
-"""The one clock of the live services. Policies never read it: they are handed `now_s`."""
+"""The clock of the live services. Policies never read it: they get `now_s` as an argument."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def now_s() -> float:
 
 
 def unix_ms() -> int:
-    """Wall-clock milliseconds since the epoch: for what crosses machines or is shown to people."""
+    """Wall-clock milliseconds since the epoch: for values that cross machines or are shown to people."""
     return time.time_ns() // 1_000_000

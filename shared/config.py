@@ -1,8 +1,8 @@
-"""One configuration loader: frozen structs, filled once at start-up from flags, then `MOTET_*` variables, then defaults.
+"""The configuration loader: frozen structs, filled once at start-up from flags, else `MOTET_*` variables, else defaults.
 
 A field `kv_blocks: int = 0` is the flag `--kv-blocks` and the variable `MOTET_KV_BLOCKS`. Constraints live in the type
 (`Annotated[int, Meta(ge=1, description="...")]`) and a violation is a `ConfigError` naming the field. A field whose
-name ends in `_file` is a path whose content is the secret, so that secrets never stand in an environment.
+name ends in `_file` is the path of a file, so that secrets never appear in an environment.
 """
 
 from __future__ import annotations
@@ -30,21 +30,25 @@ class ConfigError(Exception):
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach NATS."""
+    """Options of the NATS connection."""
 
-    nats_url: Annotated[str, Meta(description="NATS server or comma-separated cluster URLs")] = "nats://127.0.0.1:4222"
+    nats_url: Annotated[str, Meta(description="URL of the NATS server, or comma-separated URLs of a cluster")] = (
+        "nats://127.0.0.1:4222"
+    )
     nats_user: Annotated[str, Meta(description="NATS user; empty for none")] = ""
     nats_password_file: Annotated[str, Meta(description="file holding the NATS user's password")] = ""
     nats_creds: Annotated[str, Meta(description="NATS .creds file (JWT and nkey), instead of user and password")] = ""
     nats_tls_ca_file: Annotated[
-        str, Meta(description="certificate authority of the NATS server; when given, an unencrypted connection is refused")
+        str, Meta(description="certificate authority of the NATS server; if given, connections without TLS are refused")
     ] = ""
-    nats_tls_cert_file: Annotated[str, Meta(description="client certificate for NATS, where the server asks for one")] = ""
-    nats_tls_key_file: Annotated[str, Meta(description="its private key")] = ""
-    nats_replicas: Annotated[int, Meta(ge=1, le=5, description="replicas of streams and buckets on a cluster")] = 1
+    nats_tls_cert_file: Annotated[str, Meta(description="client certificate for NATS, if the server asks for one")] = ""
+    nats_tls_key_file: Annotated[str, Meta(description="private key of --nats-tls-cert-file")] = ""
+    nats_replicas: Annotated[
+        int, Meta(ge=1, le=5, description="replicas of JetStream streams and buckets on a NATS cluster")
+    ] = 1
 
     def nats_tls(self) -> ssl.SSLContext | None:
-        """How to trust the NATS server; None for a connection without TLS. Raises ConfigError when a file cannot be used."""
+        """The TLS context for NATS, or None for a connection without TLS. Raises ConfigError when a file cannot be used."""
         wanted = any(url.strip().startswith("tls://") for url in self.nats_url.split(","))
         if not (wanted or self.nats_tls_ca_file or self.nats_tls_cert_file):
             return None
@@ -57,29 +61,31 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceConfig(BusConfig, frozen=True, kw_only=True):
-    """What every service takes."""
+    """Options of every service."""
 
     instance_id: Annotated[
         str,
         Meta(
             pattern=r"^([A-Za-z0-9_-]|\{kind\}|\{hostname\})*$",
-            description="this copy's id on the bus; {kind} and {hostname} are filled in; empty draws a random one",
+            description="id of this process on the bus; {kind} and {hostname} are replaced; empty: a random id",
         ),
     ] = ""
     ops_host: Annotated[str, Meta(description="address of /health, /ready and /metrics")] = "127.0.0.1"
     ops_port: Annotated[int, Meta(ge=0, le=65535, description="port of /health, /ready and /metrics; 0 for any")] = 0
-    drain_s: Annotated[float, Meta(ge=0, description="seconds a stopping service gives running work")] = 20.0
-    log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$", description="log level")] = "info"
-    log_json: Annotated[bool, Meta(description="one JSON object per log line")] = False
+    drain_s: Annotated[float, Meta(ge=0, description="seconds that a stopping service gives to running requests")] = 20.0
+    log_level: Annotated[
+        str, Meta(pattern="^(debug|info|warning|error)$", description="log level: debug, info, warning, error")
+    ] = "info"
+    log_json: Annotated[bool, Meta(description="log lines as JSON objects")] = False
 
     def identity(self, kind: str) -> str:
-        """This copy's id: the configured one, or `<kind>-<random>`. Of a host's name only letters, digits, `_` and `-` stay."""
+        """This process's id: the configured one, or `<kind>-<random>`. Unusual characters of a host name become `-`."""
         host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())
         return self.instance_id.format(kind=kind, hostname=host) or f"{kind}-{secrets.token_hex(4)}"
 
 
 class Field(msgspec.Struct, frozen=True):
-    """One configuration field as the command line and the documentation show it."""
+    """A configuration field as the command line and the documentation show it."""
 
     name: str
     flag: str
@@ -138,7 +144,7 @@ def load(cls: type[C], flags: Mapping[str, Any], environ: Mapping[str, str] = os
 
 
 def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str, *, flag: str) -> None:
-    """Let `context` show a certificate, if one is given. Raises ConfigError naming `<flag>-cert-file` or `<flag>-key-file`."""
+    """Load a certificate into `context`, if one is given. Raises ConfigError naming `<flag>-cert-file` or `<flag>-key-file`."""
     if bool(cert_file) != bool(key_file):
         raise ConfigError(f"{flag}-cert-file and {flag}-key-file belong together")
     if not cert_file:
@@ -150,7 +156,7 @@ def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str, *, 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach an address."""
+    """Whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""The one error tree. An error keeps its facts as fields and knows its HTTP status and OpenAI code.
+"""The error tree. An error keeps its facts as fields and has an HTTP status and an OpenAI code.
 
     MotetError                     500  internal_error
     ├── BadRequest                 400  invalid_value            names the field in `param`
@@ -24,8 +24,8 @@
 
 Every class crosses the bus as `ErrorInfo` and comes back as the same class (`from_info`).
 
-Every text of an error is bounded here (`MESSAGE_CHARS`, `PARAM_CHARS`): reasons quote what a client sent, and an answer
-that is larger than a message may be would be lost.
+All texts of an error are bounded (`MESSAGE_CHARS`, `PARAM_CHARS`): reasons quote client input, and an answer that exceeds the
+message limit would be lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PARAM_CHARS = 200
 
 
 def bounded(text: str, limit: int = MESSAGE_CHARS) -> str:
-    """`text`, cut to `limit` characters; a cut one ends in how long it was."""
+    """`text`, cut to `limit` characters; a cut text ends with its original length."""
     if len(text) <= limit:
         return text
     note = f"... (cut, {len(text)} characters)"
@@ -69,7 +69,7 @@ class MotetError(Exception):
         self.retry_after_s = retry_after_s
 
     def info(self) -> ErrorInfo:
-        """The form that crosses the bus."""
+        """The form in which the error crosses the bus."""
         return ErrorInfo(code=self.code, message=self.message, param=self.param, retry_after_s=self.retry_after_s)
 
     def openai(self) -> dict[str, Any]:

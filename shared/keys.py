@@ -1,10 +1,10 @@
-"""API keys: who may do what. Changed while everything runs, in KV `motet_keys`, watched by every gateway.
+"""API keys with tenants and roles, in KV `motet_keys`, which every gateway watches.
 
     key      mtt_<43 random characters>     shown once, when it is made; 256 random bits
-    record   <id> -> ApiKey (JSON)          holds the key's SHA-256 and never the key
+    record   <id> -> ApiKey (JSON)          contains the key's SHA-256, never the key
 
-A fast hash is right here: nobody guesses 256 random bits, however cheap a guess is. Slow hashes are for passwords.
-Looking a key up by its digest takes the same time however much of a guess is right.
+A fast hash suffices: 256 random bits cannot be guessed, however cheap a guess is. Slow hashes are for passwords. Looking up a
+key by its digest takes the same time for every guess.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FAILURES = (nats_errors.Error, js_errors.Error, TimeoutError, OSError)
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of a key. `digest` is the SHA-256 of its text, in hex."""
+    """The record of a key. `digest` is the SHA-256 of its text, in hex."""
 
     id: str
     digest: str
@@ -52,7 +52,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def expired(self) -> bool:
-        """Whether its time is over."""
+        """Whether the key has expired."""
         return bool(self.expires_unix_ms) and unix_ms() >= self.expires_unix_ms
 
 
@@ -60,7 +60,7 @@ _decoder = msgspec.json.Decoder(ApiKey)
 
 
 def digest_of(key: str) -> str:
-    """What is stored of a key."""
+    """The digest that is stored for a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -70,7 +70,7 @@ def new_key() -> str:
 
 
 def read_key_file(path: str) -> list[ApiKey]:
-    """The keys of a file with lines `key tenant [role]`, the role being `use` if not given. Raises ConfigError."""
+    """The keys of a file with lines `key tenant [role]`; the default role is `use`. Raises ConfigError."""
     found = []
     for number, line in enumerate(read_secret(path).splitlines(), 1):
         words = line.split()
@@ -90,7 +90,7 @@ def read_key_file(path: str) -> list[ApiKey]:
 
 
 def add_to_key_file(path: Path, tenant: str, role: str) -> str:
-    """Append a new key to a file that `read_key_file` reads and, if it is made here, only its owner can; returns the key.
+    """Append a new key to a key file and return it. A file that is created here is readable by its owner only.
 
     Raises BadRequest.
     """
@@ -102,7 +102,7 @@ def add_to_key_file(path: Path, tenant: str, role: str) -> str:
 
 
 class KeyStore:
-    """A live copy of all stored keys, and the way to change them. A change holds here at once, elsewhere in milliseconds."""
+    """A live copy of all stored keys, with changes. A change takes effect here at once, elsewhere within milliseconds."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -111,15 +111,15 @@ class KeyStore:
         self._watch = KvWatch(bus, subjects.KV_KEYS, "*", on_put=self._put, on_delete=self._forget, on_synced=self._reconcile)
 
     async def start(self) -> None:
-        """Returns when all keys are known. Raises Unavailable when the bucket does not appear."""
+        """Start following; returns when all keys are known. Raises Unavailable when the bucket does not appear."""
         await self._watch.start()
 
     async def stop(self) -> None:
-        """Stop following; what is known stays."""
+        """Stop following; the last state stays readable."""
         await self._watch.stop()
 
     def find(self, key: str) -> ApiKey | None:
-        """The record of a key that may be used now."""
+        """The record of a valid key."""
         found = self._by_digest.get(digest_of(key))
         return found if found is not None and not found.expired else None
 
@@ -128,7 +128,7 @@ class KeyStore:
         return sorted(self._by_id.values(), key=lambda key: (key.created_unix_ms, key.id))
 
     async def create(self, *, tenant: str, role: Role = "use", name: str = "", expires_in_s: float = 0.0) -> tuple[ApiKey, str]:
-        """A new key: its record, and its text, which is not kept. `expires_in_s` 0: it does not expire.
+        """Make a key: returns its record and its text, which is not stored. `expires_in_s` 0: it does not expire.
 
         Raises BadRequest, Conflict when there are too many, or Unavailable.
         """
@@ -153,7 +153,7 @@ class KeyStore:
         return record, text
 
     async def revoke(self, key_id: str) -> ApiKey:
-        """Delete a key; returns what it was. Raises NotFound or Unavailable."""
+        """Delete a key; returns its record. Raises NotFound or Unavailable."""
         known = self._known(key_id)
         try:
             await (await self._bus.key_value(subjects.KV_KEYS, wait_s=1.0)).delete(key_id)
@@ -163,7 +163,7 @@ class KeyStore:
         return known
 
     async def rotate(self, key_id: str, *, overlap_s: float) -> tuple[ApiKey, str]:
-        """A new key with the rights of `key_id`, which goes on working for `overlap_s` seconds.
+        """Make a key with the rights of `key_id`, which stays valid for `overlap_s` seconds.
 
         Raises NotFound or Unavailable.
         """

@@ -1,12 +1,12 @@
-"""Following a KV bucket for ever: through broker crashes, lost consumers, dropped messages and hung servers.
+"""Follows a KV bucket across broker crashes, lost consumers, dropped messages and hung servers.
 
-One pass = a fresh ephemeral push consumer: the last value of every key, then every change as it happens.
+A pass is one ephemeral push consumer: the last value of every key, then every change as it happens.
 
     subscribe inbox -> create consumer -> present state -> on_synced(keys) -> changes ... -> interrupted -> next pass
 
-A pass ends when the connection was lost, a message is missing (consumer sequence numbers have no gaps), or nothing at all
-was heard for `DEAF_S` although the server promised a heartbeat every `HEARTBEAT_S`. Changes that fell between two passes
-are never lost: values are repeated, and what a caller holds beyond `on_synced`'s keys was deleted unseen.
+A pass ends when the connection is lost, when a message is missing (consumer sequence numbers have no gaps), or when nothing
+arrived for `DEAF_S` although the server sends a heartbeat every `HEARTBEAT_S`. No change between two passes is lost: values
+are repeated, and keys that a caller holds but `on_synced` does not list were deleted in between.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class KvWatch:
         self._heard_s = 0.0
 
     async def start(self, *, wait_s: float = 15.0) -> None:
-        """Returns when the present state was reported. Raises Unavailable when nothing of it came for `wait_s`."""
+        """Start following; returns once the present state is reported. Raises Unavailable when nothing arrived for `wait_s`."""
         await self._bus.key_value(self._bucket, wait_s=wait_s)
         self._heard_s = now_s()
         self._task = self._bus.spawn(self._follow())
@@ -81,7 +81,7 @@ class KvWatch:
 
     @property
     def live(self) -> bool:
-        """Whether what was reported is current: in sync, connected, and the server was heard within `DEAF_S`."""
+        """Whether the reported state is current: in sync, connected, and heard from the server within `DEAF_S`."""
         return self._synced and self._bus.connected and now_s() - self._heard_s < DEAF_S
 
     async def _follow(self) -> None:

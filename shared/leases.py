@@ -1,9 +1,9 @@
-"""Who is alive. Every worker and gateway renews a key in KV `motet_leases`; everybody else watches.
+"""Leases: every worker and gateway renews a key in KV `motet_leases`, and others watch the keys.
 
-A lease is lost when its key is deleted (a clean goodbye), comes back under another incarnation (a restart), or has not
-been renewed for `EXPIRY_S`. While this process itself does not hear NATS (no connection, a hung server, or its own event
-loop stood still), or while nobody can renew (a cluster that elects a new leader for the bucket), nothing expires, and
-afterwards every lease gets a fresh `EXPIRY_S`: losing the broker must not look like losing all workers.
+A lease is lost when its key is deleted (a clean stop), when it comes back with another incarnation (a restart), or when it
+was not renewed for `EXPIRY_S`. Losing the broker must not look like losing all workers. So nothing expires while this process
+does not hear NATS (no connection, a hung server, or its own event loop stood still) or while no lease can be renewed (a
+cluster elects a new leader for the bucket). Afterwards every lease gets a new `EXPIRY_S`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LeaseHolder:
                 log.warning("lease not renewed", extra={"key": self._key, "error": repr(error)})
 
     async def release(self) -> None:
-        """Say goodbye: watchers see it at once."""
+        """Delete the lease: watchers see it at once."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(nats_errors.Error, js_errors.Error, TimeoutError):
@@ -74,8 +74,8 @@ class _Held(NamedTuple):
 class LeaseWatch:
     """Follows all leases of one kind and calls `on_lost(instance_id)` once for each that ends.
 
-    `own` is this process's own lease: while it cannot be renewed, nobody else's ends. Without one every kind is followed,
-    and while no renewal comes from anybody nothing ends.
+    `own` is this process's own lease: while it cannot be renewed, no other lease expires. Without `own`, every kind is
+    followed, and nothing expires while no renewal arrives at all.
     """
 
     def __init__(self, bus: Bus, kind: str, on_lost: Callable[[str], None], own: LeaseHolder | None = None) -> None:
@@ -98,11 +98,11 @@ class LeaseWatch:
         self._bus.spawn(self._expire())
 
     def alive(self, instance_id: str) -> bool:
-        """Whether the lease is held as far as is known here."""
+        """Whether the lease is held, as far as this process knows."""
         return instance_id in self._seen
 
     def ids(self) -> list[str]:
-        """Everybody alive."""
+        """The ids of all held leases."""
         return list(self._seen)
 
     def _deleted(self, key: str) -> None:

@@ -1,8 +1,8 @@
-"""What crosses the bus between our own services: msgspec structs in msgpack.
+"""Messages between Motet's services: msgspec structs in msgpack.
 
-Rules: every top-level message carries `v`; fields are only ever added, with defaults; token ids travel as little-endian
-int32 bytes (`pack_tokens` / `unpack_tokens`); hot messages are array-like. What upstream systems publish is JSON and
-lives in docs/ as a schema, not here.
+Rules: every top-level message carries `v`. Fields are only ever added, with defaults. Token ids are little-endian int32 bytes
+(`pack_tokens`, `unpack_tokens`). Frequent messages are array-like. Messages of other systems are JSON; their schemas are in
+docs/nats.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One sequence to generate. `n` choices are n of these; a resumed request carries the tokens it already has.
+    """One sequence to generate. `n` choices are n of these. A resumed request carries the tokens that it already has.
 
-    (request_id, epoch) is unique: every resubmission by the owning gateway raises `epoch` by one, and a worker's frames
-    are only believed with the epoch the owner last sent. Output token i has index i, counted from 0 across epochs.
+    (request_id, epoch) is unique: every resubmission by the owning gateway raises `epoch` by one, and items of a worker's
+    frames count only with the latest epoch. Output token i has index i, counted from 0 across epochs.
     """
 
     request_id: str
@@ -77,7 +77,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Assigned(msgspec.Struct, tag="assigned", kw_only=True):
-    """submit's answer: `worker_id` has taken the request (its queue is bounded, so this is a promise to answer)."""
+    """Answer to submit: `worker_id` has accepted the request and will answer it."""
 
     worker_id: str
     predicted_tokens: int
@@ -85,14 +85,14 @@ class Assigned(msgspec.Struct, tag="assigned", kw_only=True):
 
 
 class Accepted(msgspec.Struct, tag="accepted", kw_only=True):
-    """assign's answer: queued or running; frames will follow on the gateway's stream."""
+    """Answer to assign: the request is queued or running; frames will follow on the gateway's stream."""
 
     worker_id: str
     v: int = VERSION
 
 
 class Refused(msgspec.Struct, tag="refused", kw_only=True):
-    """Not taken, and why. `shared.errors.from_info` makes it an exception."""
+    """The request was refused, and why. `shared.errors.from_info` turns it into an exception."""
 
     error: ErrorInfo
     v: int = VERSION
@@ -106,7 +106,7 @@ AssignReply = Accepted | Refused
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Of one drawn token: its log-probability and the best rivals, most likely first."""
+    """Log-probabilities of a drawn token and of the most likely tokens, most likely first."""
 
     logprob: float
     top_ids: list[int]
@@ -152,7 +152,7 @@ class Cancel(msgspec.Struct, tag="cancel", kw_only=True):
 
 
 class Drain(msgspec.Struct, tag="drain", kw_only=True):
-    """Refuse new work, finish what runs, then leave."""
+    """Refuse new work, finish running requests, then stop."""
 
 
 class LoadAdapter(msgspec.Struct, tag="load", kw_only=True):
@@ -174,13 +174,13 @@ Control = Cancel | Drain | LoadAdapter | UnloadAdapter
 
 
 class Ping(msgspec.Struct, tag="ping", kw_only=True):
-    """Do you live?"""
+    """Asks a worker whether it is alive."""
 
     v: int = VERSION
 
 
 class Pong(msgspec.Struct, tag="pong", kw_only=True):
-    """Yes: the worker's event loop runs."""
+    """The worker's event loop runs."""
 
     v: int = VERSION
 
@@ -189,7 +189,7 @@ class Pong(msgspec.Struct, tag="pong", kw_only=True):
 
 
 class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
-    """The whole truth of one worker, sent on start and on heartbeats. Replaces everything known before.
+    """The complete state of a worker, sent at start and with heartbeats. Replaces everything known before.
 
     `incarnation` changes with every process start; `seq` counts snapshots and deltas together from 1.
     """
@@ -210,8 +210,9 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
 
 
 class WorkerDelta(msgspec.Struct, tag="delta", kw_only=True):
-    """What changed since `seq - 1`; as a heartbeat maybe nothing. A receiver that missed one keeps what it has and waits
-    for the next snapshot. `running_left`: output tokens that all running requests together are still expected to produce.
+    """The changes since `seq - 1`; a heartbeat may contain none. A receiver that missed one waits for the next snapshot.
+
+    `running_left`: output tokens that all running requests together are still expected to produce.
     """
 
     worker_id: str
@@ -233,9 +234,9 @@ WorkerState = WorkerSnapshot | WorkerDelta
 
 
 class WorkerNotice(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What becomes of a worker that does not serve: published when it starts, and as its last words.
+    """Published by a worker that does not serve: when it starts, fails or stops.
 
-    `reason`: why it failed, in one line; empty otherwise. A worker that is killed says nothing: its lease ends.
+    `reason`: why it failed, in one line; else empty. A killed worker sends no notice: its lease expires.
     """
 
     worker_id: str
@@ -247,7 +248,7 @@ class WorkerNotice(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Lease(msgspec.Struct, kw_only=True):
-    """KV `motet_leases`, keys `worker.<id>` and `gateway.<id>` (msgpack): renewed twice a second, gone means dead."""
+    """A value of KV `motet_leases`, keys `worker.<id>` and `gateway.<id>` (msgpack), renewed twice a second."""
 
     incarnation: str
     renewed_unix_ms: int
@@ -257,15 +258,15 @@ class Lease(msgspec.Struct, kw_only=True):
 
 
 class StatusRequest(msgspec.Struct, kw_only=True):
-    """What does the scheduler that answers know of the workers?"""
+    """Asks a scheduler for its view of the workers."""
 
     v: int = VERSION
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):
-    """One worker as a scheduler sees it. `age_ms` is the time since its last word; `stale`: too old to get requests.
+    """A worker as a scheduler sees it. `age_ms` is the time since its last message; `stale`: too old to get requests.
 
-    `waiting` counts what waits or loads, with `in_flight` requests just assigned that its state does not show yet.
+    `waiting` counts requests that wait or load. It includes `in_flight`: assigned requests that its state does not show yet.
     """
 
     worker_id: str
@@ -290,7 +291,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
 
 
 class ClusterStatus(msgspec.Struct, tag="cluster", kw_only=True):
-    """Every worker one scheduler knows, by id."""
+    """All workers that a scheduler knows, by id."""
 
     scheduler_id: str
     workers: list[WorkerStatus]
@@ -301,7 +302,7 @@ class ClusterStatus(msgspec.Struct, tag="cluster", kw_only=True):
 
 
 class PredictRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How many tokens will this produce? The answer must come in milliseconds or it is not used."""
+    """Asks for the output length of a request. An answer that takes longer than some milliseconds is not used."""
 
     adapter_digest: str  # "" for the base
     prompt_tokens: int
@@ -310,7 +311,7 @@ class PredictRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Prediction(msgspec.Struct, tag="prediction", kw_only=True):
-    """Quantiles of the output length in tokens, already clipped to max_tokens; `samples` it rests on."""
+    """Quantiles of the output length in tokens, clipped to max_tokens, from `samples` samples."""
 
     p50_tokens: int
     p90_tokens: int
@@ -319,7 +320,7 @@ class Prediction(msgspec.Struct, tag="prediction", kw_only=True):
 
 
 class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A finished request's true output length, from its owner; cancelled ones are not reported."""
+    """The true output length of a finished request, from its owner. Cancelled requests are not reported."""
 
     adapter_digest: str
     prompt_tokens: int
@@ -334,8 +335,8 @@ class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Validate and publish an adapter under `name`.
 
     `kind` "path": a directory or archive below one of the registry's allowed roots; "hub": a Hugging Face id;
-    "upload": an object in the uploads bucket (zip or tar, optionally gzipped); "any": a path if there is one, else a hub id.
-    Without `replace` a taken name is refused (AdapterExists).
+    "upload": an object in the uploads bucket (zip or tar, optionally gzipped); "any": a path if it exists, else a hub id.
+    Without `replace` an existing name is refused (AdapterExists).
     """
 
     name: str
@@ -348,7 +349,7 @@ class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class AliasAdapter(msgspec.Struct, kw_only=True):
-    """Make `tenant`'s `name` point at whatever `target` means to it now: its own adapter, else a shared one."""
+    """Make `tenant`'s `name` an alias of the adapter that `target` refers to now: its own, else a shared one."""
 
     name: str
     target: str
@@ -385,7 +386,7 @@ class AdapterInfo(msgspec.Struct, kw_only=True):
 
 
 class RegistryOk(msgspec.Struct, tag="ok", kw_only=True):
-    """A registry verb's success; `adapters` holds what it touched or, for `list`, everything."""
+    """A registry request succeeded. `adapters` contains the affected names or, for `list`, the page."""
 
     adapters: list[AdapterInfo]
     v: int = VERSION

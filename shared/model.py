@@ -28,10 +28,10 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are drawn. Validated by the gateway; the worker trusts it.
+    """Sampling parameters. Validated by the gateway; the worker trusts them.
 
-    `seed` is always set (the gateway draws one): noise is a function of (seed, position), so a continued request
-    repeats itself. `logprobs` is None for none, k >= 0 for the drawn token and its k best rivals.
+    `seed` is always set (by the gateway if the client gave none): noise is a function of (seed, position), so a resumed
+    request gets the same tokens. `logprobs`: None for none, k >= 0 for the drawn token and the k most likely tokens.
     """
 
     max_tokens: int = 16
@@ -53,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One immutable adapter version as a request carries it. Everything downstream keys by `digest`, never by name."""
+    """An immutable adapter version, as a request carries it. Workers and caches use `digest`, never the name."""
 
     name: str
     digest: str
@@ -62,7 +62,7 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the registry knows of one content digest (KV `motet_adapters`, key `version.<digest>`, JSON)."""
+    """The registry's record of one content digest (KV `motet_adapters`, key `version.<digest>`, JSON)."""
 
     digest: str
     base_model: str
@@ -92,7 +92,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class RequestBrief(msgspec.Struct, array_like=True, gc=False):
-    """What a scheduler must know of a request on a worker. Token counts; `rank` 0 and `adapter_digest` "" for the base."""
+    """A request on a worker, as schedulers need it. Counts are tokens; `rank` 0 and `adapter_digest` "" mean the base model."""
 
     request_id: str
     epoch: int
@@ -123,9 +123,9 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     prefill(T, load) = prefill_base_ms + prefill_token_ms * T + prefill_lora_ms * load
     decode(B, load)  = decode_base_ms + decode_row_ms * B + decode_lora_ms * load
     where load is `rows * max rank` (kernel "bgmv") or `sum of ranks` (kernel "mbgmv").
-    An adapter of so many MiB takes load_base_ms + load_ms_per_mib * MiB from host memory to the device, during which no
-    step runs unless the worker copies beside its steps, and before that fetch_base_ms + fetch_ms_per_mib * MiB into host
-    memory, where only its requests wait.
+    A fetch into host memory takes fetch_base_ms + fetch_ms_per_mib * MiB; only the adapter's requests wait for it.
+    A copy to the device takes load_base_ms + load_ms_per_mib * MiB; no step runs meanwhile, unless the worker copies
+    beside its steps.
     """
 
     kernel: Literal["bgmv", "mbgmv"] = "mbgmv"
@@ -146,7 +146,7 @@ _Rows = Annotated[int, Meta(ge=1)]
 
 
 class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a step costs by what it reads and computes (`policies.step_fit`), in milliseconds."""
+    """A step's time from what it reads and computes (`policies.step_fit`), in milliseconds."""
 
     rows: Annotated[tuple[_Rows, ...], Meta(min_length=2)]  # ascending
     pass_ms: Annotated[tuple[_Ms, ...], Meta(min_length=2)]  # all rows of a step through the weights, at each of `rows`
@@ -175,4 +175,4 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     adapter_bytes_total: int
     max_lora_rank: int
     copies: Literal["stall", "wait", "bridged"] = "stall"
-    """Whom an adapter's copy to the device holds up: all; the requests on it; nobody, as CPU processes compute meanwhile."""
+    """Requests that a copy to the device delays: all; those on the adapter; none, since CPU processes compute meanwhile."""

@@ -1,7 +1,7 @@
-"""Objects out of JetStream at the speed of the connection.
+"""Reads objects from JetStream at the speed of the connection.
 
-The client library's own `get` answers the server's flow control only when it hears the next heartbeat: everything of more
-than about 2 MiB then stands still for 0.25 s again and again. Here it is answered in turn.
+The client library's own `get` answers the server's flow control only at the next heartbeat, so objects larger than about 2
+MiB stall repeatedly for 0.25 s. This reader answers flow control at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITE_BYTES = 1 << 20  # at once: a write waits for a thread, beside an engine f
 
 
 async def read_object(bus: Bus, store: ObjectStore, name: str, sink: BinaryIO) -> None:
-    """Write the object `name` of `store` to `sink`; whether the bytes are the right ones is for the caller to check.
+    """Write the object `name` of `store` to `sink`. The caller checks the digest.
 
     Raises nats' ObjectNotFoundError, and its other errors when chunks are missing or nothing is heard for `DEAF_S`.
     """

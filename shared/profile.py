@@ -1,10 +1,10 @@
-"""A worker's profile: what was measured of a live one, as a file that workers start from and the twin simulates.
+"""A worker's profile: measurements of a live worker in a file, used by workers at start and by the twin.
 
     {"motet_profile": 1, "limits": {...}, "perf": {...}, "fit": {...}, "steps": {...}, "engine_steps": {...}, "engine": {...},
      "storage": {...}, "link": {...}, "hops": {...}}
 
 `limits`, `perf` and `engine_steps` are `shared.model`'s WorkerLimits, PerfModel and EngineSteps; all but the first two are
-optional. Times must be finite and not negative, and a decode step must take some. `motet profile` writes one.
+optional. Times must be finite and not negative, and a decode step must take more than zero. `motet profile` writes profiles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION = 1
 
 
 class FileError(ValueError):
-    """A file that cannot be used: which line, which field, why."""
+    """A file that cannot be used: names line, field and reason."""
 
     def __init__(self, path: Path, line: int, field: str, reason: str) -> None:
         super().__init__(f"{path.name}:{line}: {f'{field}: ' if field else ''}{reason}")
@@ -36,7 +36,7 @@ _Count = Annotated[int, Meta(ge=1)]
 
 
 class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a step costs besides the linear models of `perf`, in milliseconds."""
+    """Costs of a step that the linear models of `perf` do not contain, in milliseconds."""
 
     schedule_ms: _Ms = 0.0
     waiting_ms: _Ms = 0.0  # per request that waits
@@ -52,8 +52,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Host memory for adapters, 0 for as much as is needed with everything in it; disk for them, 0 for as much as is
-    needed; and the ways into host memory."""
+    """Host and disk tiers of adapters, and times to load into host memory.
+
+    `host_mib` 0: unlimited, with all adapters in it at start. `disk_mib` 0: unlimited."""
 
     host_mib: Annotated[int, Meta(ge=0)] = 0
     disk_mib: Annotated[int, Meta(ge=0)] = 0
@@ -64,14 +65,14 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Hops(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How late a busy worker and those who talk to it hear of each other over the bus."""
+    """Delays of messages to and from a busy worker."""
 
     assign_ms: _Ms = 0.0  # a request: from its sender until the worker has taken it
     frame_ms: _Ms = 0.0  # a token: from the end of its step until a gateway has it
 
 
 class LinkFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Copies to the device that run beside the steps, and the CPU processes that bridge them, 0 for none."""
+    """Copies to the device that run beside the steps, and the CPU LoRA processes (0: none)."""
 
     gb_per_s: Annotated[float, Meta(gt=0, le=1e5)]
     layers: _Count
@@ -86,7 +87,7 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class FitFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How well the linear models of `perf` describe what was measured: coefficients of determination, and on how much."""
+    """The fit of the linear models of `perf`: coefficients of determination, and amounts of data."""
 
     r2_prefill: float
     r2_decode: float
@@ -139,12 +140,12 @@ def read_profile(path: Path, kind: type[P] = Profile) -> P:  # type: ignore[assi
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write it as `read_profile` reads it."""
+    """Write a profile in the format of `read_profile`."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
 
 
 def _check(path: Path, text: str, profile: Profile) -> None:
-    """What the types of `shared.model` do not say."""
+    """Checks that the types of `shared.model` do not contain."""
     for part, least in ((profile.perf, 0.0), (profile.limits, 1)):
         for name, value in msgspec.structs.asdict(part).items():
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not least <= value < float("inf"):

@@ -1,10 +1,10 @@
-"""The streams and buckets Motet needs: made by the registry, and brought up to date by it when an older version made them.
+"""Creates Motet's streams and buckets, and updates those of an older version. The registry runs it.
 
-Each tenant has streams of its own, so that no tenant's message ids, backlog, unread results or dead letters are another's
-concern (docs/decisions/0013). All are bounded:
+Each tenant has its own streams, so that message ids, backlog, unread results and dead letters of one tenant do not affect
+another (docs/decisions/0013). All are bounded:
 
     requests   a full one refuses new messages at the publisher; a message id seen within ten minutes is stored once
-    results    one per request id; a full one takes nothing until results are purged or a day old, and the tenant waits
+    results    one per request id; a full one refuses new results until some are purged or a day old, and the tenant waits
     dead       the newest dead letters of seven days
 """
 
@@ -41,16 +41,16 @@ UPLOADS_BYTES = 2 << 30  # archives on their way to the registry, for minutes
 
 
 def request_bytes_max(bus: Bus) -> int:
-    """The largest durable request in bytes, headers included: far enough below the largest message of the server."""
+    """The largest durable request in bytes, headers included; well below the server's message limit."""
     return min(REQUEST_BYTES_MAX, bus.max_payload // 2)
 
 
 async def provision(
     bus: Bus, *, replicas: int = 1, tenants: Iterable[str] = (DEFAULT_TENANT,), tenant_bytes: int = TENANT_BYTES
 ) -> None:
-    """Create what is missing and bring existing streams up to date. Sizes that an operator raised stay as they are.
+    """Create missing streams and buckets and update existing ones. Sizes that an operator raised are kept.
 
-    Raises Unavailable naming the tenant, or what JetStream raises for a bucket.
+    Raises Unavailable naming the tenant, or JetStream's error for a bucket.
     """
     older = await _tenants_waiting(bus)
     # the default tenant first: an older version's streams carry its names and all tenants' subjects
@@ -97,7 +97,7 @@ async def provision(
 
 
 async def provision_tenant(bus: Bus, tenant: str, *, replicas: int = 1, tenant_bytes: int = TENANT_BYTES) -> None:
-    """The streams through which one tenant publishes and reads; gateways find them by their subjects."""
+    """Create or update the streams of one tenant; gateways find them by their subjects."""
     requests = subjects.requests_stream(tenant)
     await _keep_stream(
         bus,
@@ -151,7 +151,7 @@ async def provision_tenant(bus: Bus, tenant: str, *, replicas: int = 1, tenant_b
 
 
 async def _keep_stream(bus: Bus, want: StreamConfig) -> None:
-    """Create a stream, or give an existing one our rules. Its sizes, ages and replicas are only ever raised."""
+    """Create a stream, or update an existing one. Sizes, ages and replicas are only ever raised."""
     try:
         have = (await bus.js.stream_info(want.name or "")).config
     except js_errors.NotFoundError:
@@ -175,7 +175,7 @@ async def _keep_stream(bus: Bus, want: StreamConfig) -> None:
 
 
 def _larger(have: N | None, want: N | None) -> N | None:
-    """The larger limit; of a kind that we do not limit, what is there."""
+    """The larger of two limits; an unlimited one of ours keeps the existing value."""
     return have if want is None else max(have or want, want)
 
 

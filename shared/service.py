@@ -1,11 +1,10 @@
-"""The life of a service process: start, answer health checks, drain on SIGTERM or Ctrl-C, stop.
+"""The life cycle of a service process: start, answer health checks, drain on SIGTERM or Ctrl-C, stop.
 
     build -> start() -> ready -> [signal] -> drain(), at most drain_s -> stop() -> exit 0
-                              -> [failure()] ----------------------------> stop() -> exit 1, to be started again
+                              -> [failure()] ----------------------------> stop() -> exit 1, to be restarted
 
-A second signal skips what is left of the drain. `/health` is 503 with the reason once the process can do no more work,
-which it then ends itself; `/ready` says whether it can do its work now (503 with the reasons otherwise), `/metrics` is
-Prometheus text.
+A second signal skips the rest of the drain. `/health` is 503 with the reason once the process can never work again; the
+process then exits. `/ready` says whether it can work now (503 with the reasons otherwise). `/metrics` is Prometheus text.
 """
 
 from __future__ import annotations
@@ -31,28 +30,28 @@ FAILED_STOP_S = 10.0  # for the stop of a process that has failed: whatever hang
 
 
 class Service(Protocol):
-    """What `run` drives."""
+    """The interface that `run` drives."""
 
     name: str
 
     async def start(self) -> None:
-        """Connect and begin to serve."""
+        """Connect and start serving."""
 
     def not_ready(self) -> list[str]:
-        """Reasons why this service cannot do its work now; empty when it can."""
+        """Reasons why this service cannot work now; empty when it can."""
 
     def failure(self) -> str:
-        """Why this process can never do its work again and has to be replaced; "" while it can."""
+        """Why this process can never work again and must be replaced; "" while it can."""
 
     async def drain(self) -> None:
-        """Take nothing new and wait until what runs is done. Cancelled at the deadline."""
+        """Accept nothing new and wait for running work. Cancelled at the deadline."""
 
     async def stop(self) -> None:
-        """Let go of everything. Called exactly once, also when start failed half-way."""
+        """Release everything. Called exactly once, also when start failed half-way."""
 
 
 class BusService:
-    """The life of a service that is nothing but answers on the bus: ready while connected, gone from its groups on drain.
+    """Base of a service that only answers requests on the bus: ready while connected; leaves its queue groups on drain.
 
     A subclass sets `_bus` in its `start`.
     """
@@ -70,7 +69,7 @@ class BusService:
         return self._bus.lost if self._bus is not None else ""
 
     async def drain(self) -> None:
-        """Leave the queue groups; answer what was asked here."""
+        """Leave the queue groups and answer the requests received so far."""
         if self._bus is not None:
             await self._bus.stop_serving()
 
@@ -80,7 +79,7 @@ class BusService:
 
 
 def metrics_text() -> bytes:
-    """Everything measured in this process, in Prometheus text format."""
+    """The metrics of this process in Prometheus text format."""
     return exposition.generate_latest(REGISTRY)
 
 

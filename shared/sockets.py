@@ -1,4 +1,4 @@
-"""Sockets for servers: bound before somebody listens on them."""
+"""Sockets for servers, bound but not yet listening."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every NATS subject, stream and bucket, by name. Nothing else spells one out."""
+"""The names of all NATS subjects, streams and buckets. No other file spells them out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assign(worker_id: str) -> str:
 
 
 def ping(worker_id: str) -> str:
-    """gateway -> worker, request/reply: does it live?"""
+    """gateway -> worker, request/reply: is it alive?"""
     return f"motet.v1.worker.{worker_id}.ping"
 
 
@@ -48,7 +48,7 @@ def control(worker_id: str) -> str:
 
 
 def notice(worker_id: str) -> str:
-    """Where a worker says that it starts, fails or stops."""
+    """worker -> gateways: it starts, has failed, or stops."""
     return f"motet.v1.worker.{worker_id}.notice"
 
 

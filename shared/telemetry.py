@@ -21,18 +21,18 @@ LATENCY_BUCKETS_S = (
 )  # fmt: skip
 
 BUS_REFUSED = Counter(
-    "motet_bus_refused", "Messages a bounded buffer could not take, by reason.", ["reason"], registry=REGISTRY
+    "motet_bus_refused", "Messages refused or dropped, and connection errors, by reason.", ["reason"], registry=REGISTRY
 )
-BUS_RECONNECTS = Counter("motet_bus_reconnects", "Times the NATS connection came back.", registry=REGISTRY)
+BUS_RECONNECTS = Counter("motet_bus_reconnects", "Reconnections to NATS.", registry=REGISTRY)
 BUS_REQUEST_S = Histogram(
     "motet_bus_request_seconds",
-    "Round trip of requests this service sent, by verb.",
+    "Round-trip time of requests that this service sent, by verb.",
     ["verb"],
     buckets=LATENCY_BUCKETS_S,
     registry=REGISTRY,
 )
 
-TASKS = Gauge("motet_asyncio_tasks", "Tasks of the event loop.", registry=REGISTRY)
+TASKS = Gauge("motet_asyncio_tasks", "Tasks of this process's event loop.", registry=REGISTRY)
 THREADS = Gauge("motet_threads", "Python threads of this process.", registry=REGISTRY)
 THREADS.set_function(threading.active_count)
 

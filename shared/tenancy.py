@@ -1,7 +1,7 @@
-"""Tenants: whose a key, a request or an adapter is.
+"""Tenants: the owners of keys, requests and adapters.
 
-A tenant is a word of a NATS subject and of a KV key. An adapter belongs to one tenant, which alone sees it, or is shared
-(`SHARED`). A tenant's own adapter hides a shared one of the same name from it.
+A tenant's name is one token of NATS subjects and KV keys. An adapter belongs to one tenant and is visible to it only, or it
+is shared (`SHARED`). For a tenant, its own adapter hides a shared one of the same name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_tenant(tenant: str) -> str:
-    """`tenant` if it can be one. Raises BadRequest."""
+    """`tenant` if it is a valid name. Raises BadRequest."""
     if not TENANT.fullmatch(tenant):
         raise BadRequest(f"tenant {tenant[:64]!r}: letters, digits, '_' and '-' only, at most 64", param="tenant")
     return tenant

@@ -1,13 +1,13 @@
-"""A digital twin: the very policies that the live services run, under a virtual clock.
+"""A digital twin: the policies of the live services under a virtual clock.
 
-    workload  who asks when, for what          traces    the same, from recorded files
-    events    (time, priority, sequence)       steps     how long a step, a load, a message takes: the only models
-    memory    what fits on a device            profile   a worker as a file
-    worker    one engine: BatchAdmission, KvBlocks, AdapterSlots, stepped like services/worker steps them
-    scheduler one scheduler's view: ClusterState and Flights, fed by the workers' reports, late like the live ones
+    workload  requests: times, adapters, lengths   traces   the same, from recorded files
+    events    (time, priority, sequence)           steps    durations of steps, loads and messages: the only models
+    memory    what fits on a device                profile  a worker as a file
+    worker    one engine: BatchAdmission, KvBlocks, AdapterSlots, stepped as in services/worker
+    scheduler one scheduler's view: ClusterState and Flights, updated by the workers' reports with the live delays
     cluster   N workers and M schedulers, one run from the first arrival to the last token
-    metrics   what came out                    report    the same as a page with plots
-    vllm      another engine: vLLM's own behaviour, held against published runs
+    metrics   results of a run                     report   the same as a page with plots
+    vllm      another engine: vLLM's behaviour, compared with published runs
 
-Read `cluster` first. Nothing here imports a service: what decides is in `policies`, what drives it is here.
+Read `cluster` first. Nothing here imports a service: decisions are in `policies`, and this package drives them.
 """

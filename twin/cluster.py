@@ -1,11 +1,11 @@
-"""N workers, M schedulers, one workload: a whole run.
+"""A simulation run: N workers, M schedulers and one workload.
 
     arrival ──submit_ms──> a scheduler decides ──assign_ms──> worker accepts ──> ... ──> last token ──stream_ms──> client
                                 ▲          └── the next best, `attempts` times, when it refuses
                                 └──state_ms── heartbeats every heartbeat_s, changes at most every delta_s
 
-Which scheduler a request comes to is drawn from the run's seed; everything else that is random is in the workload and in
-the policy. The same arguments give the same history to the bit.
+The scheduler of each request is drawn from the run's seed; all other randomness is in the workload and the policy. The same
+arguments give the same history to the bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SNAPSHOT_REQUESTS, MAX_BEATS = 64, 4  # as in services/worker/reports.py: busy w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bus:
-    """How late everybody hears of everything; the intervals are those of services/worker/reports.py."""
+    """Delays and intervals of messages; the intervals are those of services/worker/reports.py."""
 
     submit_ms: float = 0.0
     assign_ms: float = 0.0
@@ -39,7 +39,7 @@ class Bus:
 
 @dataclass(slots=True)
 class _Reporter:
-    """When a worker last told of its changes, and whether it is about to."""
+    """The time of a worker's last report, and whether the next one is due."""
 
     worker: Worker
     last_ps: int = -PS_PER_S
@@ -98,7 +98,7 @@ class Cluster:
         self._next_arrival()
 
     def run(self, until_s: float | None = None, *, progress: Callable[[float], None] | None = None) -> None:
-        """Let time pass until every request has an end, or until `until_s`. `progress(now_s)` is called now and then."""
+        """Simulate until every request has ended, or until `until_s`. Calls `progress(now_s)` from time to time."""
         events, every = self.events, PS_PER_S
         until_ps = None if until_s is None else round(until_s * PS_PER_S)
         while self._open and (until_ps is None or events.now_ps < until_ps):
@@ -110,7 +110,7 @@ class Cluster:
                 progress(events.now_s)
 
     def summary(self) -> dict[str, Any]:
-        """The figures up to now, or to the last token."""
+        """The figures up to the present time, or to the last token."""
         ended = int(self.metrics.end_ps.max(initial=0))
         end_s = (self.events.now_ps if self._open else ended) / PS_PER_S
         busy_s = sum(worker.busy_ps for worker in self.workers) / PS_PER_S

@@ -20,7 +20,7 @@ def to_ps(time_ms: float) -> int:
 
 
 class Events:
-    """What will happen, ordered by (time, priority, order of `at`): the same calls always give the same history."""
+    """The event queue, ordered by (time, priority, order of `at`): the same calls always give the same history."""
 
     def __init__(self) -> None:
         self.now_ps = 0
@@ -32,7 +32,7 @@ class Events:
 
     @property
     def now_s(self) -> float:
-        """The time as policies want it."""
+        """The time in seconds, for policies."""
         return self.now_ps / PS_PER_S
 
     def at(self, time_ps: int, priority: int, action: Callable[..., None], *args: Any) -> None:
@@ -41,7 +41,7 @@ class Events:
         heappush(self._heap, (time_ps, priority, self._sequence, action, args))
 
     def run(self, until_ps: int | None = None) -> None:
-        """Let time pass until nothing is left to happen, or to the end of instant `until_ps`."""
+        """Run events until none is left, or up to and including the time `until_ps`."""
         heap, last_ps = self._heap, inf if until_ps is None else until_ps
         while heap and heap[0][0] <= last_ps:
             self.now_ps, _, _, action, args = heappop(heap)

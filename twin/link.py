@@ -1,4 +1,4 @@
-"""The way of adapters onto the device, where copies run beside the steps: one after the other, layer by layer."""
+"""The link to the device for copies that run beside the steps: one copy after the other, layer by layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORTEST_WAIT_MS = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkModel:
-    """The link of one worker, the CPU processes that bridge it, and who may join before a copy is whole."""
+    """The link of one worker, its CPU LoRA processes, and the rules for joining before a copy is complete."""
 
     bytes_per_s: float
     layers: int
@@ -44,18 +44,18 @@ class DeviceLink:
         self._ps_per_byte = PS_PER_S / model.bytes_per_s
 
     def begin(self, digest: str, size_bytes: int, now_ps: int) -> None:
-        """Behind all others."""
+        """Queue a copy behind all others."""
         if not self._queue:
             self._at_ps = now_ps
         total_ps = max(1, round(size_bytes * self._ps_per_byte))
         self._queue.append(_Copying(digest, size_bytes, total_ps, total_ps))
 
     def cancel(self, digest: str) -> None:
-        """Its room goes to those behind it."""
+        """Remove a copy; those behind it move up."""
         self._queue = [copy for copy in self._queue if copy.digest != digest]
 
     def advance(self, now_ps: int) -> list[str]:
-        """Time has come to `now_ps`: the copies that are whole since, in order."""
+        """Advance to `now_ps`; returns the copies that were completed since, in order."""
         spent_ps, self._at_ps = now_ps - self._at_ps, now_ps
         whole: list[str] = []
         while self._queue and spent_ps:
@@ -70,12 +70,12 @@ class DeviceLink:
         return whole
 
     def loaded(self, digest: str) -> int:
-        """Layers of a copy under way that are there."""
+        """The number of completed layers of a copy under way."""
         copy = self._find(digest)
         return (copy.total_ps - copy.left_ps) * self._model.layers // copy.total_ps
 
     def ahead_bytes(self, digest: str) -> float:
-        """What passes the link until this copy is whole."""
+        """Bytes that pass the link until this copy is complete."""
         at = self._queue.index(self._find(digest))
         return sum(copy.left_ps for copy in self._queue[: at + 1]) / self._ps_per_byte
 
@@ -85,7 +85,7 @@ class DeviceLink:
 
     @property
     def first_whole_ps(self) -> int:
-        """How long until the next copy is whole."""
+        """Time until the next copy is complete."""
         return self._queue[0].left_ps
 
     def _find(self, digest: str) -> _Copying:
@@ -93,7 +93,7 @@ class DeviceLink:
 
 
 class Copies:
-    """What `services.worker.engine.copies` is to a live engine: slots and the link, under the virtual clock."""
+    """Slots and link under the virtual clock; the counterpart of `services.worker.engine.copies`."""
 
     def __init__(self, model: LinkModel, slots: AdapterSlots, *, max_step_tokens: int, perf: PerfModel) -> None:
         self.cold = ColdStarts(model.layers, max_step_tokens, model.cold_start)
@@ -101,7 +101,7 @@ class Copies:
         self._model, self._slots, self._perf = model, slots, perf
 
     def look(self, now_ps: int, *, waiting: bool) -> list[str]:
-        """What has arrived by now; tells the policy how far the rest is."""
+        """Take in completed copies, and tell the policy the progress of the others."""
         slots, link = self._slots, self.link
         whole = link.advance(now_ps)
         for digest in whole:
@@ -120,14 +120,14 @@ class Copies:
         return whole
 
     def wait_ps(self) -> int:
-        """How long nobody can join, when nobody runs; 0 without copies under way."""
+        """In an idle engine: time until a request can join; 0 without copies under way."""
         if not self._slots.loading:
             return 0
         wait_ms = max(self.cold.wait_ms, SHORTEST_WAIT_MS)
         return min(self.link.first_whole_ps, to_ps(wait_ms)) if isfinite(wait_ms) else self.link.first_whole_ps
 
     def step_ps(self, lives: Iterable[Sequence], warm_ps: int) -> int:
-        """A step of these sequences that takes `warm_ps` with every adapter there."""
+        """Duration of a step of these sequences that takes `warm_ps` when all adapters are on the device."""
         loading, cold, model = self._slots.loading, self.cold, self._model
         mib_rows, sizes, assisted, overlapped = 0.0, dict[str, float](), dict[str, Copy](), dict[str, Copy]()
         for live in lives:

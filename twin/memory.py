@@ -1,4 +1,4 @@
-"""What fits on a device: bytes of weights, KV cache and adapters from the shapes of a model."""
+"""Device memory: bytes of weights, KV cache and adapters from the shapes of a model."""
 
 from __future__ import annotations
 

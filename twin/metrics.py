@@ -1,4 +1,4 @@
-"""What came out of a run: a few numbers per request in arrays, token gaps as runs of equal steps, and their summary.
+"""Results of a run: a few numbers per request in arrays, token gaps as runs of equal steps, and their summary.
 
 Definitions, as in the papers. Times of a request are counted from its arrival:
 
@@ -6,8 +6,8 @@ Definitions, as in the papers. Times of a request are counted from its arrival:
     TPOT  (E2E - TTFT) / (output tokens - 1)      time per token  E2E / output tokens (CaraServe section 7)
     ITL   every gap between two tokens of a request, pooled over all requests
 
-A request attains its SLO when it finished with TTFT and TPOT within what it asked for. Refused and unfinished requests
-attain nothing. Starved: less than 90% of the incoming tokens were served (adapter-caching paper, section 8).
+A request attains its SLO when it finished with TTFT and TPOT within its objectives. Refused and unfinished requests attain
+nothing. Starved: less than 90% of the incoming tokens were served (adapter-caching paper, section 8).
 """
 
 from __future__ import annotations

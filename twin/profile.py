@@ -1,4 +1,4 @@
-"""A worker of the twin from a profile (`shared.profile`), and the papers' workers as profiles."""
+"""Builds a simulated worker from a profile (`shared.profile`); also contains profiles of the papers' workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 class Profile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A profile that makes workers."""
+    """A profile that builds simulated workers."""
 
     def spec(self) -> WorkerSpec:
         """The worker as the twin builds it."""

@@ -1,4 +1,4 @@
-"""A run, or several beside each other, as one HTML file: figures, plots as inline SVG, nothing to fetch and no script."""
+"""The report of one or several runs as one HTML file: figures and inline SVG plots, without scripts or external files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ svg text { font: 11px system-ui, sans-serif; fill: var(--faint) }
 
 @dataclass(frozen=True)
 class Result:
-    """One run under the name by which it is told apart."""
+    """A run with its name in the report."""
 
     name: str
     workload: Workload
@@ -102,7 +102,7 @@ def html(title: str, subtitle: str, results: Sequence[Result]) -> str:
 
 
 def _classes(results: Sequence[Result]) -> str:
-    """A table per run of what each class of requests got, where there are several."""
+    """A table per run with the results of each class of requests, if there are several."""
     parts = []
     for result in results:
         classes = result.figures["classes"]

@@ -1,7 +1,7 @@
-"""One scheduler of the twin: its own copy of the workers' state, late as on the bus, and its own assignments on top.
+"""A simulated scheduler: its own copy of the workers' state, delayed as on the bus, plus its own assignments.
 
-`policy` names it as the live scheduler's configuration does (`policies.dispatch`). It sees what the live scheduler sees and
-nothing of the workers themselves.
+`policy` is a name as in the live scheduler's configuration (`policies.dispatch`). The scheduler sees what a live one sees,
+not the workers themselves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SchedulerSpec:
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a worker says: everything, or what changed since its last word."""
+    """A worker's report: its whole state, or the changes since the last report."""
 
     worker_id: str
     whole: bool
@@ -50,7 +50,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    """Predicts, decides, remembers what it assigned."""
+    """Predicts lengths, decides, and keeps its assignments."""
 
     def __init__(self, spec: SchedulerSpec) -> None:
         self.spec = spec
@@ -93,7 +93,7 @@ class Scheduler:
         self._lengths.observe(request.digest, request.output_tokens)
 
     def decide(self, request: Request, predicted_tokens: int, tried: tuple[str, ...], now_s: float) -> Decision:
-        """Who takes it."""
+        """Choose a worker."""
         ask = Ask(
             base_model=self._base_model,
             rank=request.rank,
@@ -113,7 +113,7 @@ class Scheduler:
         )
 
     def expect(self, worker_id: str, request: Request, request_id: str, predicted_tokens: int, now_s: float) -> None:
-        """It is about to be assigned there."""
+        """Count a request as assigned to a worker."""
         brief = RequestBrief(
             request_id,
             0,

@@ -1,9 +1,8 @@
-"""How long things take: the only models in the twin. All that decides is the real thing.
+"""Durations of steps and loads: the only models in the twin. All decisions are made by the live code.
 
-The time of an engine step is `fixed + context`: everything that its batch fixes, and a part in proportion to the tokens
-whose K and V attention reads, in all and of the longest sequence. The second is what changes from one decode step to the
-next of an unchanged batch, by `rows * context_token_ps + longest_token_ps` each time, so a run of such steps is summed
-exactly, in integers:
+The time of an engine step is `fixed + context`: a part that depends on the batch, and a part proportional to the tokens whose
+K and V attention reads, in total and for the longest sequence. Between two decode steps of an unchanged batch only the second
+part changes, by `rows * context_token_ps + longest_token_ps`. So a run of such steps is summed exactly, in integers:
 
     step i of a run (i = 0, 1, ...) takes  first + i * growth          n steps take  n * first + growth * n(n-1)/2
 """
@@ -42,7 +41,7 @@ class Batch:
 
 
 class StepModel(Protocol):
-    """The engine of one kind of worker."""
+    """The step-time model of one kind of worker."""
 
     @property
     def reads_adapters(self) -> bool:
@@ -60,7 +59,7 @@ class StepModel(Protocol):
         ...
 
     def fixed_ps(self, batch: Batch) -> int:
-        """All the rest."""
+        """All other time of a step."""
         ...
 
 
@@ -95,7 +94,7 @@ class PerfSteps:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """Steps by what they read and compute: the model of `policies.step_fit`, where its terms are explained."""
+    """Step times by what steps read and compute: the model of `policies.step_fit`, which explains the terms."""
 
     times: EngineSteps
     perf: PerfModel  # of adapter loads
@@ -145,19 +144,19 @@ def _quantile(values: tuple[float, ...], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way for adapter weights: latency and inverse bandwidth, which all that use it at once share."""
+    """A link for adapter weights: latency, and inverse bandwidth that concurrent loads share."""
 
     base_ms: float
     ms_per_mib: float
 
 
 def elapsed_ps(first: int, growth: int, steps: int) -> int:
-    """How long the first `steps` steps of a run take."""
+    """Duration of the first `steps` steps of a run."""
     return steps * first + growth * (steps * (steps - 1) // 2)
 
 
 def steps_within(first: int, growth: int, time_ps: int) -> int:
-    """How many steps of a run have ended `time_ps` after its start."""
+    """The number of steps of a run that have ended `time_ps` after its start."""
     if not growth:
         return time_ps // first
     # the largest n with growth/2 n^2 + (first - growth/2) n <= time

@@ -1,9 +1,9 @@
-"""Host memory for adapters, in front of disk and object store; the device's slots are `policies.adapter_slots`.
+"""The simulated host and disk tiers of adapters; the device's slots are `policies.adapter_slots`.
 
-The rules are those of the live worker's tiers: one load per adapter however many requests wait, `LOADS_AT_ONCE` at a
-time, first come first served; copies nobody holds leave, least recently used first; when holders fill the budget, loads
-wait for one to let go. What was fetched is read from disk later, until others have pushed it out there: least recently loaded
-first. Loads wait for their links' latency side by side, and then share the link equally.
+The rules are those of the live worker's tiers. All requests for an adapter share one load; `LOADS_AT_ONCE` loads run at a
+time, first come, first served. The host tier evicts the least recently used copy that nobody holds; when held copies fill the
+budget, loads wait for a release. Fetched adapters are on disk afterwards; the disk tier evicts the least recently loaded.
+Latencies of loads overlap, and the loads on a link share its bandwidth equally.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageModel:
-    """How much fits in host memory and on disk and how long loading takes.
+    """Sizes of host memory and disk, and loading times.
 
     `host_bytes` None: everything is in host memory already. `disk_bytes` None: a disk that is never full.
     """
@@ -44,7 +44,7 @@ EVERYTHING_IN_HOST = StorageModel()
 
 
 class _Way:
-    """The loads on one link. `whole` is called with each when it is over."""
+    """The loads on one link. Calls `whole` with each completed load."""
 
     def __init__(self, link: Link, events: Events, whole: Callable[[str], None]) -> None:
         self._link, self._events, self._whole = link, events, whole
@@ -107,11 +107,11 @@ class HostTier:
         return digest in self._held or digest in self._idle
 
     def digests(self) -> list[str]:
-        """Every copy here, where that is counted."""
+        """All copies in host memory, if its size is limited."""
         return [*self._held, *self._idle]
 
     def acquire(self, digest: str, size_bytes: int, ready: Callable[[], None]) -> bool:
-        """Hold the copy. True if it is here; otherwise `ready` is called when it has come and is held."""
+        """Hold a copy. True if it is in host memory; otherwise `ready` is called once it is loaded and held."""
         if self._model.host_bytes is None:
             return True
         if digest in self._held:

@@ -8,8 +8,8 @@
     GenTD26     CSV ... gmt_create ... lora_ids ...                                     rows with a time; first LoRA
     MAF 2019    CSV function, minute_1, ...                                             `read_popularity`: counts, not requests
 
-What a trace does not say is None, and `Trace.workload` draws it. Everything else is checked: a file that is not what it
-claims to be is a FileError with its line and field.
+Facts that a trace does not contain are None, and `Trace.workload` draws them. All contents are checked: a malformed file is a
+FileError with line and field.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Arrival times, ascending from 0, and what else the file knows of its requests."""
+    """Arrival times, ascending from 0, and the other facts in the file."""
 
     arrival_s: Floats
     adapter: Ints | None = None  # index by first appearance, -1 for the base
@@ -65,7 +65,7 @@ class Trace:
         lengths: Lengths | None = None,
         slo: Slo = Slo(),  # noqa: B008 (frozen)
     ) -> Workload:
-        """The trace with what it lacks: adapters drawn by `shares`, lengths from `lengths`. Raises ValueError without them."""
+        """A workload; draws missing adapters by `shares` and missing lengths from `lengths`. Raises ValueError without them."""
         n = len(self.arrival_s)
         prompt, output = self.prompt_tokens, self.output_tokens
         if prompt is None or output is None:

@@ -1,4 +1,4 @@
-"""One Motet engine: what services/worker does between two network messages, under the virtual clock.
+"""A simulated Motet worker: what services/worker does between two network messages, under the virtual clock.
 
     assign ─> accept or refuse ─> (adapter to host memory) ─> waiting ─┐
     ┌──────────────────────────────────────────────────────────────────┘
@@ -52,7 +52,7 @@ NO_CONTENT = array("i")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
-    """What one worker is: its limits, its times, and what it tells schedulers of its times."""
+    """A worker's limits, durations, and the step-time model that it reports to schedulers."""
 
     limits: WorkerLimits
     perf: PerfModel  # as reported; schedulers decide with it
@@ -78,7 +78,7 @@ class Live(Sequence):
     last_token_ps: int = -1  # of the first token, and of the last one before a preemption
 
     def brief(self) -> RequestBrief:
-        """What a scheduler must know of it."""
+        """The request as schedulers see it."""
         request = self.request
         return RequestBrief(
             self.request_id,
@@ -109,7 +109,7 @@ class _Run:
 
 @dataclass(slots=True)
 class Changes:
-    """What schedulers have not heard yet."""
+    """Changes that were not reported to schedulers yet."""
 
     changed: dict[str, Live] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Who asks when, for which adapter, with how many tokens: columns, not objects, so that millions fit.
+"""Workloads: arrival times, adapters and token counts, in columns instead of objects so that millions fit in memory.
 
 Arrivals come from one construction: a renewal process of unit rate (Gamma with a coefficient of variation; 1 is Poisson)
 is stretched by the inverse of the cumulated rate. `Intensity` is that rate over time: constant, a day, a flash crowd, or

@@ -1,4 +1,4 @@
-"""`python -m kernels.cpu [--all]`: build the compiled kernels now rather than when a worker first starts."""
+"""`python -m kernels.cpu [--all]`: builds the compiled kernels now instead of at a worker's first start."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""The base's end of the CPU LoRA processes: channels, and what a step is told about them.
+"""The engine's side of the CPU LoRA processes: channels, and the structures that a step gets for them.
 
-    channel = Channel(engine, pool, max_rows=512)       shared memory; a process is given `channel.fd`
-    loading = loading_of(slot, host, layerwise=False)   an adapter that is on its way to the device
+    channel = Channel(engine, pool, max_rows=512)       shared memory; a process gets `channel.fd`
+    loading = loading_of(slot, host, layerwise=False)   an adapter that is being copied to the device
     forward(batch, Helpers([loading], [channel], ..))   kernels/cpu/forward.py: a step with such adapters
 
-src/channel.h and src/assist.h have the protocol and its rules.
+src/channel.h and src/assist.h describe the protocol and its rules.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostMemory(Protocol):
 
 
 def loading_of(slot: int, host: HostMemory, *, layerwise: bool = False) -> Loading:
-    """`slot`'s adapter as a step needs it while it is on its way. `host` stays alive and of the pool's type meanwhile."""
+    """The adapter of `slot` as a step needs it while it is being copied. `host` has the pool's type and must stay alive."""
     file = os.fstat(host.fd)
     return Loading(
         host=pool_struct(host.packed),
@@ -60,7 +60,7 @@ def loading_of(slot: int, host: HostMemory, *, layerwise: bool = False) -> Loadi
 
 @dataclass(frozen=True, slots=True)
 class ChannelCounters:
-    """What one process has done, all told."""
+    """Totals of what one process has done."""
 
     requests: int
     elements: int  # of the adapters' pages, layer by layer

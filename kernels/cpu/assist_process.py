@@ -1,4 +1,4 @@
-"""A CPU LoRA process. The worker starts this file by its path; it imports none of ours, so that it stays small.
+"""A CPU LoRA process. The worker starts this file by its path. It imports no other module of ours, so that it stays small.
 
     python -I -S assist_process.py LIBRARY CHANNEL_FD CPU PARENT_PID
 

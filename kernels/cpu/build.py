@@ -3,10 +3,10 @@
     python -m kernels.cpu            the best instruction set of this machine
     python -m kernels.cpu --all      every one that this compiler knows
 
-A library lies in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) as `cpu-<isa>-<hash>-<hash>.so`: one
-hash of sources and flags, one of the compiler. What changes is built anew, what does not is found again. A machine without
-a compiler (a container image) takes the library of any compiler, as long as sources and flags are the same. CXX names another
-compiler, MOTET_CPU_CXXFLAGS adds flags (`make sanitize` does).
+Libraries are in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) as `cpu-<isa>-<hash>-<hash>.so`: one hash
+of sources and flags, one of the compiler. A library is rebuilt when a hash changes. A machine without a compiler (a container
+image) uses the library of any compiler with the same sources and flags. CXX names another compiler, MOTET_CPU_CXXFLAGS adds
+flags (`make sanitize` does).
 
 Standard library only: `python kernels/cpu/build.py --all` works where torch is not installed (compose/Dockerfile).
 """
@@ -73,7 +73,7 @@ def build(isa: str) -> Path:
 
 
 def _digest(flags: list[str]) -> str:
-    """Of everything but the compiler that decides what a library contains."""
+    """A hash of everything that affects a library, except the compiler."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -102,7 +102,7 @@ def _compile(command: list[str], target: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """Where libraries are kept."""
+    """The directory of built libraries."""
     named = os.environ.get("MOTET_CACHE_DIR")
     if named:
         return Path(named)

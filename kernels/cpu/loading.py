@@ -1,11 +1,11 @@
-"""Adapters on their way into a LoraPool, beside the steps: a thread copies layer by layer at the pace of a link.
+"""Copies adapters into a LoraPool beside the steps: a thread copies layer by layer at the rate of a link.
 
     loader = CpuLoader(engine, pool, link_bytes_per_s=2e9)
     pool.reserve(slot, packed)
     loader.begin(slot, source)              returns at once; `pool.loaded_layers[slot]` counts up from 0
     loader.cancel(slot); pool.free(slot)    at any time
 
-A step may read the layers that are there. src/loader.h has the rules.
+A step may read the layers that are complete. src/loader.h describes the rules.
 """
 
 from __future__ import annotations

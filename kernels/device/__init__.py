@@ -1,11 +1,11 @@
-"""Adapters on their way to a device whose steps are enqueued: the streams, and what orders them with CPU processes.
+"""Copies of adapters to a GPU beside its steps, and CPU processes that compute meanwhile.
 
-streams.py    a device's streams and words in host memory that they write and wait for
-driver.py     those words through the CUDA driver
+streams.py    a device's streams, and 32-bit words in host memory that they write and wait for
+driver.py     these words through the CUDA driver
 loading.py    copies beside the steps, layer by layer
-assist.py     a step some of whose rows CPU processes compute
+assist.py     a step in which CPU processes compute some rows
 
-Nothing here makes the thread that enqueues a step wait for the device: who waits is a stream, for a word.
+The thread that enqueues a step never waits for the device: only streams wait, for words.
 """
 
 from kernels.device.assist import AssistedStep, DeviceAssist

@@ -1,8 +1,8 @@
-"""One step, enqueued on a device, in which CPU processes compute the low-rank part of rows whose adapters are on their way.
+"""A step on a device in which CPU processes compute the low-rank part of rows whose adapters are being copied.
 
     step = DeviceAssist(pool, streams, library).begin(row_slot, helpers)
     per layer              lora = step.layer(i)           the rows that the device computes in it
-    per layer and group    step.start(x, i, group)        rows of x to the processes, and word of it
+    per layer and group    step.start(x, i, group)        rows of x to the processes, and the request word
                            step.collect(y, group)         what they computed, added
     when the device is done, step.finish()                False: a process failed, and the step is to be run again
 
@@ -10,9 +10,9 @@ Per group, on the assist stream, beside the base's own product (CaraServe, secti
 
     gather rows of x -> pinned memory | write request.{layer, group, slices, sequence} | wait done.sequence | y -> device
 
-and the steps' stream adds y when the assist stream is there. The processes see what kernels/cpu/src/channel.h says, whoever
-writes it. Where a row is computed is decided when its layer is enqueued, by how many layers of its adapter are there; rows
-that no process takes wait for the copy, layer by layer: their stream does, not the thread that enqueues.
+and the steps' stream adds y after the assist stream. The processes see the protocol of kernels/cpu/src/channel.h. Where a row
+is computed is decided when its layer is enqueued, by the number of copied layers of its adapter. Rows that no process takes
+wait for the copy, layer by layer; their stream waits, not the thread that enqueues.
 """
 
 from __future__ import annotations

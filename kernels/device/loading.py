@@ -1,15 +1,15 @@
-"""Adapters on their way into a LoraPool of a device, beside the steps: a thread sends layer by layer on a stream of its own.
+"""Copies adapters into a device's LoraPool beside the steps: a thread sends layer by layer on its own stream.
 
     loader = DeviceLoader(pool, streams)
     pool.reserve(slot, packed)
     loader.begin(slot, source, kept)        returns at once; `pool.loaded_layers[slot]` counts up from 0
     loader.cancel(slot); pool.free(slot)    at any time
 
-`loaded_layers` is written by the copies' stream, behind each layer's bytes: the host reads it, and a step's stream may wait
-for it. The same rules as the compiled loader's (kernels/cpu/src/loader.h): loads in order of begin, a layer counts when its
-last byte is there, a page's move and a layer's copy exclude each other, and nothing is written after `cancel`.
+The copy stream writes `loaded_layers` after each layer's bytes: the host reads it, and a step's stream may wait for it. The
+rules are those of the compiled loader (kernels/cpu/src/loader.h): loads run in order of `begin`, a layer counts when its last
+byte is there, a page's move and a layer's copy exclude each other, and nothing is written after `cancel`.
 
-A layer goes through pinned memory, one layer at a time: the files of adapters are the page cache's and cannot be pinned.
+Layers pass through pinned memory, one at a time: adapter files belong to the page cache and cannot be pinned.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A device's streams, and words in host memory that order them with whoever else reads and writes those words.
+"""A device's streams, and words in host memory that order them with other readers and writers of these words.
 
     with stream: ...             torch operations go to this stream
-    stream.after(other)          what it is given from now on begins when what `other` has is done
-    stream.write(word, value)    a 32-bit word, by its address, gets `value` when the stream comes there
-    stream.wait(word, value)     the stream goes on when the word has reached `value`; numbers may wrap
+    stream.after(other)          later work on this stream begins when the present work of `other` is done
+    stream.write(word, value)    writes `value` to a 32-bit word, by its address, when the stream gets there
+    stream.wait(word, value)     the stream continues when the word has reached `value`; numbers may wrap
     stream.mark()                a point that the host can wait for, and whose time it can read
 
-Three of them: the steps', the copies', and the one on which rows go to CPU processes and come back. Where the device is the
-CPU itself, all three are the calling thread and everything is done when the call returns.
+There are three streams: for steps, for copies, and for rows that go to CPU processes and back. If the device is the CPU
+itself, all three are the calling thread, and all work is done when a call returns.
 """
 
 from __future__ import annotations

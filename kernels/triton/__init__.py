@@ -3,7 +3,7 @@
 device.py      the kernels
 batch.py       a step's work list, once per batch
 lora.py        the plans, their launch constants, add_lora
-baselines.py   what the field measures against: padded BGMV, per-token MBGMV
+baselines.py   kernels to compare with: padded BGMV, per-token MBGMV
 """
 
 from kernels.triton.lora import LoraBatch, add_lora, start_lora

@@ -1,11 +1,11 @@
-"""Workers that are not serving: loading their model, failed with a reason, or gone without a word.
+"""Workers that do not serve: those that load their model, failed with a reason, or disappeared without a notice.
 
-    notice "starting" ──► loading ──► first state: forgotten here, it serves
+    notice "starting" ──► loading ──► first state: it serves, so it is removed here
     notice "failed"   ──► failed, with its last words
-    notice "stopped"  ──► left on purpose: not spoken of
-    lease ended, no notice ──► lost
+    notice "stopped"  ──► stopped on purpose: not reported
+    lease expired, no notice ──► lost
 
-Bounded: the `KEPT` latest, none older than `FORGET_S`.
+Bounded: the latest `KEPT` workers, none older than `FORGET_S`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ State = Literal["loading", "failed", "lost", "stopped"]
 
 
 class Absent(msgspec.Struct, kw_only=True):
-    """One worker that does not serve. `starts`: how often it has begun since it last served, `at_s`: when this came to be."""
+    """A worker that does not serve. `starts`: its starts since it last served; `at_s`: time of the last change."""
 
     worker_id: str
     incarnation: str
@@ -35,7 +35,7 @@ class Absent(msgspec.Struct, kw_only=True):
     at_s: float
 
     def sentence(self, now_s: float) -> str:
-        """For people: which worker, since when, why."""
+        """A sentence for people: which worker, since when, why."""
         ago = f"{max(0.0, now_s - self.at_s):.0f} s"
         match self.state:
             case "loading":
@@ -55,7 +55,7 @@ class Absentees:
         self._absent: dict[str, Absent] = {}  # in the order of `at_s`
 
     def on_notice(self, notice: WorkerNotice, now_s: float) -> None:
-        """A worker says what becomes of it."""
+        """Take in a worker's notice."""
         if notice.base_model != self._base_model:
             return
         state: State = "loading" if notice.event == "starting" else notice.event
@@ -64,30 +64,30 @@ class Absentees:
         self._put(notice.worker_id, notice.incarnation, state, notice.reason, starts, now_s)
 
     def on_lost(self, worker_id: str, now_s: float) -> None:
-        """A serving worker is no longer heard. What it said at the end stands."""
+        """A serving worker's lease expired. An earlier notice takes precedence."""
         if worker_id not in self._absent:
             self._put(worker_id, "", "lost", "", 0, now_s)
 
     def on_state(self, worker_id: str, incarnation: str) -> None:
-        """It serves. A state that crossed its last words on the way changes nothing."""
+        """The worker serves. A state that is older than its last notice changes nothing."""
         known = self._absent.get(worker_id)
         if known is not None and not (known.state in ("failed", "stopped") and known.incarnation == incarnation):
             del self._absent[worker_id]
 
     def all(self, now_s: float) -> list[Absent]:
-        """The latest first."""
+        """All of them, latest first."""
         while self._absent and (now_s - (oldest := next(iter(self._absent.values()))).at_s > FORGET_S):
             del self._absent[oldest.worker_id]
         return [absent for absent in reversed(self._absent.values()) if absent.state != "stopped"]
 
     def sentences(self, now_s: float) -> list[str]:
-        """The latest `TOLD` for people, and how many more there are."""
+        """Sentences on the latest `TOLD` workers, and the number of others."""
         known = self.all(now_s)
         more = [f"and {len(known) - TOLD} more"] if len(known) > TOLD else []
         return [absent.sentence(now_s) for absent in known[:TOLD]] + more
 
     def summary(self, now_s: float) -> str:
-        """How many are in which state, for clients: no names, no reasons."""
+        """The number of workers per state, for clients: without names and reasons."""
         counts = Counter(absent.state for absent in self.all(now_s))
         return ", ".join(f"{count} {state}" for state, count in counts.items())
 

@@ -1,10 +1,10 @@
-"""Adapters over HTTP: our resource under /v1/adapters, and vLLM's two run-time endpoints with its exact answers.
+"""Adapters over HTTP: the resource /v1/adapters, and vLLM's two run-time endpoints with vLLM's answers.
 
-A caller sees its tenant's own adapters and the shared ones. With the role `adapters` it changes its own; an administrator
-changes the shared ones, and any tenant's by naming the tenant. What a caller may not see does not exist for it: 404.
+A caller sees its tenant's own adapters and the shared ones. With the role `adapters` it changes its tenant's own. An
+administrator changes shared ones, and any tenant's by naming the tenant. An adapter that a caller may not see is a 404.
 
-The registry decides everything; this file translates. A change is answered only after this gateway's own view shows it (for
-at most `SETTLE_S`), so that a client's next request through the same gateway finds what it was told.
+The registry makes all decisions; this file translates. A change is answered only when this gateway's own view shows it (after
+at most `SETTLE_S`), so that the client's next request through the same gateway sees the change.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
 
 
 class _Registry:
-    """The registry's verbs, each waiting until this gateway sees the change."""
+    """The registry's requests, each waiting until this gateway sees the change."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -213,7 +213,7 @@ class _Registry:
     async def register(
         self, name: str, source: _Source, caller: Caller, *, replace: bool, tenant: str | None = None
     ) -> AdapterInfo:
-        """Register; an error about the location names the field in which the client sent it."""
+        """Register an adapter. An error about its location names the field that the client used."""
         if source.kind in ("path", "any"):  # the server's directories hold what the operator put there for whomever
             caller.check("admin", "registering an adapter from the server's directories (rather than an upload or a hub id)")
         owner = _new_owner(caller, tenant)
@@ -230,7 +230,7 @@ class _Registry:
             raise
 
     async def delete(self, name: str, caller: Caller, tenant: str | None, *, force: bool) -> None:
-        """Delete what `caller` means by `name`; an administrator may name the tenant whose it is."""
+        """Delete the adapter that `name` means for `caller`; an administrator may name its tenant."""
         if not _possible(name):
             raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
         adapters = self._gateway.adapters
@@ -240,7 +240,7 @@ class _Registry:
         await self._gateway.settled(lambda: adapters.exactly(name, owner) is None, SETTLE_S)
 
     def _owner(self, name: str, caller: Caller, tenant: str | None) -> str:
-        """Whose adapter a deletion is about. Raises Forbidden for a shared one unless an administrator asks."""
+        """The tenant whose adapter is deleted. Raises Forbidden for a shared one unless an administrator asks."""
         if tenant is not None:
             return _new_owner(caller, tenant)
         adapters = self._gateway.adapters
@@ -255,7 +255,7 @@ class _Registry:
         found = await self._ask(verb, message, timeout_s)
         info = next((info for info in found if info.entry.name == name), None)
         if info is None:
-            raise MotetError(f"the registry confirmed {name!r} without saying what it is")
+            raise MotetError(f"the registry confirmed {name!r} without describing it")
         entry = info.entry
 
         def visible() -> bool:
@@ -273,9 +273,9 @@ class _Registry:
         return adapters
 
     def check_name(self, name: str, param: str) -> None:
-        """Raises BadRequest when no adapter can have this name."""
+        """Raises BadRequest for an invalid adapter name."""
         if not _possible(name):
-            raise BadRequest(f"{param}: {name!r} is no adapter name: {_NAME_TEXT}", param=param)
+            raise BadRequest(f"{param}: {name!r} is not a valid adapter name: {_NAME_TEXT}", param=param)
         if name == self._gateway.config.base_model:
             raise BadRequest(f"{name!r} is the base model's name", param=param)
 
@@ -294,7 +294,7 @@ class _Source(msgspec.Struct, frozen=True):
 
 
 def _new_owner(caller: Caller, tenant: str | None) -> str:
-    """Whose an adapter becomes. Raises Forbidden when it is not the caller's to say."""
+    """The tenant of a new adapter. Raises Forbidden when the caller may not choose it."""
     if tenant is None:
         return SHARED if caller.may("admin") else caller.tenant
     if tenant != caller.tenant:
@@ -303,7 +303,7 @@ def _new_owner(caller: Caller, tenant: str | None) -> str:
 
 
 def _seen_as(caller: Caller, tenant: str | None) -> str:
-    """With whose eyes the caller looks. Raises Forbidden when it may not."""
+    """The tenant whose view the caller gets. Raises Forbidden when the caller may not have it."""
     if tenant is None or tenant == caller.tenant:
         return caller.tenant
     caller.check("admin", "looking at the adapters of another tenant")

@@ -1,4 +1,4 @@
-"""OpenAI's answers: the parts that streamed and whole bodies share, and whole bodies themselves. No HTTP here."""
+"""OpenAI's answer bodies: complete ones, and the parts that streamed chunks share with them. No HTTP here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 async def open_all(owner: Owner, plan: Plan) -> tuple[list[Stream], Signal]:
-    """All choices of a plan, each accepted by a worker, sharing one signal; when one is refused none is kept."""
+    """Open all choices of a plan, with one signal. When one is refused, the others are cancelled."""
     signal = Signal()
     if len(plan.jobs) == 1:
         return [await owner.open(plan.jobs[0], signal=signal)], signal
@@ -73,7 +73,7 @@ async def collect(owner: Owner, plan: Plan, *, on_delta: OnDelta | None = None) 
 
 
 class _Gathered:
-    """One choice as it adds up."""
+    """The text, tokens and log-probabilities of one choice so far."""
 
     def __init__(self, echo: str) -> None:
         self.texts = [echo]
@@ -122,7 +122,7 @@ def usage(plan: Plan, streams: list[Stream]) -> dict[str, Any]:
 
 
 def head(plan: Plan) -> dict[str, Any]:
-    """What every streamed chunk of a plan begins with."""
+    """The fields that all streamed chunks of a plan share."""
     return {
         "id": plan.request_id,
         "object": "chat.completion.chunk" if plan.chat else "text_completion",

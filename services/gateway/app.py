@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP surface. A generating handler reads: admit, parse, plan, run; the rest is in what it calls."""
+"""The OpenAI-compatible HTTP routes. A generating handler runs four steps: admit, parse, plan, run."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Gateway(Protocol):
     started_s: int  # Unix time
 
     def not_ready(self) -> list[str]:
-        """Reasons why it cannot serve now."""
+        """Reasons why this gateway cannot serve now."""
 
     def failure(self) -> str:
-        """Why it can never serve again; "" while it can."""
+        """Why this gateway can never serve again; "" while it can."""
 
     def admit(self) -> None:
-        """Raises Unavailable or Overloaded when nothing new is taken."""
+        """Raises Unavailable or Overloaded when no new request is accepted."""
 
     async def settled(self, visible: Callable[[], bool], within_s: float) -> bool:
         """Wait until `visible()` holds for the adapters it sees; False when that takes longer."""

@@ -1,11 +1,11 @@
-"""Who is asking: API keys to callers, each with a tenant and a role.
+"""API keys: maps each key to a caller with a tenant and a role.
 
     use         generate, see the models and adapters of its tenant and the shared ones
     adapters    also add, replace and delete its tenant's adapters
     admin       everything: shared and other tenants' adapters, keys, status, metrics, the audit log
 
-Keys come from the key store, which `motet keys` changes while everything runs, and from `--api-keys-file`. Without keys
-everybody is an administrator of the tenant "default"; that is meant for a gateway on a loopback address.
+Keys come from the key store, which `motet keys` changes at run time, and from `--api-keys-file`. Without keys every client is
+an administrator of the tenant "default", which is meant for a gateway on a loopback address.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEY_CHARS = 512
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who sent a request. `key_id` is "" where no keys are used."""
+    """The sender of a request. `key_id` is "" when no keys are used."""
 
     tenant: str = DEFAULT_TENANT
     role: Role = "admin"
@@ -43,7 +43,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class Keys:
-    """Admits requests. Keys are looked up by digest, so that a comparison tells nothing about how much of a key was right."""
+    """Admits requests. Keys are looked up by digest, so timing reveals nothing about a key."""
 
     def __init__(self, config: GatewayConfig) -> None:
         if config.api_keys == "off" and config.api_keys_file:
@@ -55,7 +55,7 @@ class Keys:
         self.store: KeyStore
 
     async def start(self, bus: Bus) -> None:
-        """Follow the key store. Raises ConfigError when an exposed gateway would have to refuse everybody, or Unavailable."""
+        """Follow the key store. Raises ConfigError for a gateway on a public address without any key, or Unavailable."""
         self.store = KeyStore(bus)
         if not self.required:
             bus.spawn(self.store.start())  # only `motet keys` looks at it

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
-    """One HTTP front. `model` must be the workers' model: the tokenizer comes from it."""
+    """An HTTP front of the mesh. `model` must be the workers' model: the gateway uses its tokenizer and chat template."""
 
     model: Annotated[str, Meta(min_length=1, description="base model: a local directory or a Hugging Face id")]
     served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
@@ -23,67 +23,88 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
     allowed_hosts: Annotated[
         str,
         Meta(
-            description="host names in requests that are served besides loopback ones and --host, comma-separated, * for any;"
-            " checked when given, and always where no key is needed and --host is a loopback address"
+            description="host names accepted in the Host header, besides loopback names and --host; comma-separated, * for any."
+            " Checked if given, and always when --host is a loopback address and no API key is needed"
         ),
     ] = ""
     allowed_origins: Annotated[
-        str, Meta(description="origins of browser pages that may use the API, comma-separated, * for any; sends CORS headers")
+        str, Meta(description="browser origins that may use the API, comma-separated, * for any; enables CORS headers")
     ] = ""
-    max_connections: Annotated[int, Meta(ge=1, description="open connections; beyond that they are refused with 429")] = 16_384
+    max_connections: Annotated[int, Meta(ge=1, description="maximum open connections; further ones get 429")] = 16_384
     listen_fd: Annotated[
-        int, Meta(ge=-1, description="file descriptor of an inherited listening socket, instead of --host and --port; -1: none")
+        int,
+        Meta(
+            ge=-1, description="file descriptor of an inherited listening socket, used instead of --host and --port; -1: none"
+        ),
     ] = -1
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body; uploads have their own limit")] = 4 * MIB
-    max_upload_bytes: Annotated[int, Meta(ge=1024, description="largest adapter archive")] = 1024 * MIB
-    max_uploads: Annotated[int, Meta(ge=1, description="adapter uploads at once; beyond that clients get 429")] = 4
-    max_inflight: Annotated[int, Meta(ge=1, description="sequences owned at once; beyond that clients get 429")] = 4096
-    stream_buffer_tokens: Annotated[
-        int, Meta(ge=16, description="tokens kept for a client that does not read; beyond that it is cut off")
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body in bytes; uploads have their own limit")] = (
+        4 * MIB
+    )
+    max_upload_bytes: Annotated[int, Meta(ge=1024, description="largest adapter archive in bytes")] = 1024 * MIB
+    max_uploads: Annotated[int, Meta(ge=1, description="maximum concurrent adapter uploads; further ones get 429")] = 4
+    max_inflight: Annotated[
+        int, Meta(ge=1, description="maximum sequences in progress at this gateway; further ones get 429")
     ] = 4096
-    intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="durable requests from NATS that run at once")] = 64
-    request_timeout_s: Annotated[float, Meta(gt=0, description="longest life of a request")] = 600.0
+    stream_buffer_tokens: Annotated[
+        int, Meta(ge=16, description="maximum tokens buffered for a slow client; then its stream is ended")
+    ] = 4096
+    intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="maximum durable requests from NATS in progress")] = 64
+    request_timeout_s: Annotated[float, Meta(gt=0, description="maximum duration of a request in seconds")] = 600.0
     tls_cert_file: Annotated[
-        str, Meta(description="certificate (chain) of the HTTP API; with it and its key it speaks https")
+        str, Meta(description="TLS certificate (chain) of the HTTP API; enables https together with --tls-key-file")
     ] = ""
     tls_key_file: Annotated[str, Meta(description="private key of --tls-cert-file")] = ""
     api_keys: Annotated[
         str,
         Meta(
             pattern="^(auto|required|off)$",
-            description="whether clients need `Authorization: Bearer <key>`: auto (unless --host is a loopback address and"
-            " there is no --api-keys-file), required, off (everybody is an administrator)",
+            description="whether clients need `Authorization: Bearer <key>`: auto (needed unless --host is a loopback address"
+            " and there is no --api-keys-file), required, or off (every client is an administrator)",
         ),
     ] = "auto"
     api_keys_file: Annotated[
         str,
-        Meta(
-            description="file with lines `key tenant [role]`, the role being use (default), adapters or admin; see `motet keys`"
-        ),
+        Meta(description="file with lines `key tenant [role]`; roles: use (default), adapters, admin. See `motet keys`"),
     ] = ""
     tenant_requests_per_s: Annotated[
-        float, Meta(ge=0, le=1e9, description="requests per second of one tenant at this gateway; 0 for no limit")
+        float, Meta(ge=0, le=1e9, description="maximum requests per second of one tenant at this gateway; 0: no limit")
     ] = 0.0
     tenant_tokens_per_min: Annotated[
         int,
-        Meta(ge=0, le=1 << 40, description="prompt and output tokens per minute of one tenant at this gateway; 0: no limit"),
+        Meta(
+            ge=0,
+            le=1 << 40,
+            description="maximum prompt and output tokens per minute of one tenant at this gateway; 0: no limit",
+        ),
     ] = 0
     tenant_concurrent_requests: Annotated[
-        int, Meta(ge=0, le=1 << 40, description="requests of one tenant at once at this gateway; 0 for no limit")
+        int, Meta(ge=0, le=1 << 40, description="maximum concurrent requests of one tenant at this gateway; 0: no limit")
     ] = 0
     tenant_limits_file: Annotated[
         str,
         Meta(
-            description="JSON file with other limits for some tenants: {tenant: {requests_per_s, tokens_per_min,"
-            " concurrent_requests, weight}}; weight (1) is a tenant's share while workers are saturated"
+            description="JSON file with limits of single tenants: {tenant: {requests_per_s, tokens_per_min,"
+            " concurrent_requests, weight}}; weight (default 1) is the tenant's share while workers are saturated"
         ),
     ] = ""
-    slo_interactive_ttft_ms: Annotated[float, Meta(gt=0, description="class interactive: time to first token")] = 500.0
-    slo_interactive_tpot_ms: Annotated[float, Meta(gt=0, description="class interactive: time per output token")] = 50.0
-    slo_standard_ttft_ms: Annotated[float, Meta(gt=0, description="class standard: time to first token")] = 2000.0
-    slo_standard_tpot_ms: Annotated[float, Meta(gt=0, description="class standard: time per output token")] = 200.0
-    slo_batch_ttft_ms: Annotated[float, Meta(gt=0, description="class batch: time to first token")] = 60_000.0
-    slo_batch_tpot_ms: Annotated[float, Meta(gt=0, description="class batch: time per output token")] = 2000.0
+    slo_interactive_ttft_ms: Annotated[
+        float, Meta(gt=0, description="class interactive: objective for the time to first token, in ms")
+    ] = 500.0
+    slo_interactive_tpot_ms: Annotated[
+        float, Meta(gt=0, description="class interactive: objective for the time per output token, in ms")
+    ] = 50.0
+    slo_standard_ttft_ms: Annotated[
+        float, Meta(gt=0, description="class standard: objective for the time to first token, in ms")
+    ] = 2000.0
+    slo_standard_tpot_ms: Annotated[
+        float, Meta(gt=0, description="class standard: objective for the time per output token, in ms")
+    ] = 200.0
+    slo_batch_ttft_ms: Annotated[float, Meta(gt=0, description="class batch: objective for the time to first token, in ms")] = (
+        60_000.0
+    )
+    slo_batch_tpot_ms: Annotated[
+        float, Meta(gt=0, description="class batch: objective for the time per output token, in ms")
+    ] = 2000.0
 
     @property
     def base_model(self) -> str:

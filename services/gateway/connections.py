@@ -1,7 +1,7 @@
-"""What one HTTP connection may cost before a request has arrived: bounded header bytes, bounded time, a bounded number.
+"""Limits on HTTP connections before a request has arrived: header bytes, time, and number of connections.
 
-uvicorn's parser keeps headers of any size and waits for the rest of a request for ever. `GuardedProtocol` counts and dates what
-comes in; `watch` looks at all connections once a second and closes those that are too slow:
+uvicorn's parser keeps headers of any size and waits without limit for the rest of a request. `GuardedProtocol` counts incoming
+bytes and their times; `watch` checks all connections once a second and closes those that are too slow:
 
     connected ──► silent, or half a head ── HEAD_S ──────────────────────────► 408, closed
         ▲             │ head complete
@@ -10,9 +10,8 @@ comes in; `watch` looks at all connections once a second and closes those that a
         │             │ body complete
         └─ keep-alive ┴──► answered (uvicorn's own keep-alive time ends idle ones)
 
-A body that waits because we read no further is not the client's fault and not counted. What a refused client still sends is
-dropped until it closes, or for `LINGER_S`: closing while it sends would take the answer from it. Nothing here runs per streamed
-token.
+Time in which this side does not read a body does not count against the client. Data of a refused client is discarded until the
+client closes, for at most `LINGER_S`: closing while it sends could lose the answer. Nothing here runs per streamed token.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.refuse(BadRequest(msg))
 
     def look(self, now: float) -> None:
-        """Close it when its client is too slow."""
+        """Close the connection when its client is too slow."""
         transport = self.transport
         if self.refused or transport.is_closing():
             self.closing_s = self.closing_s or now
@@ -158,7 +157,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 async def watch(connections: set[Any]) -> None:
-    """Close slow connections until cancelled; 10,000 cost about a millisecond per look."""
+    """Close slow connections until cancelled; a check of 10,000 connections takes about a millisecond."""
     while True:
         await asyncio.sleep(LOOK_S)
         now = now_s()
@@ -167,7 +166,7 @@ async def watch(connections: set[Any]) -> None:
 
 
 def files_for(connections: int) -> int:
-    """Raise this process's limit of open files as far as it may be; how many of `connections` then have room."""
+    """Raise this process's limit of open files as needed; returns how many of `connections` then have room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + SPARE_FILES
     if soft < wanted:

@@ -1,9 +1,9 @@
-"""Tokens to text, one step at a time, so that the pieces always add up to `tokenizer.decode` of the whole.
+"""Incremental detokenization: the pieces of text always add up to `tokenizer.decode` of all tokens.
 
 Rules of this file:
-- half a character never leaves: bytes wait until their character is complete, or is known to be broken (then U+FFFD).
-- text that could be the beginning of a stop string waits until it is clear.
-- one token costs one table look-up. Tables are made once per tokenizer, from the decoder that tokenizer.json names:
+- No incomplete character is returned. Bytes are held back until their character is complete or known to be invalid (U+FFFD).
+- Text that could be the beginning of a stop string is held back until this is decided.
+- A token costs one table look-up. Tables are made once per tokenizer, from the decoder that tokenizer.json names:
 
     ByteLevel (Llama 3, Qwen, GPT)             token -> bytes, joined, then UTF-8
     Replace, ByteFallback, Fuse[, Strip]       token -> piece with its spaces; <0xE2> tokens are bytes
@@ -28,10 +28,10 @@ class TextStream(Protocol):
     """The text of one sequence as it grows."""
 
     def push(self, tokens: list[int]) -> str:
-        """The text that became certain with `tokens`."""
+        """The text that can be returned after `tokens`."""
 
     def finish(self) -> str:
-        """What was held back; nothing may be pushed afterwards."""
+        """The text that was held back; nothing may be pushed afterwards."""
 
 
 class Detokenizer:
@@ -222,7 +222,7 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(what may be shown, the stop string that ended it or None)."""
+        """(text to return, the stop string that ended it or None)."""
         text = self._held + text
         best: tuple[int, int, str] | None = None  # (end, start, stop): the first to end; of those the longest
         for stop in self._stops:
@@ -242,7 +242,7 @@ class StopFilter:
         return text, None
 
     def finish(self) -> str:
-        """The text that was held back and turned out to be no stop string."""
+        """The text that was held back and is not a stop string."""
         held, self._held = self._held, ""
         return held
 

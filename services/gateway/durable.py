@@ -1,6 +1,6 @@
-"""A durable request as it was delivered: its ids, its deadline, and the result or dead letter that is stored at its end.
+"""A delivered durable request: its ids, its deadline, and the result or dead letter that is stored at its end.
 
-Nothing here talks to the bus. `services.gateway.intake` does, and drives these.
+This file does no IO; `services.gateway.intake` does.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DurableRequest:
             self._ends_s = now_s() + (self.timeout_ms - age_ms) / 1000
 
     def _read(self, bytes_max: int) -> None:
-        """Take from the body what names the request and bounds its time; keep the first thing wrong with it."""
+        """Read id and deadline from the body, and remember the first error in it."""
         if not TENANT.fullmatch(self.tenant):
             self._problem = BadRequest(f"tenant {self.tenant!r}: letters, digits, '_' and '-' only, at most 64")
         if len(self.message.data) > bytes_max:
@@ -84,7 +84,7 @@ class DurableRequest:
 
     @property
     def addressable(self) -> bool:
-        """Whether there can be a result for it: a subject that is no tenant's has none."""
+        """Whether a result can be stored: the subject must belong to a tenant."""
         return TENANT.fullmatch(self.tenant) is not None
 
     @property
@@ -92,11 +92,11 @@ class DurableRequest:
         return subjects.results(self.tenant, self.request_id)
 
     def left_s(self) -> float | None:
-        """Seconds until its deadline, None when it has none."""
+        """Seconds until the deadline; None without one."""
         return None if self._ends_s is None else self._ends_s - now_s()
 
     def check_time(self, refusal: MotetError | None = None) -> None:
-        """Raises DeadlineExceeded when its time is over; `refusal` is what it waited for last."""
+        """Raises DeadlineExceeded after the deadline; `refusal` is the last reason for waiting."""
         left_s = self.left_s()
         if left_s is not None and left_s <= 0:
             why = f"; the last refusal was: {refusal.message}" if refusal else ""

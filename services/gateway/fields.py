@@ -1,8 +1,8 @@
-"""Request fields that other servers know and this one does not serve: what becomes of each, in one table.
+"""Request fields of other servers' APIs that Motet does not serve, and what happens to each.
 
-Nothing is dropped silently. A field that would change the answer is refused by name unless its value asks for nothing
-(`harmless`); a field that cannot change the answer is taken without effect (`harmless` None). Any other field is refused as
-unknown, as OpenAI does. `docs/api.md` shows this table beside the served fields, whose table is `protocol`.
+No field is dropped silently. A field that would change the answer is refused by name, except with values that ask for nothing
+(`harmless`). A field that cannot change the answer is accepted without effect (`harmless` is None). Any other field is
+refused as unknown, as OpenAI does. `docs/api.md` shows this table together with the served fields (`protocol`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.errors import BadRequest
 
 
 class Unserved(msgspec.Struct, frozen=True):
-    """One such field: why, and with which values it is taken all the same (None: with any)."""
+    """An unserved field: the reason, and the values that are accepted nevertheless (None: any value)."""
 
     why: str
     harmless: tuple[Any, ...] | None = (None,)
@@ -30,34 +30,34 @@ class Unserved(msgspec.Struct, frozen=True):
     def schema(self) -> dict[str, Any]:
         """As a JSON schema."""
         if self.harmless is None:
-            return {"description": f"Taken without effect: {self.why}."}
-        return {"description": f"Only these values are taken: {self.why}.", "enum": list(self.harmless)}
+            return {"description": f"Accepted without effect: {self.why}."}
+        return {"description": f"Only these values are accepted: {self.why}.", "enum": list(self.harmless)}
 
 
 _OFF = (None, False)
 _HINT = None  # any value
 
 _GRAMMAR = "output is not constrained to a grammar"
-_TEXT_ONLY = "only text goes in and out"
-_NO_TOOLS = "tools are not called"
-_ELSEWHERE = "the mesh itself decides where a request runs"
-_ADAPTERS = "adapters are registered under /v1/adapters and asked for by name"
-_NO_BEAMS = "sequences are sampled, there is no beam search"
-_NOT_RETURNED = "answers do not carry this"
-_THINKING = "reasoning is neither separated from the text nor bounded"
+_TEXT_ONLY = "input and output are text only"
+_NO_TOOLS = "tool calls are not served"
+_ELSEWHERE = "the scheduler decides where a request runs"
+_ADAPTERS = "register adapters under /v1/adapters and request them by name"
+_NO_BEAMS = "beam search is not served"
+_NOT_RETURNED = "answers do not contain this"
+_THINKING = "reasoning is neither separated from the text nor limited"
 
 _BOTH: dict[str, Unserved] = {
     # OpenAI
     "user": Unserved("it identifies the end user to the provider", _HINT),
-    "metadata": Unserved("answers are not stored, so there is nothing to label", _HINT),
+    "metadata": Unserved("it labels stored answers, and answers are not stored", _HINT),
     "service_tier": Unserved("use the header x-slo-class", (None, "auto", "default")),
     # vLLM
     "use_beam_search": Unserved(_NO_BEAMS, _OFF),
     "length_penalty": Unserved(_NO_BEAMS, (None, 1, 1.0)),
     "watermarking": Unserved("text is not watermarked", _OFF),
-    "spaces_between_special_tokens": Unserved("it means something to slow tokenizers only, which are not used here", _HINT),
-    "prompt_logprobs": Unserved("prompts are not scored"),
-    "logprob_token_ids": Unserved("log-probabilities are those of the likeliest tokens"),
+    "spaces_between_special_tokens": Unserved("it affects slow tokenizers only, which are not used here", _HINT),
+    "prompt_logprobs": Unserved("log-probabilities of prompts are not computed"),
+    "logprob_token_ids": Unserved("log-probabilities are returned for the most likely tokens only"),
     "structured_outputs": Unserved(_GRAMMAR),
     "guided_json": Unserved(_GRAMMAR),
     "guided_regex": Unserved(_GRAMMAR),
@@ -68,12 +68,12 @@ _BOTH: dict[str, Unserved] = {
     "structural_tag": Unserved(_GRAMMAR),
     "session_id": Unserved("it is a routing hint", _HINT),
     "return_tokens_as_token_ids": Unserved("log-probabilities name tokens by their text; use return_token_ids", _OFF),
-    "routed_experts_prompt_start": Unserved("there are no experts", (None, 0)),
+    "routed_experts_prompt_start": Unserved("mixture-of-experts models are not served", (None, 0)),
     "return_token_offsets": Unserved(_NOT_RETURNED, _OFF),
-    "return_mm_kwargs": Unserved("it means something on vLLM's render endpoints only", _HINT),
-    "kv_transfer_params": Unserved("prefill and decode are not separated"),
-    "ec_transfer_params": Unserved("prefill and decode are not separated"),
-    "vllm_xargs": Unserved("there are no extensions that would read it"),
+    "return_mm_kwargs": Unserved("it affects vLLM's render endpoints only", _HINT),
+    "kv_transfer_params": Unserved("prefill and decode run on the same worker"),
+    "ec_transfer_params": Unserved("prefill and decode run on the same worker"),
+    "vllm_xargs": Unserved("there are no extensions that use it"),
     "repetition_detection": Unserved("use repetition_penalty, frequency_penalty or stop"),
     "thinking_token_budget": Unserved(_THINKING, (None, -1)),
     "stream_interval": Unserved("every token is its own event; events that are ready together leave together", _HINT),
@@ -84,11 +84,11 @@ _BOTH: dict[str, Unserved] = {
     "stop_regex": Unserved("stop takes strings", (None, [])),
     "return_hidden_states": Unserved(_NOT_RETURNED, _OFF),
     "return_routed_experts": Unserved(_NOT_RETURNED, _OFF),
-    "routed_experts_start_len": Unserved("there are no experts", (None, 0)),
+    "routed_experts_start_len": Unserved("mixture-of-experts models are not served", (None, 0)),
     "return_cached_tokens_details": Unserved("usage.prompt_tokens_details has the number of cached tokens", _OFF),
     "session_params": Unserved("requests do not share sessions"),
     "custom_params": Unserved("there are no custom logit processors"),
-    "custom_logit_processor": Unserved("code from clients is never run"),
+    "custom_logit_processor": Unserved("client code is never run"),
     "images_config": Unserved(_TEXT_ONLY),
     "bootstrap_host": Unserved(_ELSEWHERE),
     "bootstrap_port": Unserved(_ELSEWHERE),
@@ -111,21 +111,21 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
     "modalities": Unserved(_TEXT_ONLY, (None, [], ["text"])),
     "tools": Unserved(_NO_TOOLS, (None, [])),
     "tool_choice": Unserved(_NO_TOOLS, (None, "none", "auto")),
-    "parallel_tool_calls": Unserved("it limits tool calls, of which there are none", _HINT),
+    "parallel_tool_calls": Unserved("it limits tool calls, which are not served", _HINT),
     "functions": Unserved(_NO_TOOLS, (None, [])),
     "function_call": Unserved(_NO_TOOLS, (None, "none", "auto")),
     "moderation": Unserved("texts are not moderated"),
     "prediction": Unserved("it is a hint for speed", _HINT),
     "prompt_cache_key": Unserved("it is a routing hint", _HINT),
-    "prompt_cache_options": Unserved("prefixes are cached as long as there is room", _HINT),
-    "prompt_cache_retention": Unserved("prefixes are cached as long as there is room", _HINT),
+    "prompt_cache_options": Unserved("prefixes stay cached while there is room", _HINT),
+    "prompt_cache_retention": Unserved("prefixes stay cached while there is room", _HINT),
     "safety_identifier": Unserved("it identifies the end user to the provider", _HINT),
     "store": Unserved("answers are not stored", _OFF),
-    "verbosity": Unserved("say in the prompt how long the answer should be", (None, "medium")),
+    "verbosity": Unserved("state the wanted length in the prompt", (None, "medium")),
     "web_search_options": Unserved("there is no web search"),
     # vLLM
     "include_reasoning": Unserved("reasoning is not separated from the text", _HINT),
-    "echo": Unserved("answers hold the new text only", _OFF),
+    "echo": Unserved("answers contain the new text only", _OFF),
     "chat_template": Unserved("the model's own template is used"),
     "media_io_kwargs": Unserved(_TEXT_ONLY),
     "mm_processor_kwargs": Unserved(_TEXT_ONLY),
@@ -134,7 +134,7 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
     "return_prompt_token_ids": Unserved("use return_token_ids", _OFF),
     "return_meta_info": Unserved(_NOT_RETURNED, _OFF),
     "reasoning": Unserved("use reasoning_effort"),
-    "task": Unserved("it means something to one model family, which is not served"),
+    "task": Unserved("it affects one model family only, which is not served"),
     "separate_reasoning": Unserved("reasoning is not separated from the text", _HINT),
     "stream_reasoning": Unserved("reasoning is not separated from the text", _HINT),
     "max_dynamic_patch": Unserved(_TEXT_ONLY),
@@ -147,7 +147,7 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
 }
 
 COMPLETION: Mapping[str, Unserved] = _BOTH | {
-    "suffix": Unserved("text is continued at its end only", (None, "")),
+    "suffix": Unserved("text is only continued at its end", (None, "")),
     "prompt_embeds": Unserved("prompts are text or token ids"),
 }
 

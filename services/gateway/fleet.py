@@ -1,4 +1,4 @@
-"""What the gateway knows of the workers: a copy of their published state, for metrics, readiness and lost requests."""
+"""The gateway's copy of the workers' published state, used for metrics, readiness and lost requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STALE_S = 10.0  # a worker that was not heard for this long is forgotten
 
 
 class WorkerView:
-    """One worker's state as last heard."""
+    """One worker's last known state."""
 
     __slots__ = (
         "adapter_bytes_free",
@@ -45,7 +45,7 @@ class WorkerView:
         self.heard_s = self.snapshot_s = now_s()
 
     def apply(self, delta: WorkerDelta) -> None:
-        """Take in one change; a gap in `seq` only delays what is known until the next snapshot."""
+        """Apply a delta. After a gap in `seq` the state is outdated until the next snapshot."""
         self.heard_s = now_s()
         if delta.seq != self.seq + 1:
             return
@@ -68,7 +68,7 @@ class WorkerView:
 
 
 class Fleet:
-    """All workers that are being heard."""
+    """All workers that report their state."""
 
     def __init__(self, bus: Bus, base_model: str) -> None:
         self._bus, self._base_model = bus, base_model
@@ -78,7 +78,7 @@ class Fleet:
         self.absent = Absentees(base_model)
 
     async def start(self) -> None:
-        """Begin to listen; the picture is whole after one heartbeat."""
+        """Start listening; the state is complete after one heartbeat."""
         await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
         self._inlet = await self._bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
 
@@ -99,14 +99,14 @@ class Fleet:
             known.apply(state)
 
     def workers(self) -> dict[str, WorkerView]:
-        """The workers of our base model heard lately, by id."""
+        """The workers of our base model that reported recently, by id."""
         oldest = now_s() - STALE_S
         for worker_id in [w for w, view in self._workers.items() if view.heard_s < oldest]:
             self.lose(worker_id)
         return self._workers
 
     async def newcomer(self, within_s: float) -> bool:
-        """Wait for a worker that was not here; whether one came."""
+        """Wait for a new worker; returns whether one came."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._newcomer.wait()
@@ -114,16 +114,16 @@ class Fleet:
         return False
 
     def lose(self, worker_id: str) -> None:
-        """Forget a worker whose lease ended, or that is silent."""
+        """Remove a worker whose lease expired or that is silent."""
         if self._workers.pop(worker_id, None) is not None:
             self.absent.on_lost(worker_id, now_s())
 
     def nobody(self) -> str:
-        """Why nobody serves the base model, for operators: with the last words of workers that failed."""
+        """Why no worker serves the base model, for operators: with the last words of failed workers."""
         return "; ".join([f"no worker serves {self._base_model}", *self.absent.sentences(now_s())])
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
-        """Whether a snapshot taken after `since_s` says that the worker does not have this request (any more)."""
+        """Whether a snapshot taken after `since_s` shows that the worker does not have this request."""
         view = self._workers.get(worker_id)
         if view is None or view.snapshot_s < since_s:
             return False
@@ -131,7 +131,7 @@ class Fleet:
         return brief is None or brief.epoch != epoch
 
     def max_model_len(self, default: int) -> int:
-        """The longest sequence that some worker takes, in tokens; `default` while there is none."""
+        """The longest sequence that any worker accepts, in tokens; `default` without workers."""
         return max((view.limits.max_model_len for view in self.workers().values()), default=default)
 
     def tiers(self, digest: str) -> dict[str, str]:

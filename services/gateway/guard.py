@@ -1,13 +1,14 @@
-"""What is refused before a request is looked at: pages of other sites, and foreign host names.
+"""Refuses requests of foreign web pages and requests with foreign host names.
 
-Without API keys whoever reaches the port may do everything, and a browser on the same machine reaches it for every page it
-shows. Three rules keep pages out; each alone would, against a browser that keeps the standards:
+Without API keys everybody who reaches the port may do everything, and a browser on the same machine reaches it on behalf of
+any web page. Three rules keep pages out; each alone suffices against a browser that follows the standards:
 
-- a request that changes or generates something and names an origin comes from this host or from `--allowed-origins`.
-- the host asked for is a loopback name, the address listened on, or one of `--allowed-hosts`: a page whose own name was made
-  to point here (DNS rebinding) still names itself. Checked where no key is needed and the address is a loopback one.
-- bodies are JSON by their content type (`http.read_body`). A page can send other types to another site without asking; for
-  JSON the browser asks first (a preflight), and is told no. That rule holds with API keys too, as in vLLM: one way to send.
+- Origin: a request that changes or generates something and has an `Origin` must come from this host or `--allowed-origins`.
+- Host: the `Host` header must be a loopback name, the address listened on, or one of `--allowed-hosts`. A page whose name was
+  made to resolve to this address (DNS rebinding) still sends its own name. Checked when no key is needed on a loopback
+  address.
+- Content type: bodies must be sent as JSON (`http.read_body`). A page can send other types to another site without
+  permission; for JSON the browser first sends a preflight, which is refused. This rule also applies with API keys.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ class Guard:
             self._hosts = named | {bound_host.lower()}
 
     def refusal(self, method: str, headers: Headers) -> MotetError | None:
-        """Why this request is not taken; None when it is."""
+        """Why this request is refused; None when it is accepted."""
         host = headers.get("host", "")
         if self._hosts is not None and not self._host_allowed(host):
-            return Forbidden(f"host {host!r} is not served here; --allowed-hosts names further hosts", param="host")
+            return Forbidden(f"host {host!r} is not allowed; allow it with --allowed-hosts", param="host")
         if method in SAFE:
             return None
         origin = headers.get("origin")
         if self._keyless and origin is not None and not self._origin_allowed(origin, host):
-            return Forbidden(f"pages of {origin!r} may not ask here; --allowed-origins names those that may", param="origin")
+            return Forbidden(f"pages of {origin!r} are not allowed; allow them with --allowed-origins", param="origin")
         return None
 
     def _host_allowed(self, host: str) -> bool:

@@ -1,4 +1,4 @@
-"""What all HTTP endpoints share: request ids, bounded bodies, JSON and error answers, work that ends when its client goes."""
+"""Shared parts of all HTTP endpoints: request ids, bounded bodies, JSON and error answers, cancellation on disconnect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Entrance:
-    """The outermost layer: every request gets its id, every answer carries it, and what `guard` refuses comes no further.
+    """The outermost middleware: gives each request its id, adds the id to each answer, and applies `guard`.
 
     The id is the client's own X-Request-Id where that is 1 to 128 printable ASCII characters, else a random one.
     """
@@ -113,7 +113,7 @@ class ClientGone(Exception):
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled at once when the client goes away (ClientGone). The body was read before."""
+    """The result of `work`. Raises ClientGone and cancels it when the client disconnects. Read the body before."""
     loop = asyncio.get_running_loop()
     working, listening = loop.create_task(work), loop.create_task(_disconnected(request))
     try:

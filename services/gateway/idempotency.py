@@ -1,13 +1,14 @@
 """`Idempotency-Key`: the same request of the same tenant runs once on this gateway, however often it is sent.
 
-    first                      runs to its end even when its client goes away, since that client is likely to ask again
+    first                      runs to its end even if its client disconnects, since the client is likely to retry
     again, while it runs       waits for the same answer
-    again, afterwards          the stored answer, with `idempotent-replayed: true`
-    again, with another body   422: the key stands for one request
-    streamed                   runs once; its tokens are not kept, so again is 409
+    again, afterwards          gets the stored answer, with `idempotent-replayed: true`
+    again, with another body   422: a key stands for one request
+    streamed                   runs once; its tokens are not stored, so a repetition gets 409
 
-Failures are not kept: the next request with the key runs. Answers are kept in this process for AGE_S, at most ANSWERS_MAX of
-them and BYTES_MAX in all, the oldest leave first. What has to run once across gateways and restarts is a durable request.
+Failures are not stored: the next request with the key runs. Answers are stored in this process for AGE_S, at most ANSWERS_MAX
+of them and BYTES_MAX in all; the oldest are evicted first. Use a durable request for work that must run once across gateways
+and restarts.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Kept:
 
 
 class Once:
-    """The requests with a key that this gateway runs or has answered."""
+    """Requests with an Idempotency-Key that this gateway runs or has answered."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[_Name, _Kept] = OrderedDict()
@@ -56,14 +57,14 @@ class Once:
     async def whole(
         self, request: Request, body: bytes, work: Callable[[], Coroutine[None, None, bytes]]
     ) -> tuple[bytes, bool]:
-        """(the answer, whether it had been asked for before). Raises what `work` raises, BadRequest, Conflict or KeyReused."""
+        """(the answer, whether it is a repetition). Raises what `work` raises, BadRequest, Conflict or KeyReused."""
         name = _name(request)
         kept = self._find(name, body)
         if kept is not None:
             if kept.answer is not None:
                 return kept.answer, True
             if kept.running is None:
-                raise Conflict("an answer to this Idempotency-Key was streamed, and is not kept", param=HEADER)
+                raise Conflict("the answer to this Idempotency-Key was streamed and cannot be repeated", param=HEADER)
             return await asyncio.shield(kept.running), True
         kept = self._keep(name, body)
         kept.running = running = asyncio.get_running_loop().create_task(work())
@@ -71,10 +72,10 @@ class Once:
         return await asyncio.shield(running), False
 
     def stream(self, request: Request, body: bytes) -> Callable[[], None]:
-        """A streamed request begins; returns what to call when there is no answer after all. Raises as `whole`."""
+        """Start a streamed request; returns the function to call when it fails before it streams. Raises as `whole`."""
         name = _name(request)
         if self._find(name, body) is not None:
-            raise Conflict("this Idempotency-Key was used before, and streamed answers are not kept", param=HEADER)
+            raise Conflict("this Idempotency-Key was used before, and a streamed answer cannot be repeated", param=HEADER)
         kept = self._keep(name, body)
         return lambda: self._drop(name, kept)
 
@@ -107,7 +108,7 @@ class Once:
             self._bytes -= len(kept.answer or b"")
 
     def _bound(self) -> None:
-        """Let the oldest go; what runs stays, and is bounded by the sequences that a gateway owns."""
+        """Evict the oldest answers. Running requests stay; the gateway's limit on sequences bounds them."""
         ended = [(name, kept) for name, kept in self._kept.items() if kept.running is None] if self._over() else []
         for name, kept in ended:
             if not self._over():

@@ -1,4 +1,4 @@
-"""Durable requests: pulled from JetStream, run by the same Owner as HTTP, acknowledged only when their result is stored.
+"""The intake: pulls durable requests from JetStream, runs them with the same Owner as HTTP, and acknowledges when stored.
 
     pull ──► result already stored? ── yes ───────────────────────────────────────────────► ack
                  │ no
@@ -15,13 +15,13 @@
                  ▼
                 ack
 
-Each tenant has its own request stream and is pulled on its own (`_Queue`); what a tenant may not have yet waits in its
-stream. At most `intake_concurrency` requests run. A parked request runs nothing and counts for no other tenant; while one is
-parked its tenant's stream is left alone, so at most `intake_concurrency` requests of a tenant are held here.
+Each tenant has its own request stream, which is pulled separately (`_Queue`). At most `intake_concurrency` requests run. A
+*parked* request waits for room; it runs nothing and takes no other tenant's slot. While a request is parked, nothing more is
+pulled from its tenant's stream, so a gateway holds at most `intake_concurrency` requests of a tenant.
 
-Waiting is no redelivery. While a request is held its delivery is kept alive, and when this process dies the message comes
-back to another copy after `ACK_WAIT_S`. A copy that stops in order hands back what it holds and writes that down, so that
-deliveries minus hand-backs is how often a process died with the request: `MAX_DEATHS` of them make it poison.
+Waiting is not redelivery. The delivery of a held request is kept alive; if this process dies, the message goes to another
+gateway after `ACK_WAIT_S`. A gateway that stops in order hands back what it holds and records that. Deliveries minus
+hand-backs is the number of processes that died with the request; `MAX_DEATHS` of them make it poison.
 """
 
 from __future__ import annotations
@@ -63,15 +63,19 @@ RESULTS_FULL = 0.9  # of its room: from here on nothing of a tenant is pulled, a
 TENANTS_EVERY_S = 5.0
 FETCH_S = 5.0
 
-FINISHED = Counter("motet_intake_requests", "Durable requests by what became of them.", ["outcome"], registry=REGISTRY)
+FINISHED = Counter(
+    "motet_intake_requests", "Durable requests by outcome: ok, duplicate, retried, dead.", ["outcome"], registry=REGISTRY
+)
 for _outcome in ("ok", "duplicate", "retried", "dead"):
     FINISHED.labels(_outcome)  # from the start: an increase from nothing to one is not seen
-RUNNING = Gauge("motet_intake_running", "Durable requests pulled and not yet settled.", registry=REGISTRY)
-PARKED = Gauge("motet_intake_parked", "Durable requests pulled that wait for room.", registry=REGISTRY)
+RUNNING = Gauge(
+    "motet_intake_running", "Durable requests in progress at this gateway, waiting ones included.", registry=REGISTRY
+)
+PARKED = Gauge("motet_intake_parked", "Durable requests at this gateway that wait for room.", registry=REGISTRY)
 
 
 class _HandBack(Exception):
-    """This copy is leaving: another one shall do it."""
+    """This gateway stops: another one shall run the request."""
 
 
 class _Queue:
@@ -102,12 +106,12 @@ class Intake:
     # ---- life
 
     async def start(self) -> None:
-        """Begin to pull. Raises Unavailable when JetStream does not answer."""
+        """Start pulling. Raises Unavailable when JetStream does not answer."""
         await self._find_queues()
         self._tenants = asyncio.get_running_loop().create_task(self._follow_tenants())
 
     async def drain(self) -> None:
-        """Pull nothing new, hand back what waits, and return when everything that runs is settled."""
+        """Stop pulling, hand back waiting requests, and return when all running ones are settled."""
         self._draining = True
         await self._stop_pulling()
         self._wake(len(self._parked))
@@ -115,7 +119,7 @@ class Intake:
             await asyncio.wait(tasks)
 
     async def stop(self) -> None:
-        """Hand back what still runs: another copy gets it at once."""
+        """Hand back running requests: another gateway gets them at once."""
         self._draining = True
         await self._stop_pulling()
         await _cancel(self._tasks())
@@ -124,7 +128,7 @@ class Intake:
         return [task for queue in self._queues.values() for task in queue.held]
 
     async def _stop_pulling(self) -> None:
-        """Also withdraw the pulls that wait at the server: a message sent to one would rest until `ACK_WAIT_S`."""
+        """Stop pulling and withdraw pulls at the server: a message sent to one would be delayed by `ACK_WAIT_S`."""
         tasks = [self._tenants, *(queue.puller for queue in self._queues.values())]
         await _cancel([task for task in tasks if task is not None])
         self._tenants = None
@@ -146,7 +150,7 @@ class Intake:
                 log.warning("cannot look for tenants", extra={"error": error.message})
 
     async def _find_queues(self) -> None:
-        """Begin to pull from the request streams that are new here."""
+        """Start pulling from new request streams."""
         for stream in await self._bus.stream_names(subjects.requests("*")):
             if stream in self._queues or not stream.startswith(subjects.STREAM_REQUESTS):
                 continue
@@ -183,14 +187,14 @@ class Intake:
             RUNNING.set(len(self._tasks()))
 
     def _room(self, queue: _Queue) -> int:
-        """How many requests of this tenant may be pulled now."""
+        """The number of requests that may be pulled for this tenant now."""
         if queue.parked or (queue.held and sum(queue.held.values()) >= HELD_BYTES // len(self._queues)):
             return 0
         running = sum(len(other.held) - other.parked for other in self._queues.values())
         return self._config.intake_concurrency - max(running, len(queue.held))
 
     async def _results_fit(self, queue: _Queue) -> bool:
-        """Whether the results of what is pulled now will find room, as far as can be known."""
+        """Whether the tenant's result stream probably has room for results of requests pulled now."""
         info = await self._bus.js.stream_info(queue.results)
         limit = info.config.max_bytes or 0
         full = 0 < limit <= info.state.bytes / RESULTS_FULL
@@ -211,7 +215,7 @@ class Intake:
     # ---- waiting
 
     async def _park(self, queue: _Queue, attempt: int, hint_s: float | None, left_s: float | None = None) -> None:
-        """Wait for a turn, twice as long each time, at least `hint_s` and at most `left_s`. Raises _HandBack in a drain."""
+        """Wait before the next attempt: twice as long each time, between `hint_s` and `left_s`. Raises _HandBack in a drain."""
         delay_s = min(max(WAIT_S[0] * 2 ** min(attempt, 16), hint_s or 0.0), WAIT_S[1])
         delay_s *= random.uniform(0.75, 1.25)  # those refused together do not come back together
         if left_s is not None:
@@ -233,7 +237,7 @@ class Intake:
             raise _HandBack
 
     def _wake(self, count: int) -> None:
-        """Let those that have waited longest try again now."""
+        """Let the requests that have waited longest try again now."""
         for woken in list(self._parked)[:count]:
             woken.set()
 
@@ -264,7 +268,7 @@ class Intake:
             keeping.cancel()
 
     async def _resolve(self, queue: _Queue, request: DurableRequest) -> str:
-        """See to it that the request's result is stored; returns what became of it."""
+        """Run the request if needed and store its result; returns the outcome."""
         attempt = 0
         while True:
             try:
@@ -288,7 +292,7 @@ class Intake:
                 attempt += 1
 
     async def _answer(self, queue: _Queue, request: DurableRequest) -> dict[str, Any]:
-        """The OpenAI response body, however long it takes to get a turn. Raises the MotetError that rules it out."""
+        """The OpenAI response body, after any number of attempts. Raises the MotetError that makes an answer impossible."""
         if (deaths := await self._deaths(request)) > MAX_DEATHS:
             raise MotetError(f"{deaths} processes ended with this request and without a result")
         attempt = 0
@@ -305,7 +309,7 @@ class Intake:
                 attempt += 1
 
     async def _run(self, request: DurableRequest) -> dict[str, Any]:
-        """One attempt. Raises the MotetError that stopped it; a limit of the tenant is one that passes."""
+        """One attempt. Raises the MotetError that stopped it; a tenant's limit is retried."""
         turn = self._limits.begin(request.tenant)
         try:
             answer = await self._run_in(turn, request)
@@ -340,7 +344,7 @@ class Intake:
         return publish
 
     async def _say(self, subject: str, data: bytes) -> None:
-        """Live tokens are best effort: the result is the truth."""
+        """Publish live tokens, best effort: only the stored result is authoritative."""
         with contextlib.suppress(MotetError):
             await self._bus.publish_encoded(subject, data)
 
@@ -349,7 +353,7 @@ class Intake:
         return self._bus.max_payload // 16 * 15  # the rest is for headers
 
     async def _put(self, queue: _Queue, subject: str, body: bytes, headers: dict[str, str]) -> None:
-        """Store `body`, however long it takes: it is the only copy of the work done. There already is as good."""
+        """Store `body`, however long it takes: it is the only copy. An already stored result counts as success."""
         attempt = 0
         while True:
             try:
@@ -361,7 +365,7 @@ class Intake:
                 attempt += 1
 
     async def _answered(self, queue: _Queue, request: DurableRequest) -> bool:
-        """Whether the result is stored: with the tenant's, or with those an older version kept for all tenants."""
+        """Whether the result is stored, in the tenant's stream or in the common one of an older version."""
         for stream in {subjects.results_stream(request.tenant), queue.results}:
             try:
                 await self._bus.js.get_last_msg(stream, request.result_subject, direct=True)
@@ -375,7 +379,7 @@ class Intake:
     # ---- deaths and hand-backs
 
     async def _deaths(self, request: DurableRequest) -> int:
-        """How many processes took this request and were never heard of again. Looked up only where it could matter."""
+        """The number of processes that took this request and never settled it. Looked up only when it could matter."""
         earlier = request.deliveries - 1
         return earlier if earlier <= MAX_DEATHS else earlier - await self._handed_back(request)
 
@@ -393,7 +397,7 @@ class Intake:
             raise Unavailable(f"{subjects.KV_INTAKE} cannot be read: {error!r}") from error
 
     async def _hand_back(self, request: DurableRequest) -> None:
-        """Give the delivery to another copy. Where the bus is away it comes back by itself, and counts as a death."""
+        """Return the delivery for another gateway. Without the bus it is redelivered later and counts as a death."""
         with contextlib.suppress(nats_errors.Error, js_errors.Error, MotetError, TimeoutError):
             async with asyncio.timeout(1.0):
                 times = await self._handed_back(request) + 1

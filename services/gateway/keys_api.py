@@ -1,4 +1,4 @@
-"""API keys and the audit log over HTTP, for administrators. `motet keys` and `motet audit` speak it."""
+"""API keys and the audit log over HTTP, for administrators. `motet keys` and `motet audit` use it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What one tenant may use of this gateway: requests per second, tokens per minute, requests at once; and its fair share.
+"""Tenants' limits at this gateway: requests per second, tokens per minute, concurrent requests, and fair share.
 
     turn = limits.begin(tenant)      raises RateLimited before anything is read or tokenized
     turn.spend(prompt tokens)        when they are known
-    turn.end(output tokens)          when the answer is complete; turn.fail() gives the tokens back instead
+    turn.end(output tokens)          when the answer is complete; turn.fail() returns the tokens instead
 
-Rates are token buckets: a second's requests or a minute's tokens can be used at once and flow back evenly. Output counts when
-it is known, so a bucket of tokens can be overdrawn; the tenant then waits until it is above zero again. Limits hold for each
-gateway by itself. `Limits.of` is the one place that knows whose limits are whose.
+Rates are token buckets: one second of requests or one minute of tokens can be used at once, and the bucket refills evenly.
+Output tokens are subtracted when they are known, so a bucket can go below zero; the tenant then waits until it is above zero
+again. Each gateway applies the limits by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILE_BYTES_MAX = 4 << 20
 MINUTE_S = 60.0
 CONCURRENT_RETRY_S = 1.0
 NEARLY_FULL, ABOVE_MEAN = 0.75, 1.25
-"""Beyond this share of `max_inflight`, a tenant with so many times the mean of requests per weight gets nothing new."""
+"""Beyond this share of `max_inflight`, a tenant with this many times the mean of requests per weight gets nothing new."""
 
 REFUSED = Counter(
     "motet_tenant_refusals",
@@ -47,7 +47,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tenant's limits, 0 for none. `weight`: its share relative to other tenants' while workers are saturated."""
+    """One tenant's limits, 0 for none. `weight`: its share of saturated workers, relative to other tenants."""
 
     requests_per_s: Rate = 0.0
     tokens_per_min: Count = 0
@@ -56,7 +56,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RateLimited(Overloaded):
-    """A limit of the tenant, in the words of OpenAI's API. `limit` is which: requests or tokens."""
+    """The tenant reached a limit; worded as in OpenAI's API. `limit` is "requests" or "tokens"."""
 
     code = "rate_limit_exceeded"
 
@@ -88,7 +88,7 @@ class Limits:
         return self._own.get(tenant, self._default)
 
     def begin(self, tenant: str) -> Turn:
-        """One more request of `tenant`.
+        """Begin a request of `tenant`.
 
         Raises RateLimited, or Overloaded for a tenant above its share of a nearly full gateway.
         """
@@ -104,7 +104,7 @@ class Limits:
             self._refuse(use, now, "tokens", f"{limits.tokens_per_min} tokens per minute", wait_s)
         if self._inflight() >= self._nearly_full and self._above_share(tenant, use):
             REFUSED.labels("share").inc()
-            raise Overloaded("this gateway is nearly full and this tenant has more than its share of it", retry_after_s=1.0)
+            raise Overloaded("this gateway is nearly full and this tenant is above its share", retry_after_s=1.0)
         if use.requests is not None:
             if (wait_s := use.requests.until(1.0, now)) > 0:
                 self._refuse(use, now, "requests", f"{limits.requests_per_s:g} requests per second", wait_s)
@@ -136,34 +136,34 @@ class Turn:
         self._use, self._spent, self._ended = use, 0, False
 
     def spend(self, tokens: int) -> None:
-        """Tokens of the prompt."""
+        """Subtract the tokens of the prompt."""
         self._spent += tokens
         self._use.take_tokens(tokens)
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's x-ratelimit-* for the limits that the tenant has."""
+        """OpenAI's x-ratelimit-* headers for the tenant's limits."""
         return self._use.headers(now_s())
 
     def end(self, output_tokens: int = 0) -> None:
-        """The answer is complete, or its client has gone."""
+        """The answer is complete, or its client has disconnected."""
         if not self._ended:
             self._ended = True
             self._use.running -= 1
             self._use.take_tokens(output_tokens)
 
     def hand_over(self) -> Turn:
-        """The same request for somebody else to end."""
+        """A turn for the same request that another task will end."""
         other = Turn(self._use)
         other._spent, self._ended = self._spent, True
         return other
 
     def fail(self) -> None:
-        """There is no answer: its tokens are given back."""
+        """The request failed: return its tokens."""
         self.end(-self._spent)
 
 
 class UntilSent(Response):
-    """`answer`, and what to do once it has been sent or its client has gone."""
+    """A response that calls a function once it has been sent or its client has disconnected."""
 
     def __init__(self, answer: Response, then: Callable[[], None]) -> None:
         self._answer, self._then = answer, then
@@ -194,7 +194,7 @@ class _Bucket:
         self._level = self.level(now) - amount
 
     def until(self, level: float, now: float) -> float:
-        """Seconds until there is so much; 0 for now."""
+        """Seconds until the bucket contains this amount; 0: now."""
         return max(0.0, (level - self.level(now)) / self.per_s)
 
 
@@ -208,7 +208,7 @@ class _Use:
         self.running = 0
 
     def full(self, now: float) -> bool:
-        """Whether it is as if nothing had been used."""
+        """Whether all buckets are full, as if nothing had been used."""
         return all(bucket is None or bucket.level(now) >= bucket.capacity for bucket in (self.requests, self.tokens))
 
     def take_tokens(self, tokens: int) -> None:
@@ -234,7 +234,7 @@ def shown(seconds: float) -> str:
 
 
 def _read(path: str, default: TenantLimits) -> dict[str, TenantLimits]:
-    """The file's limits by tenant; what an entry leaves out is as for everybody. Raises ConfigError naming tenant and field."""
+    """The file's limits by tenant; missing fields have the common values. Raises ConfigError naming tenant and field."""
     try:
         data = Path(path).read_bytes()
         if len(data) > FILE_BYTES_MAX:

@@ -1,7 +1,7 @@
-"""The gateway's metrics: our own `motet_*`, and the `vllm:*` names that Kubernetes gateways scrape.
+"""The gateway's metrics: `motet_*`, and the `vllm:*` names that Kubernetes inference gateways scrape.
 
-Adapter names are tenants' choice, so the `adapter` label keeps the first `ADAPTERS_MAX` names it meets and calls the rest
-"other"; the base model is "base". The `tenant` label is bounded in the same way.
+Tenants choose adapter names, so the `adapter` label is bounded: it keeps the first `ADAPTERS_MAX` names and calls all others
+"other". The base model is "base". The `tenant` label is bounded in the same way.
 """
 
 from __future__ import annotations
@@ -22,27 +22,35 @@ ADAPTERS_MAX = TENANTS_MAX = 100
 _LABELS = ["adapter", "slo_class"]
 
 TTFT_S = Histogram(
-    "motet_ttft_seconds", "From a request's arrival to its first token.", _LABELS, buckets=LATENCY_BUCKETS_S, registry=REGISTRY
+    "motet_ttft_seconds",
+    "Time from a request's arrival at the gateway to its first token.",
+    _LABELS,
+    buckets=LATENCY_BUCKETS_S,
+    registry=REGISTRY,
 )
 TPOT_S = Histogram(
     "motet_tpot_seconds",
-    "Mean time per output token after the first.",
+    "Mean time per output token of a request, after the first token.",
     _LABELS,
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0),
     registry=REGISTRY,
 )
 E2E_S = Histogram(
-    "motet_e2e_seconds", "From a request's arrival to its last token.", _LABELS, buckets=LATENCY_BUCKETS_S, registry=REGISTRY
+    "motet_e2e_seconds",
+    "Time from a request's arrival at the gateway to its last token.",
+    _LABELS,
+    buckets=LATENCY_BUCKETS_S,
+    registry=REGISTRY,
 )
 QUEUE_S = Histogram(
     "motet_queue_seconds",
-    "From arrival at a worker to the first prefill step.",
+    "Time from a request's arrival at a worker to its first prefill step.",
     _LABELS,
     buckets=LATENCY_BUCKETS_S,
     registry=REGISTRY,
 )
 TOKENS = Counter(
-    "motet_tokens", "Tokens of ended sequences, by kind: prompt, cached, output.", [*_LABELS, "kind"], registry=REGISTRY
+    "motet_tokens", "Tokens of ended sequences by kind: prompt, cached, output.", [*_LABELS, "kind"], registry=REGISTRY
 )
 REQUESTS = Counter(
     "motet_requests",
@@ -61,21 +69,27 @@ TENANT_REQUESTS = Counter(
 )
 SLO_REQUESTS = Counter(
     "motet_slo_requests",
-    "Finished sequences by whether they met an objective of theirs (ttft, tpot).",
+    "Finished sequences by objective (ttft, tpot) and whether it was met.",
     ["slo_class", "objective", "met"],
     registry=REGISTRY,
 )
-RESUMED = Counter("motet_requests_resumed", "Requests continued in a new epoch, by reason.", ["reason"], registry=REGISTRY)
+RESUMED = Counter(
+    "motet_requests_resumed", "Requests resumed on a worker in a new epoch, by reason.", ["reason"], registry=REGISTRY
+)
 RESUME_S = Histogram(
     "motet_request_resume_seconds",
-    "From the moment a request was found without its worker to its next token.",
+    "Time from the loss of a request's worker to the request's next token.",
     buckets=LATENCY_BUCKETS_S,
     registry=REGISTRY,
 )
-STRAYS = Counter("motet_stray_items", "Stream items nobody waited for that were answered with a Cancel.", registry=REGISTRY)
-REFUSED = Counter("motet_gateway_refused", "Requests this gateway refused early, by reason.", ["reason"], registry=REGISTRY)
-HTTP_ERRORS = Counter("motet_http_errors", "HTTP answers with an error, by code.", ["code"], registry=REGISTRY)
-INFLIGHT = Gauge("motet_gateway_inflight", "Sequences this gateway owns right now.", registry=REGISTRY)
+STRAYS = Counter(
+    "motet_stray_items", "Token items of unknown or outdated requests that were answered with a Cancel.", registry=REGISTRY
+)
+REFUSED = Counter(
+    "motet_gateway_refused", "Requests that this gateway refused by itself, by reason.", ["reason"], registry=REGISTRY
+)
+HTTP_ERRORS = Counter("motet_http_errors", "HTTP error answers by error code.", ["code"], registry=REGISTRY)
+INFLIGHT = Gauge("motet_gateway_inflight", "Sequences in progress at this gateway.", registry=REGISTRY)
 
 _adapters_met: set[str] = set()
 _tenants_met: set[str] = set()
@@ -132,10 +146,10 @@ def _yes(met: bool) -> str:
 
 
 class FleetCollector(Collector):
-    """`vllm:*` gauges over all workers, computed when they are scraped.
+    """`vllm:*` gauges over all workers, computed at each scrape.
 
-    "running" adapters are those resident on a device; "waiting" ones are needed by a request that waits for them. `max_lora`
-    is how many adapters of the present average size the devices hold. `names()` maps digests to adapter names.
+    A "running" adapter is resident on a device; a "waiting" one is on no device and a request waits for it. `max_lora` is the
+    number of adapters of the present average size that fit on the devices. `names()` maps digests to adapter names.
     """
 
     def __init__(self, fleet: Fleet, model_name: str, names: Callable[[], dict[str, str]]) -> None:

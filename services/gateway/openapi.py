@@ -1,7 +1,7 @@
-"""/openapi.json and /docs: the API's description, made of the types that parse requests and describe answers.
+"""/openapi.json and /docs: the API's description, generated from the types that parse requests and describe answers.
 
-Request bodies come from `protocol` and `adapters_api`, with the unserved fields of `fields`; answers from `schemas`. The page
-shows it with Swagger UI from a package, so that it needs nothing from the internet.
+Request bodies come from `protocol` and `adapters_api`, with the unserved fields of `fields`; answers come from `schemas`.
+Swagger UI comes from an installed package, so the page needs no internet access.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _ANSWERS = (
 _ERRORS = {
     400: "A field, named in `param`, is wrong; or the prompt is longer than the context.",
     401: "No API key, or an unknown one.",
-    403: "The API key's role does not allow this, or the host asked for or the page that asks is not allowed here.",
+    403: "The API key's role does not allow this, or the `Host` or `Origin` header is not allowed.",
     404: "The model or adapter does not exist.",
     408: "The request came too slowly.",
     409: "The adapter's name is taken, or requests run on it; or the answer to the `Idempotency-Key` was streamed.",
     413: "The body is larger than {max_body_bytes} bytes, an upload larger than {max_upload_bytes}.",
     415: "The body is not sent as application/json.",
     422: "The `Idempotency-Key` was used with another body.",
-    429: "Overloaded, or at a limit of the tenant: come back after `Retry-After` seconds.",
+    429: "Overloaded, or at a limit of the tenant: retry after `Retry-After` seconds.",
     431: "More than 128 headers, or more than 64 KiB of them.",
     500: "A bug.",
     503: "No worker serves the model, or the mesh cannot be reached.",
@@ -75,8 +75,8 @@ _ERRORS = {
 _ALWAYS = (403, 408, 431, 500, 503)
 _PARAMETERS: dict[str, dict[str, Any]] = {
     "Idempotency-Key": {
-        "description": "Sent again with the same key and body, the request does not run twice at this gateway: it gets the same"
-        " answer, with `idempotent-replayed: true`, or 409 where that was streamed. 1 to 255 printable ASCII characters.",
+        "description": "A request with the same key and body runs once at this gateway; a repetition gets the same answer with"
+        " `idempotent-replayed: true`, or 409 if that was streamed. 1 to 255 printable ASCII characters.",
         "schema": {"type": "string", "minLength": 1, "maxLength": 255},
     },
     "X-Request-Id": {
@@ -85,15 +85,15 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
         "schema": {"type": "string"},
     },
     "x-slo-class": {
-        "description": "Latency objective.",
+        "description": "Class of the request: its latency objectives and its urgency.",
         "schema": {"type": "string", "enum": ["interactive", "standard", "batch"], "default": "standard"},
     },
     "x-slo-ttft-ms": {
-        "description": "Time to first token, instead of the class's.",
+        "description": "Objective for the time to first token in ms, instead of the class's.",
         "schema": {"type": "number", "minimum": SLO_MIN_MS, "maximum": SLO_MAX_MS},
     },
     "x-slo-tpot-ms": {
-        "description": "Time per output token, instead of the class's.",
+        "description": "Objective for the time per output token in ms, instead of the class's.",
         "schema": {"type": "number", "minimum": SLO_MIN_MS, "maximum": SLO_MAX_MS},
     },
 }
@@ -101,10 +101,10 @@ _UPLOAD = {
     "type": "object",
     "required": ["name", "file"],
     "properties": {
-        "name": {"type": "string", "minLength": 1, "maxLength": 128, "description": "its name"},
-        "file": {"type": "string", "format": "binary", "description": "a PEFT directory as zip or tar, gzipped or not"},
+        "name": {"type": "string", "minLength": 1, "maxLength": 128, "description": "The adapter's name"},
+        "file": {"type": "string", "format": "binary", "description": "PEFT directory as zip, tar or gzipped tar"},
         "replace": {"type": "string", "enum": ["true", "false"], "default": "false"},
-        "tenant": {"type": "string", "maxLength": 64, "description": "whose it becomes, empty for all; as in AdapterRequest"},
+        "tenant": {"type": "string", "maxLength": 64, "description": "Tenant that the adapter belongs to; empty: shared"},
     },
 }
 
@@ -243,9 +243,9 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
     slo = tuple({"name": name, "in": "header"} | _PARAMETERS[name] for name in headers)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     force = {"name": "force", "in": "query", "schema": {"type": "boolean", "default": False}}
-    force["description"] = "Delete it although requests run on it; those finish."
+    force["description"] = "Delete the adapter even if requests run on it; they finish."
     tenant = {"name": "tenant", "in": "query", "schema": {"type": "string"}}
-    tenant["description"] = "As this tenant sees it; an admin key only. `*`, in a list: of all tenants."
+    tenant["description"] = "View of this tenant, with an admin key only. `*` in a list: all tenants."
     key_id = {"name": "key_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     limit = {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": PAGE, "default": 100}}
     text = {"description": "Done."} | _content({"type": "string"}, _TEXT)
@@ -308,7 +308,7 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
         },
         "/v1/keys/{key_id}/rotate": {
             "post": _operation(
-                "Make a key in place of another, which ends after the overlap.",
+                "Make a key in place of another one, which expires after the overlap.",
                 _ok("NewKey"),
                 *(404, 409),
                 status=201,

@@ -1,17 +1,17 @@
-"""The Owner: keeps a request alive from its submission to its last token, whatever happens to workers in between.
+"""The Owner: keeps each request of a gateway alive from its submission to its last token, across worker failures.
 
     open(job) ──submit──> scheduler ──assign──> worker ──TokenFrame──> _on_frame ──push──> Stream ──> caller
                   ▲                                │
                   └── resume: epoch + 1, prompt + tokens so far ── worker silent, gap, retriable error, forgotten
 
 Rules of this file:
-- a frame is believed only with the current epoch and from the worker that has the request; everything else is answered with a
+- A frame's item counts only with the current epoch and from the worker that has the request. Any other item is answered with a
   Cancel to its sender, at most once a second per request.
-- token i has index i over all epochs: what is known is dropped, what is early waits `GAP_S` for its turn, then we resume.
-- an epoch is submitted once. When the answer is lost the worker may have it, so the next try is the next epoch; frames that
-  come before (or instead of) the answer are the answer.
-- a request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
-- nothing here waits for a caller: streams are bounded and a slow one is cut off.
+- Token i has index i over all epochs. Known tokens are dropped. Early tokens wait `GAP_S` for the missing ones; then we resume.
+- An epoch is submitted once. If the answer is lost, a worker may have the request, so the next attempt is the next epoch.
+  Frames that arrive before the answer, or instead of it, count as the answer.
+- A request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
+- Nothing here waits for a caller: streams are bounded, and a slow one is ended.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ STRAYS_MAX = 4096
 
 
 class Owner:
-    """Owns requests. One per gateway process; HTTP and the durable intake share it and its limits."""
+    """Owns the requests of a gateway process. HTTP and the durable intake share it and its limits."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Owner:
     # ---- life
 
     async def start(self) -> None:
-        """Listen for frames, hold our lease, follow the workers' leases."""
+        """Subscribe to frames, hold this gateway's lease, follow the workers' leases."""
         self._inlet = await self._bus.subscribe(subjects.stream(self.gateway_id), TokenFrame, self._on_frame)
         await self._leases.start()
         await self._holder.start()
@@ -100,13 +100,13 @@ class Owner:
         self._pulse.start()
 
     async def drain(self) -> None:
-        """Take nothing new and return when nothing runs."""
+        """Accept no new request and return when none runs."""
         self.draining = True
         if self._active:
             await self._idle.wait()
 
     async def stop(self) -> None:
-        """Cancel what still runs and say goodbye, so that workers drop what is ours."""
+        """Cancel running requests and give up the lease, so that workers drop this gateway's requests."""
         self.draining = True
         for stream in list(self._active.values()):
             self._abort(stream, Unavailable("the gateway is shutting down"), "shutdown")
@@ -118,19 +118,19 @@ class Owner:
 
     @property
     def inflight(self) -> int:
-        """Sequences that are owned right now."""
+        """The number of owned sequences."""
         return len(self._active)
 
     # ---- what callers use
 
     def check_room(self) -> None:
-        """Raises Overloaded when as many sequences are owned as may be."""
+        """Raises Overloaded at `max_inflight` sequences."""
         if len(self._active) >= self._max_inflight:
             metrics.REFUSED.labels("inflight").inc()
-            raise Overloaded(f"this gateway already runs its limit of {self._max_inflight} sequences", retry_after_s=1.0)
+            raise Overloaded(f"this gateway is at its limit of {self._max_inflight} sequences", retry_after_s=1.0)
 
     async def open(self, job: Job, *, signal: Signal | None = None) -> Stream:
-        """Submit `job`; returns when a worker has it. `signal` is what wakes the caller, for callers with several streams.
+        """Submit `job`; returns when a worker has accepted it. `signal` wakes a caller that has several streams.
 
         Raises Overloaded (here or everywhere), Unavailable (draining, or nobody to serve it within `OPEN_PATIENCE_S`),
         DeadlineExceeded, or what the scheduler refused it for.
@@ -162,7 +162,7 @@ class Owner:
     # ---- placing a request on a worker
 
     async def _place(self, stream: Stream, patience_s: float) -> None:
-        """Submit until a worker has it, the request ends, or patience does. First submissions raise, resumed ones `fail`."""
+        """Submit until a worker accepts, the request ends, or time runs out. First submissions raise, resumed ones `fail`."""
         first = stream.epoch == 0
         epoch, deadline, pause, timeout_s = stream.epoch, now_s() + patience_s, BACKOFF_S[0], SUBMIT_TIMEOUT_S[0]
         while stream.finish is None and stream.error is None and stream.epoch == epoch:
@@ -227,7 +227,7 @@ class Owner:
             self._pulse.heard(reply.worker_id)
 
     def _resume(self, stream: Stream, why: str, lost_worker: str | None = None) -> None:
-        """Continue elsewhere (or again) with everything that is known so far."""
+        """Continue on another worker (or the same) with all tokens so far."""
         if lost_worker is not None:
             stream.losses += 1
         elif stream.worker_id is not None:
@@ -242,7 +242,7 @@ class Owner:
             self._bus.spawn(self._place_again(stream, 0.0))
 
     def _set_back(self, stream: Stream, error: MotetError, worker_id: str) -> None:
-        """Its worker lives and cannot serve it now, e.g. because the object store is away: somebody else can, or later."""
+        """Its worker is alive but cannot serve it now, e.g. because the object store is away: try another worker, or later."""
         now = now_s()
         stream.set_back_s = stream.set_back_s or now
         if now - stream.set_back_s > (RESUME_PATIENCE_S if stream.tokens else SET_BACK_S):
@@ -318,7 +318,7 @@ class Owner:
         self._done(stream)
 
     def _on_odd_item(self, stream: Stream, worker_id: str, item: StreamItem) -> None:
-        """An item that is not simply next: an error, something known, or something early."""
+        """Handle an item that is not the next one: an error, known tokens, or early tokens."""
         if item.error is not None:
             error = from_info(item.error)
             if isinstance(error, WorkerLost):
@@ -344,7 +344,7 @@ class Owner:
             self._resume(stream, "gap")
 
     def _take_early(self, stream: Stream) -> None:
-        """Items whose turn has come; overlaps are cut like any known token."""
+        """Take held early items that are next now; overlaps are dropped like any known token."""
         while stream.early and stream.finish is None and stream.error is None:
             index = min(stream.early)
             have = len(stream.tokens)
@@ -358,7 +358,7 @@ class Owner:
         stream.see_plain()
 
     def _stray(self, worker_id: str, item: StreamItem) -> None:
-        """Tell a worker to stop what nobody here waits for."""
+        """Tell a worker to stop a request that nobody here waits for."""
         if item.finish is not None:
             return
         key, now = (worker_id, item.request_id), now_s()
@@ -383,11 +383,11 @@ class Owner:
         return {stream.worker_id for stream in self._active.values() if stream.worker_id is not None}
 
     def _back(self, worker_id: str) -> bool:
-        """Whether a worker that was lost is heard again."""
+        """Whether a lost worker is heard again."""
         return self._leases.alive(worker_id) and worker_id in self._fleet.workers()
 
     async def _keep_watch(self) -> None:
-        """Notice what no message tells: gaps that stay, workers that went without a word, requests a worker forgot."""
+        """Detect what no message reports: lasting gaps, workers that disappeared, requests that a worker lost."""
         while True:
             await asyncio.sleep(WATCH_S)
             now = now_s()
@@ -411,7 +411,7 @@ class Owner:
     # ---- endings
 
     def _on_cancel(self, stream: Stream) -> None:
-        """The caller lost interest."""
+        """The caller cancelled the stream."""
         if self._active.get(stream.job.request_id) is stream:
             self._cancel(stream)
             stream.finish = "cancelled"

@@ -1,4 +1,4 @@
-"""From a parsed request to Jobs: resolve the model, make tokens, check every number against this model. No HTTP here.
+"""Turns a parsed request into Jobs: resolves the model, tokenizes, checks every number against this model. No HTTP here.
 
 request = protocol.parse(body)
 plan = await planner.plan(request, tenant="acme", slo=planner.slo({"class": "batch"}))
@@ -43,7 +43,7 @@ class Adapters(Protocol):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A request ready to run and what its answer needs to say."""
+    """A request that is ready to run, with the facts that its answer needs."""
 
     request: ChatRequest | CompletionRequest
     request_id: str  # "chatcmpl-..." or "cmpl-...", as answers show it; clients choose it, jobs have ids of their own
@@ -82,13 +82,13 @@ class Planner:
     def slo(self, given: Mapping[str, Any], *, names: Mapping[str, str] = SLO_FIELDS) -> Slo:
         """The objective from `class`, `ttft_ms` and `tpot_ms`, each optional.
 
-        Raises BadRequest naming the field as the client knows it: `names` says how.
+        Raises BadRequest naming the field by the client's name for it (`names`).
         """
         classes = self._config.slo_classes
         name = given.get("class", "standard")
         base = classes.get(name) if isinstance(name, str) else None
         if base is None:
-            raise BadRequest(f"{names['class']}: {name!r} is none of {', '.join(classes)}", param=names["class"])
+            raise BadRequest(f"{names['class']}: {name!r} is not one of {', '.join(classes)}", param=names["class"])
         return Slo(
             slo_class=base.slo_class,
             ttft_slo_ms=_milliseconds(given.get("ttft_ms", base.ttft_slo_ms), names["ttft_ms"]),
@@ -96,7 +96,7 @@ class Planner:
         )
 
     def adapter(self, model: str | None, tenant: str = DEFAULT_TENANT, *, param: str = "model") -> AdapterRef | None:
-        """The adapter version that `tenant` means by a model name, None for the base model.
+        """The adapter version that a model name refers to for `tenant`; None for the base model.
 
         Raises ModelNotFound naming `param`.
         """
@@ -120,10 +120,10 @@ class Planner:
         request_id: str = "",
         drawn: str = "",
     ) -> Plan:
-        """Everything decided and tokenized. Raises BadRequest (naming the field), PromptTooLong or ModelNotFound.
+        """A plan with everything resolved and tokenized. Raises BadRequest (naming the field), PromptTooLong or ModelNotFound.
 
-        `request_id` is the client's name for it, else the body's; without either it is `drawn`, which is unique and what the
-        mesh and its logs know it by: clients may use a name twice at once.
+        `request_id` is the header's; without it the body's, else `drawn`. `drawn` is unique; it is the id in the mesh and its
+        logs, since clients may use one id for two requests at once.
         """
         arrived_s = now_s()
         model, adapter = self._named(request, tenant)
@@ -175,7 +175,7 @@ class Planner:
         )
 
     def _named(self, request: ChatRequest | CompletionRequest, tenant: str) -> tuple[str, AdapterRef | None]:
-        """The model as the client named it, and the adapter: `model`, `lora_path` and `adapter_id` may agree, not differ."""
+        """The model's name as the client gave it, and the adapter. `model`, `lora_path` and `adapter_id` must not differ."""
         model, adapter = request.model or self.base_model, self.adapter(request.model, tenant)
         for param in ("lora_path", "adapter_id"):
             name = getattr(request, param)
@@ -183,7 +183,7 @@ class Planner:
             if found is None:
                 continue
             if adapter is not None and found.digest != adapter.digest:
-                raise BadRequest(f"{param}: {name!r} is another adapter than {model!r}", param=param)
+                raise BadRequest(f"{param}: {name!r} and {model!r} are different adapters", param=param)
             model, adapter = name, found
         return model, adapter
 
@@ -199,7 +199,7 @@ class Planner:
         return [self._checked(self._truncated(request, tokens), "messages")]
 
     def _variables(self, request: ChatRequest) -> dict[str, Any] | None:
-        """What the chat template is given; a field that it would not read is refused by name."""
+        """The chat template's variables. A field that the template does not use is refused by name."""
         effort, documents, reads = request.reasoning_effort, request.documents, self._prompts.template_reads
         given: dict[str, Any] = {}
         if documents:
@@ -222,7 +222,7 @@ class Planner:
         return [self._checked(self._truncated(request, tokens), "prompt") for tokens in prompts]
 
     def _longest(self, request: ChatRequest | CompletionRequest) -> int | None:
-        """The most prompt tokens that are of use; None for any number."""
+        """The largest useful number of prompt tokens; None for any number."""
         return self.max_model_len if request.truncate_prompt_tokens is None else None
 
     def _truncated(self, request: ChatRequest | CompletionRequest, tokens: list[int]) -> list[int]:

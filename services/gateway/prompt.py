@@ -1,12 +1,12 @@
 """Prompts to tokens: the tokenizer, the chat template and the other small files of a model directory. Imports no torch.
 
-What is rendered and tokenized is what `transformers`' `apply_chat_template` and tokenizer call give for the same files.
-Short texts are tokenized where they stand, long ones in threads, so that no prompt ever stalls the token streams:
+Results equal those of `transformers`' `apply_chat_template` and tokenizer call for the same files. Short texts are tokenized
+in the event loop, long ones in threads, so that no prompt stalls the token streams:
 
     requests        `THREADS` threads; a text that cannot fit the context is refused before it is tokenized
-    /tokenize       a thread of its own, so that counting tokens holds up nobody's request; at most `COUNTED_CHARS_MAX`
+    /tokenize       a thread of its own, so that it delays no request; at most `COUNTED_CHARS_MAX` characters
 
-What waits for a thread is bounded in number and characters; beyond that clients get 429.
+The queue for threads is bounded in number and characters; beyond that clients get 429.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """What generation_config.json says where a request says nothing."""
+    """Sampling defaults from generation_config.json, used where a request has no value."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -85,7 +85,7 @@ class Prompts:
         self._counting = _Lane("count-tokens", 1, COUNTED_WAITING_MAX, WAITING_CHARS_MAX)
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads."""
         self._requests.close()
         self._counting.close()
 
@@ -102,7 +102,7 @@ class Prompts:
     ) -> list[int]:
         """Tokens of a conversation. Raises BadRequest naming `messages` when the template refuses it.
 
-        `longest`: more tokens are of no use, so a text that must have more raises PromptTooLong before it is tokenized.
+        `longest`: largest useful number of tokens; a text that must have more raises PromptTooLong before it is tokenized.
         `counting`: for /tokenize, which has its own thread and limit.
         """
         if self._template is None:
@@ -209,7 +209,7 @@ class _Lane:
         self._waiting = self._chars = 0
 
     async def run(self, work: Callable[[], T], size: int) -> T:
-        """The result of `work` on `size` characters. Raises Overloaded when too much waits."""
+        """The result of `work` on `size` characters. Raises Overloaded when the queue is full."""
         if self._waiting >= self._waiting_max or (self._waiting and self._chars + size > self._chars_max):
             raise Overloaded(f"{self._waiting} long texts are already being tokenized", retry_after_s=1.0)
         running = self._threads.submit(work)
@@ -229,12 +229,12 @@ class _Lane:
 
 
 def _chars(values: dict[str, Any]) -> int:
-    """About how many characters a template may make of a message."""
+    """The approximate number of characters that a template makes of a message."""
     return sum(len(value) if isinstance(value, str) else len(str(value)) for value in values.values())
 
 
 def _token_chars_max(tokenizer: Tokenizer) -> int:
-    """The most characters that one token stands for; 0 where a token may stand for any number.
+    """The largest number of characters that one token can represent; 0 if unlimited.
 
     Known for byte-level BPE with every byte in its vocabulary: nothing of the text is dropped or merged into an unknown token.
     """

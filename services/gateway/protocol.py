@@ -1,7 +1,7 @@
-"""What clients may send: OpenAI's request bodies with the extra fields of vLLM, SGLang and LoRAX, as typed structs.
+"""Request bodies as typed structs: OpenAI's, with the extra fields of vLLM, SGLang and LoRAX.
 
-Every served field is declared here with its meaning and limits; `fields` says what becomes of the fields of those APIs that are
-not served. Nothing is dropped silently: any other field is refused by name. Durable requests over NATS carry the same bodies.
+Every served field is declared here with its meaning and limits. `fields` lists the fields of those APIs that are not served.
+Any other field is refused by name. Durable requests over NATS carry the same bodies.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Stop = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 RequestId = Annotated[
-    str, Meta(pattern=r"^[\x21-\x7e]{1,128}$", description="The answer's id, after a prefix; the header X-Request-Id wins.")
+    str,
+    Meta(
+        pattern=r"^[\x21-\x7e]{1,128}$",
+        description="The id of the answer, after a prefix; the header X-Request-Id takes precedence.",
+    ),
 ]
-Adapter = Annotated[str, Meta(description="An adapter's name, beside the base model's name in `model` or instead of it.")]
+Adapter = Annotated[str, Meta(description="Name of the adapter; `model` may then be missing or the base model's name.")]
 _MESSAGE_SCHEMA = {
     "type": "object",
     "required": ["role"],
@@ -61,7 +65,7 @@ _MESSAGE_SCHEMA = {
         {"properties": {"role": {"const": "assistant"}}},
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
     ],
-    "description": "Other properties are given to the chat template. Only an assistant's message may be without content.",
+    "description": "Other properties are passed to the chat template. Only an assistant's message may have no content.",
 }
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -81,11 +85,11 @@ _PROMPT_SCHEMA = {
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which extras a stream carries."""
 
-    include_usage: Annotated[bool, Meta(description="A last event with the token counts.")] | None = False
+    include_usage: Annotated[bool, Meta(description="Send the token counts in a last event.")] | None = False
     continuous_usage_stats: (
-        Annotated[bool, Meta(description="Token counts so far in every event (with include_usage).")] | None
+        Annotated[bool, Meta(description="Send the token counts so far in every event (with include_usage).")] | None
     ) = False
-    include_obfuscation: Annotated[bool, Meta(description="Taken without effect: events are not padded.")] | None = None
+    include_obfuscation: Annotated[bool, Meta(description="Accepted without effect: events are not padded.")] | None = None
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,72 +110,98 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX, description="Choices per prompt.")] | None = None
     max_tokens: (
         Annotated[
-            int, Meta(ge=1, le=1 << 31, description="Most tokens to generate; with the prompt at most the context length.")
+            int,
+            Meta(
+                ge=1,
+                le=1 << 31,
+                description="Maximum tokens to generate; prompt and output together must fit the context length.",
+            ),
         ]
         | None
     ) = None
-    temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling.")] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2, description="Subtracted once from tokens in the output.")] | None = (
-        None
-    )
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2, description="Subtracted per occurrence in the output.")] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2, description="Sampling temperature; 0: greedy.")] | None = None
+    top_p: (
+        Annotated[float, Meta(gt=0, le=1, description="Nucleus sampling: total probability of the tokens to draw from.")] | None
+    ) = None
+    presence_penalty: (
+        Annotated[float, Meta(ge=-2, le=2, description="Subtracted from the logit of each token that is in the output.")] | None
+    ) = None
+    frequency_penalty: (
+        Annotated[
+            float, Meta(ge=-2, le=2, description="Subtracted from a token's logit for each of its occurrences in the output.")
+        ]
+        | None
+    ) = None
     logit_bias: (
         Annotated[
             dict[Annotated[str, Meta(pattern="^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100, le=100)]],
-            Meta(max_length=BIASES_MAX, description="Token id to what is added to its logit."),
+            Meta(max_length=BIASES_MAX, description="Map from token id to a number that is added to its logit."),
         ]
         | None
     ) = None
     seed: (
-        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="The same seed and request give the same tokens.")] | None
+        Annotated[
+            int,
+            Meta(ge=-(2**63), le=2**63 - 1, description="Seed of sampling: the same seed and request give the same tokens."),
+        ]
+        | None
     ) = None
     stop: Annotated[
         Stop | Annotated[list[Stop], Meta(max_length=STOPS_MAX)] | None,
         Meta(description="Strings that end the text."),
     ] = None
-    response_format: Annotated[ResponseFormat | None, Meta(description="Text only.")] = None
-    best_of: Annotated[int, Meta(description="Only the value of `n`.")] | None = None
+    response_format: Annotated[ResponseFormat | None, Meta(description="Only the format text is served.")] = None
+    best_of: Annotated[int, Meta(description="Must equal `n`.")] | None = None
     # vLLM
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 31, description="Draw from the k likeliest; 0 or -1 for all.")] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1, description="Least probability, relative to the likeliest token.")] | None = None
-    repetition_penalty: (
-        Annotated[float, Meta(ge=0.01, le=10, description="Divides logits of tokens in prompt or output.")] | None
+    top_k: (
+        Annotated[int, Meta(ge=-1, le=1 << 31, description="Draw from the k most likely tokens; 0 or -1: from all.")] | None
     ) = None
-    min_tokens: Annotated[int, Meta(ge=0, le=1 << 31, description="No ending token before so many.")] | None = None
-    ignore_eos: Annotated[bool, Meta(description="Go on after the model's own ending token.")] | None = False
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX, description="Further ending tokens.")] | None = (
-        None
+    min_p: (
+        Annotated[float, Meta(ge=0, le=1, description="Minimum probability of a token, relative to the most likely one.")]
+        | None
+    ) = None
+    repetition_penalty: (
+        Annotated[float, Meta(ge=0.01, le=10, description="Penalty factor for tokens in the prompt or output, as in vLLM.")]
+        | None
+    ) = None
+    min_tokens: (
+        Annotated[int, Meta(ge=0, le=1 << 31, description="Minimum tokens before an ending token or stop token may be drawn.")]
+        | None
+    ) = None
+    ignore_eos: Annotated[bool, Meta(description="Continue after the model's ending token.")] | None = False
+    stop_token_ids: (
+        Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX, description="Further tokens that end the text.")] | None
+    ) = None
+    include_stop_str_in_output: Annotated[bool, Meta(description="Include the stop string or token in the text.")] | None = (
+        False
     )
-    include_stop_str_in_output: (
-        Annotated[bool, Meta(description="Show the stop string or token that ended the text.")] | None
-    ) = False
     skip_special_tokens: Annotated[bool, Meta(description="Leave special tokens out of the text.")] | None = True
     add_special_tokens: (
         Annotated[bool, Meta(description="Let the tokenizer add its special tokens (default: completions yes, chat no).")]
         | None
     ) = None
     allowed_token_ids: (
-        Annotated[list[TokenId], Meta(min_length=1, max_length=ALLOWED_TOKENS_MAX, description="Draw these tokens only.")]
+        Annotated[list[TokenId], Meta(min_length=1, max_length=ALLOWED_TOKENS_MAX, description="Draw only these tokens.")]
         | None
     ) = None
     bad_words: (
         Annotated[
             list[Annotated[str, Meta(min_length=1, max_length=BAD_WORD_CHARS_MAX)]],
-            Meta(max_length=BAD_WORDS_MAX, description="Words that the output must not contain, by their token sequences."),
+            Meta(max_length=BAD_WORDS_MAX, description="Words whose token sequences the output must not contain."),
         ]
         | None
     ) = None
     truncate_prompt_tokens: (
         Annotated[
-            int, Meta(ge=-1, le=1 << 31, description="Keep so many tokens of a longer prompt; -1: what fits beside max_tokens.")
+            int,
+            Meta(ge=-1, le=1 << 31, description="Truncate the prompt to this many tokens; -1: to what fits beside max_tokens."),
         ]
         | None
     ) = None
     truncation_side: (
         Annotated[
             Literal["left", "right"],
-            Meta(description="Where truncate_prompt_tokens cuts; by default left: the end of the prompt stays."),
+            Meta(description="Side on which truncate_prompt_tokens cuts; left (default) keeps the end of the prompt."),
         ]
         | None
     ) = None
@@ -179,7 +209,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: (
         Annotated[
             int,
-            Meta(ge=0, le=1 << 31, description="Requests with a larger one wait for those with a smaller one on their worker."),
+            Meta(ge=0, le=1 << 31, description="Requests with a smaller number run first on their worker."),
         ]
         | None
     ) = None
@@ -224,27 +254,43 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         Meta(min_length=1, max_length=MESSAGES_MAX, description="The conversation; content is text."),
     ]
     max_completion_tokens: (
-        Annotated[int, Meta(ge=1, le=1 << 31, description="OpenAI's newer name of max_tokens; wins over it.")] | None
+        Annotated[int, Meta(ge=1, le=1 << 31, description="OpenAI's newer name of max_tokens; takes precedence over it.")]
+        | None
     ) = None
-    logprobs: Annotated[bool, Meta(description="Log-probabilities of the drawn tokens.")] | None = False
+    logprobs: Annotated[bool, Meta(description="Return log-probabilities of the drawn tokens.")] | None = False
     top_logprobs: (
-        Annotated[int, Meta(ge=0, le=LOGPROBS_MAX, description="And of so many likeliest tokens (needs logprobs).")] | None
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=LOGPROBS_MAX,
+                description="Also return log-probabilities of this many most likely tokens (needs logprobs).",
+            ),
+        ]
+        | None
     ) = None
     reasoning_effort: (
         Annotated[
             str,
-            Meta(max_length=32, description='Given to the chat template; refused where that does not read it (except "none").'),
+            Meta(
+                max_length=32,
+                description='Passed to the chat template; refused if the template does not use it (except "none").',
+            ),
         ]
         | None
     ) = None
     # vLLM
-    add_generation_prompt: Annotated[bool, Meta(description="End the prompt with the beginning of an answer.")] | None = True
+    add_generation_prompt: (
+        Annotated[bool, Meta(description="End the prompt with the template's start of an answer.")] | None
+    ) = True
     continue_final_message: Annotated[bool, Meta(description="Continue the last message instead of answering it.")] | None = (
         False
     )
     chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables for the chat template.")] | None = None
     documents: (
-        Annotated[list[dict[str, Any]], Meta(description="Given to the chat template; refused where that does not read them.")]
+        Annotated[
+            list[dict[str, Any]], Meta(description="Passed to the chat template; refused if the template does not use them.")
+        ]
         | None
     ) = None
 
@@ -269,9 +315,17 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, Meta(description="One or several prompts, as text or token ids.", extra_json_schema=_PROMPT_SCHEMA)]
-    echo: Annotated[bool, Meta(description="Show the prompt before the new text (not with logprobs).")] | None = False
+    echo: Annotated[bool, Meta(description="Return the prompt before the new text (not with logprobs).")] | None = False
     logprobs: (
-        Annotated[int, Meta(ge=0, le=LOGPROBS_MAX, description="Log-probabilities of drawn and likeliest tokens.")] | None
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=LOGPROBS_MAX,
+                description="Return log-probabilities of the drawn token and of this many most likely tokens.",
+            ),
+        ]
+        | None
     ) = None
 
     def check(self) -> None:
@@ -305,21 +359,21 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's POST /tokenize: a prompt or messages."""
 
     model: Annotated[str, Meta(description="All models here share one tokenizer; a name must exist.")] | None = None
-    prompt: Annotated[str, Meta(description="A text; or `messages`.")] | None = None
+    prompt: Annotated[str, Meta(description="Text to tokenize; or use `messages`.")] | None = None
     messages: (
         Annotated[
             list[Annotated[dict[str, Any], Meta(extra_json_schema=_MESSAGE_SCHEMA)]],
-            Meta(min_length=1, max_length=MESSAGES_MAX, description="A conversation; or `prompt`."),
+            Meta(min_length=1, max_length=MESSAGES_MAX, description="Conversation to tokenize; or use `prompt`."),
         ]
         | None
     ) = None
     add_special_tokens: (
         Annotated[bool, Meta(description="Let the tokenizer add its special tokens (default: prompt yes, messages no).")] | None
     ) = None
-    add_generation_prompt: Annotated[bool, Meta(description="End with the beginning of an answer.")] = True
-    continue_final_message: Annotated[bool, Meta(description="Leave the last message open.")] = False
+    add_generation_prompt: Annotated[bool, Meta(description="End the prompt with the template's start of an answer.")] = True
+    continue_final_message: Annotated[bool, Meta(description="Do not close the last message.")] = False
     chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables for the chat template.")] | None = None
-    return_token_strs: Annotated[bool, Meta(description="Also the tokens' names.")] | None = False
+    return_token_strs: Annotated[bool, Meta(description="Also return the tokens as text.")] | None = False
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,18 +1,18 @@
-"""Which workers live: those that hold our requests and say nothing are asked.
+"""Pings workers that hold our requests but send nothing, to detect dead and frozen workers.
 
-    no frame for QUIET_S ──ping──► answered ......................... it lives
-                               ├─► nobody listens, asked twice ...... dead: the broker saw its connection close
+    no frame for QUIET_S ──ping──► answered ......................... alive
+                               ├─► no responders, twice ............. dead: the broker saw its connection close
                                └─► no answer within ANSWER_S ........ frozen or cut off, provided that the broker answers us
 
-A lease takes seconds to end, a broker tells at once that nobody listens to a subject. Asking needs no rights beyond one
-subject, so it works with anybody's broker.
+A lease takes seconds to expire, while the broker reports at once that nobody subscribes to a subject. A ping needs permission
+for one subject only, so it works with any NATS server.
 
 Rules of this file:
-- only a worker that has answered before is believed to be silent: one of an older version, or behind a broker that does
-  not let us ask, never answers, and is watched by its lease alone.
-- after our own connection came back, or our own loop stood still, nobody is declared lost for `GRACE_S`: the workers may
-  be a moment behind us.
-- being wrong costs a prefill on another worker and nothing else: epochs keep every token single.
+- Only a worker that has answered a ping before can be judged silent. Older workers, and workers behind a server that does not
+  allow pings, never answer; only their leases are watched.
+- For `GRACE_S` after our own connection came back, or our own event loop stood still, no worker is declared lost: workers may
+  reconnect a moment after us.
+- A wrong judgement costs a prefill on another worker; epochs prevent repeated tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Pulse:
             self._task.cancel()
 
     def heard(self, worker_id: str) -> None:
-        """A sign of life."""
+        """The worker sent something."""
         self._heard[worker_id] = now_s()
 
     async def _keep_looking(self) -> None:
@@ -113,8 +113,8 @@ class Pulse:
             self._on_lost(worker_id)
 
     async def _problem(self, worker_id: str) -> str:
-        """Why it does not answer; "" when it does. Asked again and again: a question that was under way when the worker died
-        has no answer, the next one has."""
+        """Why the worker does not answer; "" when it does. Pings are repeated: one that was under way when the worker died gets
+        no reply, the next one gets "no responders"."""
         deadline = now_s() + ANSWER_S
         questions: set[asyncio.Task[Pong]] = set()
         absences = 0
@@ -139,7 +139,7 @@ class Pulse:
         return "no answer"
 
     async def _broker_answers(self) -> bool:
-        """Ask for somebody who does not exist: that nobody listens is the broker's own answer."""
+        """Ping a worker that does not exist: "no responders" shows that the broker answers."""
         try:
             await self._bus.request(subjects.ping(NOBODY), Ping(), Pong, timeout_s=BROKER_S)
         except Unavailable:

@@ -1,4 +1,4 @@
-"""What answers look like, as types: for the API's description, and for tests that hold real answers against them."""
+"""Types of all answers, for the API's description and for tests that compare real answers with them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NamedLogprob(_Answer):
 
 
 class TokenLogprob(NamedLogprob):
-    """A drawn token, its log-probability and those of the likeliest tokens."""
+    """A drawn token, its log-probability and those of the most likely tokens."""
 
     top_logprobs: list[NamedLogprob]
 
@@ -138,7 +138,7 @@ class Model(_Answer):
     object: Literal["model"]
     created: int
     owned_by: str
-    root: Annotated[str, Meta(description="Where it came from: a hub id, or the last part of a path.")]
+    root: Annotated[str, Meta(description="Source: a hub id, or the last part of a path.")]
     parent: Annotated[str | None, Meta(description="The base model of an adapter.")]
     max_model_len: int | None
     permission: list[dict[str, Any]]
@@ -157,7 +157,7 @@ class Adapter(_Answer):
     name: str
     object: Literal["adapter"]
     digest: str
-    version: Annotated[int, Meta(description="1, 2, ... counts the versions of this name.")]
+    version: Annotated[int, Meta(description="Number of this version of the name, from 1.")]
     alias_of: str | None
     base_model: str
     rank: int
@@ -165,11 +165,11 @@ class Adapter(_Answer):
     layers: int
     dtype: str
     size_bytes: int
-    tenant: Annotated[str | None, Meta(description="Who alone sees and uses it; null for all.")]
+    tenant: Annotated[str | None, Meta(description="Tenant that the adapter belongs to; null: shared by all.")]
     source: str
     created: int
     updated: int
-    resident: Annotated[dict[str, str], Meta(description="Worker id to the fastest tier that holds it.")]
+    resident: Annotated[dict[str, str], Meta(description="Map from worker id to the fastest tier that holds the adapter.")]
 
 
 class Adapters(_Answer):
@@ -203,7 +203,7 @@ class Key(_Answer):
 class NewKey(Key):
     """A key that was just made."""
 
-    key: Annotated[str, Meta(description="Its text, shown this once.")]
+    key: Annotated[str, Meta(description="Text of the key, shown only this once.")]
 
 
 class Keys(_Answer):
@@ -226,9 +226,9 @@ class AuditEntry(_Answer):
 
     at: int
     action: str
-    actor: Annotated[str, Meta(description="The id of the key that asked.")]
+    actor: Annotated[str, Meta(description="Id of the key that was used.")]
     object: Annotated[str, Meta(description="The adapter's name or the key's id.")]
-    tenant: Annotated[str, Meta(description="Whose it is; empty for all.")]
+    tenant: Annotated[str, Meta(description="Tenant that the object belongs to; empty: shared.")]
     detail: str
 
 
@@ -263,18 +263,18 @@ class Status(_Answer):
     scheduler_id: str | None
     workers: list[dict[str, Any]]
     absent_workers: Annotated[list[dict[str, Any]], Meta(description="Workers that do not serve, and why.")]
-    error: Annotated[str | None, Meta(description="Why no scheduler answered.")]
+    error: Annotated[str | None, Meta(description="Reason why no scheduler answered.")]
 
 
 class Health(msgspec.Struct, kw_only=True):
-    """The process lives."""
+    """The process is alive."""
 
     status: str
     service: str
 
 
 class Ready(_Answer):
-    """Whether it can do its work now, and if not, why."""
+    """Whether the service can work now, and the reasons if not."""
 
     ready: bool
     reasons: list[str]

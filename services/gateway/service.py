@@ -1,4 +1,4 @@
-"""The gateway process: puts the parts together and drives them through the common life of a service.
+"""The gateway process: builds the parts and runs them through the common life cycle of a service.
 
 Prompts, Detokenizer (files) -> Bus -> AdapterWatch, Fleet -> Owner -> Planner -> HTTP app, durable Intake
 """
@@ -47,7 +47,7 @@ SHUTDOWN_S = 2  # for answers that are on their way out after the drain
 
 
 class GatewayService:
-    """One HTTP front and durable intake. `port` is the bound one once started."""
+    """The gateway's HTTP server and durable intake. `port` is the bound port once started."""
 
     name = "gateway"
 
@@ -208,7 +208,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def leave(self) -> None:
-        """Accept nothing more; connections end with the answer that runs on them, idle ones at once."""
+        """Accept no new connections; close idle ones at once and others after their current answer."""
         for server in self.servers:
             server.close()
         await asyncio.sleep(LINGER_S)

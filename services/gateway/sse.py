@@ -1,7 +1,7 @@
-"""Streaming answers. The hot path: between a token and its bytes on the socket stands one JSON string and one join.
+"""Streams answers as server-sent events. This is a hot path: a token costs one JSON string and one join.
 
-What a chunk says besides its text never changes within a choice, so it is encoded once per request; per token only the text
-is. All that is ready when the task wakes leaves in one write, each token still as its own event.
+The other fields of a chunk never change within a choice, so they are encoded once per request; per token only the text is
+encoded. All tokens that are ready when the task wakes are sent in one write, each as its own event.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MARK = "\x00text\x00"
 
 
 class SseResponse(Response):
-    """Serves the streams of one plan. Owns them: when it ends, for whatever reason, they are cancelled."""
+    """Serves the streams of one plan and cancels them when it ends for any reason."""
 
     def __init__(self, plan: Plan, streams: list[Stream], signal: Signal, detokenizer: Detokenizer) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
@@ -77,14 +77,14 @@ class SseResponse(Response):
         self._beating = loop.call_later(KEEP_ALIVE_S, self._beat, loop)
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wake the pump when nothing was sent since the last beat."""
+        """Wake the pump for a keep-alive when nothing was sent since the last beat."""
         if not self._sent:
             self._due = True
             self._signal.set()
         self._beat_later(loop)
 
     async def _listen(self, receive: Receive, pump: asyncio.Task[Any]) -> None:
-        """Cancel everything at once when the client goes away."""
+        """Cancel all streams when the client disconnects."""
         while (await receive())["type"] != "http.disconnect":
             pass
         for stream in self._streams:
@@ -92,7 +92,7 @@ class SseResponse(Response):
         self._cut(pump)
 
     def _cut(self, pump: asyncio.Task[Any]) -> None:
-        """End without another word; the server closes the connection of an unfinished answer."""
+        """End without a final event; the server closes the connection of an unfinished answer."""
         self._gone = True
         pump.cancel()
 
@@ -149,13 +149,13 @@ class SseResponse(Response):
         return b"data: " + orjson.dumps(event) + b"\n\n"
 
     def _frame(self, choice: int) -> tuple[bytes, bytes, bytes]:
-        """What stands before, between and after the texts of unfinished chunks."""
+        """The encoded bytes before, between and after the texts of unfinished chunks."""
         content = {"delta": {"content": _MARK}} if self._plan.chat else {"text": _MARK}
         before, after = self._event(choice, content).split(orjson.dumps(_MARK))
         return before, after + before, after
 
     def _quick(self, i: int, texts: list[str]) -> tuple[bytes, ...]:
-        """Chunks that say nothing but their text, one per text; a text may be empty while a character is incomplete."""
+        """Chunks with nothing but a text, one per text; a text is empty while a character is incomplete."""
         encoded = [orjson.dumps(text) for text in texts if text]
         if not encoded:
             return ()
@@ -163,7 +163,7 @@ class SseResponse(Response):
         return before, between.join(encoded), after
 
     def _full(self, i: int, delta: Delta) -> bytes:
-        """Any chunk, encoded whole: the last one, and those with log-probabilities or running usage."""
+        """Any other chunk, encoded as a whole: the last one, and those with log-probabilities or running usage."""
         body: dict[str, Any] = {"index": i}
         if self._plan.chat:
             body["delta"] = {"content": delta.text} if delta.text or not delta.finish else {}

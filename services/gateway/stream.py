@@ -1,12 +1,12 @@
-"""What a caller of the Owner holds: a Job goes in, a Stream of Deltas comes out. No HTTP here.
+"""The Owner's interface: a Job goes in, a Stream of Deltas comes out. No HTTP here.
 
     job = Job(...)                                  one sequence; n choices are n jobs
     stream = await owner.open(job)                  raises Overloaded, Unavailable, ... before anything is streamed
     async for delta in stream: ...                  raises the MotetError that ended it; the last delta has `finish`
     stream.cancel()                                 at any time; the worker is told at once
 
-Who touches what: the Owner pushes (tokens in order, finish, failure), one caller takes. What is pushed and not yet taken is
-bounded: a caller that does not keep up loses its request, never the gateway's memory.
+The Owner pushes tokens in order, the finish or a failure; one caller takes them. The buffer between them is bounded: the
+request of a caller that does not keep up is ended.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, gc=False):
-    """What became visible at once. `tokens` are the shown ones of this step; `text` may lag behind them (half characters,
-    held-back beginnings of stop strings) and is complete with the last delta, the one with `finish`."""
+    """Output that became visible at once. `tokens` are the shown tokens of this step. `text` may lag behind them (incomplete
+    characters, possible stop strings) and is complete with the last delta, the one with `finish`."""
 
     text: str
     tokens: list[int]
@@ -56,7 +56,7 @@ class Delta(msgspec.Struct, gc=False):
 
 
 class Signal:
-    """Wakes the one task that serves a group of streams; setting it before the wait is not lost."""
+    """Wakes the task that serves a group of streams. A `set` before the wait is not lost."""
 
     __slots__ = ("_raised", "_waiter")
 
@@ -65,7 +65,7 @@ class Signal:
         self._raised = False
 
     def set(self) -> None:
-        """There is something to do."""
+        """Wake the waiting task."""
         waiter = self._waiter
         if waiter is None:
             self._raised = True
@@ -87,7 +87,7 @@ class Signal:
 
 
 class Stream:
-    """One owned request. Made by `Owner.open`; its upper half is the caller's, its lower half the Owner's."""
+    """An owned request, made by `Owner.open`. The upper half of this class is for the caller, the lower half for the Owner."""
 
     __slots__ = (
         "_filter",
@@ -154,11 +154,11 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether `take` has nothing more to give, ever."""
+        """Whether `take` will return nothing more."""
         return not self._ready and not self._texts and (self.finish is not None or self.error is not None)
 
     def take(self) -> list[Delta]:
-        """Everything that is ready now, possibly nothing. Raises the MotetError that ended the request."""
+        """The deltas that are ready now, possibly none. Raises the MotetError that ended the request."""
         self._fold()
         ready = self._ready
         if ready:
@@ -168,7 +168,7 @@ class Stream:
         return ready
 
     def take_texts(self) -> list[str]:
-        """What `take` would give when that is nothing but one more text per token; else nothing, and `take` has it."""
+        """The ready texts, if every delta is one more text per token; else nothing, and `take` returns the deltas."""
         texts = self._texts
         if not texts or self._ready:
             return []
@@ -176,18 +176,18 @@ class Stream:
         return texts
 
     def _fold(self) -> None:
-        """Make deltas of the texts."""
+        """Turn collected texts into deltas."""
         if texts := self._texts:
             tokens = self.tokens[-len(texts) :]
             self._ready += [Delta(text, [token]) for text, token in zip(texts, tokens, strict=True)]
             self._texts = []
 
     def cancel(self) -> None:
-        """Stop it at the worker at once and let it go. Harmless when it has ended."""
+        """Cancel the request at its worker and release it. No effect after its end."""
         self._on_cancel(self)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Deltas until the one with `finish`; the request is cancelled when the caller leaves early."""
+        """Iterate deltas up to the one with `finish`. The request is cancelled when the caller stops early."""
         try:
             while not self.ended:
                 for delta in self.take():
@@ -265,12 +265,12 @@ class Stream:
             self.on_slow()
 
     def fail(self, error: MotetError) -> None:
-        """End it with `error`, which the caller sees after the deltas that are ready."""
+        """End the stream with `error`, which the caller gets after the deltas that are ready."""
         self.error = error
         self.signal.set()
 
 
 class SlowReader(Overloaded):
-    """The client does not read its tokens as fast as they are made."""
+    """The client reads its tokens more slowly than they are generated."""
 
     code = "slow_reader"

@@ -10,8 +10,12 @@ from shared.config import ServiceConfig
 
 
 class PredictorConfig(ServiceConfig, frozen=True, kw_only=True):
-    """How much to remember."""
+    """How many adapters the predictor learns lengths for."""
 
     max_adapters: Annotated[
-        int, Meta(ge=1, description="adapters with a length histogram of their own (1.5 KiB each); the idlest is forgotten")
+        int,
+        Meta(
+            ge=1,
+            description="maximum adapters with their own length histogram (1.5 KiB each); the least recently used is evicted",
+        ),
     ] = 20_000

@@ -1,7 +1,7 @@
-"""The predictor: how many tokens will this request produce? Running quantiles per adapter, answered in well under 2 ms.
+"""The predictor: predicts a request's output length from running quantiles per adapter.
 
-Every copy hears every outcome (no queue group), so any copy can answer any question. What was learned lives in memory
-only: a fresh copy answers from its defaults and has learned an adapter again after a handful of outcomes.
+Every copy receives every outcome (no queue group), so any copy can answer any request. Quantiles live in memory only: a new
+copy starts from defaults and needs a handful of outcomes per adapter.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from shared.telemetry import REGISTRY
 
 PREDICTIONS = Counter(
     "motet_predictor_predictions",
-    "Answers by what they rest on: learned (outcomes) or default (none yet).",
+    "Answers by basis: learned (from outcomes) or default (no outcomes yet).",
     ["basis"],
     registry=REGISTRY,
 )
 PREDICT_S = Histogram(
     "motet_predictor_predict_seconds",
-    "Time to work out one answer, without the bus.",
+    "Time to compute one answer, without the bus.",
     buckets=(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3),
     registry=REGISTRY,
 )
-OUTCOMES = Counter("motet_predictor_outcomes", "Finished requests learned from.", registry=REGISTRY)
-ADAPTERS = Gauge("motet_predictor_adapters", "Adapters with a length histogram, the base included.", registry=REGISTRY)
+OUTCOMES = Counter("motet_predictor_outcomes", "Finished requests that were learned from.", registry=REGISTRY)
+ADAPTERS = Gauge("motet_predictor_adapters", "Adapters with a length histogram, the base model included.", registry=REGISTRY)
 
 
 class PredictorService(BusService):
-    """One predictor (`shared.service.Service`)."""
+    """A predictor process (`shared.service.Service`)."""
 
     name = "predictor"
 
@@ -44,7 +44,7 @@ class PredictorService(BusService):
         self.lengths = LengthQuantiles(config.max_adapters)
 
     async def start(self) -> None:
-        """Begin to learn, then to answer."""
+        """Subscribe to outcomes, then answer requests."""
         self._bus = bus = await Bus.connect(self._config, self._config.identity(self.name), inbox=self.name)
         await bus.subscribe(subjects.OUTCOME, Outcome, self._learn)
         await bus.serve("predict", subjects.PREDICT, PredictRequest, self._predict, queue=self.name)

@@ -1,5 +1,6 @@
-"""An adapter out of a stranger's zip or tar archive. The archive is read by a child process (`unpack`), with limits on its
-memory, its processor time and what it writes; this side only passes open files and takes the answer.
+"""Reads an adapter from an untrusted zip or tar archive, in a child process (`unpack`).
+
+The child has limits on memory, CPU time and written bytes. This side only passes open files and takes the answer.
 """
 
 from __future__ import annotations

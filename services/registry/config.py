@@ -15,45 +15,55 @@ from shared.tenancy import DEFAULT_TENANT, TENANT
 class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
     """Which base model adapters must fit, where they may come from and how large they may be."""
 
-    model: Annotated[str, Meta(min_length=1, description="base model: directory or Hugging Face id; only config.json is read")]
+    model: Annotated[
+        str, Meta(min_length=1, description="base model: a local directory or a Hugging Face id; only config.json is read")
+    ]
     served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
     adapter_roots: Annotated[
-        str, Meta(description="directories below which adapters may be registered by path, comma-separated; empty: none")
+        str, Meta(description="directories below which adapters may be registered by server path, comma-separated; empty: none")
     ] = ""
     adapters_dir: Annotated[
-        str, Meta(description="every PEFT directory below this one is registered at start under its (relative) name")
+        str, Meta(description="directory of PEFT adapters to register at start; an adapter's name is its relative path")
     ] = ""
-    hub_allowed: Annotated[bool, Meta(description="adapters may be registered by Hugging Face id")] = True
-    hub_endpoint: Annotated[str, Meta(description="address of the hub; empty: HF_ENDPOINT, else https://huggingface.co")] = ""
+    hub_allowed: Annotated[bool, Meta(description="allow registering adapters by Hugging Face id")] = True
+    hub_endpoint: Annotated[str, Meta(description="URL of the hub; empty: HF_ENDPOINT, else https://huggingface.co")] = ""
     hub_repositories: Annotated[
         str,
-        Meta(description="hub repositories adapters may come from, comma-separated, as acme/* or acme/name; empty: all"),
+        Meta(description="hub repositories that adapters may come from, comma-separated, as acme/* or acme/name; empty: all"),
     ] = ""
     hub_private_hosts: Annotated[
         str,
         Meta(
-            description="hosts besides the hub and proxies that downloads may reach at loopback, link-local or private "
-            "addresses, comma-separated, as name or name:port"
+            description="hosts that downloads may reach at loopback, link-local or private addresses, besides the hub and "
+            "proxies; comma-separated, as name or name:port"
         ),
     ] = ""
-    hub_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="longest download of one adapter, in seconds")] = 300.0
-    max_adapter_bytes: Annotated[int, Meta(ge=1024, description="largest adapter weights file")] = 1 << 30
+    hub_timeout_s: Annotated[
+        float, Meta(gt=0, le=3600, description="maximum duration of one adapter's download in seconds")
+    ] = 300.0
+    max_adapter_bytes: Annotated[int, Meta(ge=1024, description="largest adapter weights file in bytes")] = 1 << 30
     max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 256
-    max_adapters: Annotated[int, Meta(ge=1, description="largest number of adapter names, aliases included")] = 20_000
-    max_tenant_adapters: Annotated[int, Meta(ge=1, description="the same for one tenant's own names")] = 2_000
-    max_stored_mib: Annotated[int, Meta(ge=1, description="largest size of all stored adapter versions together")] = 1 << 20
-    max_tenant_stored_mib: Annotated[int, Meta(ge=1, description="the same for one tenant's own adapters")] = 1 << 17
+    max_adapters: Annotated[int, Meta(ge=1, description="maximum adapter names, aliases included")] = 20_000
+    max_tenant_adapters: Annotated[int, Meta(ge=1, description="maximum adapter names of one tenant, aliases included")] = 2_000
+    max_stored_mib: Annotated[int, Meta(ge=1, description="maximum size of all stored adapter versions in MiB")] = 1 << 20
+    max_tenant_stored_mib: Annotated[int, Meta(ge=1, description="maximum size of one tenant's stored adapters in MiB")] = (
+        1 << 17
+    )
 
     tenants: Annotated[str, Meta(description="tenants that may publish durable requests over NATS, comma-separated")] = (
         DEFAULT_TENANT
     )
     tenant_stream_mib: Annotated[
-        int, Meta(ge=16, description="disk for a tenant's durable requests, and as much for its results; never shrunk")
+        int,
+        Meta(
+            ge=16,
+            description="disk in MiB for a tenant's durable requests, and the same again for its results; never reduced",
+        ),
     ] = 512
 
     @property
     def publishers(self) -> tuple[str, ...]:
-        """The words of `tenants`. Raises ConfigError for one that cannot be a tenant."""
+        """The tenants of `tenants`. Raises ConfigError for an invalid name."""
         words = tuple(word.strip() for word in self.tenants.split(",") if word.strip())
         for word in words:
             if not TENANT.fullmatch(word):
@@ -72,7 +82,7 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
 
     @property
     def hub(self) -> HubOptions:
-        """Everything about downloads."""
+        """Options of hub downloads."""
         return HubOptions(
             endpoint=self.hub_endpoint or os.environ.get("HF_ENDPOINT") or PUBLIC_ENDPOINT,
             repositories=_parts(self.hub_repositories),

@@ -1,4 +1,4 @@
-"""The two files of a PEFT adapter, whatever they were taken from, and how a refusal shows a stranger's text."""
+"""The two files of a PEFT adapter from any source, and safe display of untrusted text in errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PeftFiles(msgspec.Struct):
 
 
 def shown(text: object) -> str:
-    """What a client sent, as it may stand in an error: one line of at most about `SHOWN_CHARS` characters."""
+    """Untrusted text for an error message: one line of at most about `SHOWN_CHARS` characters."""
     line = str(text)
     return _printable(line) if len(line) <= SHOWN_CHARS else f"{_printable(line[:SHOWN_CHARS])}... ({len(line)} characters)"
 

@@ -1,10 +1,10 @@
-"""Adapters from a Hugging Face hub: two files of a repository, pinned to a commit.
+"""Downloads adapters from a Hugging Face hub: two files of a repository, pinned to a commit.
 
-    model info: commit, sizes -> checked -> GET each file, redirects followed by hand -> counted and hashed while it comes
+    model info: commit, sizes -> checked -> GET each file, redirects followed by hand -> counted and hashed on arrival
 
-The hub is a stranger too. Where a name or a redirect leads is looked at for every connection: an address that is loopback,
-link-local or private is refused, unless the operator named its host. Every download has one deadline, and no more bytes are
-read than were announced. Plain HTTP, so that nothing else reaches the network; the token goes to the hub itself only.
+The hub is not trusted. For every connection the resolved address is checked: loopback, link-local and private addresses are
+refused unless the operator named the host. Every download has one deadline, and no more bytes are read than were announced.
+No hub library is used, so nothing else reaches the network. The token is sent to the hub only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class HubOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which hub, what may be taken from it, and how long that may take. `private_hosts`: `name` or `name:port`."""
+    """The hub, allowed repositories and hosts, and time and size limits. `private_hosts`: `name` or `name:port`."""
 
     endpoint: str
     repositories: tuple[str, ...] = ()  # patterns; none: all
@@ -71,7 +71,7 @@ _info = msgspec.json.Decoder(_Info)
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the public internet. An IPv4 address inside an IPv6 one decides."""
+    """Whether an IP address is public. For an IPv6 address that contains an IPv4 address, the latter decides."""
     ip: _Address = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.ipv4_mapped or ip.sixtofour
@@ -91,10 +91,10 @@ class _Guard(AbstractResolver):
         self._inner = aiohttp.ThreadedResolver()
 
     def check(self, url: URL) -> None:
-        """A URL before it is asked. An address in place of a name is never resolved, so it is looked at here."""
+        """Check a URL before its request. A literal address is never resolved, so it is checked here."""
         if url.scheme not in self._schemes or not url.host:
             raise InvalidAdapter(
-                f"the hub leads to {shown(f'{url.scheme}://{url.host}')}, which is no https address", param=PARAM
+                f"the hub redirects to {shown(f'{url.scheme}://{url.host}')}, which does not use https", param=PARAM
             )
         try:
             ipaddress.ip_address(url.host)
@@ -115,13 +115,13 @@ class _Guard(AbstractResolver):
         if host in self._named or f"{host}:{port}" in self._named or is_public(address):
             return
         raise InvalidAdapter(
-            f"the hub leads to {shown(host)}, which has no public address (--hub-private-hosts names hosts that may)",
+            f"the download leads to {shown(host)}, which has no public address (allow it with --hub-private-hosts)",
             param=PARAM,
         )
 
 
 class HubSource:
-    """Downloads adapters. Any number of downloads may run; each has connections of its own."""
+    """Downloads adapters. Downloads may run concurrently; each has its own connections."""
 
     def __init__(self, options: HubOptions) -> None:
         self._options = options
@@ -129,8 +129,8 @@ class HubSource:
     async def fetch(self, location: str) -> PeftFiles:
         """The adapter `owner/name` or `owner/name@revision`.
 
-        Raises InvalidAdapter for what the hub does not have or hold, or may not be taken from; TooLarge; Unavailable when
-        the hub cannot be reached or takes longer than allowed. Credentials are the process's own (`HF_TOKEN`).
+        Raises InvalidAdapter when the repository is missing, forbidden, or has no adapter; TooLarge; Unavailable when the hub
+        cannot be reached or takes too long. Credentials are the process's own (`HF_TOKEN`).
         """
         match = HUB_ID.fullmatch(location)
         if match is None or len(location) > MAX_ID_CHARS:
@@ -199,7 +199,7 @@ class _Download:
         try:
             info = _info.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            raise aiohttp.ClientError("its answer is not that of a hub") from None
+            raise aiohttp.ClientError("its answer is not that of a Hugging Face hub") from None
         if not _COMMIT.fullmatch(info.sha):
             raise aiohttp.ClientError("its answer names no commit")
         return info
@@ -220,7 +220,7 @@ class _Download:
                 except OSError as error:
                     raise Unavailable("the registry's disk has no room for the download", param=PARAM) from error
         if received != expected or (file.lfs is not None and file.lfs.sha256 not in ("", digest.hexdigest())):
-            raise aiohttp.ClientError(f"what came is not the {name} that it lists")
+            raise aiohttp.ClientError(f"the downloaded {name} does not match its listed size and digest")
 
     async def _get(self, url: str) -> aiohttp.ClientResponse:
         """The answer at the end of all redirects. Raises InvalidAdapter, Unavailable or aiohttp.ClientError."""
@@ -237,7 +237,7 @@ class _Download:
                 try:
                     at = at.join(URL(location))
                 except ValueError:
-                    raise aiohttp.ClientError("it redirects to something that is no address") from None
+                    raise aiohttp.ClientError("it redirects to an invalid URL") from None
             elif response.status in (400, 401, 403, 404):
                 raise InvalidAdapter(
                     f"the hub has no {self._repository}, or it is private (status {response.status})", param=PARAM

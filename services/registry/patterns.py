@@ -1,8 +1,8 @@
-"""PEFT's `rank_pattern` and `alpha_pattern`: which modules does each key mean?
+"""PEFT's `rank_pattern` and `alpha_pattern`: finds the key that applies to each module.
 
 PEFT treats every key as a regular expression: the first key (in the file's order) for which
-`re.match(rf"(.*\\.)?({key})$", module_path)` succeeds decides. A plain name is answered here. A real expression is a
-tenant's program - it can run for hours - so it is matched in a child process with a CPU and memory limit.
+`re.match(rf"(.*\\.)?({key})$", module_path)` succeeds applies. Plain names are matched here. A real expression comes
+from a tenant and may run for hours, so it is matched in a child process with limits on CPU time and memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Answer(msgspec.Struct):
 
 
 def assign(field: str, keys: Sequence[str], paths: Sequence[str]) -> dict[str, str]:
-    """{module path: the key that decides for it}; paths that no key matches are left out.
+    """{module path: the key that applies to it}, without paths that no key matches.
 
     `field` is the config key, for messages. Raises InvalidAdapter for keys that are no regular expression, too long, too
     many, or too expensive to match. Blocks up to `MATCH_S`: call it in a thread.

@@ -1,11 +1,11 @@
-"""A PEFT adapter (`adapter_config.json`, `adapter_model.safetensors`) -> one validated `motet-lora/2` blob.
+"""Converts a PEFT adapter (`adapter_config.json`, `adapter_model.safetensors`) to a validated `motet-lora/2` blob.
 
-Cheap checks first, so that a bad file costs little:
+Cheap checks come first, so that a bad file costs little:
 
     config  ->  safetensors header  ->  every tensor's name, shape and dtype  ->  only then the weights: finite?  ->  blob
 
-Everything that would change the mathematics and is not computed by the workers is refused by name: an adapter that runs
-and answers wrongly is worse than one that is refused. Numpy only; all functions block and belong into a thread.
+Options that would change the result and that workers do not compute are refused by name: an adapter that runs and answers
+wrongly is worse than a refusal. Numpy only; all functions block, so call them in a thread.
 
 scale = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora, with r and alpha per module (rank_pattern, alpha_pattern).
 """
@@ -42,7 +42,7 @@ _Rank = Annotated[int, Meta(ge=1)]
 
 
 class PeftConfig(msgspec.Struct, frozen=True):
-    """The keys of `adapter_config.json` that decide what is computed."""
+    """The keys of `adapter_config.json` that affect the result."""
 
     peft_type: str
     r: _Rank
@@ -198,7 +198,7 @@ def _check_shapes(a: _Tensor, b: _Tensor, linear: tuple[int, int], rank: int, ra
 
 
 def _check_finite(tensor: _Tensor, data: memoryview) -> None:
-    """A float is NaN or infinite exactly when all its exponent bits are set."""
+    """Raises InvalidAdapter for NaN and infinite weights: floats with all exponent bits set."""
     kind, exponent = _EXPONENT[tensor.info.dtype]
     bits: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]] = np.frombuffer(data, dtype=kind)
     for begin in range(0, bits.size, _CHUNK):
@@ -209,7 +209,7 @@ def _check_finite(tensor: _Tensor, data: memoryview) -> None:
 
 
 def _matrix(tensor: _Tensor, data: memoryview, dtype: str) -> np.ndarray[Any, Any]:
-    """The weights as they go into a blob of `dtype`: its own, or F32, which is exact from F16 and BF16."""
+    """The weights for a blob of `dtype`: in their own type, or as F32, which is exact for F16 and BF16."""
     own = tensor.info.dtype
     numbers: np.ndarray[Any, Any] = np.frombuffer(data, dtype=_NUMPY[own])
     if own != dtype:
@@ -222,9 +222,9 @@ def convert(
 ) -> Converted:
     """Validate an adapter and write its blob. `weights` is an open safetensors file of `size_bytes`, at its beginning.
 
-    Tensors keep their dtype; a file that mixes dtypes becomes F32 throughout, which loses nothing. Raises InvalidAdapter
-    or TooLarge with the reason: `max_bytes` is for the file and for the blob, whose whole pages and layers may be many times
-    as large. Needs the memory of the file and of two blobs for a moment.
+    Tensors keep their dtype; a file with mixed dtypes becomes F32, which is exact. Raises InvalidAdapter or TooLarge with the
+    reason: `max_bytes` applies to the file and to the blob, which can be many times larger because of padding. Needs memory
+    for the file and two blobs for a moment.
     """
     if size_bytes > max_bytes:
         raise TooLarge(f"adapter_model.safetensors has {size_bytes} bytes, the limit is {max_bytes}")

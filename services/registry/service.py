@@ -1,11 +1,11 @@
-"""The registry: takes adapters in, validates, stores and publishes them; the only writer of adapters on the bus.
+"""The registry: validates, stores and publishes adapters. It is the only writer of adapters on the bus.
 
     register   claim a slot -> fetch (path | hub | upload) -> validate -> blob, version, name -> watchers see it
-    delete     refused while requests run on it unless forced; the weights go when no other name points at them
-    alias      a second name for what another name points at now
+    delete     refused while requests run on it unless forced; the weights are removed when no other name points at them
+    alias      a second name for the version that another name points at now
     list       every name, in pages
 
-Files are read and checked in threads, few at a time and per kind of source, so that a slow hub delays hub adapters only.
+Files are read and checked in threads, with a small limit per kind of source, so a slow hub delays hub adapters only.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ PAGE = 1000
 
 REGISTRATIONS = Counter(
     "motet_registry_registrations",
-    "Registrations by outcome: registered, replaced, unchanged, refused (bad input), failed (our side).",
+    "Registrations by outcome: registered, replaced, unchanged, refused (bad input), failed (server side).",
     ["outcome"],
     registry=REGISTRY,
 )
 ADAPTERS = Gauge("motet_registry_adapters", "Adapter names, aliases included.", registry=REGISTRY)
 VERSIONS = Gauge("motet_registry_versions", "Stored adapter versions.", registry=REGISTRY)
-BLOB_BYTES = Gauge("motet_registry_blob_bytes", "Bytes of all stored adapter versions.", registry=REGISTRY)
+BLOB_BYTES = Gauge("motet_registry_blob_bytes", "Size of all stored adapter versions in bytes.", registry=REGISTRY)
 VALIDATION_S = Histogram(
     "motet_registry_validation_seconds",
-    "Reading, checking and converting one adapter.",
+    "Time to read, check and convert one adapter.",
     buckets=LATENCY_BUCKETS_S,
     registry=REGISTRY,
 )
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """`work()` in a thread of its own that does not keep the process alive: a download may hang when we want to stop."""
+    """Run `work()` in a thread that does not keep the process alive, since a download may hang at shutdown."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -111,7 +111,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 class RegistryService:
-    """See `shared.service.Service`."""
+    """A registry process (`shared.service.Service`)."""
 
     name = "registry"
 
@@ -275,7 +275,7 @@ class RegistryService:
         return RegistryOk(adapters=[gone] if gone is not None else [])
 
     async def alias(self, ask: AliasAdapter) -> RegistryOk:
-        """A second name. Raises BadRequest, AdapterNotFound (the target), AdapterExists (the name is no alias)."""
+        """Add a second name. Raises BadRequest, AdapterNotFound (the target), AdapterExists (the name is an adapter's own)."""
         self._check_name(ask)
         if ask.name == ask.target:
             raise BadRequest(f"{quoted(ask.name)} cannot be an alias of itself", param="target")
@@ -321,7 +321,7 @@ class RegistryService:
             raise Conflict(f"this tenant's adapters would take more than {limit_mib} MiB, which is its limit: delete one first")
 
     async def _note(self, action: str, ask: RegisterAdapter | AliasAdapter | DeleteAdapter, info: AdapterInfo | None) -> None:
-        """For the audit log: who changed what."""
+        """Add an entry to the audit log."""
         detail = f"version {info.entry.version}, digest {info.entry.digest[:12]}" if info is not None else ""
         await self._audit.record(AuditEvent(action=action, actor=ask.actor, tenant=ask.tenant, object=ask.name, detail=detail))
 
@@ -349,7 +349,7 @@ class RegistryService:
                 log.info("sweep interrupted", extra={"error": error.message})
 
     async def _register_directory(self, directory: str) -> None:
-        """Register what lies below `directory`. One bad adapter is reported and skipped; one that somebody replaced stays."""
+        """Register the adapters below `directory`. A bad one is logged and skipped; a name that was replaced since is kept."""
         try:
             root = os.path.realpath(os.path.expanduser(directory))
             found = await in_thread(lambda: peft_directories(root))
@@ -361,7 +361,7 @@ class RegistryService:
             self._starting = ""
 
     async def _register_own(self, name: str, path: str, root: str) -> None:
-        """Register one adapter of the operator's directory, however long NATS is away."""
+        """Register one adapter of the operator's directory; retries while NATS is away."""
         source = relative_source(path, [root])
         while True:
             present = self._adapters.exactly(name, SHARED)

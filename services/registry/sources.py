@@ -1,8 +1,8 @@
-"""Adapters that lie on this machine: a directory or an archive below an allowed root.
+"""Adapters on this machine: a directory or an archive below an allowed root.
 
-All of it blocks and runs in threads. A file is opened only after its real path (all links resolved) was found to lie below a
-root, and only when it is a plain file. Clients see the location as they sent it, and a source relative to its root: where
-the roots are is nobody's business but the operator's.
+All functions block and run in threads. A file is opened only if its real path (all links resolved) lies below a root and it
+is a plain file. Clients see the location as they sent it, and a source relative to its root, so the roots' paths stay
+private.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PARAM = "location"
 
 
 def is_below(path: str, roots: Sequence[str]) -> bool:
-    """Whether the real path `path` is one of `roots` (real paths too) or lies below one."""
+    """Whether the real path `path` is one of `roots` (real paths too) or below one."""
     return any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)
 
 
 def relative_source(path: str, roots: Sequence[str]) -> str:
-    """What is published of where an adapter came from: `path:` and the path below its root."""
+    """The published source of an adapter: `path:` and the path below its root."""
     root = next(root for root in roots if is_below(path, [root]))
     return f"path:{os.path.relpath(path, root)}"
 
@@ -52,8 +52,8 @@ def open_path(location: str, roots: Sequence[str], max_bytes: int) -> PeftFiles:
     """The adapter in the directory or archive `location`: absolute, or relative to the directory in which the registry was
     started, or to one of `roots`.
 
-    Raises InvalidAdapter or TooLarge with the reason, Unavailable when there is no room to unpack an archive. What lies
-    outside the roots is refused without a look at it.
+    Raises InvalidAdapter or TooLarge with the reason, Unavailable when there is no room to unpack an archive. A location
+    outside the roots is refused without touching it.
     """
     if not roots:
         raise InvalidAdapter("this registry takes no paths: it has no allowed roots (--adapter-roots)", param=PARAM)
@@ -78,18 +78,18 @@ def open_path(location: str, roots: Sequence[str], max_bytes: int) -> PeftFiles:
 
 
 def is_there(location: str, roots: Sequence[str]) -> bool:
-    """Whether `location` is a path that `open_path` would look at, and something lies there."""
+    """Whether `location` exists as a path that `open_path` would open."""
     return "\0" not in location and any(map(os.path.exists, _candidates(location, roots)))
 
 
 def _candidates(location: str, roots: Sequence[str]) -> list[str]:
-    """What `location` may mean, as real paths below a root."""
+    """The real paths below a root that `location` may refer to."""
     paths = [os.path.realpath(os.path.join(start, location)) for start in (os.getcwd(), *roots)]
     return [path for path in paths if is_below(path, roots)]
 
 
 def open_directory(path: str, roots: Sequence[str], max_bytes: int, *, source: str) -> PeftFiles:
-    """The adapter in a directory that is known to lie below `roots`. Raises OSError as well when it cannot be read."""
+    """The adapter in a directory that is known to be below `roots`. Also raises OSError when it cannot be read."""
     names = set(os.listdir(path))
     if WEIGHTS not in names:
         raise missing_weights("the directory", names)

@@ -1,18 +1,18 @@
-"""Adapters in JetStream: blobs by digest, version records, names - and who may delete what, with several registries at once.
+"""Adapters in JetStream: blobs by digest, version records and names, safe with several registries at once.
 
     motet_blobs      <digest>            the bytes; equal content is stored once
     motet_adapters   holds.<digest>      Holds: which entries claim this digest (the registry's own bookkeeping)
                      version.<digest>    AdapterVersion
                      name.<name>         AdapterEntry that all tenants share
-                     private.<tenant>.<name>    AdapterEntry of one tenant; the same name may exist in several
+                     private.<tenant>.<name>    AdapterEntry of one tenant; several tenants may use the same name
 
-A name never points at a missing blob, whoever crashes when, because of two orders of writes and compare-and-set:
+A name never points at a missing blob, whenever a registry crashes. Two orders of writes and compare-and-set guarantee it:
 
-    publish   hold -> blob -> version -> name             a crash leaves at most a hold, which the sweep drops later
-    collect   holds marked `deleting` -> version -> blob -> holds     only when nobody holds; a crash is finished by the sweep
+    publish   hold -> blob -> version -> name             a crash leaves at most a hold, which the sweep removes later
+    collect   holds marked `deleting` -> version -> blob -> holds     only without holders; the sweep completes it after a crash
 
-Every entry has its own hold (a fresh id), so that dropping one never drops another's claim on equal content. Who finds
-`deleting` waits for the end of it. All writes of a record carry the revision that was read.
+Every entry has its own hold (a new id), so removing one never removes another's claim on equal content. A registry that finds
+`deleting` waits until the deletion is complete. Every write of a record carries the revision that was read.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _R = TypeVar("_R", bound=msgspec.Struct)
 
 
 class Holds(msgspec.Struct, frozen=True):
-    """The claims on one digest: {hold id: holder}. `since_unix_ms` says for people when it last changed.
+    """The claims on one digest: {hold id: holder}. `since_unix_ms` is the time of the last change, for people.
 
-    A holder is an entry: its name, with `<tenant>:` in front if it is private.
+    A holder is an entry: its name, with the prefix `<tenant>:` if it is private.
     """
 
     digest: str
@@ -72,7 +72,7 @@ class Holds(msgspec.Struct, frozen=True):
 
 
 class _Seen:
-    """A record as this registry saw it, and since when, on its own clock: wall clocks jump, and differ between machines."""
+    """A record as this registry saw it, and since when, by its own monotonic clock."""
 
     __slots__ = ("born_s", "holds", "since_s")
 
@@ -86,17 +86,17 @@ class _Seen:
 
     @property
     def stuck(self) -> bool:
-        """Whether this is a deletion that nobody goes on with."""
+        """Whether this is an abandoned deletion."""
         return self.holds.deleting and now_s() - self.since_s > 3 * DELETING_S
 
 
 def is_name(name: str) -> bool:
-    """Whether an adapter can be called `name`."""
+    """Whether `name` is a valid adapter name."""
     return len(name) <= ADAPTER_NAME_CHARS and ADAPTER_NAME.fullmatch(name) is not None
 
 
 def check_name(name: str, base_model: str) -> None:
-    """Raises BadRequest when `name` cannot be an adapter's."""
+    """Raises BadRequest when `name` is not a valid adapter name."""
     if not is_name(name):
         raise BadRequest(
             f"adapter name {quoted(name)}: letters, digits, '_' and '-', single '.' and '/' between them, "
@@ -109,7 +109,7 @@ def check_name(name: str, base_model: str) -> None:
 
 @contextlib.contextmanager
 def reachable() -> Iterator[None]:
-    """What the bus raises when JetStream is away or full, as Unavailable."""
+    """Raises Unavailable for errors of the bus when JetStream is away or full."""
     try:
         yield
     except js_errors.APIError as error:
@@ -127,7 +127,7 @@ def reachable() -> Iterator[None]:
 class AdapterStore:
     """The only writer of adapters. Any number of copies may run.
 
-    `idle(digest)` says whether no request can need a version any more, also none that is between two workers.
+    `idle(digest)` says whether no request needs a version any more, including requests that are between two workers.
     """
 
     def __init__(self, bus: Bus, idle: Callable[[str], bool]) -> None:
@@ -161,7 +161,7 @@ class AdapterStore:
     # ---- verbs
 
     async def check_free(self, name: str, tenant: str = SHARED) -> None:
-        """Raises AdapterExists when `name` is taken. Cheap: asked before any work is done."""
+        """Raises AdapterExists when `name` is taken. A cheap check before any work."""
         with reachable():
             if (await self._read(entry_key(name, tenant), AdapterEntry))[0] is not None:
                 raise _exists(name)
@@ -199,7 +199,7 @@ class AdapterStore:
                             await self._release(present.digest, present.hold)
                         return AdapterInfo(entry=entry, version=version), "replaced" if present else "registered"
                     await self._release(version.digest, hold)
-        raise Conflict(f"adapter {quoted(name)} is being changed by others all the time", param="name")
+        raise Conflict(f"adapter {quoted(name)} keeps being changed by other clients", param="name")
 
     async def alias(self, name: str, target: str, tenant: str = SHARED) -> AdapterInfo:
         """Let `tenant`'s `name` point at what `target` means to it now. A name that is an adapter of its own is not
@@ -229,7 +229,7 @@ class AdapterStore:
                         await self._release(present.digest, present.hold)
                     return AdapterInfo(entry=entry, version=version)
                 await self._release(aimed.digest, hold)
-        raise Conflict(f"adapter {quoted(target)} is being changed by others all the time", param="target")
+        raise Conflict(f"adapter {quoted(target)} keeps being changed by other clients", param="target")
 
     async def remove(
         self, name: str, *, requests: Callable[[str], int], force: bool, tenant: str = SHARED
@@ -237,7 +237,7 @@ class AdapterStore:
         """Delete `tenant`'s `name`, and its version unless another name holds it; returns what it was
         (None: its version was lost).
 
-        A version that was used lately goes later, with the sweep: its requests may be on their way to another worker.
+        A recently used version is removed later, by the sweep: its requests may be moving to another worker.
 
         Raises AdapterNotFound, or AdapterInUse when that version would go while `requests(digest)` is not zero.
         """
@@ -260,7 +260,7 @@ class AdapterStore:
                 if self._idle(entry.digest):
                     await self._collect(entry.digest)
                 return AdapterInfo(entry=entry, version=version) if version is not None else None
-        raise Conflict(f"adapter {quoted(name)} is being changed by others all the time", param="name")
+        raise Conflict(f"adapter {quoted(name)} keeps being changed by other clients", param="name")
 
     async def fetch_upload(self, name: str, max_bytes: int) -> BinaryIO:
         """An uploaded archive as an anonymous temporary file, at its beginning. Raises BadRequest or TooLarge."""
@@ -282,12 +282,12 @@ class AdapterStore:
         return file
 
     async def drop_upload(self, name: str) -> None:
-        """An archive that was dealt with. Failing is no harm: uploads expire."""
+        """Delete a processed upload. A failure is harmless, since uploads expire."""
         with contextlib.suppress(*_FAILURES):
             await self._uploads.delete(name)
 
     async def sweep(self) -> int:
-        """Collect versions that nothing holds or uses and tidy up after crashes; returns how many versions went.
+        """Delete versions that nothing holds or uses, and clean up after crashes; returns the number of deleted versions.
 
         Safe to run in every registry at once, and to interrupt.
         """
@@ -311,9 +311,9 @@ class AdapterStore:
             await self._release(digest, hold)
 
     async def sweep_orphans(self) -> int:
-        """Free the chunks of blobs whose upload a crash cut short; returns how many uploads went.
+        """Free the chunks of interrupted blob uploads; returns the number of uploads.
 
-        Chunks that were seen without their blob for `LOST_HOLD_S` are from a crash: no upload takes as long.
+        Chunks that were seen without their blob for `LOST_HOLD_S` come from a crash: no upload takes that long.
         """
         stream, chunks = f"OBJ_{subjects.BLOBS}", f"$O.{subjects.BLOBS}.C."
         gone = 0
@@ -335,7 +335,7 @@ class AdapterStore:
     # ---- holds
 
     async def _claim(self, digest: str, holder: str) -> str:
-        """A new hold on `digest`. Waits while somebody deletes it."""
+        """Add a hold on `digest`. Waits while another registry deletes it."""
         hold = f"{unix_ms()}-{secrets.token_hex(6)}"
         deadline = now_s() + 5 * DELETING_S
         while now_s() < deadline:
@@ -350,7 +350,7 @@ class AdapterStore:
             holders = (holds.holders if holds is not None else {}) | {hold: holder}
             if await self._write(HOLDS + digest, Holds(digest, holders, unix_ms()), revision) is not None:
                 return hold
-        raise Unavailable(f"version {digest[:12]} is being deleted and does not go away", retry_after_s=DELETING_S)
+        raise Unavailable(f"version {digest[:12]} is being deleted, and the deletion does not end", retry_after_s=DELETING_S)
 
     async def _release(self, digest: str, hold: str) -> None:
         for _ in range(ATTEMPTS):
@@ -362,7 +362,7 @@ class AdapterStore:
                 return
 
     async def _collect(self, digest: str) -> bool:
-        """Delete a version that nobody holds: True when it is gone by this call."""
+        """Delete a version without holders: True if this call deleted it."""
         holds, revision = await self._read(HOLDS + digest, Holds)
         if holds is None or holds.holders:
             return False
@@ -393,7 +393,7 @@ class AdapterStore:
         return msgspec.json.decode(found.value or b"", type=kind), found.revision or 0
 
     async def _write(self, key: str, record: msgspec.Struct, revision: int) -> int | None:
-        """Write over exactly `revision` (0: there must be none): the new revision, None when it is no longer that."""
+        """Replace exactly `revision` (0: no record): returns the new revision, or None if the revision has changed."""
         data = msgspec.json.encode(record)
         try:
             return await (self._kv.update(key, data, last=revision) if revision else self._kv.create(key, data))
@@ -401,7 +401,7 @@ class AdapterStore:
             return None
 
     async def _erase(self, key: str, revision: int) -> bool:
-        """Delete exactly `revision` of a record; False when it is no longer that."""
+        """Delete exactly `revision` of a record; False if the revision has changed."""
         try:
             return await self._kv.delete(key, last=revision)
         except js_errors.APIError as error:
@@ -413,14 +413,14 @@ class AdapterStore:
         return await self._write(entry_key(entry.name, entry.tenant), entry, revision) is not None
 
     async def _put_version(self, version: AdapterVersion) -> AdapterVersion:
-        """The version record that is there afterwards: equal content keeps its first one."""
+        """Write the version record unless there is one; returns the stored record."""
         if await self._write(VERSION + version.digest, version, 0) is None:
             stored, _ = await self._read(VERSION + version.digest, AdapterVersion)
             return stored or version
         return version
 
     async def _put_blob(self, digest: str, blob: bytes) -> None:
-        """Store the bytes unless they are all there. Called with a hold, so nobody deletes them meanwhile."""
+        """Store the bytes unless they are complete. Needs a hold, so that no registry deletes them meanwhile."""
         if not await self._whole(digest, len(blob)):
             async with asyncio.timeout(PUT_S):
                 options = ObjectMetaOptions(max_chunk_size=min(CHUNK_BYTES, self._bus.max_payload // 2))
@@ -438,7 +438,7 @@ class AdapterStore:
 
 
 def _entry(present: AdapterEntry | None, **facts: Any) -> AdapterEntry:
-    """The entry that takes the place of `present`."""
+    """The entry that replaces `present`."""
     version = present.version + 1 if present is not None else 1
     return AdapterEntry(version=version, updated_unix_ms=unix_ms(), **facts)
 

@@ -1,12 +1,12 @@
-"""The child process that reads a stranger's archive: `adapter_config.json` and `adapter_model.safetensors` out of it.
+"""The child process that extracts `adapter_config.json` and `adapter_model.safetensors` from an untrusted archive.
 
 Started by `archives.read_archive` with three open files and its limits; it answers with one JSON object on stdout:
 
     {"size_bytes": 1234}                                   both files are written
     {"code": "invalid_adapter", "message": "..."}          the refusal, as `shared.errors.ErrorInfo`
 
-A decompressor or a parser that can be made to use much memory or time meets the limits of this process. Nothing is unpacked
-to a path that the archive chose. Checked before the bytes they are about are read or inflated:
+The limits of this process bound what a decompressor or parser can be made to use. Nothing is unpacked to a path from the
+archive. These are checked before the bytes in question are read or inflated:
 
     members          MAX_MEMBERS, and a zip directory of at most MAX_DIRECTORY_BYTES
     compression      zip members are stored or deflated, a tar is plain or gzipped; nothing else
@@ -45,7 +45,7 @@ _OURS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of what can fail with an erro
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child may use. `max_bytes` is for the weights."""
+    """Limits of the child. `max_bytes` applies to the weights."""
 
     max_bytes: int
     memory_bytes: int
@@ -73,7 +73,7 @@ class _Metered(io.RawIOBase):
 
 
 class _Picker:
-    """Sees every member's name, copies the two files that matter, refuses two of a kind."""
+    """Checks every member's name, copies the two adapter files, and refuses duplicates."""
 
     def __init__(self, config: BinaryIO, weights: BinaryIO, max_bytes: int) -> None:
         self._sinks = {CONFIG: (config, MAX_CONFIG_BYTES), WEIGHTS: (weights, max_bytes)}
@@ -157,7 +157,7 @@ def unpack(archive: BinaryIO, config: BinaryIO, weights: BinaryIO, max_bytes: in
 
 
 class _TarMember(tarfile.TarInfo):
-    """A header that is refused before a long name, PAX headers or a map of holes are read into memory."""
+    """A tar header that is checked before a long name, PAX headers or a sparse map are read into memory."""
 
     _EXTENDED = (
         tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
@@ -213,7 +213,7 @@ def _read_zip(file: BinaryIO, size_bytes: int, picker: _Picker) -> None:
 
 
 def _check_zip_directory(file: BinaryIO, size_bytes: int) -> None:
-    """Refuse a directory that would not fit in memory before `zipfile` reads it whole.
+    """Refuse a zip directory that is too large, before `zipfile` reads it.
 
     Looks where `zipfile` looks: for a record without comment at the very end, else for the last one in the final 64 KiB.
     """
@@ -237,7 +237,7 @@ def _check_zip_directory(file: BinaryIO, size_bytes: int) -> None:
 
 
 def _confine(limits: Limits) -> None:
-    """Nothing this process is led to do uses more than this; the file size is for each of the two files."""
+    """Apply the limits to this process; the file size applies to each of the two files."""
     written = max(limits.max_bytes, MAX_CONFIG_BYTES) + _COPY_BYTES
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),

@@ -1,4 +1,4 @@
-"""How many requests run on each adapter version, as the workers tell it in their states."""
+"""Counts the requests on each adapter version, from the workers' states."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class _Worker:
 
 
 class Usage:
-    """Follows all workers. A worker that was silent for `STALE_S` runs nothing, but what it ran may be on its way to others."""
+    """Follows all workers. A worker silent for `STALE_S` runs nothing, but its requests may be moving to other workers."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._left_s: dict[str, float] = {}  # digest -> when a request on it was last seen to leave a worker
 
     def apply(self, state: WorkerState, now_s: float) -> None:
-        """Take in a snapshot or a delta. A delta that does not continue what is known waits for the next snapshot."""
+        """Apply a snapshot or a delta. A delta after a gap is ignored until the next snapshot."""
         if isinstance(state, WorkerSnapshot):
             if state.worker_id in self._workers or len(self._workers) < MAX_WORKERS or self._forget_stale(now_s):
                 before = self._workers.get(state.worker_id)
@@ -61,7 +61,7 @@ class Usage:
         return sum(used == digest for worker in fresh for used in worker.digests.values())
 
     def idle(self, digest: str, now_s: float) -> bool:
-        """Whether for `IDLE_S` no worker had a request on the version `digest`: nobody resumes one any more."""
+        """Whether no worker has had a request on the version `digest` for `IDLE_S`, so that none will be resumed."""
         seen_s = [worker.heard_s for worker in self._workers.values() if digest in worker.digests.values()]
         return now_s - max([*seen_s, self._left_s.get(digest, -math.inf)]) > IDLE_S
 

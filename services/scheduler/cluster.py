@@ -1,19 +1,19 @@
-"""The scheduler's copy of the workers' live state, and what it has promised them since they last spoke.
+"""The scheduler's copy of the workers' live state, plus its own assignments that no state shows yet.
 
     WorkerSnapshot / WorkerDelta ──> incarnation? sequence? ──> ClusterState (pure, what policies read)
     own assignments ─────────────> in flight ────────────────┘
-    lease lost, long silence ────> worker forgotten
+    lease lost, long silence ────> worker removed
 
 Rules:
-- A snapshot replaces everything. A delta counts only directly after the message before it; after a gap the requests
-  stay as they were known until the next snapshot, while facts a delta states in full (memory, draining) are still taken.
-- Only a snapshot introduces a worker or an incarnation; a new one at once ends the one before, whose late words are
-  ignored. The same goes for an incarnation whose lease was lost, unless the lease turns out to be held again.
-- An assignment counts from the moment it is made, so that a burst between two states spreads out
-  (`policies.flights`: when it stops counting).
-- Any word of a worker clears what was held against it (unresponsive, refusing).
+- A snapshot replaces everything. A delta applies only directly after the preceding message. After a gap the known requests stay
+  until the next snapshot; facts that a delta states in full (memory, draining) are still updated.
+- Only a snapshot introduces a worker or an incarnation. A new incarnation replaces the old one at once, whose late messages are
+  ignored. The same holds for an incarnation whose lease was lost, unless its lease is held again.
+- An assignment counts as load from the moment it is made, so that a burst between two states is spread. `policies.flights` says
+  when it stops counting.
+- Any message of a worker clears its marks (unresponsive, refusing).
 
-Synchronous and without a clock: time comes in as `now_s`, always this process's own, so clocks never need to agree.
+Synchronous and without a clock: time comes in as `now_s`, always this process's own, so clocks need not agree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GONE_MEMORY = 4096  # ended incarnations remembered, the oldest forgotten first
 
 
 class _Worker(msgspec.Struct):
-    """What is known of one worker besides its row in ClusterState."""
+    """Facts on one worker besides its row in ClusterState."""
 
     incarnation: str
     limits: WorkerLimits
@@ -46,7 +46,7 @@ class _Worker(msgspec.Struct):
 
 
 class Cluster:
-    """Every worker this scheduler has heard of. `lease_held(worker_id)` tells whether a lease is held right now."""
+    """All workers known to this scheduler. `lease_held(worker_id)` tells whether a lease is held now."""
 
     def __init__(self, *, stale_s: float, drop_s: float, in_flight_s: float, lease_held: Callable[[str], bool]) -> None:
         self.state = ClusterState()
@@ -59,7 +59,7 @@ class Cluster:
     # ---- what workers say
 
     def on_state(self, message: WorkerSnapshot | WorkerDelta, now_s: float) -> None:
-        """A worker spoke."""
+        """Take in a snapshot or delta of a worker."""
         worker_id, incarnation = message.worker_id, message.incarnation
         if self._is_gone(worker_id, incarnation):
             return
@@ -119,13 +119,13 @@ class Cluster:
     # ---- who is away
 
     def lease_lost(self, worker_id: str) -> None:
-        """The worker is dead or said goodbye."""
+        """The worker is dead or has stopped."""
         if worker_id in self._workers:
             log.info("worker lost", extra={"worker": worker_id})
             self._remove(worker_id)
 
     def expire(self, now_s: float) -> None:
-        """Forget workers silent for `drop_s` and assignments that never showed up. Call a few times a second."""
+        """Remove workers silent for `drop_s`, and assignments that no state ever showed. Call a few times a second."""
         for worker_id, worker in list(self._workers.items()):
             if now_s - worker.heard_s > self._drop_s:
                 log.info("worker forgotten", extra={"worker": worker_id, "silent_s": round(now_s - worker.heard_s, 1)})
@@ -134,7 +134,7 @@ class Cluster:
         self._flights.expire(now_s)
 
     def excuse_silence(self, now_s: float) -> None:
-        """Nobody could be heard until now (no connection): everybody's silence starts anew."""
+        """Restart every worker's silence now, after a time without a connection."""
         for worker_id, worker in self._workers.items():
             worker.heard_s = now_s
             self.state.set_heard(worker_id, now_s)
@@ -161,44 +161,44 @@ class Cluster:
     # ---- what we promise workers
 
     def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
-        """The request is about to be assigned: from now on it counts as waiting there."""
+        """Count a request as waiting on a worker, before it is assigned."""
         self._flights.expect(worker_id, brief, now_s)
 
     def accepted(self, worker_id: str, request_id: str, now_s: float) -> None:
-        """The worker took it: its state will show it soon."""
+        """The worker accepted the request: its state will show it soon."""
         self._flights.accepted(worker_id, request_id, now_s)
 
     def withdraw(self, worker_id: str, request_id: str) -> None:
-        """The worker did not take it."""
+        """The worker did not accept the request."""
         self._flights.withdraw(worker_id, request_id)
 
     def unresponsive(self, worker_id: str, now_s: float) -> None:
-        """It did not answer: no requests until it is heard again."""
+        """The worker did not answer: no requests until its next message."""
         if worker_id in self._workers:
             self.state.set_heard(worker_id, now_s - self._stale_s - 1.0)
 
     def refusing(self, worker_id: str) -> None:
-        """It has no room by its own word: no requests until it is heard again."""
+        """The worker said that it has no room: no requests until its next message."""
         if worker_id in self._workers:
             self.state.set_refusing(worker_id)
 
     def unavailable(self, worker_id: str) -> None:
-        """It takes nothing new by its own word: no requests until it is heard again."""
+        """The worker said that it takes nothing new: no requests until its next message."""
         if worker_id in self._workers:
             self.state.set_draining(worker_id)
 
     # ---- for people and metrics
 
     def knows(self, worker_id: str) -> bool:
-        """Whether a snapshot of this worker has been heard and it is not forgotten."""
+        """Whether this worker is known by a snapshot and was not removed."""
         return worker_id in self._workers
 
     def in_flight(self) -> int:
-        """Assignments no state shows yet."""
+        """The number of assignments that no state shows yet."""
         return len(self._flights)
 
     def stale(self, now_s: float) -> int:
-        """Workers that get no requests because they are silent."""
+        """The number of workers that get no requests because they are silent."""
         return sum(self._is_stale(worker_id, now_s) for worker_id in self._workers)
 
     def status(self, now_s: float) -> list[WorkerStatus]:

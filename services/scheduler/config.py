@@ -10,32 +10,42 @@ from shared.config import ServiceConfig
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
-    """Which policy chooses, and how long to wait for whom."""
+    """The scheduling policy, and how long the scheduler waits for predictors and workers."""
 
     policy: Annotated[
         Literal["motet", "rank-aware", "random", "first-fit", "most-idle", "least-pending", "lora-affinity", "round-robin"],
         Meta(
-            description="who decides: Motet's own policy; rank-aware, CaraServe's Algorithm 1; or one to compare with: random, "
-            "first-fit, most-idle, least-pending, lora-affinity, round-robin"
+            description="scheduling policy: motet (its own); rank-aware (CaraServe's Algorithm 1); or one to compare with: "
+            "random, first-fit, most-idle, least-pending, lora-affinity, round-robin"
         ),
     ] = "motet"
     admission: Annotated[
         Literal["objective", "room"],
         Meta(
-            description="objective: refuse a request at once when no worker is expected to keep its time to first token and "
-            "time per token; room: only when no worker has a place for it"
+            description="when to refuse a request at once: objective (no worker is expected to meet its time to first token "
+            "and time per token) or room (no worker has room)"
         ),
     ] = "objective"
     predict_ms: Annotated[
-        float, Meta(gt=0, le=1000, description="milliseconds the predictor gets; later the scheduler goes on without it")
+        float,
+        Meta(
+            gt=0, le=1000, description="time limit of the predictor in milliseconds; then the scheduler uses its own estimate"
+        ),
     ] = 5.0
-    assign_s: Annotated[float, Meta(gt=0, le=60, description="seconds a worker gets to accept or refuse a request")] = 1.0
-    attempts: Annotated[int, Meta(ge=1, le=16, description="workers tried per request before it is refused")] = 3
-    stale_s: Annotated[float, Meta(gt=0, description="silence in seconds after which a worker gets no requests")] = 3.0
-    drop_s: Annotated[float, Meta(gt=0, description="silence in seconds after which a worker is forgotten")] = 10.0
+    assign_s: Annotated[
+        float, Meta(gt=0, le=60, description="time limit in seconds for a worker to accept or refuse a request")
+    ] = 1.0
+    attempts: Annotated[int, Meta(ge=1, le=16, description="maximum workers tried per request")] = 3
+    stale_s: Annotated[float, Meta(gt=0, description="seconds without a report after which a worker gets no requests")] = 3.0
+    drop_s: Annotated[
+        float, Meta(gt=0, description="seconds without a report after which a worker is removed from the scheduler's state")
+    ] = 10.0
     in_flight_s: Annotated[
-        float, Meta(gt=0, description="seconds an accepted request counts without the worker's state showing it")
+        float,
+        Meta(
+            gt=0, description="seconds for which an accepted request counts as load while the worker's state does not show it"
+        ),
     ] = 3.0
     decision_log: Annotated[
-        str, Meta(description="file for all that decisions rest on, written anew, to replay them; empty for none")
+        str, Meta(description="file that records everything decisions depend on, for replay; overwritten; empty: none")
     ] = ""

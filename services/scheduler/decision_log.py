@@ -1,11 +1,10 @@
-"""Everything that decisions rest on, and the decisions, in one file; and the same decisions made again from it.
+"""The decision log: a file with all inputs of decisions and their outcomes, and its replay.
 
     8 bytes length, little-endian │ msgpack [name, *arguments]          in the order in which things happened
 
-The first record says how the scheduler was set up, then come the calls of `Cluster` that change what it knows, answers of
-`lease_held` as they were given, and decisions with their inputs and their outcome. What is replayed is the live code: the
-same `Cluster` and the same policy get the same calls. The file ends at MAX_BYTES; it is for looking into a problem and for
-tests, not for keeping.
+The first record is the scheduler's configuration. Then follow the calls that change `Cluster`, the answers of `lease_held`,
+and decisions with their inputs and outcomes. Replay uses the live code: the same `Cluster` and policy get the same calls. The
+file ends at MAX_BYTES; it is meant for debugging and tests.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision: its inputs beside the cluster's state, and its outcome."""
+    """A decision: its inputs besides the cluster's state, and its outcome."""
 
     ask: Ask
     now_s: float
@@ -63,7 +62,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionLog:
-    """Writes. A record that would make the file larger than `max_bytes` is left out, and so is all after it."""
+    """Writes the log. It stops before the record that would make the file larger than `max_bytes`."""
 
     def __init__(self, path: Path, setup: Setup, *, max_bytes: int = MAX_BYTES) -> None:
         self._file = path.open("wb")
@@ -82,7 +81,7 @@ class DecisionLog:
         self._file.write(len(record).to_bytes(8, "little") + record)
 
     def decided(self, ask: Ask, now_s: float, avg_resp_len: float, decision: Decision) -> None:
-        """A decision was made on the state as it is now."""
+        """Log a decision on the present state."""
         made = Made(
             ask=ask, now_s=now_s, avg_resp_len=avg_resp_len, worker_id=decision.worker_id, total_cost=decision.total_cost
         )
@@ -92,12 +91,12 @@ class DecisionLog:
         self._file.close()
 
     def follow(self, cluster: Cluster) -> None:
-        """Write down every call that changes `cluster`, before it happens."""
+        """Log every call that changes `cluster`, before it happens."""
         for name in CALLS:
             setattr(cluster, name, self._written(name, getattr(cluster, name)))
 
     def lease_held(self, held: Callable[[str], bool]) -> Callable[[str], bool]:
-        """`held`, with its answers written down."""
+        """`held`, with its answers logged."""
 
         def answer(worker_id: str) -> bool:
             answered = held(worker_id)
@@ -116,7 +115,7 @@ class DecisionLog:
 
 
 def replay(path: Path) -> Iterator[tuple[Made, Decision]]:
-    """Every logged decision and what is decided now on the same inputs.
+    """Every logged decision, with the decision made now on the same inputs.
 
     Raises ValueError for a file that is not a decision log, naming the record.
     """

@@ -1,10 +1,10 @@
-"""Why nobody takes a request, as the error its sender gets.
+"""The error for a request that no worker takes.
 
-no live worker serves the base model      -> Unavailable (503)   somebody has to start one
+no live worker serves the base model      -> Unavailable (503)   a worker must be started
 some are full                             -> Overloaded (429)    with the time until one has room
-none would keep its objectives            -> Overloaded (429)    with the time until one would (`too_late`)
-the rest are draining or did not answer   -> Unavailable (503)   soon somebody else will
-every live one is too small for it        -> BadRequest (400)    with both numbers
+none would meet its objectives            -> Overloaded (429)    with the time until one would (`too_late`)
+the rest are draining or did not answer   -> Unavailable (503)   another worker may serve it soon
+every live one is too small for it        -> BadRequest (400)    with the request's size and the limit
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from policies.candidates import PERMANENT, Ask, Screening
 from shared.errors import BadRequest, MotetError, Overloaded, PromptTooLong, Unavailable
 
 RETRY_S = 1.0
-"""What a client is told to wait for a worker to come (back)."""
+"""Retry-After for clients while no worker is there."""
 
 
 def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
@@ -43,9 +43,9 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
 
 
 def too_late(ask: Ask, late_s: float) -> Overloaded:
-    """The error for a request that every candidate would serve too late; `late_s`: until one is expected not to."""
+    """The error for a request that every candidate would serve too late. `late_s`: time until one is expected to be in time."""
     return Overloaded(
-        f"no worker of {ask.base_model} is expected to keep {ask.ttft_slo_ms:g} ms to the first token and "
-        f"{ask.tpot_slo_ms:g} ms per token now; one is likely to in {late_s:.1f} s",
+        f"no worker of {ask.base_model} is expected to meet {ask.ttft_slo_ms:g} ms to the first token and "
+        f"{ask.tpot_slo_ms:g} ms per token now; one probably will in {late_s:.1f} s",
         retry_after_s=late_s,
     )

@@ -1,11 +1,11 @@
-"""The scheduler: takes a request, chooses its worker, hands it over, and answers who has it.
+"""The scheduler: takes a request, chooses a worker, assigns it, and answers which worker has it.
 
     submit ─> predict (at most predict_ms) ─> decide (policies.dispatch)   ─> assign ─> Assigned
                                                    ^                            │
                                                    └── next best, `attempts` ───┘ refused, absent or silent
 
-Several schedulers may run side by side: each keeps its own copy of the workers' state and answers the submits that the
-queue group gives it. What one assigned, the others learn from the workers' states.
+Several schedulers may run side by side. Each keeps its own copy of the workers' state and answers the submits that it gets
+from the queue group. It learns of the others' assignments from the workers' states.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ RESUMED_TTFT_MS = 300.0  # objective for the next token of a request that lost i
 class SchedulerService(BusService):
     """One scheduler (`shared.service.Service`).
 
-    Ready is who can answer; that there are no workers is an answer too (see motet_scheduler_workers).
+    A scheduler without workers is ready too: it answers that no worker is there (see motet_scheduler_workers).
     """
 
     name = "scheduler"
@@ -89,7 +89,7 @@ class SchedulerService(BusService):
     # ---- life
 
     async def start(self) -> None:
-        """Listen to the workers, get to know those that live, then take requests."""
+        """Subscribe to the workers' states, wait for those of live workers, then accept requests."""
         self._bus = bus = await Bus.connect(self._config, self.id, inbox=self.name)
         await bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
         await bus.subscribe(subjects.OUTCOME, Outcome, self._on_outcome)
@@ -100,7 +100,7 @@ class SchedulerService(BusService):
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
 
     async def _settle(self, watching: asyncio.Task[None]) -> None:
-        """A scheduler that knows nobody would refuse what its neighbour could place, so first hear who lives."""
+        """Wait for the live workers' states: without them this scheduler would refuse requests that others could place."""
         deadline = now_s() + SETTLE_S
         while now_s() < deadline:
             if watching.done() and self._leases is not None and all(map(self.cluster.knows, self._leases.ids())):
@@ -116,7 +116,7 @@ class SchedulerService(BusService):
             self._log.close()
 
     async def _watch_leases(self) -> None:
-        """Leases make losses known at once; until the registry has provisioned their bucket, silence has to do."""
+        """Follow leases, which show losses at once. Before the registry has made their bucket, only silence shows them."""
         bus = self._connected()
         leases = LeaseWatch(bus, "worker", self.cluster.lease_lost)
         while True:
@@ -154,7 +154,7 @@ class SchedulerService(BusService):
     # ---- a request
 
     async def submit(self, request: GenerateRequest) -> Assigned:
-        """Place one request. Raises what its sender is answered: Unavailable, Overloaded, or a worker's final refusal."""
+        """Place a request. Raises the error for its sender: Unavailable, Overloaded, or a worker's final refusal."""
         began = now_s()
         try:
             request.predicted_tokens = await self._predict(request)
@@ -167,7 +167,7 @@ class SchedulerService(BusService):
         return assigned
 
     async def _predict(self, request: GenerateRequest) -> int:
-        """Expected output length in tokens, of all epochs together; the predictor's if it answers in time, else our own."""
+        """Expected output tokens over all epochs: the predictor's if it answers in time, else this scheduler's estimate."""
         digest = request.adapter.digest if request.adapter is not None else ""
         max_tokens = max(1, request.sampling.max_tokens)
         ask = PredictRequest(adapter_digest=digest, prompt_tokens=len(request.prompt) // TOKEN_BYTES, max_tokens=max_tokens)
@@ -234,7 +234,7 @@ class SchedulerService(BusService):
         return decision
 
     async def _assign(self, worker_id: str, request: GenerateRequest, brief: RequestBrief) -> MotetError | None:
-        """Hand the request to the worker; None when it took it, else why not. Never raises a MotetError."""
+        """Assign the request to the worker; returns None if accepted, else the error. Never raises a MotetError."""
         bus, cluster = self._connected(), self.cluster
         cluster.expect(worker_id, brief, now_s())
         taken = False
@@ -255,7 +255,7 @@ class SchedulerService(BusService):
             cluster.unresponsive(worker_id, now_s())
             metrics.ASSIGN_FAILURES.labels("absent").inc()
         except (DeadlineExceeded, msgspec.MsgspecError) as silence:
-            error = silence if isinstance(silence, MotetError) else MotetError(f"{worker_id} answered nonsense: {silence}")
+            error = silence if isinstance(silence, MotetError) else MotetError(f"{worker_id} sent an invalid answer: {silence}")
             cluster.unresponsive(worker_id, now_s())
             metrics.ASSIGN_FAILURES.labels("silent").inc()
             await self._cancel(worker_id, request)
@@ -266,7 +266,7 @@ class SchedulerService(BusService):
         return error
 
     async def _cancel(self, worker_id: str, request: GenerateRequest) -> None:
-        """It may have taken the request and only its answer is late: it must not run in two places."""
+        """Cancel at a worker whose answer may just be late, so that the request does not run in two places."""
         try:
             cancel = Cancel(request_id=request.request_id, epoch=request.epoch)
             await self._connected().publish(subjects.control(worker_id), cancel)
@@ -333,12 +333,12 @@ def _ask(request: GenerateRequest, brief: RequestBrief, tried: tuple[str, ...], 
 
 
 def _final(error: MotetError) -> bool:
-    """Whether another worker would say the same: the request is at fault, not the worker."""
+    """Whether another worker would refuse it too: the error is in the request."""
     return error.status < 500 and not isinstance(error, Overloaded)
 
 
 def _all_failed(failures: dict[str, MotetError]) -> MotetError:
-    """What the sender hears when nobody took the request: 429 if all were merely full, else 503 with every reason."""
+    """The error when no worker accepted: 429 if all were full, else 503 with every reason."""
     if all(isinstance(error, Overloaded) for error in failures.values()):
         retry_s = min((e.retry_after_s for e in failures.values() if e.retry_after_s is not None), default=RETRY_S)
         return Overloaded(f"{len(failures)} workers are full", retry_after_s=retry_s)

@@ -17,69 +17,89 @@ CPU_KV_SHARE = 0.25
 
 
 class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
-    """One engine on one device. Zero means "work it out" wherever that is said."""
+    """One engine on one device."""
 
     model: Annotated[str, Meta(min_length=1, description="base model: a local directory or a Hugging Face id")]
     served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
     dtype: Annotated[
-        str, Meta(pattern="^(auto|float32|bfloat16|float16)$", description="weights and KV: auto, float32, bfloat16, float16")
+        str,
+        Meta(
+            pattern="^(auto|float32|bfloat16|float16)$",
+            description="type of weights and KV cache: auto, float32, bfloat16, float16",
+        ),
     ] = "auto"
     quantization: Annotated[
         str,
-        Meta(pattern="^(none|int8)$", description="base weights: none (in --dtype), or int8 in memory, with compiled kernels"),
+        Meta(
+            pattern="^(none|int8)$",
+            description="base weights in memory: none (as --dtype) or int8 (needs the compiled kernels)",
+        ),
     ] = "none"
     device: Annotated[
-        str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto (cuda when there), cpu, cuda or cuda:<n>")
+        str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto (cuda if present), cpu, cuda or cuda:<n>")
     ] = "auto"
-    threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0 for all cores")] = 0
+    threads: Annotated[
+        int, Meta(ge=0, description="CPU threads of the engine; 0: all cores except those of --assist-processes")
+    ] = 0
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
-    kv_blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0 to fill --kv-memory-gib")] = 0
+    kv_blocks: Annotated[int, Meta(ge=0, description="number of KV blocks; 0: as many as fit into --kv-memory-gib")] = 0
     kv_memory_gib: Annotated[
         float,
-        Meta(ge=0, description="KV cache size; 0: on CPU 1 GiB or a quarter of free memory, on a GPU what is left free"),
+        Meta(ge=0, description="KV cache size; 0: on a CPU 1 GiB, at most a quarter of free memory; on a GPU all free memory"),
     ] = 0.0
-    max_running: Annotated[int, Meta(ge=1, le=4096, description="sequences decoded together")] = 64
-    max_waiting: Annotated[int, Meta(ge=1, description="requests that may wait here before new ones are refused")] = 256
-    max_step_tokens: Annotated[int, Meta(ge=16, description="tokens per engine step; longer prompts go in chunks")] = 512
-    max_model_len: Annotated[int, Meta(ge=0, description="longest prompt plus output; 0 for the model's own")] = 0
+    max_running: Annotated[int, Meta(ge=1, le=4096, description="maximum sequences in the running batch")] = 64
+    max_waiting: Annotated[int, Meta(ge=1, description="maximum waiting requests; further ones are refused")] = 256
+    max_step_tokens: Annotated[
+        int, Meta(ge=16, description="maximum tokens per engine step; longer prompts are split into chunks")
+    ] = 512
+    max_model_len: Annotated[int, Meta(ge=0, description="maximum prompt plus output tokens; 0: the model's own limit")] = 0
     max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 256
-    lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory for adapter weights")] = 256
-    max_loras: Annotated[int, Meta(ge=1, le=4096, description="adapters on the device at once")] = 64
-    prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of equal prompt beginnings")] = True
+    lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory in MiB for adapter weights")] = 256
+    max_loras: Annotated[int, Meta(ge=1, le=4096, description="maximum adapters on the device")] = 64
+    prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of common prompt prefixes")] = True
     share_prefix_cache: Annotated[
         bool,
         Meta(
-            description="reuse KV blocks of base-model prompts across tenants: faster, but a tenant can find out whether a"
-            " prompt it guesses was asked by another"
+            description="share KV blocks of base-model prompts between tenants; faster, but a tenant can find out whether"
+            " another one sent a prompt that it guesses"
         ),
     ] = False
     link_gbps: Annotated[
-        float, Meta(ge=0, le=1e5, description="emulated speed of adapter copies to the device in GB/s; 0: as fast as memory")
+        float, Meta(ge=0, le=1e5, description="emulated speed of adapter copies to the device in GB/s; 0: no emulation")
     ] = 0.0
     cold_start: Annotated[
         str,
         Meta(
             pattern="^(auto|blocking|layerwise|assist)$",
-            description="how a request starts whose adapter is being copied: auto (least predicted time), blocking (when the"
-            " copy is whole), layerwise (when it stays ahead of the layers), assist (at once, with --assist-processes)",
+            description="how a request starts while its adapter is being copied: auto (least predicted cost), blocking (after"
+            " the copy), layerwise (when the copy stays ahead of the layers), assist (at once, with --assist-processes)",
         ),
     ] = "auto"
     assist_processes: Annotated[
-        int, Meta(ge=0, description="CPU processes that compute adapters which are still being copied; each takes a core")
+        int,
+        Meta(
+            ge=0,
+            description="number of CPU LoRA processes, which compute adapters that are still being copied; each uses a core",
+        ),
     ] = 0
     assist_cores: Annotated[
         str,
-        Meta(pattern=r"^(\d+(,\d+)*)?$", description="cores of --assist-processes, comma-separated; empty: the last ones"),
+        Meta(
+            pattern=r"^(\d+(,\d+)*)?$", description="core ids for --assist-processes, comma-separated; empty: the highest ones"
+        ),
     ] = ""
     profile: Annotated[
         str,
-        Meta(description="file of `motet profile` with this worker's step times; without, they are learned while serving"),
+        Meta(description="file from `motet profile` with this worker's step times; empty: they are learned while serving"),
     ] = ""
     adapter_cache_dir: Annotated[
-        str, Meta(description="directory of downloaded adapters, kept over restarts; empty: a private one, removed at exit")
+        str, Meta(description="directory for downloaded adapters, kept over restarts; empty: a temporary one, removed at exit")
     ] = ""
-    disk_cache_mib: Annotated[int, Meta(ge=1, description="size of --adapter-cache-dir; oldest adapters leave first")] = 8192
-    host_cache_mib: Annotated[int, Meta(ge=1, description="host memory for adapters not in use")] = 1024
+    disk_cache_mib: Annotated[
+        int,
+        Meta(ge=1, description="maximum size of --adapter-cache-dir in MiB; the least recently used adapter is evicted first"),
+    ] = 8192
+    host_cache_mib: Annotated[int, Meta(ge=1, description="host memory in MiB for adapters that are not in use")] = 1024
 
     @property
     def base_model(self) -> str:

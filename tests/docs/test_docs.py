@@ -16,7 +16,10 @@ from shared import subjects
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *(page for folder in ("docs", "examples", "bench/results") for page in (ROOT / folder).rglob("*.md")),
+    ]
 )
 
 

@@ -1,7 +1,7 @@
-"""Fits the vLLM flavour to calibration tables: overhead_*.csv of vLLM 0.8.5. No served run is looked at.
+"""Fits the vLLM flavour to calibration tables: overhead_*.csv of vLLM 0.8.5. No served run is used.
 
-Each table becomes rows (features of a step, milliseconds); every kind of row weighs the same however many rows it has, errors
-are relative, and coefficients cannot be negative, since none of the causes makes a step faster. Tables and what they tell:
+Each table becomes rows (features of a step, milliseconds). Every kind of row has the same total weight, errors are relative,
+and coefficients are not negative, since no term makes a step faster. The tables and what they contain:
 
     overhead_slots_itl_v085      batch of one, backbone only: unused slots by number and size
     overhead_steps_summary_v085  decodes and prefills without LoRA; one adapter by rank; loads (the slowest 1 % of steps)

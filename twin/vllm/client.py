@@ -1,14 +1,14 @@
-"""The client of the measured runs and vLLM's HTTP front end, as far as they change what the client measures.
+"""The client of the measured runs and vLLM's HTTP front end, as far as they affect what the client measures.
 
-The front end is one process with one event loop. Whoever asks it for its metrics blocks it for as long as the answer takes to
-write, and that grows: `lora_requests_info` adds a time series for every new set of running and waiting adapters, so after an
-hour of many adapters a scrape takes most of a second. The engine goes on meanwhile; afterwards the tokens of several steps
-reach a stream at once and leave as one chunk, unless the batch is larger than one slice of the output loop (128 requests),
-because between slices the streams get their turn. The client counts a gap per chunk: mean inter-token latency rises by
-tokens / chunks although no token was later on average.
+The front end is one process with one event loop. A scrape of its metrics blocks it while the answer is written, and answers
+grow: `lora_requests_info` adds a time series for every new set of running and waiting adapters, so after an hour with many
+adapters a scrape takes most of a second. The engine continues meanwhile. Afterwards the tokens of several steps reach a
+stream at once and are sent as one chunk, unless the batch is larger than one slice of the output loop (128 requests), because
+streams run between slices. The client counts a gap per chunk, so mean inter-token latency rises by tokens / chunks although
+no token was later on average.
 
-The client holds a TCP connection per request. Ports of finished requests stay in TIME_WAIT for a minute; when all are taken,
-new requests fail at once.
+The client uses a TCP connection per request. Ports of finished requests stay in TIME_WAIT for a minute; when all are taken, new
+requests fail at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measured runs: what was asked of the server (`Run`) apart from what came out (`Measured`), which a prediction never sees."""
+"""Measured runs: the description of a run (`Run`), separate from its results (`Measured`), which a prediction never sees."""
 
 from __future__ import annotations
 

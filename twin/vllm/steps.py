@@ -1,4 +1,4 @@
-"""How long one step of the engine takes, in terms that each have a cause.
+"""Duration of one engine step, as a sum of terms that each have a cause.
 
 backbone   weights are read once whatever the batch (constant); from about a hundred tokens on arithmetic counts (linear,
            steeper above 128); sampling and bookkeeping per row that yields a token; attention reads per context token
@@ -6,7 +6,7 @@ LoRA       vLLM's kernels start a grid of blocks for *every* slot, used or not: 
            shrink one per 32, times ceil(S_max / 16) column blocks, times a split of the inner sum into 64 parts below 128
            tokens and 8 above. Unused slots return at once but are started (A_max x blocks); adapters of the batch also
            compute (distinct x ...)
-scheduler  looks at every waiting request that it passes over
+scheduler  examines every waiting request that it passes over
 loads      copying an adapter to its slot, slower when its rank is below S_max (padding)
 """
 
