@@ -61,7 +61,7 @@ class DeviceLoader(Sources):
         self._held = 0
         self._copied = self._busy_ns = self._copying_ns = 0
         self._failed: dict[int, _Load] = {}  # by slot
-        self._staging: torch.Tensor | None = None
+        self._staging = self._staged_layer() if pool.arena.is_cuda else None
         words = pool.loaded_layers
         streams.memory.register(words.ctypes.data, words.nbytes)
         pool.still = self._still
@@ -219,12 +219,15 @@ class DeviceLoader(Sources):
                 place.copy_(source, non_blocking=True)
             stream.mark().synchronize()
 
+    def _staged_layer(self) -> torch.Tensor:
+        """Room for a layer of the largest adapter. Pinning memory may wait for the device, whose steps may wait for a copy."""
+        elements = self._pool.table.shape[2] * sum(map(self._row_elements, range(len(MODULES))))
+        return torch.empty(elements, dtype=self._pool.arena.dtype, pin_memory=True)
+
     def _pinned(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies that a device can fetch by itself. Valid until the next call."""
-        elements = sum(map(len, sources))
-        if self._staging is None or len(self._staging) < elements:
-            self._staging = torch.empty(elements, dtype=self._pool.arena.dtype, pin_memory=True)
-        parts = list(self._staging[:elements].split([len(source) for source in sources]))
+        assert self._staging is not None, "the pool is on a GPU"
+        parts = list(self._staging[: sum(map(len, sources))].split([len(source) for source in sources]))
         for part, source in zip(parts, sources, strict=True):
             part.copy_(source)
         return parts

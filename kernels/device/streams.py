@@ -67,10 +67,16 @@ def cuda_streams(device: torch.device, operations: MemoryOperations) -> DeviceSt
     Streams that wait for each other through words must not share a queue of the hardware: CUDA has 8 of them unless
     CUDA_DEVICE_MAX_CONNECTIONS says otherwise, and a worker has four streams. Raises DriverError where words do not work.
     """
+    device = numbered(device)
     torch.cuda.set_device(device)  # of this thread, as registering memory needs it
     copies, assist = (_CudaStream(operations, device, torch.cuda.Stream(device)) for _ in range(2))
     _try(operations, copies)
     return DeviceStreams(_CudaStream(operations, device, None), copies, assist, operations, device)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """"cuda" as "cuda:<the current one>": torch.cuda.set_device refuses a device without a number, and tensors have one."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
 def host_streams(engine: CpuEngine) -> DeviceStreams:

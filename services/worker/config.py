@@ -24,6 +24,10 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     dtype: Annotated[
         str, Meta(pattern="^(auto|float32|bfloat16|float16)$", description="weights and KV: auto, float32, bfloat16, float16")
     ] = "auto"
+    load_format: Annotated[
+        str,
+        Meta(pattern="^(auto|dummy)$", description="weights: auto (the checkpoint's), or dummy (random ones, for benchmarks)"),
+    ] = "auto"
     quantization: Annotated[
         str,
         Meta(pattern="^(none|int8)$", description="base weights: none (in --dtype), or int8 in memory, with compiled kernels"),
@@ -31,6 +35,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     device: Annotated[
         str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto (cuda when there), cpu, cuda or cuda:<n>")
     ] = "auto"
+    enforce_eager: Annotated[bool, Meta(description="no CUDA graphs: launch every decode step kernel by kernel")] = False
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0 for all cores")] = 0
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
     kv_blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0 to fill --kv-memory-gib")] = 0
