@@ -51,7 +51,9 @@ class Layers:
                     after(layer, group, y, x[group])
 
 
-def make_pool(shapes: dict[str, tuple[int, int]], layers: int, *, slots: int, max_rank: int, nbytes: int, device: torch.device) -> LoraPool:
+def make_pool(
+    shapes: dict[str, tuple[int, int]], layers: int, *, slots: int, max_rank: int, nbytes: int, device: torch.device
+) -> LoraPool:
     """A pool full of random numbers."""
     pool = LoraPool(shapes, layers=layers, slots=slots, max_rank=max_rank, bytes_total=nbytes, dtype=DTYPE, device=device)
     pool.arena.normal_(std=0.02)

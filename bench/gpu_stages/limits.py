@@ -109,7 +109,10 @@ class Limits:
                 host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned and not bed.dry)
                 up_us = bed.eager_us(partial(here.copy_, host, non_blocking=True))
                 down_us = bed.eager_us(partial(host.copy_, here, non_blocking=True))
-                found |= {f"up_{kind}_{size // MIB}_mib": size / up_us / 1e3, f"down_{kind}_{size // MIB}_mib": size / down_us / 1e3}
+                found |= {
+                    f"up_{kind}_{size // MIB}_mib": size / up_us / 1e3,
+                    f"down_{kind}_{size // MIB}_mib": size / down_us / 1e3,
+                }
         return {"gb_s": found}
 
     def _words(self) -> Line:

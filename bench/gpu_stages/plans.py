@@ -90,7 +90,9 @@ class Plans:
         files = [f"tests/kernels/{name}.py" for name in TESTS] + ["tests/services/worker/test_decode_graphs.py"]
         options = ["-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default", "--timeout", "100"]
         arguments = self._bed.pick([*files, *options], ["--version"])
-        done = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=230)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=230
+        )
         return {"good": done.returncode == 0, "status": done.returncode, "tail": done.stdout[-3000:] + done.stderr[-500:]}
 
 

@@ -71,8 +71,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "max_position_embeddings": 512,
+        "vocab_size": 4096,
+        "max_position_embeddings": 2048,
     },
 }
 

@@ -55,13 +55,13 @@ class Tokens:
         self._bed = bed
         names = sorted(path.name for path in (DEMO / "adapters").iterdir() if (path / "adapter_config.json").exists())
         self._names = names[: bed.pick(len(names), 3)]
-        self._count = bed.pick(24, 5)
+        self._count = bed.pick(24, 10)
 
     def points(self) -> list[Point]:
         kinds: dict[str, dict[str, Any]] = {
             "graphs": {},
             "no graphs": {"graphs": False},
-            "preempted": {"kv_blocks": self._bed.pick(60, 8)},
+            "preempted": {"kv_blocks": self._bed.pick(60, 10)},
             "adapters come and go": {"max_loras": 3, "small": True},
             "continued": {"resume": True},
             "layer-wise": {"cold": "layerwise"},
@@ -115,7 +115,11 @@ class Tokens:
         line: Line = {"requests": len(wanted), "tokens": sum(map(len, outputs)), "different": different, "near_ties": ties}
         line |= {"graphs": len(recorded._captured) if recorded is not None else 0, "preempted": preempted, "cold_starts": modes}
         line |= {"by_processes": rows.by_processes, "repaired": rows.repaired}
-        met = (not graphs or line["graphs"]) and (kv_blocks == 400 or preempted) and (not assist or rows.by_processes)
+        met = (
+            (not graphs or cold != "blocking" or line["graphs"])
+            and (kv_blocks == 400 or preempted)
+            and (not assist or rows.by_processes)
+        )
         return line | {"good": bool(met and not different)}
 
     def _logits(self) -> Line:
@@ -299,7 +303,9 @@ def _differences(wanted: list[Wanted], outputs: list[list[int]]) -> tuple[list[s
         if at < min(len(got), len(one.margins)) and one.margins[at] < TIE:
             ties += 1
         else:
-            different.append(f"request {number}, adapter {one.adapter}: {got[at : at + 3]} for {one.tokens[at : at + 3]} at {at}")
+            different.append(
+                f"request {number}, adapter {one.adapter}: {got[at : at + 3]} for {one.tokens[at : at + 3]} at {at}"
+            )
     return different, ties
 
 
