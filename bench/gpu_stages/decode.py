@@ -39,7 +39,7 @@ class Decode:
         self._shapes = projections(bed.pick(MODEL, "tiny"))
 
     def points(self) -> list[Point]:
-        decodes, tokens = self._bed.pick((DECODES, PREFILL_TOKENS), ([(8, 8, "8")], (66,)))
+        decodes, tokens = self._bed.pick((DECODES, PREFILL_TOKENS), ([(3, 2, "8")], (5,)))
         found = [Point(f"decode {r} rows {a} adapters rank {k}", partial(self._decode, r, a, k), 120.0) for r, a, k in decodes]
         found[6:6] = [Point(f"prefill {count} tokens", partial(self._prefill, count), 120.0) for count in tokens]
         return found
