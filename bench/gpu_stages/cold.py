@@ -1,8 +1,8 @@
 """Stage 5: adapters that come while others decode: time to first token by the way a request begins, and what others notice.
 
-A request's adapter is on the device already (cached), or is copied there before it begins (on demand), layer by layer ahead of
-its prefill, or meanwhile computed by CPU processes; "auto" is the engine's own choice. With it the parts of the CPU processes:
-round trips over shared memory, a prompt cut to several cores, and a step that nobody waits for beside one with a synchronous call.
+A request's adapter is on the device already (cached), or is copied there before it begins (on demand), layer by layer ahead
+of its prefill, or meanwhile computed by CPU processes; "auto" is the engine's own choice. Then the parts of the CPU processes:
+round trips over shared memory, a prompt cut to several cores, a step that is enqueued at once beside one that waits for them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Cold:
     """Stage 5."""
 
     def __init__(self, bed: Bed) -> None:
-        self._bed = bed
+        self._bed, self._rank = bed, bed.pick(RANK, 16)
         self._directory = tempfile.TemporaryDirectory(prefix="motet-gpu-")
 
     def points(self) -> list[Point]:
@@ -63,10 +63,9 @@ class Cold:
         ]
 
     @cached_property
-    def _rig(self) -> EngineRig:
-        bed = self._bed
-        cores = len(os.sched_getaffinity(0))
-        served = Served(
+    def _served(self) -> Served:
+        bed, cores = self._bed, len(os.sched_getaffinity(0))
+        return Served(
             bed,
             MODEL,
             Path(self._directory.name),
@@ -75,14 +74,16 @@ class Cold:
             assist_processes=min(bed.pick(PROCESSES, 1), cores),
             link_gbps=bed.pick(0.0, 0.05),
         )
-        self._rank = bed.pick(RANK, 16)
-        numbers = count()
+
+    @cached_property
+    def _rig(self) -> EngineRig:
+        served, numbers = self._served, count()
 
         def adapter(rank: int) -> HostAdapter:
             return another(served.hosts[rank], f"{rank}-{next(numbers)}")
 
-        self._served = served
-        return EngineRig(served.engine, served.times, [self._rank], adapter, warm_prompts=bed.pick(WARM_PROMPTS, (8,)))
+        warm = self._bed.pick(WARM_PROMPTS, (8,))
+        return EngineRig(served.engine, served.times, [self._rank], adapter, warm_prompts=warm)
 
     def _alone(self, tokens: int) -> Line:
         """Milliseconds to the first token by way: medians."""
@@ -128,12 +129,11 @@ class Cold:
         return {"prefills": cpu_assist_parts.prefills(quick=self._bed.dry, counts=counts)}
 
     def _synchronous(self) -> Line:
-        """One prefill whose q, k, v adapters CPU processes compute: all enqueued at once, or a thread that waits in each layer."""
+        """A prefill whose q, k, v adapters CPU processes compute: enqueued at once, or by a thread that waits in each layer."""
         bed, tokens = self._bed, self._bed.pick(SYNC_TOKENS, 4)
         shapes, device = projections(bed.pick(MODEL, "tiny")), bed.device
         layers = Layers(shapes, bed.pick(32, 2), device)
-        config = self._rig and self._served.config
-        adapter = host_adapter(config, self._rank, DTYPE, modules=GROUPS["qkv"])
+        adapter = host_adapter(self._served.config, self._rank, DTYPE, modules=GROUPS["qkv"])
         pool = LoraPool(
             shapes,
             layers=layers.layers,

@@ -1,8 +1,8 @@
 """Stage 3: what LoRA adds to a decode step and to a prefill, as a share of what it must, beside the field's ways.
 
-A decode step is a CUDA graph of 32 layers: the base model's four fused products with and without LoRA on all seven projections.
-The floor is the adapters' bytes at the bandwidth measured in the same run; `nodes_us` is what the graph nodes add at the cost of
-an empty one. Microseconds per layer throughout; what a way adds is its step less the base's.
+A decode step is a CUDA graph of 32 layers: the base model's four fused products, without LoRA and with it on all seven
+projections. `floor` is the adapters' bytes at the bandwidth measured in the same run, `nodes` what the graph nodes add at the
+cost of an empty one. Microseconds per layer throughout; what a way adds is its step less the base's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from functools import cached_property, partial
 import numpy as np
 
 from bench.gpu_stages.bed import Bed
-from bench.gpu_stages.layers import Finish, Layers, batched, einsum, grouped_mm, make_pool, occupy
+from bench.gpu_stages.layers import Finish, Layers, Start, batched, einsum, grouped_mm, make_pool, occupy
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import adapter_bytes, projections
-from kernels import GROUPS
+from kernels import GROUPS, LoraPool
 from kernels.triton import LoraBatch, baselines
+from kernels.triton.lora import Plan
 
 MODEL = "Llama-3.1-8B"
 LAYERS = 32
@@ -29,6 +30,9 @@ DECODES += [(64, 8, "mixed"), (64, 1, "64"), (32, 32, "16"), (8, 8, "16"), (64, 
 DECODES += [(32, 32, "128"), (8, 8, "128"), (64, 64, "128"), (32, 32, "8"), (256, 64, "mixed"), (64, 1, "16"), (1, 1, "128")]
 """(rows, adapters, ranks), most valuable first."""
 PREFILL_TOKENS = (2048, 512, 128, 8192)
+
+
+Way = tuple[Start | None, Finish]
 
 
 class Decode:
@@ -49,7 +53,7 @@ class Decode:
         return Layers(self._shapes, self._bed.pick(LAYERS, 1), self._bed.device)
 
     @cached_property
-    def _pool(self) -> object:
+    def _pool(self) -> LoraPool:
         count = self._bed.pick(POOL_BYTES, 1 << 22)
         return make_pool(self._shapes, self._layers.layers, slots=64, max_rank=128, nbytes=count, device=self._bed.device)
 
@@ -64,16 +68,16 @@ class Decode:
         line["floor"] = adapter_bytes(self._shapes, own, 2) / bed.read_gb_s / 1e3
         line["nodes"] = 2 * len(GROUPS) * bed.node_us
 
-        def ours(plan: str, *, beside: bool = False) -> tuple[object, Finish]:
-            return batched(pool, LoraBatch.build(pool, row_slot, plan), beside=beside)  # type: ignore[arg-type]
+        def ours(plan: Plan, *, beside: bool = False) -> Way:
+            return batched(pool, LoraBatch.build(pool, row_slot, plan), beside=beside)
 
-        ways: dict[str, Callable[[], tuple[object, Finish]]] = {
+        ways: dict[str, Callable[[], Way]] = {
             "beside": lambda: ours("two_launches", beside=True),
             "two_launches": lambda: ours("two_launches"),
             "ticketed": lambda: ours("ticketed"),
             "mbgmv": lambda: batched(pool, baselines.mbgmv(pool, row_slot)),
         }
-        padded: dict[str, Callable[[], tuple[object, Finish]]] = {
+        padded: dict[str, Callable[[], Way]] = {
             "padded": lambda: ours("two_launches"),
             "padded_bgmv": lambda: batched(pool, baselines.mbgmv(pool, row_slot)),
             "grouped_mm": lambda: (None, grouped_mm(pool, own, row_slot)),
@@ -101,7 +105,8 @@ class Decode:
         line: Line = {"tokens": tokens, "base": base_us}
         activations = sum(tokens * (fan_in + 2 * out) * 2 for fan_in, out in layers.shapes.values())
         line["floor"] = (adapter_bytes(self._shapes, own, 2) + activations) / bed.read_gb_s / 1e3
-        for plan in ("segmented", "two_launches"):
+        plans: tuple[Plan, ...] = ("segmented", "two_launches")
+        for plan in plans:
             for beside in (True, False):
                 before, after = batched(pool, LoraBatch.build(pool, row_slot, plan), beside=beside)
                 took_us = bed.replayed_us(partial(layers.step, x, before, after)) / layers.layers

@@ -1,6 +1,7 @@
-"""Stage 6: the performance models beside the device: CaraServe's two for kernels, `motet profile` and the twin for a live worker.
+"""Stage 6: performance models beside the device: CaraServe's two for kernels, `motet profile` and the twin for a live worker.
 
-padded BGMV takes a * rows * largest rank + b, per-token MBGMV a * sum of the rows' ranks + b (CaraServe, section 5; R2 >= 0.96 there).
+Padded BGMV takes a * rows * largest rank + b, per-token MBGMV a * sum of the rows' ranks + b (CaraServe, section 5, where both
+have an R2 of at least 0.96).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ MODEL = "Llama-3.1-8B"
 BATCHES = 24
 LAYERS = 8
 POOL_BYTES = 11 << 30
-OPTIONS = {"max_running": "64", "max_waiting": "64", "lora_memory_mib": "1024", "host_cache_mib": "1024", "disk_cache_mib": "4096"}
+OPTIONS = {"max_running": "64", "max_waiting": "64", "lora_memory_mib": "1024"}
+OPTIONS |= {"host_cache_mib": "1024", "disk_cache_mib": "4096"}
 
 
 class Fits:

@@ -120,7 +120,7 @@ class Limits:
         bed, count = self._bed, self._bed.pick(1000, 3)
         streams, memory = bed.streams(), mmap.mmap(-1, mmap.PAGESIZE)
         words = np.frombuffer(memory, dtype=np.uint32)
-        asked, answered = words.ctypes.data, words.ctypes.data + 64
+        asked = words.ctypes.data
         streams.memory.register(asked, mmap.PAGESIZE)
         try:
             with streams.copies as stream:

@@ -25,7 +25,7 @@ class Point:
 
 
 class Results:
-    """`<out>/stage-<n>.jsonl`, and what an earlier one under `have` holds. Failed points are no results: they are tried again."""
+    """`<out>/stage-<n>.jsonl`, and what an earlier one under `have` holds. A failed point is no result: it is tried again."""
 
     def __init__(self, out: Path, stage: int, *, have: Path | None = None) -> None:
         self.path = out / f"stage-{stage}.jsonl"

@@ -3,8 +3,8 @@
     supervisor -> child    stdin: one line of JSON, the points to skip and the seconds there are
     child -> supervisor    stdout, lines of JSON: {"points": [..]}, {"begin": name, "limit_s": s}, {"line": {..}}
 
-A child that ends in the middle of a point, or takes longer than the point's limit, costs that point; the next child goes on with
-the others. Standard library only.
+A child that ends in the middle of a point, or takes longer than the point's limit, costs that point; the next child goes on
+with the others. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -26,7 +27,7 @@ from bench.gpu_stages.results import Line, Point, Results, measured
 
 START_S = 120.0  # from a child's start to its first point
 GRACE_S = 15.0  # of a point that is under way when the budget ends
-LEAST_S = 10.0  # of the budget, for another child
+LEAST_S = 4.0  # of the budget, for another child
 UNHEALTHY = 3  # exit status of a child that cannot go on
 STARTS = 2  # of children that never come to a point
 START = "start"  # in place of a point's name
@@ -138,10 +139,8 @@ class _Child:
                 self._process.wait(GRACE_S)
             except subprocess.TimeoutExpired:
                 self._late = "its process did not end"
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         status = self._process.wait()
         if self._late:
             return f"{self._late}; the log has the stacks"

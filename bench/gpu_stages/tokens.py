@@ -97,8 +97,8 @@ class Tokens:
     ) -> Line:
         wanted = self._wanted
         lora_bytes = 1 << 20 if small else 32 << 20
-        runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, link=cold != "blocking", assist=assist)
-        recorded = _graphs(self._bed, runner, kv_blocks) if graphs else _no_graphs(runner)
+        runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, link=cold != "blocking", assist=assist, graphs=graphs)
+        recorded = _graphs(self._bed, runner, kv_blocks) if graphs else None
         limits = EngineLimits(
             max_running=64, max_waiting=100, max_step_tokens=256, block_size=BLOCK, kv_blocks=kv_blocks, max_loras=max_loras
         )
@@ -157,7 +157,8 @@ class _Oracle:
 
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 DEMO / "model", dtype=dtype, attn_implementation="eager"
-            ).to(device)
+            )
+            model.to(device)
             for name in names:
                 path = str(DEMO / "adapters" / name)
                 if isinstance(model, peft.PeftModel):
@@ -190,7 +191,8 @@ class _Repeated(DecodeGraphs):
     """Graphs of a device that has none: a replay launches everything anew, from the same buffers into the same logits."""
 
     def __init__(self, runner: ModelRunner, scratch_block: int) -> None:
-        self._model, self._cache, self._pool = runner._steps._model, runner._cache, runner._pool  # type: ignore[union-attr]
+        steps: Any = runner._steps
+        self._model, self._cache, self._pool = steps._model, runner._cache, runner._pool
         self._scratch_block, self._captured = scratch_block, {}
 
     def _capture(self, bucket: Any, adapted: bool, batch: StepBatch) -> Any:
@@ -210,7 +212,15 @@ class _Replay:
 
 
 def _runner(
-    bed: Bed, kv_blocks: int, lora_bytes: int, max_loras: int, *, link: bool, assist: bool, dtype: str = "float32"
+    bed: Bed,
+    kv_blocks: int,
+    lora_bytes: int,
+    max_loras: int,
+    *,
+    link: bool,
+    assist: bool,
+    graphs: bool = True,
+    dtype: str = "float32",
 ) -> ModelRunner:
     """On the CPU with a block more, for the scratch block that a GPU has."""
     return ModelRunner(
@@ -225,6 +235,7 @@ def _runner(
         kernels="reference" if bed.dry else "auto",
         link_bytes_per_s=LINK if link else 0.0,
         assist_cores=sorted(os.sched_getaffinity(0))[-1:] if assist else (),
+        graphs=graphs,
     )
 
 
@@ -234,11 +245,6 @@ def _graphs(bed: Bed, runner: ModelRunner, kv_blocks: int) -> DecodeGraphs:
         steps._graphs = _Repeated(runner, kv_blocks)
     graphs: DecodeGraphs = steps._graphs
     return graphs
-
-
-def _no_graphs(runner: ModelRunner) -> None:
-    steps: Any = runner._steps
-    steps._graphs = None
 
 
 def _host(name: str, runner: ModelRunner) -> HostAdapter:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -124,6 +124,19 @@ class DeviceLoader(Sources):
             loads = [load for load in (self._current, *self._queue) if load is not None and not load.cancelled]
             counts = sum(load.left for load in loads), self._copied, self._busy_ns, self._copying_ns
         return self._meter.state(*counts)
+
+    def give_up(self, slots: Collection[int]) -> None:
+        """No stream waits any longer for these adapters; `mend` copies those that are not whole. For any thread."""
+        for slot in slots:  # at once: who holds the lock may wait for a stream that waits for this word
+            self._pool.loaded_layers[slot] = self._pool.layers
+        with self._changed:
+            for load in (self._current, *self._queue):
+                if load is not None and load.slot in slots and not load.cancelled:
+                    load.cancelled = True
+                    self._failed[load.slot] = load
+                    self._pool.loaded_layers[load.slot] = self._pool.layers
+            self._queue = deque(load for load in self._queue if load.slot not in slots)
+            self._changed.notify_all()
 
     def mend(self, row_slot: np.ndarray) -> None:
         """Copy the adapters of these rows whose loads have failed, now and in this thread. Raises what it meets."""

@@ -25,12 +25,12 @@ POINTERS = {
 ALIGNED = (*POINTERS, "x_stride", "y_stride", "K", "N0", "N1", "N2")  # what the launch finds to be multiples of 16
 
 
-def configurations(*, ragged: bool) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
+def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
     """{name: (kernel, constants, warps, stages)} of everything that serving launches, for the qkv group.
 
-    `ragged` ones make no promise about sizes.
+    `ragged` ones make no promise about sizes; `upcast` ones are for pools of fp32.
     """
-    common = {"S": 3, "ALIGN": 1 if ragged else 16, "UPCAST": False}
+    common = {"S": 3, "ALIGN": 1 if ragged else 16, "UPCAST": upcast}
     found: dict[str, tuple[Any, dict[str, Any], int, int]] = {}
     for (rows, half), launch in TILES.items():
         constants = {**common, "M": rows, "R": rows}
@@ -52,8 +52,10 @@ def configurations(*, ragged: bool) -> dict[str, tuple[Any, dict[str, Any], int,
 
 def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:
     """Registers and local memory of the machine code, shared memory, and how global memory is read."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}
+    names, pointers = kernel.arg_names, POINTERS
+    if constants["UPCAST"]:
+        pointers = {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in ALIGNED}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
@@ -82,4 +84,6 @@ def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -
 if __name__ == "__main__":
     found = {name: resources(*configuration) for name, configuration in configurations(ragged=False).items()}
     found |= {f"{name}, ragged": resources(*configuration) for name, configuration in configurations(ragged=True).items()}
+    in_fp32 = configurations(ragged=False, upcast=True)
+    found |= {f"{name}, fp32": resources(*configuration) for name, configuration in in_fp32.items()}
     print(json.dumps(found, indent=2))

@@ -3,8 +3,9 @@
     step (numpy) --padded to its bucket--> buffers that never move --replay--> logits
 
 A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step
-that fits; steps without a row of any adapter have graphs of their own, without LoRA. What differs between such steps (tokens, tables, which adapters, how much work) lies in the buffers. A padding
-row is token 0 of the base alone; it writes and reads the scratch block, which belongs to nobody.
+that fits; steps without a row of any adapter have graphs of their own, without LoRA. What differs between such steps (tokens,
+tables, which adapters, how much work) lies in the buffers. A padding row is token 0 of the base alone; it writes and reads the
+scratch block, which belongs to nobody.
 """
 
 from __future__ import annotations

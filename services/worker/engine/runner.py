@@ -240,7 +240,8 @@ class ModelRunner:
             self._cache.library = agreeing_library(self._cache, heads=self.config.num_heads, windows=self.config.windows)
         if self.device.type == "cuda" and scratch_block >= 0:
             graphs = DecodeGraphs(model, self._cache, self._pool, scratch_block=scratch_block)
-        return TorchSteps(model, self._cache, self._pool, graphs=graphs, beside=beside, processes=self.assist)
+        loader = self._loader if isinstance(self._loader, DeviceLoader) else None
+        return TorchSteps(model, self._cache, self._pool, graphs=graphs, beside=beside, loader=loader, processes=self.assist)
 
     def _weights(self, model_dir: Path, linear: Callable[[torch.Tensor, torch.Tensor | None], M]) -> ModelWeights[M]:
         if self._random:
