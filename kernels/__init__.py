@@ -26,7 +26,7 @@ asserts that it does not take this one for it.)
 """
 
 from kernels.attention import AttentionBatch, KvCache, attend
-from kernels.lora import LoraBatch, add_lora, start_lora
+from kernels.lora import LoraBatch, add_lora, prepare_lora, start_lora
 from kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PackedLora, PoolFull
 
 __all__ = [
@@ -40,5 +40,6 @@ __all__ = [
     "PoolFull",
     "add_lora",
     "attend",
+    "prepare_lora",
     "start_lora",
 ]

@@ -6,6 +6,6 @@ lora.py        the plans, their launch constants, add_lora
 baselines.py   what the field measures against: padded BGMV, per-token MBGMV
 """
 
-from kernels.triton.lora import LoraBatch, add_lora, start_lora
+from kernels.triton.lora import LoraBatch, add_lora, prepare, start_lora
 
-__all__ = ["LoraBatch", "add_lora", "start_lora"]
+__all__ = ["LoraBatch", "add_lora", "prepare", "start_lora"]

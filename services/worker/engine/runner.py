@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kernels import KvCache, LoraPool
+from kernels import KvCache, LoraPool, prepare_lora
 from kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
 from kernels.cpu.assist import AssistCounts, Helpers, loading_of
 from kernels.cpu.loading import CpuLoader
@@ -235,6 +235,7 @@ class ModelRunner:
     def _with_torch(self, model_dir: Path, beside: DeviceAssist | None, *, scratch_block: int) -> TorchSteps:
         """`scratch_block` -1: no graphs."""
         model = Model(self.config, self._weights(model_dir, Linear))
+        prepare_lora(self._pool)
         graphs = None
         if self.device.type == "cuda":
             self._cache.library = agreeing_library(self._cache, heads=self.config.num_heads, windows=self.config.windows)
