@@ -4,7 +4,7 @@ supervisor.py    runs a stage's points in a process that may fail or hang       
 bed.py           the device of a stage, or the CPU in its place                    figures.py   what a stage's lines say
 stages.py        the points of each stage; they are made by
 
-1 limits.py    2 plans.py, tokens.py    3 decode.py    4 serving.py    5 cold.py    6 fits.py    7 kernels.py
+1 limits.py    2 plans.py, attention.py, tokens.py    3 decode.py    4 serving.py    5 cold.py    6 fits.py    7 kernels.py
 
 shapes.py        models and adapters of real shapes with random weights
 layers.py        a decode step's products and every way of adding LoRA to them

@@ -84,6 +84,11 @@ class Served:
         self.adapters = [another(self.hosts[rank], f"{rank}-{i}") for i, rank in enumerate(ranks)]
         self.lora_mib = lora_mib
 
+    @property
+    def attention(self) -> str:
+        """What attends."""
+        return type(self.engine._runner._cache.library).__name__
+
     def load(self, count: int) -> int:
         """Bring the first adapters to the device; how many there was room for."""
         there = [self.engine.load_adapter(adapter) for adapter in self.adapters[:count]]
@@ -168,6 +173,7 @@ class Serving:
         line |= {"decode_tokens_per_s": requests / decode_ms * 1e3, "prefill_s": lap.prefill_s}
         parts = ("schedule_s", "forward_s", "sample_s", "postprocess_s")
         line |= {f"{part[:-2]}_ms": 1e3 * statistics.median(getattr(one, part) for one in lap.stats) for part in parts}
+        line["attention"] = served.attention
         return line | {"prompt": prompt, "output": output, "lora_mib": served.lora_mib}
 
     def _of(self, model: str) -> Served:

@@ -13,12 +13,13 @@ def points(stage: int, bed: Bed) -> list[Point]:
 
         return Limits(bed).points()
     if stage == 2:
+        from bench.gpu_stages.attention import Attention
         from bench.gpu_stages.plans import Plans
         from bench.gpu_stages.tokens import Tokens
 
-        plans, tokens = Plans(bed), Tokens(bed)
+        plans, attention = Plans(bed), Attention(bed).points()
         first = plans.points()
-        return [*first[:3], *tokens.points(), *first[3:], plans.tests()]
+        return [*first[:3], attention[0], *Tokens(bed).points(), *attention[1:], *first[3:], plans.tests()]
     if stage == 3:
         from bench.gpu_stages.decode import Decode
 

@@ -1,6 +1,7 @@
 """The Triton kernels of batched multi-rank LoRA, for pools on a GPU. `kernels` chooses them when a pool is there.
 
 device.py      the kernels
+attention.py   paged attention
 batch.py       a step's work list, once per batch
 lora.py        the plans, their launch constants, add_lora
 baselines.py   what the field measures against: padded BGMV, per-token MBGMV

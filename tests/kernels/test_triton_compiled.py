@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kernels.triton.attention import ROWS as ATTENTION_ROWS
 from kernels.triton.lora import TICKETED, TILES
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,14 @@ def test_weights_and_activations_move_in_pieces_of_16_bytes(compiled: dict[str, 
 def test_tensor_cores_multiply_and_large_tiles_in_warp_groups(compiled: dict[str, dict[str, Any]], name: str) -> None:
     assert compiled[name]["products"] > 0
     assert (compiled[name]["wide_products"] > 0) == ("64 rows" in name)
+
+
+@pytest.mark.parametrize("kind", ATTENTION_ROWS)
+def test_attention_does_not_spill_and_reads_in_pieces_of_16_bytes(compiled: dict[str, dict[str, Any]], kind: str) -> None:
+    used = compiled[f"attention, {kind}"]
+    assert used["local_bytes"] == compiled["attention, fp32"]["local_bytes"] == 0
+    assert used["copies_16"] + used["loads_16"] > 0 and used["loads_16_bits"] == 0
+    assert used["products"] > 0
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
