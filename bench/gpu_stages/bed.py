@@ -34,6 +34,7 @@ class Bed:
         if dry:
             os.environ["MOTET_KERNELS"] = "reference"  # the torch model, as on a GPU
         else:
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local, and there may be no network
             torch.cuda.set_device(self.device)
 
     def pick(self, real: T, tiny: T) -> T:

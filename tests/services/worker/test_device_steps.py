@@ -12,15 +12,19 @@ import pytest
 import torch
 
 import kernels.device.streams as streams
+import kernels.lora
+import kernels.triton
 import services.worker.engine.torch_steps as torch_steps
 from bench.gpu_stages.shapes import write_config
 from kernels.device import DeviceLoader, cuda_streams, numbered
+from kernels.triton.attention import PagedAttention
+from kernels.triton.lora import INTERPRETED
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.decode_graphs import DecodeBuffers
 from services.worker.engine.loader import parameters
 from services.worker.engine.model_config import read_model_config
 from services.worker.engine.runner import ModelRunner
-from tests.services.worker.test_decode_graphs import STEPS, decode_step, give_history
+from tests.services.worker.test_decode_graphs import STEPS, buffers_of, decode_step, give_history
 from tests.support_models import Sequence, make_adapters, make_checkpoint, make_runner, step_batch
 
 
@@ -53,6 +57,25 @@ def test_steps_of_the_base_alone_have_graphs_without_lora(tmp_path: Path, monkey
         torch.testing.assert_close(buffers.run()[:3], want, rtol=1e-4, atol=1e-4)
         with pytest.raises(AssertionError, match="without LoRA"):
             buffers.fill(STEPS[1])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tensors here are the CPU's")
+@pytest.mark.parametrize("family", ["llama3", "mistral"])
+def test_a_graph_of_triton_kernels_alone_says_what_torch_says(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = make_checkpoint(family, tmp_path)
+    adapters = make_adapters(model_dir, tmp_path)[:3]
+    runner, twin = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
+    give_history(runner, twin)
+    want = [twin.forward(step) for step in STEPS[:2]]
+    monkeypatch.setattr(kernels.lora, "_kernels", lambda pool: kernels.triton)
+    runner._cache.library = PagedAttention(runner._cache, heads=runner.config.num_heads)
+    with torch.inference_mode():
+        buffers = buffers_of(runner, (8, 16), scratch_block=runner._cache.null_block - 1)
+        for step, logits in zip(STEPS[:2], want, strict=True):
+            buffers.fill(step)
+            torch.testing.assert_close(buffers.run()[: len(logits)], logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
