@@ -47,8 +47,8 @@ def _decode(lines: Sequence[Line]) -> Figures:
 def _serving(lines: Sequence[Line]) -> Figures:
     found: Figures = {}
     for adapters in (32, 256):
-        base = _first(lines, requests=adapters, adapters=0)
         line = _first(lines, requests=adapters, adapters=adapters)
+        base = None if line is None else _first(lines, requests=adapters, adapters=0, model=line["model"])
         both = base is not None and line is not None
         found[f"keeps_{adapters}"] = _rounded(line["tokens_per_s"] / base["tokens_per_s"]) if both else None  # type: ignore[index]
     line = _first(lines, requests=32, adapters=32)

@@ -64,15 +64,15 @@ class Kernels:
                 request_id=f"{i}", gateway_id="g", prompt=tokens, sampling=sampling, arrival_s=now, adapter=adapter
             )
             served.engine.add(request, now)
-        while served.engine.step(now_s()).stats.decode_rows < requests:
+        while served.step().decode_rows < requests:
             pass
         plain = [_timed_ms(served) for _ in range(steps)]
         activities = [ProfilerActivity.CPU] if bed.dry else [ProfilerActivity.CUDA]
         with profile(activities=activities) as seen:
-            contexts = [served.engine.step(now_s()).stats.context_tokens for _ in range(steps)]
+            contexts = [served.step().context_tokens for _ in range(steps)]
             bed.synchronize()
         while served.engine.has_work():
-            served.engine.step(now_s())
+            served.step()
         return self._line(seen, requests, adapters, steps, statistics.median(plain), contexts[steps // 2])
 
     def _line(self, seen: Any, requests: int, adapters: int, steps: int, step_ms: float, contexts: int) -> Line:
@@ -107,7 +107,7 @@ class Kernels:
 
 def _timed_ms(served: Served) -> float:
     began_s = now_s()
-    served.engine.step(began_s)
+    served.step()
     return 1e3 * (now_s() - began_s)
 
 

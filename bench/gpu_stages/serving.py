@@ -93,7 +93,7 @@ class Served:
         """Bring the first adapters to the device; how many there was room for."""
         there = [self.engine.load_adapter(adapter) for adapter in self.adapters[:count]]
         while self.engine.has_work():
-            self._step()
+            self.step()
         return sum(there)
 
     def lap(self, requests: int, adapters: int, *, prompt: int, output: int) -> Lap:
@@ -110,7 +110,7 @@ class Served:
             )
         while self.engine.has_work():
             began_s = now_s()
-            stats = self._step(lap)
+            stats = self.step(lap)
             took_s = now_s() - began_s
             if stats.prefill_requests:
                 lap.prefill_s += took_s
@@ -120,7 +120,8 @@ class Served:
         lap.total_s = now_s() - now
         return lap
 
-    def _step(self, lap: Lap | None = None) -> Any:
+    def step(self, lap: Lap | None = None) -> Any:
+        """One step; what it says of itself. Raises what failed."""
         output = self.engine.step(now_s())
         if output.failure is not None:
             raise output.failure

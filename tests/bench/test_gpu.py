@@ -114,8 +114,14 @@ def test_figures_are_read_off_the_lines_of_a_stage() -> None:
     ]
     assert STAGES[3].figures(decode) == {"fraction_of_floor_8": 0.75, "fraction_of_floor_32": 0.9}
     serving = [
-        {"point": f"{r}-{a}", "requests": r, "adapters": a, "tokens_per_s": t, "decode_ms": 8.0, "roofline_ms": 6.0}
-        for r, a, t in ((32, 0, 1000.0), (32, 32, 930.0), (256, 0, 4000.0), (256, 256, 3600.0))
+        {"point": f"{r}-{a}", "model": m, "requests": r, "adapters": a, "tokens_per_s": t, "decode_ms": 8.0, "roofline_ms": 6.0}
+        for m, r, a, t in (
+            ("7B", 32, 0, 1.0),
+            ("8B", 32, 0, 1000.0),
+            ("8B", 32, 32, 930.0),
+            ("8B", 256, 0, 4000.0),
+            ("8B", 256, 256, 3600.0),
+        )
     ]
     assert STAGES[4].figures(serving) == {"keeps_32": 0.93, "keeps_256": 0.9, "roofline_fraction": 0.75}
     burst = {
