@@ -16,7 +16,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: help setup serve test chaos fuzz soak demo check format sanitize bench-quick bench-peers compose-secrets compose-test lock clean
+.PHONY: help setup serve test chaos fuzz soak demo check format sanitize bench-quick bench-peers gpu-bundle triton-other compose-secrets compose-test lock clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -95,6 +95,14 @@ $(VLLM_STAMP):
 		cd $(VLLM_VENV) && apt-get download libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4*.deb tcmalloc && \
 		cp -a tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4* lib/ && rm -r tcmalloc libtcmalloc-minimal4*.deb; }
 	@touch $@
+
+gpu-bundle: $(RUN_STAMP) ## wheels for a machine that has a GPU and PyTorch but no network (docs/gpu.md)
+	@$(BIN)/python .ci/gpu_bundle.py
+
+# What PyTorch 2.11 brings; tests/kernels/test_triton_compiled.py takes every build/triton-* beside the pinned one.
+OTHER_TRITON = 3.6.0
+triton-other: $(DEV_STAMP) ## another Triton, for the tests that cross-compile the GPU kernels
+	@test -d build/triton-$(OTHER_TRITON) || $(PIP) install -q --no-deps --target build/triton-$(OTHER_TRITON) triton==$(OTHER_TRITON)
 
 compose-secrets: $(RUN_STAMP) ## write NATS configuration, passwords, certificates and an API key for compose/compose.yaml
 	@$(BIN)/python -m motet nats-config --out compose/secrets --tls --tls-files /run/secrets

@@ -76,11 +76,11 @@ def _on_one_core() -> Iterator[list[int]]:
         os.sched_setaffinity(0, cores)
 
 
-def round_trips(*, quick: bool) -> list[dict[str, Any]]:
+def round_trips(*, quick: bool, counts: Sequence[int] = ()) -> list[dict[str, Any]]:
     """Per number of processes: milliseconds until all have answered, median and 95th percentile, either way."""
     repeats = 50 if quick else 400
     found = []
-    for count in PROCESSES:
+    for count in counts or PROCESSES:
         x = torch.randn(TOKENS, HIDDEN)
         ys = [torch.empty(TOKENS, HIDDEN) for _ in range(count)]
         with _on_one_core() as cores:
@@ -90,7 +90,7 @@ def round_trips(*, quick: bool) -> list[dict[str, Any]]:
     return found
 
 
-def prefills(*, quick: bool) -> list[dict[str, Any]]:
+def prefills(*, quick: bool, counts: Sequence[int] = ()) -> list[dict[str, Any]]:
     """Per number of cores: milliseconds of processes, one per core, and of torch with as many threads."""
     repeats = 5 if quick else 30
     engine, pool = _pool()
@@ -98,7 +98,7 @@ def prefills(*, quick: bool) -> list[dict[str, Any]]:
     x = torch.randn(PROMPT, HIDDEN)
     allowed = sorted(os.sched_getaffinity(0))
     found = []
-    for count in range(1, len(allowed) + 1):
+    for count in counts or range(1, len(allowed) + 1):
         assist = _started(engine, pool, allowed[-count:], PROMPT)
         channels = assist.helpers([], 0).channels
         xs = x.tensor_split(count)

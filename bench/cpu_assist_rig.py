@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from bench.engine_motet import stored_adapter
 from bench.mesh_parts import prompts
 from bench.models import ATTENTION, MLP, SHAPES, write_adapter, write_model
 from policies.cold_start import Forced
+from services.worker.assemble import assemble
 from services.worker.config import WorkerConfig
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.engine import Engine
+from services.worker.engine.request import EngineRequest
+from services.worker.state import START_PERF, StepTimes
 from shared.clock import now_s
 from shared.model import SamplingParams
 
@@ -87,59 +93,52 @@ class Files:
         self._directory.cleanup()
 
 
-class Rig:
-    """An engine as a worker assembles it: one thread for each core but those of its CPU LoRA processes. A context manager."""
+class EngineRig:
+    """An engine that answers requests with adapters of some ranks, in any of the ways, in real time. A context manager.
 
-    def __init__(self, files: Files, *, link_gbps: float, processes: int, adapters: int) -> None:
-        from services.worker.assemble import assemble
-        from services.worker.state import START_PERF, StepTimes
+    `adapter` makes a new one of a rank; `times` are the step times that the engine predicts with.
+    """
 
-        largest = max(files.blobs)
-        lora_mib = (files.blobs[largest][0].stat().st_size * adapters >> 20) + 16
-        config = WorkerConfig(
-            model=str(files.model),
-            kv_memory_gib=0.5,
-            max_lora_rank=largest,
-            max_loras=adapters,
-            lora_memory_mib=lora_mib,
-            prefix_cache=False,
-            link_gbps=link_gbps,
-            assist_processes=processes,
-        )
-        self._times = StepTimes(START_PERF)
-        self._assembly = assemble(config, files.model, self._times)
-        self._engine = self._assembly.engine
-        self._files, self._numbers, self._loaded = files, 0, list[str]()
+    def __init__(
+        self,
+        engine: Engine,
+        times: StepTimes,
+        ranks: Sequence[int],
+        adapter: Callable[[int], HostAdapter],
+        *,
+        warm_prompts: Sequence[int] = WARM_PROMPTS,
+    ) -> None:
+        self._engine, self._times, self._adapter = engine, times, adapter
         self.link_bytes = 0
         self.modes: dict[str, int] = {}
-        self._warm_up()
+        self._warm_up(ranks, warm_prompts)
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._engine.close()
 
-    def serve(self, asked: Sequence[Asked], rank: int, way: str) -> list[Answered]:
-        """All of them in real time, each with an adapter that the device has never seen, unless the way is "cached"."""
+    def serve(self, asked: Sequence[Asked], rank: int, way: str, beside: Sequence[Asked] = ()) -> list[Answered]:
+        """All of them in real time, each with an adapter that the device has never seen, unless the way is "cached".
+
+        `beside` are more requests, whose adapters are always there; their answers are the last ones.
+        """
         self._engine.cold_start = WAYS[way]
-        adapters = [self._adapter(rank) for _ in asked]
-        if way == "cached":
-            for adapter in adapters:
-                self._engine.load_adapter(adapter)
-            self._drain()
+        adapters = [self._adapter(rank) for _ in (*asked, *beside)]
+        for adapter in adapters if way == "cached" else adapters[len(asked) :]:
+            self._engine.load_adapter(adapter)
+        self._drain()
         self.link_bytes, self.modes = 0, {}
-        answers = self._run(asked, adapters)
+        answers = self._run([*asked, *beside], adapters)
         for adapter in adapters:
             self._engine.unload_adapter(adapter.digest)
         self._drain()
         return answers
 
     def _run(self, asked: Sequence[Asked], adapters: Sequence[Any]) -> list[Answered]:
-        from services.worker.engine.request import EngineRequest
-
         answers = [Answered() for _ in asked]
-        waiting = list(range(len(asked)))
+        waiting = sorted(range(len(asked)), key=lambda number: asked[number].at_s)
         began, left = now_s(), len(asked)
         while left:
             now = now_s()
@@ -189,15 +188,36 @@ class Rig:
         while self._engine.has_work():
             self._step()
 
-    def _adapter(self, rank: int) -> Any:
-        self._numbers += 1
-        blob = self._files.blobs[rank][self._numbers % FILES]
-        return self._assembly.parse_adapter(blob, f"{rank}-{self._numbers}")
-
-    def _warm_up(self) -> None:
+    def _warm_up(self, ranks: Sequence[int], prompts_: Sequence[int]) -> None:
         """Step times and the speed of processes are known before anything is measured."""
-        for rank in self._files.blobs:
-            for number, tokens in enumerate(WARM_PROMPTS):
+        for rank in ranks:
+            for number, tokens in enumerate(prompts_):
                 prompt = prompts(1, tokens, seed=number)[0]
                 self.serve([Asked(0.0, prompt, 4)], rank, "cached" if number % 2 else "assist")
                 self.serve([Asked(0.0, prompt, 4) for _ in range(4)], rank, "cached")
+
+
+class Rig(EngineRig):
+    """An engine as a worker assembles it: one thread for each core but those of its CPU LoRA processes. A context manager."""
+
+    def __init__(self, files: Files, *, link_gbps: float, processes: int, adapters: int) -> None:
+        largest = max(files.blobs)
+        lora_mib = (files.blobs[largest][0].stat().st_size * adapters >> 20) + 16
+        config = WorkerConfig(
+            model=str(files.model),
+            kv_memory_gib=0.5,
+            max_lora_rank=largest,
+            max_loras=adapters,
+            lora_memory_mib=lora_mib,
+            prefix_cache=False,
+            link_gbps=link_gbps,
+            assist_processes=processes,
+        )
+        times, numbers = StepTimes(START_PERF), count()
+        assembly = assemble(config, files.model, times)
+
+        def adapter(rank: int) -> HostAdapter:
+            number = next(numbers)
+            return assembly.parse_adapter(files.blobs[rank][number % FILES], f"{rank}-{number}")
+
+        super().__init__(assembly.engine, times, list(files.blobs), adapter)

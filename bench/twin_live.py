@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,12 +101,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
         run_s = args.seconds or (QUICK_RUN_S if args.quick else RUN_S)
         rounds, most = (1, 1) if args.quick else (ROUNDS, MOST_ROUNDS)
-        return asyncio.run(_compare(Path(directory), run_s, rounds, most))
+        model, _ = model_and_adapters(MODEL)
+        figures = asyncio.run(compare(model, OPTIONS, Path(directory), run_s, rounds, most))
+    return figures | {"options": {"model": MODEL, **OPTIONS}}
 
 
-async def _compare(directory: Path, run_s: float, rounds: int, most: int) -> dict[str, Any]:
-    model, _ = model_and_adapters(MODEL)
-    profiles = [await _profile(model, directory / "0", PROFILE_RUNS * run_s)]
+async def compare(
+    model: Path, options: Mapping[str, str], directory: Path, run_s: float, rounds: int, most: int
+) -> dict[str, Any]:
+    """The figures for the model in a directory, served by a worker with MOTET_* `options`."""
+    profiles = [await _profile(model, options, directory / "0", PROFILE_RUNS * run_s)]
     rate = _capacity(profiles[0])
     outcomes: list[dict[str, tuple[Outcome, Outcome]]] = []
     counted: list[dict[str, tuple[Outcome, Outcome]]] = []
@@ -114,8 +118,8 @@ async def _compare(directory: Path, run_s: float, rounds: int, most: int) -> dic
     drifts: list[float] = []
     for round_ in range(1, most + 1):
         others = report.Elsewhere()
-        live = await _live(model, directory / f"live-{round_}", round_, rate, run_s)
-        profiles.append(await _profile(model, directory / str(round_), PROFILE_RUNS * run_s))
+        live = await _live(model, options, directory / f"live-{round_}", round_, rate, run_s)
+        profiles.append(await _profile(model, options, directory / str(round_), PROFILE_RUNS * run_s))
         elsewhere.append(others.cores())
         drifts.append(pace(profiles[-1]) / pace(profiles[-2]) - 1)
         outcomes.append({})
@@ -149,12 +153,12 @@ async def _compare(directory: Path, run_s: float, rounds: int, most: int) -> dic
 
 
 async def _live(
-    model: Path, home: Path, round_: int, rate: float, run_s: float
+    model: Path, options: Mapping[str, str], home: Path, round_: int, rate: float, run_s: float
 ) -> dict[str, tuple[list[Served], Workload, int]]:
     """{shape: what came of it, its requests at the times they were sent, how many of them only warmed up}."""
     home.mkdir()
     found = {}
-    async with LiveWorker(model, OPTIONS, home) as worker:
+    async with LiveWorker(model, options, home) as worker:
         for number, shape in enumerate(SHAPES):
             count = shape.adapters + shape.others
             adapters = [await worker.publish(RANKS[i % len(RANKS)], 1000 * number + i) for i in range(count)]
@@ -166,12 +170,12 @@ async def _live(
     return found
 
 
-async def _profile(model: Path, directory: Path, seconds: float) -> Profile:
-    """What `motet profile` says of a worker with `OPTIONS`. Raises RuntimeError with the end of its output."""
+async def _profile(model: Path, options: Mapping[str, str], directory: Path, seconds: float) -> Profile:
+    """What `motet profile` says of a worker with `options`. Raises RuntimeError with the end of its output."""
     directory.mkdir()
     out, log = directory / "profile.json", directory / "profile.log"
     words = ["profile", "--model", str(model), "--out", str(out), "--seconds", str(seconds)]
-    process = command(words, OPTIONS, log)
+    process = command(words, options, log)
     if await asyncio.to_thread(process.wait, 600 + seconds):
         raise RuntimeError(f"motet profile failed:\n{tail(log)}")
     print(tail(log, 30))
@@ -329,7 +333,6 @@ def _figures(profiles: Sequence[Profile], rate: float, seen: dict[str, tuple[Out
         "step_r2": [round(profile.engine_steps.r2, 4) for profile in profiles if profile.engine_steps is not None],
         "linear_r2": [(round(fit.r2_prefill, 4), round(fit.r2_decode, 4)) for fit in (one.fit for one in profiles) if fit],
         "hops_ms": [(round(one.hops.assign_ms, 2), round(one.hops.frame_ms, 2)) for one in profiles],
-        "options": {"model": MODEL, **OPTIONS},
         "shapes": shapes,
     }
 

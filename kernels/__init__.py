@@ -27,7 +27,7 @@ asserts that it does not mistake this one for it.)
 """
 
 from kernels.attention import AttentionBatch, KvCache, attend
-from kernels.lora import LoraBatch, add_lora, start_lora
+from kernels.lora import LoraBatch, add_lora, prepare_lora, start_lora
 from kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PackedLora, PoolFull
 
 __all__ = [
@@ -41,5 +41,6 @@ __all__ = [
     "PoolFull",
     "add_lora",
     "attend",
+    "prepare_lora",
     "start_lora",
 ]

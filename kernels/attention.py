@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels.library_attention import LibraryAttention
+from kernels.library_attention import Library
 from kernels.memory import lazy_zeros
 
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
@@ -42,7 +42,7 @@ class KvCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.block_size = block_size
-        self.library: LibraryAttention | None = None  # what attends instead of the functions below
+        self.library: Library | None = None  # what attends instead of the functions below
         self.null_block = blocks
         block_bytes = block_size * 2 * kv_heads * head_dim * dtype.itemsize
         self.tile_blocks = max(TILE_BYTES[torch.device(device).type] // block_bytes, 1)
@@ -90,7 +90,7 @@ class AttentionBatch:
     kv_slots: torch.Tensor  # int64 [rows]
     decode: dict[int, list[_Decode]]  # by window
     prefill: dict[int, list[_Prefill]]
-    library: LibraryAttention | None = None  # has the plan in place of the two above
+    library: Library | None = None  # has the plan in place of the two above
 
     @staticmethod
     def build(

@@ -1,17 +1,18 @@
-"""Attention through FlashInfer, if installed: the same results as kernels/attention.py, without gathering context.
+"""Attention on a GPU by kernels made for it: the same results as kernels/attention.py, without gathering context.
 
-    library = agreeing_library(cache, heads=, windows=)   None: not installed, or it does not give here what torch gives
+    library = agreeing_library(cache, heads=, windows=)   None: there is none here that gives what torch gives
     cache.library = library                               from then on AttentionBatch.build plans for it
 
-Needs a GPU and a 16-bit type. Decoding rows and prefill chunks of a step go through one call per layer.
+Takes FlashInfer if it is installed and the type has 16 bits, else Triton (kernels/triton/attention.py). One call per layer
+computes the decoding rows and prefill chunks of a step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,19 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 128 << 20
 _log = logging.getLogger(__name__)
+
+
+class Library(Protocol):
+    """A plan for one step at a time."""
+
+    def for_graph(self, rows: int, columns: int) -> Library:
+        """For exactly so many decoding sequences of up to `columns` blocks; a graph captured with it stays valid."""
+
+    def plan(self, seq_starts: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> None:
+        """For the step's arrays, as AttentionBatch.build takes them."""
+
+    def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
+        """q [rows, heads, head_dim], this step's K and V being in the cache -> [rows, heads, head_dim]."""
 
 
 class LibraryAttention:
@@ -98,24 +112,42 @@ class LibraryAttention:
         return out
 
 
-def agreeing_library(cache: KvCache, *, heads: int, windows: Sequence[int]) -> LibraryAttention | None:
-    """FlashInfer over `cache` when it can be had and agrees with plain torch on a small batch; tried once, at start."""
+def agreeing_library(cache: KvCache, *, heads: int, windows: Sequence[int]) -> Library | None:
+    """The first over `cache` that can be had and agrees with plain torch on a small batch; tried once, at start."""
+    candidates: dict[str, Callable[[KvCache], Library]] = {}
+    flashinfer = _flashinfer(cache)
+    if flashinfer is not None:
+        candidates["FlashInfer"] = lambda cache: LibraryAttention(flashinfer, cache, heads=heads, windows=windows)
+    if _on_a_gpu(cache):
+        from kernels.triton.attention import PagedAttention
+
+        candidates["Triton"] = lambda cache: PagedAttention(cache, heads=heads)
+    for name, make in candidates.items():
+        try:
+            if _agrees(make, cache, heads, windows):
+                return make(cache)
+            _log.warning("%s's attention differs from PyTorch's on this device; it is not used", name)
+        except Exception as error:  # it compiles for this device now, and whatever goes wrong must not stop the worker
+            _log.warning("%s's attention does not run here: %s", name, error)
+    return None
+
+
+def _flashinfer(cache: KvCache) -> ModuleType | None:
     if cache.data.dtype not in (torch.float16, torch.bfloat16):
         return None
     try:
         import flashinfer
     except ImportError:
         return None
-    try:
-        if _agrees(flashinfer, cache, heads, windows):
-            return LibraryAttention(flashinfer, cache, heads=heads, windows=windows)
-        _log.warning("FlashInfer's attention differs from PyTorch's on this device; PyTorch's is used")
-    except Exception as error:  # it compiles for this device now, and whatever goes wrong must not stop the worker
-        _log.warning("FlashInfer does not run here, PyTorch's attention is used: %s", error)
-    return None
+    found: ModuleType = flashinfer
+    return found
 
 
-def _agrees(flashinfer: ModuleType, like: KvCache, heads: int, windows: Sequence[int]) -> bool:
+def _on_a_gpu(cache: KvCache) -> bool:
+    return cache.data.is_cuda
+
+
+def _agrees(make: Callable[[KvCache], Library], like: KvCache, heads: int, windows: Sequence[int]) -> bool:
     """A chunk of 5 rows after 20 tokens, and two decoding sequences, in blocks that lie apart."""
     from kernels.attention import AttentionBatch, KvCache, attend
 
@@ -144,7 +176,7 @@ def _agrees(flashinfer: ModuleType, like: KvCache, heads: int, windows: Sequence
     qkv = torch.randn(int(counts.sum()), heads + 2 * kv_heads, head_dim, device=device).to(like.data.dtype)
     plain = AttentionBatch.build(cache, windows=windows, **step)
     want = [attend(qkv, cache, 0, plain, heads=heads, window=window) for window in windows]
-    cache.library = LibraryAttention(flashinfer, cache, heads=heads, windows=windows)
+    cache.library = make(cache)
     planned = AttentionBatch.build(cache, windows=windows, **step)
     got = [attend(qkv, cache, 0, planned, heads=heads, window=window) for window in windows]
     return all(torch.allclose(a.float(), b.float(), rtol=3e-2, atol=3e-2) for a, b in zip(got, want, strict=True))

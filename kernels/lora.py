@@ -41,6 +41,11 @@ class LoraBatch:
         self.version = pool.version
 
 
+def prepare_lora(pool: LoraPool) -> None:
+    """What the first step with an adapter would wait for otherwise: on a GPU the kernels are compiled and loaded."""
+    _kernels(pool).prepare(pool)
+
+
 def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
     """Start the first half of add_lora, beside other work that is enqueued in between; `x` must not change until then.
 

@@ -17,10 +17,10 @@ come later and overtake r.
 An objective that a worker would miss even when idle is no reason to refuse. An idle worker takes every request. Part of a
 worker's room is reserved for urgent requests (ROOM).
 
-Fair shares: a tenant above its share gets only free seats, and not the last of them (OVER_SHARE). It is above if it holds by far
-the most requests for its weight and asked for more than its share lately (`demand`). So the queue belongs to the other tenants,
-who get all they ask for up to their share: the running urgent requests are not theirs, so none is expected to overtake
-them (u = 0).
+Fair shares: a tenant above its share gets only free seats, and not the last of them (OVER_SHARE). It is above if it holds by
+far the most requests for its weight and asked for more than its share lately (`demand`). So the queue belongs to the other
+tenants, who get all they ask for up to their share: the running urgent requests are not theirs, so none is expected to
+overtake them (u = 0).
 """
 
 from __future__ import annotations

@@ -10,6 +10,6 @@ The thread that enqueues a step never waits for the device: only streams wait, f
 
 from kernels.device.assist import AssistedStep, DeviceAssist
 from kernels.device.loading import DeviceLoader
-from kernels.device.streams import DeviceStreams, Mark, cuda_streams, host_streams
+from kernels.device.streams import DeviceStreams, Mark, cuda_streams, host_streams, numbered
 
-__all__ = ["AssistedStep", "DeviceAssist", "DeviceLoader", "DeviceStreams", "Mark", "cuda_streams", "host_streams"]
+__all__ = ["AssistedStep", "DeviceAssist", "DeviceLoader", "DeviceStreams", "Mark", "cuda_streams", "host_streams", "numbered"]

@@ -160,9 +160,6 @@ class AssistedStep:
         loaded, counts = self._pool.loaded_layers, self._assist.counts
         missing = [slot for slot in self._slots if loaded[slot] <= layer]
         bridged = frozenset(slot for slot in missing if self._serve(slot))
-        for slot in missing:
-            if slot not in bridged:
-                self._streams.steps.wait(loaded.ctypes.data + slot * loaded.itemsize, layer + 1)
         for slot, rows in self._rows_of.items():
             if slot in bridged:
                 counts.by_processes += rows
@@ -172,6 +169,9 @@ class AssistedStep:
             self._bridged = bridged
             self._lora = LoraBatch.build(self._pool, np.where(np.isin(self._row_slot, list(bridged)), -1, self._row_slot))
             self._requests = {group: self._ask(group) for group in GROUPS}
+        for slot in missing:  # behind all that allocates: that may wait for the device, and whoever copies needs the driver
+            if slot not in bridged:
+                self._streams.steps.wait(loaded.ctypes.data + slot * loaded.itemsize, layer + 1)
         return self._lora
 
     def start(self, x: torch.Tensor, layer: int, group: str) -> None:

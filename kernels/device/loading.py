@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -61,7 +61,7 @@ class DeviceLoader(Sources):
         self._held = 0
         self._copied = self._busy_ns = self._copying_ns = 0
         self._failed: dict[int, _Load] = {}  # by slot
-        self._staging: torch.Tensor | None = None
+        self._staging = self._staged_layer() if pool.arena.is_cuda else None
         words = pool.loaded_layers
         streams.memory.register(words.ctypes.data, words.nbytes)
         pool.still = self._still
@@ -124,6 +124,19 @@ class DeviceLoader(Sources):
             loads = [load for load in (self._current, *self._queue) if load is not None and not load.cancelled]
             counts = sum(load.left for load in loads), self._copied, self._busy_ns, self._copying_ns
         return self._meter.state(*counts)
+
+    def give_up(self, slots: Collection[int]) -> None:
+        """No stream waits any longer for these adapters; `mend` copies those that are not whole. For any thread."""
+        for slot in slots:  # at once: who holds the lock may wait for a stream that waits for this word
+            self._pool.loaded_layers[slot] = self._pool.layers
+        with self._changed:
+            for load in (self._current, *self._queue):
+                if load is not None and load.slot in slots and not load.cancelled:
+                    load.cancelled = True
+                    self._failed[load.slot] = load
+                    self._pool.loaded_layers[load.slot] = self._pool.layers
+            self._queue = deque(load for load in self._queue if load.slot not in slots)
+            self._changed.notify_all()
 
     def mend(self, row_slot: np.ndarray) -> None:
         """Copy the adapters of these rows whose loads have failed, now and in this thread. Raises what it meets."""
@@ -219,12 +232,15 @@ class DeviceLoader(Sources):
                 place.copy_(source, non_blocking=True)
             stream.mark().synchronize()
 
+    def _staged_layer(self) -> torch.Tensor:
+        """Room for a layer of the largest adapter. Pinning memory may wait for the device, whose steps may wait for a copy."""
+        elements = self._pool.table.shape[2] * sum(map(self._row_elements, range(len(MODULES))))
+        return torch.empty(elements, dtype=self._pool.arena.dtype, pin_memory=True)
+
     def _pinned(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies that a device can fetch by itself. Valid until the next call."""
-        elements = sum(map(len, sources))
-        if self._staging is None or len(self._staging) < elements:
-            self._staging = torch.empty(elements, dtype=self._pool.arena.dtype, pin_memory=True)
-        parts = list(self._staging[:elements].split([len(source) for source in sources]))
+        assert self._staging is not None, "the pool is on a GPU"
+        parts = list(self._staging[: sum(map(len, sources))].split([len(source) for source in sources]))
         for part, source in zip(parts, sources, strict=True):
             part.copy_(source)
         return parts

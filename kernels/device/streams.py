@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol, Self
@@ -22,6 +23,10 @@ import torch
 
 from kernels.cpu.library import CpuEngine
 from kernels.device.driver import DriverError, MemoryOperations
+
+# Streams that wait for each other through words must not share a queue of the hardware, or neither goes on. CUDA has 8 queues
+# unless told otherwise before it is initialised, and PyTorch spreads over them the 32 streams that it takes every stream from.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 class Mark(Protocol):
@@ -64,13 +69,18 @@ class DeviceStreams:
 def cuda_streams(device: torch.device, operations: MemoryOperations) -> DeviceStreams:
     """The steps' stream is whatever is current.
 
-    Streams that wait for each other through words must not share a queue of the hardware: CUDA has 8 of them unless
-    CUDA_DEVICE_MAX_CONNECTIONS says otherwise, and a worker has four streams. Raises DriverError where words do not work.
+    Raises DriverError where words do not work.
     """
+    device = numbered(device)
     torch.cuda.set_device(device)  # of this thread, as registering memory needs it
     copies, assist = (_CudaStream(operations, device, torch.cuda.Stream(device)) for _ in range(2))
     _try(operations, copies)
     return DeviceStreams(_CudaStream(operations, device, None), copies, assist, operations, device)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """ "cuda" as "cuda:<the current one>": torch.cuda.set_device refuses a device without a number, and tensors have one."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 
 
 def host_streams(engine: CpuEngine) -> DeviceStreams:

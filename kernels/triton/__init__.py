@@ -1,11 +1,12 @@
 """The Triton kernels of batched multi-rank LoRA, for pools on a GPU. `kernels` chooses them when a pool is there.
 
 device.py      the kernels
+attention.py   paged attention
 batch.py       a step's work list, once per batch
 lora.py        the plans, their launch constants, add_lora
 baselines.py   kernels to compare with: padded BGMV, per-token MBGMV
 """
 
-from kernels.triton.lora import LoraBatch, add_lora, start_lora
+from kernels.triton.lora import LoraBatch, add_lora, prepare, start_lora
 
-__all__ = ["LoraBatch", "add_lora", "start_lora"]
+__all__ = ["LoraBatch", "add_lora", "prepare", "start_lora"]

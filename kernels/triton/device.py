@@ -17,7 +17,8 @@
   cannot reach a result.
 
 ALIGN is a promise about sizes and strides that the compiler cannot see through loaded or selected values: with 8 and
-more, pool and activations are read in 16-byte pieces.
+more, pool and activations are read in 16-byte pieces. `layer` and `scales_stride` differ between calls and batches: Triton
+would compile the kernel anew for a 1 and for multiples of 16.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def lora_shrink(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "scales_stride"])
 def lora_expand(
     y,
     y_stride,
@@ -251,7 +252,7 @@ def lora_expand(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "scales_stride"])
 def lora_ticketed(
     x,
     x_stride,

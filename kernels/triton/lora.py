@@ -99,6 +99,17 @@ class LoraBatch:
         self.version = pool.version
 
 
+def prepare(pool: LoraPool) -> None:
+    """Compile and load the kernels that serving launches for this pool: they run once, with nothing to do."""
+    plans: tuple[Plan, ...] = ("two_launches", "segmented")
+    for plan in plans:
+        batch = LoraBatch.reserve(pool, 1, plan)
+        for group in GROUPS:
+            fan_in, *outs = _sizes(pool, group)
+            x, y = (pool.arena.new_zeros(1, size) for size in (fan_in, sum(outs)))
+            add_lora(y, x, pool, 0, group, batch)
+
+
 def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
     """Begin the adapters' part of one projection group beside what the current stream does next; add_lora finishes it.
 

@@ -14,7 +14,7 @@ from policies.cold_start import Forced
 from services.worker.config import WorkerConfig, free_host_bytes, kv_blocks_for
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.engine import Engine
-from services.worker.engine.loader import resolve_dtype
+from services.worker.engine.loader import parameters, resolve_dtype
 from services.worker.engine.model_config import ModelConfig, UnsupportedModel, read_model_config
 from services.worker.engine.request import EngineLimits, EngineRequest
 from services.worker.engine.runner import ModelRunner
@@ -67,6 +67,8 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
             link_bytes_per_s=config.link_gbps * 1e9,
             assist_cores=config.assist_core_ids,
             assist_rows=config.max_step_tokens,
+            load_format=config.load_format,
+            graphs=not config.enforce_eager,
         )
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from None
@@ -124,9 +126,12 @@ def _check_copies(config: WorkerConfig, runner: ModelRunner) -> None:
 
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
     block_bytes = ModelRunner.kv_bytes_per_block(model, dtype=config.dtype, block_size=config.block_size)
-    weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     itemsize = 1 if config.quantization == "int8" else resolve_dtype(config.dtype, model).itemsize
-    weights = weights * itemsize // resolve_dtype("auto", model).itemsize
+    if config.load_format == "dummy":
+        weights = parameters(model) * itemsize
+    else:
+        weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+        weights = weights * itemsize // resolve_dtype("auto", model).itemsize
     on_cpu = device == "cpu"
     free = free_host_bytes() if on_cpu else int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     left = free - weights - config.lora_bytes

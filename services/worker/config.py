@@ -28,6 +28,10 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             description="type of weights and KV cache: auto, float32, bfloat16, float16",
         ),
     ] = "auto"
+    load_format: Annotated[
+        str,
+        Meta(pattern="^(auto|dummy)$", description="weights: auto (the checkpoint's), or dummy (random ones, for benchmarks)"),
+    ] = "auto"
     quantization: Annotated[
         str,
         Meta(
@@ -38,6 +42,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     device: Annotated[
         str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto (cuda if present), cpu, cuda or cuda:<n>")
     ] = "auto"
+    enforce_eager: Annotated[bool, Meta(description="no CUDA graphs: launch every decode step kernel by kernel")] = False
     threads: Annotated[
         int, Meta(ge=0, description="CPU threads of the engine; 0: all cores except those of --assist-processes")
     ] = 0

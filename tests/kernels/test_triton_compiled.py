@@ -1,5 +1,7 @@
 """What the Triton kernels become on sm_90: no spills, registers for the programs that are meant to share a multiprocessor,
-and 16-byte reads. The interpreter accepts what the compiler rejects, so this runs everywhere too."""
+and 16-byte reads. The interpreter accepts what the compiler rejects, so this runs everywhere too.
+
+With the pinned Triton, and with every other one that `make triton-other` has unpacked: PyTorch brings its own to a GPU."""
 
 from __future__ import annotations
 
@@ -12,17 +14,21 @@ from typing import Any
 
 import pytest
 
+from kernels.triton.attention import ROWS as ATTENTION_ROWS
 from kernels.triton.lora import TICKETED, TILES
 
 ROOT = Path(__file__).parents[2]
 LAUNCHES = {f"{half} {rows} rows": launch for (rows, half), launch in TILES.items()} | {"ticketed 16 rows": TICKETED}
 REGISTERS_PER_MULTIPROCESSOR = 65536
 SHARED_BYTES_PER_MULTIPROCESSOR = 227 << 10
+OTHERS = sorted((ROOT / "build").glob("triton-*"))
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module", params=[None, *OTHERS], ids=lambda other: other.name if other else "pinned")
+def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if request.param is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(request.param), environment.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "tests.kernels.triton_resources"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
@@ -53,6 +59,16 @@ def test_tensor_cores_multiply_and_large_tiles_in_warp_groups(compiled: dict[str
     assert (compiled[name]["wide_products"] > 0) == ("64 rows" in name)
 
 
+@pytest.mark.parametrize("kind", ATTENTION_ROWS)
+def test_attention_does_not_spill_and_reads_in_pieces_of_16_bytes(compiled: dict[str, dict[str, Any]], kind: str) -> None:
+    used = compiled[f"attention, {kind}"]
+    assert used["local_bytes"] == compiled["attention, fp32"]["local_bytes"] == 0
+    assert used["copies_16"] + used["loads_16"] > 0 and used["loads_16_bits"] == 0
+    assert used["products"] > 0
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_shapes_without_promises_compile_too(compiled: dict[str, dict[str, Any]], name: str) -> None:
-    assert compiled[f"{name}, ragged"]["local_bytes"] == 0
+@pytest.mark.parametrize("kind", ["ragged", "fp32"])
+def test_shapes_without_promises_and_fp32_compile_too(compiled: dict[str, dict[str, Any]], name: str, kind: str) -> None:
+    assert compiled[f"{name}, {kind}"]["local_bytes"] == 0
+    assert compiled[f"{name}, {kind}"]["shared_bytes"] <= SHARED_BYTES_PER_MULTIPROCESSOR

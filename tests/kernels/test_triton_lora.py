@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import GROUPS, LoraPool
-from kernels.triton import LoraBatch, add_lora, baselines, start_lora
+from kernels.triton import LoraBatch, add_lora, baselines, prepare, start_lora
 from kernels.triton import lora as launches
 from kernels.triton.lora import Plan
 from tests.kernels.test_lora import (
@@ -136,6 +136,18 @@ def test_starting_early_changes_nothing() -> None:
     start_lora(x, pool, 0, "o", batch)
     add_lora(started, x, pool, 0, "o", batch)
     assert torch.equal(at_once, started)
+
+
+def test_preparing_runs_every_kernel_of_serving_once_and_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, _ = gpu_pool((16,))
+    before = pool.arena.clone()
+    launched = []
+    for name in ("_shrink", "_expand"):
+        call = getattr(launches, name)
+        monkeypatch.setattr(launches, name, lambda *args, name=name, call=call: (launched.append(name), call(*args)))
+    prepare(pool)
+    assert launched == ["_shrink", "_expand"] * 2 * len(GROUPS)
+    assert torch.equal(pool.arena.view(torch.int32), before.view(torch.int32))
 
 
 def test_the_baselines_compute_the_same() -> None:

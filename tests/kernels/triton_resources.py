@@ -15,22 +15,28 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.triton.attention import CONTEXT, CONTEXT_FP32, ROWS, ROWS_FP32, STAGES, WARPS
+from kernels.triton.attention_kernel import paged_attention
 from kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
 from kernels.triton.lora import TICKETED, TILES
 
 POINTERS = {
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "groups": "*i32", "segments": "*i32",
     "item_segment": "*i32", "item_pages": "*i64", "scales": "*fp32", "header": "*i32", "counters": "*i32",
+    "q": "*bf16", "out": "*bf16", "kv": "*bf16", "count": "*i32", "tiles": "*i32", "tables": "*i32", "scale": "fp32",
 }  # fmt: skip
-ALIGNED = (*POINTERS, "x_stride", "y_stride", "K", "N0", "N1", "N2")  # what the launch finds to be multiples of 16
+UNALIGNED = ("scale",)
+ALIGNED = tuple(
+    {*POINTERS, "x_stride", "y_stride", "q_stride", "K", "N0", "N1", "N2"}.difference(UNALIGNED)
+)  # what the launch finds to be multiples of 16
 
 
-def configurations(*, ragged: bool) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
+def configurations(*, ragged: bool, upcast: bool = False) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
     """{name: (kernel, constants, warps, stages)} of everything that serving launches, for the qkv group.
 
-    `ragged` ones make no promise about sizes.
+    `ragged` ones make no promise about sizes; `upcast` ones are for pools of fp32.
     """
-    common = {"S": 3, "ALIGN": 1 if ragged else 16, "UPCAST": False}
+    common = {"S": 3, "ALIGN": 1 if ragged else 16, "UPCAST": upcast}
     found: dict[str, tuple[Any, dict[str, Any], int, int]] = {}
     for (rows, half), launch in TILES.items():
         constants = {**common, "M": rows, "R": rows}
@@ -50,10 +56,18 @@ def configurations(*, ragged: bool) -> dict[str, tuple[Any, dict[str, Any], int,
     return found
 
 
+def attention(rows: int, context: int, *, upcast: bool) -> tuple[Any, dict[str, Any], int, int]:
+    """Paged attention of Llama 8B with tiles of `rows` and steps of `context`."""
+    constants = {"HEADS": 32, "KV_HEADS": 8, "G": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": rows, "BN": context}
+    return paged_attention, {**constants, "UPCAST": upcast}, WARPS, STAGES
+
+
 def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:
     """Registers and local memory of the machine code, shared memory, and how global memory is read."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i32") for name in names}
+    names, pointers = kernel.arg_names, POINTERS
+    if constants["UPCAST"]:
+        pointers = {name: kind.replace("bf16", "fp32") for name, kind in POINTERS.items()}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in ALIGNED}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
@@ -82,4 +96,9 @@ def resources(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -
 if __name__ == "__main__":
     found = {name: resources(*configuration) for name, configuration in configurations(ragged=False).items()}
     found |= {f"{name}, ragged": resources(*configuration) for name, configuration in configurations(ragged=True).items()}
+    in_fp32 = configurations(ragged=False, upcast=True)
+    found |= {f"{name}, fp32": resources(*configuration) for name, configuration in in_fp32.items()}
+    for kind, rows in ROWS.items():
+        found[f"attention, {kind}"] = resources(*attention(rows, CONTEXT, upcast=False))
+    found["attention, fp32"] = resources(*attention(ROWS_FP32, CONTEXT_FP32, upcast=True))
     print(json.dumps(found, indent=2))

@@ -3,8 +3,9 @@
     step (numpy) --padded to its bucket--> buffers that never move --replay--> logits
 
 A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step
-that fits. What differs between such steps (tokens, tables, which adapters, how much work) lies in the buffers. A padding
-row is token 0 of the base alone; it writes and reads the scratch block, which belongs to nobody.
+that fits; steps without a row of any adapter have graphs of their own, without LoRA. What differs between such steps (tokens,
+tables, which adapters, how much work) lies in the buffers. A padding row is token 0 of the base alone; it writes and reads the
+scratch block, which belongs to nobody.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ def bucket_for(rows: int, blocks: int, most_blocks: int) -> Bucket | None:
 
 
 class DecodeBuffers:
-    """One bucket's inputs at fixed addresses, and the forward pass over them."""
+    """One bucket's inputs at fixed addresses, and the forward pass over them. Without `adapted` no row may name an adapter."""
 
-    def __init__(self, bucket: Bucket, model: Model, cache: KvCache, pool: LoraPool, scratch_block: int) -> None:
+    def __init__(
+        self, bucket: Bucket, model: Model, cache: KvCache, pool: LoraPool, scratch_block: int, *, adapted: bool = True
+    ) -> None:
         self._rows, columns = bucket
         self._model, self._cache, self._pool = model, cache, pool
         self._scratch_block = scratch_block
@@ -40,8 +43,9 @@ class DecodeBuffers:
         self._token_ids, self._positions = torch.zeros((2, self._rows), dtype=torch.int64, device=device)
         self._every_row = torch.arange(self._rows, device=device)
         self._attention = AttentionBatch.reserve(cache, rows=self._rows, columns=columns, windows=windows)
-        self._lora = LoraBatch.reserve(pool, self._rows)
         self._row_slot = np.full(self._rows, -1, dtype=np.int32)
+        self._adapted = adapted
+        self._lora = LoraBatch.reserve(pool, self._rows) if adapted else LoraBatch.build(pool, self._row_slot)
 
     def fill(self, batch: StepBatch) -> None:
         """Put one step in: as many sequences as the bucket has or fewer, one row each."""
@@ -56,7 +60,9 @@ class DecodeBuffers:
             kv_slots=_padded(batch.kv_slots, missing, scratch_slot),
         )
         row_slot = _padded(batch.row_slot, missing, -1)
-        if self._lora.version != self._pool.version or not np.array_equal(row_slot, self._row_slot):
+        if not self._adapted:
+            assert (row_slot < 0).all(), "a graph without LoRA"
+        elif self._lora.version != self._pool.version or not np.array_equal(row_slot, self._row_slot):
             self._lora.update(self._pool, row_slot)
             self._row_slot = row_slot
 
@@ -72,7 +78,7 @@ class DecodeGraphs:
 
     def __init__(self, model: Model, cache: KvCache, pool: LoraPool, *, scratch_block: int) -> None:
         self._model, self._cache, self._pool, self._scratch_block = model, cache, pool, scratch_block
-        self._captured: dict[Bucket, tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._captured: dict[tuple[Bucket, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share it
 
     def forward(self, batch: StepBatch) -> torch.Tensor | None:
@@ -85,15 +91,18 @@ class DecodeGraphs:
         bucket = bucket_for(rows, blocks, self._cache.tile_blocks if gathers else ROWS[-1] * self._cache.null_block)
         if bucket is None:
             return None
-        if bucket not in self._captured:
-            self._captured[bucket] = self._capture(bucket, batch)
-        buffers, graph, logits = self._captured[bucket]
+        key = bucket, bool((batch.row_slot >= 0).any())
+        if key not in self._captured:
+            self._captured[key] = self._capture(*key, batch)
+        buffers, graph, logits = self._captured[key]
         buffers.fill(batch)
         graph.replay()
         return logits[torch.from_numpy(batch.logit_rows).to(logits.device)]
 
-    def _capture(self, bucket: Bucket, batch: StepBatch) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]:
-        buffers = DecodeBuffers(bucket, self._model, self._cache, self._pool, self._scratch_block)
+    def _capture(
+        self, bucket: Bucket, adapted: bool, batch: StepBatch
+    ) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]:
+        buffers = DecodeBuffers(bucket, self._model, self._cache, self._pool, self._scratch_block, adapted=adapted)
         buffers.fill(batch)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -1,8 +1,12 @@
-"""Checkpoint weights into fused tensors. Reads safetensors, one file or sharded, mapped into memory; never pickle."""
+"""Checkpoint weights into fused tensors. Reads safetensors, one file or sharded, mapped into memory; never pickle.
+
+`random_weights` makes those of a config without a checkpoint, on the device: for measuring real shapes without a download.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from services.worker.engine.model_config import ModelConfig, UnsupportedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RANDOM_DEVIATION = 0.02  # what models are initialised with
 M = TypeVar("M")  # a base-model matrix as the kernels want it
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
 
@@ -78,13 +83,39 @@ def load_weights(
                 at += part.shape[0]
             return whole
 
-        embed = read("model.embed_tokens.weight")
-        return ModelWeights(
-            embed=embed,
-            layers=[_layer(f"model.layers.{i}.", config, read, linear) for i in range(config.num_layers)],
-            norm=read("model.norm.weight"),
-            lm_head=linear(embed if config.tied_embeddings else read("lm_head.weight"), None),
-        )
+        return _fused(config, read, linear)
+
+
+def random_weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    linear: Callable[[torch.Tensor, torch.Tensor | None], M],
+) -> ModelWeights[M]:
+    """Weights of `config`'s shapes from a normal distribution, the same for the same kind of device; norms are 1."""
+    draw = torch.Generator(device).manual_seed(0)
+    sizes = _expected(config)
+
+    def read(*names: str) -> torch.Tensor:
+        shape = [sum(sizes[name][0] for name in names), *sizes[names[0]][1:]]
+        if names[0].endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, RANDOM_DEVIATION, generator=draw)
+
+    return _fused(config, read, linear)
+
+
+def _fused(
+    config: ModelConfig, read: Callable[..., torch.Tensor], linear: Callable[[torch.Tensor, torch.Tensor | None], M]
+) -> ModelWeights[M]:
+    """`read` gives tensors by their names in a checkpoint, several one after the other."""
+    embed = read("model.embed_tokens.weight")
+    return ModelWeights(
+        embed=embed,
+        layers=[_layer(f"model.layers.{i}.", config, read, linear) for i in range(config.num_layers)],
+        norm=read("model.norm.weight"),
+        lm_head=linear(embed if config.tied_embeddings else read("lm_head.weight"), None),
+    )
 
 
 def _layer(
@@ -113,6 +144,11 @@ def _layer(
         gate_up=fused(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
         down=fused(mlp, ("down_proj",), config.mlp_bias),
     )
+
+
+def parameters(config: ModelConfig) -> int:
+    """How many elements a checkpoint of this config has."""
+    return sum(math.prod(shape) for shape in _expected(config).values())
 
 
 def _expected(config: ModelConfig) -> dict[str, list[int]]:

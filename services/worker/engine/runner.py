@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from kernels import KvCache, LoraPool
+from kernels import KvCache, LoraPool, prepare_lora
 from kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
 from kernels.cpu.assist import AssistCounts, Helpers, loading_of
 from kernels.cpu.loading import CpuLoader
-from kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, cuda_streams, host_streams
+from kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, cuda_streams, host_streams, numbered
 from kernels.device.driver import DriverError, MemoryOperations
 from kernels.library_attention import agreeing_library
 from kernels.link import LinkState
@@ -26,7 +26,7 @@ from services.worker.assist import CpuAssist
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.linear import Linear
-from services.worker.engine.loader import load_weights, resolve_dtype
+from services.worker.engine.loader import M, ModelWeights, load_weights, random_weights, resolve_dtype
 from services.worker.engine.model import Model, RotaryEmbedding
 from services.worker.engine.model_config import ModelConfig, read_model_config
 from services.worker.engine.step_batch import StepBatch
@@ -46,8 +46,9 @@ class ModelRunner:
     `dtype` is "auto" (the checkpoint's), "float32", "bfloat16" or "float16", for weights, KV and adapters alike;
     `threads` 0 leaves torch's setting. `kernels` is "cpu" (compiled), "reference" (torch) or "auto": compiled ones on a CPU
     when they can be built; MOTET_KERNELS overrides "auto". `quantization` "int8" keeps the base's matrices as whole numbers
-    with one scale per output, which compiled kernels alone can read. Raises UnsupportedModel for a checkpoint that the
-    engine does not run, ConfigError when the kernels asked for or needed cannot be had.
+    with one scale per output, which compiled kernels alone can read. `load_format` "dummy" makes random weights on the device
+    and reads `config.json` alone. `graphs` False launches a GPU's decode steps kernel by kernel. Raises UnsupportedModel for a
+    checkpoint that the engine does not run, ConfigError when the kernels asked for or needed cannot be had.
     """
 
     def __init__(
@@ -67,12 +68,15 @@ class ModelRunner:
         link_bytes_per_s: float = 0.0,
         assist_cores: Sequence[int] = (),
         assist_rows: int = 512,
+        load_format: str = "auto",
+        graphs: bool = True,
     ) -> None:
         if threads:
             torch.set_num_threads(threads)
         self.config = read_model_config(model_dir)
         self.dtype = resolve_dtype(dtype, self.config)
-        self.device = torch.device(device)
+        self.device = numbered(torch.device(device))
+        self._random = load_format == "dummy"
         allowed = os.sched_getaffinity(0)
         self._step_cores = allowed.difference(assist_cores) or allowed  # assistants have cores of their own
         self._threads = threads or len(self._step_cores)
@@ -114,7 +118,7 @@ class ModelRunner:
             self._loader = DeviceLoader(self._pool, streams, link_bytes_per_s=link_bytes_per_s)
             self._start_assist(library, assist_cores, assist_rows)
         beside = DeviceAssist(self._pool, streams, library) if streams is not None else None
-        self._steps = self._with_torch(model_dir, beside, scratch_block=kv_blocks)
+        self._steps = self._with_torch(model_dir, beside, scratch_block=kv_blocks if graphs else -1)
 
     @staticmethod
     def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int) -> int:
@@ -195,6 +199,8 @@ class ModelRunner:
 
         They are valid until the next call. Raises ValueError when a row names an empty adapter slot.
         """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread: streams, graphs and Triton's launches take the current one
         helpers = self._helpers(batch)
         with _on_cores(self._step_cores if self.assist is not None else None):
             if isinstance(self._steps, TorchSteps):
@@ -227,15 +233,24 @@ class ModelRunner:
             self.assist = CpuAssist(library, self._pool, cores=cores, max_rows=max_rows)
 
     def _with_torch(self, model_dir: Path, beside: DeviceAssist | None, *, scratch_block: int) -> TorchSteps:
-        model = Model(self.config, load_weights(model_dir, self.config, self.dtype, self.device, Linear))
+        """`scratch_block` -1: no graphs."""
+        model = Model(self.config, self._weights(model_dir, Linear))
+        prepare_lora(self._pool)
         graphs = None
         if self.device.type == "cuda":
             self._cache.library = agreeing_library(self._cache, heads=self.config.num_heads, windows=self.config.windows)
+        if self.device.type == "cuda" and scratch_block >= 0:
             graphs = DecodeGraphs(model, self._cache, self._pool, scratch_block=scratch_block)
-        return TorchSteps(model, self._cache, self._pool, graphs=graphs, beside=beside, processes=self.assist)
+        loader = self._loader if isinstance(self._loader, DeviceLoader) else None
+        return TorchSteps(model, self._cache, self._pool, graphs=graphs, beside=beside, loader=loader, processes=self.assist)
+
+    def _weights(self, model_dir: Path, linear: Callable[[torch.Tensor, torch.Tensor | None], M]) -> ModelWeights[M]:
+        if self._random:
+            return random_weights(self.config, self.dtype, self.device, linear)
+        return load_weights(model_dir, self.config, self.dtype, self.device, linear)
 
     def _on_cpu(self, engine: CpuEngine, model_dir: Path, *, int8: bool) -> CpuForward:
-        weights = load_weights(model_dir, self.config, self.dtype, self.device, Packer(engine, int8=int8))
+        weights = self._weights(model_dir, Packer(engine, int8=int8))
         half = self.config.head_dim // 2
         rope = RotaryEmbedding(self.config.rope, self.config.head_dim, torch.float32, self.device)
 

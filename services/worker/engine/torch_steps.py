@@ -7,6 +7,7 @@ anything else                     launch by launch
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 import numpy as np
@@ -14,17 +15,21 @@ import torch
 
 from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
 from kernels.cpu.assist import AssistCounts, Helpers
-from kernels.device import AssistedStep, DeviceAssist, Mark
+from kernels.device import AssistedStep, DeviceAssist, DeviceLoader, Mark
 from services.worker.assist import CpuAssist
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.model import Model
 from services.worker.engine.step_batch import StepBatch, arranged
+from shared.telemetry import logger
+
+STANDSTILL_S = 2.5  # twice this without a layer: copies of adapters, and the step that waits for them, stand still
+_log = logger(__name__)
 
 
 class TorchSteps:
     """A model over a KV cache and an adapter pool, all on one device.
 
-    `graphs` is None where there are none, `beside` where copies stop the steps, `processes` without CPU processes.
+    `graphs` is None where there are none, `beside` and `loader` where copies stop the steps, `processes` without CPU processes.
     """
 
     def __init__(
@@ -35,10 +40,11 @@ class TorchSteps:
         *,
         graphs: DecodeGraphs | None,
         beside: DeviceAssist | None,
+        loader: DeviceLoader | None,
         processes: CpuAssist | None,
     ) -> None:
         self._model, self._cache, self._pool = model, cache, pool
-        self._graphs, self._beside, self._processes = graphs, beside, processes
+        self._graphs, self._beside, self._loader, self._processes = graphs, beside, loader, processes
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(pool, self._lora_rows)
         self._timed: tuple[int, Mark, Mark] | None = None  # the last step without adapters on their way: rows, begin, end
@@ -73,15 +79,21 @@ class TorchSteps:
             self._beside.close()
 
     def _assisted(self, batch: StepBatch, helpers: Helpers) -> torch.Tensor:
-        """A process may fail meanwhile, or be late: then the step is run again, and waits for the copies instead."""
-        assert self._beside is not None, "only a DeviceLoader has adapters on their way"
+        """A process may fail meanwhile, or be late: then the step is run again, and waits for the copies instead.
+
+        Copies may stand still, too: what this thread asks of a device's driver can wait until the device is idle, and keep the
+        loader waiting for the driver. Then they are given up, and made before the step is run again.
+        """
+        assert self._beside is not None and self._loader is not None, "only a DeviceLoader has adapters on their way"
         processes, step = self._processes, self._beside.begin(batch.row_slot, helpers)
+        watch = _CopyWatch(self._pool, self._loader, [one.slot for one in helpers.loading])
         with processes.guard(step.channels, step.hardest) if processes is not None else nullcontext():
             try:
                 logits = self._enqueue(batch, step)
             finally:
                 self._beside.streams.steps.mark().synchronize()
-                good = step.finish()
+                good = step.finish() and not watch.end()
+        self._loader.mend(batch.row_slot)
         if processes is not None:
             processes.observe(len(batch.token_ids), 0.0, helpers)
         return logits if good else self._enqueue(batch, self._beside.begin(batch.row_slot, Helpers(helpers.loading)))
@@ -122,3 +134,30 @@ class TorchSteps:
             self._lora_batch = LoraBatch.build(self._pool, row_slot)
             self._lora_rows = row_slot.copy()
         return self._lora_batch
+
+
+class _CopyWatch:
+    """Gives up a step's copies when no layer of any has come for `STANDSTILL_S`."""
+
+    def __init__(self, pool: LoraPool, loader: DeviceLoader, slots: list[int]) -> None:
+        self._pool, self._loader, self._slots = pool, loader, slots
+        self._over, self._gave_up = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="copy-watch", daemon=True)
+        self._thread.start()
+
+    def end(self) -> bool:
+        """The step is over; whether its copies were given up."""
+        self._over.set()
+        self._thread.join()
+        return self._gave_up
+
+    def _run(self) -> None:
+        seen = -1
+        while not self._over.wait(STANDSTILL_S):
+            there = int(self._pool.loaded_layers.sum())
+            if there == seen:
+                _log.warning("copies of adapters stand still, they are made again")
+                self._gave_up = True
+                self._loader.give_up(self._slots)
+                return
+            seen = there

@@ -1,0 +1,11 @@
+"""The stages of `python -m bench gpu`.
+
+supervisor.py    runs a stage's points in a process that may fail or hang        results.py   one line per point
+bed.py           the device of a stage, or the CPU in its place                    figures.py   what a stage's lines say
+stages.py        the points of each stage; they are made by
+
+1 limits.py    2 plans.py, attention.py, tokens.py    3 decode.py    4 serving.py    5 cold.py    6 fits.py    7 kernels.py
+
+shapes.py        models and adapters of real shapes with random weights
+layers.py        a decode step's products and every way of adding LoRA to them
+"""

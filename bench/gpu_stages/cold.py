@@ -1,0 +1,226 @@
+"""Stage 5: adapters that come while others decode: time to first token by the way a request begins, and what others notice.
+
+A request's adapter is on the device already (cached), or is copied there before it begins (on demand), layer by layer ahead
+of its prefill, or meanwhile computed by CPU processes; "auto" is the engine's own choice. Then the parts of the CPU processes:
+round trips over shared memory, a prompt cut to several cores, a step that is enqueued at once beside one that waits for them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import cached_property, partial
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench import cpu_assist_parts
+from bench.cpu_assist_rig import WARM_PROMPTS, WAYS, Answered, Asked, EngineRig
+from bench.gpu_stages.bed import Bed, timed_s
+from bench.gpu_stages.layers import DTYPE, Layers
+from bench.gpu_stages.results import Line, Point
+from bench.gpu_stages.serving import Served
+from bench.gpu_stages.shapes import another, host_adapter, projections
+from bench.mesh_parts import prompts
+from kernels import GROUPS, LoraPool
+from kernels.cpu import CpuEngine
+from kernels.cpu.assist import Helpers, loading_of
+from kernels.device import DeviceAssist
+from services.worker.assist import CpuAssist
+from services.worker.engine.adapter_weights import HostAdapter
+
+MODEL = "Llama-3.1-8B"
+RANK = 64  # on all modules: 335 MB of an 8B
+PROCESSES = 4
+ARRIVALS, DECODING = 16, 16
+GAP_S = 0.15  # between arrivals, the mean
+PROCESS_S = 30.0
+SYNC_TOKENS = 64
+
+
+class Cold:
+    """Stage 5."""
+
+    def __init__(self, bed: Bed) -> None:
+        self._bed, self._rank = bed, bed.pick(RANK, 16)
+        self._directory = tempfile.TemporaryDirectory(prefix="motet-gpu-")
+
+    def points(self) -> list[Point]:
+        lengths = self._bed.pick((128, 512, 16, 2000), (16,))
+        lone = [Point(f"alone, {tokens} tokens", partial(self._alone, tokens), 150.0) for tokens in lengths]
+        return [
+            Point("burst beside decoding", self._burst, 240.0),
+            *lone[:2],
+            Point("round trips", self._round_trips),
+            Point("nobody waits beside a synchronous call", self._synchronous, 150.0),
+            Point("a prompt on several cores", self._cores),
+            *lone[2:],
+        ]
+
+    @cached_property
+    def _served(self) -> Served:
+        bed, cores = self._bed, len(os.sched_getaffinity(0))
+        return Served(
+            bed,
+            MODEL,
+            Path(self._directory.name),
+            ranks=bed.pick([RANK] * (ARRIVALS + DECODING), [16] * 6),
+            requests=ARRIVALS + DECODING + 8,
+            assist_processes=min(bed.pick(PROCESSES, 1), cores),
+            link_gbps=bed.pick(0.0, 0.05),
+        )
+
+    @cached_property
+    def _rig(self) -> EngineRig:
+        served, numbers = self._served, count()
+
+        def adapter(rank: int) -> HostAdapter:
+            return another(served.hosts[rank], f"{rank}-{next(numbers)}")
+
+        warm = self._bed.pick(WARM_PROMPTS, (8,))
+        return EngineRig(served.engine, served.times, [self._rank], adapter, warm_prompts=warm)
+
+    def _alone(self, tokens: int) -> Line:
+        """Milliseconds to the first token by way: medians."""
+        rig, rounds = self._rig, self._bed.pick(7, 1)
+        asked = [Asked(0.0, prompts(1, tokens, seed=tokens)[0], 2)]
+        found: Line = {"tokens": tokens, "rank": self._rank, "auto_chose": {}}
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(rounds):
+            for way in WAYS:
+                times[way].append(rig.serve(asked, self._rank, way)[0].ttft_ms)
+                if way == "auto":
+                    found["auto_chose"] |= rig.modes
+        return found | {f"{way}_ms": statistics.median(ones) for way, ones in times.items()}
+
+    def _burst(self) -> Line:
+        """Newcomers with an adapter each while others decode: their first tokens, and the others' gaps between tokens."""
+        bed, rig = self._bed, self._rig
+        arrivals, decoding = bed.pick((ARRIVALS, DECODING), (2, 2))
+        draw = np.random.default_rng(0)
+        at = 0.3 * bed.pick(1.0, 0.0) + np.cumsum(draw.exponential(bed.pick(GAP_S, 0.002), arrivals))
+        lengths = np.clip(draw.lognormal(4.5, 0.6, arrivals), 8, bed.pick(512, 16)).astype(int)
+        asked = [Asked(float(s), prompts(1, int(n), seed=i)[0], 4) for i, (s, n) in enumerate(zip(at, lengths, strict=True))]
+        steps = bed.pick(350, 12)
+        beside = [Asked(0.0, prompts(1, 16, seed=100 + i)[0], steps) for i in range(decoding)]
+        found: Line = {"arrivals": arrivals, "decoding": decoding, "rank": self._rank}
+        rounds: dict[str, list[Line]] = {way: [] for way in WAYS}
+        for _ in range(bed.pick(2, 1)):
+            for way in WAYS:
+                answers = rig.serve(asked, self._rank, way, beside)
+                rounds[way].append(_times(answers[:arrivals], answers[arrivals:]) | {"modes": rig.modes})
+        for way, ones in rounds.items():
+            figures = [name for name in ones[0] if name != "modes"]
+            found[way] = {name: statistics.median(one[name] for one in ones) for name in figures} | {"modes": ones[-1]["modes"]}
+        return found
+
+    def _round_trips(self) -> Line:
+        cores = len(os.sched_getaffinity(0))
+        counts = self._bed.pick([n for n in (1, 2, 4, 8) if n < cores], [1])
+        return {"trips": cpu_assist_parts.round_trips(quick=self._bed.dry, counts=counts)}
+
+    def _cores(self) -> Line:
+        counts = self._bed.pick([n for n in (1, 2, 4, 8, 12) if n <= len(os.sched_getaffinity(0))], [1])
+        return {"prefills": cpu_assist_parts.prefills(quick=self._bed.dry, counts=counts)}
+
+    def _synchronous(self) -> Line:
+        """A prefill whose q, k, v adapters CPU processes compute: enqueued at once, or by a thread that waits in each layer."""
+        bed, tokens = self._bed, self._bed.pick(SYNC_TOKENS, 4)
+        shapes, device = projections(bed.pick(MODEL, "tiny")), bed.device
+        layers = Layers(shapes, bed.pick(32, 2), device)
+        adapter = host_adapter(self._served.config, self._rank, DTYPE, modules=GROUPS["qkv"])
+        pool = LoraPool(
+            shapes,
+            layers=layers.layers,
+            slots=1,
+            max_rank=self._rank,
+            bytes_total=adapter.nbytes,
+            dtype=DTYPE,
+            device=device,
+        )
+        pool.reserve(0, adapter.packed)
+        library, streams = CpuEngine(threads=1), bed.streams()
+        cores = sorted(os.sched_getaffinity(0))[: bed.pick(PROCESSES, 1)]
+        assist = CpuAssist(library, pool, cores=cores, max_rows=tokens)
+        beside = DeviceAssist(pool, streams, library)
+        try:
+            _wait_for(assist, len(cores))
+            x, row_slot = layers.inputs(tokens), np.zeros(tokens, dtype=np.int32)
+            base_s = bed.eager_us(partial(layers.step, x)) / 1e6
+            assist.profile.base(tokens, base_s / layers.layers)
+            helpers = assist.helpers([loading_of(0, adapter)], tokens)
+
+            def enqueued() -> None:
+                _enqueued(layers, x, beside, row_slot, helpers, streams.steps)
+
+            def waiting() -> None:
+                _waiting(layers, x, helpers)
+
+            times = {}
+            for name, step in (("enqueued_ms", enqueued), ("synchronous_ms", waiting)):
+                step()
+                times[name] = 1e3 * timed_s(step, bed.pick(9, 1))
+        finally:
+            beside.close()
+            assist.close()
+        return {"tokens": tokens, "processes": len(cores), "base_ms": 1e3 * base_s, **times}
+
+
+def _times(newcomers: Sequence[Answered], others: Sequence[Answered]) -> Line:
+    gaps = np.concatenate([np.diff(one.times_s) for one in others]) * 1e3
+    quantiles = {f"gap_p{q}_ms": float(np.percentile(gaps, q)) for q in (50, 99)}
+    ttft_ms = [one.ttft_ms for one in newcomers]
+    line: Line = {"ttft_ms": statistics.fmean(ttft_ms), "ttft_worst_ms": max(ttft_ms), **quantiles}
+    return line | {"gap_worst_ms": float(gaps.max()), "gap_mean_ms": float(gaps.mean())}
+
+
+def _wait_for(assist: CpuAssist, processes: int) -> None:
+    until_s = time.monotonic() + PROCESS_S
+    while assist.capacity.processes < processes or not assist.capacity.row_s:
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"CPU LoRA processes did not start: {dict(assist.failures)}")
+        time.sleep(0.01)
+
+
+@torch.inference_mode()
+def _enqueued(
+    layers: Layers, x: dict[str, torch.Tensor], beside: DeviceAssist, row_slot: np.ndarray, helpers: Helpers, stream: object
+) -> None:
+    step = beside.begin(row_slot, helpers)
+
+    def before(layer: int, group: str, rows: torch.Tensor) -> None:
+        if group == "qkv":
+            step.layer(layer)
+        step.start(rows, layer, group)
+
+    layers.step(x, before, lambda layer, group, y, rows: step.collect(y, group))
+    stream.mark().synchronize()  # type: ignore[attr-defined]
+    if not step.finish() or not step.channels:
+        raise RuntimeError("the processes did not compute this step")
+
+
+@torch.inference_mode()
+def _waiting(layers: Layers, x: dict[str, torch.Tensor], helpers: Helpers) -> None:
+    """The native way: rows to the host, ask, wait, answers to the device."""
+    channels, loading = helpers.channels, helpers.loading[0]
+
+    def after(layer: int, group: str, y: torch.Tensor, rows: torch.Tensor) -> None:
+        if group != "qkv":
+            return
+        host = rows.cpu().float()
+        answers = torch.empty(y.shape)
+        parts = list(zip(channels, host.tensor_split(len(channels)), answers.tensor_split(len(channels)), strict=True))
+        for channel, mine, _ in parts:
+            channel.start(loading, mine, layer=layer, group=0, bound_s=cpu_assist_parts.BOUND_S)
+        if not all([channel.finish(answer) for channel, _, answer in parts]):
+            raise RuntimeError("a process did not answer")
+        y += answers.to(y.device, y.dtype)
+
+    layers.step(x, None, after)
+    if layers.device.type == "cuda":
+        torch.cuda.synchronize()

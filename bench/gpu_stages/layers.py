@@ -1,0 +1,131 @@
+"""The base model's products of a step, and every way of adding LoRA to them: ours, and the field's.
+
+A step is 32 layers with weights of their own, so that nothing stays in a cache from one layer to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kernels import GROUPS, LoraPool
+from kernels.pool import MODULES, PAGE_RANKS
+from kernels.triton import LoraBatch, add_lora, start_lora
+
+Start = Callable[[int, str, torch.Tensor], None]
+Finish = Callable[[int, str, torch.Tensor, torch.Tensor], None]
+"""(layer, group, x) before the base model's product, (layer, group, y, x) after it."""
+DTYPE = torch.bfloat16
+
+
+class Layers:
+    """Base weights of every layer, and the step over them."""
+
+    def __init__(self, shapes: dict[str, tuple[int, int]], layers: int, device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self.shapes = {group: (shapes[modules[0]][0], sum(shapes[m][1] for m in modules)) for group, modules in GROUPS.items()}
+        self._weights = [
+            {g: torch.randn(out, fan_in, dtype=DTYPE, device=device) for g, (fan_in, out) in self.shapes.items()}
+            for _ in range(layers)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one layer."""
+        return sum(fan_in * out for fan_in, out in self.shapes.values()) * DTYPE.itemsize
+
+    def inputs(self, rows: int) -> dict[str, torch.Tensor]:
+        """Of every group."""
+        return {g: torch.randn(rows, fan_in, dtype=DTYPE, device=self.device) for g, (fan_in, _) in self.shapes.items()}
+
+    def step(self, x: dict[str, torch.Tensor], before: Start | None = None, after: Finish | None = None) -> None:
+        """Every product once, in order."""
+        for layer in range(self.layers):
+            for group in GROUPS:
+                if before is not None:
+                    before(layer, group, x[group])
+                y = torch.nn.functional.linear(x[group], self._weights[layer][group])
+                if after is not None:
+                    after(layer, group, y, x[group])
+
+
+def make_pool(
+    shapes: dict[str, tuple[int, int]], layers: int, *, slots: int, max_rank: int, nbytes: int, device: torch.device
+) -> LoraPool:
+    """A pool full of random numbers."""
+    pool = LoraPool(shapes, layers=layers, slots=slots, max_rank=max_rank, bytes_total=nbytes, dtype=DTYPE, device=device)
+    pool.arena.normal_(std=0.02)
+    return pool
+
+
+def occupy(pool: LoraPool, ranks: Sequence[int]) -> None:
+    """Give slot i pages for rank ranks[i] of every projection, holding whatever the arena holds."""
+    for slot in range(len(pool.loaded)):
+        pool.free(slot)
+    for slot, rank in enumerate(ranks):
+        pool.loaded[slot], pool.loaded_layers[slot], pool.scales[slot] = True, pool.layers, 1.0
+        for m, module in enumerate(MODULES):
+            for page in range(-(-rank // PAGE_RANKS)):
+                pool.table[slot, m, page] = pool._allocate(pool.page_lines[module])
+                pool.pages[slot, m] = page + 1
+    pool.version += 1
+
+
+def batched(pool: LoraPool, batch: LoraBatch, *, beside: bool = False) -> tuple[Start | None, Finish]:
+    """Our kernels; with `beside` as the engine launches them, the first half next to the base's product."""
+
+    def before(layer: int, group: str, x: torch.Tensor) -> None:
+        start_lora(x, pool, layer, group, batch)
+
+    def after(layer: int, group: str, y: torch.Tensor, x: torch.Tensor) -> None:
+        add_lora(y, x, pool, layer, group, batch)
+
+    return before if beside else None, after
+
+
+class _Stacks:
+    """Weights [adapters, rank, width] padded to the largest rank. Pieces of the pool's memory: every layer reads its own."""
+
+    def __init__(self, pool: LoraPool, ranks: Sequence[int]) -> None:
+        self._arena, self._shape, self._at = pool.arena, (len(ranks), max(ranks)), 0
+
+    def next(self, width: int) -> torch.Tensor:
+        """Another stack."""
+        adapters, rank = self._shape
+        size = adapters * rank * width
+        self._at = self._at + size if self._at + 2 * size <= len(self._arena) else 0
+        return self._arena[self._at : self._at + size].view(adapters, rank, width)
+
+
+def grouped_mm(pool: LoraPool, ranks: Sequence[int], row_slot: np.ndarray) -> Finish:
+    """PyTorch's grouped product over rows sorted by adapter and stacks padded to the largest rank; the sums mean nothing."""
+    device, stacks = pool.arena.device, _Stacks(pool, ranks)
+    order = torch.from_numpy(np.argsort(row_slot, kind="stable")).to(device)
+    ends = torch.from_numpy(np.cumsum(np.bincount(row_slot, minlength=len(ranks))).astype(np.int32)).to(device)
+
+    def after(layer: int, group: str, y: torch.Tensor, x: torch.Tensor) -> None:
+        sorted_x, column = x.index_select(0, order), 0
+        for module in GROUPS[group]:
+            fan_in, fan_out = pool.shapes[module]
+            shrunk = torch._grouped_mm(sorted_x, stacks.next(fan_in).transpose(1, 2), offs=ends)
+            y[:, column : column + fan_out].index_add_(0, order, torch._grouped_mm(shrunk, stacks.next(fan_out), offs=ends))
+            column += fan_out
+
+    return after
+
+
+def einsum(pool: LoraPool, ranks: Sequence[int], row_slot: np.ndarray) -> Finish:
+    """Each row's matrices gathered from padded stacks, then two contractions; the sums mean nothing."""
+    stacks, slots = _Stacks(pool, ranks), torch.from_numpy(row_slot.astype(np.int64)).to(pool.arena.device)
+
+    def after(layer: int, group: str, y: torch.Tensor, x: torch.Tensor) -> None:
+        column = 0
+        for module in GROUPS[group]:
+            fan_in, fan_out = pool.shapes[module]
+            shrunk = torch.einsum("bi,bri->br", x, stacks.next(fan_in).index_select(0, slots))
+            y[:, column : column + fan_out] += torch.einsum("br,bro->bo", shrunk, stacks.next(fan_out).index_select(0, slots))
+            column += fan_out
+
+    return after

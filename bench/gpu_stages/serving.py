@@ -1,0 +1,191 @@
+"""Stage 4: the engine end to end on real shapes: what is kept of its own speed without LoRA, and how near the roofline is.
+
+Requests come together, are prefilled, and decode together to their ends. A decode step's roofline is its bytes at the bandwidth
+measured in the same run: the base's matrices once, the KV of all contexts, every distinct adapter once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_stages.bed import Bed
+from bench.gpu_stages.results import Line, Point
+from bench.gpu_stages.shapes import RANKS, another, host_adapter, write_config
+from bench.mesh_parts import prompts
+from services.worker.assemble import assemble
+from services.worker.config import WorkerConfig
+from services.worker.engine.engine import Engine
+from services.worker.engine.loader import parameters
+from services.worker.engine.model_config import ModelConfig, read_model_config
+from services.worker.engine.request import EngineRequest
+from services.worker.state import START_PERF, StepTimes
+from shared.clock import now_s
+from shared.model import SamplingParams
+
+LOADS = [(32, 0), (32, 32), (256, 0), (256, 256), (32, 1), (256, 32), (128, 0), (128, 128), (64, 0), (64, 64), (256, 1)]
+"""(requests, adapters), most valuable first."""
+MORE_LOADS = [(32, 0), (32, 32)]  # of the second model
+PROMPT, OUTPUT = 128, 96
+GIB = 1 << 30
+MIB = 1 << 20
+SPARE_BYTES = 8 * GIB  # for activations, logits and graphs
+
+
+@dataclass(slots=True)
+class Lap:
+    """One load from its arrival to its last token."""
+
+    tokens: int = 0
+    total_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_ms: list[float] = field(default_factory=list)  # of steps in which everybody decodes
+    stats: list[Any] = field(default_factory=list)  # of those
+
+
+class Served:
+    """An engine as a worker assembles it, with random weights on the device, and room for adapters of these ranks."""
+
+    def __init__(self, bed: Bed, model: str, directory: Path, *, ranks: Sequence[int], requests: int, **options: Any) -> None:
+        home = write_config(bed.pick(model, "tiny"), directory)
+        self.config: ModelConfig = read_model_config(home)
+        page_bytes = self.config.num_layers * sum(map(sum, self.config.projection_shapes().values())) * 2
+        lora_mib = -(-sum(ranks) * page_bytes // MIB) + 1
+        kv_bytes = 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * 2
+        kv_gib = 1.1 * requests * (PROMPT + OUTPUT + 16) * kv_bytes / GIB
+        if not bed.dry:
+            free = torch.cuda.mem_get_info()[0] - SPARE_BYTES - 2 * parameters(self.config) - int(kv_gib * GIB)
+            lora_mib = min(lora_mib, free // MIB)
+        worker = WorkerConfig(
+            model=str(home),
+            load_format="dummy",
+            dtype="bfloat16",
+            device=bed.kind,
+            kv_memory_gib=kv_gib,
+            max_running=requests,
+            max_step_tokens=bed.pick(8192, max(128, requests)),
+            max_lora_rank=max(ranks),
+            lora_memory_mib=lora_mib,
+            max_loras=len(ranks),
+            prefix_cache=False,
+            **options,
+        )
+        self.times = StepTimes(START_PERF)
+        self.assembly = assemble(worker, home, self.times)
+        self.engine: Engine = self.assembly.engine
+        self.hosts = {rank: host_adapter(self.config, rank, torch.bfloat16) for rank in set(ranks)}
+        self.adapters = [another(self.hosts[rank], f"{rank}-{i}") for i, rank in enumerate(ranks)]
+        self.lora_mib = lora_mib
+
+    @property
+    def attention(self) -> str:
+        """What attends."""
+        return type(self.engine._runner._cache.library).__name__
+
+    def load(self, count: int) -> int:
+        """Bring the first adapters to the device; how many there was room for."""
+        there = [self.engine.load_adapter(adapter) for adapter in self.adapters[:count]]
+        while self.engine.has_work():
+            self.step()
+        return sum(there)
+
+    def lap(self, requests: int, adapters: int, *, prompt: int, output: int) -> Lap:
+        """`requests` at once, the i-th on adapter i modulo `adapters`; 0 for the base alone."""
+        lap, now = Lap(), now_s()
+        for i, tokens in enumerate(prompts(requests, prompt, seed=requests)):
+            sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+            adapter = self.adapters[i % adapters] if adapters else None
+            self.engine.add(
+                EngineRequest(
+                    request_id=f"{i}", gateway_id="g", prompt=tokens, sampling=sampling, arrival_s=now, adapter=adapter
+                ),
+                now,
+            )
+        while self.engine.has_work():
+            began_s = now_s()
+            stats = self.step(lap)
+            took_s = now_s() - began_s
+            if stats.prefill_requests:
+                lap.prefill_s += took_s
+            elif stats.decode_rows == requests:
+                lap.decode_ms.append(took_s * 1e3)
+                lap.stats.append(stats)
+        lap.total_s = now_s() - now
+        return lap
+
+    def step(self, lap: Lap | None = None) -> Any:
+        """One step; what it says of itself. Raises what failed."""
+        output = self.engine.step(now_s())
+        if output.failure is not None:
+            raise output.failure
+        for items in output.items.values():
+            for item in items:
+                if item.error is not None:
+                    raise RuntimeError(item.error.message)
+                if lap is not None:
+                    lap.tokens += len(item.tokens)
+        return output.stats
+
+    def roofline_ms(self, contexts: int, adapter_bytes: int, read_gb_s: float) -> float:
+        """Of a decode step with so many tokens in the KV cache: all it must read, once."""
+        config = self.config
+        embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size  # a few rows of it are read
+        kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * contexts
+        return (2 * (parameters(config) - embedding + kv) + adapter_bytes) / read_gb_s / 1e6
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class Serving:
+    """Stage 4."""
+
+    def __init__(self, bed: Bed) -> None:
+        self._bed = bed
+        self._served: tuple[str, Served] | None = None
+        self._directory = tempfile.TemporaryDirectory(prefix="motet-gpu-")
+
+    def points(self) -> list[Point]:
+        loads = [("Llama-3.1-8B", load) for load in self._bed.pick(LOADS, [(4, 0), (4, 4)])]
+        loads += [("Qwen2.5-7B", load) for load in self._bed.pick(MORE_LOADS, [])]
+        return [
+            Point(f"{model}, {requests} requests, {adapters} adapters", partial(self._load, model, requests, adapters), 180.0)
+            for model, (requests, adapters) in loads
+        ]
+
+    def _load(self, model: str, requests: int, adapters: int) -> Line:
+        bed, served = self._bed, self._of(model)
+        there = served.load(adapters)
+        prompt, output = bed.pick((PROMPT, OUTPUT), (8, 5))
+        served.lap(requests, min(adapters, there), prompt=prompt, output=4)  # graphs are captured, kernels compiled
+        lap = served.lap(requests, min(adapters, there), prompt=prompt, output=output)
+        decode_ms = statistics.median(lap.decode_ms)
+        middle = lap.stats[len(lap.stats) // 2]
+        roofline_ms = served.roofline_ms(middle.context_tokens, middle.adapter_bytes, bed.read_gb_s)
+        line: Line = {"model": model, "requests": requests, "adapters": adapters, "adapters_there": there}
+        line |= {"tokens_per_s": lap.tokens / lap.total_s, "decode_ms": decode_ms, "roofline_ms": roofline_ms}
+        line |= {"decode_tokens_per_s": requests / decode_ms * 1e3, "prefill_s": lap.prefill_s}
+        parts = ("schedule_s", "forward_s", "sample_s", "postprocess_s")
+        line |= {f"{part[:-2]}_ms": 1e3 * statistics.median(getattr(one, part) for one in lap.stats) for part in parts}
+        line["attention"] = served.attention
+        return line | {"prompt": prompt, "output": output, "lora_mib": served.lora_mib}
+
+    def _of(self, model: str) -> Served:
+        if self._served is None or self._served[0] != model:
+            if self._served is not None:
+                self._served[1].close()
+                self._served = None
+                self._bed.release()
+            first = model == "Llama-3.1-8B"
+            most = self._bed.pick(256 if first else 32, 4)
+            ranks = [RANKS[i % len(RANKS)] for i in range(most)]
+            served = Served(self._bed, model, Path(self._directory.name), requests=most, ranks=ranks)
+            self._served = model, served
+        return self._served[1]

@@ -1,0 +1,43 @@
+"""The points of each stage, in the order in which they are worth most."""
+
+from __future__ import annotations
+
+from bench.gpu_stages.bed import Bed
+from bench.gpu_stages.results import Point
+
+
+def points(stage: int, bed: Bed) -> list[Point]:
+    """Modules are imported for their stage only: some need what others can do without."""
+    if stage == 1:
+        from bench.gpu_stages.limits import Limits
+
+        return Limits(bed).points()
+    if stage == 2:
+        from bench.gpu_stages.attention import Attention
+        from bench.gpu_stages.plans import Plans
+        from bench.gpu_stages.tokens import Tokens
+
+        plans, attention = Plans(bed), Attention(bed).points()
+        first = plans.points()
+        return [*first[:3], attention[0], *Tokens(bed).points(), *attention[1:], *first[3:], plans.tests()]
+    if stage == 3:
+        from bench.gpu_stages.decode import Decode
+
+        return Decode(bed).points()
+    if stage == 4:
+        from bench.gpu_stages.serving import Serving
+
+        return Serving(bed).points()
+    if stage == 5:
+        from bench.gpu_stages.cold import Cold
+
+        return Cold(bed).points()
+    if stage == 6:
+        from bench.gpu_stages.fits import Fits
+
+        return Fits(bed).points()
+    if stage == 7:
+        from bench.gpu_stages.kernels import Kernels
+
+        return Kernels(bed).points()
+    raise ValueError(f"there is no stage {stage}")

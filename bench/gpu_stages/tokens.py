@@ -1,0 +1,347 @@
+"""Stage 2, second half: the whole engine on the device says what transformers and PEFT say, token by token.
+
+The demo model in fp32 with its adapters, all in one batch: with graphs and without, preempted, continued from elsewhere, while
+adapters come and go, while they are being copied. In bf16 its logits are as near to fp32's as those of transformers in bf16.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import warnings
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.engine_motet import stored_adapter
+from bench.gpu_stages.bed import Bed
+from bench.gpu_stages.results import Line, Point
+from policies.cold_start import Forced
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.decode_graphs import DecodeBuffers, DecodeGraphs
+from services.worker.engine.engine import Engine
+from services.worker.engine.request import EngineLimits, EngineRequest
+from services.worker.engine.runner import ModelRunner
+from services.worker.engine.step_batch import StepBatch
+from shared.clock import now_s
+from shared.model import SamplingParams
+
+DEMO = Path(__file__).parents[2] / "examples/demo"
+BLOCK = 8
+TIE = 1e-3  # two logits as near as this may change places between two ways of computing them
+LINK = 5e6  # bytes per second: adapters of some 100 KB are on their way for many steps
+PROCESS_S = 30.0  # for CPU LoRA processes to start
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request and what transformers and PEFT answer; `margins` are those of its tokens over the second best."""
+
+    prompt: list[int]
+    adapter: str | None
+    tokens: list[int]
+    margins: list[float]
+
+
+class Tokens:
+    """The last points of stage 2."""
+
+    def __init__(self, bed: Bed) -> None:
+        self._bed = bed
+        names = sorted(path.name for path in (DEMO / "adapters").iterdir() if (path / "adapter_config.json").exists())
+        self._names = names[: bed.pick(len(names), 3)]
+        self._count = bed.pick(24, 10)
+
+    def points(self) -> list[Point]:
+        kinds: dict[str, dict[str, Any]] = {
+            "graphs": {},
+            "no graphs": {"graphs": False},
+            "preempted": {"kv_blocks": self._bed.pick(60, 10)},
+            "adapters come and go": {"max_loras": 3, "small": True},
+            "continued": {"resume": True},
+            "layer-wise": {"cold": "layerwise"},
+            "assisted": {"cold": "assist", "assist": True},
+        }
+        found = [Point(f"tokens, {name}", partial(self._compare, **options), 150.0) for name, options in kinds.items()]
+        found[2:2] = [Point("logits in bf16", self._logits, 150.0)]
+        return found
+
+    @cached_property
+    def _oracle(self) -> _Oracle:
+        return _Oracle(self._names, torch.float32, self._bed.device)
+
+    @cached_property
+    def _wanted(self) -> list[Wanted]:
+        draw = random.Random(0)
+        found = []
+        for adapter in [None, *self._names, None]:
+            prompt = [draw.randrange(3, 288) for _ in range(draw.randint(4, 40))]
+            found.append(Wanted(prompt, adapter, *self._oracle.greedy(prompt, self._count, adapter)))
+        return found
+
+    def _compare(
+        self,
+        *,
+        graphs: bool = True,
+        kv_blocks: int = 400,
+        max_loras: int = 20,
+        small: bool = False,
+        resume: bool = False,
+        cold: Forced = "blocking",
+        assist: bool = False,
+    ) -> Line:
+        wanted = self._wanted
+        lora_bytes = 1 << 20 if small else 32 << 20
+        runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, link=cold != "blocking", assist=assist, graphs=graphs)
+        recorded = _graphs(self._bed, runner, kv_blocks) if graphs else None
+        limits = EngineLimits(
+            max_running=64, max_waiting=100, max_step_tokens=256, block_size=BLOCK, kv_blocks=kv_blocks, max_loras=max_loras
+        )
+        engine = Engine(runner, limits, cold_start=cold)
+        try:
+            adapters = {name: _host(name, runner) for name in self._names}
+            if assist:
+                _wait_for_processes(runner)
+            outputs, preempted, modes = _serve(engine, wanted, adapters, resume=resume)
+            rows = runner.assisted
+        finally:
+            engine.close()
+        different, ties = _differences(wanted, outputs)
+        line: Line = {"requests": len(wanted), "tokens": sum(map(len, outputs)), "different": different, "near_ties": ties}
+        line |= {"graphs": len(recorded._captured) if recorded is not None else 0, "preempted": preempted, "cold_starts": modes}
+        line |= {"by_processes": rows.by_processes, "repaired": rows.repaired}
+        met = (
+            (not graphs or cold != "blocking" or line["graphs"])
+            and (kv_blocks == 400 or preempted)
+            and (not assist or rows.by_processes)
+        )
+        return line | {"good": bool(met and not different)}
+
+    def _logits(self) -> Line:
+        """Relative error of all logits of prompts, against fp32; `graphs` is the same for decode steps through graphs."""
+        bed, wanted = self._bed, self._wanted
+        theirs = _Oracle(self._names, torch.bfloat16, bed.device)
+        runner = _runner(bed, 400, 32 << 20, 20, link=False, assist=False, dtype="bfloat16")
+        _graphs(bed, runner, 400)
+        slots = {name: slot for slot, name in enumerate(self._names)}
+        for name, slot in slots.items():
+            runner.load_adapter(slot, _host(name, runner))
+        ours, peers = [_Error(), _Error()], [_Error(), _Error()]  # of prompts, of decode steps
+        for one in wanted:
+            tokens, start = one.prompt + one.tokens, len(one.prompt)
+            sure, peer = (oracle.logits(tokens, one.adapter) for oracle in (self._oracle, theirs))
+            slot = -1 if one.adapter is None else slots[one.adapter]
+            for first, last in ((0, start), *((at, at + 1) for at in range(start, len(tokens)))):
+                part = slice(first, last)
+                ours[first > 0].add(runner.forward(_rows(tokens, first, last, slot)).cpu(), sure[part])
+                peers[first > 0].add(peer[part], sure[part])
+        runner.close()
+        line: Line = {"error_prompt": ours[0].value, "error_decode": ours[1].value}
+        line |= {"transformers_prompt": peers[0].value, "transformers_decode": peers[1].value}
+        return line | {"good": all(one.value <= 1.2 * peer.value + 1e-3 for one, peer in zip(ours, peers, strict=True))}
+
+
+class _Oracle:
+    """The demo model under transformers, its adapters under PEFT."""
+
+    def __init__(self, names: list[str], dtype: torch.dtype, device: torch.device) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import peft
+            import transformers
+
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                DEMO / "model", dtype=dtype, attn_implementation="eager"
+            )
+            model.to(device)
+            for name in names:
+                path = str(DEMO / "adapters" / name)
+                if isinstance(model, peft.PeftModel):
+                    model.load_adapter(path, name, torch_device=str(device))
+                else:
+                    model = peft.PeftModel.from_pretrained(model, path, adapter_name=name, torch_device=str(device))
+        self._model, self._device = model.to(dtype).eval(), device
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int], adapter: str | None) -> torch.Tensor:
+        """After every token, float32 [tokens, vocab], in host memory."""
+        ids = torch.tensor([tokens], device=self._device)
+        if adapter is None:
+            with self._model.disable_adapter():
+                return self._model(ids, use_cache=False).logits[0].float().cpu()
+        self._model.set_adapter(adapter)
+        return self._model(ids, use_cache=False).logits[0].float().cpu()
+
+    def greedy(self, prompt: list[int], count: int, adapter: str | None) -> tuple[list[int], list[float]]:
+        """`count` tokens and their margins; EOS does not end it."""
+        tokens, margins = list(prompt), []
+        for _ in range(count):
+            best = self.logits(tokens, adapter)[-1].topk(2)
+            tokens.append(int(best.indices[0]))
+            margins.append(float(best.values[0] - best.values[1]))
+        return tokens[len(prompt) :], margins
+
+
+class _Repeated(DecodeGraphs):
+    """Graphs of a device that has none: a replay launches everything anew, from the same buffers into the same logits."""
+
+    def __init__(self, runner: ModelRunner, scratch_block: int) -> None:
+        steps: Any = runner._steps
+        self._model, self._cache, self._pool = steps._model, runner._cache, runner._pool
+        self._scratch_block, self._captured = scratch_block, {}
+
+    def _capture(self, bucket: Any, adapted: bool, batch: StepBatch) -> Any:
+        buffers = DecodeBuffers(bucket, self._model, self._cache, self._pool, self._scratch_block, adapted=adapted)
+        buffers.fill(batch)
+        logits = buffers.run()
+        return buffers, _Replay(buffers, logits), logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    buffers: DecodeBuffers
+    logits: torch.Tensor
+
+    def replay(self) -> None:
+        self.logits.copy_(self.buffers.run())
+
+
+def _runner(
+    bed: Bed,
+    kv_blocks: int,
+    lora_bytes: int,
+    max_loras: int,
+    *,
+    link: bool,
+    assist: bool,
+    graphs: bool = True,
+    dtype: str = "float32",
+) -> ModelRunner:
+    """On the CPU with a block more, for the scratch block that a GPU has."""
+    return ModelRunner(
+        DEMO / "model",
+        dtype=dtype,
+        device=bed.kind,
+        block_size=BLOCK,
+        kv_blocks=kv_blocks + bed.dry,
+        lora_bytes=lora_bytes,
+        max_lora_rank=64,
+        max_loras=max_loras,
+        kernels="reference" if bed.dry else "auto",
+        link_bytes_per_s=LINK if link else 0.0,
+        assist_cores=sorted(os.sched_getaffinity(0))[-1:] if assist else (),
+        graphs=graphs,
+    )
+
+
+def _graphs(bed: Bed, runner: ModelRunner, kv_blocks: int) -> DecodeGraphs:
+    steps: Any = runner._steps
+    if bed.dry:
+        steps._graphs = _Repeated(runner, kv_blocks)
+    graphs: DecodeGraphs = steps._graphs
+    return graphs
+
+
+def _host(name: str, runner: ModelRunner) -> HostAdapter:
+    blob = stored_adapter(DEMO / "model", DEMO / "adapters" / name).blob
+    return HostAdapter.from_blob(blob, runner.config, dtype=runner.dtype)
+
+
+def _wait_for_processes(runner: ModelRunner) -> None:
+    until_s = now_s() + PROCESS_S
+    while runner.assist is None or not runner.assist.capacity.row_s or not runner.assist.capacity.processes:
+        if now_s() > until_s:
+            raise RuntimeError("CPU LoRA processes did not start")
+        time.sleep(0.01)
+
+
+def _serve(
+    engine: Engine, wanted: list[Wanted], adapters: dict[str, HostAdapter], *, resume: bool
+) -> tuple[list[list[int]], int, dict[str, int]]:
+    """All tokens of each request, how many were preempted, and how those began whose adapter was on its way."""
+    outputs = []
+    for number, one in enumerate(wanted):
+        known = one.tokens[: len(one.tokens) // 2] if resume else []
+        outputs.append(list(known))
+        engine.add(
+            EngineRequest(
+                request_id=str(number),
+                gateway_id="g",
+                prompt=one.prompt,
+                sampling=SamplingParams(max_tokens=len(one.tokens), temperature=0.0, ignore_eos=True),
+                arrival_s=now_s(),
+                epoch=int(resume),
+                output=known,
+                adapter=None if one.adapter is None else adapters[one.adapter],
+            ),
+            now_s(),
+        )
+    preempted, modes = 0, dict[str, int]()
+    while engine.has_work():
+        output = engine.step(now_s())
+        if output.failure is not None:
+            raise output.failure
+        preempted += output.stats.preempted
+        for mode, _ in output.stats.cold_starts:
+            modes[mode] = modes.get(mode, 0) + 1
+        for item in output.items.get("g", []):
+            if item.error is not None:
+                raise RuntimeError(item.error.message)
+            outputs[int(item.request_id)] += item.tokens
+        engine.check()
+        time.sleep(engine.pause_s)
+    return outputs, preempted, modes
+
+
+def _differences(wanted: list[Wanted], outputs: list[list[int]]) -> tuple[list[str], int]:
+    """Requests that got other tokens, by where; and how many did only from a near tie on."""
+    different, ties = [], 0
+    for number, (one, got) in enumerate(zip(wanted, outputs, strict=True)):
+        if got == one.tokens:
+            continue
+        pairs = enumerate(zip(one.tokens, got, strict=False))
+        at = next((i for i, (token, other) in pairs if token != other), min(len(got), len(one.tokens)))
+        if at < min(len(got), len(one.margins)) and one.margins[at] < TIE:
+            ties += 1
+        else:
+            different.append(
+                f"request {number}, adapter {one.adapter}: {got[at : at + 3]} for {one.tokens[at : at + 3]} at {at}"
+            )
+    return different, ties
+
+
+def _rows(tokens: list[int], start: int, end: int, slot: int) -> StepBatch:
+    """Tokens start..end of a sequence in the first blocks; logits of all."""
+    positions = np.arange(start, end)
+    blocks = -(-end // BLOCK)
+    return StepBatch(
+        token_ids=np.array(tokens[start:end]),
+        positions=positions,
+        row_slot=np.full(end - start, slot, dtype=np.int32),
+        seq_starts=np.array([0, end - start], dtype=np.int32),
+        context_lens=np.array([end], dtype=np.int32),
+        block_tables=np.arange(blocks, dtype=np.int32)[None, :],
+        kv_slots=positions.copy(),
+        logit_rows=np.arange(end - start),
+    )
+
+
+@dataclass(slots=True)
+class _Error:
+    """Relative, over all that was added."""
+
+    off2: float = 0.0
+    all2: float = 0.0
+
+    def add(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        self.off2 += float((got.double() - want.double()).square().sum())
+        self.all2 += float(want.double().square().sum())
+
+    @property
+    def value(self) -> float:
+        return float((self.off2 / self.all2) ** 0.5)

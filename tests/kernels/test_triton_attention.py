@@ -1,0 +1,117 @@
+"""Paged attention in one launch, against the formula in fp64 and against plain torch; interpreted where there is no GPU."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import AttentionBatch, KvCache, attend
+from kernels import library_attention as library
+from kernels.triton.attention import PagedAttention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK, BLOCKS = 8, 48
+
+
+def formula(qkv: torch.Tensor, heads: int, kv_heads: int, window: int) -> torch.Tensor:
+    """One whole sequence, [tokens, all heads, head_dim] -> [tokens, heads * head_dim], in fp64."""
+    q, k, v = qkv.double().split([heads, kv_heads, kv_heads], dim=1)
+    k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / qkv.shape[-1] ** 0.5
+    at = torch.arange(len(qkv))
+    seen = at[None, :] <= at[:, None]
+    if window:
+        seen &= at[None, :] > at[:, None] - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1)
+
+
+def poisoned_cache(kv_heads: int, head_dim: int, dtype: torch.dtype, heads: int) -> KvCache:
+    cache = KvCache(layers=1, blocks=BLOCKS, block_size=BLOCK, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=DEVICE)
+    cache.data[:, : cache.null_block] = float("nan")
+    cache.library = PagedAttention(cache, heads=heads)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "dtype"),
+    [
+        (4, 2, 16, 0, torch.float32),
+        (7, 1, 24, 5, torch.float32),
+        (4, 4, 32, 1, torch.float32),
+        (6, 2, 32, 20, torch.float32),
+        (4, 1, 64, 0, torch.bfloat16),
+        (4, 2, 64, 0, torch.float16),
+    ],
+)
+def test_chunks_and_decodes_of_mixed_lengths_follow_the_formula(
+    heads: int, kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
+) -> None:
+    draw = random.Random(heads * head_dim + window)
+    cache = poisoned_cache(kv_heads, head_dim, dtype, heads)
+    free = draw.sample(range(BLOCKS), BLOCKS)
+    lengths = [1, 3, 75, 11, 40, 8]
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(n, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype) for n in lengths]
+    outputs = [torch.empty(0, heads * head_dim) for _ in lengths]
+    done, tables = [0] * len(lengths), [[free.pop() for _ in range(-(-n // BLOCK))] for n in lengths]
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        live = [i for i, n in enumerate(lengths) if done[i] < n]
+        draw.shuffle(live)
+        most = draw.choice([1, 30, 70])
+        takes = [min(draw.choice([1, most]), lengths[i] - done[i]) for i in live]
+        table = np.full((len(live), 10), -1, dtype=np.int32)
+        slots = []
+        for row, (i, take) in enumerate(zip(live, takes, strict=True)):
+            table[row, : len(tables[i])] = tables[i]
+            slots += [tables[i][p // BLOCK] * BLOCK + p % BLOCK for p in range(done[i], done[i] + take)]
+        batch = AttentionBatch.build(
+            cache,
+            seq_starts=np.cumsum([0, *takes]).astype(np.int32),
+            context_lens=np.array([done[i] + take for i, take in zip(live, takes, strict=True)], dtype=np.int32),
+            block_tables=table,
+            kv_slots=np.array(slots, dtype=np.int64),
+            windows=[window],
+        )
+        rows = torch.cat([inputs[i][done[i] : done[i] + take] for i, take in zip(live, takes, strict=True)])
+        out = attend(rows.to(DEVICE), cache, 0, batch, heads=heads, window=window).float().cpu()
+        for i, take, part in zip(live, takes, out.split(takes), strict=True):
+            outputs[i] = torch.cat([outputs[i], part])
+            done[i] += take
+    tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    for qkv, output in zip(inputs, outputs, strict=True):
+        want = formula(qkv, heads, kv_heads, window)
+        torch.testing.assert_close(output.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_a_reserved_plan_takes_one_step_after_another() -> None:
+    heads, kv_heads, head_dim = 4, 2, 16
+    cache = poisoned_cache(kv_heads, head_dim, torch.float32, heads)
+    twin = KvCache(layers=1, blocks=BLOCKS, block_size=BLOCK, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.float32)
+    twin.data[:, :-1].normal_(generator=torch.Generator().manual_seed(3))
+    cache.data.copy_(twin.data)
+    reserved = AttentionBatch.reserve(cache, rows=3, columns=8, windows=[0, 6])
+    for lengths in ([5, 40, 17], [6, 41, 64], [1, 2, 9]):
+        contexts = np.array(lengths, dtype=np.int32)
+        tables = np.random.default_rng(0).permutation(BLOCKS)[:24].reshape(3, 8).astype(np.int32)
+        tables = tables[:, : -(-max(lengths) // BLOCK)]
+        last = contexts.astype(np.int64) - 1
+        slots = tables[np.arange(3), last // BLOCK].astype(np.int64) * BLOCK + last % BLOCK
+        step = {"context_lens": contexts, "block_tables": tables, "kv_slots": slots}
+        qkv = torch.randn(3, heads + 2 * kv_heads, head_dim)
+        reserved.update(cache, **step)
+        plain = AttentionBatch.build(twin, seq_starts=np.arange(4, dtype=np.int32), windows=[0, 6], **step)
+        for window in (0, 6):
+            got = attend(qkv.to(DEVICE), cache, 0, reserved, heads=heads, window=window).cpu()
+            torch.testing.assert_close(got, attend(qkv, twin, 0, plain, heads=heads, window=window), rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_taken_where_nothing_better_is_installed_and_it_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KvCache(layers=1, blocks=8, block_size=8, kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE)
+    monkeypatch.setattr(library, "_flashinfer", lambda cache: None)
+    monkeypatch.setattr(library, "_on_a_gpu", lambda cache: True)
+    assert isinstance(library.agreeing_library(cache, heads=4, windows=(0, 6)), PagedAttention)
+    monkeypatch.setattr(PagedAttention, "attend", lambda self, q, layer, window: q)
+    assert library.agreeing_library(cache, heads=4, windows=(0, 6)) is None

@@ -1,0 +1,121 @@
+"""What a GPU needs that no GPU is needed to see: its number, graphs without LoRA, copies that stand still, random weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kernels.device.streams as streams
+import kernels.lora
+import kernels.triton
+import services.worker.engine.torch_steps as torch_steps
+from bench.gpu_stages.shapes import write_config
+from kernels.device import DeviceLoader, cuda_streams, numbered
+from kernels.triton.attention import PagedAttention
+from kernels.triton.lora import INTERPRETED
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.decode_graphs import DecodeBuffers
+from services.worker.engine.loader import parameters
+from services.worker.engine.model_config import read_model_config
+from services.worker.engine.runner import ModelRunner
+from tests.services.worker.test_decode_graphs import STEPS, buffers_of, decode_step, give_history
+from tests.support_models import Sequence, make_adapters, make_checkpoint, make_runner, step_batch
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(streams, "_try", lambda operations, stream: None)
+    made: Any = cuda_streams(torch.device("cuda"), None)  # type: ignore[arg-type]
+    assert chosen == [torch.device("cuda", 3)] and made.device == torch.device("cuda", 3), "set_device refuses plain cuda"
+    assert numbered(torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert numbered(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_steps_of_the_base_alone_have_graphs_without_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = make_checkpoint("llama3", tmp_path)
+    adapters = make_adapters(model_dir, tmp_path)[:2]
+    runner, twin = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
+    give_history(runner, twin)
+    step = decode_step([6, 91, 3], [-1, -1, -1], seed=1)
+    want = twin.forward(step)
+    with torch.inference_mode():
+        scratch = runner._cache.null_block - 1
+        buffers = DecodeBuffers((4, 16), runner._steps._model, runner._cache, runner._pool, scratch, adapted=False)
+        buffers.fill(step)
+        torch.testing.assert_close(buffers.run()[:3], want, rtol=1e-4, atol=1e-4)
+        runner.free_adapter(0)
+        buffers.fill(step)
+        torch.testing.assert_close(buffers.run()[:3], want, rtol=1e-4, atol=1e-4)
+        with pytest.raises(AssertionError, match="without LoRA"):
+            buffers.fill(STEPS[1])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tensors here are the CPU's")
+@pytest.mark.parametrize("family", ["llama3", "mistral"])
+def test_a_graph_of_triton_kernels_alone_says_what_torch_says(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = make_checkpoint(family, tmp_path)
+    adapters = make_adapters(model_dir, tmp_path)[:3]
+    runner, twin = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
+    give_history(runner, twin)
+    want = [twin.forward(step) for step in STEPS[:2]]
+    monkeypatch.setattr(kernels.lora, "_kernels", lambda pool: kernels.triton)
+    runner._cache.library = PagedAttention(runner._cache, heads=runner.config.num_heads)
+    with torch.inference_mode():
+        buffers = buffers_of(runner, (8, 16), scratch_block=runner._cache.null_block - 1)
+        for step, logits in zip(STEPS[:2], want, strict=True):
+            buffers.fill(step)
+            torch.testing.assert_close(buffers.run()[: len(logits)], logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the driver keeps the loader waiting until the device is idle, which waits for the loader's copy."""
+    monkeypatch.setattr(torch_steps, "STANDSTILL_S", 0.05)
+    model_dir = make_checkpoint("qwen2", tmp_path)
+    adapters = make_adapters(model_dir, tmp_path)
+    twin = make_runner(model_dir, adapters, kernels="reference")
+    runner = make_runner(model_dir, [], kernels="reference", link_bytes_per_s=1e12)
+    loader, slot = runner._loader, 3
+    assert isinstance(loader, DeviceLoader)
+    send = loader._send
+
+    def standing_still(*arguments: Any) -> None:
+        if threading.current_thread() is loader._thread:
+            while runner.loaded_layers(slot) < runner.config.num_layers:
+                time.sleep(0.001)  # the device is not idle while its stream waits
+        send(*arguments)
+
+    monkeypatch.setattr(loader, "_send", standing_still)
+    host = HostAdapter.from_blob(adapters[slot].blob, runner.config)
+    runner.begin_load(slot, host)
+    for at in (0, 9):  # and the next step is like any other
+        sequence = Sequence(list(range(10, 30)), slot, 1, done=at, blocks=[4, 9, 2])
+        batch = step_batch([sequence], [9], 8)
+        batch.slot_modes = {slot: "layerwise"} if at == 0 else {}
+        torch.testing.assert_close(runner.forward(batch), twin.forward(batch), rtol=1e-4, atol=1e-4)
+    runner.close()
+
+
+def test_weights_of_real_shapes_need_no_checkpoint(tmp_path: Path) -> None:
+    home = write_config("tiny", tmp_path)
+    config = read_model_config(home)
+    options = {"kv_blocks": 16, "lora_bytes": 1 << 20, "max_lora_rank": 8, "max_loras": 1, "kernels": "reference"}
+    runners = [ModelRunner(home, load_format="dummy", **options) for _ in range(2)]  # type: ignore[arg-type]
+    batch = step_batch([Sequence(list(range(3, 9)), -1, 1, blocks=[0])], [6], 16)
+    first, second = (runner.forward(batch) for runner in runners)
+    assert first.isfinite().all() and torch.equal(first, second) and len(np.unique(first.argmax(-1).numpy())) > 1
+    steps: Any = runners[0]._steps
+    weights = steps._model.weights
+    sizes = [weights.embed.numel(), weights.norm.numel(), config.vocab_size * config.hidden_size]
+    layer = sum(fan_in * out for fan_in, out in config.projection_shapes().values()) + 2 * config.hidden_size
+    assert parameters(config) == sum(sizes) + config.num_layers * layer
