@@ -188,7 +188,7 @@ def test_a_key_file_line_without_a_role_may_only_use(tmp_path: Path) -> None:
             read_key_file(str(path))
 
 
-@pytest.mark.parametrize("garbage", [b"garbage", b'{"id": "\xff"}', b"[" * 100_000])
+@pytest.mark.parametrize("garbage", [b"garbage", b'{"id": "\xff"}', b"[" * 60_000])
 async def test_a_record_that_is_not_understood_admits_nobody(door: Door, mesh: Mesh, garbage: bytes) -> None:
     key = "mtt_of-a-newer-version"
     record = {"id": "key_new", "digest": digest_of(key), "tenant": "acme", "role": "auditor"}
