@@ -38,10 +38,11 @@ from policies.batch_admission import (
     wait,
 )
 from policies.kv_blocks import KvBlocks
-from shared.model import PerfModel, Phase, RequestBrief, Tier, WorkerLimits
+from shared.model import PerfModel, Phase, RequestBrief, Residency, Tier, WorkerLimits
 from twin.events import STEP, Events
 from twin.link import Copies, LinkModel
 from twin.metrics import Metrics
+from twin.scheduler import Delta, Snapshot
 from twin.steps import Batch, StepModel, elapsed_ps, steps_within
 from twin.storage import EVERYTHING_IN_HOST, HostTier, StorageModel
 from twin.workload import Request
@@ -149,6 +150,8 @@ class Worker:
         self.kv_blocks_free = limits.kv_blocks_total  # after the last step that has ended
         self.changes = Changes()
         self.busy_ps = 0
+        self._seq = 0
+        self._sizes: dict[str, tuple[int, int]] = {}  # digest -> rank and bytes of every adapter that was asked for
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._orders = count()
         self._chance = np.random.default_rng(index)  # drawn from once per step with prefills, which is never split
@@ -178,6 +181,8 @@ class Worker:
             predicted_tokens=predicted_tokens,
         )
         self.live[request_id] = live
+        if live.adapter:
+            self._sizes[live.adapter] = live.rank, live.adapter_bytes
         if live.adapter and not self.host.acquire(live.adapter, live.adapter_bytes, lambda: self._enqueue(live)):
             live.phase = "loading"
             self._metrics.host_misses += 1
@@ -383,26 +388,47 @@ class Worker:
 
     # ---- what schedulers hear
 
-    def briefs(self) -> list[RequestBrief]:
-        """Every request here."""
+    def snapshot(self) -> Snapshot:
+        """Everything that is here; what has changed is told with it."""
         self.settle()
         self.changes = Changes()
-        return [live.brief() for live in self.live.values()]
-
-    def take_changes(self) -> tuple[list[RequestBrief], list[str], dict[str, Tier | None]]:
-        """Requests that are new or in a new phase, those that have ended, and adapters that are in another tier or in none,
-        since the last time anything was taken."""
-        changes, self.changes = self.changes, Changes()
-        return [live.brief() for live in changes.changed.values()], changes.removed, changes.tiers
-
-    def tiers(self) -> dict[str, Tier]:
-        """Adapters here and the fastest tier of each."""
-        tiers: dict[str, Tier] = dict.fromkeys(self.host.digests(), "host")
         slots, loading = self.state.adapters, self.state.adapters.loading
+        tiers: dict[str, Tier] = dict.fromkeys(self.host.digests(), "host")
         tiers.update({digest: "device" for digest in slots.digests() if digest not in loading})
-        return tiers
+        self._seq += 1
+        return Snapshot(
+            worker_id=self.worker_id,
+            seq=self._seq,
+            kv_blocks_free=self.kv_blocks_free,
+            adapter_bytes_free=slots.bytes_free,
+            limits=self.spec.limits,
+            perf=self.spec.perf,
+            requests=[live.brief() for live in self.live.values()],
+            adapters=[self._residency(digest, tier) for digest, tier in tiers.items()],
+        )
 
-    def running_left(self) -> int:
+    def delta(self) -> Delta:
+        """What changed since the last message: requests that are new or in a new phase, those that have ended, and adapters
+        that are in another tier or in none."""
+        self.settle()
+        changes, self.changes = self.changes, Changes()
+        self._seq += 1
+        return Delta(
+            worker_id=self.worker_id,
+            seq=self._seq,
+            kv_blocks_free=self.kv_blocks_free,
+            adapter_bytes_free=self.state.adapters.bytes_free,
+            changed=[live.brief() for live in changes.changed.values()],
+            removed=changes.removed,
+            resident=[self._residency(digest, tier) for digest, tier in changes.tiers.items() if tier is not None],
+            evicted=[digest for digest, tier in changes.tiers.items() if tier is None],
+            running_left=self._running_left(),
+        )
+
+    def _residency(self, digest: str, tier: Tier) -> Residency:
+        return Residency(digest, *self._sizes[digest], tier)
+
+    def _running_left(self) -> int:
         """Output tokens that the running requests are still expected to produce."""
         running = self.state.running
         return sum([left if (left := live.expected_length - live.length) > 0 else 1 for live in running])
