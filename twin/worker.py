@@ -38,13 +38,13 @@ from policies.batch_admission import (
     wait,
 )
 from policies.kv_blocks import KvBlocks
-from shared.model import PerfModel, Phase, RequestBrief, Residency, Tier, WorkerLimits
+from shared.model import AdapterRef, PerfModel, Phase, RequestBrief, Residency, Tier, WorkerLimits
 from twin.events import STEP, Events
 from twin.link import Copies, LinkModel
 from twin.metrics import Metrics
 from twin.scheduler import Delta, Snapshot
 from twin.steps import Batch, StepModel, elapsed_ps, steps_within
-from twin.storage import EVERYTHING_IN_HOST, HostTier, StorageModel
+from twin.storage import EVERYTHING_IN_HOST, Storage, StorageModel
 from twin.workload import Request
 
 FOREVER = 1 << 40
@@ -145,13 +145,13 @@ class Worker:
             kv=KvBlocks(limits.kv_blocks_total, limits.block_size, prefix_cache=spec.prefix_cache),
             adapters=slots,
         )
-        self.host = HostTier(spec.storage, events)
+        self.storage = Storage(spec.storage, events)
         self.live: dict[str, Live] = {}
         self.kv_blocks_free = limits.kv_blocks_total  # after the last step that has ended
         self.changes = Changes()
         self.busy_ps = 0
         self._seq = 0
-        self._sizes: dict[str, tuple[int, int]] = {}  # digest -> rank and bytes of every adapter that was asked for
+        self._refs: dict[str, AdapterRef] = {}  # of every adapter that was asked for
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._orders = count()
         self._chance = np.random.default_rng(index)  # drawn from once per step with prefills, which is never split
@@ -181,15 +181,21 @@ class Worker:
             predicted_tokens=predicted_tokens,
         )
         self.live[request_id] = live
-        if live.adapter:
-            self._sizes[live.adapter] = live.rank, live.adapter_bytes
-        if live.adapter and not self.host.acquire(live.adapter, live.adapter_bytes, lambda: self._enqueue(live)):
+        if live.adapter and not self.storage.acquire(self._ref(live), lambda: self._enqueue(live)):
             live.phase = "loading"
             self._metrics.host_misses += 1
             self._changed(live)
         else:
             self._enqueue(live)
         return True
+
+    def _ref(self, live: Live) -> AdapterRef:
+        digest = live.adapter
+        ref = self._refs.get(digest)
+        if ref is None:
+            ref = AdapterRef(name=digest, digest=digest, rank=live.rank, size_bytes=live.adapter_bytes)
+            self._refs[digest] = ref
+        return ref
 
     def _enqueue(self, live: Live) -> None:
         live.phase = "waiting"
@@ -208,7 +214,7 @@ class Worker:
     def _end(self, live: Live, now_ps: int) -> None:
         remove(self.state, live)
         if live.adapter:
-            self.host.release(live.adapter)
+            self.storage.release(live.adapter)
         del self.live[live.request_id]
         self.changes.changed.pop(live.request_id, None)
         self.changes.removed.append(live.request_id)
@@ -278,7 +284,7 @@ class Worker:
                 metrics.adapter_admissions += 1
             self.changes.changed[live.request_id] = live
         for digest, _ in plan.evictions:
-            self.changes.tiers[digest] = "host" if digest in self.host else None
+            self.changes.tiers[digest] = "host" if digest in self.storage.tier else None
             if self._copies is not None:
                 self._copies.link.cancel(digest)
         for live in plan.loads:
@@ -393,7 +399,7 @@ class Worker:
         self.settle()
         self.changes = Changes()
         slots, loading = self.state.adapters, self.state.adapters.loading
-        tiers: dict[str, Tier] = dict.fromkeys(self.host.digests(), "host")
+        tiers: dict[str, Tier] = dict.fromkeys(self.storage.tier.copies, "host")
         tiers.update({digest: "device" for digest in slots.digests() if digest not in loading})
         self._seq += 1
         return Snapshot(
@@ -426,7 +432,8 @@ class Worker:
         )
 
     def _residency(self, digest: str, tier: Tier) -> Residency:
-        return Residency(digest, *self._sizes[digest], tier)
+        ref = self._refs[digest]
+        return Residency(digest, ref.rank, ref.size_bytes, tier)
 
     def _running_left(self) -> int:
         """Output tokens that the running requests are still expected to produce."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,8 @@ import numpy as np
 
 from policies.cold_start import AssistRates, Forced
 from policies.perf_fit import Step
-from services.worker.adapters import AdapterTiers, DiskTier
+from services.worker.adapter_files import AdapterFiles
+from services.worker.adapters import AdapterTiers
 from services.worker.config import MIB, WorkerConfig
 from services.worker.engine_thread import StepReport
 from services.worker.service import WorkerService
@@ -140,12 +142,17 @@ class _Observed(WorkerService):
         for request_id, epoch in list(self._live):
             self._cancel(request_id, epoch)
 
-    def fresh_tiers(self, disk: DiskTier) -> AdapterTiers:
-        """Tiers over `disk` with an empty host memory."""
+    def fresh_tiers(self, directory: str) -> AdapterTiers:
+        """Tiers over the files in `directory` with an empty host memory."""
         assert self.bus is not None, "the worker has started"
-        host_bytes = self.config.host_cache_mib * MIB
-        parse = self._assembly.parse_adapter
-        return AdapterTiers(self.bus, disk, host_bytes=host_bytes, parse=parse, on_change=lambda digest: None)
+        return AdapterTiers(
+            self.bus,
+            AdapterFiles(directory),
+            host_bytes=self.config.host_cache_mib * MIB,
+            disk_bytes=self.config.disk_cache_mib * MIB,
+            parse=self._assembly.parse_adapter,
+            on_change=lambda digest: None,
+        )
 
     @property
     def limits(self) -> WorkerLimits:
@@ -269,12 +276,9 @@ class _Profiler:
         """Fetch this moment's adapters from the store, read them again from disk, and bring them to the device."""
         each = -(-len(self._linked) // MOMENTS)
         adapters = self._linked[moment * each : (moment + 1) * each]
-        disk = DiskTier("", self._worker.config.disk_cache_mib * MIB)
-        try:
-            await self._beside(self._acquire(adapters, disk, self.measured.store, rest_s=REST_S))
-            await self._beside(self._acquire(adapters, disk, self.measured.disk))
-        finally:
-            disk.close()
+        with tempfile.TemporaryDirectory(prefix="motet-profile-") as directory:
+            await self._beside(self._acquire(adapters, directory, self.measured.store, rest_s=REST_S))
+            await self._beside(self._acquire(adapters, directory, self.measured.disk))
         for adapter in adapters:
             self._worker.seen.clear()
             await self._ask(adapter, PROMPTS[0], 1)
@@ -301,9 +305,9 @@ class _Profiler:
         )
 
     async def _acquire(
-        self, adapters: Sequence[AdapterRef], disk: DiskTier, times: list[tuple[float, float]], *, rest_s: float = 0.0
+        self, adapters: Sequence[AdapterRef], directory: str, times: list[tuple[float, float]], *, rest_s: float = 0.0
     ) -> None:
-        tiers = self._worker.fresh_tiers(disk)
+        tiers = self._worker.fresh_tiers(directory)
         for adapter in adapters:
             began_s = now_s()
             await tiers.acquire(adapter)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.worker import metrics
-from services.worker.adapters import AdapterTiers, DiskTier
+from services.worker.adapter_files import AdapterFiles
+from services.worker.adapters import AdapterTiers
 from services.worker.config import MIB, WorkerConfig
 from services.worker.engine_thread import EngineThread
 from services.worker.reports import StateReporter
@@ -47,8 +48,9 @@ class Adapters:
         self.watch = AdapterWatch(bus, self._reconcile)
         self.tiers = AdapterTiers(
             bus,
-            DiskTier(config.adapter_cache_dir, config.disk_cache_mib * MIB),
+            AdapterFiles(config.adapter_cache_dir),
             host_bytes=config.host_cache_mib * MIB,
+            disk_bytes=config.disk_cache_mib * MIB,
             parse=parse,
             on_change=self._place,
         )
@@ -101,7 +103,7 @@ class Adapters:
 
     def _reconcile(self) -> None:
         """Let go of versions that the registry no longer has; running requests keep theirs to the end."""
-        for digest in self.tiers.digests | self._device:
+        for digest in {*self.tiers.tier.copies, *self.tiers.tier.files, *self._device}:
             if self.watch.by_digest(digest) is None:
                 self.drop(digest)
             else:
@@ -109,7 +111,7 @@ class Adapters:
 
     def _place(self, digest: str) -> None:
         view = self._reporter.view
-        tier = "device" if digest in self._device else self.tiers.tier(digest)
+        tier = "device" if digest in self._device else self.tiers.tier.tier(digest)
         facts = self.watch.by_digest(digest) or view.adapters.get(digest)  # the latter: deleted, still in use
         if tier is None or facts is None:
             view.place(digest, None)

@@ -153,14 +153,14 @@ class Running:
     def gate_fetches(self) -> asyncio.Event:
         """Fetches from the object store wait for the returned event, and are counted in `fetches`."""
         gate = asyncio.Event()
-        fetch = self.service.adapters.tiers._fetch
+        fetch = self.service.adapters.tiers.store._fetch
 
         async def gated(ref: AdapterRef) -> bytes:
             self.fetches.append(ref.digest)
             await gate.wait()
             return await fetch(ref)
 
-        self.service.adapters.tiers._fetch = gated
+        self.service.adapters.tiers.store._fetch = gated
         return gate
 
 

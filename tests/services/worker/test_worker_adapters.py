@@ -44,7 +44,7 @@ async def test_a_cancel_or_a_newer_epoch_reaches_a_request_that_is_still_loading
     assert (await worker.mesh.ended(second.request_id, 0)).finish == "cancelled"
     gate.set()
     assert (await worker.mesh.ended(second.request_id, 1)).finish == "length"
-    await eventually(lambda: worker.service.adapters.tiers.holders(ref.digest) == 0)
+    await eventually(lambda: worker.service.adapters.tiers.tier.holders(ref.digest) == 0)
 
 
 async def test_an_adapter_that_cannot_be_fetched_fails_its_own_requests_and_is_tried_again(start, adapters):

@@ -158,7 +158,7 @@ async def test_a_request_the_engine_has_no_room_for_is_refused_leaves_nothing_an
         await worker.accepted(request)
         end = await worker.mesh.ended(request.request_id)
         assert end.finish == "error" and end.error.code == "overloaded"
-        assert worker.service.adapters.tiers.holders(ref.digest) == 0
+        assert worker.service.adapters.tiers.tier.holders(ref.digest) == 0
     else:
         assert (await worker.refusal(request)).code == "overloaded"
     await eventually(lambda: latest(worker).requests == [])
