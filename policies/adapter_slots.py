@@ -39,7 +39,9 @@ class AdapterSlots:
         self.bytes_free = bytes_total
         self._residents: dict[str, _Resident] = {}
         self._eviction: Eviction = eviction or Lru()
-        self._idle = self._idle_bytes = 0  # adapters without users
+        self._idle = 0  # adapters without users
+        self.idle_bytes = 0
+        """Of the adapters without users."""
         self._loading: dict[str, int] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
 
@@ -72,7 +74,7 @@ class AdapterSlots:
         """Whether a new adapter of this size could come in now."""
         if evicting:
             has_slot = bool(self._free_slots or self._idle)
-            return has_slot and size_bytes <= self.bytes_free + self._idle_bytes
+            return has_slot and size_bytes <= self.bytes_free + self.idle_bytes
         return bool(self._free_slots) and size_bytes <= self.bytes_free
 
     def acquire(self, digest: str, size_bytes: int) -> Grant | None:
@@ -81,7 +83,7 @@ class AdapterSlots:
         if resident is not None:
             if not resident.users:
                 self._idle -= 1
-                self._idle_bytes -= resident.size_bytes
+                self.idle_bytes -= resident.size_bytes
                 self._eviction.use(digest)
             resident.users += 1
             return Grant(resident.slot)
@@ -105,7 +107,7 @@ class AdapterSlots:
         resident.users -= 1
         if not resident.users:
             self._idle += 1
-            self._idle_bytes += resident.size_bytes
+            self.idle_bytes += resident.size_bytes
             self._eviction.release(digest, resident.size_bytes)
 
     def drop(self, digest: str) -> int:
@@ -115,7 +117,7 @@ class AdapterSlots:
         resident = self._residents.pop(digest)
         self._loading.pop(digest, None)
         self._idle -= 1
-        self._idle_bytes -= resident.size_bytes
+        self.idle_bytes -= resident.size_bytes
         self._eviction.forget(digest)
         self.bytes_free += resident.size_bytes
         self._free_slots.append(resident.slot)
@@ -132,4 +134,4 @@ class AdapterSlots:
         assert all(self._residents[digest].slot == slot for digest, slot in self._loading.items()), "a copy without a slot"
         idle = set(self._residents) - set(used)
         assert set(self._eviction) == idle and self._idle == len(idle), "victims differ from adapters without users"
-        assert self._idle_bytes == sum(self._residents[digest].size_bytes for digest in idle), "idle bytes"
+        assert self.idle_bytes == sum(self._residents[digest].size_bytes for digest in idle), "idle bytes"

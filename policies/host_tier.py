@@ -95,6 +95,8 @@ class HostTier(Generic[H]):
         """Of the copies that are there."""
         self.reserved_bytes = 0
         """Promised to the loads under way."""
+        self.idle_bytes = 0
+        """Of the copies that nobody holds."""
         self.disk_used_bytes = sum(self._files.values())
 
     # ---- what is here
@@ -141,8 +143,10 @@ class HostTier(Generic[H]):
         self._doomed.discard(digest)
         copy = self._copies.get(digest)
         if copy is not None:
+            if not copy.holders:
+                self.idle_bytes -= copy.size_bytes
+                self._eviction.use(digest)
             copy.holders += 1
-            self._eviction.use(digest)
             return True
         load = self._loads.get(digest)
         if load is None:
@@ -251,7 +255,10 @@ class HostTier(Generic[H]):
         return True
 
     def _remove_copy(self, digest: str) -> None:
-        self.host_used_bytes -= self._copies.pop(digest).size_bytes
+        """Nobody holds it."""
+        size_bytes = self._copies.pop(digest).size_bytes
+        self.host_used_bytes -= size_bytes
+        self.idle_bytes -= size_bytes
         self._eviction.forget(digest)
 
     def _keep_file(self, digest: str, file_bytes: int) -> None:
@@ -265,6 +272,7 @@ class HostTier(Generic[H]):
 
     def _rest(self, digest: str, size_bytes: int) -> None:
         """Nobody holds the copy any more."""
+        self.idle_bytes += size_bytes
         self._eviction.release(digest, size_bytes)
         if digest in self._doomed:
             self._forget(digest)
@@ -279,11 +287,13 @@ class HostTier(Generic[H]):
     def check(self) -> None:
         """Assert that bytes and holders add up (tests)."""
         assert self.host_used_bytes == sum(copy.size_bytes for copy in self._copies.values()), "host bytes"
+        idle = {digest: copy.size_bytes for digest, copy in self._copies.items() if not copy.holders}
+        assert self.idle_bytes == sum(idle.values()), "idle bytes"
         assert self.reserved_bytes == sum(load.adapter.size_bytes for load in self._loads.values() if load.begun), (
             "reserved bytes"
         )
         assert self.disk_used_bytes == sum(self._files.values()), "disk bytes"
-        assert set(self._eviction) == {digest for digest, copy in self._copies.items() if not copy.holders}, "idle copies"
+        assert set(self._eviction) == set(idle), "idle copies"
         assert not self._copies.keys() & self._loads.keys(), "a copy that is here is loaded"
         assert [digest for digest, load in self._loads.items() if not load.begun] == list(self._queue), "queue"
         assert len(self._loads) - len(self._queue) <= LOADS_AT_ONCE, "too many loads"

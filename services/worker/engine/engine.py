@@ -29,6 +29,7 @@ from policies.batch_admission import (
 )
 from policies.cold_start import Forced
 from policies.kv_blocks import KvBlocks
+from policies.memory_ledger import Budget, device_budget
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.copies import DeviceAdapters
 from services.worker.engine.request import EngineLimits, EngineRequest, StepOutput, StepStats
@@ -74,6 +75,8 @@ class Engine:
             kv=KvBlocks(limits.kv_blocks, limits.block_size, prefix_cache=limits.prefix_cache),
             adapters=self._adapters.slots,
         )
+        self.memory: Budget = device_budget(self._state.kv, runner.kv_block_bytes, self._state.adapters)
+        """Who holds how much of the device's memory."""
         self._seats = Seats(
             seats=admission.seats,
             max_step_tokens=limits.max_step_tokens,
@@ -234,6 +237,7 @@ class Engine:
                 users[live.adapter] = users.get(live.adapter, 0) + 1
         self._state.adapters.check(users)
         self._adapters.check()
+        self.memory.check()
         assert len(self._live) == len(running) + len(self._state.waiting), "a request is lost"
 
     # ---- the three verbs
