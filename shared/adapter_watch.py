@@ -8,7 +8,7 @@ A name means a tenant's own adapter if it has one of that name, else the shared 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -75,6 +75,11 @@ class AdapterWatch:
     def by_digest(self, digest: str) -> AdapterVersion | None:
         """A version by content digest; also one that a reload left without a name, until nothing uses it."""
         return self._versions.get(digest)
+
+    @property
+    def digests(self) -> Mapping[str, AdapterVersion]:
+        """Every version by content digest, as it is at any time."""
+        return self._versions
 
     def all(self) -> list[AdapterInfo]:
         """Every name of every tenant, sorted: for operators and metrics, never for a tenant."""

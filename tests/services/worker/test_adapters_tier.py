@@ -14,10 +14,10 @@ import pytest
 
 from services.worker import adapters
 from services.worker.adapter_files import AdapterFiles
-from services.worker.adapters import AdapterTiers
 from shared import subjects
 from shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable
 from shared.model import AdapterRef
+from tests.services.worker.support_adapters import AdapterTiers
 from tests.support import eventually
 
 KIB = 1024
