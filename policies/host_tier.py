@@ -130,7 +130,9 @@ class HostTier(Generic[H]):
 
     def take_actions(self) -> list[Action]:
         """What is to be done since the last time, in order."""
-        actions, self._actions = self._actions, []
+        actions = self._actions
+        if actions:
+            self._actions = []
         return actions
 
     # ---- holding

@@ -32,7 +32,7 @@ TRANSITIONS: dict[Phase, dict[What, Phase]] = {
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[R]):
-    """A request in the book. `brief` is as it was assigned; what it became is in the view."""
+    """A request in the book. `brief` is as it was when the engine got it; what it became is in the view."""
 
     brief: RequestBrief
     owner: str  # gateway id

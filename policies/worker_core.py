@@ -90,8 +90,8 @@ class WorkerCore(Generic[R]):
     max_requests: int
     closed: bool = False
     memory: Budget = field(init=False)  # the host's
-    _book: dict[Key, Entry[R]] = field(default_factory=dict)
-    _newest: dict[str, Entry[R]] = field(default_factory=dict)  # by request id: older epochs are leaving
+    book: dict[str, Entry[R]] = field(default_factory=dict)  # by request id, the newest epoch of each
+    _older: dict[Key, Entry[R]] = field(default_factory=dict)  # leaving, since a newer epoch came
     _device: set[str] = field(default_factory=set)  # adapters that the engine has told to be there
     _versions: Mapping[str, Version] = field(default_factory=dict)
     _prefetching: set[str] = field(default_factory=set)
@@ -103,14 +103,15 @@ class WorkerCore(Generic[R]):
         self.memory = host_budget(self.host)
 
     def __len__(self) -> int:
-        return len(self._book)
+        return len(self.book) + len(self._older)
 
     def __iter__(self) -> Iterator[Entry[R]]:
-        return iter(self._book.values())
+        return iter([*self.book.values(), *self._older.values()])
 
     def entry(self, key: Key) -> Entry[R] | None:
-        """A request in the book."""
-        return self._book.get(key)
+        """A request that is here."""
+        entry = self.book.get(key[0])
+        return entry if entry is not None and entry.brief.epoch == key[1] else self._older.get(key)
 
     @property
     def on_device(self) -> int:
@@ -128,16 +129,16 @@ class WorkerCore(Generic[R]):
             case Cancel(request_id, epoch):
                 self._cancel(request_id, epoch)
             case OwnerLost(owner):
-                for entry in [one for one in self._newest.values() if one.owner == owner]:
+                for entry in [one for one in self.book.values() if one.owner == owner]:
                     self._cancel(*entry.key)
             case Close(reason):
                 self.closed = self.view.draining = True
                 if reason is not None:
-                    for entry in [one for one in self._book.values() if one.phase == "loading"]:
+                    for entry in [one for one in self.book.values() if one.phase == "loading"]:
                         self._give_up(entry)
                         self._answer(entry, "error", reason)
             case NotStarted(key, reason):
-                self._on_not_started(self._book[key], reason)
+                self._on_not_started(key, reason)
             case Loaded(digest, size_bytes, file_bytes):
                 self._on_loaded(digest, self.host.loaded(digest, size_bytes, file_bytes))
             case LoadFailed(digest, reason):
@@ -158,22 +159,23 @@ class WorkerCore(Generic[R]):
     # ---- requests
 
     def _on_assign(self, said: Assign[R]) -> None:
-        request_id, epoch = key = said.brief.request_id, said.brief.epoch
-        if key in self._book:
-            return  # asked twice: the first answer was lost
-        newest = self._newest.get(request_id)
-        if newest is not None and newest.brief.epoch > epoch:
-            self._actions.append(Refuse("older", newest=newest.brief.epoch))
-            return
+        request_id, epoch = said.brief.request_id, said.brief.epoch
+        newest = self.book.get(request_id)
+        if newest is not None and newest.brief.epoch >= epoch:
+            if newest.brief.epoch > epoch and (request_id, epoch) not in self._older:
+                self._actions.append(Refuse("older", newest=newest.brief.epoch))
+            return  # else it is asked twice: the first answer was lost
         if self.closed:
             self._actions.append(Refuse("closed"))
             return
         if newest is not None:
-            self._cancel(*newest.key)
-        if len(self._book) >= self.max_requests:
+            self._cancel(request_id, epoch)
+        if len(self) >= self.max_requests:
             self._actions.append(Refuse("full", retry_after_s=self._departures.retry_after_s(self._now_s)))
             return
-        entry = self._book[key] = self._newest[request_id] = Entry(said.brief, said.owner, said.adapter, said.payload)
+        if newest is not None and newest.phase == "leaving":
+            self._older[newest.key] = newest
+        entry = self.book[request_id] = Entry(said.brief, said.owner, said.adapter, said.payload)
         if said.adapter is None:
             self._start(entry)
         elif not self.host.fits(said.adapter.size_bytes):
@@ -190,14 +192,16 @@ class WorkerCore(Generic[R]):
         self._show(entry, "waiting")
         self._actions.append(Start(entry))
 
-    def _on_not_started(self, entry: Entry[R], reason: object) -> None:
+    def _on_not_started(self, key: Key, reason: object) -> None:
+        entry = self.entry(key)
+        assert entry is not None, "it was started a moment ago"
         if reason is not None:
             self._answer(entry, "error", reason)
         else:
             self._forget(entry)
 
     def _cancel(self, request_id: str, epoch: int) -> None:
-        entry = self._newest.get(request_id)
+        entry = self.book.get(request_id)
         if entry is None or entry.brief.epoch > epoch:
             return
         if entry.phase == "loading":
@@ -219,14 +223,15 @@ class WorkerCore(Generic[R]):
         self.host.give_up(entry.adapter.digest, entry)
 
     def _forget(self, entry: Entry[R]) -> None:
-        request_id, _ = key = entry.key
         entry.move("end")
-        del self._book[key]
         if entry.holds and entry.adapter is not None:
             self.host.release(entry.adapter.digest)
-        if self._newest.get(request_id) is entry:
-            del self._newest[request_id]
+        request_id = entry.brief.request_id
+        if self.book.get(request_id) is entry:
+            del self.book[request_id]
             self.view.remove(request_id)
+        else:
+            del self._older[entry.key]
 
     def _on_stepped(self, said: Stepped) -> None:
         for digest, there in said.device:
@@ -236,19 +241,22 @@ class WorkerCore(Generic[R]):
                 self._device.discard(digest)
             self._place(digest)
         for brief in said.moved:
-            entry = self._book.get((brief.request_id, brief.epoch))
+            entry = self.entry((brief.request_id, brief.epoch))
             if entry is not None and entry.in_engine:
                 entry.move("admit" if brief.phase == "running" else "preempt")
-                if self._newest[brief.request_id] is entry:
+                if self.book[brief.request_id] is entry:
                     self.view.put(brief)
         for key in said.ended:
-            entry = self._book.get(key)
+            entry = self.entry(key)
             if entry is not None:
                 self._departures.left(self._now_s)
                 self._forget(entry)
 
     def _show(self, entry: Entry[R], phase: Literal["loading", "waiting"]) -> None:
-        self.view.put(msgspec.structs.replace(entry.brief, phase=phase))
+        brief = entry.brief
+        if brief.phase != phase:
+            brief = entry.brief = msgspec.structs.replace(brief, phase=phase)
+        self.view.put(brief)
 
     # ---- adapters
 
@@ -304,21 +312,23 @@ class WorkerCore(Generic[R]):
 
     def _take_actions(self) -> list[Action[R]]:
         """The host tier's own come last: a copy that goes to the device may be one that is evicted now."""
-        moves = self.host.take_actions()
-        for move in moves:
-            if not isinstance(move, host_tier.Load):
-                self._place(move.digest)
-        actions, self._actions = self._actions, []
-        return [*actions, *moves]
+        actions = self._actions
+        if actions:
+            self._actions = []
+        if moves := self.host.take_actions():
+            for move in moves:
+                if not isinstance(move, host_tier.Load):
+                    self._place(move.digest)
+            actions = [*actions, *moves]
+        return actions
 
     def check(self) -> None:
         """Assert that book, view and host tier agree (tests)."""
-        assert set(self.view.requests) == set(self._newest), "the view shows other requests than the book has"
-        for key, entry in self._book.items():
-            assert entry.key == key and entry.phase not in ("new", "gone"), entry
-            assert entry.phase == "leaving" or self._newest[key[0]] is entry, f"two epochs of {key[0]} are alive"
-        assert len(self._book) <= self.max_requests
-        holding = [entry.adapter.digest for entry in self._book.values() if entry.holds and entry.adapter]
+        assert set(self.view.requests) == set(self.book), "the view shows other requests than the book has"
+        assert all(entry.key == key and entry.phase == "leaving" for key, entry in self._older.items()), self._older
+        assert all(entry.phase not in ("new", "gone") for entry in self), "an entry that is not here"
+        assert len(self) <= self.max_requests
+        holding = [entry.adapter.digest for entry in self if entry.holds and entry.adapter]
         if self.host.host_bytes is not None:
             held = {digest: self.host.holders(digest) for digest in self.host.copies if self.host.holders(digest)}
             assert held == {digest: holding.count(digest) for digest in set(holding)}, "holders"

@@ -1,6 +1,6 @@
 """What a worker's core is told and what it answers: the vocabulary of `policies.worker_core`.
 
-Events are facts, actions are orders. Reasons are opaque to the core: who carries out an `Answer` knows what they mean.
+Events are facts, actions are orders; neither is changed once made (frozen dataclasses cost three times as much to make). Reasons are opaque to the core: who carries out an `Answer` knows what they mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.model import AdapterRef, FinishReason, RequestBrief
 # ---- events
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Assign(Generic[R]):
     """A request for this worker that has been found valid. Answered by `Refuse`, or taken."""
 
@@ -26,7 +26,7 @@ class Assign(Generic[R]):
     payload: R
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cancel:
     """Stop a request of this epoch or an older one."""
 
@@ -34,21 +34,21 @@ class Cancel:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OwnerLost:
     """A gateway is gone: nobody listens to its requests."""
 
     owner: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Close:
     """Take nothing new. With a `reason`, what the engine does not have yet ends with it."""
 
     reason: object = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NotStarted:
     """The engine did not take the request of the last `Start`. With a `reason` it is answered; without, its assignment is
     refused, and it was never here."""
@@ -57,7 +57,7 @@ class NotStarted:
     reason: object = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stepped:
     """What the engine did. `moved` are its requests that wait or run now and did not before, `ended` those that it let go of,
     `device` the adapters that came to the device (True) or left it."""
@@ -67,7 +67,7 @@ class Stepped:
     device: Iterable[tuple[str, bool]] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Loaded:
     """A `Load` is over: the copy takes `size_bytes`, its file `file_bytes`."""
 
@@ -76,7 +76,7 @@ class Loaded:
     file_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadFailed:
     """A `Load` is over."""
 
@@ -84,33 +84,33 @@ class LoadFailed:
     reason: object
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FileLost:
     """An adapter's file is not on disk, or not what its name says."""
 
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DiskFull:
     """A download needs room: an `Evict` follows if a file can be spared."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prefetch:
     """Bring an adapter to host memory, and to the device if there is room."""
 
     adapter: AdapterRef
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Unload:
     """Take an adapter out of every tier, each as soon as nothing uses it there."""
 
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Registered:
     """The registry has these versions and no others, by digest; the mapping may go on changing until the next one."""
 
@@ -148,14 +148,14 @@ Event = (
 # ---- actions, beside those of `policies.host_tier`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Start(Generic[R]):
     """Give the request to the engine; the host copy of its adapter is held until it ends."""
 
     entry: Entry[R]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stop:
     """Tell the engine to let go of a request."""
 
@@ -163,7 +163,7 @@ class Stop:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer(Generic[R]):
     """The request has ended without the engine; its owner has to hear of it."""
 
@@ -172,7 +172,7 @@ class Answer(Generic[R]):
     reason: object = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Refuse:
     """The assignment is not taken: a newer epoch is here (`newest`), the worker takes nothing new, or it is full."""
 
@@ -181,21 +181,21 @@ class Refuse:
     retry_after_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CopyIn:
     """Copy an adapter from host memory to the device if there is room without evicting."""
 
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CopyOut:
     """Take an adapter off the device as soon as nothing uses it."""
 
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TooLargeForHost:
     """The reason of an `Answer`: an adapter of so many bytes never fits in host memory."""
 

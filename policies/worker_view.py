@@ -12,7 +12,7 @@ from policies.worker_load import tokens_left
 from shared.model import RequestBrief, Residency, WorkerLimits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Changes:
     """What changed since the last time. An id is in one list only: what came and went is gone."""
 
@@ -40,11 +40,6 @@ class View:
     def changed(self) -> bool:
         """Whether there is something to tell."""
         return bool(self._requests or self._adapters or self.draining != self._draining_told)
-
-    @property
-    def changed_requests(self) -> list[str]:
-        """Ids of the requests that the next `take` will tell, those that are gone included."""
-        return list(self._requests)
 
     def put(self, brief: RequestBrief) -> None:
         """A request came, or is in a new phase."""
@@ -76,11 +71,15 @@ class View:
         """Output tokens that the running requests are still expected to produce."""
         return sum(tokens_left(brief) for brief in self.requests.values() if brief.phase == "running")
 
+    def told(self) -> None:
+        """All of it is known, or nobody listens."""
+        self._requests, self._adapters = {}, {}
+        self._draining_told = self.draining
+
     def take(self) -> Changes:
         """What changed; from now on it counts as told."""
         requests, adapters = self._requests, self._adapters
-        self._requests, self._adapters = {}, {}
-        self._draining_told = self.draining
+        self.told()
         return Changes(
             changed=[self.requests[i] for i in requests if i in self.requests],
             removed=[i for i in requests if i not in self.requests],

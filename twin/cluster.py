@@ -20,7 +20,7 @@ from policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
 from twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
 from twin.metrics import Metrics, summary
 from twin.scheduler import Delta, Scheduler, SchedulerSpec, Snapshot
-from twin.worker import Changes, Live, Worker, WorkerSpec
+from twin.worker import Live, Worker, WorkerSpec
 from twin.workload import Request, Workload
 
 
@@ -185,7 +185,7 @@ class Cluster:
 
     def _heartbeat(self, reporter: _Reporter) -> None:
         worker = reporter.worker
-        self._tell(reporter, worker.snapshot() if reporter.cadence.whole(len(worker.live)) else worker.delta())
+        self._tell(reporter, worker.snapshot() if reporter.cadence.whole(len(worker.core)) else worker.delta())
         if self._open:
             self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)
 
@@ -208,4 +208,4 @@ def _check_adapters(workload: Workload, spec: WorkerSpec) -> None:
 
 
 def _nobody_listens(worker: Worker) -> None:
-    worker.changes = Changes()
+    worker.view.told()

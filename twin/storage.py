@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from policies.host_tier import HostTier, Load
+from policies.host_tier import Load
 from policies.perf_model import MIB
 from shared.model import AdapterRef
 from twin.events import STEP, Events, to_ps
@@ -78,35 +78,20 @@ class _Way:
 
 
 class Storage:
-    """What a live worker's `AdapterStore` is, under the virtual clock."""
+    """What a live worker's `AdapterStore` is, under the virtual clock: `whole(adapter)` is called when a load is over."""
 
-    def __init__(self, model: StorageModel, events: Events) -> None:
-        self.tier: HostTier[Callable[[], None]] = HostTier(model.host_bytes, model.disk_bytes)
-        self._loading: dict[str, int] = {}  # digest -> bytes
-        self._ways = {"disk": _Way(model.disk, events, self._loaded), "store": _Way(model.store, events, self._loaded)}
+    def __init__(self, model: StorageModel, events: Events, whole: Callable[[AdapterRef], None]) -> None:
+        self._loading: dict[str, AdapterRef] = {}
+        self._whole = whole
+        self._ways = {"disk": _Way(model.disk, events, self._ended), "store": _Way(model.store, events, self._ended)}
         self.fetches = self.reads = 0  # from the store, from disk
 
-    def acquire(self, adapter: AdapterRef, ready: Callable[[], None]) -> bool:
-        """Hold the copy. True if it is here; otherwise `ready` is called when it has come and is held."""
-        here = self.tier.hold(adapter, ready)
-        self._perform()
-        return here
+    def load(self, load: Load) -> None:
+        """Begin a load."""
+        adapter = self._loading[load.adapter.digest] = load.adapter
+        self.reads += load.source == "disk"
+        self.fetches += load.source == "store"
+        self._ways[load.source].begin(adapter.digest, adapter.size_bytes)
 
-    def release(self, digest: str) -> None:
-        """Give back one hold."""
-        self.tier.release(digest)
-        self._perform()
-
-    def _loaded(self, digest: str) -> None:
-        size_bytes = self._loading.pop(digest)
-        for ready in self.tier.loaded(digest, size_bytes, size_bytes):
-            ready()
-        self._perform()
-
-    def _perform(self) -> None:
-        for action in self.tier.take_actions():
-            if isinstance(action, Load):
-                self._loading[action.adapter.digest] = action.adapter.size_bytes
-                self.reads += action.source == "disk"
-                self.fetches += action.source == "store"
-                self._ways[action.source].begin(action.adapter.digest, action.adapter.size_bytes)
+    def _ended(self, digest: str) -> None:
+        self._whole(self._loading.pop(digest))

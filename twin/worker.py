@@ -1,7 +1,7 @@
 """One Motet engine: what services/worker does between two network messages, under the virtual clock.
 
-    assign ─> accept or refuse ─> (adapter to host memory) ─> waiting ─┐
-    ┌──────────────────────────────────────────────────────────────────┘
+    assign ─> WorkerCore ─> refused, or (adapter to host memory) ─> started ─┐
+    ┌────────────────────────────────────────────────────────────────────────┘
     └─> decide ─> one step, or a run of equal ones ─> advance, draw tokens, end sequences ─> decide ...
 
 A *run* is a number of decode steps that `policies.batch_admission.steady_steps` says are all alike. It is one event. An
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -37,8 +37,12 @@ from policies.batch_admission import (
     steady_steps,
     wait,
 )
+from policies.host_tier import HostTier, Load
 from policies.kv_blocks import KvBlocks
-from shared.model import AdapterRef, PerfModel, Phase, RequestBrief, Residency, Tier, WorkerLimits
+from policies.worker_core import WorkerCore
+from policies.worker_events import Action, Assign, Loaded, Refuse, Registered, Start, Stepped
+from policies.worker_view import View
+from shared.model import AdapterRef, PerfModel, Phase, RequestBrief, WorkerLimits
 from twin.events import STEP, Events
 from twin.link import Copies, LinkModel
 from twin.metrics import Metrics
@@ -74,12 +78,11 @@ class Live(Sequence):
     end_length: int  # prompt and output tokens, when it ends
     request_id: str
     predicted_tokens: int
-    phase: Phase = "waiting"
     decoding: bool = False
     last_token_ps: int = -1  # of the first token, and of the last one before a preemption
 
-    def brief(self) -> RequestBrief:
-        """What a scheduler must know of it."""
+    def brief(self, phase: Phase) -> RequestBrief:
+        """What a scheduler must know of it in this phase."""
         request = self.request
         return RequestBrief(
             self.request_id,
@@ -89,7 +92,7 @@ class Live(Sequence):
             request.prompt_tokens,
             self.length - request.prompt_tokens,
             self.predicted_tokens,
-            self.phase,
+            phase,
             request.slo.tpot_slo_ms,
             request.slo.ttft_slo_ms,
         )
@@ -106,15 +109,6 @@ class _Run:
     steps: int
     left: int  # steps until the first of its decodes ends
     serial: int
-
-
-@dataclass(slots=True)
-class Changes:
-    """What schedulers have not heard yet."""
-
-    changed: dict[str, Live] = field(default_factory=dict)
-    removed: list[str] = field(default_factory=list)
-    tiers: dict[str, Tier | None] = field(default_factory=dict)
 
 
 class Worker:
@@ -145,13 +139,17 @@ class Worker:
             kv=KvBlocks(limits.kv_blocks_total, limits.block_size, prefix_cache=spec.prefix_cache),
             adapters=slots,
         )
-        self.storage = Storage(spec.storage, events)
-        self.live: dict[str, Live] = {}
-        self.kv_blocks_free = limits.kv_blocks_total  # after the last step that has ended
-        self.changes = Changes()
+        self.view = View(limits)  # messages make their briefs anew: tokens so far are in `core`
+        self.core: WorkerCore[Live] = WorkerCore(
+            view=self.view,
+            host=HostTier(spec.storage.host_bytes, spec.storage.disk_bytes),
+            max_requests=limits.max_running + limits.max_waiting,
+        )
+        self.storage = Storage(spec.storage, events, self._loaded)
         self.busy_ps = 0
         self._seq = 0
         self._refs: dict[str, AdapterRef] = {}  # of every adapter that was asked for
+        self.core.on(Registered(self._refs), 0.0)
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._orders = count()
         self._chance = np.random.default_rng(index)  # drawn from once per step with prefills, which is never split
@@ -162,8 +160,7 @@ class Worker:
 
     def assign(self, request: Request, request_id: str, predicted_tokens: int) -> bool:
         """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all."""
-        limits = self.spec.limits
-        if len(self.live) >= limits.max_running + limits.max_waiting or request.prompt_tokens >= self._max_length:
+        if request.prompt_tokens >= self._max_length:
             return False
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
@@ -180,58 +177,60 @@ class Worker:
             request_id=request_id,
             predicted_tokens=predicted_tokens,
         )
-        self.live[request_id] = live
-        if live.adapter and not self.storage.acquire(self._ref(live), lambda: self._enqueue(live)):
-            live.phase = "loading"
-            self._metrics.host_misses += 1
-            self._changed(live)
-        else:
-            self._enqueue(live)
+        actions = self.core.on(Assign(live.brief("waiting"), "", self._ref(live), live), self._events.now_s)
+        first = actions[0] if actions else None
+        if isinstance(first, Refuse):
+            return False
+        self._metrics.host_misses += not isinstance(first, Start)
+        self._perform(actions)
         return True
 
-    def _ref(self, live: Live) -> AdapterRef:
+    def _ref(self, live: Live) -> AdapterRef | None:
         digest = live.adapter
-        ref = self._refs.get(digest)
-        if ref is None:
+        if digest and digest not in self._refs:
             ref = AdapterRef(name=digest, digest=digest, rank=live.rank, size_bytes=live.adapter_bytes)
             self._refs[digest] = ref
-        return ref
+        return self._refs.get(digest)
+
+    def _perform(self, actions: list[Action[Live]]) -> None:
+        """What the core wants done: requests go on to the batches and loads to their links; nothing else takes time."""
+        if self.view.changed:
+            self._on_change(self)
+        for action in actions:
+            if isinstance(action, Start):
+                self._enqueue(action.entry.payload)
+            elif isinstance(action, Load):
+                self.storage.load(action)
+
+    def _loaded(self, adapter: AdapterRef) -> None:
+        size_bytes = adapter.size_bytes
+        self._perform(self.core.on(Loaded(adapter.digest, size_bytes, size_bytes), self._events.now_s))
 
     def _enqueue(self, live: Live) -> None:
-        live.phase = "waiting"
         live.order = next(self._orders)
         wait(self.state, live)
-        self._changed(live)
         if self._run is None:
             self._begin()
         else:
             self._shorten(self._run)
 
-    def _changed(self, live: Live) -> None:
-        self.changes.changed[live.request_id] = live
-        self._on_change(self)
-
-    def _end(self, live: Live, now_ps: int) -> None:
-        remove(self.state, live)
-        if live.adapter:
-            self.storage.release(live.adapter)
-        del self.live[live.request_id]
-        self.changes.changed.pop(live.request_id, None)
-        self.changes.removed.append(live.request_id)
-        self._metrics.ended(live.request.index, now_ps, live.end_length - live.request.prompt_tokens)
-        self._on_end(self, live)
+    def _end(self, ended: list[Live], now_ps: int) -> None:
+        for live in ended:
+            remove(self.state, live)
+            self._metrics.ended(live.request.index, now_ps, live.end_length - live.request.prompt_tokens)
+            self._on_end(self, live)
+        self._perform(self.core.on(Stepped(ended=[(live.request_id, 0) for live in ended]), self._events.now_s))
 
     # ---- steps
 
     def _begin(self) -> None:
         """Decide the next step, or the next run of them, and let it take its time."""
-        if not self.live:
+        if not self.core.book:
             return
         now_ps = self._events.now_ps
         copies = self._copies
-        if copies is not None:
-            for digest in copies.look(now_ps, waiting=bool(self.state.waiting)):
-                self.changes.tiers[digest] = "device"
+        if copies is not None and (arrived := copies.look(now_ps, waiting=bool(self.state.waiting))):
+            self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
         plan = self._admission.decide(self.state, self._events.now_s)
         if plan.admitted or plan.preempted or plan.loads:
             self._moved(plan, now_ps)
@@ -267,31 +266,28 @@ class Worker:
     def _moved(self, plan: Plan[Live], now_ps: int) -> None:
         metrics = self._metrics
         for live in plan.preempted:
-            live.phase = "waiting"
             if live.decoding:
                 live.decoding, live.last_token_ps = False, now_ps
-            metrics.preemptions += 1
-            self.changes.changed[live.request_id] = live
         for live in plan.admitted:
-            live.phase = "running"
             if live.last_token_ps < 0:
                 metrics.admitted(live.request.index, now_ps)
             metrics.prefix_tokens += live.cached_tokens
-            metrics.admissions += 1
             if live.cold is not None and live.last_token_ps < 0:
                 metrics.cold_starts[live.cold.mode] = metrics.cold_starts.get(live.cold.mode, 0) + 1
             if live.adapter:
                 metrics.adapter_admissions += 1
-            self.changes.changed[live.request_id] = live
-        for digest, _ in plan.evictions:
-            self.changes.tiers[digest] = "host" if digest in self.storage.tier else None
-            if self._copies is not None:
+        moved = [live.brief("waiting") for live in plan.preempted] + [live.brief("running") for live in plan.admitted]
+        device = [(digest, False) for digest, _ in plan.evictions]
+        if self._copies is None:
+            device += [(live.adapter, True) for live in plan.loads]
+        else:
+            for digest, _ in plan.evictions:
                 self._copies.link.cancel(digest)
-        for live in plan.loads:
-            if self._copies is not None:
+            for live in plan.loads:
                 self._copies.link.begin(live.adapter, live.adapter_bytes, now_ps)
-            else:
-                self.changes.tiers[live.adapter] = "device"
+        self.core.on(Stepped(moved, device=device), self._events.now_s)
+        metrics.preemptions += len(plan.preempted)
+        metrics.admissions += len(plan.admitted)
         metrics.device_loads += len(plan.loads)
         metrics.evictions += len(plan.evictions)
 
@@ -337,7 +333,7 @@ class Worker:
         steps = min(run.steps - 1, steps_within(run.first_ps, run.growth_ps, self._events.now_ps - run.began_ps))
         if steps:
             self._book(run, steps)
-            self.kv_blocks_free = self.state.kv.free
+            self.view.kv_blocks_free = self.state.kv.free
             run.began_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
             run.first_ps += run.growth_ps * steps
             run.steps -= steps
@@ -366,12 +362,12 @@ class Worker:
             ended += [live for live in plan.decodes if live.length >= live.end_length]
         if plan.prefills:
             ended += [live for live in plan.prefills if live.length >= live.end_length]
-        for live in ended:
-            self._end(live, now_ps)
-        self.kv_blocks_free = self.state.kv.free
+        if ended:
+            self._end(ended, now_ps)
+        self.view.kv_blocks_free = self.state.kv.free
         self._run = None
         self._begin()
-        if self.changes.changed or self.changes.removed:
+        if self.view.changed:
             self._on_change(self)
 
     def _draw(self, run: _Run, now_ps: int) -> None:
@@ -397,48 +393,46 @@ class Worker:
     def snapshot(self) -> Snapshot:
         """Everything that is here; what has changed is told with it."""
         self.settle()
-        self.changes = Changes()
-        slots, loading = self.state.adapters, self.state.adapters.loading
-        tiers: dict[str, Tier] = dict.fromkeys(self.storage.tier.copies, "host")
-        tiers.update({digest: "device" for digest in slots.digests() if digest not in loading})
+        view = self.view
+        view.told()
         self._seq += 1
         return Snapshot(
             worker_id=self.worker_id,
             seq=self._seq,
-            kv_blocks_free=self.kv_blocks_free,
-            adapter_bytes_free=slots.bytes_free,
+            kv_blocks_free=view.kv_blocks_free,
+            adapter_bytes_free=self.state.adapters.bytes_free,
             limits=self.spec.limits,
             perf=self.spec.perf,
-            requests=[live.brief() for live in self.live.values()],
-            adapters=[self._residency(digest, tier) for digest, tier in tiers.items()],
+            requests=[entry.payload.brief(_told(entry.phase)) for entry in self.core],
+            adapters=list(view.adapters.values()),
         )
 
     def delta(self) -> Delta:
-        """What changed since the last message: requests that are new or in a new phase, those that have ended, and adapters
-        that are in another tier or in none."""
+        """What changed since the last message."""
         self.settle()
-        changes, self.changes = self.changes, Changes()
+        changes = self.view.take()
+        entries = [self.core.entry((brief.request_id, brief.epoch)) for brief in changes.changed]
         self._seq += 1
         return Delta(
             worker_id=self.worker_id,
             seq=self._seq,
-            kv_blocks_free=self.kv_blocks_free,
+            kv_blocks_free=self.view.kv_blocks_free,
             adapter_bytes_free=self.state.adapters.bytes_free,
-            changed=[live.brief() for live in changes.changed.values()],
+            changed=[entry.payload.brief(_told(entry.phase)) for entry in entries if entry is not None],
             removed=changes.removed,
-            resident=[self._residency(digest, tier) for digest, tier in changes.tiers.items() if tier is not None],
-            evicted=[digest for digest, tier in changes.tiers.items() if tier is None],
+            resident=changes.resident,
+            evicted=changes.evicted,
             running_left=self._running_left(),
         )
-
-    def _residency(self, digest: str, tier: Tier) -> Residency:
-        ref = self._refs[digest]
-        return Residency(digest, ref.rank, ref.size_bytes, tier)
 
     def _running_left(self) -> int:
         """Output tokens that the running requests are still expected to produce."""
         running = self.state.running
         return sum([left if (left := live.expected_length - live.length) > 0 else 1 for live in running])
+
+
+def _told(phase: str) -> Phase:
+    return "loading" if phase == "loading" else "running" if phase == "running" else "waiting"
 
 
 def _content(request: Request, length: int) -> array[int]:

@@ -42,7 +42,7 @@ class WorkerView(View):
 
     def snapshot(self, perf: PerfModel, unix_ms: int) -> WorkerSnapshot:
         """Everything; pending changes are in it."""
-        self.take()
+        self.told()
         self._seq += 1
         return WorkerSnapshot(
             worker_id=self.worker_id,

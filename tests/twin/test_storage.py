@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from policies.host_tier import LOADS_AT_ONCE
+from collections.abc import Callable
+
+from policies.host_tier import LOADS_AT_ONCE, HostTier, Load
 from shared.model import AdapterRef
 from twin.events import PS_PER_MS, Events
 from twin.steps import Link
@@ -13,13 +15,41 @@ def ref(digest: str, size_bytes: int = SIZE) -> AdapterRef:
     return AdapterRef(name=digest, digest=digest, rank=8, size_bytes=size_bytes)
 
 
-def host(room: int, disk: int | None = None) -> tuple[Storage, Events]:
+class Host:
+    """The host tier of `policies` over the twin's links, without a worker around them."""
+
+    def __init__(self, model: StorageModel, events: Events) -> None:
+        self.tier: HostTier[Callable[[], None]] = HostTier(model.host_bytes, model.disk_bytes)
+        self.storage = Storage(model, events, self._loaded)
+
+    def acquire(self, adapter: AdapterRef, ready: Callable[[], None]) -> bool:
+        """True if the copy is here; otherwise `ready` is called when it has come."""
+        here = self.tier.hold(adapter, ready)
+        self._perform()
+        return here
+
+    def release(self, digest: str) -> None:
+        self.tier.release(digest)
+        self._perform()
+
+    def _loaded(self, adapter: AdapterRef) -> None:
+        for ready in self.tier.loaded(adapter.digest, adapter.size_bytes, adapter.size_bytes):
+            ready()
+        self._perform()
+
+    def _perform(self) -> None:
+        for action in self.tier.take_actions():
+            if isinstance(action, Load):
+                self.storage.load(action)
+
+
+def host(room: int, disk: int | None = None) -> tuple[Host, Events]:
     events = Events()
     model = StorageModel(host_bytes=room, disk_bytes=disk, disk=Link(1.0, 0.0), store=Link(10.0, 0.0))
-    return Storage(model, events), events
+    return Host(model, events), events
 
 
-def load(tier: Storage, events: Events, digest: str) -> int:
+def load(tier: Host, events: Events, digest: str) -> int:
     """Acquire and wait; how many milliseconds it took."""
     began, came = events.now_ps, []
     if tier.acquire(ref(digest), lambda: came.append(events.now_ps)):
@@ -40,7 +70,7 @@ def test_the_first_load_comes_from_the_store_and_later_ones_from_disk() -> None:
     assert "a" not in tier.tier
     tier.release("b")
     assert load(tier, events, "a") == 1
-    assert (tier.fetches, tier.reads) == (2, 1)
+    assert (tier.storage.fetches, tier.storage.reads) == (2, 1)
 
 
 def test_what_was_loaded_longest_ago_leaves_a_full_disk_and_is_fetched_again() -> None:
@@ -50,7 +80,7 @@ def test_what_was_loaded_longest_ago_leaves_a_full_disk_and_is_fetched_again() -
         took.append(load(tier, events, digest))
         tier.release(digest)
     assert took == [10, 10, 1, 10, 1, 10]  # c pushed b out, which was loaded before a
-    assert (tier.fetches, tier.reads) == (4, 2)
+    assert (tier.storage.fetches, tier.storage.reads) == (4, 2)
 
 
 def test_the_copy_released_longest_ago_leaves_first() -> None:
@@ -77,7 +107,7 @@ def test_a_load_waits_for_a_holder_to_let_go() -> None:
 
 def test_loads_at_once_wait_side_by_side_and_share_the_bandwidth_equally() -> None:
     events, ended = Events(), dict[str, int]()
-    tier = Storage(StorageModel(host_bytes=16 << 20, store=Link(10.0, 3.0)), events)
+    tier = Host(StorageModel(host_bytes=16 << 20, store=Link(10.0, 3.0)), events)
 
     def begin(digest: str, mib: int) -> None:
         tier.acquire(ref(digest, mib << 20), lambda: ended.update({digest: events.now_ps // PS_PER_MS}))
