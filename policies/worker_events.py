@@ -1,6 +1,7 @@
 """What a worker's core is told and what it answers: the vocabulary of `policies.worker_core`.
 
-Events are facts, actions are orders; neither is changed once made (frozen dataclasses cost three times as much to make). Reasons are opaque to the core: who carries out an `Answer` knows what they mean.
+Events are facts, actions are orders; neither is changed once made (frozen dataclasses cost three times as much to make).
+Reasons are opaque to the core: who carries out an `Answer` knows what they mean.
 """
 
 from __future__ import annotations

@@ -18,25 +18,22 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 
 from policies.adapter_slots import AdapterSlots
 from policies.batch_admission import (
     AdmissionLimits,
-    AdmissionState,
-    BatchAdmission,
     Plan,
     Sequence,
     advance,
     advance_steady,
     due_s,
     pairs,
-    remove,
     steady_steps,
-    wait,
 )
+from policies.batch_core import BatchCore
+from policies.cold_start import ColdStarts
 from policies.host_tier import HostTier, Load
 from policies.kv_blocks import KvBlocks
 from policies.worker_core import WorkerCore
@@ -130,15 +127,15 @@ class Worker:
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
         admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=spec.max_step_tokens)
-        slots = AdapterSlots(spec.max_loras, limits.adapter_bytes_total, asynchronous=spec.link is not None)
-        self._copies: Copies | None = None
-        if spec.link is not None:
-            self._copies = Copies(spec.link, slots, max_step_tokens=spec.max_step_tokens, perf=spec.perf)
-        self._admission: BatchAdmission[Live] = BatchAdmission(admission, self._copies.cold if self._copies else None)
-        self.state: AdmissionState[Live] = AdmissionState(
+        self._copies = Copies(spec.link, spec.perf) if spec.link is not None else None
+        cold = ColdStarts(spec.link.layers, spec.max_step_tokens, spec.link.cold_start) if spec.link is not None else None
+        self.batches: BatchCore[Live] = BatchCore(
+            admission,
             kv=KvBlocks(limits.kv_blocks_total, limits.block_size, prefix_cache=spec.prefix_cache),
-            adapters=slots,
+            slots=AdapterSlots(spec.max_loras, limits.adapter_bytes_total, asynchronous=cold is not None),
+            cold=cold,
         )
+        self.state = self.batches.state
         self.view = View(limits)  # messages make their briefs anew: tokens so far are in `core`
         self.core: WorkerCore[Live] = WorkerCore(
             view=self.view,
@@ -151,7 +148,6 @@ class Worker:
         self._refs: dict[str, AdapterRef] = {}  # of every adapter that was asked for
         self.core.on(Registered(self._refs), 0.0)
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
-        self._orders = count()
         self._chance = np.random.default_rng(index)  # drawn from once per step with prefills, which is never split
         self._run: _Run | None = None
         self._serial = 0
@@ -207,8 +203,7 @@ class Worker:
         self._perform(self.core.on(Loaded(adapter.digest, size_bytes, size_bytes), self._events.now_s))
 
     def _enqueue(self, live: Live) -> None:
-        live.order = next(self._orders)
-        wait(self.state, live)
+        self.batches.start(live)
         if self._run is None:
             self._begin()
         else:
@@ -216,7 +211,7 @@ class Worker:
 
     def _end(self, ended: list[Live], now_ps: int) -> None:
         for live in ended:
-            remove(self.state, live)
+            self.batches.end(live)
             self._metrics.ended(live.request.index, now_ps, live.end_length - live.request.prompt_tokens)
             self._on_end(self, live)
         self._perform(self.core.on(Stepped(ended=[(live.request_id, 0) for live in ended]), self._events.now_s))
@@ -229,13 +224,15 @@ class Worker:
             return
         now_ps = self._events.now_ps
         copies = self._copies
-        if copies is not None and (arrived := copies.look(now_ps, waiting=bool(self.state.waiting))):
-            self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
-        plan = self._admission.decide(self.state, self._events.now_s)
+        if copies is not None:
+            copies.link.advance(now_ps)
+            if arrived := self.batches.look(copies):
+                self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
+        plan = self.batches.decide(self._events.now_s)
         if plan.admitted or plan.preempted or plan.loads:
             self._moved(plan, now_ps)
         if not plan.tokens:
-            if copies is not None and (wait_ps := copies.wait_ps()):
+            if copies is not None and (wait_ps := copies.wait_ps(self.batches)):
                 self._serial += 1
                 self._events.at(now_ps + wait_ps, STEP, self._resume, self._serial)
             return  # all that is here is still loading
@@ -252,7 +249,7 @@ class Worker:
             first_ps += each_ps * sum(contexts) + longest_ps * max(contexts)
             growth_ps = each_ps * len(contexts) + longest_ps if not plan.prefills else 0
         if copies is not None:
-            first_ps = copies.step_ps(plan.decodes + plan.prefills, first_ps)
+            first_ps = copies.step_ps(self.batches, plan.decodes + plan.prefills, first_ps)
         self._serial += 1
         self._run = _Run(plan, now_ps, first_ps, growth_ps, steps, left, self._serial)
         self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
