@@ -81,7 +81,7 @@ class _Fetch:
     adapter: AdapterRef
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class WorkerCore(Generic[R]):
     """One worker's requests and adapters. It never has more than `max_requests`."""
 
