@@ -22,7 +22,7 @@ from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.engine import Engine
 from services.worker.engine.request import EngineRequest, StepOutput
 from shared.model import AdapterRef, RequestBrief, SamplingParams
-from tests.parity.test_engine_and_twin import QUICK, Recorder, scripted  # noqa: F401: a fixture
+from tests.parity.test_engine_and_twin import QUICK, Recorder, scripted
 from tests.services.worker.support_engine import BLOCK_SIZE, PacedRunner, make_engine
 from tests.support_models import MAX_LEN
 from tests.support_worker import worker_limits
