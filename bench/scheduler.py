@@ -26,8 +26,8 @@ from policies.candidates import Ask
 from policies.choice import Choose
 from policies.cluster_state import hash_of
 from policies.dispatch import POLICIES, decide
+from policies.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, Cadence
 from services.scheduler.cluster import Cluster
-from services.worker.reports import DELTA_S, HEARTBEAT_S, MAX_BEATS, SNAPSHOT_REQUESTS
 from services.worker.state import WorkerView
 from shared.messages import WorkerState
 from shared.model import PerfModel, Phase, RequestBrief, Residency, WorkerLimits
@@ -88,7 +88,7 @@ class _Fleet:
         self.decode = msgspec.msgpack.Decoder(WorkerState).decode
         self.requests = 0
         self.now_s = 0.0
-        self.beats = [self.draw.randrange(MAX_BEATS) for _ in range(workers)]
+        self.cadences = [Cadence(self.draw.randrange(MAX_BEATS)) for _ in range(workers)]
         for number in range(workers):
             view = WorkerView(f"w{number:04}", "first", LIMITS)
             self.views.append(view)
@@ -122,10 +122,7 @@ class _Fleet:
                 due_s, _, number, brief = heappop(events)
                 view = self.views[number]
                 if brief is None:
-                    self.beats[number] -= 1
-                    snapshot = self.beats[number] < 0
-                    if snapshot:
-                        self.beats[number] = min(len(view.requests) // SNAPSHOT_REQUESTS, MAX_BEATS - 1)
+                    snapshot = self.cadences[number].whole(len(view.requests))
                     updates_s += self._hear(view, snapshot=snapshot)
                     again_s = due_s + HEARTBEAT_S
                 elif brief.phase == "loading":

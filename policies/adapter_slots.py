@@ -1,15 +1,16 @@
-"""The adapters on the device: slots and bytes, reference counts, eviction of the least recently used.
+"""Which adapters sit on the device: slots and bytes, reference counts, and an eviction policy for the idle ones.
 
 A slot holds one adapter version. It is *used* while running sequences hold it and *idle* after; only idle ones are
-evicted, the least recently released first. Sizes are the adapters' own: nothing is padded to the largest rank.
+evicted, in the order of `policies.eviction`. Sizes are what the adapter occupies on the device, its own rank and no more.
 Where copies run beside the steps (`asynchronous`) an adapter is *loading* from its grant on until it has `arrived`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from policies.eviction import Eviction, Lru
 
 
 @dataclass(slots=True)
@@ -31,14 +32,16 @@ class _Resident:
 class AdapterSlots:
     """Accounting of `slots` slots and `bytes_total` bytes. Keys are adapter digests."""
 
-    def __init__(self, slots: int, bytes_total: int, *, asynchronous: bool = False) -> None:
+    def __init__(self, slots: int, bytes_total: int, *, asynchronous: bool = False, eviction: Eviction | None = None) -> None:
         self.asynchronous = asynchronous
         self.slots = slots
         self.bytes_total = bytes_total
         self.bytes_free = bytes_total
         self._residents: dict[str, _Resident] = {}
-        self._idle: OrderedDict[str, None] = OrderedDict()
-        self._idle_bytes = 0
+        self._eviction: Eviction = eviction or Lru()
+        self._idle = 0  # adapters without users
+        self.idle_bytes = 0
+        """Of the adapters without users."""
         self._loading: dict[str, int] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
 
@@ -71,7 +74,7 @@ class AdapterSlots:
         """Whether a new adapter of this size would fit now."""
         if evicting:
             has_slot = bool(self._free_slots or self._idle)
-            return has_slot and size_bytes <= self.bytes_free + self._idle_bytes
+            return has_slot and size_bytes <= self.bytes_free + self.idle_bytes
         return bool(self._free_slots) and size_bytes <= self.bytes_free
 
     def acquire(self, digest: str, size_bytes: int) -> Grant | None:
@@ -79,18 +82,20 @@ class AdapterSlots:
         resident = self._residents.get(digest)
         if resident is not None:
             if not resident.users:
-                del self._idle[digest]
-                self._idle_bytes -= resident.size_bytes
+                self._idle -= 1
+                self.idle_bytes -= resident.size_bytes
+                self._eviction.use(digest)
             resident.users += 1
             return Grant(resident.slot)
         if not self.fits(size_bytes):
             return None
         evicted: list[tuple[str, int]] = []
         while not self._free_slots or size_bytes > self.bytes_free:
-            oldest = next(iter(self._idle))
-            evicted.append((oldest, self.drop(oldest)))
+            victim = next(iter(self._eviction))
+            evicted.append((victim, self.drop(victim)))
         slot = self._free_slots.pop()
         self._residents[digest] = _Resident(slot, size_bytes, users=1)
+        self._eviction.use(digest)
         if self.asynchronous:
             self._loading[digest] = slot
         self.bytes_free -= size_bytes
@@ -101,17 +106,19 @@ class AdapterSlots:
         resident = self._residents[digest]
         resident.users -= 1
         if not resident.users:
-            self._idle[digest] = None
-            self._idle_bytes += resident.size_bytes
+            self._idle += 1
+            self.idle_bytes += resident.size_bytes
+            self._eviction.release(digest, resident.size_bytes)
 
     def drop(self, digest: str) -> int:
         """Remove an idle adapter, or cancel its copy; returns the freed slot."""
         if self._residents[digest].users:
             raise ValueError(f"adapter {digest} is in use")
         resident = self._residents.pop(digest)
-        del self._idle[digest]
         self._loading.pop(digest, None)
-        self._idle_bytes -= resident.size_bytes
+        self._idle -= 1
+        self.idle_bytes -= resident.size_bytes
+        self._eviction.forget(digest)
         self.bytes_free += resident.size_bytes
         self._free_slots.append(resident.slot)
         return resident.slot
@@ -125,5 +132,6 @@ class AdapterSlots:
         held = sum(resident.size_bytes for resident in self._residents.values())
         assert self.bytes_free == self.bytes_total - held >= 0, "bytes do not add up"
         assert all(self._residents[digest].slot == slot for digest, slot in self._loading.items()), "a copy without a slot"
-        assert set(self._idle) == set(self._residents) - set(used), "idle list differs from adapters without users"
-        assert self._idle_bytes == sum(self._residents[digest].size_bytes for digest in self._idle), "idle bytes"
+        idle = set(self._residents) - set(used)
+        assert set(self._eviction) == idle and self._idle == len(idle), "victims differ from adapters without users"
+        assert self.idle_bytes == sum(self._residents[digest].size_bytes for digest in idle), "idle bytes"

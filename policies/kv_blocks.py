@@ -64,6 +64,11 @@ class KvBlocks:
         return len(self._blank) + len(self._idle)
 
     @property
+    def idle(self) -> int:
+        """Of the free ones, those whose content can still be found by key."""
+        return len(self._idle)
+
+    @property
     def cached(self) -> int:
         """Blocks whose content can be found by key, used or not."""
         return len(self._block_of)

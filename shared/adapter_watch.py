@@ -8,7 +8,7 @@ A name refers to the tenant's own adapter of that name, if there is one, else to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -75,6 +75,11 @@ class AdapterWatch:
     def by_digest(self, digest: str) -> AdapterVersion | None:
         """A version by content digest; also a replaced version without a name, until nothing uses it."""
         return self._versions.get(digest)
+
+    @property
+    def digests(self) -> Mapping[str, AdapterVersion]:
+        """Every version by content digest, as it is at any time."""
+        return self._versions
 
     def all(self) -> list[AdapterInfo]:
         """Every name of every tenant, sorted: for operators and metrics, never for a tenant."""

@@ -16,25 +16,24 @@ from typing import Any
 
 import numpy as np
 
+from policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
 from twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
 from twin.metrics import Metrics, summary
-from twin.scheduler import Report, Scheduler, SchedulerSpec
-from twin.worker import Changes, Live, Worker, WorkerSpec
+from twin.scheduler import Delta, Scheduler, SchedulerSpec, Snapshot
+from twin.worker import Live, Worker, WorkerSpec
 from twin.workload import Request, Workload
-
-SNAPSHOT_REQUESTS, MAX_BEATS = 64, 4  # as in services/worker/reports.py: busy workers tell everything less often
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bus:
-    """Delays and intervals of messages; the intervals are those of services/worker/reports.py."""
+    """How late everybody hears of everything; the intervals are those of live workers."""
 
     submit_ms: float = 0.0
     assign_ms: float = 0.0
     stream_ms: float = 0.0
     state_ms: float = 1.0
-    heartbeat_s: float = 0.5
-    delta_s: float = 0.02
+    heartbeat_s: float = HEARTBEAT_S
+    delta_s: float = DELTA_S
 
 
 @dataclass(slots=True)
@@ -44,7 +43,7 @@ class _Reporter:
     worker: Worker
     last_ps: int = -PS_PER_S
     due: bool = False
-    beats: int = 0  # heartbeats until the next whole report
+    cadence: Cadence = field(default_factory=Cadence)
 
 
 @dataclass(slots=True)
@@ -90,8 +89,9 @@ class Cluster:
         self._open = len(workload)  # requests without an end
         if scheduler is not None:
             for worker, reporter in zip(self.workers, self._reporters, strict=True):
+                first = worker.snapshot()
                 for one in self.schedulers:
-                    one.meet(worker.worker_id, worker.spec.limits, worker.spec.perf, 0.0)
+                    one.hear(first, 0.0)
                 # spread over the interval: workers do not start at the same instant
                 self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
         self._coming = iter(workload)
@@ -181,35 +181,22 @@ class Cluster:
 
     def _delta(self, reporter: _Reporter) -> None:
         if reporter.due:  # else a heartbeat has told it meanwhile
-            self._tell_changes(reporter)
-
-    def _tell_changes(self, reporter: _Reporter) -> None:
-        reporter.due, reporter.last_ps = False, self.events.now_ps
-        worker = reporter.worker
-        worker.settle()
-        changed, removed, tiers = worker.take_changes()
-        self._send(Report(worker.worker_id, False, worker.kv_blocks_free, changed, removed, tiers, worker.running_left()))
+            self._tell(reporter, reporter.worker.delta())
 
     def _heartbeat(self, reporter: _Reporter) -> None:
         worker = reporter.worker
-        if reporter.beats:
-            reporter.beats -= 1
-            self._tell_changes(reporter)
-        else:
-            reporter.beats = min(len(worker.live) // SNAPSHOT_REQUESTS, MAX_BEATS - 1)
-            briefs = worker.briefs()
-            self._send(Report(worker.worker_id, True, worker.kv_blocks_free, briefs, [], worker.tiers()))
-            reporter.due, reporter.last_ps = False, self.events.now_ps
+        self._tell(reporter, worker.snapshot() if reporter.cadence.whole(len(worker.core)) else worker.delta())
         if self._open:
             self.events.at(self.events.now_ps + self._heartbeat_ps, HEARTBEAT, self._heartbeat, reporter)
 
-    def _send(self, report: Report) -> None:
-        self.events.at(self.events.now_ps + self._state_ps, MESSAGE, self._hear, report)
+    def _tell(self, reporter: _Reporter, word: Snapshot | Delta) -> None:
+        reporter.due, reporter.last_ps = False, self.events.now_ps
+        self.events.at(self.events.now_ps + self._state_ps, MESSAGE, self._hear, word)
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self, word: Snapshot | Delta) -> None:
         now_s = self.events.now_s
         for scheduler in self.schedulers:
-            scheduler.hear(report, now_s)
+            scheduler.hear(word, now_s)
 
 
 def _check_adapters(workload: Workload, spec: WorkerSpec) -> None:
@@ -221,4 +208,4 @@ def _check_adapters(workload: Workload, spec: WorkerSpec) -> None:
 
 
 def _nobody_listens(worker: Worker) -> None:
-    worker.changes = Changes()
+    worker.view.told()

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
-from policies.adapter_slots import AdapterSlots
-from policies.batch_admission import Sequence
-from policies.cold_start import AssistRates, ColdStarts, Copy, Forced, step_ms
+from policies.batch_admission import S, Sequence
+from policies.batch_core import BatchCore
+from policies.cold_start import AssistRates, Copy, Forced, step_ms
 from policies.perf_model import MIB
 from shared.model import PerfModel
 from twin.events import PS_PER_MS, PS_PER_S, to_ps
@@ -70,8 +70,10 @@ class DeviceLink:
         return whole
 
     def loaded(self, digest: str) -> int:
-        """The number of completed layers of a copy under way."""
-        copy = self._find(digest)
+        """Layers of a copy that are there: all of them once it is not under way any more."""
+        copy = next((one for one in self._queue if one.digest == digest), None)
+        if copy is None:
+            return self._model.layers
         return (copy.total_ps - copy.left_ps) * self._model.layers // copy.total_ps
 
     def ahead_bytes(self, digest: str) -> float:
@@ -93,42 +95,38 @@ class DeviceLink:
 
 
 class Copies:
-    """Slots and link under the virtual clock; the counterpart of `services.worker.engine.copies`."""
+    """The link of one worker as `policies.batch_core` sees it, and what copies under way do to waits and steps."""
 
-    def __init__(self, model: LinkModel, slots: AdapterSlots, *, max_step_tokens: int, perf: PerfModel) -> None:
-        self.cold = ColdStarts(model.layers, max_step_tokens, model.cold_start)
+    def __init__(self, model: LinkModel, perf: PerfModel) -> None:
+        self.perf, self.assist, self.bytes_per_s = perf, model.assist, model.bytes_per_s
         self.link = DeviceLink(model)
-        self._model, self._slots, self._perf = model, slots, perf
+        self._model = model
 
-    def look(self, now_ps: int, *, waiting: bool) -> list[str]:
-        """Take in completed copies, and tell the policy the progress of the others."""
-        slots, link = self._slots, self.link
-        whole = link.advance(now_ps)
-        for digest in whole:
-            slots.arrived(digest)
-        if slots.loading or waiting:
-            self.cold.observe(
-                perf=self._perf,
-                bytes_per_s=self._model.bytes_per_s,
-                queued_bytes=link.queued_bytes,
-                under_way={
-                    digest: (slots.size_bytes(digest), link.ahead_bytes(digest), link.loaded(digest))
-                    for digest in slots.loading
-                },
-                assist=self._model.assist,
-            )
-        return whole
+    @property
+    def bytes_queued(self) -> float:
+        """Of all copies under way."""
+        return self.link.queued_bytes
 
-    def wait_ps(self) -> int:
-        """In an idle engine: time until a request can join; 0 without copies under way."""
-        if not self._slots.loading:
+    def layers_loaded(self, digest: str, slot: int) -> int:
+        """Of a copy under way, or whole."""
+        return self.link.loaded(digest)
+
+    def bytes_ahead(self, digest: str, slot: int) -> float:
+        """Until this copy is whole."""
+        return self.link.ahead_bytes(digest)
+
+    def wait_ps(self, core: BatchCore[S]) -> int:
+        """How long nobody can join, when nobody runs; 0 without copies under way."""
+        if not core.slots.loading:
             return 0
-        wait_ms = max(self.cold.wait_ms, SHORTEST_WAIT_MS)
+        wait_ms = max(core.wait_ms, SHORTEST_WAIT_MS)
         return min(self.link.first_whole_ps, to_ps(wait_ms)) if isfinite(wait_ms) else self.link.first_whole_ps
 
-    def step_ps(self, lives: Iterable[Sequence], warm_ps: int) -> int:
-        """Duration of a step of these sequences that takes `warm_ps` when all adapters are on the device."""
-        loading, cold, model = self._slots.loading, self.cold, self._model
+    def step_ps(self, core: BatchCore[S], lives: Iterable[Sequence], warm_ps: int) -> int:
+        """A step of these sequences that takes `warm_ps` with every adapter there."""
+        loading, cold, model = core.slots.loading, core.cold, self._model
+        if cold is None or not loading:
+            return warm_ps
         mib_rows, sizes, assisted, overlapped = 0.0, dict[str, float](), dict[str, Copy](), dict[str, Copy]()
         for live in lives:
             digest = live.adapter

@@ -6,19 +6,19 @@ not the workers themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from policies.candidates import Ask
 from policies.choice import Choose
-from policies.cluster_state import ClusterState, hash_of
+from policies.cluster_state import hash_of
+from policies.cluster_view import ClusterView
 from policies.dispatch import POLICIES, Decision, decide
-from policies.flights import Flights
 from policies.length_quantiles import LengthQuantiles
 from policies.objectives import Admission
-from shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
+from policies.worker_book import WorkerBook
+from shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
 from twin.workload import Request
 
 ADAPTERS = 4096  # length histograms kept
@@ -37,16 +37,34 @@ class SchedulerSpec:
     oracle_lengths: bool = False
 
 
-class Report(msgspec.Struct, frozen=True):
-    """A worker's report: its whole state, or the changes since the last report."""
+class Word(msgspec.Struct, kw_only=True):
+    """What a worker says (`policies.worker_book`). Workers of the twin neither restart nor drain."""
 
     worker_id: str
-    whole: bool
+    seq: int
     kv_blocks_free: int
+    adapter_bytes_free: int
+    incarnation: str = ""
+    draining: bool = False
+
+
+class Snapshot(Word, kw_only=True):
+    """Everything."""
+
+    limits: WorkerLimits
+    perf: PerfModel
+    requests: list[RequestBrief]
+    adapters: list[Residency]
+
+
+class Delta(Word, kw_only=True):
+    """What changed since its last word."""
+
     changed: list[RequestBrief]
     removed: list[str]
-    tiers: Mapping[str, Tier | None]  # adapters that are now in this tier, or in none
-    running_left: int = 0  # what a whole report says request by request
+    resident: list[Residency]
+    evicted: list[str]
+    running_left: int | None
 
 
 class Scheduler:
@@ -55,32 +73,19 @@ class Scheduler:
     def __init__(self, spec: SchedulerSpec) -> None:
         self.spec = spec
         self._choose = POLICIES[spec.policy]() if isinstance(spec.policy, str) else spec.policy
-        self.state = ClusterState()
-        self.flights = Flights(self.state, spec.in_flight_s)
+        view = ClusterView(spec.in_flight_s)
+        self.state, self.flights = view.state, view.flights
+        self._book = WorkerBook(view)
         self._lengths = LengthQuantiles(ADAPTERS)
         self._base_model = ""
 
-    def meet(self, worker_id: str, limits: WorkerLimits, perf: PerfModel, now_s: float) -> None:
-        """A worker's first snapshot, or new coefficients."""
-        self._base_model = limits.base_model
-        self.state.put_worker(worker_id, limits, perf)
-        self.state.heard(worker_id, now_s, kv_blocks_free=limits.kv_blocks_total, draining=False)
-
-    def hear(self, report: Report, now_s: float) -> None:
-        """A worker's report arrived."""
-        self.state.heard(report.worker_id, now_s, kv_blocks_free=report.kv_blocks_free, draining=False)
-        if report.whole:
-            self.flights.snapshot(report.worker_id, report.changed, now_s)
-            held = {digest: tier for digest, tier in report.tiers.items() if tier is not None}
-            self.state.replace_adapters(report.worker_id, held)
+    def hear(self, word: Snapshot | Delta, now_s: float) -> None:
+        """A worker's message arrived."""
+        if isinstance(word, Snapshot):
+            self._base_model = word.limits.base_model
+            self._book.snapshot(word, now_s)
         else:
-            self.flights.delta(report.worker_id, report.changed, report.removed, now_s)
-            for digest, tier in report.tiers.items():
-                if tier is None:
-                    self.state.drop_adapter(report.worker_id, digest)
-                else:
-                    self.state.put_adapter(report.worker_id, digest, tier)
-            self.state.set_running_left(report.worker_id, report.running_left)
+            self._book.delta(word, now_s)
 
     def predict(self, request: Request) -> int:
         """Expected output tokens."""

@@ -1,30 +1,21 @@
-"""The simulated host and disk tiers of adapters; the device's slots are `policies.adapter_slots`.
+"""Disk and object store as links that take time, for `policies.host_tier`.
 
-The rules are those of the live worker's tiers. All requests for an adapter share one load; `LOADS_AT_ONCE` loads run at a
-time, first come, first served. The host tier evicts the least recently used copy that nobody holds; when held copies fill the
-budget, loads wait for a release. Fetched adapters are on disk afterwards; the disk tier evicts the least recently loaded.
-Latencies of loads overlap, and the loads on a link share its bandwidth equally.
+Loads wait for their link's latency side by side, and then share the link equally.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from policies.host_tier import Load
 from policies.perf_model import MIB
+from shared.model import AdapterRef
 from twin.events import STEP, Events, to_ps
 from twin.steps import Link
 
-LOADS_AT_ONCE = 4
 DISK = Link(1.0, 0.5)  # 2 GB/s
 STORE = Link(5.0, 8.0)  # 1 Gbit/s
-
-
-@dataclass(slots=True)
-class _Load:
-    size_bytes: int
-    waiters: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,94 +77,21 @@ class _Way:
         self._whole(digest)
 
 
-class HostTier:
-    """One worker's host copies. `acquire` now, or later through the callback; every holder releases once."""
+class Storage:
+    """What a live worker's `AdapterStore` is, under the virtual clock: `whole(adapter)` is called when a load is over."""
 
-    def __init__(self, model: StorageModel, events: Events) -> None:
-        self._model, self._events = model, events
-        self._held: dict[str, tuple[int, int]] = {}  # digest -> (bytes, holders), for those with holders
-        self._idle: OrderedDict[str, int] = OrderedDict()  # digest -> bytes
-        self._used = 0  # bytes of both and of loads under way
-        self._on_disk: OrderedDict[str, int] = OrderedDict()  # digest -> bytes, least recently loaded first
-        self._disk_used = 0
-        self._loads: dict[str, _Load] = {}
-        self._queue: deque[str] = deque()
-        self._active = 0
-        self._from_disk = _Way(model.disk, events, self._loaded)
-        self._from_store = _Way(model.store, events, self._loaded)
+    def __init__(self, model: StorageModel, events: Events, whole: Callable[[AdapterRef], None]) -> None:
+        self._loading: dict[str, AdapterRef] = {}
+        self._whole = whole
+        self._ways = {"disk": _Way(model.disk, events, self._ended), "store": _Way(model.store, events, self._ended)}
         self.fetches = self.reads = 0  # from the store, from disk
 
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._held or digest in self._idle
+    def load(self, load: Load) -> None:
+        """Begin a load."""
+        adapter = self._loading[load.adapter.digest] = load.adapter
+        self.reads += load.source == "disk"
+        self.fetches += load.source == "store"
+        self._ways[load.source].begin(adapter.digest, adapter.size_bytes)
 
-    def digests(self) -> list[str]:
-        """All copies in host memory, if its size is limited."""
-        return [*self._held, *self._idle]
-
-    def acquire(self, digest: str, size_bytes: int, ready: Callable[[], None]) -> bool:
-        """Hold a copy. True if it is in host memory; otherwise `ready` is called once it is loaded and held."""
-        if self._model.host_bytes is None:
-            return True
-        if digest in self._held:
-            held_bytes, holders = self._held[digest]
-            self._held[digest] = (held_bytes, holders + 1)
-            return True
-        if digest in self._idle:
-            self._held[digest] = (self._idle.pop(digest), 1)
-            return True
-        load = self._loads.get(digest)
-        if load is None:
-            load = self._loads[digest] = _Load(size_bytes)
-            self._queue.append(digest)
-        load.waiters.append(ready)
-        self._start()
-        return False
-
-    def release(self, digest: str) -> None:
-        """Give back one hold."""
-        if self._model.host_bytes is None:
-            return
-        size_bytes, holders = self._held[digest]
-        if holders > 1:
-            self._held[digest] = (size_bytes, holders - 1)
-            return
-        del self._held[digest]
-        self._idle[digest] = size_bytes
-        self._start()
-
-    def _start(self) -> None:
-        assert self._model.host_bytes is not None
-        while self._queue and self._active < LOADS_AT_ONCE:
-            digest = self._queue[0]
-            load = self._loads[digest]
-            while self._used + load.size_bytes > self._model.host_bytes:
-                if not self._idle:
-                    return
-                self._used -= self._idle.popitem(last=False)[1]
-            self._queue.popleft()
-            self._active += 1
-            self._used += load.size_bytes
-            if digest in self._on_disk:
-                self.reads += 1
-                self._from_disk.begin(digest, load.size_bytes)
-            else:
-                self.fetches += 1
-                self._from_store.begin(digest, load.size_bytes)
-
-    def _loaded(self, digest: str) -> None:
-        load = self._loads.pop(digest)
-        self._active -= 1
-        self._keep_on_disk(digest, load.size_bytes)
-        self._held[digest] = (load.size_bytes, len(load.waiters))
-        for ready in load.waiters:
-            ready()
-        self._start()
-
-    def _keep_on_disk(self, digest: str, size_bytes: int) -> None:
-        if digest not in self._on_disk:
-            self._disk_used += size_bytes
-        self._on_disk[digest] = size_bytes
-        self._on_disk.move_to_end(digest)
-        room = self._model.disk_bytes
-        while room is not None and self._disk_used > room and len(self._on_disk) > 1:
-            self._disk_used -= self._on_disk.popitem(last=False)[1]
+    def _ended(self, digest: str) -> None:
+        self._whole(self._loading.pop(digest))

@@ -1,7 +1,7 @@
 """A simulated Motet worker: what services/worker does between two network messages, under the virtual clock.
 
-    assign ─> accept or refuse ─> (adapter to host memory) ─> waiting ─┐
-    ┌──────────────────────────────────────────────────────────────────┘
+    assign ─> WorkerCore ─> refused, or (adapter to host memory) ─> started ─┐
+    ┌────────────────────────────────────────────────────────────────────────┘
     └─> decide ─> one step, or a run of equal ones ─> advance, draw tokens, end sequences ─> decide ...
 
 A *run* is a number of decode steps that `policies.batch_admission.steady_steps` says are all alike. It is one event. An
@@ -17,33 +17,35 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 
 import numpy as np
 
 from policies.adapter_slots import AdapterSlots
 from policies.batch_admission import (
     AdmissionLimits,
-    AdmissionState,
-    BatchAdmission,
     Plan,
     Sequence,
     advance,
     advance_steady,
     due_s,
     pairs,
-    remove,
     steady_steps,
-    wait,
 )
+from policies.batch_core import BatchCore
+from policies.cold_start import ColdStarts
+from policies.host_tier import HostTier, Load
 from policies.kv_blocks import KvBlocks
-from shared.model import PerfModel, Phase, RequestBrief, Tier, WorkerLimits
+from policies.worker_core import WorkerCore
+from policies.worker_events import Action, Assign, Loaded, Refuse, Registered, Start, Stepped
+from policies.worker_view import View
+from shared.model import AdapterRef, PerfModel, Phase, RequestBrief, WorkerLimits
 from twin.events import STEP, Events
 from twin.link import Copies, LinkModel
 from twin.metrics import Metrics
+from twin.scheduler import Delta, Snapshot
 from twin.steps import Batch, StepModel, elapsed_ps, steps_within
-from twin.storage import EVERYTHING_IN_HOST, HostTier, StorageModel
+from twin.storage import EVERYTHING_IN_HOST, Storage, StorageModel
 from twin.workload import Request
 
 FOREVER = 1 << 40
@@ -73,12 +75,11 @@ class Live(Sequence):
     end_length: int  # prompt and output tokens, when it ends
     request_id: str
     predicted_tokens: int
-    phase: Phase = "waiting"
     decoding: bool = False
     last_token_ps: int = -1  # of the first token, and of the last one before a preemption
 
-    def brief(self) -> RequestBrief:
-        """The request as schedulers see it."""
+    def brief(self, phase: Phase) -> RequestBrief:
+        """What a scheduler must know of it in this phase."""
         request = self.request
         return RequestBrief(
             self.request_id,
@@ -88,7 +89,7 @@ class Live(Sequence):
             request.prompt_tokens,
             self.length - request.prompt_tokens,
             self.predicted_tokens,
-            self.phase,
+            phase,
             request.slo.tpot_slo_ms,
             request.slo.ttft_slo_ms,
         )
@@ -105,15 +106,6 @@ class _Run:
     steps: int
     left: int  # steps until the first of its decodes ends
     serial: int
-
-
-@dataclass(slots=True)
-class Changes:
-    """Changes that were not reported to schedulers yet."""
-
-    changed: dict[str, Live] = field(default_factory=dict)
-    removed: list[str] = field(default_factory=list)
-    tiers: dict[str, Tier | None] = field(default_factory=dict)
 
 
 class Worker:
@@ -135,22 +127,27 @@ class Worker:
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
         admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=spec.max_step_tokens)
-        slots = AdapterSlots(spec.max_loras, limits.adapter_bytes_total, asynchronous=spec.link is not None)
-        self._copies: Copies | None = None
-        if spec.link is not None:
-            self._copies = Copies(spec.link, slots, max_step_tokens=spec.max_step_tokens, perf=spec.perf)
-        self._admission: BatchAdmission[Live] = BatchAdmission(admission, self._copies.cold if self._copies else None)
-        self.state: AdmissionState[Live] = AdmissionState(
+        self._copies = Copies(spec.link, spec.perf) if spec.link is not None else None
+        cold = ColdStarts(spec.link.layers, spec.max_step_tokens, spec.link.cold_start) if spec.link is not None else None
+        self.batches: BatchCore[Live] = BatchCore(
+            admission,
             kv=KvBlocks(limits.kv_blocks_total, limits.block_size, prefix_cache=spec.prefix_cache),
-            adapters=slots,
+            slots=AdapterSlots(spec.max_loras, limits.adapter_bytes_total, asynchronous=cold is not None),
+            cold=cold,
         )
-        self.host = HostTier(spec.storage, events)
-        self.live: dict[str, Live] = {}
-        self.kv_blocks_free = limits.kv_blocks_total  # after the last step that has ended
-        self.changes = Changes()
+        self.state = self.batches.state
+        self.view = View(limits)  # messages make their briefs anew: tokens so far are in `core`
+        self.core: WorkerCore[Live] = WorkerCore(
+            view=self.view,
+            host=HostTier(spec.storage.host_bytes, spec.storage.disk_bytes),
+            max_requests=limits.max_running + limits.max_waiting,
+        )
+        self.storage = Storage(spec.storage, events, self._loaded)
         self.busy_ps = 0
+        self._seq = 0
+        self._refs: dict[str, AdapterRef] = {}  # of every adapter that was asked for
+        self.core.on(Registered(self._refs), 0.0)
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
-        self._orders = count()
         self._chance = np.random.default_rng(index)  # drawn from once per step with prefills, which is never split
         self._run: _Run | None = None
         self._serial = 0
@@ -159,8 +156,7 @@ class Worker:
 
     def assign(self, request: Request, request_id: str, predicted_tokens: int) -> bool:
         """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all."""
-        limits = self.spec.limits
-        if len(self.live) >= limits.max_running + limits.max_waiting or request.prompt_tokens >= self._max_length:
+        if request.prompt_tokens >= self._max_length:
             return False
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
@@ -177,55 +173,66 @@ class Worker:
             request_id=request_id,
             predicted_tokens=predicted_tokens,
         )
-        self.live[request_id] = live
-        if live.adapter and not self.host.acquire(live.adapter, live.adapter_bytes, lambda: self._enqueue(live)):
-            live.phase = "loading"
-            self._metrics.host_misses += 1
-            self._changed(live)
-        else:
-            self._enqueue(live)
+        actions = self.core.on(Assign(live.brief("waiting"), "", self._ref(live), live), self._events.now_s)
+        first = actions[0] if actions else None
+        if isinstance(first, Refuse):
+            return False
+        self._metrics.host_misses += not isinstance(first, Start)
+        self._perform(actions)
         return True
 
+    def _ref(self, live: Live) -> AdapterRef | None:
+        digest = live.adapter
+        if digest and digest not in self._refs:
+            ref = AdapterRef(name=digest, digest=digest, rank=live.rank, size_bytes=live.adapter_bytes)
+            self._refs[digest] = ref
+        return self._refs.get(digest)
+
+    def _perform(self, actions: list[Action[Live]]) -> None:
+        """What the core wants done: requests go on to the batches and loads to their links; nothing else takes time."""
+        if self.view.changed:
+            self._on_change(self)
+        for action in actions:
+            if isinstance(action, Start):
+                self._enqueue(action.entry.payload)
+            elif isinstance(action, Load):
+                self.storage.load(action)
+
+    def _loaded(self, adapter: AdapterRef) -> None:
+        size_bytes = adapter.size_bytes
+        self._perform(self.core.on(Loaded(adapter.digest, size_bytes, size_bytes), self._events.now_s))
+
     def _enqueue(self, live: Live) -> None:
-        live.phase = "waiting"
-        live.order = next(self._orders)
-        wait(self.state, live)
-        self._changed(live)
+        self.batches.start(live)
         if self._run is None:
             self._begin()
         else:
             self._shorten(self._run)
 
-    def _changed(self, live: Live) -> None:
-        self.changes.changed[live.request_id] = live
-        self._on_change(self)
-
-    def _end(self, live: Live, now_ps: int) -> None:
-        remove(self.state, live)
-        if live.adapter:
-            self.host.release(live.adapter)
-        del self.live[live.request_id]
-        self.changes.changed.pop(live.request_id, None)
-        self.changes.removed.append(live.request_id)
-        self._metrics.ended(live.request.index, now_ps, live.end_length - live.request.prompt_tokens)
-        self._on_end(self, live)
+    def _end(self, ended: list[Live], now_ps: int) -> None:
+        for live in ended:
+            self.batches.end(live)
+            self._metrics.ended(live.request.index, now_ps, live.end_length - live.request.prompt_tokens)
+            self._on_end(self, live)
+        self._perform(self.core.on(Stepped(ended=[(live.request_id, 0) for live in ended]), self._events.now_s))
 
     # ---- steps
 
     def _begin(self) -> None:
         """Decide the next step, or the next run of them, and let it take its time."""
-        if not self.live:
+        if not self.core.book:
             return
         now_ps = self._events.now_ps
         copies = self._copies
         if copies is not None:
-            for digest in copies.look(now_ps, waiting=bool(self.state.waiting)):
-                self.changes.tiers[digest] = "device"
-        plan = self._admission.decide(self.state, self._events.now_s)
+            copies.link.advance(now_ps)
+            if arrived := self.batches.look(copies):
+                self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
+        plan = self.batches.decide(self._events.now_s)
         if plan.admitted or plan.preempted or plan.loads:
             self._moved(plan, now_ps)
         if not plan.tokens:
-            if copies is not None and (wait_ps := copies.wait_ps()):
+            if copies is not None and (wait_ps := copies.wait_ps(self.batches)):
                 self._serial += 1
                 self._events.at(now_ps + wait_ps, STEP, self._resume, self._serial)
             return  # all that is here is still loading
@@ -242,7 +249,7 @@ class Worker:
             first_ps += each_ps * sum(contexts) + longest_ps * max(contexts)
             growth_ps = each_ps * len(contexts) + longest_ps if not plan.prefills else 0
         if copies is not None:
-            first_ps = copies.step_ps(plan.decodes + plan.prefills, first_ps)
+            first_ps = copies.step_ps(self.batches, plan.decodes + plan.prefills, first_ps)
         self._serial += 1
         self._run = _Run(plan, now_ps, first_ps, growth_ps, steps, left, self._serial)
         self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
@@ -256,31 +263,28 @@ class Worker:
     def _moved(self, plan: Plan[Live], now_ps: int) -> None:
         metrics = self._metrics
         for live in plan.preempted:
-            live.phase = "waiting"
             if live.decoding:
                 live.decoding, live.last_token_ps = False, now_ps
-            metrics.preemptions += 1
-            self.changes.changed[live.request_id] = live
         for live in plan.admitted:
-            live.phase = "running"
             if live.last_token_ps < 0:
                 metrics.admitted(live.request.index, now_ps)
             metrics.prefix_tokens += live.cached_tokens
-            metrics.admissions += 1
             if live.cold is not None and live.last_token_ps < 0:
                 metrics.cold_starts[live.cold.mode] = metrics.cold_starts.get(live.cold.mode, 0) + 1
             if live.adapter:
                 metrics.adapter_admissions += 1
-            self.changes.changed[live.request_id] = live
-        for digest, _ in plan.evictions:
-            self.changes.tiers[digest] = "host" if digest in self.host else None
-            if self._copies is not None:
+        moved = [live.brief("waiting") for live in plan.preempted] + [live.brief("running") for live in plan.admitted]
+        device = [(digest, False) for digest, _ in plan.evictions]
+        if self._copies is None:
+            device += [(live.adapter, True) for live in plan.loads]
+        else:
+            for digest, _ in plan.evictions:
                 self._copies.link.cancel(digest)
-        for live in plan.loads:
-            if self._copies is not None:
+            for live in plan.loads:
                 self._copies.link.begin(live.adapter, live.adapter_bytes, now_ps)
-            else:
-                self.changes.tiers[live.adapter] = "device"
+        self.core.on(Stepped(moved, device=device), self._events.now_s)
+        metrics.preemptions += len(plan.preempted)
+        metrics.admissions += len(plan.admitted)
         metrics.device_loads += len(plan.loads)
         metrics.evictions += len(plan.evictions)
 
@@ -326,7 +330,7 @@ class Worker:
         steps = min(run.steps - 1, steps_within(run.first_ps, run.growth_ps, self._events.now_ps - run.began_ps))
         if steps:
             self._book(run, steps)
-            self.kv_blocks_free = self.state.kv.free
+            self.view.kv_blocks_free = self.state.kv.free
             run.began_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
             run.first_ps += run.growth_ps * steps
             run.steps -= steps
@@ -355,12 +359,12 @@ class Worker:
             ended += [live for live in plan.decodes if live.length >= live.end_length]
         if plan.prefills:
             ended += [live for live in plan.prefills if live.length >= live.end_length]
-        for live in ended:
-            self._end(live, now_ps)
-        self.kv_blocks_free = self.state.kv.free
+        if ended:
+            self._end(ended, now_ps)
+        self.view.kv_blocks_free = self.state.kv.free
         self._run = None
         self._begin()
-        if self.changes.changed or self.changes.removed:
+        if self.view.changed:
             self._on_change(self)
 
     def _draw(self, run: _Run, now_ps: int) -> None:
@@ -383,29 +387,49 @@ class Worker:
 
     # ---- what schedulers hear
 
-    def briefs(self) -> list[RequestBrief]:
-        """Every request here."""
+    def snapshot(self) -> Snapshot:
+        """Everything that is here; what has changed is told with it."""
         self.settle()
-        self.changes = Changes()
-        return [live.brief() for live in self.live.values()]
+        view = self.view
+        view.told()
+        self._seq += 1
+        return Snapshot(
+            worker_id=self.worker_id,
+            seq=self._seq,
+            kv_blocks_free=view.kv_blocks_free,
+            adapter_bytes_free=self.state.adapters.bytes_free,
+            limits=self.spec.limits,
+            perf=self.spec.perf,
+            requests=[entry.payload.brief(_told(entry.phase)) for entry in self.core],
+            adapters=list(view.adapters.values()),
+        )
 
-    def take_changes(self) -> tuple[list[RequestBrief], list[str], dict[str, Tier | None]]:
-        """Requests that are new or in a new phase, those that have ended, and adapters that are in another tier or in none,
-        since the last time anything was taken."""
-        changes, self.changes = self.changes, Changes()
-        return [live.brief() for live in changes.changed.values()], changes.removed, changes.tiers
+    def delta(self) -> Delta:
+        """What changed since the last message."""
+        self.settle()
+        changes = self.view.take()
+        entries = [self.core.entry((brief.request_id, brief.epoch)) for brief in changes.changed]
+        self._seq += 1
+        return Delta(
+            worker_id=self.worker_id,
+            seq=self._seq,
+            kv_blocks_free=self.view.kv_blocks_free,
+            adapter_bytes_free=self.state.adapters.bytes_free,
+            changed=[entry.payload.brief(_told(entry.phase)) for entry in entries if entry is not None],
+            removed=changes.removed,
+            resident=changes.resident,
+            evicted=changes.evicted,
+            running_left=self._running_left(),
+        )
 
-    def tiers(self) -> dict[str, Tier]:
-        """Adapters here and the fastest tier of each."""
-        tiers: dict[str, Tier] = dict.fromkeys(self.host.digests(), "host")
-        slots, loading = self.state.adapters, self.state.adapters.loading
-        tiers.update({digest: "device" for digest in slots.digests() if digest not in loading})
-        return tiers
-
-    def running_left(self) -> int:
+    def _running_left(self) -> int:
         """Output tokens that the running requests are still expected to produce."""
         running = self.state.running
         return sum([left if (left := live.expected_length - live.length) > 0 else 1 for live in running])
+
+
+def _told(phase: str) -> Phase:
+    return "loading" if phase == "loading" else "running" if phase == "running" else "waiting"
 
 
 def _content(request: Request, length: int) -> array[int]:

@@ -160,10 +160,11 @@ class FleetCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        workers = list(self._fleet.workers().values())
-        phases = Tally(brief.phase for view in workers for brief in view.requests.values())
-        total = sum(view.limits.kv_blocks_total for view in workers)
-        free = sum(view.kv_blocks_free for view in workers)
+        workers = list(self._fleet.workers())
+        held = [self._fleet.held(known.worker_id) for known in workers]
+        phases = Tally(brief.phase for one in held for brief in one.requests.values())
+        total = sum(known.limits.kv_blocks_total for known in workers)
+        free = sum(known.kv_blocks_free for known in workers)
         for name, text, value in (
             ("vllm:num_requests_waiting", "Sequences waiting on workers.", phases["waiting"] + phases["loading"]),
             ("vllm:num_requests_running", "Sequences running on workers.", phases["running"]),
@@ -175,18 +176,19 @@ class FleetCollector(Collector):
         yield self._lora_info()
 
     def _lora_info(self) -> Metric:
-        workers = list(self._fleet.workers().values())
-        held = [resident for view in workers for resident in view.residency.values()]
+        workers = list(self._fleet.workers())
+        views = [self._fleet.held(known.worker_id) for known in workers]
+        held = [resident for view in views for resident in view.adapters.values()]
         running = {resident.digest for resident in held if resident.tier == "device"}
         waiting = {
             brief.adapter_digest
-            for view in workers
+            for view in views
             for brief in view.requests.values()
             if brief.adapter_digest and brief.phase != "running" and not view.on_device(brief.adapter_digest)
         }
         capacity = sum(resident.tier == "device" for resident in held)
         if mean_bytes := sum(resident.size_bytes for resident in held) // max(len(held), 1):
-            capacity += sum(view.adapter_bytes_free for view in workers) // mean_bytes
+            capacity += sum(known.adapter_bytes_free for known in workers) // mean_bytes
         names = self._names()
         family = GaugeMetricFamily(
             "vllm:lora_requests_info",

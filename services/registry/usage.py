@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from shared.messages import WorkerDelta, WorkerSnapshot, WorkerState
+from policies.worker_book import Delta, Known, Shelf, Snapshot, WorkerBook
+from shared.messages import WorkerSnapshot, WorkerState
 from shared.model import RequestBrief
 
 STALE_S = 5.0
@@ -14,67 +15,70 @@ MAX_WORKERS = 4096
 MAX_REQUESTS = 65_536  # per worker
 
 
-class _Worker:
-    __slots__ = ("digests", "heard_s", "incarnation", "seq")
-
-    def __init__(self, snapshot: WorkerSnapshot, now_s: float) -> None:
-        self.incarnation, self.seq, self.heard_s = snapshot.incarnation, snapshot.seq, now_s
-        self.digests: dict[str, str] = {}  # request id -> adapter digest
-        self.add(snapshot.requests)
-
-    def add(self, requests: Iterable[RequestBrief]) -> None:
-        for request in requests:
-            if request.adapter_digest and len(self.digests) < MAX_REQUESTS:
-                self.digests[request.request_id] = request.adapter_digest
-
-
 class Usage:
-    """Follows all workers. A worker silent for `STALE_S` runs nothing, but its requests may be moving to other workers."""
+    """Follows all workers. A worker that was silent for `STALE_S` runs nothing, but what it ran may be on its way to others.
+
+    The reader of its own `WorkerBook`: requests are on a shelf, and what leaves it is remembered for a while.
+    """
 
     def __init__(self) -> None:
-        self._workers: dict[str, _Worker] = {}
+        self._shelf = Shelf(MAX_REQUESTS)
+        self._book = WorkerBook(self)
         self._left_s: dict[str, float] = {}  # digest -> when a request on it was last seen to leave a worker
 
     def apply(self, state: WorkerState, now_s: float) -> None:
-        """Apply a snapshot or a delta. A delta after a gap is ignored until the next snapshot."""
-        if isinstance(state, WorkerSnapshot):
-            if state.worker_id in self._workers or len(self._workers) < MAX_WORKERS or self._forget_stale(now_s):
-                before = self._workers.get(state.worker_id)
-                worker = self._workers[state.worker_id] = _Worker(state, now_s)
-                if before is not None:
-                    same = before.incarnation == worker.incarnation
-                    self._leave(set(before.digests.values()), now_s if same else before.heard_s, now_s)
-            return
-        self._apply_delta(state, now_s)
-
-    def _apply_delta(self, delta: WorkerDelta, now_s: float) -> None:
-        worker = self._workers.get(delta.worker_id)
-        if worker is None or worker.incarnation != delta.incarnation or delta.seq != worker.seq + 1:
-            return
-        worker.seq, worker.heard_s = delta.seq, now_s
-        worker.add(delta.changed)
-        self._leave({worker.digests.pop(request_id, "") for request_id in delta.removed}, now_s, now_s)
+        """Take in a snapshot or a delta."""
+        if not isinstance(state, WorkerSnapshot):
+            self._book.delta(state, now_s)
+        elif state.worker_id in self._book or len(self._book) < MAX_WORKERS or self._forget_stale(now_s):
+            self._book.snapshot(state, now_s)
 
     def requests(self, digest: str, now_s: float) -> int:
         """Requests queued or running on the version `digest`."""
-        fresh = (worker for worker in self._workers.values() if now_s - worker.heard_s <= STALE_S)
-        return sum(used == digest for worker in fresh for used in worker.digests.values())
+        fresh = [known for known in self._book if now_s - known.heard_s <= STALE_S]
+        return sum(used == digest for known in fresh for used in self._digests(known))
 
     def idle(self, digest: str, now_s: float) -> bool:
-        """Whether no worker has had a request on the version `digest` for `IDLE_S`, so that none will be resumed."""
-        seen_s = [worker.heard_s for worker in self._workers.values() if digest in worker.digests.values()]
+        """Whether for `IDLE_S` no worker had a request on the version `digest`: nobody resumes one any more."""
+        seen_s = [known.heard_s for known in self._book if digest in self._digests(known)]
         return now_s - max([*seen_s, self._left_s.get(digest, -math.inf)]) > IDLE_S
 
-    def _leave(self, digests: set[str], at_s: float, now_s: float) -> None:
-        for digest in digests - {""}:
+    # ---- what the book reads out
+
+    def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
+        """The worker has these requests and no others."""
+        self._leave(self._digests(known), now_s)
+        self._shelf.whole(known, said, now_s)
+
+    def change(self, known: Known, said: Delta, now_s: float) -> None:
+        """Requests came and went."""
+        requests = self._shelf.of(known.worker_id).requests
+        self._leave(_digests(requests[gone] for gone in said.removed if gone in requests), now_s)
+        self._shelf.change(known, said, now_s)
+
+    def facts(self, known: Known, now_s: float) -> None:
+        """Of no use here."""
+
+    def ended(self, known: Known) -> None:
+        """Its requests were last seen when it was last heard."""
+        self._leave(self._digests(known), known.heard_s)
+        self._shelf.ended(known)
+
+    def _digests(self, known: Known) -> list[str]:
+        return _digests(self._shelf.of(known.worker_id).requests.values())
+
+    def _leave(self, digests: Iterable[str], at_s: float) -> None:
+        for digest in digests:
             self._left_s.pop(digest, None)
             self._left_s[digest] = at_s
-        while self._left_s and now_s - self._left_s[oldest := next(iter(self._left_s))] > IDLE_S:
+        while self._left_s and at_s - self._left_s[oldest := next(iter(self._left_s))] > IDLE_S:
             del self._left_s[oldest]
 
     def _forget_stale(self, now_s: float) -> bool:
-        stale = [name for name, worker in self._workers.items() if now_s - worker.heard_s > STALE_S]
-        for name in stale:
-            worker = self._workers.pop(name)
-            self._leave(set(worker.digests.values()), worker.heard_s, now_s)
-        return bool(stale)
+        stale = self._book.silent(now_s - STALE_S)
+        return any([self._book.forget(known.worker_id) for known in stale])
+
+
+def _digests(requests: Iterable[RequestBrief]) -> list[str]:
+    """The adapter of each request that has one."""
+    return [request.adapter_digest for request in requests if request.adapter_digest]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from shared.errors import BadRequest, ModelNotFound, PromptTooLong
@@ -54,19 +53,3 @@ def _tokens(data: bytes, field: str, vocab_size: int) -> list[int]:
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         raise BadRequest(f"{field} has token ids outside [0, {vocab_size})", param=field)
     return tokens
-
-
-class Departures:
-    """When requests leave, to say how long a refused one should wait for a place."""
-
-    def __init__(self) -> None:
-        self._times_s: deque[float] = deque(maxlen=64)
-
-    def left(self, now_s: float) -> None:
-        self._times_s.append(now_s)
-
-    def retry_after_s(self, now_s: float) -> float:
-        """The mean time between departures lately, between 0.1 and 10 seconds; 1 when little is known."""
-        if len(self._times_s) < 2:
-            return 1.0
-        return min(10.0, max(0.1, (now_s - self._times_s[0]) / len(self._times_s)))

@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 import numpy as np
 
 from policies.cold_start import AssistRates, Forced
+from policies.host_tier import Evict
 from policies.perf_fit import Step
-from services.worker.adapters import AdapterTiers, DiskTier
+from policies.worker_events import Cancel
+from services.worker.adapter_files import AdapterFiles
+from services.worker.adapters import AdapterStore
 from services.worker.config import MIB, WorkerConfig
 from services.worker.engine_thread import StepReport
 from services.worker.service import WorkerService
@@ -38,6 +42,7 @@ from shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, Worker
 from shared.profile import LinkFacts
 
 if TYPE_CHECKING:
+    from services.worker.engine.adapter_weights import HostAdapter
     from services.worker.engine.request import CopyStats, StepStats
 
 RANKS = (8, 16, 32, 64)
@@ -83,7 +88,7 @@ async def measure(
     `config.nats_url` is a NATS with Motet's buckets and nobody else on it.
     """
     worker = _Observed(config)
-    await worker.start()
+    await worker.service.start()
     try:
         profiler = _Profiler(worker, model_dir)
         await profiler.publish()
@@ -100,7 +105,7 @@ async def measure(
             progress(min(1.0, number / len(batches), max((now_s() - began_s) / seconds, 0.0)))
         return profiler.measured
     finally:
-        await worker.stop()
+        await worker.service.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,55 +116,83 @@ class _Batch:
     decodes: int = DECODES
 
 
-class _Observed(WorkerService):
-    """A worker that lets each step be seen as it is reported."""
+class _Observed:
+    """A worker whose steps are seen as they are reported."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        super().__init__(config, leave=lambda: None)
+        self.config = config
+        self.service = WorkerService(config, leave=lambda: None, observe=self._see)
         self.seen: list[StepReport] = []
-        self.took_s = 0.0  # when the last request came
         self.stepped = asyncio.Event()
 
-    def _on_step(self, report: StepReport) -> None:
-        super()._on_step(report)
+    def _see(self, report: StepReport) -> None:
         if report.output.failure is not None:
             raise report.output.failure
         self.seen.append(report)
         self.stepped.set()
 
-    def _take(self, request: GenerateRequest) -> None:
-        self.took_s = now_s()
-        super()._take(request)
-
-    async def idle(self) -> None:
-        """Returns when nothing runs or waits."""
-        await self._idle.wait()
-
-    def end_all(self) -> None:
-        """Cancel every request."""
-        for request_id, epoch in list(self._live):
-            self._cancel(request_id, epoch)
-
-    def fresh_tiers(self, disk: DiskTier) -> AdapterTiers:
-        """Tiers over `disk` with an empty host memory."""
-        assert self.bus is not None, "the worker has started"
-        host_bytes = self.config.host_cache_mib * MIB
-        parse = self._assembly.parse_adapter
-        return AdapterTiers(self.bus, disk, host_bytes=host_bytes, parse=parse, on_change=lambda digest: None)
-
     @property
     def limits(self) -> WorkerLimits:
-        return self._assembly.limits
+        return self.service.view.limits
 
     @property
     def vocab_size(self) -> int:
-        return self._assembly.vocab_size
+        return self.service.assembly.vocab_size
+
+    async def idle(self) -> None:
+        """Returns when nothing runs or waits."""
+        await self.service.shell.idle.wait()
+
+    def end_all(self) -> None:
+        """Cancel every request."""
+        for entry in list(self.service.core):
+            self.service.shell.on(Cancel(*entry.key))
+
+    async def load_times(self, adapters: Sequence[AdapterRef], directory: str, source: Literal["store", "disk"]) -> list[float]:
+        """How long each adapter takes to host memory, one after the other, in milliseconds."""
+        loads = _Loads()
+        assert self.service.bus is not None, "the worker has started"
+        store = AdapterStore(self.service.bus, AdapterFiles(directory), loads, parse=self.service.assembly.parse_adapter)
+        times: list[float] = []
+        for adapter in adapters:
+            began_s = now_s()
+            store.load(adapter, source)
+            await loads.over()
+            times.append((now_s() - began_s) * 1000)
+            store.evict(Evict(adapter.digest, "host"))
+            if source == "store":
+                await asyncio.sleep(REST_S)
+        return times
+
+
+class _Loads:
+    """Hears of loads one at a time (`adapters.Decider`)."""
+
+    def __init__(self) -> None:
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def over(self) -> None:
+        """Returns when the load is. Raises why it failed."""
+        await self._over
+        self._over = asyncio.get_running_loop().create_future()
+
+    def loaded(self, digest: str, adapter: HostAdapter) -> None:
+        self._over.set_result(None)
+
+    def failed(self, digest: str, error: Exception) -> None:
+        self._over.set_exception(error)
+
+    def file_lost(self, digest: str) -> None:
+        pass
+
+    def spare_file(self) -> bool:
+        return False
 
 
 class _Profiler:
     def __init__(self, worker: _Observed, model_dir: Path) -> None:
-        assert worker.bus is not None, "the worker has started"
-        self._worker, self._bus, self._model_dir = worker, worker.bus, model_dir
+        assert worker.service.bus is not None, "the worker has started"
+        self._worker, self._bus, self._model_dir = worker, worker.service.bus, model_dir
         self._limits = worker.limits
         self._random = np.random.default_rng(0)
         self._requests = itertools.count()
@@ -246,7 +279,9 @@ class _Profiler:
 
     async def _ask(self, adapter: AdapterRef | None, prompt: int, tokens: int) -> None:
         request = self._request(adapter, prompt, tokens)
-        reply = await self._bus.request(subjects.assign(self._worker.worker_id), request, AssignReply, timeout_s=REPLY_S)
+        reply = await self._bus.request(
+            subjects.assign(self._worker.service.worker_id), request, AssignReply, timeout_s=REPLY_S
+        )
         if isinstance(reply, Refused):
             raise RuntimeError(f"the worker refuses a request of its profile: {reply.error.message}")
 
@@ -269,12 +304,9 @@ class _Profiler:
         """Fetch this moment's adapters from the store, read them again from disk, and bring them to the device."""
         each = -(-len(self._linked) // MOMENTS)
         adapters = self._linked[moment * each : (moment + 1) * each]
-        disk = DiskTier("", self._worker.config.disk_cache_mib * MIB)
-        try:
-            await self._beside(self._acquire(adapters, disk, self.measured.store, rest_s=REST_S))
-            await self._beside(self._acquire(adapters, disk, self.measured.disk))
-        finally:
-            disk.close()
+        with tempfile.TemporaryDirectory(prefix="motet-profile-") as directory:
+            await self._beside(self._load(adapters, directory, "store"))
+            await self._beside(self._load(adapters, directory, "disk"))
         for adapter in adapters:
             self._worker.seen.clear()
             await self._ask(adapter, PROMPTS[0], 1)
@@ -300,16 +332,10 @@ class _Profiler:
             cold_start=cast(Forced, self._worker.config.cold_start),
         )
 
-    async def _acquire(
-        self, adapters: Sequence[AdapterRef], disk: DiskTier, times: list[tuple[float, float]], *, rest_s: float = 0.0
-    ) -> None:
-        tiers = self._worker.fresh_tiers(disk)
-        for adapter in adapters:
-            began_s = now_s()
-            await tiers.acquire(adapter)
-            times.append((adapter.size_bytes / MIB, (now_s() - began_s) * 1000))
-            tiers.release(adapter.digest)
-            await asyncio.sleep(rest_s)
+    async def _load(self, adapters: Sequence[AdapterRef], directory: str, source: Literal["store", "disk"]) -> None:
+        times_ms = await self._worker.load_times(adapters, directory, source)
+        measured = self.measured.store if source == "store" else self.measured.disk
+        measured += [(adapter.size_bytes / MIB, ms) for adapter, ms in zip(adapters, times_ms, strict=True)]
 
     async def hop_times(self) -> None:
         """Time requests on their way in, which are refused there, and frames on their way out."""
@@ -332,8 +358,8 @@ class _Profiler:
         for _ in range(HOPS):
             request = msgspec.structs.replace(self._request(None, PROMPTS[0], 1), base_model="")
             sent_s = now_s()
-            await asker.request(subjects.assign(self._worker.worker_id), request, AssignReply, timeout_s=REPLY_S)
-            self.measured.assign_ms.append((self._worker.took_s - sent_s) * 1000)
+            await asker.request(subjects.assign(self._worker.service.worker_id), request, AssignReply, timeout_s=REPLY_S)
+            self.measured.assign_ms.append((self._worker.service.asked_s - sent_s) * 1000)
             await asyncio.sleep(KNOCK_S * self._random.random())  # at any moment of a step
 
     async def _beside(self, work: Coroutine[None, None, None]) -> None:

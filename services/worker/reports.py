@@ -1,24 +1,16 @@
-"""Sends a worker's view to the schedulers: a delta soon after each change, and on heartbeats a snapshot or a delta.
-
-What a snapshot costs everybody who listens is in proportion to the requests in it, so a busy worker sends fewer: with a
-thousand workers of 256 requests each a scheduler would otherwise do little else than read them.
-"""
+"""Sends a worker's view to all who listen: a delta soon after each change, and on heartbeats what `Cadence` says."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 
+from policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
 from services.worker.state import StepTimes, WorkerView
 from shared import subjects
 from shared.bus import Bus
 from shared.clock import now_s, unix_ms
 from shared.errors import Unavailable
-
-HEARTBEAT_S = 0.5
-SNAPSHOT_REQUESTS = 64  # a snapshot on every heartbeat up to so many requests, on every second one up to twice as many, ...
-MAX_BEATS = 4  # between two snapshots
-DELTA_S = 0.02  # at most one message per this long, heartbeats and `snapshot` aside
 
 
 class StateReporter:
@@ -49,17 +41,15 @@ class StateReporter:
                 await self._bus.publish(self._subject, self.view.delta(unix_ms()))
 
     async def _run(self) -> None:
-        beat_s, beats = 0.0, 0
+        beat_s, cadence = 0.0, Cadence()
         while True:
             self._dirty.clear()
             if now_s() >= beat_s:
                 beat_s = now_s() + HEARTBEAT_S
-                if beats > 0:
-                    beats -= 1
-                    await self._delta()
-                else:
-                    beats = min(len(self.view.requests) // SNAPSHOT_REQUESTS, MAX_BEATS - 1)
+                if cadence.whole(len(self.view.requests)):
                     await self.snapshot()
+                else:
+                    await self._delta()
             elif self.view.changed:
                 await self._delta()
             await asyncio.sleep(DELTA_S)

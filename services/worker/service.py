@@ -1,13 +1,13 @@
 """The worker service: takes requests from schedulers, runs them in its engine, streams tokens to their gateways.
 
-    assign ──> admit ──> (loading: adapter to host memory) ──> engine thread ──> one frame per gateway per step
-       │         │                                                │
-       │         └─ refused: draining, full, too long, unknown     └─ state deltas, metrics, step-time fit
+    assign ──> admission ──> core ──> (adapter to host memory) ──> engine thread ──> one frame per gateway per step
+       │                      │                                      │
+       │                      └─ refused: draining, full, ...        └─ state deltas, metrics, step-time fit
        └─ answered at once, before any of the slow parts
 
-Everything here runs on the event loop. A request is known by (request_id, epoch) from `_take` to the item with its
-`finish`, whoever makes that item: the engine, or this file while the adapter is still loading. torch is imported in the
-engine's thread, after what can be checked without it.
+What becomes of a request is decided in `policies.worker_core` and carried out by `shell.py`; this file turns messages into
+events and keeps the process's life. Everything here runs on the event loop. torch is imported in the engine's thread, after
+what can be checked without it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ import os
 import resource
 import secrets
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from nats import errors as nats_errors
 
+from policies.host_tier import HostTier
 from policies.kv_blocks import cache_scope
+from policies.worker_core import WorkerCore
+from policies.worker_events import Assign, Close, OwnerLost, Prefetch, Registered, Stepped, Unload
+from policies.worker_events import Cancel as CancelRequest
 from services.worker import admission, metrics
-from services.worker.config import WorkerConfig
+from services.worker.adapter_files import AdapterFiles
+from services.worker.adapters import AdapterStore
+from services.worker.catalog import Catalog
+from services.worker.config import MIB, WorkerConfig
 from services.worker.engine.request import CopyStats, EngineRequest, StepOutput
 from services.worker.engine_thread import EngineThread, StepReport
 from services.worker.frames import FrameSender
 from services.worker.reports import StateReporter
-from services.worker.residency import Adapters
+from services.worker.shell import Shell
 from services.worker.state import START_PERF, StepTimes, WorkerView
 from shared import subjects
 from shared.bus import Bus
@@ -51,11 +57,10 @@ from shared.messages import (
     LoadAdapter,
     Ping,
     Pong,
-    StreamItem,
     UnloadAdapter,
     WorkerNotice,
 )
-from shared.model import AdapterRef, FinishReason, PerfModel, Phase, RequestBrief
+from shared.model import AdapterVersion, PerfModel, RequestBrief
 from shared.profile import FileError, read_profile
 from shared.service import run
 from shared.telemetry import logger
@@ -70,39 +75,29 @@ HAND_BACK_S = 3.0
 NOTIFY_S = 1.0
 LAST_WORDS = 500  # characters
 
-Key = tuple[str, int]  # request id, epoch
-
-
-@dataclass(slots=True)
-class _Taken:
-    """A request this worker has promised to answer. `loading` until the engine has it; `holds` a host copy."""
-
-    request: EngineRequest
-    adapter: AdapterRef | None
-    loading: asyncio.Task[None] | None = None
-    holds: bool = False
-
 
 class WorkerService:
-    """One engine on the bus. `leave` asks the process to stop, as SIGTERM would."""
+    """One engine on the bus. `leave` asks the process to stop, as SIGTERM would; `observe` sees each report of the engine."""
 
     name = "worker"
 
-    def __init__(self, config: WorkerConfig, leave: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        leave: Callable[[], None] | None = None,
+        observe: Callable[[StepReport], None] = lambda _: None,
+    ) -> None:
         self.config = config
+        self._observe = observe
         self._leave = leave or partial(signal.raise_signal, signal.SIGTERM)
         self.worker_id = config.identity("worker")
         self.incarnation = secrets.token_hex(8)
         self.engine = EngineThread(self._build, self._on_step)
         self.unhealthy = ""
-        self._live: dict[Key, _Taken] = {}
-        self._newest: dict[str, int] = {}  # request id -> epoch
-        self._departures = admission.Departures()
         self._times = StepTimes(_profiled(config))
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.asked_s = 0.0
+        """When the last assignment came."""
         self._draining = self._started = False
-        self._step = 0
         self._exit = contextlib.AsyncExitStack()
         self.bus: Bus | None = None
 
@@ -115,8 +110,8 @@ class WorkerService:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from services.worker.assemble import assemble
 
-        self._assembly = assemble(self.config, self._model_dir, self._times)
-        return self._assembly.engine
+        self.assembly = assemble(self.config, self._model_dir, self._times)
+        return self.assembly.engine
 
     async def start(self) -> None:
         """Load the model, then tell everybody. A failure is told as well."""
@@ -141,19 +136,27 @@ class WorkerService:
         config = self.config
         self._exit.push_async_callback(self.engine.stop)
         await self.engine.start()
-        limits = self._assembly.limits
+        limits = self.assembly.limits
         self._acceptable = admission.Acceptable(
             base_model=limits.base_model,
-            vocab_size=self._assembly.vocab_size,
+            vocab_size=self.assembly.vocab_size,
             max_model_len=limits.max_model_len,
             max_lora_rank=limits.max_lora_rank,
         )
         self.view = WorkerView(self.worker_id, self.incarnation, limits)
         self.reporter = StateReporter(bus, self.view, self._times)
         self.frames = FrameSender(bus, self.worker_id, self._cancel)
-        self.adapters = Adapters(bus, config, self.engine, self.reporter, self._assembly.parse_adapter)
-        self._exit.callback(self.adapters.close)
-        await self.adapters.start()
+        files = AdapterFiles(config.adapter_cache_dir)
+        self.core: WorkerCore[EngineRequest] = WorkerCore(
+            view=self.view,
+            host=HostTier(config.host_cache_mib * MIB, config.disk_cache_mib * MIB, files=files.found),
+            max_requests=config.max_running + config.max_waiting,
+        )
+        self.shell = Shell(self.core, self.engine, self.frames, self.reporter)
+        self.shell.store = AdapterStore(bus, files, self.shell, parse=self.assembly.parse_adapter)
+        self._exit.callback(self.shell.store.close)
+        self.catalog = Catalog(bus, self._on_registered)
+        await self.catalog.start()
         lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
         await LeaseWatch(bus, "gateway", self._gateway_lost, lease).start()
         await bus.subscribe(subjects.control(self.worker_id), Control, self._on_control)
@@ -193,7 +196,7 @@ class WorkerService:
     async def drain(self) -> None:
         """Refuse new requests at once, and wait for the ones that are here."""
         await self._stop_taking()
-        await self._idle.wait()
+        await self.shell.idle.wait()
 
     async def stop(self) -> None:
         """Hand back what is left, then leave: frames first, the lease last."""
@@ -221,18 +224,17 @@ class WorkerService:
             await asyncio.wait_for(self.bus.flush(), NOTIFY_S)
 
     async def _stop_taking(self) -> None:
-        self._draining = True
-        if not self.view.draining:
-            self.view.draining = True
+        self.shell.on(Close())
+        if not self._draining:
+            self._draining = True
             await self.reporter.snapshot()
 
     async def _hand_back(self, error: MotetError) -> None:
         """End every request with `error`; their gateways resubmit them elsewhere when it is WorkerLost."""
         self.engine.abort_all(error)
-        for key in list(self._live):
-            self._end_loading(key, "error", error)
+        self.shell.on(Close(error))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), HAND_BACK_S)
+            await asyncio.wait_for(self.shell.idle.wait(), HAND_BACK_S)
 
     # ---- requests
 
@@ -240,7 +242,7 @@ class WorkerService:
         """The `assign` endpoint. Raises what a Refused says."""
         try:
             if request.adapter is not None:
-                await self.adapters.check(request.adapter)
+                await self.catalog.check(request.adapter)
             self._take(request)
         except MotetError as error:
             metrics.REFUSED.labels(error.code).inc()
@@ -251,152 +253,96 @@ class WorkerService:
         return Pong()
 
     def _take(self, request: GenerateRequest) -> None:
-        key = (request.request_id, request.epoch)
-        if key in self._live:
-            return  # asked twice: the first answer was lost
-        newest = self._newest.get(request.request_id)
-        if newest is not None and newest > request.epoch:
-            raise Conflict(f"request {request.request_id} is here with epoch {newest}, newer than {request.epoch}")
-        if self.unhealthy or self._draining:
-            raise Unavailable(self.unhealthy or f"worker {self.worker_id} is draining")
+        self.asked_s = now_s()
         prompt, output = admission.check(request, self._acceptable)
-        if newest is not None:
-            self._cancel(request.request_id, newest)
-        if len(self._live) >= self.config.max_running + self.config.max_waiting:
-            raise Overloaded(
-                f"worker {self.worker_id} has {len(self._live)} requests", retry_after_s=self._departures.retry_after_s(now_s())
-            )
-        taken = _Taken(
-            EngineRequest(
-                request_id=request.request_id,
-                gateway_id=request.gateway_id,
-                prompt=prompt,
-                sampling=request.sampling,
-                arrival_s=now_s(),
-                epoch=request.epoch,
-                output=output,
-                slo=request.slo,
-                predicted_tokens=request.predicted_tokens,
-                priority=request.priority,
-                cache_scope=self._cache_scope(request),
-                tenant=request.tenant,
-                tenant_weight=request.tenant_weight,
-            ),
-            request.adapter,
+        adapter, slo = request.adapter, request.slo
+        brief = RequestBrief(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            adapter_digest=adapter.digest if adapter else "",
+            rank=adapter.rank if adapter else 0,
+            prompt_tokens=len(prompt),
+            output_tokens=len(output),
+            predicted_tokens=request.predicted_tokens,
+            phase="waiting",
+            tpot_slo_ms=slo.tpot_slo_ms,
+            ttft_slo_ms=slo.ttft_slo_ms,
+            tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
         )
-        self._live[key] = taken
-        self._newest[request.request_id] = request.epoch
-        self._idle.clear()
-        if request.adapter is None:
-            try:
-                self._enqueue(taken)
-            except MotetError:
-                self._forget(key)
-                raise
-        else:
-            self._show(taken, "loading")
-            taken.loading = asyncio.get_running_loop().create_task(self._bring(key, taken, request.adapter))
+        taken = EngineRequest(
+            request_id=request.request_id,
+            gateway_id=request.gateway_id,
+            prompt=prompt,
+            sampling=request.sampling,
+            arrival_s=self.asked_s,
+            epoch=request.epoch,
+            output=output,
+            slo=slo,
+            predicted_tokens=request.predicted_tokens,
+            priority=request.priority,
+            cache_scope=self._cache_scope(request),
+            tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
+        )
+        refusal = self.shell.on(Assign(brief, request.gateway_id, adapter, taken))
+        if refusal is None:
+            return
+        match refusal.why:
+            case "older":
+                newest = refusal.newest
+                raise Conflict(f"request {request.request_id} is here with epoch {newest}, newer than {request.epoch}")
+            case "closed":
+                raise Unavailable(self.unhealthy or f"worker {self.worker_id} is draining")
+            case "full":
+                raise Overloaded(f"worker {self.worker_id} has {len(self.core)} requests", retry_after_s=refusal.retry_after_s)
 
     def _cache_scope(self, request: GenerateRequest) -> bytes:
         """Prompts of an adapter never leave their tenant's cache; those of the base model do if that was asked for."""
         shared = self.config.share_prefix_cache and request.adapter is None
         return cache_scope(request.tenant, request.cache_salt, shared=shared)
 
-    async def _bring(self, key: Key, taken: _Taken, ref: AdapterRef) -> None:
-        """Fetch the adapter for one request; a failure is that request's alone."""
-        try:
-            taken.request.adapter = await self.adapters.tiers.acquire(ref)
-            taken.holds = True
-            self._enqueue(taken)
-        except MotetError as error:
-            self._end_loading(key, "error", error)
-        except Exception as error:
-            log.exception("adapter load failed", extra={"digest": ref.digest})
-            self._end_loading(key, "error", MotetError(f"adapter {ref.name!r} cannot be loaded: {error!r}"))
-        else:
-            taken.loading = None
-
-    def _enqueue(self, taken: _Taken) -> None:
-        self._show(taken, "waiting")
-        self.engine.add(taken.request)
-
     def _cancel(self, request_id: str, epoch: int) -> None:
-        """Stop a request of this epoch or an older one."""
-        newest = self._newest.get(request_id)
-        if newest is None or newest > epoch:
-            return
-        key = (request_id, newest)
-        if not self._end_loading(key, "cancelled", None):
-            self.engine.cancel(*key)
+        self.shell.on(CancelRequest(request_id, epoch))
 
-    def _end_loading(self, key: Key, finish: FinishReason, error: MotetError | None) -> bool:
-        """End a request that the engine does not have yet; whether it was one."""
-        taken = self._live.get(key)
-        if taken is None or taken.loading is None:
-            return False
-        taken.loading.cancel()
-        taken.loading = None
-        request = taken.request
-        info = error.info() if error is not None else None
-        item = StreamItem(request.request_id, request.epoch, len(request.output), [], finish=finish, error=info)
-        self._ended(item)
-        self.frames.put(request.gateway_id, self._step, [item])
-        return True
-
-    def _ended(self, item: StreamItem) -> None:
-        """An item with `finish` was made: the promise is kept."""
-        if self._forget((item.request_id, item.epoch)):
-            metrics.FINISHED.labels(item.finish).inc()
-            self._departures.left(now_s())
-
-    def _forget(self, key: Key) -> bool:
-        """Let go of a request; whether it was here."""
-        taken = self._live.pop(key, None)
-        if taken is None:
-            return False
-        request_id, epoch = key
-        if taken.holds and taken.adapter is not None:
-            self.adapters.tiers.release(taken.adapter.digest)
-        if self._newest.get(request_id) == epoch:
-            del self._newest[request_id]
-            self.view.remove(request_id)
-            self.reporter.touch()
-        if not self._live:
-            self._idle.set()
-        return True
+    def _on_registered(self, versions: Mapping[str, AdapterVersion]) -> None:
+        self.shell.on(Registered(versions))
 
     def _gateway_lost(self, gateway_id: str) -> None:
-        for (request_id, epoch), taken in list(self._live.items()):
-            if taken.request.gateway_id == gateway_id:
-                self._cancel(request_id, epoch)
+        self.shell.on(OwnerLost(gateway_id))
 
     # ---- what the engine did
 
     def _on_step(self, report: StepReport) -> None:
-        output = report.output
-        self._step = report.step
-        view = self.view
+        output, view = report.output, self.view
+        self.shell.step = report.step
         view.kv_blocks_free, view.adapter_bytes_free = report.kv_blocks_free, report.adapter_bytes_free
         view.prefill_tokens_waiting = report.prefill_tokens_waiting
-        for change in output.residency:
-            self.adapters.on_device(change.digest, change.tier == "device")
-        for brief in output.changed:
-            if self._newest.get(brief.request_id) == brief.epoch:
-                view.put(brief)
+        ended = [item for items in output.items.values() for item in items if item.finish is not None]
+        for item in ended:
+            if self.core.entry((item.request_id, item.epoch)) is not None:
+                metrics.FINISHED.labels(item.finish).inc()
+        if output.changed or ended or output.residency:
+            self.shell.on(
+                Stepped(
+                    moved=output.changed,
+                    ended=[(item.request_id, item.epoch) for item in ended],
+                    device=[(change.digest, change.tier == "device") for change in output.residency],
+                )
+            )
         for gateway_id, items in output.items.items():
             for item in items:
-                if item.finish is not None:
-                    self._ended(item)
-                else:
+                if item.finish is None:
                     view.progress(item.request_id, item.index + len(item.tokens))
             self.frames.put(gateway_id, report.step, items)
-        self.reporter.touch()
         self._measure(report, output)
         if report.failures >= MAX_FAILURES and not self.unhealthy:
             self.unhealthy = f"the engine failed {report.failures} steps in a row: {output.failure!r}"
             log.error("giving up", extra={"reason": self.unhealthy})
             assert self.bus is not None
+            self.shell.on(Close())
             self.bus.spawn(self._give_up())
+        self._observe(report)
 
     async def _give_up(self) -> None:
         await self._stop_taking()
@@ -418,7 +364,7 @@ class WorkerService:
         metrics.PREEMPTIONS.inc(stats.preempted)
         metrics.REQUESTS.labels("running").set(stats.running)
         metrics.REQUESTS.labels("waiting").set(stats.waiting)
-        metrics.REQUESTS.labels("loading").set(max(0, len(self._live) - stats.running - stats.waiting))
+        metrics.REQUESTS.labels("loading").set(max(0, len(self.core) - stats.running - stats.waiting))
         for start in stats.cold_starts:
             metrics.COLD_STARTS.labels(*start).inc()
         for mode, error_ms in stats.cold_errors_ms:
@@ -426,6 +372,10 @@ class WorkerService:
         metrics.COPIES.set(stats.copies.under_way if stats.copies is not None else 0)
         if stats.copies is not None:
             _measure_copies(stats.copies)
+        for change in output.residency:
+            if change.tier is None:
+                metrics.ADAPTER_EVICTIONS.labels("device").inc()
+        metrics.ADAPTERS_RESIDENT.labels("device").set(self.core.on_device)
         metrics.KV_USAGE.set(1 - view.kv_blocks_free / view.limits.kv_blocks_total)
 
     def _on_control(self, message: Control) -> None:
@@ -433,33 +383,11 @@ class WorkerService:
             case Cancel(request_id=request_id, epoch=epoch):
                 self._cancel(request_id, epoch)
             case UnloadAdapter(digest=digest):
-                self.adapters.drop(digest)
+                self.shell.on(Unload(digest))
             case LoadAdapter(adapter=ref):
-                self.adapters.prefetch(ref)
+                self.shell.on(Prefetch(ref))
             case Drain():
                 self._leave()
-
-    # ---- what schedulers hear
-
-    def _show(self, taken: _Taken, phase: Phase) -> None:
-        request = taken.request
-        self.view.put(
-            RequestBrief(
-                request_id=request.request_id,
-                epoch=request.epoch,
-                adapter_digest=taken.adapter.digest if taken.adapter else "",
-                rank=taken.adapter.rank if taken.adapter else 0,
-                prompt_tokens=len(request.prompt),
-                output_tokens=len(request.output),
-                predicted_tokens=request.predicted_tokens,
-                phase=phase,
-                tpot_slo_ms=request.slo.tpot_slo_ms,
-                ttft_slo_ms=request.slo.ttft_slo_ms,
-                tenant=request.tenant,
-                tenant_weight=request.tenant_weight,
-            )
-        )
-        self.reporter.touch()
 
 
 def _measure_copies(copies: CopyStats) -> None:

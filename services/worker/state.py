@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.worker_load import tokens_left
+from policies.worker_view import View
 from services.worker.engine.request import StepStats
 from shared.messages import WorkerDelta, WorkerSnapshot
-from shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+from shared.model import PerfModel, WorkerLimits
 
 # Measured with the demo model on two cores; the warm-up and the first real steps move it to where this worker is.
 START_PERF = PerfModel(
@@ -31,62 +31,19 @@ START_PERF = PerfModel(
 )
 
 
-class WorkerView:
-    """The worker as schedulers see it. Every change is remembered until the next delta or snapshot carries it."""
+class WorkerView(View):
+    """The view with what makes messages of it."""
 
     def __init__(self, worker_id: str, incarnation: str, limits: WorkerLimits) -> None:
-        self.worker_id, self.incarnation, self.limits = worker_id, incarnation, limits
-        self.kv_blocks_free = limits.kv_blocks_total
-        self.adapter_bytes_free = limits.adapter_bytes_total
+        super().__init__(limits)
+        self.worker_id, self.incarnation = worker_id, incarnation
         self.prefill_tokens_waiting = 0
-        self.requests: dict[str, RequestBrief] = {}
-        self.adapters: dict[str, Residency] = {}
-        self._draining = self._draining_sent = False
         self._seq = 0
-        self._dirty_requests: set[str] = set()
-        self._dirty_adapters: set[str] = set()
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
-
-    @draining.setter
-    def draining(self, value: bool) -> None:
-        self._draining = value
-
-    @property
-    def changed(self) -> bool:
-        """Whether a delta is due."""
-        return bool(self._dirty_requests or self._dirty_adapters or self._draining != self._draining_sent)
-
-    def put(self, brief: RequestBrief) -> None:
-        """A request came, or is in a new phase."""
-        self.requests[brief.request_id] = brief
-        self._dirty_requests.add(brief.request_id)
-
-    def remove(self, request_id: str) -> None:
-        if self.requests.pop(request_id, None) is not None:
-            self._dirty_requests.add(request_id)
-
-    def progress(self, request_id: str, output_tokens: int) -> None:
-        """A request has this many output tokens now; not worth a delta of its own."""
-        brief = self.requests.get(request_id)
-        if brief is not None:
-            brief.output_tokens = max(brief.output_tokens, output_tokens)
-
-    def place(self, digest: str, residency: Residency | None) -> None:
-        """An adapter is now fastest in this tier, or in none."""
-        if self.adapters.get(digest) == residency:
-            return
-        if residency is None:
-            del self.adapters[digest]
-        else:
-            self.adapters[digest] = residency
-        self._dirty_adapters.add(digest)
 
     def snapshot(self, perf: PerfModel, unix_ms: int) -> WorkerSnapshot:
         """Everything; pending changes are in it."""
-        self._sent()
+        self.told()
+        self._seq += 1
         return WorkerSnapshot(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -104,8 +61,8 @@ class WorkerView:
 
     def delta(self, unix_ms: int) -> WorkerDelta:
         """What changed since the last snapshot or delta."""
-        requests, adapters = self._dirty_requests, self._dirty_adapters
-        self._sent()
+        changes = self.take()
+        self._seq += 1
         return WorkerDelta(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -114,17 +71,12 @@ class WorkerView:
             kv_blocks_free=self.kv_blocks_free,
             adapter_bytes_free=self.adapter_bytes_free,
             draining=self.draining,
-            changed=[self.requests[i] for i in requests if i in self.requests],
-            removed=[i for i in requests if i not in self.requests],
-            resident=[self.adapters[d] for d in adapters if d in self.adapters],
-            evicted=[d for d in adapters if d not in self.adapters],
-            running_left=sum(tokens_left(brief) for brief in self.requests.values() if brief.phase == "running"),
+            changed=changes.changed,
+            removed=changes.removed,
+            resident=changes.resident,
+            evicted=changes.evicted,
+            running_left=self.running_left(),
         )
-
-    def _sent(self) -> None:
-        self._seq += 1
-        self._dirty_requests, self._dirty_adapters = set(), set()
-        self._draining_sent = self.draining
 
 
 class StepTimes:

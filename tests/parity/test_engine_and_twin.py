@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,9 @@ import pytest
 from policies.cold_start import AssistRates
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.engine import Engine
-from services.worker.engine.model_config import read_model_config
 from shared.model import PerfModel, WorkerLimits
 from tests.services.worker.support_engine import BLOCK_SIZE, PacedRunner, Run, make_engine, request, run
-from tests.support_models import MAX_LEN, VOCAB, make_adapters, make_checkpoint
+from tests.support_models import MAX_LEN, VOCAB
 from twin.cluster import Cluster
 from twin.events import PS_PER_MS
 from twin.link import LinkModel
@@ -37,14 +35,6 @@ QUICK = PerfModel(
     load_base_ms=0.0,
     load_ms_per_mib=0.0,
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[HostAdapter]]:
-    directory = tmp_path_factory.mktemp("parity")
-    model_dir = make_checkpoint("llama2", directory)
-    config = read_model_config(model_dir)
-    return model_dir, [HostAdapter.from_blob(one.blob, config) for one in make_adapters(model_dir, directory)]
 
 
 @dataclass

@@ -22,8 +22,9 @@ from policies.batch_admission import (
     wait,
 )
 from policies.kv_blocks import KvBlocks
+from policies.memory_ledger import device_budget
 
-BLOCK_SIZE = 4
+BLOCK_SIZE, BLOCK_BYTES = 4, 100
 
 
 class World:
@@ -88,6 +89,9 @@ class World:
             if seq.adapter:
                 users[seq.adapter] = users.get(seq.adapter, 0) + 1
         state.adapters.check(users)
+        memory = device_budget(state.kv, BLOCK_BYTES, state.adapters)
+        memory.check()
+        assert memory.held()["kv", "running"] == BLOCK_BYTES * len({block for seq in state.running for block in seq.blocks})
         for seqs in (state.running, state.waiting):
             assert seqs == sorted(seqs, key=lambda seq: (seq.due_s, seq.order))
         assert all(seq.computed == seq.slot + 1 == len(seq.blocks) == 0 for seq in state.waiting)

@@ -92,7 +92,7 @@ def run(load: Workload, worker: WorkerSpec, *, workers: int = 3, max_run: int | 
             one.max_run = max_run
     cluster.run()
     for one in cluster.workers:
-        assert not one.live and not one.state.running and not one.state.waiting
+        assert not len(one.core) and not one.state.running and not one.state.waiting
         one.state.kv.check([])
         one.state.adapters.check({})
     return cluster

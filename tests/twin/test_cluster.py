@@ -75,7 +75,7 @@ def test_a_cold_adapter_is_loaded_once_for_all_who_wait_for_it() -> None:
     load = workload(0).take(np.arange(6))
     load = replace(load, arrival_s=np.zeros(6), adapter=np.zeros(6, np.int64))
     cluster = run(load, spec(host_bytes=1 << 30), workers=1, scheduler=None)
-    host = cluster.workers[0].host
+    host = cluster.workers[0].storage
     assert (host.fetches, host.reads, cluster.metrics.host_misses, cluster.metrics.device_loads) == (1, 0, 6, 1)
 
 

@@ -12,22 +12,14 @@ What one request or adapter does wrong ends that request. A forward pass that fa
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
-from itertools import count
 
-from policies.batch_admission import (
-    AdmissionLimits,
-    AdmissionState,
-    BatchAdmission,
-    Plan,
-    advance,
-    due_s,
-    pairs,
-    remove,
-    wait,
-)
-from policies.cold_start import Forced
+from policies.adapter_slots import AdapterSlots
+from policies.batch_admission import AdmissionLimits, Plan, advance, due_s, pairs
+from policies.batch_core import BatchCore
+from policies.cold_start import ColdStarts, Forced
 from policies.kv_blocks import KvBlocks
 from services.worker.engine.adapter_weights import HostAdapter
 from services.worker.engine.copies import DeviceAdapters
@@ -66,14 +58,19 @@ class Engine:
         model_len = limits.max_model_len or runner.config.max_model_len
         self.max_model_len = min(model_len, runner.config.max_model_len, limits.kv_blocks * limits.block_size)
         admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=limits.max_step_tokens)
-        self._adapters = DeviceAdapters(
-            runner, slots=limits.max_loras, max_step_tokens=limits.max_step_tokens, perf=perf, cold_start=cold_start
-        )
-        self._admission: BatchAdmission[Live] = BatchAdmission(admission, self._adapters.cold)
-        self._state: AdmissionState[Live] = AdmissionState(
+        cold = None
+        if runner.link.bytes_per_s < math.inf:
+            cold = ColdStarts(runner.config.num_layers, limits.max_step_tokens, cold_start)
+        slots = AdapterSlots(limits.max_loras, runner.lora_bytes_total, asynchronous=cold is not None)
+        self._adapters = DeviceAdapters(runner, slots, perf)
+        self._core: BatchCore[Live] = BatchCore(
+            admission,
             kv=KvBlocks(limits.kv_blocks, limits.block_size, prefix_cache=limits.prefix_cache),
-            adapters=self._adapters.slots,
+            slots=slots,
+            cold=cold,
+            kv_block_bytes=runner.kv_block_bytes,
         )
+        self._state = self._core.state
         self._seats = Seats(
             seats=admission.seats,
             max_step_tokens=limits.max_step_tokens,
@@ -82,8 +79,6 @@ class Engine:
         )
         self._sampler = Sampler(admission.seats, self._vocab_size)
         self._live: dict[str, Live] = {}
-        self._orders = count()
-        self._doomed: set[str] = set()  # adapters to drop once nothing uses them
         self._output = StepOutput()  # of the step to come; what happens between steps is reported with it
         self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`
         self.pause_s = 0.0
@@ -108,13 +103,13 @@ class Engine:
     @property
     def cold_start(self) -> Forced:
         """How requests begin whose adapter is on its way; "auto" where nothing copies beside the steps."""
-        cold = self._adapters.cold
+        cold = self._core.cold
         return cold.forced if cold is not None else "auto"
 
     @cold_start.setter
     def cold_start(self, way: Forced) -> None:
-        if self._adapters.cold is not None:
-            self._adapters.cold.forced = way
+        if self._core.cold is not None:
+            self._core.cold.forced = way
 
     def briefs(self) -> list[RequestBrief]:
         """Every request here, waiting or running."""
@@ -127,7 +122,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do or report anything, in `pause_s` at the earliest."""
         out, adapters = self._output, self._adapters
-        return bool(self._live or adapters.slots.loading or out.items or out.removed or adapters.changes)
+        return bool(self._live or self._core.slots.loading or out.items or out.removed or adapters.changes)
 
     def add(self, request: EngineRequest, now_s: float) -> None:
         """Queue a request; it arrived at `request.arrival_s`, and what it needs is looked at on the next step.
@@ -153,7 +148,7 @@ class Engine:
             self._emit(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], finish, stop_token))
             return
         self._live[request.request_id] = live
-        wait(self._state, live)
+        self._core.start(live)
         self._changed[request.request_id] = live.brief()
 
     def cancel(self, request_id: str, epoch: int) -> bool:
@@ -167,7 +162,8 @@ class Engine:
     def step(self, now_s: float) -> StepOutput:
         """One batch through the model; with nothing to run, only what happened since the last step."""
         stats = self._output.stats
-        self._adapters.look(waiting=bool(self._state.waiting))
+        for digest in self._core.look(self._adapters):
+            self._adapters.whole(digest)
         if self._live:
             began_s = clock.now_s()
             plan = self._schedule(now_s, stats)
@@ -178,10 +174,9 @@ class Engine:
             if drawn is not None:
                 self._postprocess(advance(plan), drawn, stats)
             stats.postprocess_s = clock.now_s() - ran_s
-        if self._doomed:
-            self._drop_doomed()
+        self._sweep()
         ran = stats.decode_rows or stats.prefill_requests
-        self.pause_s = 0.0 if ran else self._adapters.pause_s
+        self.pause_s = 0.0 if ran else self._adapters.pause_s(self._core.wait_ms)
         stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
         return self._take_output()
 
@@ -190,29 +185,22 @@ class Engine:
 
         Raises what the runner raises when it cannot take the weights.
         """
-        slots = self._state.adapters
-        self._doomed.discard(adapter.digest)
-        if adapter.digest in slots:
-            return True
-        size_bytes = self._runner.adapter_bytes(adapter)
-        if not slots.fits(size_bytes, evicting=False):
-            return False
-        grant = slots.acquire(adapter.digest, size_bytes)
-        assert grant is not None, "it fits"
-        slots.release(adapter.digest)
+        digest = adapter.digest
+        slot = self._core.load(digest, self._runner.adapter_bytes(adapter))
+        if slot is None:
+            return digest in self._core.slots
         try:
-            self._adapters.begin(grant.slot, adapter)
+            self._adapters.begin(slot, adapter)
         except Exception:
-            slots.drop(adapter.digest)
+            self._core.slots.drop(digest)
             raise
         return True
 
     def unload_adapter(self, digest: str) -> bool:
         """Drop from the device, copied or not, now or when the last request on it has ended; whether it is gone already."""
-        if digest in self._state.adapters or any(live.adapter == digest for live in self._live.values()):
-            self._doomed.add(digest)
-            self._drop_doomed()
-        return digest not in self._doomed
+        self._core.unload(digest)
+        self._sweep()
+        return digest not in self._core.doomed
 
     def abort_all(self, error: MotetError) -> StepOutput:
         """End every request with `error`; returns their last items and all else that is unreported."""
@@ -226,20 +214,14 @@ class Engine:
 
     def check(self) -> None:
         """Assert that blocks, slots and seats add up (tests, and idle moments)."""
-        running = self._state.running
-        self._state.kv.check(live.blocks for live in running)
-        users: dict[str, int] = {}
-        for live in self._live.values():
-            if live.slot >= 0:
-                users[live.adapter] = users.get(live.adapter, 0) + 1
-        self._state.adapters.check(users)
+        self._core.check()
         self._adapters.check()
-        assert len(self._live) == len(running) + len(self._state.waiting), "a request is lost"
+        assert len(self._live) == len(self._state.running) + len(self._state.waiting), "a request is lost"
 
     # ---- the three verbs
 
     def _schedule(self, now_s: float, stats: StepStats) -> Plan[Live]:
-        plan = self._admission.decide(self._state, now_s)
+        plan = self._core.decide(now_s)
         for live in plan.preempted:
             self._leave(live)
             self._changed[live.request.request_id] = live.brief()
@@ -265,7 +247,7 @@ class Engine:
         began_s = clock.now_s()
         try:
             batch, rows, lengths = self._seats.build(plan, stats)
-            batch.slot_modes, stats.cold_rows = self._adapters.modes(plan)
+            batch.slot_modes, stats.cold_rows = self._adapters.modes(self._core.cold, plan)
             built_s = clock.now_s()
             stats.schedule_s += built_s - began_s
             logits = self._runner.forward(batch)
@@ -363,7 +345,7 @@ class Engine:
     def _make_live(self, request: EngineRequest) -> Live:
         sampling, adapter = request.sampling, request.adapter
         return Live(
-            order=next(self._orders),
+            order=0,
             priority=request.priority,
             due_s=due_s(request.arrival_s, request.slo.ttft_slo_ms, begun=bool(request.output)),
             tokens=array("i", request.prompt + request.output),
@@ -394,7 +376,7 @@ class Engine:
         self._output.removed.append(live.request.request_id)
 
     def _drop(self, live: Live, *, spoiled: bool = False) -> None:
-        remove(self._state, live, spoiled=spoiled)
+        self._core.end(live, spoiled=spoiled)
         self._leave(live)
         del self._live[live.request.request_id]
         self._changed.pop(live.request.request_id, None)
@@ -427,12 +409,9 @@ class Engine:
             self._fail(live, answer, spoiled=True)
         self._state.adapters.drop(first.adapter)
 
-    def _drop_doomed(self) -> None:
-        used = {live.adapter for live in self._live.values()}
-        for digest in self._doomed - used:
-            if digest in self._state.adapters:
-                self._adapters.left(digest, self._state.adapters.drop(digest))
-            self._doomed.discard(digest)
+    def _sweep(self) -> None:
+        for digest, slot in self._core.sweep():
+            self._adapters.left(digest, slot)
 
 
 def _finish_of(live: Live) -> FinishReason | None:

@@ -87,6 +87,7 @@ class ModelRunner:
                 f"--quantization {quantization}: only the compiled CPU kernels read such weights, and they are not in use here"
                 f" (device {device}; see the warning above, or MOTET_KERNELS)"
             )
+        self._kv_block_bytes = self.kv_bytes_per_block(self.config, dtype=dtype, block_size=block_size)
         self._cache = KvCache(
             layers=self.config.num_layers,
             blocks=kv_blocks + (self.device.type == "cuda"),  # there the last is DecodeGraphs' scratch block
@@ -125,6 +126,11 @@ class ModelRunner:
         """Bytes of one KV block over all layers, for sizing `kv_blocks` from a memory budget."""
         values = config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim
         return values * resolve_dtype(dtype, config).itemsize
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV block over all layers."""
+        return self._kv_block_bytes
 
     @property
     def lora_bytes_total(self) -> int:

@@ -138,7 +138,7 @@ class Running:
 
     @property
     def engine(self) -> Any:
-        return self.service._assembly.engine
+        return self.service.assembly.engine
 
     def slow_down(self, step_s: float) -> None:
         """Every step takes at least this long from now on."""
@@ -153,14 +153,14 @@ class Running:
     def gate_fetches(self) -> asyncio.Event:
         """Fetches from the object store wait for the returned event, and are counted in `fetches`."""
         gate = asyncio.Event()
-        fetch = self.service.adapters.tiers._fetch
+        fetch = self.service.shell.store._fetch
 
         async def gated(ref: AdapterRef) -> bytes:
             self.fetches.append(ref.digest)
             await gate.wait()
             return await fetch(ref)
 
-        self.service.adapters.tiers._fetch = gated
+        self.service.shell.store._fetch = gated
         return gate
 
 

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 
 from services.worker import adapters
-from services.worker.adapters import AdapterTiers, DiskTier
+from services.worker.adapter_files import AdapterFiles
 from shared import subjects
 from shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable
 from shared.model import AdapterRef
+from tests.services.worker.support_adapters import AdapterTiers
 from tests.support import eventually
 
 KIB = 1024
@@ -52,16 +53,22 @@ class Bench:
         self.widened = 1
         self.changes: list[str] = []
         self.tiers = AdapterTiers(
-            bus, DiskTier(str(directory), disk_bytes), host_bytes=host_bytes, parse=self._parse, on_change=self.changes.append
+            bus,
+            AdapterFiles(str(directory)),
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+            parse=self._parse,
+            on_change=self.changes.append,
         )
+        self.tier = self.tiers.tier
         self.fetched: list[str] = []
-        fetch = self.tiers._fetch
+        fetch = self.tiers.store._fetch
 
         async def counted(ref: AdapterRef) -> Parsed:
             self.fetched.append(ref.digest)
             return await fetch(ref)
 
-        self.tiers._fetch = counted
+        self.tiers.store._fetch = counted
 
     def _parse(self, path: Path, digest: str) -> Parsed:
         self.parsed += 1
@@ -89,11 +96,11 @@ async def test_twenty_waiting_requests_cause_one_fetch_and_all_hold_the_same_cop
     copies = await asyncio.gather(*(bench.tiers.acquire(ref) for _ in range(20)))
     assert bench.fetched == [ref.digest] and bench.parsed == 1
     assert all(copy is copies[0] for copy in copies) and copies[0].data == data
-    assert bench.tiers.holders(ref.digest) == 20
-    assert bench.tiers.tier(ref.digest) == "host" and bench.file(ref).read_bytes() == data
+    assert bench.tier.holders(ref.digest) == 20
+    assert bench.tier.tier(ref.digest) == "host" and bench.file(ref).read_bytes() == data
     for _ in range(20):
         bench.tiers.release(ref.digest)
-    assert bench.tiers.holders(ref.digest) == 0
+    assert bench.tier.holders(ref.digest) == 0
 
 
 async def test_a_corrupted_file_is_fetched_again_and_a_good_one_is_not(bench, tmp_path):
@@ -102,7 +109,7 @@ async def test_a_corrupted_file_is_fetched_again_and_a_good_one_is_not(bench, tm
     bench.directory.mkdir(exist_ok=True)
     bench.file(ref).write_bytes(data[:-1] + b"\0")
     restarted = Bench(bench.bus, bench.directory)
-    assert restarted.tiers.tier(ref.digest) == "disk"
+    assert restarted.tier.tier(ref.digest) == "disk"
     assert (await restarted.tiers.acquire(ref)).data == data
     assert restarted.fetched == [ref.digest] and bench.file(ref).read_bytes() == data
     again = Bench(bench.bus, bench.directory)
@@ -116,7 +123,7 @@ async def test_a_store_with_other_bytes_under_the_digest_is_never_believed(bench
     await bench.put(ref, other)
     with pytest.raises(Unavailable, match="does not have digest"):
         await bench.tiers.acquire(ref)
-    assert bench.tiers.tier(ref.digest) is None and list(bench.directory.iterdir()) == []
+    assert bench.tier.tier(ref.digest) is None and list(bench.directory.iterdir()) == []
 
 
 async def test_a_failed_load_fails_those_who_wait_and_a_later_request_tries_again(bench):
@@ -135,7 +142,7 @@ async def test_a_blob_that_does_not_fit_the_model_fails_alone_and_gives_its_memo
     await bench.put(good, good_data)
     results = await asyncio.gather(bench.tiers.acquire(ref), bench.tiers.acquire(good), return_exceptions=True)
     assert isinstance(results[0], InvalidAdapter) and results[1].data == good_data
-    assert bench.tiers.host_used_bytes == good.size_bytes and bench.tiers._reserved == 0
+    assert bench.tier.host_used_bytes == good.size_bytes and bench.tier.reserved_bytes == 0
 
 
 async def test_the_copy_released_longest_ago_leaves_host_memory_first(bus, tmp_path):
@@ -150,7 +157,7 @@ async def test_the_copy_released_longest_ago_leaves_host_memory_first(bus, tmp_p
     for place in (1, 0, 2):
         bench.tiers.release(refs[place].digest)
     await bench.tiers.acquire(refs[3])
-    assert [bench.tiers.tier(ref.digest) for ref in refs] == ["host", "disk", "host", "host"]
+    assert [bench.tier.tier(ref.digest) for ref in refs] == ["host", "disk", "host", "host"]
 
 
 async def test_host_memory_evicts_what_nobody_holds_and_waits_for_what_somebody_does(bus, tmp_path):
@@ -164,14 +171,14 @@ async def test_host_memory_evicts_what_nobody_holds_and_waits_for_what_somebody_
     bench.tiers.release(refs[0].digest)
     await bench.tiers.acquire(refs[1])
     await bench.tiers.acquire(refs[2])
-    assert [bench.tiers.tier(ref.digest) for ref in refs] == ["disk", "host", "host"]
+    assert [bench.tier.tier(ref.digest) for ref in refs] == ["disk", "host", "host"]
     third = asyncio.ensure_future(bench.tiers.acquire(refs[0]))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(third), 0.1)
     bench.tiers.release(refs[1].digest)
     await asyncio.wait_for(third, 5)
-    assert bench.tiers.host_used_bytes == 2 * 64 * KIB
-    assert [bench.tiers.tier(ref.digest) for ref in refs] == ["host", "disk", "host"]
+    assert bench.tier.host_used_bytes == 2 * 64 * KIB
+    assert [bench.tier.tier(ref.digest) for ref in refs] == ["host", "disk", "host"]
 
 
 async def test_copies_that_are_cast_to_a_wider_type_count_as_what_they_take(bus, tmp_path):
@@ -184,8 +191,8 @@ async def test_copies_that_are_cast_to_a_wider_type_count_as_what_they_take(bus,
         await bench.tiers.acquire(ref)
         bench.tiers.release(ref.digest)
         refs.append(ref)
-    assert [bench.tiers.tier(ref.digest) for ref in refs] == ["disk", "host"]
-    assert bench.tiers.host_used_bytes == 2 * 64 * KIB and bench.tiers._disk.used_bytes == 2 * 64 * KIB
+    assert [bench.tier.tier(ref.digest) for ref in refs] == ["disk", "host"]
+    assert bench.tier.host_used_bytes == 2 * 64 * KIB and bench.tier.disk_used_bytes == 2 * 64 * KIB
 
 
 async def test_an_adapter_larger_than_the_host_budget_is_refused_with_both_numbers(bus, tmp_path):
@@ -206,7 +213,7 @@ async def test_the_disk_tier_stays_within_its_size_and_forgets_the_oldest(bus, t
         bench.tiers.release(ref.digest)
         refs.append(ref)
     assert sorted(path.name for path in bench.directory.iterdir()) == sorted(bench.file(ref).name for ref in refs[1:])
-    assert bench.tiers.tier(refs[0].digest) is None
+    assert bench.tier.tier(refs[0].digest) is None
 
 
 async def test_dropping_an_adapter_in_use_waits_for_its_last_holder(bench):
@@ -216,9 +223,9 @@ async def test_dropping_an_adapter_in_use_waits_for_its_last_holder(bench):
     await bench.tiers.acquire(ref)
     bench.tiers.drop(ref.digest)
     bench.tiers.release(ref.digest)
-    assert bench.tiers.tier(ref.digest) == "host"
+    assert bench.tier.tier(ref.digest) == "host"
     bench.tiers.release(ref.digest)
-    assert bench.tiers.tier(ref.digest) is None and not bench.file(ref).exists()
+    assert bench.tier.tier(ref.digest) is None and not bench.file(ref).exists()
     assert bench.changes[-1] == ref.digest
 
 
@@ -241,7 +248,7 @@ async def test_a_version_that_is_asked_for_again_before_its_last_holder_leaves_s
     await bench.tiers.acquire(ref)
     bench.tiers.release(ref.digest)
     bench.tiers.release(ref.digest)
-    assert bench.tiers.tier(ref.digest) == "host"
+    assert bench.tier.tier(ref.digest) == "host"
 
 
 async def test_a_cancelled_waiter_does_not_keep_the_adapter_held(bench):
@@ -251,14 +258,14 @@ async def test_a_cancelled_waiter_does_not_keep_the_adapter_held(bench):
     await asyncio.sleep(0)
     waiting[0].cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert bench.tiers.holders(ref.digest) == 2
+    assert bench.tier.holders(ref.digest) == 2
     lonely, data = blob(2, 700 * KIB)
     await bench.put(lonely, data)
     task = asyncio.ensure_future(bench.tiers.acquire(lonely))
     await asyncio.sleep(0)
     task.cancel()
-    await eventually(lambda: bench.tiers.tier(lonely.digest) == "host")
-    assert bench.tiers.holders(lonely.digest) == 0
+    await eventually(lambda: bench.tier.tier(lonely.digest) == "host")
+    assert bench.tier.holders(lonely.digest) == 0
 
 
 async def test_losing_the_store_in_the_middle_is_unavailable_and_leaves_no_partial_file(bench, nats_server, monkeypatch):
@@ -266,7 +273,7 @@ async def test_losing_the_store_in_the_middle_is_unavailable_and_leaves_no_parti
     ref, data = blob(1)
     await bench.put(ref, data)
     await bench.bus.object_store(subjects.BLOBS)
-    bench.tiers._store = await bench.bus.object_store(subjects.BLOBS)
+    bench.tiers.store._objects = await bench.bus.object_store(subjects.BLOBS)
     nats_server.kill()
     await eventually(lambda: not bench.bus.connected)
     with pytest.raises(Unavailable, match="cannot be fetched"):
@@ -278,12 +285,12 @@ async def test_losing_the_store_in_the_middle_is_unavailable_and_leaves_no_parti
 
 
 async def test_a_private_directory_is_gone_afterwards_and_a_given_one_stays(bus, tmp_path):
-    private = DiskTier("", 1 << 20)
+    private = AdapterFiles("")
     directory = private.path("x").parent
     assert directory.is_dir()
     private.close()
     assert not directory.exists()
-    given = DiskTier(str(tmp_path / "given"), 1 << 20)
+    given = AdapterFiles(str(tmp_path / "given"))
     given.close()
     assert (tmp_path / "given").is_dir()
 
@@ -314,7 +321,7 @@ async def test_a_download_under_way_is_locked(bench):
     try:
         task = asyncio.ensure_future(bench.tiers.acquire(ref))
         [partial] = await eventually(lambda: list(bench.directory.glob("*.part")))
-        DiskTier(str(bench.directory), 1 << 20)  # a second worker starts
+        AdapterFiles(str(bench.directory))  # a second worker starts
         assert partial.exists()
         gate.set()
         assert (await task).data == data
@@ -351,14 +358,14 @@ async def test_a_full_disk_costs_the_file_used_longest_ago_and_never_one_that_is
         bench.tiers.release(ref.digest)
     await bench.tiers.acquire(refs[1])
     await bench.tiers.acquire(refs[2])
-    assert [bench.tiers.tier(ref.digest) for ref in refs[:3]] == [None, "host", "host"]
+    assert [bench.tier.tier(ref.digest) for ref in refs[:3]] == [None, "host", "host"]
     with pytest.raises(Unavailable, match="this worker's disk is full") as full:
         await bench.tiers.acquire(refs[3])
     assert "/srv" not in full.value.message
-    assert not list(bench.directory.glob("*.part")) and bench.tiers._reserved == 0
+    assert not list(bench.directory.glob("*.part")) and bench.tier.reserved_bytes == 0
     bench.tiers.release(refs[1].digest)
     assert (await bench.tiers.acquire(refs[3])).data == blob(3)[1]
-    assert bench.tiers.tier(refs[1].digest) is None and refs[1].digest in bench.changes
+    assert bench.tier.tier(refs[1].digest) is None and refs[1].digest in bench.changes
 
 
 async def test_room_is_made_before_a_download_that_the_disk_cannot_take(bench, monkeypatch):
@@ -368,6 +375,6 @@ async def test_room_is_made_before_a_download_that_the_disk_cannot_take(bench, m
     bench.tiers.release(first.digest)
     second, data = blob(2)
     await bench.put(second, data)
-    monkeypatch.setattr(DiskTier, "free_bytes", property(lambda disk: 0 if first.digest in disk else 1 << 30))
+    monkeypatch.setattr(AdapterFiles, "free_bytes", property(lambda files: 0 if files.path(first.digest).exists() else 1 << 30))
     assert (await bench.tiers.acquire(second)).data == data
-    assert not bench.file(first).exists() and bench.tiers.tier(first.digest) is None
+    assert not bench.file(first).exists() and bench.tier.tier(first.digest) is None

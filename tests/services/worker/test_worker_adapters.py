@@ -44,7 +44,7 @@ async def test_a_cancel_or_a_newer_epoch_reaches_a_request_that_is_still_loading
     assert (await worker.mesh.ended(second.request_id, 0)).finish == "cancelled"
     gate.set()
     assert (await worker.mesh.ended(second.request_id, 1)).finish == "length"
-    await eventually(lambda: worker.service.adapters.tiers.holders(ref.digest) == 0)
+    await eventually(lambda: worker.service.core.host.holders(ref.digest) == 0)
 
 
 async def test_an_adapter_that_cannot_be_fetched_fails_its_own_requests_and_is_tried_again(start, adapters):
@@ -86,7 +86,7 @@ async def test_a_deleted_adapter_leaves_every_tier_once_its_running_request_is_d
     await worker.accepted(request)
     await eventually(lambda: [held.tier for held in latest(worker).adapters] == ["device"])
     await worker.mesh.delete_adapter(ref)
-    await eventually(lambda: worker.service.adapters.watch.by_digest(ref.digest) is None)
+    await eventually(lambda: worker.service.catalog._watch.by_digest(ref.digest) is None)
     assert (await worker.refusal(generate([1], adapter=ref))).code == "adapter_not_found"
     assert [held.digest for held in latest(worker).adapters] == [ref.digest]
     assert (await worker.mesh.ended(request.request_id)).finish == "length"

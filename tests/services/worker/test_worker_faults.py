@@ -35,8 +35,8 @@ async def test_a_broker_that_stands_still_for_a_moment_costs_no_token(start, nat
     await eventually(lambda: worker.mesh.tokens(request.request_id))
     os.kill(nats_server.pid, signal.SIGSTOP)
     try:
-        began = worker.service._step
-        await eventually(lambda: worker.service._step > began + 20)  # the engine goes on
+        began = worker.service.shell.step
+        await eventually(lambda: worker.service.shell.step > began + 20)  # the engine goes on
     finally:
         os.kill(nats_server.pid, signal.SIGCONT)
     assert (await worker.mesh.ended(request.request_id)).finish == "length"
@@ -50,7 +50,7 @@ async def test_a_broker_that_reads_too_slowly_costs_its_requests_and_no_memory(s
     await worker.accepted(request)
     await eventually(lambda: worker.mesh.tokens(request.request_id))
     monkeypatch.setattr(shared_bus, "OUTBOX_BYTES", -1)  # as if so much was waiting to be sent
-    await eventually(lambda: not worker.service._live)
+    await eventually(lambda: not len(worker.service.core))
     monkeypatch.undo()
     after = generate([1])
     await worker.accepted(after)

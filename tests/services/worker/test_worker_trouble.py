@@ -119,7 +119,7 @@ async def test_losing_nats_stops_neither_the_engine_nor_the_worker(start, nats_s
     assert worker.service.not_ready() == ["NATS is not connected"]
     await nats_server.start()
     await eventually(lambda: worker.service.bus.connected and worker.mesh.bus.connected, within_s=15)
-    await eventually(lambda: not worker.service._live)
+    await eventually(lambda: not len(worker.service.core))
     after = generate([1])
     await worker.accepted(after)
     assert (await worker.mesh.ended(after.request_id)).finish == "length"
@@ -136,7 +136,7 @@ async def test_requests_whose_frames_could_not_be_sent_are_cancelled_and_their_g
     await eventually(lambda: worker.mesh.tokens(request.request_id))
     worker.service.bus.nc._max_pending_size = 1
     nats_server.kill()
-    await eventually(lambda: not worker.service._live)
+    await eventually(lambda: not len(worker.service.core))
     await nats_server.start()
     await eventually(lambda: worker.service.bus.connected and worker.mesh.bus.connected, within_s=15)
     after = generate([1])
@@ -158,11 +158,11 @@ async def test_a_request_the_engine_has_no_room_for_is_refused_leaves_nothing_an
         await worker.accepted(request)
         end = await worker.mesh.ended(request.request_id)
         assert end.finish == "error" and end.error.code == "overloaded"
-        assert worker.service.adapters.tiers.holders(ref.digest) == 0
+        assert worker.service.core.host.holders(ref.digest) == 0
     else:
         assert (await worker.refusal(request)).code == "overloaded"
     await eventually(lambda: latest(worker).requests == [])
-    assert not worker.service._live and not worker.service._newest
+    assert not len(worker.service.core)
     monkeypatch.undo()
     again = generate([1, 2], adapter=ref)
     await worker.accepted(again)

@@ -1,0 +1,150 @@
+"""The half of a worker's core that runs between two steps: sequences, KV blocks, adapter slots, cold starts.
+
+    start, end ───────────────> BatchCore ──Plan──> one step of the model
+    copies that became whole ──>    │     ──evictions, loads──> the link to the device
+    load, unload ──────────────>    └── memory: who holds how many bytes of the device
+
+The live engine calls it in its own thread, the twin under its clock. `policies.worker_core` is the other half, which never
+waits for a step. `look` and `decide` make a step's plan; when it has run, `policies.batch_admission.advance` says which
+sequences draw a token. What came to the device or left it is told by the return values, in order.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Generic, Protocol
+
+from policies.adapter_slots import AdapterSlots
+from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, S, remove, wait
+from policies.cold_start import AssistRates, ColdStarts
+from policies.kv_blocks import KvBlocks
+from policies.memory_ledger import Budget, device_budget
+from policies.perf_model import Coefficients
+
+
+class Link(Protocol):
+    """What brings adapters to the device beside the steps, as it is now."""
+
+    @property
+    def perf(self) -> Coefficients[float]:
+        """What steps take."""
+
+    @property
+    def assist(self) -> AssistRates | None:
+        """What CPU processes can do; None without any, or before they have been measured."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Its speed."""
+
+    @property
+    def bytes_queued(self) -> float:
+        """What is still to pass, of all copies."""
+
+    def layers_loaded(self, digest: str, slot: int) -> int:
+        """Layers of a copy under way that are on the device."""
+
+    def bytes_ahead(self, digest: str, slot: int) -> float:
+        """What passes until this copy is whole."""
+
+
+class BatchCore(Generic[S]):
+    """One engine's batches. `cold` is None where copies do not run beside the steps, and then slots are not asynchronous."""
+
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        *,
+        kv: KvBlocks,
+        slots: AdapterSlots,
+        cold: ColdStarts | None = None,
+        kv_block_bytes: int = 0,
+    ) -> None:
+        self.state: AdmissionState[S] = AdmissionState(kv=kv, adapters=slots)
+        self.slots, self.cold = slots, cold
+        self.memory: Budget = device_budget(kv, kv_block_bytes, slots)
+        """Who holds how much of the device's memory; without `kv_block_bytes` KV counts as nothing."""
+        self._admission: BatchAdmission[S] = BatchAdmission(limits, cold)
+        self._orders = count()
+        self.doomed: set[str] = set()
+        """Adapters that leave once nothing uses them."""
+
+    # ---- sequences
+
+    def start(self, seq: S) -> None:
+        """A sequence waits from now on, behind those of equal priority and due time that came before."""
+        seq.order = next(self._orders)
+        wait(self.state, seq)
+
+    def end(self, seq: S, *, spoiled: bool = False) -> None:
+        """It gives back what it holds, wherever it is. `spoiled`: its K and V are not to be reused."""
+        remove(self.state, seq, spoiled=spoiled)
+
+    # ---- a step
+
+    def look(self, link: Link) -> list[str]:
+        """How far copies are, before a decision; the adapters that are whole since the last time, in order."""
+        slots, cold = self.slots, self.cold
+        if cold is None:
+            return []
+        loading = slots.loading
+        whole = [digest for digest, slot in loading.items() if link.layers_loaded(digest, slot) >= cold.layers]
+        for digest in whole:
+            slots.arrived(digest)
+        if loading or self.state.waiting:  # else nobody can be admitted by what is known after this
+            cold.observe(
+                perf=link.perf,
+                bytes_per_s=link.bytes_per_s,
+                queued_bytes=link.bytes_queued,
+                under_way={
+                    digest: (slots.size_bytes(digest), link.bytes_ahead(digest, slot), link.layers_loaded(digest, slot))
+                    for digest, slot in loading.items()
+                },
+                assist=link.assist,
+            )
+        return whole
+
+    def decide(self, now_s: float) -> Plan[S]:
+        """The next step. Its evictions leave the device and its loads begin, in this order, before it runs."""
+        return self._admission.decide(self.state, now_s)
+
+    @property
+    def wait_ms(self) -> float:
+        """How long nobody can join, when nobody runs, as of the last decision; 0 without copies under way."""
+        return self.cold.wait_ms if self.cold is not None and self.slots.loading else 0.0
+
+    # ---- adapters without a request
+
+    def load(self, digest: str, size_bytes: int) -> int | None:
+        """The slot to copy a prefetched adapter into; None when it is here or does not fit without evicting."""
+        self.doomed.discard(digest)
+        if digest in self.slots or not self.slots.fits(size_bytes, evicting=False):
+            return None
+        grant = self.slots.acquire(digest, size_bytes)
+        assert grant is not None, "it fits"
+        self.slots.release(digest)
+        return grant.slot
+
+    def unload(self, digest: str) -> None:
+        """Take it off the device, whole or on its way, when nothing uses it any more: `sweep` says when."""
+        self.doomed.add(digest)
+
+    def sweep(self) -> list[tuple[str, int]]:
+        """The adapters that leave for `unload`, with the slots that are free now."""
+        if not self.doomed:
+            return []
+        used = {seq.adapter for seq in (*self.state.waiting, *self.state.running)}
+        idle = self.doomed - used
+        self.doomed -= idle
+        return [(digest, self.slots.drop(digest)) for digest in sorted(idle) if digest in self.slots]
+
+    def check(self) -> None:
+        """Assert that blocks, slots and bytes add up (tests, and idle moments)."""
+        state = self.state
+        state.kv.check(seq.blocks for seq in state.running)
+        users: dict[str, int] = {}
+        for seq in (*state.waiting, *state.running):
+            if seq.slot >= 0:
+                users[seq.adapter] = users.get(seq.adapter, 0) + 1
+        state.adapters.check(users)
+        self.memory.check()

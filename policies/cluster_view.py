@@ -1,0 +1,47 @@
+"""What one scheduler knows of the workers, live and in the twin: their words and its own assignments in one `ClusterState`.
+
+what workers say ──> WorkerBook ──> ClusterView ──> ClusterState (what policies read)
+own assignments ──────────────────> Flights ───────┘
+"""
+
+from __future__ import annotations
+
+from policies.cluster_state import ClusterState
+from policies.flights import Flights
+from policies.worker_book import Delta, Known, Snapshot
+
+
+class ClusterView:
+    """The reader of a scheduler's `WorkerBook`: it keeps `state`, and `flights` beside it."""
+
+    def __init__(self, in_flight_s: float) -> None:
+        self.state = ClusterState()
+        self.flights = Flights(self.state, in_flight_s)
+
+    def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
+        """Limits, coefficients, adapters and requests as they are now."""
+        worker_id = known.worker_id
+        self.state.put_worker(worker_id, said.limits, said.perf)
+        self.state.replace_adapters(worker_id, {held.digest: held.tier for held in said.adapters})
+        self.facts(known, now_s)
+        self.flights.snapshot(worker_id, said.requests, now_s)
+
+    def change(self, known: Known, said: Delta, now_s: float) -> None:
+        """Requests and adapters that came, changed or went."""
+        worker_id, state = known.worker_id, self.state
+        self.flights.delta(worker_id, said.changed, said.removed, now_s)
+        for held in said.resident:
+            state.put_adapter(worker_id, held.digest, held.tier)
+        for digest in said.evicted:
+            state.drop_adapter(worker_id, digest)
+        if said.running_left is not None:
+            state.set_running_left(worker_id, said.running_left)
+
+    def facts(self, known: Known, now_s: float) -> None:
+        """It was heard: whatever was held against it is forgiven."""
+        self.state.heard(known.worker_id, now_s, kv_blocks_free=known.kv_blocks_free, draining=known.draining)
+
+    def ended(self, known: Known) -> None:
+        """All it had is gone."""
+        self.state.drop_worker(known.worker_id)
+        self.flights.forget(known.worker_id)

@@ -1,0 +1,301 @@
+"""Adapters in a worker's host memory and on its disk: what is held, what is loaded next, what leaves.
+
+    object store ──Load("store")──> file on disk ──Load("disk")──> copy in host memory ──held by requests──> device
+                                    least recently loaded out      eviction policy among copies nobody holds
+
+`HostTier` decides; whoever drives it carries out the actions that `take_actions` returns, in order, and says what came of
+them: the live worker with files and an object store, the twin with a model of their links.
+
+Rules:
+- One load per adapter, however many wait for it. A load that fails fails for those who wait now; the next one tries again.
+- At most LOADS_AT_ONCE loads run, first come, first served. A load reserves its bytes in host memory before it begins. When
+  held copies fill the budget, loads wait for one to be let go: requests wait, memory does not grow. A request holds at most
+  one adapter, so some request always finishes.
+- A copy with holders stays. A copy stays valid when its file leaves the disk, so files leave whoever holds their copies.
+- `drop` takes a version out of both as soon as nobody holds it or loads it; a new holder calls that off.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from policies.eviction import Eviction, Lru
+from shared.model import AdapterRef, Tier
+
+LOADS_AT_ONCE = 4
+H = TypeVar("H", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bring a copy into host memory; `loaded` or `failed` is the answer."""
+
+    adapter: AdapterRef
+    source: Literal["disk", "store"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """For lack of room: let go of the copy in host memory, or delete the file."""
+
+    digest: str
+    tier: Literal["host", "disk"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Let go of the copy and delete the file, whichever are there."""
+
+    digest: str
+
+
+Action = Load | Evict | Forget
+
+
+@dataclass(slots=True)
+class _Copy:
+    size_bytes: int
+    holders: int
+
+
+@dataclass(slots=True)
+class _Loading(Generic[H]):
+    adapter: AdapterRef  # its bytes are reserved from the time when it has begun
+    waiters: list[H] = field(default_factory=list)
+    begun: bool = False
+
+
+class HostTier(Generic[H]):
+    """Host memory of `host_bytes` before a disk of `disk_bytes`; `files` are on the disk already, oldest first.
+
+    `host_bytes` None: every adapter is in host memory, and nothing is counted. `disk_bytes` None: a disk that is never full.
+    `H` tells apart those who wait for a copy.
+    """
+
+    def __init__(
+        self,
+        host_bytes: int | None,
+        disk_bytes: int | None,
+        *,
+        files: Iterable[tuple[str, int]] = (),
+        eviction: Eviction | None = None,
+    ) -> None:
+        self.host_bytes, self.disk_bytes = host_bytes, disk_bytes
+        self._eviction: Eviction = eviction or Lru()
+        self._copies: dict[str, _Copy] = {}
+        self._files: OrderedDict[str, int] = OrderedDict(files)  # digest -> bytes, least recently loaded first
+        self._loads: dict[str, _Loading[H]] = {}
+        self._queue: deque[str] = deque()  # loads that have not begun
+        self._doomed: set[str] = set()
+        self._actions: list[Action] = []
+        self.host_used_bytes = 0
+        """Of the copies that are there."""
+        self.reserved_bytes = 0
+        """Promised to the loads under way."""
+        self.idle_bytes = 0
+        """Of the copies that nobody holds."""
+        self.disk_used_bytes = sum(self._files.values())
+
+    # ---- what is here
+
+    def __contains__(self, digest: str) -> bool:
+        """Whether a copy is in host memory."""
+        return digest in self._copies
+
+    def tier(self, digest: str) -> Tier | None:
+        """The faster of the two that has it; None for neither."""
+        return "host" if digest in self._copies else "disk" if digest in self._files else None
+
+    @property
+    def copies(self) -> list[str]:
+        """What is in host memory."""
+        return list(self._copies)
+
+    @property
+    def files(self) -> list[str]:
+        """What is on disk, least recently loaded first."""
+        return list(self._files)
+
+    def holders(self, digest: str) -> int:
+        """How many hold the copy; 0 also without one."""
+        copy = self._copies.get(digest)
+        return copy.holders if copy is not None else 0
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether a copy of this size could ever be here."""
+        return self.host_bytes is None or size_bytes <= self.host_bytes
+
+    def take_actions(self) -> list[Action]:
+        """What is to be done since the last time, in order."""
+        actions = self._actions
+        if actions:
+            self._actions = []
+        return actions
+
+    # ---- holding
+
+    def hold(self, adapter: AdapterRef, holder: H) -> bool:
+        """Hold the copy. True: it is here. False: `loaded` names `holder` when it has come and is held. It must fit."""
+        if self.host_bytes is None:
+            return True
+        digest = adapter.digest
+        self._doomed.discard(digest)
+        copy = self._copies.get(digest)
+        if copy is not None:
+            if not copy.holders:
+                self.idle_bytes -= copy.size_bytes
+                self._eviction.use(digest)
+            copy.holders += 1
+            return True
+        load = self._loads.get(digest)
+        if load is None:
+            load = self._loads[digest] = _Loading(adapter)
+            self._queue.append(digest)
+        load.waiters.append(holder)
+        self._begin()
+        return False
+
+    def release(self, digest: str) -> None:
+        """Give back one hold."""
+        if self.host_bytes is None:
+            return
+        copy = self._copies[digest]
+        copy.holders -= 1
+        if not copy.holders:
+            self._rest(digest, copy.size_bytes)
+            self._begin()
+
+    def give_up(self, digest: str, holder: H) -> None:
+        """One who waits does not want it any more; its load goes on if it has begun."""
+        load = self._loads[digest]
+        load.waiters.remove(holder)
+        if not load.waiters and not load.begun:
+            del self._loads[digest]
+            self._queue.remove(digest)
+            if digest in self._doomed:
+                self._forget(digest)
+            self._begin()
+
+    def drop(self, digest: str) -> None:
+        """Take a version out of both tiers, now or as soon as nobody holds or loads it."""
+        if digest in self._loads or self.holders(digest):
+            self._doomed.add(digest)
+        else:
+            self._forget(digest)
+
+    # ---- what came of the actions
+
+    def loaded(self, digest: str, size_bytes: int, file_bytes: int) -> list[H]:
+        """A copy that takes `size_bytes` is in host memory, and its file of `file_bytes` on disk. Who waited holds it now."""
+        load = self._loads.pop(digest)
+        self.reserved_bytes -= load.adapter.size_bytes
+        self._copies[digest] = _Copy(size_bytes, len(load.waiters))
+        self.host_used_bytes += size_bytes
+        self._eviction.use(digest)
+        self._keep_file(digest, file_bytes)
+        if not load.waiters:
+            self._rest(digest, size_bytes)
+        while self._over(0) and self._evict_copy():  # it may take more than was promised, cast to a wider type
+            pass
+        self._begin()
+        return load.waiters
+
+    def failed(self, digest: str) -> list[H]:
+        """The load failed, for all of these."""
+        load = self._loads.pop(digest)
+        self.reserved_bytes -= load.adapter.size_bytes
+        self._doomed.discard(digest)
+        self._begin()
+        return load.waiters
+
+    def file_lost(self, digest: str) -> None:
+        """The file is not there, or not what its name says."""
+        self.disk_used_bytes -= self._files.pop(digest, 0)
+
+    def spare_file(self) -> bool:
+        """The file system is full: evict the least recently loaded file whose room that frees, which one that is mapped does
+        not; whether there was one. A copy that nobody holds gives its mapping up for it."""
+        unmapped = [digest for digest in self._files if not self.holders(digest) and digest not in self._loads]
+        oldest = min(unmapped, key=self._copies.__contains__, default=None)
+        if oldest is None:
+            return False
+        if oldest in self._copies:
+            self._remove_copy(oldest)
+            self._actions.append(Evict(oldest, "host"))
+        self.file_lost(oldest)
+        self._actions.append(Evict(oldest, "disk"))
+        return True
+
+    # ---- room
+
+    def _begin(self) -> None:
+        """Begin loads in their order, as far as there is room for them."""
+        while self._queue and len(self._loads) - len(self._queue) < LOADS_AT_ONCE:
+            digest = self._queue[0]
+            load = self._loads[digest]
+            while self._over(load.adapter.size_bytes):
+                if not self._evict_copy():
+                    return
+            self._queue.popleft()
+            load.begun = True
+            self.reserved_bytes += load.adapter.size_bytes
+            self._actions.append(Load(load.adapter, "disk" if digest in self._files else "store"))
+
+    def _over(self, more_bytes: int) -> bool:
+        assert self.host_bytes is not None
+        return self.host_used_bytes + self.reserved_bytes + more_bytes > self.host_bytes
+
+    def _evict_copy(self) -> bool:
+        victim = next(iter(self._eviction), None)
+        if victim is None:
+            return False
+        self._remove_copy(victim)
+        self._actions.append(Evict(victim, "host"))
+        return True
+
+    def _remove_copy(self, digest: str) -> None:
+        """Nobody holds it."""
+        size_bytes = self._copies.pop(digest).size_bytes
+        self.host_used_bytes -= size_bytes
+        self.idle_bytes -= size_bytes
+        self._eviction.forget(digest)
+
+    def _keep_file(self, digest: str, file_bytes: int) -> None:
+        self.file_lost(digest)
+        self._files[digest] = file_bytes
+        self.disk_used_bytes += file_bytes
+        while self.disk_bytes is not None and self.disk_used_bytes > self.disk_bytes and len(self._files) > 1:
+            oldest = next(iter(self._files))
+            self.file_lost(oldest)
+            self._actions.append(Evict(oldest, "disk"))
+
+    def _rest(self, digest: str, size_bytes: int) -> None:
+        """Nobody holds the copy any more."""
+        self.idle_bytes += size_bytes
+        self._eviction.release(digest, size_bytes)
+        if digest in self._doomed:
+            self._forget(digest)
+
+    def _forget(self, digest: str) -> None:
+        self._doomed.discard(digest)
+        if digest in self._copies:
+            self._remove_copy(digest)
+        self.file_lost(digest)
+        self._actions.append(Forget(digest))
+
+    def check(self) -> None:
+        """Assert that bytes and holders add up (tests)."""
+        assert self.host_used_bytes == sum(copy.size_bytes for copy in self._copies.values()), "host bytes"
+        idle = {digest: copy.size_bytes for digest, copy in self._copies.items() if not copy.holders}
+        assert self.idle_bytes == sum(idle.values()), "idle bytes"
+        assert self.reserved_bytes == sum(load.adapter.size_bytes for load in self._loads.values() if load.begun), (
+            "reserved bytes"
+        )
+        assert self.disk_used_bytes == sum(self._files.values()), "disk bytes"
+        assert set(self._eviction) == set(idle), "idle copies"
+        assert not self._copies.keys() & self._loads.keys(), "a copy that is here is loaded"
+        assert [digest for digest, load in self._loads.items() if not load.begun] == list(self._queue), "queue"
+        assert len(self._loads) - len(self._queue) <= LOADS_AT_ONCE, "too many loads"

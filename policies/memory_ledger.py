@@ -1,0 +1,123 @@
+"""Who holds how many bytes of a worker's memory, on the device and on the host.
+
+    device budget   |-- claim "kv" -----------------------|-- claim "adapters" --------------|-- unclaimed --|
+                    | running | prefix | free             | used | idle | free               |
+    host budget     |-- claim "adapters" ----------------------------------------------------|
+                    | used | loading | idle | free
+
+A `Budget` is one memory; a `Claim` is the part of it that one claimant may fill. Claims are fixed regions today: nothing is
+handed from one to the other yet, but `Claim.resize` is the one place where that happens. A claimant keeps its own books
+(`KvBlocks`, `AdapterSlots`, `HostTier`) and tells its claim what it holds of each class when asked, so the ledger costs the
+step nothing.
+
+Classes, from what must stay to what may go: `running` KV and `used` adapters belong to requests and are only given back by
+them; copies that are `loading` are promised; `prefix` blocks and `idle` adapters are caches and leave when room is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from policies.adapter_slots import AdapterSlots
+from policies.host_tier import HostTier
+from policies.kv_blocks import KvBlocks
+
+Class = Literal["running", "used", "loading", "prefix", "idle"]
+CACHES: frozenset[Class] = frozenset({"prefix", "idle"})
+
+
+class Claim:
+    """A claimant's part of a budget, in bytes. `held()` is what its books say it holds, by class."""
+
+    def __init__(self, budget: Budget, name: str, size_bytes: int, held: Callable[[], Mapping[Class, int]]) -> None:
+        self._budget, self.name, self.size_bytes, self.held = budget, name, size_bytes, held
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all classes."""
+        return sum(self.held().values())
+
+    @property
+    def cached_bytes(self) -> int:
+        """What would leave if the room was wanted."""
+        return sum(size for kind, size in self.held().items() if kind in CACHES)
+
+    @property
+    def free_bytes(self) -> int:
+        """What the claimant may still fill."""
+        return self.size_bytes - self.held_bytes
+
+    def resize(self, size_bytes: int) -> bool:
+        """Change the claim; False, and no change, when it would cut what is held or exceed the budget."""
+        if size_bytes < self.held_bytes or size_bytes - self.size_bytes > self._budget.unclaimed_bytes:
+            return False
+        self.size_bytes = size_bytes
+        return True
+
+
+class Budget:
+    """One memory of `total_bytes` and the claims on it."""
+
+    def __init__(self, name: str, total_bytes: int) -> None:
+        self.name, self.total_bytes = name, total_bytes
+        self.claims: dict[str, Claim] = {}
+
+    @property
+    def unclaimed_bytes(self) -> int:
+        """What nobody may fill yet."""
+        return self.total_bytes - sum(claim.size_bytes for claim in self.claims.values())
+
+    def claim(self, name: str, size_bytes: int, held: Callable[[], Mapping[Class, int]]) -> Claim:
+        """A new claim. Raises ValueError when the budget has no room for it, or the name is taken."""
+        if name in self.claims or size_bytes > self.unclaimed_bytes:
+            raise ValueError(f"{name} claims {size_bytes} bytes of {self.name}, {self.unclaimed_bytes} are unclaimed")
+        made = self.claims[name] = Claim(self, name, size_bytes, held)
+        return made
+
+    def held(self) -> dict[tuple[str, Class], int]:
+        """Bytes by claim and class."""
+        return {(claim.name, kind): size for claim in self.claims.values() for kind, size in claim.held().items()}
+
+    def check(self) -> None:
+        """Assert that claims fit in the budget, and what is held in the claims."""
+        assert self.unclaimed_bytes >= 0, f"{self.name}: claims exceed the budget"
+        for claim in self.claims.values():
+            held = claim.held()
+            assert all(size >= 0 for size in held.values()), f"{self.name}.{claim.name}: {held}"
+            assert claim.free_bytes >= 0, f"{self.name}.{claim.name} holds {held} of {claim.size_bytes} bytes"
+
+
+def device_budget(kv: KvBlocks, block_bytes: int, adapters: AdapterSlots) -> Budget:
+    """The device's memory as two fixed regions. `block_bytes`: of one KV block over all layers."""
+    budget = Budget("device", kv.total * block_bytes + adapters.bytes_total)
+    budget.claim(
+        "kv",
+        kv.total * block_bytes,
+        lambda: {"running": (kv.total - kv.free) * block_bytes, "prefix": kv.idle * block_bytes},
+    )
+    budget.claim(
+        "adapters",
+        adapters.bytes_total,
+        lambda: {
+            "used": adapters.bytes_total - adapters.bytes_free - adapters.idle_bytes,
+            "idle": adapters.idle_bytes,
+        },
+    )
+    return budget
+
+
+def host_budget(tier: HostTier) -> Budget:
+    """Host memory for adapters. A copy that turns out larger than its load had promised may exceed the claim while all
+    others are held."""
+    budget = Budget("host", tier.host_bytes or 0)
+    budget.claim(
+        "adapters",
+        budget.total_bytes,
+        lambda: {
+            "used": tier.host_used_bytes - tier.idle_bytes,
+            "loading": tier.reserved_bytes,
+            "idle": tier.idle_bytes,
+        },
+    )
+    return budget

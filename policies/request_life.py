@@ -1,0 +1,56 @@
+"""The life of a request on a worker, as a table.
+
+    new ──> loading ──> waiting <──> running ──> gone          the engine has it while it waits, runs or leaves
+                │          └──> leaving <──┘ ──> gone          leaving: it was told to stop and has not answered
+                └────────────────────────────> gone
+
+loading: its adapter is on its way to host memory. Requests that need no load are waiting at once. What the engine says may
+cross what it is told, so a leaving request may still be admitted or preempted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from shared.model import AdapterRef, RequestBrief
+
+R = TypeVar("R")
+Key = tuple[str, int]  # request id, epoch
+Phase = Literal["new", "loading", "waiting", "running", "leaving", "gone"]
+What = Literal["start", "load", "admit", "preempt", "cancel", "end"]
+
+TRANSITIONS: dict[Phase, dict[What, Phase]] = {
+    "new": {"load": "loading", "start": "waiting", "end": "gone"},
+    "loading": {"start": "waiting", "cancel": "gone", "end": "gone"},
+    "waiting": {"admit": "running", "preempt": "waiting", "cancel": "leaving", "end": "gone"},
+    "running": {"admit": "running", "preempt": "waiting", "cancel": "leaving", "end": "gone"},
+    "leaving": {"admit": "leaving", "preempt": "leaving", "cancel": "leaving", "end": "gone"},
+    "gone": {},
+}
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Generic[R]):
+    """A request in the book. `brief` is as it was when the engine got it; what it became is in the view."""
+
+    brief: RequestBrief
+    owner: str  # gateway id
+    adapter: AdapterRef | None
+    payload: R
+    phase: Phase = "new"
+    holds: bool = False  # a host copy of its adapter
+
+    @property
+    def key(self) -> Key:
+        """Request id and epoch."""
+        return self.brief.request_id, self.brief.epoch
+
+    @property
+    def in_engine(self) -> bool:
+        """Whether the engine has it."""
+        return self.phase in ("waiting", "running", "leaving")
+
+    def move(self, what: What) -> None:
+        """Take the transition. Raises KeyError for one that is not in the table."""
+        self.phase = TRANSITIONS[self.phase][what]

@@ -1,0 +1,283 @@
+"""What others know of the workers, folded from the snapshots and deltas that workers publish.
+
+    snapshot seq=7 ── delta 8 ── delta 9 ── ... ── snapshot seq=23        seq counts both
+        │                │
+        └── WorkerBook ──┴── incarnation? seq? ──> Reader: whole, change, facts, ended
+
+`WorkerBook` decides which words count and keeps what every reader needs of a worker (`Known`). What is kept of requests and
+adapters is the reader's: `Shelf` keeps them as they are told, `cluster_view` keeps the columns that scheduling reads.
+
+Rules:
+- A snapshot replaces everything. A delta counts only directly after the message before it; after a gap the requests stay as
+  they were known until the next snapshot, while the facts that a delta states in full (memory, draining) are still taken.
+- Only a snapshot introduces a worker or an incarnation. A new incarnation at once ends the one before, whose late words are
+  ignored. The same goes for a worker that was lost (`lose`), unless its lease turns out to be held again.
+- A worker that was only silent (`forget`) may speak again under the same incarnation.
+
+`Cadence` is the other end of the same conversation: how often a worker speaks, and how often it tells everything.
+Pure: the caller says who said what, and when on its own clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+
+HEARTBEAT_S = 0.5
+DELTA_S = 0.02
+"""Shortest time between a message and a delta that follows it."""
+SNAPSHOT_REQUESTS = 64
+"""A snapshot on every heartbeat up to so many requests, on every second one up to twice as many, and so on."""
+MAX_BEATS = 4
+"""Heartbeats from one snapshot to the next, at most."""
+ENDED_MEMORY = 4096
+"""Ended incarnations that are remembered, the oldest forgotten first."""
+
+
+@dataclass(slots=True)
+class Cadence:
+    """Which heartbeats carry a snapshot. What a snapshot costs all who listen grows with its requests, so busy workers
+    send fewer: with a thousand workers of 256 requests each a scheduler would otherwise do little else than read them."""
+
+    beats_left: int = 0
+
+    def whole(self, requests: int) -> bool:
+        """Whether the heartbeat that is due tells everything; otherwise it is a delta."""
+        if self.beats_left > 0:
+            self.beats_left -= 1
+            return False
+        self.beats_left = min(requests // SNAPSHOT_REQUESTS, MAX_BEATS - 1)
+        return True
+
+
+class Word(Protocol):
+    """What every message of a worker says (`shared.messages`: WorkerSnapshot and WorkerDelta)."""
+
+    worker_id: str
+    incarnation: str
+    seq: int
+    kv_blocks_free: int
+    adapter_bytes_free: int
+    draining: bool
+
+
+class Snapshot(Word, Protocol):
+    """Everything."""
+
+    limits: WorkerLimits
+    perf: PerfModel
+    requests: list[RequestBrief]
+    adapters: list[Residency]
+
+
+class Delta(Word, Protocol):
+    """What changed since the message before."""
+
+    changed: list[RequestBrief]
+    removed: list[str]
+    resident: list[Residency]
+    evicted: list[str]
+    running_left: int | None
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of one worker whoever reads."""
+
+    worker_id: str
+    incarnation: str
+    limits: WorkerLimits
+    seq: int = 0
+    in_sync: bool = True  # no message since the last snapshot is missing
+    heard_s: float = 0.0
+    snapshot_s: float = 0.0  # when its last snapshot was heard
+    kv_blocks_free: int = 0
+    adapter_bytes_free: int = 0
+    draining: bool = False
+
+    def take(self, word: Word, now_s: float) -> None:
+        """The facts that every message states in full."""
+        self.seq, self.heard_s, self.draining = word.seq, now_s, word.draining
+        self.kv_blocks_free, self.adapter_bytes_free = word.kv_blocks_free, word.adapter_bytes_free
+
+
+class Reader(Protocol):
+    """What somebody makes of the words that count."""
+
+    def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
+        """This replaces everything; `known` is up to date."""
+
+    def change(self, known: Known, said: Delta, now_s: float) -> None:
+        """This continues what was told before."""
+
+    def facts(self, known: Known, now_s: float) -> None:
+        """A delta was heard, whose facts are in `known`. `change` follows unless something is missing before it."""
+
+    def ended(self, known: Known) -> None:
+        """The worker, or this incarnation of it, is no more."""
+
+
+class WorkerBook:
+    """All workers that were heard and not lost. `lease_held(worker_id)` tells whether a lease is held right now."""
+
+    def __init__(self, reader: Reader, lease_held: Callable[[str], bool] = lambda _: False) -> None:
+        self._reader, self._lease_held = reader, lease_held
+        self._known: dict[str, Known] = {}
+        self._ended: dict[tuple[str, str], None] = {}  # (worker id, incarnation), in the order in which they ended
+        self.gaps = 0
+        """Breaks in the sequence of what was heard."""
+
+    def __contains__(self, worker_id: object) -> bool:
+        return worker_id in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __iter__(self) -> Iterator[Known]:
+        return iter(self._known.values())
+
+    def get(self, worker_id: str) -> Known | None:
+        """One worker; None when it is not known."""
+        return self._known.get(worker_id)
+
+    # ---- what workers say
+
+    def snapshot(self, said: Snapshot, now_s: float) -> bool:
+        """A worker told everything; whether it counts."""
+        worker_id = said.worker_id
+        if self._is_over(worker_id, said.incarnation):
+            return False
+        known = self._same(worker_id, said.incarnation)
+        if known is None:
+            known = self._known[worker_id] = Known(worker_id, said.incarnation, said.limits)
+        elif said.seq <= known.seq:
+            return False  # an older one, late
+        elif said.seq != known.seq + 1 and known.in_sync:
+            self.gaps += 1
+        known.limits, known.in_sync, known.snapshot_s = said.limits, True, now_s
+        known.take(said, now_s)
+        self._reader.whole(known, said, now_s)
+        return True
+
+    def delta(self, said: Delta, now_s: float) -> bool:
+        """A worker told what changed; whether it continues what is known."""
+        if self._is_over(said.worker_id, said.incarnation):
+            return False
+        known = self._same(said.worker_id, said.incarnation)
+        if known is None:
+            self.gaps += 1  # its first snapshot is still to come
+            return False
+        if said.seq <= known.seq:
+            return False
+        if said.seq != known.seq + 1:
+            self.gaps += known.in_sync
+            known.in_sync = False
+        known.take(said, now_s)
+        self._reader.facts(known, now_s)
+        if known.in_sync:
+            self._reader.change(known, said, now_s)
+        return known.in_sync
+
+    def _same(self, worker_id: str, incarnation: str) -> Known | None:
+        """The worker as known, unless this is a new incarnation: then the old one ends."""
+        known = self._known.get(worker_id)
+        if known is not None and known.incarnation != incarnation:
+            self.lose(worker_id)
+            return None
+        return known
+
+    def _is_over(self, worker_id: str, incarnation: str) -> bool:
+        if (worker_id, incarnation) not in self._ended:
+            return False
+        if worker_id in self._known or not self._lease_held(worker_id):
+            return True
+        del self._ended[worker_id, incarnation]  # its lease lapsed for a moment, or a restart's lease came after its state
+        return False
+
+    # ---- who is away
+
+    def lose(self, worker_id: str) -> bool:
+        """The worker is dead or said goodbye, and what it said last may still arrive; whether it was known."""
+        known = self._known.get(worker_id)
+        if known is None:
+            return False
+        self._ended[worker_id, known.incarnation] = None
+        if len(self._ended) > ENDED_MEMORY:
+            del self._ended[next(iter(self._ended))]
+        return self.forget(worker_id)
+
+    def forget(self, worker_id: str) -> bool:
+        """Nobody knows what became of the worker: it is taken out until it speaks again; whether it was known."""
+        known = self._known.pop(worker_id, None)
+        if known is None:
+            return False
+        self._reader.ended(known)
+        return True
+
+    def silent(self, since_s: float) -> list[Known]:
+        """The workers that were last heard before `since_s`."""
+        return [known for known in self._known.values() if known.heard_s < since_s]
+
+    def excuse_silence(self, now_s: float) -> None:
+        """Nobody could be heard until now: everybody's silence starts anew."""
+        for known in self._known.values():
+            known.heard_s = now_s
+
+
+@dataclass(slots=True)
+class Held:
+    """What one worker has, as it was told."""
+
+    requests: dict[str, RequestBrief] = field(default_factory=dict)
+    adapters: dict[str, Residency] = field(default_factory=dict)
+
+    def on_device(self, digest: str) -> bool:
+        """Whether an adapter version is on this worker's device."""
+        residency = self.adapters.get(digest)
+        return residency is not None and residency.tier == "device"
+
+
+NOTHING = Held()
+
+
+class Shelf:
+    """The plain reader: every worker's requests and adapters by id and by digest, `max_requests` of a worker at most."""
+
+    def __init__(self, max_requests: int = 65_536) -> None:
+        self._max_requests = max_requests
+        self._held: dict[str, Held] = {}
+
+    def of(self, worker_id: str) -> Held:
+        """What the worker has; not to be changed."""
+        return self._held.get(worker_id, NOTHING)
+
+    def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
+        """It has this and nothing else."""
+        held = self._held[known.worker_id] = Held()
+        self._put(held, said.requests, said.adapters)
+
+    def change(self, known: Known, said: Delta, now_s: float) -> None:
+        """This came, changed or went."""
+        held = self._held[known.worker_id]
+        for request_id in said.removed:
+            held.requests.pop(request_id, None)
+        for digest in said.evicted:
+            held.adapters.pop(digest, None)
+        self._put(held, said.changed, said.resident)
+
+    def facts(self, known: Known, now_s: float) -> None:
+        """Kept in `known` alone."""
+
+    def ended(self, known: Known) -> None:
+        """It has nothing any more."""
+        del self._held[known.worker_id]
+
+    def _put(self, held: Held, requests: Sequence[RequestBrief], adapters: Sequence[Residency]) -> None:
+        for brief in requests:
+            if brief.request_id in held.requests or len(held.requests) < self._max_requests:
+                held.requests[brief.request_id] = brief
+        for residency in adapters:
+            held.adapters[residency.digest] = residency

@@ -1,0 +1,335 @@
+"""What a worker does with requests and adapters: events in, actions out, for the live worker and the twin's alike.
+
+    assign, cancel, adapters ──> WorkerCore.on(event, now_s) ──> start, stop, answer     to the engine and the gateways
+    loads that ended         ──>   book of requests              load, evict, forget     to files and the object store
+    steps that ended         ──>   host tier, residency          copy in, copy out       to the engine
+                                   view for schedulers           refuse                  to the scheduler
+
+Every request is in the core's book from its assignment to its end, also while its adapter is loaded. Its life is the table in
+`policies.request_life`; events and actions are in `policies.worker_events`.
+
+The engine plans its steps on its own, in a thread of its own in the live worker (`policies.batch_admission`): it takes
+requests in by *start* and tells of them by `Stepped`, which may cross a *stop*. The core never waits for the engine and the
+engine never for the core. One thread at a time calls `on`; nothing here knows what a request's payload `R` is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Literal
+
+import msgspec
+
+from policies import host_tier
+from policies.host_tier import HostTier
+from policies.memory_ledger import Budget, host_budget
+from policies.request_life import Entry, Key, R
+from policies.worker_events import (
+    Action,
+    Answer,
+    Assign,
+    Cancel,
+    Close,
+    CopyIn,
+    CopyOut,
+    DiskFull,
+    Event,
+    FileLost,
+    Loaded,
+    LoadFailed,
+    NotStarted,
+    OwnerLost,
+    Prefetch,
+    Refuse,
+    Registered,
+    Start,
+    Stepped,
+    Stop,
+    TooLargeForHost,
+    Unload,
+    Version,
+)
+from policies.worker_view import View
+from shared.model import AdapterRef, FinishReason, Residency
+
+MAX_PREFETCHES = 64
+
+
+class Departures:
+    """When requests leave, to say how long a refused one should wait for a place."""
+
+    def __init__(self) -> None:
+        self._times_s: deque[float] = deque(maxlen=64)
+
+    def left(self, now_s: float) -> None:
+        """A request left."""
+        self._times_s.append(now_s)
+
+    def retry_after_s(self, now_s: float) -> float:
+        """The mean time between departures lately, between 0.1 and 10 seconds; 1 when little is known."""
+        if len(self._times_s) < 2:
+            return 1.0
+        return min(10.0, max(0.1, (now_s - self._times_s[0]) / len(self._times_s)))
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """Holds the host copy of a prefetched adapter while it is loaded."""
+
+    adapter: AdapterRef
+
+
+@dataclass(eq=False)
+class WorkerCore(Generic[R]):
+    """One worker's requests and adapters. It never has more than `max_requests`."""
+
+    view: View
+    host: HostTier[Entry[R] | _Fetch]
+    max_requests: int
+    closed: bool = False
+    memory: Budget = field(init=False)  # the host's
+    book: dict[str, Entry[R]] = field(default_factory=dict)  # by request id, the newest epoch of each
+    _older: dict[Key, Entry[R]] = field(default_factory=dict)  # leaving, since a newer epoch came
+    _device: set[str] = field(default_factory=set)  # adapters that the engine has told to be there
+    _versions: Mapping[str, Version] = field(default_factory=dict)
+    _prefetching: set[str] = field(default_factory=set)
+    _departures: Departures = field(default_factory=Departures)
+    _actions: list[Action[R]] = field(default_factory=list)
+    _now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.memory = host_budget(self.host)
+
+    def __len__(self) -> int:
+        return len(self.book) + len(self._older)
+
+    def __iter__(self) -> Iterator[Entry[R]]:
+        return iter([*self.book.values(), *self._older.values()])
+
+    def entry(self, key: Key) -> Entry[R] | None:
+        """A request that is here."""
+        entry = self.book.get(key[0])
+        return entry if entry is not None and entry.brief.epoch == key[1] else self._older.get(key)
+
+    @property
+    def on_device(self) -> int:
+        """How many adapters the engine has told to be on the device."""
+        return len(self._device)
+
+    def on(self, event: Event[R], now_s: float) -> list[Action[R]]:
+        """Something happened; what is to be done now, in order."""
+        self._now_s = now_s
+        match event:
+            case Stepped():
+                self._on_stepped(event)
+            case Assign():
+                self._on_assign(event)
+            case Cancel(request_id, epoch):
+                self._cancel(request_id, epoch)
+            case OwnerLost(owner):
+                for entry in [one for one in self.book.values() if one.owner == owner]:
+                    self._cancel(*entry.key)
+            case Close(reason):
+                self.closed = self.view.draining = True
+                if reason is not None:
+                    for entry in [one for one in self.book.values() if one.phase == "loading"]:
+                        self._give_up(entry)
+                        self._answer(entry, "error", reason)
+            case NotStarted(key, reason):
+                self._on_not_started(key, reason)
+            case Loaded(digest, size_bytes, file_bytes):
+                self._on_loaded(digest, self.host.loaded(digest, size_bytes, file_bytes))
+            case LoadFailed(digest, reason):
+                self._on_load_failed(digest, reason)
+            case FileLost(digest):
+                self.host.file_lost(digest)
+                self._place(digest)
+            case DiskFull():
+                self.host.spare_file()
+            case Prefetch(adapter):
+                self._prefetch(adapter)
+            case Unload(digest):
+                self._unload(digest)
+            case Registered(versions):
+                self._on_registered(versions)
+        return self._take_actions()
+
+    # ---- requests
+
+    def _on_assign(self, said: Assign[R]) -> None:
+        request_id, epoch = said.brief.request_id, said.brief.epoch
+        newest = self.book.get(request_id)
+        if newest is not None and newest.brief.epoch >= epoch:
+            if newest.brief.epoch > epoch and (request_id, epoch) not in self._older:
+                self._actions.append(Refuse("older", newest=newest.brief.epoch))
+            return  # else it is asked twice: the first answer was lost
+        if self.closed:
+            self._actions.append(Refuse("closed"))
+            return
+        if newest is not None:
+            self._cancel(request_id, epoch)
+        if len(self) >= self.max_requests:
+            self._actions.append(Refuse("full", retry_after_s=self._departures.retry_after_s(self._now_s)))
+            return
+        if newest is not None and newest.phase == "leaving":
+            self._older[newest.key] = newest
+        entry = self.book[request_id] = Entry(said.brief, said.owner, said.adapter, said.payload)
+        if said.adapter is None:
+            self._start(entry)
+        elif not self.host.fits(said.adapter.size_bytes):
+            self._answer(entry, "error", TooLargeForHost(said.adapter.size_bytes, self.host.host_bytes or 0))
+        elif self.host.hold(said.adapter, entry):
+            self._start(entry)
+        else:
+            entry.move("load")
+            self._show(entry, "loading")
+
+    def _start(self, entry: Entry[R]) -> None:
+        entry.move("start")
+        entry.holds = entry.adapter is not None
+        self._show(entry, "waiting")
+        self._actions.append(Start(entry))
+
+    def _on_not_started(self, key: Key, reason: object) -> None:
+        entry = self.entry(key)
+        assert entry is not None, "it was started a moment ago"
+        if reason is not None:
+            self._answer(entry, "error", reason)
+        else:
+            self._forget(entry)
+
+    def _cancel(self, request_id: str, epoch: int) -> None:
+        entry = self.book.get(request_id)
+        if entry is None or entry.brief.epoch > epoch:
+            return
+        if entry.phase == "loading":
+            self._give_up(entry)
+            self._answer(entry, "cancelled")
+        else:
+            entry.move("cancel")
+            self._actions.append(Stop(*entry.key))
+
+    def _answer(self, entry: Entry[R], finish: FinishReason, reason: object = None) -> None:
+        """The request ends here; the engine never had it, or did not take it."""
+        self._departures.left(self._now_s)
+        self._forget(entry)
+        self._actions.append(Answer(entry, finish, reason))
+
+    def _give_up(self, entry: Entry[R]) -> None:
+        """It waits for its adapter no longer."""
+        assert entry.adapter is not None, "only requests with an adapter are loading"
+        self.host.give_up(entry.adapter.digest, entry)
+
+    def _forget(self, entry: Entry[R]) -> None:
+        entry.move("end")
+        if entry.holds and entry.adapter is not None:
+            self.host.release(entry.adapter.digest)
+        request_id = entry.brief.request_id
+        if self.book.get(request_id) is entry:
+            del self.book[request_id]
+            self.view.remove(request_id)
+        else:
+            del self._older[entry.key]
+
+    def _on_stepped(self, said: Stepped) -> None:
+        for digest, there in said.device:
+            if there:
+                self._device.add(digest)
+            else:
+                self._device.discard(digest)
+            self._place(digest)
+        for brief in said.moved:
+            entry = self.entry((brief.request_id, brief.epoch))
+            if entry is not None and entry.in_engine:
+                entry.move("admit" if brief.phase == "running" else "preempt")
+                if self.book[brief.request_id] is entry:
+                    self.view.put(brief)
+        for key in said.ended:
+            entry = self.entry(key)
+            if entry is not None:
+                self._departures.left(self._now_s)
+                self._forget(entry)
+
+    def _show(self, entry: Entry[R], phase: Literal["loading", "waiting"]) -> None:
+        brief = entry.brief
+        if brief.phase != phase:
+            brief = entry.brief = msgspec.structs.replace(brief, phase=phase)
+        self.view.put(brief)
+
+    # ---- adapters
+
+    def _on_loaded(self, digest: str, holders: list[Entry[R] | _Fetch]) -> None:
+        self._place(digest)
+        for holder in holders:
+            if isinstance(holder, Entry):
+                self._start(holder)
+            else:
+                self._prefetching.discard(digest)
+                self._actions.append(CopyIn(digest))
+                self.host.release(digest)
+
+    def _on_load_failed(self, digest: str, reason: object) -> None:
+        for holder in self.host.failed(digest):
+            if isinstance(holder, Entry):
+                self._answer(holder, "error", reason)
+            else:
+                self._prefetching.discard(digest)
+        self._place(digest)
+
+    def _prefetch(self, adapter: AdapterRef) -> None:
+        digest = adapter.digest
+        if digest in self._prefetching or len(self._prefetching) >= MAX_PREFETCHES or not self.host.fits(adapter.size_bytes):
+            return
+        if self.host.hold(adapter, _Fetch(adapter)):
+            self._actions.append(CopyIn(digest))
+            self.host.release(digest)
+        else:
+            self._prefetching.add(digest)
+
+    def _unload(self, digest: str) -> None:
+        self._actions.append(CopyOut(digest))
+        self.host.drop(digest)
+
+    def _on_registered(self, versions: Mapping[str, Version]) -> None:
+        """Versions that are gone leave; running requests keep theirs to the end."""
+        self._versions = versions
+        for digest in {*self.host.copies, *self.host.files, *self._device}:
+            if digest in versions:
+                self._place(digest)
+            else:
+                self._unload(digest)
+
+    def _place(self, digest: str) -> None:
+        """The fastest tier of an adapter may have changed."""
+        tier = "device" if digest in self._device else self.host.tier(digest)
+        facts = self._versions.get(digest) or self.view.adapters.get(digest)  # the latter: deleted, still in use
+        if tier is None or facts is None:
+            self.view.place(digest, None)
+        else:
+            self.view.place(digest, Residency(digest, facts.rank, facts.size_bytes, tier))
+
+    def _take_actions(self) -> list[Action[R]]:
+        """The host tier's own come last: a copy that goes to the device may be one that is evicted now."""
+        actions = self._actions
+        if actions:
+            self._actions = []
+        if moves := self.host.take_actions():
+            for move in moves:
+                if not isinstance(move, host_tier.Load):
+                    self._place(move.digest)
+            actions = [*actions, *moves]
+        return actions
+
+    def check(self) -> None:
+        """Assert that book, view and host tier agree (tests)."""
+        assert set(self.view.requests) == set(self.book), "the view shows other requests than the book has"
+        assert all(entry.key == key and entry.phase == "leaving" for key, entry in self._older.items()), self._older
+        assert all(entry.phase not in ("new", "gone") for entry in self), "an entry that is not here"
+        assert len(self) <= self.max_requests
+        holding = [entry.adapter.digest for entry in self if entry.holds and entry.adapter]
+        if self.host.host_bytes is not None:
+            held = {digest: self.host.holders(digest) for digest in self.host.copies if self.host.holders(digest)}
+            assert held == {digest: holding.count(digest) for digest in set(holding)}, "holders"
+        self.host.check()

@@ -1,0 +1,88 @@
+"""A worker as schedulers see it, and what they have not heard yet.
+
+Whoever changes the view need not think of messages: every change is remembered until `take` collects it for the next one.
+What moves in nearly every step (free memory, tokens so far) is no change of its own and rides on whatever goes out next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policies.worker_load import tokens_left
+from shared.model import RequestBrief, Residency, WorkerLimits
+
+
+@dataclass(slots=True)
+class Changes:
+    """What changed since the last time. An id is in one list only: what came and went is gone."""
+
+    changed: list[RequestBrief]
+    removed: list[str]
+    resident: list[Residency]
+    evicted: list[str]
+
+
+class View:
+    """One worker: its requests by id, its adapters by digest with the fastest tier of each, its free memory."""
+
+    def __init__(self, limits: WorkerLimits) -> None:
+        self.limits = limits
+        self.kv_blocks_free = limits.kv_blocks_total
+        self.adapter_bytes_free = limits.adapter_bytes_total
+        self.draining = False
+        self.requests: dict[str, RequestBrief] = {}
+        self.adapters: dict[str, Residency] = {}
+        self._draining_told = False
+        self._requests: dict[str, None] = {}  # changed, in the order in which that began
+        self._adapters: dict[str, None] = {}
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is something to tell."""
+        return bool(self._requests or self._adapters or self.draining != self._draining_told)
+
+    def put(self, brief: RequestBrief) -> None:
+        """A request came, or is in a new phase."""
+        self.requests[brief.request_id] = brief
+        self._requests[brief.request_id] = None
+
+    def remove(self, request_id: str) -> None:
+        """A request is gone; unknown ones are ignored."""
+        if self.requests.pop(request_id, None) is not None:
+            self._requests[request_id] = None
+
+    def progress(self, request_id: str, output_tokens: int) -> None:
+        """A request has this many output tokens now."""
+        brief = self.requests.get(request_id)
+        if brief is not None:
+            brief.output_tokens = max(brief.output_tokens, output_tokens)
+
+    def place(self, digest: str, residency: Residency | None) -> None:
+        """An adapter is now fastest in this tier, or in none."""
+        if self.adapters.get(digest) == residency:
+            return
+        if residency is None:
+            del self.adapters[digest]
+        else:
+            self.adapters[digest] = residency
+        self._adapters[digest] = None
+
+    def running_left(self) -> int:
+        """Output tokens that the running requests are still expected to produce."""
+        return sum(tokens_left(brief) for brief in self.requests.values() if brief.phase == "running")
+
+    def told(self) -> None:
+        """All of it is known, or nobody listens."""
+        self._requests, self._adapters = {}, {}
+        self._draining_told = self.draining
+
+    def take(self) -> Changes:
+        """What changed; from now on it counts as told."""
+        requests, adapters = self._requests, self._adapters
+        self.told()
+        return Changes(
+            changed=[self.requests[i] for i in requests if i in self.requests],
+            removed=[i for i in requests if i not in self.requests],
+            resident=[self.adapters[d] for d in adapters if d in self.adapters],
+            evicted=[d for d in adapters if d not in self.adapters],
+        )

@@ -1,0 +1,159 @@
+"""Carries out what the worker's core decides, and tells it what came of that.
+
+    WorkerService ──events──► Shell.on ──► WorkerCore ──actions──► engine thread, adapter store, frames
+    adapter store ──loads that ended──► events
+
+Everything here runs on the event loop and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from policies.host_tier import Evict, Forget, Load
+from policies.worker_core import WorkerCore
+from policies.worker_events import (
+    Action,
+    Answer,
+    CopyIn,
+    CopyOut,
+    DiskFull,
+    Event,
+    FileLost,
+    Loaded,
+    LoadFailed,
+    NotStarted,
+    Refuse,
+    Start,
+    Stop,
+    TooLargeForHost,
+)
+from services.worker import metrics
+from services.worker.adapters import AdapterStore
+from services.worker.engine.request import EngineRequest
+from services.worker.engine_thread import EngineThread
+from services.worker.frames import FrameSender
+from services.worker.reports import StateReporter
+from shared.clock import now_s
+from shared.errors import MotetError, TooLarge
+from shared.messages import StreamItem
+from shared.telemetry import logger
+
+if TYPE_CHECKING:
+    from services.worker.engine.adapter_weights import HostAdapter
+
+log = logger("motet.worker")
+
+
+class Shell:
+    """The core's hands. It decides for the adapter store (`adapters.Decider`); `store` is set before the first event."""
+
+    store: AdapterStore
+
+    def __init__(
+        self, core: WorkerCore[EngineRequest], engine: EngineThread, frames: FrameSender, reporter: StateReporter
+    ) -> None:
+        self.core, self.engine, self.frames, self._reporter = core, engine, frames, reporter
+        self.step = 0  # of the engine, for frames
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def on(self, event: Event[EngineRequest]) -> Refuse | None:
+        """Something happened: do what the core makes of it.
+
+        A refusal is the caller's to pass on. Raises what the engine says when it takes no more requests, and the one that
+        was assigned is not here then.
+        """
+        refusal: Refuse | None = None
+        untaken: MotetError | None = None
+        for action in self.core.on(event, now_s()):
+            match action:
+                case Refuse():
+                    refusal = action
+                case Start():
+                    untaken = self._start(action) or untaken
+                case _:
+                    self._perform(action)
+        self._reporter.touch()
+        if self.core:
+            self.idle.clear()
+        else:
+            self.idle.set()
+        if untaken is not None:
+            raise untaken
+        return refusal
+
+    def _perform(self, action: Action[EngineRequest]) -> None:
+        match action:
+            case Stop(request_id, epoch):
+                self.engine.cancel(request_id, epoch)
+            case Answer():
+                self._answer(action)
+            case CopyIn(digest):
+                self.engine.load_adapter(self.store.copy(digest))
+            case CopyOut(digest):
+                self.engine.unload_adapter(digest)
+            case Load(adapter, source):
+                self.store.load(adapter, source)
+            case Evict() | Forget():
+                self.store.evict(action)
+                self._count_adapters()
+
+    def _start(self, action: Start[EngineRequest]) -> MotetError | None:
+        """The error with which an assignment that is being answered is to be refused."""
+        entry, request = action.entry, action.entry.payload
+        if entry.adapter is not None:
+            request.adapter = self.store.copy(entry.adapter.digest)
+        try:
+            self.engine.add(request)
+        except MotetError as error:
+            taken = entry.adapter is not None  # its assignment may have been answered before its adapter was here
+            self.on(NotStarted(entry.key, error if taken else None))
+            return None if taken else error
+        return None
+
+    def _answer(self, answer: Answer[EngineRequest]) -> None:
+        request, reason = answer.entry.payload, answer.reason
+        error = None if reason is None else _error_of(reason, answer).info()
+        item = StreamItem(request.request_id, request.epoch, len(request.output), [], finish=answer.finish, error=error)
+        metrics.FINISHED.labels(answer.finish).inc()
+        self.frames.put(request.gateway_id, self.step, [item])
+
+    # ---- what the adapter store tells
+
+    def loaded(self, digest: str, adapter: HostAdapter) -> None:
+        """A copy is in host memory."""
+        self.on(Loaded(digest, adapter.nbytes, adapter.blob_bytes))
+        self._count_adapters()
+
+    def failed(self, digest: str, error: Exception) -> None:
+        """It could not be loaded, for all who wait for it now."""
+        self.on(LoadFailed(digest, error))
+
+    def file_lost(self, digest: str) -> None:
+        """It is fetched again."""
+        self.on(FileLost(digest))
+
+    def spare_file(self) -> bool:
+        """Delete a file that can be spared; whether there was one."""
+        files = len(self.core.host.files)
+        self.on(DiskFull())
+        return len(self.core.host.files) < files
+
+    def _count_adapters(self) -> None:
+        metrics.ADAPTERS_RESIDENT.labels("host").set(len(self.core.host.copies))
+        metrics.ADAPTERS_RESIDENT.labels("disk").set(len(self.core.host.files))
+
+
+def _error_of(reason: object, answer: Answer[EngineRequest]) -> MotetError:
+    """What the request's owner is told."""
+    match reason:
+        case MotetError():
+            return reason
+        case TooLargeForHost(size_bytes, room_bytes):
+            return TooLarge(f"adapter of {size_bytes} bytes does not fit in host_cache_mib ({room_bytes} bytes)")
+        case _:
+            assert answer.entry.adapter is not None, "only adapters can fail to load"
+            log.error("adapter load failed", extra={"digest": answer.entry.adapter.digest, "error": repr(reason)})
+            return MotetError(f"adapter {answer.entry.adapter.name!r} cannot be loaded: {reason!r}")

@@ -1,0 +1,19 @@
+"""A tiny model and its adapters, for live engines beside simulated ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.model_config import read_model_config
+from tests.support_models import make_adapters, make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[HostAdapter]]:
+    directory = tmp_path_factory.mktemp("parity")
+    model_dir = make_checkpoint("llama2", directory)
+    config = read_model_config(model_dir)
+    return model_dir, [HostAdapter.from_blob(one.blob, config) for one in make_adapters(model_dir, directory)]

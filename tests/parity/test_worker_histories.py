@@ -1,0 +1,238 @@
+"""The live worker's core and engine, and the twin's worker, get the same requests and have the same history, event by event.
+
+Live is everything but the bus and the files: `WorkerCore` and an engine that runs a tiny model. Loads take as long as the
+twin's links say, and a step takes a millisecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+import pytest
+
+from policies.host_tier import Evict, Forget, HostTier, Load
+from policies.worker_core import WorkerCore
+from policies.worker_events import Action, Assign, Event, Loaded, Start, Stepped, Stop
+from policies.worker_view import View
+from services.worker.engine.adapter_weights import HostAdapter
+from services.worker.engine.engine import Engine
+from services.worker.engine.request import EngineRequest, StepOutput
+from shared.model import AdapterRef, RequestBrief, SamplingParams
+from tests.parity.test_engine_and_twin import QUICK, Recorder, scripted
+from tests.services.worker.support_engine import BLOCK_SIZE, PacedRunner, make_engine
+from tests.support_models import MAX_LEN
+from tests.support_worker import worker_limits
+from twin.cluster import Cluster
+from twin.link import LinkModel
+from twin.steps import Link
+from twin.storage import StorageModel
+from twin.worker import WorkerSpec
+from twin.workload import Workload
+
+DISK_MS, STORE_MS = 1.7137, 4.2391  # loads end between two steps
+Record = tuple[str, ...]
+
+
+class Told:
+    """A core that writes down what it is told and what it answers, one record per fact."""
+
+    def __init__(self, core: WorkerCore[Any], names: dict[str, str]) -> None:
+        self.history: list[Record] = []
+        self._names, self._on = names, core.on
+        core.on = self.on  # type: ignore[method-assign]
+
+    def on(self, event: Event[Any], now_s: float) -> list[Action[Any]]:
+        self.history += self._facts(event)
+        actions = self._on(event, now_s)
+        for action in actions:
+            match action:
+                case Start(entry):
+                    self.history.append(("start", entry.brief.request_id))
+                case Load(adapter, source):
+                    self.history.append(("load", self._name(adapter.digest), source))
+                case Evict(digest, tier):
+                    self.history.append(("evict", self._name(digest), tier))
+                case Forget() | Stop():
+                    raise AssertionError(f"nobody asked for {action}")
+        return actions
+
+    def _facts(self, event: Event[Any]) -> Iterable[Record]:
+        match event:
+            case Assign(brief):
+                yield "assign", brief.request_id, self._name(brief.adapter_digest)
+            case Loaded(digest):
+                yield "loaded", self._name(digest)
+            case Stepped(moved, ended, device):
+                yield from sorted(("device" if there else "left", self._name(digest)) for digest, there in device)
+                yield from sorted((brief.phase, brief.request_id) for brief in moved)
+                yield from sorted(("end", request_id) for request_id, _ in ended)
+
+    def _name(self, digest: str) -> str:
+        return self._names.get(digest, "")
+
+
+@dataclass
+class Live:
+    """Core and engine side by side, a millisecond per step."""
+
+    engine: Engine
+    core: WorkerCore[EngineRequest]
+    adapters: dict[str, HostAdapter]
+    told: Told
+    due: list[tuple[float, int, Event[EngineRequest]]] = field(default_factory=list)  # (ms, order, event)
+    orders: Any = field(default_factory=count)
+    preempted: int = 0
+
+    def serve(self, requests: list[tuple[float, Assign[EngineRequest]]]) -> None:
+        """Everything that is assigned, at its millisecond."""
+        for at_ms, assign in requests:
+            heappush(self.due, (at_ms, next(self.orders), assign))
+        step = 0
+        self._until(0.0)
+        while self.core.book or self.due:
+            out = self.engine.step(step / 1e3)
+            assert out.failure is None, out.failure
+            self.preempted += out.stats.preempted
+            device = [(change.digest, change.tier == "device") for change in out.residency]
+            running = {entry.brief.request_id for entry in self.core if entry.phase == "running"}
+            moved = [one for one in out.changed if one.phase == "running" or one.request_id in running]
+            if moved or device:
+                self.core.on(Stepped(moved=moved, device=device), step / 1e3)
+            step += 1
+            self._until(float(step))
+            ended = self._ended(out)
+            if ended:
+                self._perform(self.core.on(Stepped(ended=ended), step / 1e3), float(step))
+            if isinstance(self.engine._runner, PacedRunner):
+                self.engine._runner.elapse(1e-3)
+            self.core.check()
+            self.engine.check()
+
+    @staticmethod
+    def _ended(out: StepOutput) -> list[tuple[str, int]]:
+        return [(item.request_id, item.epoch) for items in out.items.values() for item in items if item.finish is not None]
+
+    def _until(self, now_ms: float) -> None:
+        while self.due and self.due[0][0] <= now_ms:
+            at_ms, _, event = heappop(self.due)
+            self._perform(self.core.on(event, at_ms / 1e3), at_ms)
+
+    def _perform(self, actions: list[Action[EngineRequest]], now_ms: float) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                request = action.entry.payload
+                if action.entry.adapter is not None:
+                    request.adapter = self.adapters[action.entry.adapter.digest]
+                self.engine.add(request, now_ms / 1e3)
+            elif isinstance(action, Load):
+                size, took_ms = action.adapter.size_bytes, DISK_MS if action.source == "disk" else STORE_MS
+                heappush(self.due, (now_ms + took_ms, next(self.orders), Loaded(action.adapter.digest, size, size)))
+
+
+def assignments(
+    workload: Workload, prompts: list[list[int]], adapters: list[HostAdapter]
+) -> list[tuple[float, Assign[EngineRequest]]]:
+    """The workload as a worker gets it."""
+    made = []
+    for i, prompt in enumerate(prompts):
+        at_ms, which = float(workload.arrival_s[i]) * 1e3, int(workload.adapter[i])
+        ref = None
+        if which >= 0:
+            digest, size = adapters[which].digest, int(workload.adapter_bytes[which])
+            ref = AdapterRef(name=digest, digest=digest, rank=adapters[which].rank, size_bytes=size)
+        brief = RequestBrief(
+            str(i), 0, ref.digest if ref else "", ref.rank if ref else 0, len(prompt), 0, 1, "waiting", 200.0, 2000.0
+        )
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=int(workload.output_tokens[i]))
+        request = EngineRequest(request_id=str(i), gateway_id="g", prompt=prompt, sampling=sampling, arrival_s=at_ms / 1e3)
+        made.append((at_ms, Assign(brief, "g", ref, request)))
+    return made
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What differs between the histories."""
+
+    copies: str = "between the steps"
+    kv_blocks: int = 600
+    max_loras: int = 16
+    prefix_cache: bool = True
+
+
+def served(checkpoint: Any, setting: Setting, seed: int) -> tuple[Live, Workload, WorkerSpec]:
+    """The live history of a workload, and what the twin needs for the same one."""
+    model_dir, adapters = checkpoint
+    options: dict[str, Any] = {"max_loras": setting.max_loras, "prefix_cache": setting.prefix_cache}
+    link = None
+    if setting.copies != "between the steps":
+        options |= {"perf": lambda: QUICK, "cold_start": setting.copies, "runner": PacedRunner}
+        link = LinkModel(bytes_per_s=50e6, layers=3, cold_start=setting.copies)  # type: ignore[arg-type]
+    engine = make_engine(model_dir, max_running=12, max_step_tokens=48, kv_blocks=setting.kv_blocks, **options)
+    if isinstance(engine._runner, PacedRunner):
+        engine._runner.bytes_per_s = 50e6
+    workload, prompts = scripted(seed, engine, adapters)
+    workload = workload.faster(1 / 3)  # three steps between two arrivals: adapters leave and come back
+    workload.adapter[0], workload.output_tokens[0] = -1, 240  # somebody runs all the time, so steps begin at whole milliseconds
+    sizes = sorted(int(size) for size in workload.adapter_bytes)
+    storage = StorageModel(
+        host_bytes=sizes[-1] + sizes[-2], disk_bytes=sum(sizes) - 1, disk=Link(DISK_MS, 0.0), store=Link(STORE_MS, 0.0)
+    )
+    limits = worker_limits(
+        max_model_len=MAX_LEN,
+        max_running=12,
+        max_waiting=1000,
+        block_size=BLOCK_SIZE,
+        kv_blocks_total=setting.kv_blocks,
+        adapter_bytes_total=engine._runner.lora_bytes_total,
+    )
+    core: WorkerCore[EngineRequest] = WorkerCore(View(limits), HostTier(storage.host_bytes, storage.disk_bytes), 1012)
+    told = Told(core, {adapter.digest: f"adapter {i}" for i, adapter in enumerate(adapters)})
+    live = Live(engine, core, {adapter.digest: adapter for adapter in adapters}, told)
+    live.serve(assignments(workload, prompts, adapters))
+    spec = WorkerSpec(
+        limits=limits,
+        perf=QUICK,
+        steps=Recorder(),
+        storage=storage,
+        link=link,
+        max_step_tokens=48,
+        max_loras=setting.max_loras,
+        prefix_cache=setting.prefix_cache,
+    )
+    return live, workload, spec
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("copies", ["between the steps", "blocking", "auto"])
+@pytest.mark.parametrize(("kv_blocks", "max_loras", "prefix_cache"), [(600, 16, True), (60, 3, True), (56, 3, False)])
+def test_live_and_simulated_histories_are_equal_event_by_event(
+    checkpoint: Any,
+    seed: int,
+    copies: str,
+    kv_blocks: int,
+    max_loras: int,
+    prefix_cache: bool,
+) -> None:
+    live, workload, spec = served(checkpoint, Setting(copies, kv_blocks, max_loras, prefix_cache), seed)
+    cluster = Cluster(workload, [spec], None)
+    worker = cluster.workers[0]
+    worker.max_run = 1
+    simulated = Told(worker.core, {digest: f"adapter {i}" for i, digest in enumerate(workload.digests)})
+    cluster.run()
+
+    history = live.told.history
+    assert history == simulated.history
+    assert {"assign", "load", "loaded", "start", "evict", "device", "running", "end"} <= {record[0] for record in history}
+    assert {record[2] for record in history if record[0] == "load"} == {"disk", "store"}
+
+
+def test_those_settings_preempt_and_evict_adapters_from_every_tier(checkpoint: Any) -> None:
+    lives = [served(checkpoint, Setting(kv_blocks=56, max_loras=3, prefix_cache=False), seed)[0] for seed in range(3)]
+    history = [record for live in lives for record in live.told.history]
+    assert sum(live.preempted for live in lives) and "waiting" in {record[0] for record in history}
+    assert "left" in {record[0] for record in history}
+    assert {record[2] for record in history if record[0] == "evict"} == {"host", "disk"}

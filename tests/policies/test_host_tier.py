@@ -1,0 +1,187 @@
+"""Promise: one load per adapter, bounded memory, nobody starves, and the books add up whatever happens in whatever order.
+
+What the live worker and the twin make of it is tested with them.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from policies.eviction import Lru
+from policies.host_tier import LOADS_AT_ONCE, Action, Evict, Forget, HostTier, Load
+from shared.model import AdapterRef
+
+SIZE = 100
+
+
+def ref(digest: str, size_bytes: int = SIZE) -> AdapterRef:
+    return AdapterRef(name=digest, digest=digest, rank=8, size_bytes=size_bytes)
+
+
+def size_of(digest: str) -> int:
+    return SIZE // 2 + 50 * (int(digest[1:]) % 3)
+
+
+def tier_with(room: int, *held: str, disk_bytes: int | None = None) -> HostTier[str]:
+    """A tier in which `held` were loaded and are held once each."""
+    tier: HostTier[str] = HostTier(room, disk_bytes)
+    for digest in held:
+        assert not tier.hold(ref(digest), f"first-{digest}")
+        assert tier.take_actions() == [Load(ref(digest), "store")]
+        assert tier.loaded(digest, SIZE, SIZE) == [f"first-{digest}"]
+    return tier
+
+
+def test_many_who_wait_cause_one_load_and_hold_the_same_copy() -> None:
+    tier: HostTier[int] = HostTier(SIZE, None)
+    assert [tier.hold(ref("a"), number) for number in range(20)] == [False] * 20
+    assert tier.take_actions() == [Load(ref("a"), "store")]
+    assert tier.loaded("a", SIZE, SIZE) == list(range(20)) and tier.holders("a") == 20
+    assert tier.hold(ref("a"), 20) and tier.take_actions() == []
+
+
+def test_loads_run_in_their_order_and_only_so_many_at_once() -> None:
+    tier: HostTier[int] = HostTier(100 * SIZE, None)
+    names = [f"d{number}" for number in range(LOADS_AT_ONCE + 2)]
+    for number, name in enumerate(names):
+        tier.hold(ref(name), number)
+    assert [action.adapter.digest for action in tier.take_actions()] == names[:LOADS_AT_ONCE]
+    tier.failed(names[1])
+    assert tier.take_actions() == [Load(ref(names[LOADS_AT_ONCE]), "store")]
+
+
+def test_a_load_waits_for_room_until_a_holder_lets_go_and_nobody_passes_it() -> None:
+    tier = tier_with(2 * SIZE, "a", "b")
+    tier.hold(ref("large", 2 * SIZE), "large")
+    tier.hold(ref("small"), "small")
+    assert tier.take_actions() == []
+    tier.release("a")
+    assert tier.take_actions() == [Evict("a", "host")]
+    tier.release("b")
+    assert tier.take_actions() == [Evict("b", "host"), Load(ref("large", 2 * SIZE), "store")]
+
+
+def test_the_copy_released_longest_ago_leaves_first_and_comes_back_from_disk() -> None:
+    tier = tier_with(2 * SIZE, "a", "b")
+    tier.release("b")
+    tier.release("a")
+    tier.hold(ref("c"), "c")
+    assert tier.take_actions() == [Evict("b", "host"), Load(ref("c"), "store")]
+    tier.loaded("c", SIZE, SIZE)
+    tier.release("c")
+    tier.hold(ref("b"), "b")
+    assert tier.take_actions() == [Evict("a", "host"), Load(ref("b"), "disk")]
+
+
+def test_the_file_loaded_longest_ago_leaves_a_full_disk_also_while_its_copy_is_held() -> None:
+    tier = tier_with(9 * SIZE, "a", "b", disk_bytes=2 * SIZE)
+    tier.hold(ref("c"), "c")
+    tier.take_actions()
+    tier.loaded("c", SIZE, SIZE)
+    assert tier.take_actions() == [Evict("a", "disk")] and tier.tier("a") == "host"
+
+
+def test_a_version_dropped_while_it_is_loaded_or_held_leaves_with_its_last_holder_unless_it_is_wanted_again() -> None:
+    tier = tier_with(9 * SIZE, "a")
+    tier.drop("a")
+    assert tier.take_actions() == []
+    tier.release("a")
+    assert tier.take_actions() == [Forget("a")] and tier.tier("a") is None
+    tier.hold(ref("b"), "first")
+    tier.drop("b")
+    tier.give_up("b", "first")
+    tier.take_actions()
+    assert tier.loaded("b", SIZE, SIZE) == [] and tier.take_actions() == [Forget("b")]
+    tier.hold(ref("c"), "first")
+    tier.take_actions()
+    tier.drop("c")
+    tier.hold(ref("c"), "second")
+    tier.loaded("c", SIZE, SIZE)
+    tier.release("c")
+    tier.release("c")
+    assert tier.take_actions() == [] and tier.tier("c") == "host"
+
+
+def test_a_full_file_system_costs_files_that_are_not_mapped_first() -> None:
+    tier = tier_with(3 * SIZE, "a", "b", "c")
+    assert not tier.spare_file()
+    tier.release("b")
+    assert tier.spare_file() and tier.take_actions() == [Evict("b", "host"), Evict("b", "disk")] and tier.tier("b") is None
+
+
+def test_without_a_size_of_host_memory_every_adapter_is_there() -> None:
+    tier: HostTier[int] = HostTier(None, None)
+    assert tier.hold(ref("a"), 1) and tier.fits(1 << 60) and tier.tier("a") is None
+    tier.release("a")
+    assert tier.take_actions() == []
+
+
+def test_lru_forgets_what_is_used_again() -> None:
+    order = Lru()
+    for digest in "abc":
+        order.use(digest)
+        order.release(digest, SIZE)
+    order.use("a")
+    assert list(order) == ["b", "c"]
+    order.release("a", SIZE)
+    order.forget("b")
+    assert list(order) == ["c", "a"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_books_add_up_and_everybody_is_served_in_random_histories(seed: int) -> None:
+    chance = random.Random(seed)
+    tier: HostTier[int] = HostTier(5 * SIZE, 9 * SIZE)
+    waiting: dict[int, str] = {}
+    holding: list[tuple[int, str]] = []
+    loading: list[str] = []
+    mirror: set[str] = set()  # copies, as whoever carries out the actions sees them
+
+    def carry_out(actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Load):
+                loading.append(action.adapter.digest)
+            elif isinstance(action, Forget) or action.tier == "host":
+                mirror.discard(action.digest)
+
+    for number in range(3000):
+        match chance.randrange(8):
+            case 0 | 1 | 2 if len(waiting) < 40:
+                which = chance.randrange(12)
+                adapter = ref(f"d{which}", size_of(f"d{which}"))
+                if tier.hold(adapter, number):
+                    holding.append((number, adapter.digest))
+                else:
+                    waiting[number] = adapter.digest
+            case 3 if holding:
+                tier.release(holding.pop(chance.randrange(len(holding)))[1])
+            case 4 if waiting:
+                holder = chance.choice(list(waiting))
+                tier.give_up(waiting.pop(holder), holder)
+            case 5 if loading:
+                digest = loading.pop(chance.randrange(len(loading)))
+                if chance.random() < 0.2:
+                    for holder in tier.failed(digest):
+                        del waiting[holder]
+                else:
+                    mirror.add(digest)
+                    holding += [(holder, waiting.pop(holder)) for holder in tier.loaded(digest, size_of(digest), SIZE)]
+            case 6:
+                tier.drop(f"d{chance.randrange(12)}")
+            case 7 if chance.random() < 0.1:
+                tier.spare_file()
+        carry_out(tier.take_actions())
+        tier.check()
+        assert mirror == set(tier.copies)
+        assert tier.host_used_bytes + tier.reserved_bytes <= 5 * SIZE
+    while waiting or holding:
+        if loading:
+            digest = loading.pop()
+            mirror.add(digest)
+            holding += [(holder, waiting.pop(holder)) for holder in tier.loaded(digest, size_of(digest), SIZE)]
+        else:
+            tier.release(holding.pop()[1])
+        carry_out(tier.take_actions())
+        tier.check()

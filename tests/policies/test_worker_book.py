@@ -1,0 +1,111 @@
+"""Promise: whoever follows workers by a `WorkerBook` believes the same words, and knows what the workers' own views say."""
+
+from __future__ import annotations
+
+import random
+
+from policies.cluster_view import ClusterView
+from policies.worker_book import MAX_BEATS, SNAPSHOT_REQUESTS, Cadence, Shelf, WorkerBook
+from services.worker.state import START_PERF, WorkerView
+from shared.messages import WorkerDelta, WorkerSnapshot
+from shared.model import Residency
+from tests.support_worker import brief_of, generate_request, worker_limits
+
+
+def worker(incarnation: str = "first") -> WorkerView:
+    return WorkerView("w1", incarnation, worker_limits())
+
+
+def hear(book: WorkerBook, word: WorkerSnapshot | WorkerDelta, now_s: float = 0.0) -> bool:
+    return book.snapshot(word, now_s) if isinstance(word, WorkerSnapshot) else book.delta(word, now_s)
+
+
+def followed() -> tuple[WorkerBook, Shelf]:
+    shelf = Shelf()
+    return WorkerBook(shelf), shelf
+
+
+def test_two_readers_of_the_same_words_know_the_same_whatever_is_lost_repeated_or_restarted():
+    for seed in range(20):
+        chance = random.Random(seed)
+        shelf, view = Shelf(), ClusterView(in_flight_s=3.0)
+        books = [WorkerBook(shelf), WorkerBook(view)]
+        said, incarnation = worker(), 0
+        late: list[WorkerSnapshot | WorkerDelta] = []
+        for _ in range(200):
+            said.put(brief_of(generate_request(f"r{chance.randrange(9)}"), chance.choice(["loading", "waiting", "running"])))
+            said.remove(f"r{chance.randrange(9)}")
+            digest = f"d{chance.randrange(6)}"
+            said.place(digest, chance.choice([None, Residency(digest, 8, 64, chance.choice(["disk", "host", "device"]))]))
+            if chance.random() < 0.02:
+                incarnation += 1
+                said = worker(f"incarnation-{incarnation}")
+            word = said.snapshot(START_PERF, 0) if chance.random() < 0.3 else said.delta(0)
+            late.append(word)
+            if chance.random() < 0.1:
+                continue  # lost
+            if chance.random() < 0.1:
+                word = chance.choice(late)
+            assert len({hear(book, word) for book in books}) == 1
+            assert [known.seq for known in books[0]] == [known.seq for known in books[1]]
+        last = said.snapshot(START_PERF, 0)
+        assert all(hear(book, last) for book in books)
+        held = shelf.of("w1")
+        assert set(held.requests) == set(said.requests) == set(view.state.requests("w1"))
+        assert {d: one.tier for d, one in held.adapters.items()} == dict(view.state.adapters("w1"))
+        assert books[0].gaps == books[1].gaps
+
+
+def test_after_a_gap_only_what_is_stated_in_full_is_believed_until_the_next_snapshot():
+    book, shelf = followed()
+    said = worker()
+    said.put(brief_of(generate_request("a")))
+    assert hear(book, said.snapshot(START_PERF, 0), 1.0)
+    said.put(brief_of(generate_request("b")))
+    said.delta(0)  # lost
+    said.put(brief_of(generate_request("c")))
+    said.draining, said.kv_blocks_free = True, 3
+    assert not hear(book, said.delta(0), 2.0)
+    known = book.get("w1")
+    assert known is not None and set(shelf.of("w1").requests) == {"a"} and book.gaps == 1
+    assert (known.draining, known.kv_blocks_free, known.heard_s, known.snapshot_s) == (True, 3, 2.0, 1.0)
+    assert hear(book, said.snapshot(START_PERF, 0), 3.0)
+    assert set(shelf.of("w1").requests) == {"a", "b", "c"} and known.in_sync
+
+
+def test_a_late_word_of_an_ended_incarnation_changes_nothing():
+    book, shelf = followed()
+    old, new = worker("first"), worker("second")
+    old.put(brief_of(generate_request("a")))
+    hear(book, old.snapshot(START_PERF, 0))
+    assert hear(book, new.snapshot(START_PERF, 0))
+    assert not hear(book, old.snapshot(START_PERF, 0)) and not hear(book, old.delta(0))
+    assert shelf.of("w1").requests == {}
+
+
+def test_a_worker_that_was_silent_may_speak_again_and_one_that_was_lost_may_not():
+    book, _ = followed()
+    said = worker()
+    hear(book, said.snapshot(START_PERF, 0))
+    assert [known.worker_id for known in book.silent(1.0)] == ["w1"] and book.forget("w1")
+    assert hear(book, said.snapshot(START_PERF, 0), 1.0) and not book.silent(1.0)
+    assert book.lose("w1") and not book.lose("w1")
+    assert not hear(book, said.snapshot(START_PERF, 0)) and len(book) == 0
+
+
+def test_a_shelf_keeps_so_many_requests_of_a_worker_and_no_more():
+    shelf = Shelf(max_requests=2)
+    book, said = WorkerBook(shelf), worker()
+    for name in "abc":
+        said.put(brief_of(generate_request(name)))
+    hear(book, said.snapshot(START_PERF, 0))
+    said.put(brief_of(generate_request("a"), "running"))
+    hear(book, said.delta(0))
+    requests = shelf.of("w1").requests
+    assert set(requests) == {"a", "b"} and requests["a"].phase == "running"
+
+
+def test_a_busy_worker_tells_everything_on_every_fourth_heartbeat_and_an_idle_one_on_each():
+    idle, busy = Cadence(), Cadence()
+    assert all(idle.whole(SNAPSHOT_REQUESTS - 1) for _ in range(8))
+    assert [busy.whole(100 * SNAPSHOT_REQUESTS) for _ in range(8)] == [True, *[False] * (MAX_BEATS - 1)] * 2

@@ -1,0 +1,288 @@
+"""Promise: a request that was taken is answered once, by the engine or instead of it, whatever crosses whatever else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from policies.host_tier import Evict, Forget, HostTier, Load
+from policies.request_life import TRANSITIONS, Entry, Key
+from policies.worker_core import WorkerCore
+from policies.worker_events import (
+    Answer,
+    Assign,
+    Cancel,
+    Close,
+    CopyIn,
+    CopyOut,
+    DiskFull,
+    FileLost,
+    Loaded,
+    LoadFailed,
+    NotStarted,
+    OwnerLost,
+    Prefetch,
+    Refuse,
+    Registered,
+    Start,
+    Stepped,
+    Stop,
+    TooLargeForHost,
+    Unload,
+)
+from policies.worker_view import View
+from shared.model import AdapterRef, RequestBrief
+from tests.support_worker import brief_of, generate_request, worker_limits
+
+SIZE = 100
+
+
+def adapter(name: str, size_bytes: int = SIZE) -> AdapterRef:
+    return AdapterRef(name=name, digest=name, rank=8, size_bytes=size_bytes)
+
+
+def core_with(room: int = 10 * SIZE, max_requests: int = 100) -> WorkerCore[str]:
+    core: WorkerCore[str] = WorkerCore(View(worker_limits()), HostTier(room, None), max_requests)
+    core.on(Registered({name: adapter(name) for name in "abcdef"}), 0.0)
+    return core
+
+
+def assign(request_id: str, name: str = "", *, epoch: int = 0, owner: str = "g1", size_bytes: int = SIZE) -> Assign[str]:
+    ref = adapter(name, size_bytes) if name else None
+    brief = msgspec.structs.replace(brief_of(generate_request(request_id, epoch=epoch)), adapter_digest=name)
+    return Assign(brief, owner, ref, request_id)
+
+
+def moved(entry: Entry[str], phase: str) -> RequestBrief:
+    return msgspec.structs.replace(entry.brief, phase=phase)
+
+
+def only_start(actions: list) -> Entry[str]:
+    (action,) = actions
+    assert isinstance(action, Start)
+    return action.entry
+
+
+def test_every_phase_can_end_and_nothing_leaves_the_table() -> None:
+    assert all("end" in moves for phase, moves in TRANSITIONS.items() if phase != "gone")
+    assert {after for moves in TRANSITIONS.values() for after in moves.values()} <= set(TRANSITIONS)
+    entry = Entry(assign("r").brief, "g", None, "r")
+    entry.move("end")
+    with pytest.raises(KeyError):
+        entry.move("start")
+
+
+def test_a_request_is_in_the_book_and_in_the_view_from_its_assignment_on() -> None:
+    core = core_with()
+    assert core.on(assign("r", "a"), 0.0) == [Load(adapter("a"), "store")]
+    assert core.view.requests["r"].phase == "loading" and len(core) == 1
+    entry = only_start(core.on(Loaded("a", SIZE, SIZE), 1.0))
+    assert entry.payload == "r" and core.view.requests["r"].phase == "waiting" and core.view.adapters["a"].tier == "host"
+    core.on(Stepped(moved=[moved(entry, "running")], device=[("a", True)]), 2.0)
+    assert core.view.requests["r"].phase == "running" and core.view.adapters["a"].tier == "device"
+    core.on(Stepped(moved=[moved(entry, "waiting")]), 2.0)
+    assert entry.phase == "waiting"
+    core.on(Stepped(ended=[entry.key]), 3.0)
+    assert len(core) == 0 and core.view.requests == {} and core.host.holders("a") == 0
+    core.check()
+
+
+def test_those_who_waited_for_one_adapter_start_in_the_order_in_which_they_came() -> None:
+    core = core_with()
+    for name in ("first", "second", "third"):
+        core.on(assign(name, "a"), 0.0)
+    started = core.on(Loaded("a", SIZE, SIZE), 1.0)
+    assert [action.entry.payload for action in started if isinstance(action, Start)] == ["first", "second", "third"]
+
+
+def test_an_assignment_that_is_repeated_is_taken_once_and_an_older_epoch_is_refused() -> None:
+    core = core_with()
+    only_start(core.on(assign("r", epoch=2), 0.0))
+    assert core.on(assign("r", epoch=2), 0.0) == []
+    assert core.on(assign("r", epoch=1), 0.0) == [Refuse("older", newest=2)]
+
+
+def test_a_newer_epoch_replaces_an_older_one_that_ends_when_the_engine_says_so() -> None:
+    core = core_with()
+    old = only_start(core.on(assign("r"), 0.0))
+    stop, start = core.on(assign("r", epoch=1), 0.0)
+    assert stop == Stop("r", 0) and isinstance(start, Start) and len(core) == 2
+    core.on(Stepped(moved=[moved(old, "running")]), 0.0)  # said before it heard of the stop
+    assert core.view.requests["r"].epoch == 1 and old.phase == "leaving"
+    core.on(Stepped(ended=[old.key]), 0.0)
+    assert core.view.requests["r"].epoch == 1 and len(core) == 1
+    core.check()
+
+
+def test_a_full_worker_says_when_to_come_back_and_a_closed_one_does_not_take_anything() -> None:
+    core = core_with(max_requests=1)
+    entry = only_start(core.on(assign("a"), 0.0))
+    assert core.on(assign("b"), 0.0) == [Refuse("full", retry_after_s=1.0)]
+    core.on(Stepped(ended=[entry.key]), 1.0)
+    core.on(Close(), 1.0)
+    assert core.view.draining and core.on(assign("b"), 1.0) == [Refuse("closed")]
+
+
+def test_cancelling_a_request_that_still_loads_answers_it_and_one_in_the_engine_is_stopped() -> None:
+    core = core_with()
+    core.on(assign("loading", "a"), 0.0)
+    (answer,) = core.on(Cancel("loading", 5), 0.0)
+    assert isinstance(answer, Answer) and (answer.entry.payload, answer.finish) == ("loading", "cancelled")
+    only_start(core.on(assign("running", epoch=3), 0.0))
+    assert core.on(Cancel("running", 2), 0.0) == [] == core.on(Cancel("unknown", 2), 0.0)
+    assert core.on(Cancel("running", 3), 0.0) == [Stop("running", 3)]
+
+
+def test_a_lost_gateway_takes_its_own_requests_with_it() -> None:
+    core = core_with()
+    core.on(assign("mine", owner="g1"), 0.0)
+    core.on(assign("theirs", owner="g2"), 0.0)
+    assert core.on(OwnerLost("g1"), 0.0) == [Stop("mine", 0)]
+
+
+def test_a_load_that_fails_answers_those_who_wait_and_the_next_one_tries_again() -> None:
+    core = core_with()
+    core.on(assign("r1", "a"), 0.0)
+    core.on(assign("r2", "a"), 0.0)
+    answers = core.on(LoadFailed("a", "broken"), 0.0)
+    assert [(one.entry.payload, one.finish, one.reason) for one in answers if isinstance(one, Answer)] == [
+        ("r1", "error", "broken"),
+        ("r2", "error", "broken"),
+    ]
+    assert core.on(assign("r3", "a"), 0.0) == [Load(adapter("a"), "store")]
+
+
+def test_an_adapter_that_never_fits_is_answered_with_both_sizes() -> None:
+    core = core_with(room=SIZE)
+    (answer,) = core.on(assign("r", "a", size_bytes=101), 0.0)
+    assert isinstance(answer, Answer) and answer.reason == TooLargeForHost(101, 100) and len(core) == 0
+
+
+def test_what_the_engine_does_not_take_is_refused_or_answered_and_leaves_nothing() -> None:
+    core = core_with()
+    entry = only_start(core.on(assign("base"), 0.0))
+    assert core.on(NotStarted(entry.key), 0.0) == [] and len(core) == 0
+    core.on(assign("r", "a"), 0.0)
+    entry = only_start(core.on(Loaded("a", SIZE, SIZE), 0.0))
+    (answer,) = core.on(NotStarted(entry.key, "no room"), 0.0)
+    assert isinstance(answer, Answer) and answer.reason == "no room" and core.host.holders("a") == 0
+
+
+def test_handing_back_answers_what_the_engine_does_not_have() -> None:
+    core = core_with()
+    core.on(assign("loading", "a"), 0.0)
+    entry = only_start(core.on(assign("waiting"), 0.0))
+    (answer,) = core.on(Close("leaving"), 0.0)
+    assert isinstance(answer, Answer) and answer.reason == "leaving"
+    assert [one for one in core] == [entry], "the engine ends its own"
+
+
+def test_a_prefetched_adapter_goes_to_the_device_and_is_held_by_nobody() -> None:
+    core = core_with()
+    assert core.on(Prefetch(adapter("a")), 0.0) == [Load(adapter("a"), "store")] and core.on(Prefetch(adapter("a")), 0.0) == []
+    assert core.on(Loaded("a", SIZE, SIZE), 0.0) == [CopyIn("a")] and core.host.holders("a") == 0
+    assert core.on(Prefetch(adapter("a")), 0.0) == [CopyIn("a")]
+
+
+def test_a_version_that_the_registry_deleted_leaves_every_tier_once_nobody_uses_it() -> None:
+    core = core_with()
+    core.on(assign("r", "a"), 0.0)
+    entry = only_start(core.on(Loaded("a", SIZE, SIZE), 0.0))
+    core.on(Stepped(device=[("a", True)]), 0.0)
+    assert core.on(Registered({}), 0.0) == [CopyOut("a")]
+    assert core.view.adapters["a"].tier == "device"
+    assert core.on(Stepped(ended=[entry.key], device=[("a", False)]), 0.0) == [Forget("a")]
+    assert core.view.adapters == {}
+
+
+def test_a_full_disk_costs_a_file_that_nobody_needs() -> None:
+    core = core_with()
+    core.on(Prefetch(adapter("a")), 0.0)
+    core.on(Loaded("a", SIZE, SIZE), 0.0)
+    assert core.on(DiskFull(), 0.0) == [Evict("a", "host"), Evict("a", "disk")] and core.view.adapters == {}
+    core.on(Prefetch(adapter("b")), 0.0)
+    core.on(FileLost("b"), 0.0)
+    core.check()
+
+
+@dataclass
+class World:
+    """An engine, an adapter store and gateways that do what they may do, late and in any order."""
+
+    chance: random.Random
+    core: WorkerCore[str] = field(default_factory=lambda: core_with(room=4 * SIZE, max_requests=12))
+    engine: dict[Key, Entry[str]] = field(default_factory=dict)
+    stopped: set[Key] = field(default_factory=set)
+    loads: list[str] = field(default_factory=list)
+    taken: dict[Key, int] = field(default_factory=dict)  # -> answers
+    numbers: int = 0
+
+    def on(self, event: object) -> None:
+        for action in self.core.on(event, float(self.numbers)):  # type: ignore[arg-type]
+            match action:
+                case Start(entry):
+                    assert entry.key not in self.engine
+                    self.engine[entry.key] = entry
+                case Stop(request_id, epoch):
+                    assert (request_id, epoch) in self.engine
+                    self.stopped.add((request_id, epoch))
+                case Answer(entry):
+                    self.taken[entry.key] += 1
+                case Load(ref):
+                    self.loads.append(ref.digest)
+                case Refuse():
+                    self.taken.pop((event.brief.request_id, event.brief.epoch))  # type: ignore[attr-defined]
+        self.core.check()
+        self.core.memory.check()
+
+    def assign(self) -> None:
+        self.numbers += 1
+        said = assign(f"r{self.chance.randrange(15)}", self.chance.choice(["", *"abcdef"]), epoch=self.numbers)
+        self.taken[said.brief.request_id, said.brief.epoch] = 0
+        self.on(said)
+
+    def load(self) -> None:
+        digest = self.loads.pop(self.chance.randrange(len(self.loads)))
+        self.on(Loaded(digest, SIZE, SIZE) if self.chance.random() < 0.8 else LoadFailed(digest, "broken"))
+
+    def step(self) -> None:
+        """Some requests move and some end: those that were stopped, soon."""
+        some = [entry for entry in self.engine.values() if self.chance.random() < 0.3]
+        ended = [entry for entry in some if entry.key in self.stopped or self.chance.random() < 0.3]
+        for entry in ended:
+            del self.engine[entry.key]
+            self.stopped.discard(entry.key)
+            self.taken[entry.key] += 1
+        going = [entry for entry in some if entry not in ended]
+        briefs = [moved(entry, self.chance.choice(["running", "waiting"])) for entry in going]
+        self.on(Stepped(moved=briefs, ended=[entry.key for entry in ended]))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_random_histories_every_request_taken_is_answered_exactly_once(seed: int) -> None:
+    world = World(random.Random(seed))
+    chance = world.chance
+    for _ in range(1500):
+        match chance.randrange(9):
+            case 0 | 1 | 2:
+                world.assign()
+            case 3 | 4:
+                world.step()
+            case 5 if world.loads:
+                world.load()
+            case 6:
+                world.on(Cancel(f"r{chance.randrange(15)}", chance.randrange(world.numbers + 1)))
+            case 7:
+                name = chance.choice("abcdef")
+                world.on(chance.choice([Prefetch(adapter(name)), Unload(name), OwnerLost("g9")]))
+            case 8 if chance.random() < 0.1:
+                world.on(DiskFull())
+    world.on(Close("leaving"))
+    while world.engine or world.loads:
+        world.step()
+        if world.loads:
+            world.load()
+    assert len(world.core) == 0 and world.taken and set(world.taken.values()) == {1}

@@ -1,0 +1,28 @@
+"""Promise: the gateway's picture of the workers is of those that live, and not of what they replaced."""
+
+from __future__ import annotations
+
+from policies.worker_book import Shelf
+from services.gateway.fleet import Fleet
+from services.worker.state import START_PERF, WorkerView
+from tests.support import eventually
+from tests.support_worker import brief_of, generate_request, worker_limits
+
+
+async def test_a_late_delta_of_a_worker_that_was_restarted_does_not_change_the_new_one(bus, connect) -> None:
+    fleet = Fleet(await connect("gateway"), "demo")
+    await fleet.start()
+    old, new = (WorkerView("w1", incarnation, worker_limits()) for incarnation in ("first", "second"))
+    new.put(brief_of(generate_request("kept")))
+    subject = "motet.v1.worker.w1.state"
+    await bus.publish(subject, old.snapshot(START_PERF, 0))
+    await bus.publish(subject, new.snapshot(START_PERF, 0))
+    old.put(brief_of(generate_request("late")))
+    old.draining = True
+    await bus.publish(subject, old.delta(0))
+    new.kv_blocks_free = 7
+    await bus.publish(subject, new.delta(0))
+    await eventually(lambda: any(known.kv_blocks_free == 7 for known in fleet.workers()))
+    (known,) = fleet.workers()
+    assert not known.draining and set(fleet.held("w1").requests) == {"kept"}
+    assert fleet.held("w2").requests == Shelf().of("w2").requests == {}
