@@ -26,7 +26,7 @@ from twin.workload import Request, Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bus:
-    """How late everybody hears of everything; the intervals are those of live workers."""
+    """Delays and intervals of messages; the intervals are those of live workers."""
 
     submit_ms: float = 0.0
     assign_ms: float = 0.0

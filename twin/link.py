@@ -70,7 +70,7 @@ class DeviceLink:
         return whole
 
     def loaded(self, digest: str) -> int:
-        """Layers of a copy that are there: all of them once it is not under way any more."""
+        """The number of completed layers of a copy; all of them once it has ended."""
         copy = next((one for one in self._queue if one.digest == digest), None)
         if copy is None:
             return self._model.layers
@@ -95,7 +95,7 @@ class DeviceLink:
 
 
 class Copies:
-    """The link of one worker as `policies.batch_core` sees it, and what copies under way do to waits and steps."""
+    """The link of one worker as `policies.batch_core` sees it, and how copies under way delay requests and steps."""
 
     def __init__(self, model: LinkModel, perf: PerfModel) -> None:
         self.perf, self.assist, self.bytes_per_s = perf, model.assist, model.bytes_per_s
@@ -116,14 +116,14 @@ class Copies:
         return self.link.ahead_bytes(digest)
 
     def wait_ps(self, core: BatchCore[S]) -> int:
-        """How long nobody can join, when nobody runs; 0 without copies under way."""
+        """In an idle engine: time until a request can join; 0 without copies under way."""
         if not core.slots.loading:
             return 0
         wait_ms = max(core.wait_ms, SHORTEST_WAIT_MS)
         return min(self.link.first_whole_ps, to_ps(wait_ms)) if isfinite(wait_ms) else self.link.first_whole_ps
 
     def step_ps(self, core: BatchCore[S], lives: Iterable[Sequence], warm_ps: int) -> int:
-        """A step of these sequences that takes `warm_ps` with every adapter there."""
+        """Duration of a step of these sequences that takes `warm_ps` when all adapters are on the device."""
         loading, cold, model = core.slots.loading, core.cold, self._model
         if cold is None or not loading:
             return warm_ps

@@ -53,13 +53,13 @@ class Fleet:
                     self._newcomer = asyncio.Event()
 
     def workers(self) -> WorkerBook:
-        """The workers of our base model heard lately."""
+        """The workers of our base model that reported recently."""
         for known in self._book.silent(now_s() - STALE_S):
             self.lose(known.worker_id)
         return self._book
 
     def held(self, worker_id: str) -> Held:
-        """The requests and adapters of a worker; none when it is not known."""
+        """The requests and adapters of a worker; none for an unknown one."""
         return self._shelf.of(worker_id)
 
     async def newcomer(self, within_s: float) -> bool:
@@ -71,7 +71,7 @@ class Fleet:
         return False
 
     def lose(self, worker_id: str) -> None:
-        """Forget a worker whose lease ended, or that is silent."""
+        """Remove a worker whose lease expired or that is silent."""
         if self._book.forget(worker_id):
             self.absent.on_lost(worker_id, now_s())
 
@@ -80,7 +80,7 @@ class Fleet:
         return "; ".join([f"no worker serves {self._base_model}", *self.absent.sentences(now_s())])
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:
-        """Whether a snapshot taken after `since_s` says that the worker does not have this request (any more)."""
+        """Whether a snapshot taken after `since_s` shows that the worker does not have this request."""
         known = self._book.get(worker_id)
         if known is None or known.snapshot_s < since_s:
             return False
@@ -88,7 +88,7 @@ class Fleet:
         return brief is None or brief.epoch != epoch
 
     def max_model_len(self, default: int) -> int:
-        """The longest sequence that some worker takes, in tokens; `default` while there is none."""
+        """The longest sequence that any worker accepts, in tokens; `default` without workers."""
         return max((known.limits.max_model_len for known in self.workers()), default=default)
 
     def tiers(self, digest: str) -> dict[str, str]:

@@ -39,7 +39,7 @@ class Usage:
         return sum(used == digest for known in fresh for used in self._digests(known))
 
     def idle(self, digest: str, now_s: float) -> bool:
-        """Whether for `IDLE_S` no worker had a request on the version `digest`: nobody resumes one any more."""
+        """Whether no worker has had a request on the version `digest` for `IDLE_S`, so that none will be resumed."""
         seen_s = [known.heard_s for known in self._book if digest in self._digests(known)]
         return now_s - max([*seen_s, self._left_s.get(digest, -math.inf)]) > IDLE_S
 

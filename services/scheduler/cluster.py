@@ -38,7 +38,7 @@ class Cluster:
     # ---- what workers say
 
     def on_state(self, message: WorkerSnapshot | WorkerDelta, now_s: float) -> None:
-        """A worker spoke."""
+        """Take in a snapshot or delta of a worker."""
         book, worker_id = self._book, message.worker_id
         before, gaps = book.get(worker_id), book.gaps
         if isinstance(message, WorkerSnapshot):
@@ -57,19 +57,19 @@ class Cluster:
     # ---- who is away
 
     def lease_lost(self, worker_id: str) -> None:
-        """The worker is dead or said goodbye."""
+        """The worker is dead or has stopped."""
         if self._book.lose(worker_id):
             log.info("worker lost", extra={"worker": worker_id})
 
     def expire(self, now_s: float) -> None:
-        """Forget workers silent for `drop_s` and assignments that never showed up. Call a few times a second."""
+        """Remove workers silent for `drop_s`, and assignments that no state ever showed. Call a few times a second."""
         for known in self._book.silent(now_s - self._drop_s):
             log.info("worker forgotten", extra={"worker": known.worker_id, "silent_s": round(now_s - known.heard_s, 1)})
             self._book.forget(known.worker_id)
         self._flights.expire(now_s)
 
     def excuse_silence(self, now_s: float) -> None:
-        """Nobody could be heard until now (no connection): everybody's silence starts anew."""
+        """Restart every worker's silence now, after a time without a connection."""
         self._book.excuse_silence(now_s)
         for known in self._book:
             self.state.set_heard(known.worker_id, now_s)
@@ -89,24 +89,24 @@ class Cluster:
         self._flights.withdraw(worker_id, request_id)
 
     def unresponsive(self, worker_id: str, now_s: float) -> None:
-        """It did not answer: no requests until it is heard again."""
+        """The worker did not answer: no requests until its next message."""
         if worker_id in self._book:
             self.state.set_heard(worker_id, now_s - self._stale_s - 1.0)
 
     def refusing(self, worker_id: str) -> None:
-        """It has no room by its own word: no requests until it is heard again."""
+        """The worker said that it has no room: no requests until its next message."""
         if worker_id in self._book:
             self.state.set_refusing(worker_id)
 
     def unavailable(self, worker_id: str) -> None:
-        """It takes nothing new by its own word: no requests until it is heard again."""
+        """The worker said that it takes nothing new: no requests until its next message."""
         if worker_id in self._book:
             self.state.set_draining(worker_id)
 
     # ---- for people and metrics
 
     def knows(self, worker_id: str) -> bool:
-        """Whether a snapshot of this worker has been heard and it is not forgotten."""
+        """Whether this worker is known by a snapshot and was not removed."""
         return worker_id in self._book
 
     def in_flight(self) -> int:
@@ -114,7 +114,7 @@ class Cluster:
         return len(self._flights)
 
     def stale(self, now_s: float) -> int:
-        """Workers that get no requests because they are silent."""
+        """The number of workers that get no requests because they are silent."""
         return sum(self._is_stale(known.worker_id, now_s) for known in self._book)
 
     def status(self, now_s: float) -> list[WorkerStatus]:
