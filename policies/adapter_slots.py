@@ -1,7 +1,7 @@
-"""Which adapters sit on the device: slots and bytes, reference counts, and an eviction policy for the idle ones.
+"""The adapters on the device: slots and bytes, reference counts, and an eviction policy for the idle ones.
 
 A slot holds one adapter version. It is *used* while running sequences hold it and *idle* after; only idle ones are
-evicted, in the order of `policies.eviction`. Sizes are what the adapter occupies on the device, its own rank and no more.
+evicted, in the order of `policies.eviction`. Sizes are the adapters' own: nothing is padded to the largest rank.
 Where copies run beside the steps (`asynchronous`) an adapter is *loading* from its grant on until it has `arrived`.
 """
 

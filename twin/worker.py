@@ -79,7 +79,7 @@ class Live(Sequence):
     last_token_ps: int = -1  # of the first token, and of the last one before a preemption
 
     def brief(self, phase: Phase) -> RequestBrief:
-        """What a scheduler must know of it in this phase."""
+        """The request in this phase as schedulers see it."""
         request = self.request
         return RequestBrief(
             self.request_id,

@@ -16,7 +16,7 @@ MAX_REQUESTS = 65_536  # per worker
 
 
 class Usage:
-    """Follows all workers. A worker that was silent for `STALE_S` runs nothing, but what it ran may be on its way to others.
+    """Follows all workers. A worker silent for `STALE_S` runs nothing, but its requests may be moving to other workers.
 
     The reader of its own `WorkerBook`: requests are on a shelf, and what leaves it is remembered for a while.
     """
@@ -27,7 +27,7 @@ class Usage:
         self._left_s: dict[str, float] = {}  # digest -> when a request on it was last seen to leave a worker
 
     def apply(self, state: WorkerState, now_s: float) -> None:
-        """Take in a snapshot or a delta."""
+        """Apply a snapshot or a delta."""
         if not isinstance(state, WorkerSnapshot):
             self._book.delta(state, now_s)
         elif state.worker_id in self._book or len(self._book) < MAX_WORKERS or self._forget_stale(now_s):

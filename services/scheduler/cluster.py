@@ -2,12 +2,12 @@
 
     WorkerSnapshot / WorkerDelta ──> WorkerBook ──> ClusterView ──> ClusterState (pure, what policies read)
     own assignments ─────────────────────────────> Flights ───────┘
-    lease lost, long silence ──────> worker forgotten
+    lease lost, long silence ──────> worker removed
 
 - Which words count is decided in `policies.worker_book`, what they mean in `policies.cluster_view`.
-- An assignment counts from the moment it is made, so that a burst between two states spreads out
-  (`policies.flights`: when it stops counting).
-- Any word of a worker clears what was held against it (unresponsive, refusing).
+- An assignment counts as load from the moment it is made, so that a burst between two states is spread. `policies.flights` says
+  when it stops counting.
+- Any message of a worker clears its marks (unresponsive, refusing).
 
 Synchronous and without a clock: time comes in as `now_s`, always this process's own, so clocks need not agree.
 """

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from services.worker import metrics
 from services.worker.engine.request import EngineRequest, StepOutput
+from services.worker.engine_protocol import Capabilities
 from shared.clock import now_s
 from shared.errors import MotetError, Overloaded
 from shared.messages import StreamItem
@@ -37,6 +38,9 @@ log = logger("motet.worker.engine")
 MAX_AHEAD = 32  # reports
 MAX_COMMANDS = 16_384
 STOP_S = 10.0
+NATIVE = Capabilities(
+    exact_resume="sampled", logprobs=True, merged_adapters=False, kv_types=frozenset({"model"}), preempts="worker"
+)
 
 
 @dataclass(slots=True)
@@ -67,7 +71,12 @@ class EngineThread:
         self._step = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # ---- the loop's side
+    # ---- the loop's side (`engine_protocol`)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of Motet's own engine."""
+        return NATIVE
 
     async def start(self) -> None:
         """Build the engine in its thread. Raises what `build` raises."""

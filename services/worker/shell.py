@@ -32,7 +32,7 @@ from policies.worker_events import (
 from services.worker import metrics
 from services.worker.adapters import AdapterStore
 from services.worker.engine.request import EngineRequest
-from services.worker.engine_thread import EngineThread
+from services.worker.engine_protocol import EngineProtocol
 from services.worker.frames import FrameSender
 from services.worker.reports import StateReporter
 from shared.clock import now_s
@@ -52,7 +52,7 @@ class Shell:
     store: AdapterStore
 
     def __init__(
-        self, core: WorkerCore[EngineRequest], engine: EngineThread, frames: FrameSender, reporter: StateReporter
+        self, core: WorkerCore[EngineRequest], engine: EngineProtocol, frames: FrameSender, reporter: StateReporter
     ) -> None:
         self.core, self.engine, self.frames, self._reporter = core, engine, frames, reporter
         self.step = 0  # of the engine, for frames

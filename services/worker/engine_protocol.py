@@ -1,0 +1,70 @@
+"""What an engine is to a worker: commands in, one report per step out. `docs/engines.md` says what each engine can do.
+
+    commands    start, add, cancel, load_adapter, unload_adapter, abort_all, stop          none of them waits for a step
+    reports     `engine_thread.StepReport`, in the order of steps: items for gateways, requests in a new phase, adapters that
+                came to the device or left it, free memory
+
+An engine keeps its own queue, batches and memory; `policies.worker_core` decides what enters it. Every request that was added
+ends with one item that has `finish`, whatever happens. `tests/engines` holds every engine to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from services.worker.engine.request import EngineRequest
+from shared.errors import MotetError
+
+if TYPE_CHECKING:
+    from services.worker.engine.adapter_weights import HostAdapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What differs between engines."""
+
+    exact_resume: Literal["sampled", "greedy"]
+    """Which resumed requests continue as the first worker would have: all of them, or greedy ones alone."""
+    logprobs: bool
+    merged_adapters: bool
+    """Whether the weights of one adapter can be merged into the base's."""
+    kv_types: frozenset[str]
+    """Data types of the KV cache; "model" is the type of the weights."""
+    preempts: Literal["worker", "engine"]
+    """Whose rules choose the request that gives way when KV memory is short: `policies.batch_admission` or the engine's."""
+
+
+class EngineProtocol(Protocol):
+    """An engine, called from the event loop."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+
+    async def start(self) -> None:
+        """Returns when it takes commands. Raises what makes it impossible."""
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. What is wrong with it comes as its only item; an older epoch of it is dropped without one.
+
+        Raises Overloaded when the engine does not take commands.
+        """
+
+    def cancel(self, request_id: str, epoch: int) -> None:
+        """End a request of this epoch or an older one; its last item says "cancelled". Unknown ones are ignored."""
+
+    def load_adapter(self, adapter: HostAdapter) -> None:
+        """Copy an adapter to the device if there is room without evicting; a report tells when it is there."""
+
+    def unload_adapter(self, digest: str) -> None:
+        """Take an adapter off the device as soon as nothing uses it; a report tells when it is gone."""
+
+    def abort_all(self, error: MotetError) -> None:
+        """End everything that runs or waits with `error`."""
+
+    def busy_s(self) -> float:
+        """How long the present step has been running; 0 between steps."""
+
+    async def stop(self) -> None:
+        """End it after its present step."""
