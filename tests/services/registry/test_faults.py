@@ -31,8 +31,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_worker(registry: RegistryService, worker_id: str) -> set[str]:
     """The versions on which a worker has requests, as far as the registry heard."""
-    worker = registry._usage._workers.get(worker_id)
-    return set(worker.digests.values()) if worker is not None else set()
+    return {brief.adapter_digest for brief in registry._usage._shelf.of(worker_id).requests.values()}
 
 
 async def replaced(client: Client, registry: RegistryService, roots: Path) -> str:
