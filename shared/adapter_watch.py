@@ -105,6 +105,10 @@ class AdapterWatch:
         digests = {entry.digest for (_, owner), entry in self._entries.items() if owner == tenant}
         return sum(self._versions[digest].size_bytes for digest in digests if digest in self._versions)
 
+    def stored_bytes(self) -> int:
+        """Size of all stored versions."""
+        return sum(version.size_bytes for version in self._versions.values())
+
     def versions(self) -> list[AdapterVersion]:
         """Every stored version."""
         return list(self._versions.values())

@@ -144,7 +144,7 @@ class RegistryService:
             log.warning("adapters of other base models are stored here", extra={"base_models": ", ".join(foreign)})
         ADAPTERS.set_function(self._adapters.names)
         VERSIONS.set_function(lambda: len(self._adapters.versions()))
-        BLOB_BYTES.set_function(lambda: sum(version.size_bytes for version in self._adapters.versions()))
+        BLOB_BYTES.set_function(self._adapters.stored_bytes)
         await bus.subscribe(subjects.WORKER_STATES, WorkerState, lambda state: self._usage.apply(state, now_s()))
         for verb, kind, handler in (
             ("register", RegisterAdapter, self.register),
@@ -312,9 +312,8 @@ class RegistryService:
     def _check_storage(self, ask: RegisterAdapter, version: AdapterVersion) -> None:
         """A version that is stored already takes no more room, except of its tenant's share when it is another's."""
         known = self._adapters.by_digest(version.digest) is not None
-        stored = sum(one.size_bytes for one in self._adapters.versions())
         limit_mib = self._config.max_stored_mib
-        if not known and stored + version.size_bytes > limit_mib << 20:
+        if not known and self._adapters.stored_bytes() + version.size_bytes > limit_mib << 20:
             raise Conflict(f"the stored adapters would take more than {limit_mib} MiB, which is the limit: delete one first")
         limit_mib = self._config.max_tenant_stored_mib
         if ask.tenant and self._adapters.owned_bytes(ask.tenant) + version.size_bytes > limit_mib << 20:

@@ -1,4 +1,4 @@
-"""Promises of `policies.demand`: who is loud is told by what it asks for lately, not by what it holds."""
+"""Promises of `policies.demand`: a loud tenant is recognised by its recent requests, not by how many it has running."""
 
 from __future__ import annotations
 
