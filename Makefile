@@ -30,7 +30,7 @@ $(RUN_STAMP): requirements-mesh.txt requirements.txt requirements-torch.txt pypr
 	$(PIP) install --require-hashes --no-deps -r requirements.txt
 	$(PIP) install $(if $(TORCH_INDEX),--retries 2 --extra-index-url $(TORCH_INDEX)) -r requirements-torch.txt
 	$(PIP) install --no-build-isolation --no-deps -e .
-	@$(BIN)/python -m kernels.cpu || echo "==> the engine will run without compiled kernels, several times slower"
+	@$(BIN)/python -m motet.kernels.cpu || echo "==> the engine will run without compiled kernels, several times slower"
 	@touch $@
 
 $(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
@@ -39,8 +39,7 @@ $(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
 	@touch $@
 
 serve: $(RUN_STAMP) ## run the full mesh with the demo model on http://127.0.0.1:8000, until Ctrl-C
-	@exec $(BIN)/python -m motet up --model examples/demo/model --served-model-name motet-demo \
-		--adapters-dir examples/demo/adapters $(ARGS)
+	@exec $(BIN)/python -m motet up --demo $(ARGS)
 
 test: $(DEV_STAMP) ## the whole suite, in a process per core
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)

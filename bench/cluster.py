@@ -29,17 +29,17 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from bench import report
-from policies.dispatch import POLICIES
-from policies.perf_model import MIB
-from shared.model import PerfModel, Slo, WorkerLimits
-from twin.cluster import Bus, Cluster
-from twin.memory import LLAMA2_7B
-from twin.metrics import Latencies
-from twin.scheduler import SchedulerSpec
-from twin.steps import A10_BGMV, A10_MBGMV, PerfSteps
-from twin.traces import read_lengths, read_popularity
-from twin.worker import WorkerSpec
-from twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
+from motet.policies.dispatch import POLICIES
+from motet.policies.perf_model import MIB
+from motet.shared.model import PerfModel, Slo, WorkerLimits
+from motet.twin.cluster import Bus, Cluster
+from motet.twin.memory import LLAMA2_7B
+from motet.twin.metrics import Latencies
+from motet.twin.scheduler import SchedulerSpec
+from motet.twin.steps import A10_BGMV, A10_MBGMV, PerfSteps
+from motet.twin.traces import read_lengths, read_popularity
+from motet.twin.worker import WorkerSpec
+from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
 
 WORKERS, RATE, SLO_FACTOR = 60, 340.0, 1.5
 RANKS = (8, 16, 32, 64, 128)

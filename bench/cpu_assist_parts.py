@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from kernels import GROUPS, LoraPool, PackedLora
-from kernels.cpu import CpuEngine
-from kernels.cpu.assist import Channel, loading_of
-from services.worker.assist import CpuAssist
+from motet.kernels import GROUPS, LoraPool, PackedLora
+from motet.kernels.cpu import CpuEngine
+from motet.kernels.cpu.assist import Channel, loading_of
+from motet.services.worker.assist import CpuAssist
 
 HIDDEN = 4096
 TOKENS, PROCESSES = 16, (1, 2, 4, 8)

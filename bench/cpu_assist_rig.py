@@ -17,15 +17,15 @@ from typing import Any, Self
 from bench.engine_motet import stored_adapter
 from bench.mesh_parts import prompts
 from bench.models import ATTENTION, MLP, SHAPES, write_adapter, write_model
-from policies.cold_start import Forced
-from services.worker.assemble import assemble
-from services.worker.config import WorkerConfig
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.engine import Engine
-from services.worker.engine.request import EngineRequest
-from services.worker.state import START_PERF, StepTimes
-from shared.clock import now_s
-from shared.model import SamplingParams
+from motet.policies.cold_start import Forced
+from motet.services.worker.assemble import assemble
+from motet.services.worker.config import WorkerConfig
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.state import START_PERF, StepTimes
+from motet.shared.clock import now_s
+from motet.shared.model import SamplingParams
 
 WAYS: dict[str, Forced] = {
     "cached": "blocking",

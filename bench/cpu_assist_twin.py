@@ -18,15 +18,15 @@ import numpy as np
 
 from bench import report
 from bench.twin_speed import alpaca_like, limits_of
-from policies.cold_start import AssistRates, Forced
-from policies.perf_model import MIB
-from shared.model import MODULES, PerfModel
-from twin.cluster import Cluster
-from twin.link import LinkModel
-from twin.memory import ATTENTION_QKV, LLAMA2_7B, LLAMA31_8B, ModelShapes
-from twin.steps import A10_MBGMV, PerfSteps
-from twin.worker import WorkerSpec
-from twin.workload import Intensity, Workload, arrivals, pick, zipf
+from motet.policies.cold_start import AssistRates, Forced
+from motet.policies.perf_model import MIB
+from motet.shared.model import MODULES, PerfModel
+from motet.twin.cluster import Cluster
+from motet.twin.link import LinkModel
+from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B, LLAMA31_8B, ModelShapes
+from motet.twin.steps import A10_MBGMV, PerfSteps
+from motet.twin.worker import WorkerSpec
+from motet.twin.workload import Intensity, Workload, arrivals, pick, zipf
 
 ADAPTERS, RESIDENT, RANK = 512, 32, 64
 RATES = (3.0, 6.0, 9.0)

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_child import Generate, serve
-from services.registry.peft import Converted, convert
-from shared.base_shapes import read_shapes
+from motet.services.registry.peft import Converted, convert
+from motet.shared.base_shapes import read_shapes
 
 
 def make(setup: dict[str, Any]) -> Generate:
     """A warm engine as a worker assembles it, and the adapters in host memory as a worker has them."""
     from bench.mesh_parts import run_engine
-    from services.worker.assemble import assemble
-    from services.worker.config import WorkerConfig
-    from services.worker.state import START_PERF, StepTimes
+    from motet.services.worker.assemble import assemble
+    from motet.services.worker.config import WorkerConfig
+    from motet.services.worker.state import START_PERF, StepTimes
 
     model = Path(setup["model"])
     config = WorkerConfig(

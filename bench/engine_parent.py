@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from bench.vllm_peer import ROOT
-from motet.lifeline import dying_with_parent
+from motet.cli.lifeline import dying_with_parent
 
 START_S = 600.0
 LAP_S = 900.0

@@ -30,8 +30,8 @@ from bench import report, vllm_peer
 from bench.engine_parent import end, process_tree, rss_bytes
 from bench.mesh_parts import Lap, prompts, stream
 from bench.models import ADAPTERS, RANKS, model_and_adapters
-from motet.lifeline import dying_with_parent
-from motet.process import free_port
+from motet.cli.lifeline import dying_with_parent
+from motet.cli.process import free_port
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 LAPS = {1: 16, 8: 4, 32: 3}  # by concurrency

@@ -31,7 +31,7 @@ from typing import Any
 from bench import report
 from bench.gateway_load import Counters, load
 from bench.gateway_parts import STREAM_TOKENS, engine, gateway_server, starlette_server, write_model
-from motet.nats_server import NatsServer
+from motet.cli.nats_server import NatsServer
 
 STREAMS = 256
 AHEAD = 256

@@ -19,16 +19,16 @@ from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.gateway_load import Counters
-from services.gateway.config import GatewayConfig
-from services.gateway.service import GatewayService
-from shared import subjects
-from shared.bus import Bus, encode
-from shared.clock import unix_ms
-from shared.config import BusConfig
-from shared.leases import LeaseHolder
-from shared.messages import Assigned, Cancel, Control, GenerateRequest, StreamItem, TokenFrame, WorkerSnapshot
-from shared.model import PerfModel, WorkerLimits
-from shared.provision import provision
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.service import GatewayService
+from motet.shared import subjects
+from motet.shared.bus import Bus, encode
+from motet.shared.clock import unix_ms
+from motet.shared.config import BusConfig
+from motet.shared.leases import LeaseHolder
+from motet.shared.messages import Assigned, Cancel, Control, GenerateRequest, StreamItem, TokenFrame, WorkerSnapshot
+from motet.shared.model import PerfModel, WorkerLimits
+from motet.shared.provision import provision
 
 STREAM_TOKENS = 2000
 VOCABULARY = 1000

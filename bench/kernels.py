@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from bench import report
-from kernels import GROUPS, LoraPool, PackedLora
-from kernels.cpu import CpuEngine, Packer
-from kernels.memory import lazy_zeros
+from motet.kernels import GROUPS, LoraPool, PackedLora
+from motet.kernels.cpu import CpuEngine, Packer
+from motet.kernels.memory import lazy_zeros
 
 SHAPES = {  # model: layers, {product: (in, out)}, {module: (in, out)}
     "M": (

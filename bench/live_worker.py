@@ -14,19 +14,19 @@ from types import TracebackType
 
 import numpy as np
 
-from motet.lifeline import dying_with_parent
-from motet.nats_server import NatsServer
-from motet.process import tail
-from services.worker.profiling import publish, random_adapter
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.config import BusConfig
-from shared.errors import Unavailable
-from shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
-from shared.model import AdapterRef, SamplingParams, Slo
-from shared.provision import provision
-from twin.workload import Workload
+from motet.cli.lifeline import dying_with_parent
+from motet.cli.nats_server import NatsServer
+from motet.cli.process import tail
+from motet.services.worker.profiling import publish, random_adapter
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.config import BusConfig
+from motet.shared.errors import Unavailable
+from motet.shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
+from motet.shared.model import AdapterRef, SamplingParams, Slo
+from motet.shared.provision import provision
+from motet.twin.workload import Workload
 
 BASE = "bench"
 WORKER = "bench-worker"

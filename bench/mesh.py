@@ -26,7 +26,7 @@ from typing import Any
 from bench import report
 from bench.mesh_parts import Lap, engine_alone, prompts, stream
 from bench.models import SHAPES, write_model
-from motet.stack import Stack, StackOptions, read_facts
+from motet.cli.stack import Stack, StackOptions, read_facts
 
 STREAMS = (1, 8, 64)
 PROMPT_TOKENS = 64

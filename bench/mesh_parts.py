@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.models import SHAPES
-from shared.clock import now_s
+from motet.shared.clock import now_s
 
 VOCABULARY = SHAPES["S"].vocabulary
 
@@ -103,9 +103,9 @@ class _Stream:
 
 def engine_alone(pipe: Connection, model: str, threads: int) -> None:
     """Serve laps of the engine over a pipe: (prompts, max_tokens) in, Lap out, None to end."""
-    from services.worker.assemble import assemble
-    from services.worker.config import WorkerConfig
-    from services.worker.state import START_PERF, StepTimes
+    from motet.services.worker.assemble import assemble
+    from motet.services.worker.config import WorkerConfig
+    from motet.services.worker.state import START_PERF, StepTimes
 
     config = WorkerConfig(model=model, threads=threads)
     engine = assemble(config, Path(model), StepTimes(START_PERF)).engine
@@ -131,8 +131,8 @@ def run_engine(
 
     Raises what failed when a request ends before its `max_tokens`.
     """
-    from services.worker.engine.request import EngineRequest
-    from shared.model import SamplingParams
+    from motet.services.worker.engine.request import EngineRequest
+    from motet.shared.model import SamplingParams
 
     lap, now = next(_laps), now_s()
     for i, (prompt, adapter) in enumerate(zip(prompts_, adapters, strict=True)):

@@ -27,10 +27,9 @@ from typing import Any
 
 from bench import report
 from bench.overload_parts import Asking, Kind, Request, play, poisson
-from motet.stack import Stack, StackOptions
+from motet.cli.stack import Stack, StackOptions
+from motet.examples.demo import BASE, DEMO
 
-DEMO = Path(__file__).parents[1] / "examples" / "demo"
-BASE = "motet-demo"
 KINDS = (
     Kind(name="interactive", ttft_slo_ms=500.0, tpot_slo_ms=50.0, share=0.2),
     Kind(name="standard", ttft_slo_ms=2000.0, tpot_slo_ms=200.0, share=0.3),

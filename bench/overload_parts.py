@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shared.clock import now_s
+from motet.shared.clock import now_s
 
 PATIENCE_S = 120.0  # after the last request was sent
 _RETRY_AFTER = re.compile(rb"\r\nretry-after: (\d+)", re.IGNORECASE)

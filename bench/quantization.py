@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from bench import report
-from bench.vllm_peer import ROOT
+from motet.examples.demo import DEMO
 
-DEMO = ROOT / "examples" / "demo"
 TEXTS, QUICK_TEXTS = 100, 10  # per adapter
 BLOCK = 16
 LONGEST = 512
@@ -85,8 +84,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _cases(texts: int) -> Iterator[Case]:
     from transformers import AutoTokenizer
 
-    from examples.demo.model_files import END
-    from examples.demo.tasks import TASKS, sample_text
+    from motet.examples.demo.model_files import END
+    from motet.examples.demo.tasks import TASKS, sample_text
 
     tokenizer: Any = AutoTokenizer.from_pretrained(DEMO / "model")
     draw = random.Random(7)
@@ -104,9 +103,9 @@ def _cases(texts: int) -> Iterator[Case]:
 def _runner(quantization: str) -> Any:
     """The demo model with adapter i in slot i."""
     from bench.engine_motet import stored_adapter
-    from examples.demo.tasks import TASKS
-    from services.worker.engine.adapter_weights import HostAdapter
-    from services.worker.engine.runner import ModelRunner
+    from motet.examples.demo.tasks import TASKS
+    from motet.services.worker.engine.adapter_weights import HostAdapter
+    from motet.services.worker.engine.runner import ModelRunner
 
     runner = ModelRunner(
         DEMO / "model",
@@ -126,7 +125,7 @@ def _runner(quantization: str) -> Any:
 
 def _logits(runner: Any, case: Case) -> torch.Tensor:
     """float32 [answer tokens, vocabulary]: what is predicted for each token of the answer."""
-    from services.worker.engine.step_batch import StepBatch
+    from motet.services.worker.engine.step_batch import StepBatch
 
     rows = len(case.tokens) - 1  # nothing follows the last one
     positions = np.arange(rows)

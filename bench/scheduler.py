@@ -22,15 +22,15 @@ import msgspec
 import numpy as np
 
 from bench import report
-from policies.candidates import Ask
-from policies.choice import Choose
-from policies.cluster_state import hash_of
-from policies.dispatch import POLICIES, decide
-from policies.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, Cadence
-from services.scheduler.cluster import Cluster
-from services.worker.state import WorkerView
-from shared.messages import WorkerState
-from shared.model import PerfModel, Phase, RequestBrief, Residency, WorkerLimits
+from motet.policies.candidates import Ask
+from motet.policies.choice import Choose
+from motet.policies.cluster_state import hash_of
+from motet.policies.dispatch import POLICIES, decide
+from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, Cadence
+from motet.services.scheduler.cluster import Cluster
+from motet.services.worker.state import WorkerView
+from motet.shared.messages import WorkerState
+from motet.shared.model import PerfModel, Phase, RequestBrief, Residency, WorkerLimits
 
 WORKERS, RUNNING, RATE = 1000, 256, 3000.0  # workers; requests on each; new requests per second
 ADAPTERS, ON_DEVICE = 2000, 64  # known; resident per worker

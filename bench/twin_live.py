@@ -41,14 +41,14 @@ from numpy.typing import NDArray
 from bench import report
 from bench.live_worker import LiveWorker, Served, command
 from bench.models import model_and_adapters
-from motet.process import tail
-from shared.model import AdapterRef
-from twin.cluster import Bus, Cluster
-from twin.events import PS_PER_MS, PS_PER_S
-from twin.metrics import NEVER
-from twin.profile import Profile, read_profile
-from twin.steps import Batch
-from twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
+from motet.cli.process import tail
+from motet.shared.model import AdapterRef
+from motet.twin.cluster import Bus, Cluster
+from motet.twin.events import PS_PER_MS, PS_PER_S
+from motet.twin.metrics import NEVER
+from motet.twin.profile import Profile, read_profile
+from motet.twin.steps import Batch
+from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
 
 MODEL = "SM"
 RANKS = (8, 16, 32, 64)

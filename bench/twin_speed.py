@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from shared.model import PerfModel, Slo, WorkerLimits
-from twin.cluster import Cluster
-from twin.memory import ATTENTION_QKV, LLAMA2_7B
-from twin.scheduler import SchedulerSpec
-from twin.steps import A10_MBGMV, PerfSteps
-from twin.worker import WorkerSpec
-from twin.workload import Intensity, Ints, Lengths, Workload, arrivals, per_adapter, pick, rank_mix, zipf
+from motet.shared.model import PerfModel, Slo, WorkerLimits
+from motet.twin.cluster import Cluster
+from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B
+from motet.twin.scheduler import SchedulerSpec
+from motet.twin.steps import A10_MBGMV, PerfSteps
+from motet.twin.worker import WorkerSpec
+from motet.twin.workload import Intensity, Ints, Lengths, Workload, arrivals, per_adapter, pick, rank_mix, zipf
 
 GIB = 1 << 30
 H100 = PerfModel(

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from twin.traces import FileError
-from twin.vllm.calibrate import Calibration, calibrate
-from twin.vllm.client import Outcome
-from twin.vllm.runs import Measured, Run, predict, published_twin, read_runs
+from motet.twin.traces import FileError
+from motet.twin.vllm.calibrate import Calibration, calibrate
+from motet.twin.vllm.client import Outcome
+from motet.twin.vllm.runs import Measured, Run, predict, published_twin, read_runs
 
 QUICK_EVERY = 8
 BATCH_EDGES = (20, 100, 300)  # running requests, for the table of where the error sits

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from services.worker.config import free_host_bytes
+from motet.services.worker.config import free_host_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.32.0"

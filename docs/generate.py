@@ -13,11 +13,11 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from services.gateway import fields as unserved  # noqa: E402
-from services.gateway.config import GatewayConfig  # noqa: E402
-from services.gateway.openapi import document  # noqa: E402
-from shared.config import ServiceConfig, fields  # noqa: E402
-from shared.telemetry import REGISTRY  # noqa: E402
+from motet.services.gateway import fields as unserved  # noqa: E402
+from motet.services.gateway.config import GatewayConfig  # noqa: E402
+from motet.services.gateway.openapi import document  # noqa: E402
+from motet.shared.config import ServiceConfig, fields  # noqa: E402
+from motet.shared.telemetry import REGISTRY  # noqa: E402
 
 METRICS_PAGE = """# Metrics
 
@@ -51,7 +51,7 @@ def configuration() -> str:
     ]
     common = {field.name for field in fields(ServiceConfig)}
     for service in SERVICES:
-        module = importlib.import_module(f"services.{service}.config")
+        module = importlib.import_module(f"motet.services.{service}.config")
         config = getattr(module, f"{service.capitalize()}Config")
         own = _settings(config, common)
         out += ["", f"## motet {service}", "", *(own if len(own) > 2 else ["No options of its own."])]
@@ -73,7 +73,7 @@ def metrics() -> str:
     for service in SERVICES:
         for module in ("metrics", "service", "intake"):
             if (ROOT / "services" / service / f"{module}.py").exists():
-                importlib.import_module(f"services.{service}.{module}")
+                importlib.import_module(f"motet.services.{service}.{module}")
     rows = []
     for collector, names in sorted(REGISTRY._collector_to_names.items(), key=lambda item: item[1][0]):
         name = names[0]

@@ -1,0 +1,1 @@
+"""Clients of a running stack, and a model to try it with."""

@@ -26,9 +26,9 @@ This package needs torch and nothing else of ours. (`transformers` looks for a h
 asserts that it does not mistake this one for it.)
 """
 
-from kernels.attention import AttentionBatch, KvCache, attend
-from kernels.lora import LoraBatch, add_lora, prepare_lora, start_lora
-from kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PackedLora, PoolFull
+from motet.kernels.attention import AttentionBatch, KvCache, attend
+from motet.kernels.lora import LoraBatch, add_lora, prepare_lora, start_lora
+from motet.kernels.pool import GROUPS, PAGE_RANKS, LoraPool, PackedLora, PoolFull
 
 __all__ = [
     "GROUPS",

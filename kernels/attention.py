@@ -20,8 +20,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kernels.library_attention import Library
-from kernels.memory import lazy_zeros
+from motet.kernels.library_attention import Library
+from motet.kernels.memory import lazy_zeros
 
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
 """How much context decoding sequences gather at a time, per layer: on a CPU what its L2 cache holds."""

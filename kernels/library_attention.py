@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from kernels.attention import KvCache
+    from motet.kernels.attention import KvCache
 
 WORKSPACE_BYTES = 128 << 20
 _log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def agreeing_library(cache: KvCache, *, heads: int, windows: Sequence[int]) -> L
     if flashinfer is not None:
         candidates["FlashInfer"] = lambda cache: LibraryAttention(flashinfer, cache, heads=heads, windows=windows)
     if _on_a_gpu(cache):
-        from kernels.triton.attention import PagedAttention
+        from motet.kernels.triton.attention import PagedAttention
 
         candidates["Triton"] = lambda cache: PagedAttention(cache, heads=heads)
     for name, make in candidates.items():
@@ -149,7 +149,7 @@ def _on_a_gpu(cache: KvCache) -> bool:
 
 def _agrees(make: Callable[[KvCache], Library], like: KvCache, heads: int, windows: Sequence[int]) -> bool:
     """A chunk of 5 rows after 20 tokens, and two decoding sequences, in blocks that lie apart."""
-    from kernels.attention import AttentionBatch, KvCache, attend
+    from motet.kernels.attention import AttentionBatch, KvCache, attend
 
     size, (kv_heads, head_dim), device = like.block_size, like.data.shape[4:], like.data.device
     contexts, counts = np.array([25, 3, 17], dtype=np.int32), np.array([5, 1, 1])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.pool import LoraPool
+from motet.kernels.pool import LoraPool
 
 FIRST_GUESS_BYTES_PER_S = 4e9
 """Assumed rate until the first copy is measured, without emulation."""

@@ -7,8 +7,8 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from kernels import reference
-from kernels.pool import LoraPool
+from motet.kernels import reference
+from motet.kernels.pool import LoraPool
 
 
 class LoraBatch:
@@ -64,7 +64,7 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, group
 
 def _kernels(pool: LoraPool) -> ModuleType:
     if pool.arena.is_cuda:
-        from kernels import triton
+        from motet.kernels import triton
 
         return triton
     return reference

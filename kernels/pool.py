@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.memory import lazy_zeros
+from motet.kernels.memory import lazy_zeros
 
 PAGE_RANKS = 8
 LINE = 8  # elements; 8 * in and 8 * out are whole numbers of lines for any in and out

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.pool import GROUPS, MODULES, PAGE_RANKS, LoraPool
+from motet.kernels.pool import GROUPS, MODULES, PAGE_RANKS, LoraPool
 
 PADDED_ROWS = 16
 """Groups of up to this many rows are padded to a power of two; larger ones (prefill) are computed as they are."""

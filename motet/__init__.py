@@ -1,1 +1,1 @@
-"""The `motet` command: starts services, supervises a local stack, and talks to a running one."""
+"""Motet serves many LoRA adapters on one base model. The rooms of the project are linked in here; `cli` is its command."""

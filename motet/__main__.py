@@ -2,6 +2,6 @@
 
 import sys
 
-from motet.cli import main
+from motet.cli.main import main
 
 sys.exit(main())

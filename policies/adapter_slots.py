@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from policies.eviction import Eviction, Lru
+from motet.policies.eviction import Eviction, Lru
 
 
 @dataclass(slots=True)

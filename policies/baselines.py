@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.candidates import Ask
-from policies.choice import Choice, adapter_ms, lightest, spread
-from policies.cluster_state import ON_DEVICE, ClusterState
-from policies.perf_model import decode_ms, prefill_ms
+from motet.policies.candidates import Ask
+from motet.policies.choice import Choice, adapter_ms, lightest, spread
+from motet.policies.cluster_state import ON_DEVICE, ClusterState
+from motet.policies.perf_model import decode_ms, prefill_ms
 
 
 def random(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:

@@ -30,9 +30,9 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from policies.adapter_slots import AdapterSlots
-from policies.cold_start import Choice, ColdStarts
-from policies.kv_blocks import KvBlocks, chain_key, root_key
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.cold_start import Choice, ColdStarts
+from motet.policies.kv_blocks import KvBlocks, chain_key, root_key
 
 BYPASS_WINDOW = 128
 """Maximum waiting sequences that are examined behind one without a slot; bounds the work of a step."""

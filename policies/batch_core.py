@@ -14,12 +14,12 @@ from __future__ import annotations
 from itertools import count
 from typing import Generic, Protocol
 
-from policies.adapter_slots import AdapterSlots
-from policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, S, remove, wait
-from policies.cold_start import AssistRates, ColdStarts
-from policies.kv_blocks import KvBlocks
-from policies.memory_ledger import Budget, device_budget
-from policies.perf_model import Coefficients
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, S, remove, wait
+from motet.policies.cold_start import AssistRates, ColdStarts
+from motet.policies.kv_blocks import KvBlocks
+from motet.policies.memory_ledger import Budget, device_budget
+from motet.policies.perf_model import Coefficients
 
 
 class Link(Protocol):

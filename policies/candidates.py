@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.cluster_state import ClusterState
+from motet.policies.cluster_state import ClusterState
 
 Reason = Literal["stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
 PERMANENT: frozenset[Reason] = frozenset({"max_model_len", "kv_memory", "lora_rank"})

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.candidates import Ask
-from policies.cluster_state import ClusterState
-from policies.perf_model import Floats, fetch_ms, load_ms
+from motet.policies.candidates import Ask
+from motet.policies.cluster_state import ClusterState
+from motet.policies.perf_model import Floats, fetch_ms, load_ms
 
 
 class Choice(NamedTuple):

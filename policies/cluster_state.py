@@ -19,9 +19,9 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.perf_model import Floats
-from policies.worker_load import WorkerLoad
-from shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
+from motet.policies.perf_model import Floats
+from motet.policies.worker_load import WorkerLoad
+from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
 
 _PERF = (
     "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",

@@ -6,9 +6,9 @@ own assignments ──────────────────> Flights 
 
 from __future__ import annotations
 
-from policies.cluster_state import ClusterState
-from policies.flights import Flights
-from policies.worker_book import Delta, Known, Snapshot
+from motet.policies.cluster_state import ClusterState
+from motet.policies.flights import Flights
+from motet.policies.worker_book import Delta, Known, Snapshot
 
 
 class ClusterView:

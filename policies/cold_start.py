@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
 
-from policies.perf_model import MIB, Coefficients, decode_ms, prefill_ms
+from motet.policies.perf_model import MIB, Coefficients, decode_ms, prefill_ms
 
 Mode = Literal["blocking", "layerwise", "assist"]
 Forced = Literal["auto", "blocking", "layerwise", "assist"]

@@ -17,12 +17,12 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from policies import baselines, objectives, rank_aware, shared_cost
-from policies.candidates import Ask, Screening, candidates, screen
-from policies.choice import Choose
-from policies.cluster_state import ClusterState
-from policies.objectives import Admission
-from policies.perf_model import decode_ms, prefill_ms
+from motet.policies import baselines, objectives, rank_aware, shared_cost
+from motet.policies.candidates import Ask, Screening, candidates, screen
+from motet.policies.choice import Choose
+from motet.policies.cluster_state import ClusterState
+from motet.policies.objectives import Admission
+from motet.policies.perf_model import decode_ms, prefill_ms
 
 POLICIES: dict[str, Callable[[], Choose]] = {
     "motet": lambda: shared_cost.choose,

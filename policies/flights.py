@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from policies.cluster_state import ClusterState
-from shared.model import RequestBrief
+from motet.policies.cluster_state import ClusterState
+from motet.shared.model import RequestBrief
 
 SNAPSHOTS_WITHOUT = 2  # one may have been on its way when the worker accepted
 

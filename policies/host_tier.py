@@ -22,8 +22,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from policies.eviction import Eviction, Lru
-from shared.model import AdapterRef, Tier
+from motet.policies.eviction import Eviction, Lru
+from motet.shared.model import AdapterRef, Tier
 
 LOADS_AT_ONCE = 4
 H = TypeVar("H", bound=Hashable)

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from policies.adapter_slots import AdapterSlots
-from policies.host_tier import HostTier
-from policies.kv_blocks import KvBlocks
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.host_tier import HostTier
+from motet.policies.kv_blocks import KvBlocks
 
 Class = Literal["running", "used", "loading", "prefix", "idle"]
 CACHES: frozenset[Class] = frozenset({"prefix", "idle"})

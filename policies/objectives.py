@@ -32,11 +32,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.candidates import Ask
-from policies.choice import adapter_ms
-from policies.cluster_state import MIN_STEP_MS, ClusterState
-from policies.perf_model import Floats
-from policies.worker_load import Share, WorkerLoad, band_of
+from motet.policies.candidates import Ask
+from motet.policies.choice import adapter_ms
+from motet.policies.cluster_state import MIN_STEP_MS, ClusterState
+from motet.policies.perf_model import Floats
+from motet.policies.worker_load import Share, WorkerLoad, band_of
 
 Admission = Literal["objective", "room"]
 TTFT_MARGIN, TPOT_MARGIN = (0.9, 0.7, 0.6), 0.95

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.perf_model import Floats, Kernel, batch_load
-from shared.model import PerfModel
+from motet.policies.perf_model import Floats, Kernel, batch_load
+from motet.shared.model import PerfModel
 
 KERNELS: tuple[Kernel, ...] = ("mbgmv", "bgmv")
 MIN_STEPS = 32

@@ -15,10 +15,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.candidates import Ask
-from policies.choice import Choice, lightest
-from policies.cluster_state import ClusterState
-from policies.perf_model import Floats, decode_ms, prefill_ms
+from motet.policies.candidates import Ask
+from motet.policies.choice import Choice, lightest
+from motet.policies.cluster_state import ClusterState
+from motet.policies.perf_model import Floats, decode_ms, prefill_ms
 
 PENALTY_MS = 10_000.0
 """Far above any cost per token, so that a worker that meets the SLO always beats one that misses it."""

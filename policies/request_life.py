@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from shared.model import AdapterRef, RequestBrief
+from motet.shared.model import AdapterRef, RequestBrief
 
 R = TypeVar("R")
 Key = tuple[str, int]  # request id, epoch

@@ -43,10 +43,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.candidates import Ask
-from policies.choice import Choice, adapter_ms, spread
-from policies.cluster_state import ClusterState, hash_of
-from policies.perf_model import Floats, decode_ms, prefill_ms
+from motet.policies.candidates import Ask
+from motet.policies.choice import Choice, adapter_ms, spread
+from motet.policies.cluster_state import ClusterState, hash_of
+from motet.policies.perf_model import Floats, decode_ms, prefill_ms
 
 PENALTY_MS = 100.0
 """Penalty per token for an objective that is missed by 100%."""

@@ -25,9 +25,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from policies.perf_fit import Step, r_squared, relative_fit, step_times
-from policies.perf_model import MIB, Floats
-from shared.model import EngineSteps
+from motet.policies.perf_fit import Step, r_squared, relative_fit, step_times
+from motet.policies.perf_model import MIB, Floats
+from motet.shared.model import EngineSteps
 
 ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 FEW = 8

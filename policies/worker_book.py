@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+from motet.shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
 
 HEARTBEAT_S = 0.5
 DELTA_S = 0.02

@@ -22,11 +22,11 @@ from typing import Generic, Literal
 
 import msgspec
 
-from policies import host_tier
-from policies.host_tier import HostTier
-from policies.memory_ledger import Budget, host_budget
-from policies.request_life import Entry, Key, R
-from policies.worker_events import (
+from motet.policies import host_tier
+from motet.policies.host_tier import HostTier
+from motet.policies.memory_ledger import Budget, host_budget
+from motet.policies.request_life import Entry, Key, R
+from motet.policies.worker_events import (
     Action,
     Answer,
     Assign,
@@ -51,8 +51,8 @@ from policies.worker_events import (
     Unload,
     Version,
 )
-from policies.worker_view import View
-from shared.model import AdapterRef, FinishReason, Residency
+from motet.policies.worker_view import View
+from motet.shared.model import AdapterRef, FinishReason, Residency
 
 MAX_PREFETCHES = 64
 

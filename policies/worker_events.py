@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol
 
-from policies import host_tier
-from policies.request_life import Entry, Key, R
-from shared.model import AdapterRef, FinishReason, RequestBrief
+from motet.policies import host_tier
+from motet.policies.request_life import Entry, Key, R
+from motet.shared.model import AdapterRef, FinishReason, RequestBrief
 
 # ---- events
 

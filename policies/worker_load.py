@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
-from shared.model import RequestBrief
+from motet.shared.model import RequestBrief
 
 Key = TypeVar("Key")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.worker_load import tokens_left
-from shared.model import RequestBrief, Residency, WorkerLimits
+from motet.policies.worker_load import tokens_left
+from motet.shared.model import RequestBrief, Residency, WorkerLimits
 
 
 @dataclass(slots=True)

@@ -28,8 +28,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from shared.errors import InvalidAdapter
-from shared.model import MODULES
+from motet.shared.errors import InvalidAdapter
+from motet.shared.model import MODULES
 
 FORMAT = "motet-lora/2"
 PAGE_RANKS = 8

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from shared import subjects
-from shared.bus import Bus
-from shared.kv_watch import KvWatch
-from shared.messages import AdapterInfo
-from shared.model import AdapterEntry, AdapterVersion
-from shared.telemetry import logger
-from shared.tenancy import SHARED
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.kv_watch import KvWatch
+from motet.shared.messages import AdapterInfo
+from motet.shared.model import AdapterEntry, AdapterVersion
+from motet.shared.telemetry import logger
+from motet.shared.tenancy import SHARED
 
-log = logger("motet.adapters")
+log = logger("motet.cli.adapters")
 NAME, PRIVATE, VERSION = "name.", "private.", "version."
 _entry = msgspec.json.Decoder(AdapterEntry)
 _version = msgspec.json.Decoder(AdapterVersion)

@@ -12,11 +12,11 @@ import msgspec
 from nats import errors as nats_errors
 from nats.js import errors as js_errors
 
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import unix_ms
-from shared.errors import Unavailable
-from shared.telemetry import logger
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import unix_ms
+from motet.shared.errors import Unavailable
+from motet.shared.telemetry import logger
 
 log = logger("motet.audit")
 PAGE = 1000

@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shared.errors import BadRequest
-from shared.model import MODULES
+from motet.shared.errors import BadRequest
+from motet.shared.model import MODULES
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MAX_CONFIG_BYTES = 4 * 1024 * 1024

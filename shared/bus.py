@@ -29,11 +29,11 @@ from nats.micro.request import Request as MicroRequest
 from nats.micro.service import Service as MicroService
 from nats.micro.service import ServiceConfig as MicroConfig
 
-from shared.clock import now_s
-from shared.config import BusConfig, read_secret
-from shared.errors import DeadlineExceeded, MotetError, Overloaded, TooLarge, Unavailable
-from shared.messages import Refused
-from shared.telemetry import BUS_RECONNECTS, BUS_REFUSED, BUS_REQUEST_S, logger
+from motet.shared.clock import now_s
+from motet.shared.config import BusConfig, read_secret
+from motet.shared.errors import DeadlineExceeded, MotetError, Overloaded, TooLarge, Unavailable
+from motet.shared.messages import Refused
+from motet.shared.telemetry import BUS_RECONNECTS, BUS_REFUSED, BUS_REQUEST_S, logger
 
 T = TypeVar("T")
 log = logger("motet.bus")

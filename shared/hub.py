@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.config import ConfigError
+from motet.shared.config import ConfigError
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """What a checkpoint may consist of: configs, weights, tokenizer files and the chat template."""

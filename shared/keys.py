@@ -20,16 +20,16 @@ import msgspec
 from nats import errors as nats_errors
 from nats.js import errors as js_errors
 
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import unix_ms
-from shared.config import ConfigError, read_secret
-from shared.errors import BadRequest, Conflict, NotFound, Unavailable
-from shared.kv_watch import KvWatch
-from shared.telemetry import logger
-from shared.tenancy import TENANT, check_tenant
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import unix_ms
+from motet.shared.config import ConfigError, read_secret
+from motet.shared.errors import BadRequest, Conflict, NotFound, Unavailable
+from motet.shared.kv_watch import KvWatch
+from motet.shared.telemetry import logger
+from motet.shared.tenancy import TENANT, check_tenant
 
-log = logger("motet.keys")
+log = logger("motet.cli.keys")
 PREFIX = "mtt_"
 KEYS_MAX = 10_000
 EXPIRED_KEPT_MS = 7 * 24 * 3600 * 1000

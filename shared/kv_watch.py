@@ -21,10 +21,10 @@ from nats.js import errors as js_errors
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE
 
-from shared.bus import PENDING_BYTES, PENDING_MSGS, Bus
-from shared.clock import now_s
-from shared.errors import Unavailable
-from shared.telemetry import logger
+from motet.shared.bus import PENDING_BYTES, PENDING_MSGS, Bus
+from motet.shared.clock import now_s
+from motet.shared.errors import Unavailable
+from motet.shared.telemetry import logger
 
 log = logger("motet.kv_watch")
 HEARTBEAT_S = 0.5

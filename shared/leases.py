@@ -17,12 +17,12 @@ import msgspec
 from nats import errors as nats_errors
 from nats.js import errors as js_errors
 
-from shared import subjects
-from shared.bus import Bus, decode, encode
-from shared.clock import now_s, unix_ms
-from shared.kv_watch import KvWatch
-from shared.messages import Lease
-from shared.telemetry import logger
+from motet.shared import subjects
+from motet.shared.bus import Bus, decode, encode
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.kv_watch import KvWatch
+from motet.shared.messages import Lease
+from motet.shared.telemetry import logger
 
 log = logger("motet.leases")
 RENEW_S = 0.5

@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from shared.errors import ErrorInfo
-from shared.model import (
+from motet.shared.errors import ErrorInfo
+from motet.shared.model import (
     AdapterEntry,
     AdapterRef,
     AdapterVersion,

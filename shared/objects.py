@@ -16,7 +16,7 @@ from nats.js import errors as js_errors
 from nats.js.api import AckPolicy, ConsumerConfig, ObjectInfo
 from nats.js.object_store import ObjectStore
 
-from shared.bus import PENDING_BYTES, PENDING_MSGS, Bus
+from motet.shared.bus import PENDING_BYTES, PENDING_MSGS, Bus
 
 HEARTBEAT_S = 1.0
 DEAF_S = 5.0

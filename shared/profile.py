@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from shared.model import EngineSteps, PerfModel, WorkerLimits
+from motet.shared.model import EngineSteps, PerfModel, WorkerLimits
 
 VERSION = 1
 

@@ -25,10 +25,10 @@ from nats.js.api import (
     StreamConfig,
 )
 
-from shared import subjects
-from shared.bus import Bus
-from shared.errors import Unavailable
-from shared.tenancy import DEFAULT_TENANT, TENANT
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.errors import Unavailable
+from motet.shared.tenancy import DEFAULT_TENANT, TENANT
 
 N = TypeVar("N", int, float)
 DAY_S = 86_400.0

@@ -19,10 +19,10 @@ import uvloop
 from aiohttp import web
 from prometheus_client import exposition
 
-from shared.bus import Bus
-from shared.config import ConfigError, ServiceConfig
-from shared.errors import MotetError
-from shared.telemetry import REGISTRY, TASKS, configure_logging, logger
+from motet.shared.bus import Bus
+from motet.shared.config import ConfigError, ServiceConfig
+from motet.shared.errors import MotetError
+from motet.shared.telemetry import REGISTRY, TASKS, configure_logging, logger
 
 log = logger("motet.service")
 FAILURE_POLL_S = 0.25

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.tenancy import DEFAULT_TENANT
+from motet.shared.tenancy import DEFAULT_TENANT
 
 SUBMIT = "motet.v1.submit"  # request/reply, queue group: gateway -> scheduler
 PREDICT = "motet.v1.predict"  # request/reply, queue group: scheduler -> predictor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from shared.errors import BadRequest
+from motet.shared.errors import BadRequest
 
 DEFAULT_TENANT = "default"  # everybody's, where no keys are used
 SHARED = ""  # the owner of adapters that every tenant may use

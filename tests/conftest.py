@@ -11,10 +11,10 @@ import pytest
 if not Path("/dev/nvidiactl").exists():  # read when triton is first imported, by whichever test
     os.environ["TRITON_INTERPRET"] = "1"
 
-from motet.nats_server import NatsServer
-from shared.bus import Bus
-from shared.config import BusConfig
-from shared.provision import provision
+from motet.cli.nats_server import NatsServer
+from motet.shared.bus import Bus
+from motet.shared.config import BusConfig
+from motet.shared.provision import provision
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from shared.clock import now_s
+from motet.shared.clock import now_s
 
 
 async def eventually(condition: Callable[[], Any | Awaitable[Any]], *, within_s: float = 10.0, every_s: float = 0.02) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.base_shapes import BaseShapes
+from motet.shared.base_shapes import BaseShapes
 
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

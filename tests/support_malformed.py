@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.base_shapes import BaseShapes
+from motet.shared.base_shapes import BaseShapes
 from tests.support_adapters import TINY, peft_config, random_tensors, safetensors_bytes, write_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

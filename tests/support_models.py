@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.runner import ModelRunner
-from services.worker.engine.step_batch import StepBatch
-from shared.adapter_blob import write_blob
-from shared.model import MODULES
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.runner import ModelRunner
+from motet.services.worker.engine.step_batch import StepBatch
+from motet.shared.adapter_blob import write_blob
+from motet.shared.model import MODULES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # third-party import-time warnings are not ours to fix

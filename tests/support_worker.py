@@ -11,12 +11,12 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import unix_ms
-from shared.errors import MotetError
-from shared.leases import LeaseHolder
-from shared.messages import (
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import unix_ms
+from motet.shared.errors import MotetError
+from motet.shared.leases import LeaseHolder
+from motet.shared.messages import (
     Accepted,
     Cancel,
     Control,
@@ -30,7 +30,7 @@ from shared.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from shared.model import (
+from motet.shared.model import (
     AdapterRef,
     FinishReason,
     PerfModel,

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
-from twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
-from twin.metrics import Metrics, summary
-from twin.scheduler import Delta, Scheduler, SchedulerSpec, Snapshot
-from twin.worker import Live, Worker, WorkerSpec
-from twin.workload import Request, Workload
+from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
+from motet.twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
+from motet.twin.metrics import Metrics, summary
+from motet.twin.scheduler import Delta, Scheduler, SchedulerSpec, Snapshot
+from motet.twin.worker import Live, Worker, WorkerSpec
+from motet.twin.workload import Request, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

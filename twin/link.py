@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
-from policies.batch_admission import S, Sequence
-from policies.batch_core import BatchCore
-from policies.cold_start import AssistRates, Copy, Forced, step_ms
-from policies.perf_model import MIB
-from shared.model import PerfModel
-from twin.events import PS_PER_MS, PS_PER_S, to_ps
+from motet.policies.batch_admission import S, Sequence
+from motet.policies.batch_core import BatchCore
+from motet.policies.cold_start import AssistRates, Copy, Forced, step_ms
+from motet.policies.perf_model import MIB
+from motet.shared.model import PerfModel
+from motet.twin.events import PS_PER_MS, PS_PER_S, to_ps
 
 SHORTEST_WAIT_MS = 0.01
 

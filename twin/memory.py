@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from shared.model import MODULES
+from motet.shared.model import MODULES
 
 GPU_SHARE = 0.9  # as live workers do: the rest is left to activations, logits and the driver
 ATTENTION_QKV = ("q_proj", "k_proj", "v_proj")

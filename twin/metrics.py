@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twin.events import PS_PER_MS, PS_PER_S
-from twin.workload import Workload
+from motet.twin.events import PS_PER_MS, PS_PER_S
+from motet.twin.workload import Workload
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 STARVED_BELOW = 0.9

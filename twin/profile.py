@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from policies.cold_start import AssistRates
-from shared import profile
-from shared.model import WorkerLimits
-from shared.profile import VERSION
-from twin.events import to_ps
-from twin.link import LinkModel
-from twin.memory import LLAMA2_7B
-from twin.steps import A10_MBGMV, Link, MeasuredSteps, PerfSteps
-from twin.storage import StorageModel
-from twin.worker import WorkerSpec
+from motet.policies.cold_start import AssistRates
+from motet.shared import profile
+from motet.shared.model import WorkerLimits
+from motet.shared.profile import VERSION
+from motet.twin.events import to_ps
+from motet.twin.link import LinkModel
+from motet.twin.memory import LLAMA2_7B
+from motet.twin.steps import A10_MBGMV, Link, MeasuredSteps, PerfSteps
+from motet.twin.storage import StorageModel
+from motet.twin.worker import WorkerSpec
 
 MIB = 1 << 20
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twin.events import PS_PER_S
-from twin.metrics import NEVER, Latencies, Metrics
-from twin.workload import Workload
+from motet.twin.events import PS_PER_S
+from motet.twin.metrics import NEVER, Latencies, Metrics
+from motet.twin.workload import Workload
 
 Floats = NDArray[np.float64]
 

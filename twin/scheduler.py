@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from policies.candidates import Ask
-from policies.choice import Choose
-from policies.cluster_state import hash_of
-from policies.cluster_view import ClusterView
-from policies.dispatch import POLICIES, Decision, decide
-from policies.length_quantiles import LengthQuantiles
-from policies.objectives import Admission
-from policies.worker_book import WorkerBook
-from shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
-from twin.workload import Request
+from motet.policies.candidates import Ask
+from motet.policies.choice import Choose
+from motet.policies.cluster_state import hash_of
+from motet.policies.cluster_view import ClusterView
+from motet.policies.dispatch import POLICIES, Decision, decide
+from motet.policies.length_quantiles import LengthQuantiles
+from motet.policies.objectives import Admission
+from motet.policies.worker_book import WorkerBook
+from motet.shared.model import PerfModel, RequestBrief, Residency, WorkerLimits
+from motet.twin.workload import Request
 
 ADAPTERS = 4096  # length histograms kept
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Protocol
 
-from policies.perf_model import MIB, batch_load, decode_ms, load_ms, prefill_ms
-from shared.model import EngineSteps, PerfModel
-from twin.events import to_ps
+from motet.policies.perf_model import MIB, batch_load, decode_ms, load_ms, prefill_ms
+from motet.shared.model import EngineSteps, PerfModel
+from motet.twin.events import to_ps
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from policies.host_tier import Load
-from policies.perf_model import MIB
-from shared.model import AdapterRef
-from twin.events import STEP, Events, to_ps
-from twin.steps import Link
+from motet.policies.host_tier import Load
+from motet.policies.perf_model import MIB
+from motet.shared.model import AdapterRef
+from motet.twin.events import STEP, Events, to_ps
+from motet.twin.steps import Link
 
 DISK = Link(1.0, 0.5)  # 2 GB/s
 STORE = Link(5.0, 8.0)  # 1 Gbit/s

@@ -30,9 +30,9 @@ import msgspec
 import numpy as np
 from numpy.random import Generator
 
-from shared.model import Slo
-from shared.profile import FileError
-from twin.workload import Floats, Intensity, Ints, Lengths, Workload, pick
+from motet.shared.model import Slo
+from motet.shared.profile import FileError
+from motet.twin.workload import Floats, Intensity, Ints, Lengths, Workload, pick
 
 VERSION = 1
 MAX_LINE = 1 << 20  # characters

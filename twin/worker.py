@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.adapter_slots import AdapterSlots
-from policies.batch_admission import (
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.batch_admission import (
     AdmissionLimits,
     Plan,
     Sequence,
@@ -32,21 +32,21 @@ from policies.batch_admission import (
     pairs,
     steady_steps,
 )
-from policies.batch_core import BatchCore
-from policies.cold_start import ColdStarts
-from policies.host_tier import HostTier, Load
-from policies.kv_blocks import KvBlocks
-from policies.worker_core import WorkerCore
-from policies.worker_events import Action, Assign, Loaded, Refuse, Registered, Start, Stepped
-from policies.worker_view import View
-from shared.model import AdapterRef, PerfModel, Phase, RequestBrief, WorkerLimits
-from twin.events import STEP, Events
-from twin.link import Copies, LinkModel
-from twin.metrics import Metrics
-from twin.scheduler import Delta, Snapshot
-from twin.steps import Batch, StepModel, elapsed_ps, steps_within
-from twin.storage import EVERYTHING_IN_HOST, Storage, StorageModel
-from twin.workload import Request
+from motet.policies.batch_core import BatchCore
+from motet.policies.cold_start import ColdStarts
+from motet.policies.host_tier import HostTier, Load
+from motet.policies.kv_blocks import KvBlocks
+from motet.policies.worker_core import WorkerCore
+from motet.policies.worker_events import Action, Assign, Loaded, Refuse, Registered, Start, Stepped
+from motet.policies.worker_view import View
+from motet.shared.model import AdapterRef, PerfModel, Phase, RequestBrief, WorkerLimits
+from motet.twin.events import STEP, Events
+from motet.twin.link import Copies, LinkModel
+from motet.twin.metrics import Metrics
+from motet.twin.scheduler import Delta, Snapshot
+from motet.twin.steps import Batch, StepModel, elapsed_ps, steps_within
+from motet.twin.storage import EVERYTHING_IN_HOST, Storage, StorageModel
+from motet.twin.workload import Request
 
 FOREVER = 1 << 40
 NO_CONTENT = array("i")

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from shared.model import Slo
-from twin.events import PS_PER_S
+from motet.shared.model import Slo
+from motet.twin.events import PS_PER_S
 
 _AT_ONCE = 4096  # requests made of columns
 MAX_CV = 30.0  # beyond that nearly all requests come at the same few instants

@@ -10,8 +10,8 @@ import torch
 
 from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.results import Line, Point
-from kernels import AttentionBatch, KvCache, attend
-from kernels.triton.attention import PagedAttention
+from motet.kernels import AttentionBatch, KvCache, attend
+from motet.kernels.triton.attention import PagedAttention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16  # Llama 8B's
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import torch
 
-from kernels.device import DeviceStreams, cuda_streams, host_streams
-from kernels.device.driver import MemoryOperations
+from motet.kernels.device import DeviceStreams, cuda_streams, host_streams
+from motet.kernels.device.driver import MemoryOperations
 
 REPLAYS = 21
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Bed:
     def streams(self) -> DeviceStreams:
         """New ones, with words in host memory. Raises DriverError where there are none."""
         if self.dry:
-            from kernels.cpu import CpuEngine
+            from motet.kernels.cpu import CpuEngine
 
             return host_streams(CpuEngine(threads=1))
         return cuda_streams(self.device, MemoryOperations())

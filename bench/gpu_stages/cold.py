@@ -27,12 +27,12 @@ from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.serving import Served
 from bench.gpu_stages.shapes import another, host_adapter, projections
 from bench.mesh_parts import prompts
-from kernels import GROUPS, LoraPool
-from kernels.cpu import CpuEngine
-from kernels.cpu.assist import Helpers, loading_of
-from kernels.device import DeviceAssist
-from services.worker.assist import CpuAssist
-from services.worker.engine.adapter_weights import HostAdapter
+from motet.kernels import GROUPS, LoraPool
+from motet.kernels.cpu import CpuEngine
+from motet.kernels.cpu.assist import Helpers, loading_of
+from motet.kernels.device import DeviceAssist
+from motet.services.worker.assist import CpuAssist
+from motet.services.worker.engine.adapter_weights import HostAdapter
 
 MODEL = "Llama-3.1-8B"
 RANK = 64  # on all modules: 335 MB of an 8B

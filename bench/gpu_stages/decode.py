@@ -17,9 +17,9 @@ from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.layers import Finish, Layers, Start, batched, einsum, grouped_mm, make_pool, occupy
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import adapter_bytes, projections
-from kernels import GROUPS, LoraPool
-from kernels.triton import LoraBatch, baselines
-from kernels.triton.lora import Plan
+from motet.kernels import GROUPS, LoraPool
+from motet.kernels.triton import LoraBatch, baselines
+from motet.kernels.triton.lora import Plan
 
 MODEL = "Llama-3.1-8B"
 LAYERS = 32

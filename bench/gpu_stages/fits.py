@@ -20,8 +20,8 @@ from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import RANKS, projections, write_config
 from bench.live_worker import LiveWorker
 from bench.models import model_and_adapters
-from kernels.triton import LoraBatch, baselines
-from twin.workload import Workload
+from motet.kernels.triton import LoraBatch, baselines
+from motet.twin.workload import Workload
 
 MODEL = "Llama-3.1-8B"
 BATCHES = 24

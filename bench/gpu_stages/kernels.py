@@ -17,10 +17,10 @@ from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.serving import OUTPUT, PROMPT, Served
 from bench.gpu_stages.shapes import RANKS, adapter_bytes
 from bench.mesh_parts import prompts
-from services.worker.engine.loader import parameters
-from services.worker.engine.request import EngineRequest
-from shared.clock import now_s
-from shared.model import SamplingParams
+from motet.services.worker.engine.loader import parameters
+from motet.services.worker.engine.request import EngineRequest
+from motet.shared.clock import now_s
+from motet.shared.model import SamplingParams
 
 MODEL = "Llama-3.1-8B"
 LOADS = [(32, 32), (256, 32), (32, 0), (8, 8)]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kernels import GROUPS, LoraPool
-from kernels.pool import MODULES, PAGE_RANKS
-from kernels.triton import LoraBatch, add_lora, start_lora
+from motet.kernels import GROUPS, LoraPool
+from motet.kernels.pool import MODULES, PAGE_RANKS
+from motet.kernels.triton import LoraBatch, add_lora, start_lora
 
 Start = Callable[[int, str, torch.Tensor], None]
 Finish = Callable[[int, str, torch.Tensor, torch.Tensor], None]

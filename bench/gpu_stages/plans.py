@@ -13,9 +13,9 @@ import torch
 from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import projections
-from kernels import GROUPS, LoraPool, PackedLora
-from kernels.triton import LoraBatch, add_lora, baselines, start_lora
-from kernels.triton.lora import Plan
+from motet.kernels import GROUPS, LoraPool, PackedLora
+from motet.kernels.triton import LoraBatch, add_lora, baselines, start_lora
+from motet.kernels.triton.lora import Plan
 
 PLANS: tuple[Plan, ...] = ("two_launches", "ticketed", "segmented")
 RANKS = [8, 16, 64, 128, 24, 12]

@@ -20,15 +20,15 @@ from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import RANKS, another, host_adapter, write_config
 from bench.mesh_parts import prompts
-from services.worker.assemble import assemble
-from services.worker.config import WorkerConfig
-from services.worker.engine.engine import Engine
-from services.worker.engine.loader import parameters
-from services.worker.engine.model_config import ModelConfig, read_model_config
-from services.worker.engine.request import EngineRequest
-from services.worker.state import START_PERF, StepTimes
-from shared.clock import now_s
-from shared.model import SamplingParams
+from motet.services.worker.assemble import assemble
+from motet.services.worker.config import WorkerConfig
+from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.loader import parameters
+from motet.services.worker.engine.model_config import ModelConfig, read_model_config
+from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.state import START_PERF, StepTimes
+from motet.shared.clock import now_s
+from motet.shared.model import SamplingParams
 
 LOADS = [(32, 0), (32, 32), (256, 0), (256, 256), (32, 1), (256, 32), (128, 0), (128, 128), (64, 0), (64, 64), (256, 1)]
 """(requests, adapters), most valuable first."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from kernels import PAGE_RANKS, PackedLora
-from kernels.pool import MODULES
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.model_config import ModelConfig
+from motet.kernels import PAGE_RANKS, PackedLora
+from motet.kernels.pool import MODULES
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.model_config import ModelConfig
 
 RANKS = (8, 16, 32, 64)  # of mixed adapters, in turn
 

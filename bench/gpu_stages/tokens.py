@@ -12,7 +12,6 @@ import time
 import warnings
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,17 @@ import torch
 from bench.engine_motet import stored_adapter
 from bench.gpu_stages.bed import Bed
 from bench.gpu_stages.results import Line, Point
-from policies.cold_start import Forced
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.decode_graphs import DecodeBuffers, DecodeGraphs
-from services.worker.engine.engine import Engine
-from services.worker.engine.request import EngineLimits, EngineRequest
-from services.worker.engine.runner import ModelRunner
-from services.worker.engine.step_batch import StepBatch
-from shared.clock import now_s
-from shared.model import SamplingParams
+from motet.examples.demo import DEMO
+from motet.policies.cold_start import Forced
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.decode_graphs import DecodeBuffers, DecodeGraphs
+from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.request import EngineLimits, EngineRequest
+from motet.services.worker.engine.runner import ModelRunner
+from motet.services.worker.engine.step_batch import StepBatch
+from motet.shared.clock import now_s
+from motet.shared.model import SamplingParams
 
-DEMO = Path(__file__).parents[2] / "examples/demo"
 BLOCK = 8
 TIE = 1e-3  # two logits as near as this may change places between two ways of computing them
 LINK = 5e6  # bytes per second: adapters of some 100 KB are on their way for many steps

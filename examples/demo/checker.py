@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.demo.tasks import TASKS, Task, sample_text
+from motet.examples.demo.tasks import TASKS, Task, sample_text
 
 BASE = "base"  # row of the score matrix: the model without an adapter
 ANSWER_TOKENS = 64  # longer than any answer to a text that `sample_text` draws

@@ -28,9 +28,9 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from examples.demo.checker import score_matrix
-from examples.demo.model_files import BOS, END, TASK_TOKENS, build_tokenizer, model_config, write_model_files
-from examples.demo.tasks import TASKS, TASKS_BY_NAME, Task, draw_text, split_of
+from motet.examples.demo.checker import score_matrix
+from motet.examples.demo.model_files import BOS, END, TASK_TOKENS, build_tokenizer, model_config, write_model_files
+from motet.examples.demo.tasks import TASKS, TASKS_BY_NAME, Task, draw_text, split_of
 
 HERE = Path(__file__).parent
 BASE_NAME = "motet-demo"

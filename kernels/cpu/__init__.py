@@ -11,8 +11,8 @@
 Importing this package compiles nothing; the first CpuEngine of an instruction set does, once per machine.
 """
 
-from kernels.cpu.build import ISAS, BuildError, available_isas
-from kernels.cpu.forward import CpuForward
-from kernels.cpu.library import CpuEngine, Packed, Packer
+from motet.kernels.cpu.build import ISAS, BuildError, available_isas
+from motet.kernels.cpu.forward import CpuForward
+from motet.kernels.cpu.library import CpuEngine, Packed, Packer
 
 __all__ = ["ISAS", "BuildError", "CpuEngine", "CpuForward", "Packed", "Packer", "available_isas"]

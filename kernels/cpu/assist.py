@@ -20,8 +20,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kernels.cpu.library import TYPES, Assist, CpuEngine, Loading, address, pool_struct
-from kernels.pool import GROUPS, LoraPool, PackedLora
+from motet.kernels.cpu.library import TYPES, Assist, CpuEngine, Loading, address, pool_struct
+from motet.kernels.pool import GROUPS, LoraPool, PackedLora
 
 MAX_SLICES = 16
 """Of one channel in one step; src/channel.h has room for no more."""

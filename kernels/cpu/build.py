@@ -1,7 +1,7 @@
 """Builds the compiled kernels with the system's C++ compiler, one shared library per instruction set, and caches them.
 
-    python -m kernels.cpu            the best instruction set of this machine
-    python -m kernels.cpu --all      every one that this compiler knows
+    python -m motet.kernels.cpu            the best instruction set of this machine
+    python -m motet.kernels.cpu --all      every one that this compiler knows
 
 Libraries are in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) as `cpu-<isa>-<hash>-<hash>.so`: one hash
 of sources and flags, one of the compiler. A library is rebuilt when a hash changes. A machine without a compiler (a container
@@ -132,7 +132,7 @@ def _cpu_flags() -> frozenset[str]:
 
 def main() -> int:
     """Builds ahead of the first start. Exit status 1 when there is no compiler, or it fails."""
-    parser = argparse.ArgumentParser(prog="python -m kernels.cpu", description="Builds the compiled CPU kernels.")
+    parser = argparse.ArgumentParser(prog="python -m motet.kernels.cpu", description="Builds the compiled CPU kernels.")
     parser.add_argument("--all", action="store_true", help="every instruction set, not only this machine's best")
     for isa in ISAS if parser.parse_args().all else available_isas()[-1:]:
         try:

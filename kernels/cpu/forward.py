@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kernels.attention import KvCache
-from kernels.cpu.assist import AssistCounts, Helpers
-from kernels.cpu.library import TYPES, CpuEngine, Layer, Model, Packed, Step, address, pool_struct
-from kernels.pool import LoraPool
+from motet.kernels.attention import KvCache
+from motet.kernels.cpu.assist import AssistCounts, Helpers
+from motet.kernels.cpu.library import TYPES, CpuEngine, Layer, Model, Packed, Step, address, pool_struct
+from motet.kernels.pool import LoraPool
 
 MAX_HEADS_PER_KV_HEAD = 128
 """What the attention kernel has room for."""

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from kernels.cpu.build import ISAS, BuildError, available_isas, build
-from kernels.pool import MODULES, PAGE_RANKS, LoraPool, PackedLora
+from motet.kernels.cpu.build import ISAS, BuildError, available_isas, build
+from motet.kernels.pool import MODULES, PAGE_RANKS, LoraPool, PackedLora
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 

@@ -17,9 +17,9 @@ from ctypes import byref, c_int64
 from functools import partial
 from typing import Any
 
-from kernels.cpu.library import CpuEngine, pool_struct
-from kernels.link import LinkMeter, LinkState, Sources
-from kernels.pool import LoraPool, PackedLora
+from motet.kernels.cpu.library import CpuEngine, pool_struct
+from motet.kernels.link import LinkMeter, LinkState, Sources
+from motet.kernels.pool import LoraPool, PackedLora
 
 
 class CpuLoader(Sources):

@@ -8,8 +8,8 @@ assist.py     a step in which CPU processes compute some rows
 The thread that enqueues a step never waits for the device: only streams wait, for words.
 """
 
-from kernels.device.assist import AssistedStep, DeviceAssist
-from kernels.device.loading import DeviceLoader
-from kernels.device.streams import DeviceStreams, Mark, cuda_streams, host_streams, numbered
+from motet.kernels.device.assist import AssistedStep, DeviceAssist
+from motet.kernels.device.loading import DeviceLoader
+from motet.kernels.device.streams import DeviceStreams, Mark, cuda_streams, host_streams, numbered
 
 __all__ = ["AssistedStep", "DeviceAssist", "DeviceLoader", "DeviceStreams", "Mark", "cuda_streams", "host_streams", "numbered"]

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.cpu.assist import AssistCounts, Channel, Helpers, Part, divide
-from kernels.cpu.library import CpuEngine
-from kernels.device.streams import DeviceStreams
-from kernels.lora import LoraBatch
-from kernels.pool import GROUPS, LINE, MODULES, LoraPool
+from motet.kernels.cpu.assist import AssistCounts, Channel, Helpers, Part, divide
+from motet.kernels.cpu.library import CpuEngine
+from motet.kernels.device.streams import DeviceStreams
+from motet.kernels.lora import LoraBatch
+from motet.kernels.pool import GROUPS, LINE, MODULES, LoraPool
 
 GROUP_NAMES = tuple(GROUPS)
 X, Y = 0, 1  # sides of a channel

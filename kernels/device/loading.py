@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.device.streams import DeviceStreams
-from kernels.link import LinkMeter, LinkState, Sources
-from kernels.pool import LINE, MODULES, LoraPool, PackedLora
+from motet.kernels.device.streams import DeviceStreams
+from motet.kernels.link import LinkMeter, LinkState, Sources
+from motet.kernels.pool import LINE, MODULES, LoraPool, PackedLora
 
 log = logging.getLogger("motet.kernels.device")
 

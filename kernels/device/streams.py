@@ -21,8 +21,8 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from kernels.cpu.library import CpuEngine
-from kernels.device.driver import DriverError, MemoryOperations
+from motet.kernels.cpu.library import CpuEngine
+from motet.kernels.device.driver import DriverError, MemoryOperations
 
 # Streams that wait for each other through words must not share a queue of the hardware, or neither goes on. CUDA has 8 queues
 # unless told otherwise before it is initialised, and PyTorch spreads over them the 32 streams that it takes every stream from.

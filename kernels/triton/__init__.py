@@ -7,6 +7,6 @@ lora.py        the plans, their launch constants, add_lora
 baselines.py   kernels to compare with: padded BGMV, per-token MBGMV
 """
 
-from kernels.triton.lora import LoraBatch, add_lora, prepare, start_lora
+from motet.kernels.triton.lora import LoraBatch, add_lora, prepare, start_lora
 
 __all__ = ["LoraBatch", "add_lora", "prepare", "start_lora"]

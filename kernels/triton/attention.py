@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import triton
 
-from kernels.attention import KvCache
-from kernels.triton.attention_kernel import paged_attention
-from kernels.triton.lora import INTERPRETED
+from motet.kernels.attention import KvCache
+from motet.kernels.triton.attention_kernel import paged_attention
+from motet.kernels.triton.lora import INTERPRETED
 
 HEAD = 4  # elements before the tiles: how many there are
 ROWS = {"decode": 16, "prefill": 64}  # BM

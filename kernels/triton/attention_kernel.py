@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.device import _dot
+from motet.kernels.triton.device import _dot
 
 
 @triton.jit(do_not_specialize=["columns", "window"])

@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels.pool import LoraPool, Pairs
-from kernels.triton.lora import LoraBatch
+from motet.kernels.pool import LoraPool, Pairs
+from motet.kernels.triton.lora import LoraBatch
 
 
 def mbgmv(pool: LoraPool, row_slot: np.ndarray) -> LoraBatch:

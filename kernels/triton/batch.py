@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.pool import GROUPS, MODULES, PAGE_RANKS, LoraPool
+from motet.kernels.pool import GROUPS, MODULES, PAGE_RANKS, LoraPool
 
 SECTION_BYTES = 64  # sections begin at multiples of this
 

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import triton
 
-from kernels.pool import GROUPS, LoraPool
-from kernels.triton.batch import DECODE, PREFILL, PackedBatch, WorkList, tile_for, work_list
-from kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
+from motet.kernels.pool import GROUPS, LoraPool
+from motet.kernels.triton.batch import DECODE, PREFILL, PackedBatch, WorkList, tile_for, work_list
+from motet.kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
 
 Plan = Literal["two_launches", "ticketed", "segmented"]
 INTERPRETED = bool(triton.knobs.runtime.interpret)

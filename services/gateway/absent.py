@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.messages import WorkerNotice
+from motet.shared.messages import WorkerNotice
 
 KEPT = 64
 TOLD = 3

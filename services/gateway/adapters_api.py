@@ -25,11 +25,11 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway import protocol
-from services.gateway.auth import Caller, caller_of
-from services.gateway.http import json_answer, one_line, read_body
-from shared import subjects
-from shared.errors import (
+from motet.services.gateway import protocol
+from motet.services.gateway.auth import Caller, caller_of
+from motet.services.gateway.http import json_answer, one_line, read_body
+from motet.shared import subjects
+from motet.shared.errors import (
     AdapterExists,
     AdapterNotFound,
     BadRequest,
@@ -41,12 +41,12 @@ from shared.errors import (
     bounded,
     from_info,
 )
-from shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, Refused, RegisterAdapter, RegistryReply
-from shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS
-from shared.tenancy import SHARED, check_tenant
+from motet.shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, Refused, RegisterAdapter, RegistryReply
+from motet.shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS
+from motet.shared.tenancy import SHARED, check_tenant
 
 if TYPE_CHECKING:
-    from services.gateway.app import Gateway
+    from motet.services.gateway.app import Gateway
 
 REGISTER_TIMEOUT_S = 600.0  # a download from a hub is part of it
 CHANGE_TIMEOUT_S = 30.0

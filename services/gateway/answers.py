@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from services.gateway.detokenize import Detokenizer
-from services.gateway.owner import Owner
-from services.gateway.planner import Plan
-from services.gateway.stream import Delta, Signal, Stream
-from shared.messages import TokenLogprobs
+from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.owner import Owner
+from motet.services.gateway.planner import Plan
+from motet.services.gateway.stream import Delta, Signal, Stream
+from motet.shared.messages import TokenLogprobs
 
 OnDelta = Callable[[int, Delta], Awaitable[None]]
 MIN_LOGPROB = -9999.0  # JSON has no infinity

@@ -15,28 +15,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from services.gateway import adapters_api, answers, idempotency, keys_api, openapi, protocol
-from services.gateway.absent import Absent
-from services.gateway.adapters_api import created_unix_ms, public_source, shown_source
-from services.gateway.auth import Keys, caller_of
-from services.gateway.config import GatewayConfig
-from services.gateway.fleet import Fleet
-from services.gateway.guard import Guard
-from services.gateway.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
-from services.gateway.limits import Limits, Turn, UntilSent
-from services.gateway.owner import Owner
-from services.gateway.planner import Plan, Planner
-from services.gateway.prompt import Prompts
-from services.gateway.sse import SseResponse
-from shared import subjects
-from shared.adapter_watch import AdapterWatch
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.errors import ModelNotFound, MotetError, from_info
-from shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
-from shared.model import Slo
-from shared.service import health as service_health
-from shared.service import metrics_text
+from motet.services.gateway import adapters_api, answers, idempotency, keys_api, openapi, protocol
+from motet.services.gateway.absent import Absent
+from motet.services.gateway.adapters_api import created_unix_ms, public_source, shown_source
+from motet.services.gateway.auth import Keys, caller_of
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.guard import Guard
+from motet.services.gateway.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
+from motet.services.gateway.limits import Limits, Turn, UntilSent
+from motet.services.gateway.owner import Owner
+from motet.services.gateway.planner import Plan, Planner
+from motet.services.gateway.prompt import Prompts
+from motet.services.gateway.sse import SseResponse
+from motet.shared import subjects
+from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.errors import ModelNotFound, MotetError, from_info
+from motet.shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
+from motet.shared.model import Slo
+from motet.shared.service import health as service_health
+from motet.shared.service import metrics_text
 
 STATUS_TIMEOUT_S = 2.0
 SLO_HEADERS = {"class": "x-slo-class", "ttft_ms": "x-slo-ttft-ms", "tpot_ms": "x-slo-tpot-ms"}

@@ -13,13 +13,13 @@ from __future__ import annotations
 import msgspec
 from starlette.requests import Request
 
-from services.gateway.config import GatewayConfig
-from shared.bus import Bus
-from shared.config import ConfigError, is_loopback
-from shared.errors import Forbidden, Unauthorized
-from shared.keys import ROLES, ApiKey, KeyStore, Role, digest_of, read_key_file
-from shared.telemetry import logger
-from shared.tenancy import DEFAULT_TENANT
+from motet.services.gateway.config import GatewayConfig
+from motet.shared.bus import Bus
+from motet.shared.config import ConfigError, is_loopback
+from motet.shared.errors import Forbidden, Unauthorized
+from motet.shared.keys import ROLES, ApiKey, KeyStore, Role, digest_of, read_key_file
+from motet.shared.telemetry import logger
+from motet.shared.tenancy import DEFAULT_TENANT
 
 log = logger("motet.gateway.auth")
 KEY_CHARS = 512

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shared.config import ServiceConfig
-from shared.model import Slo
+from motet.shared.config import ServiceConfig
+from motet.shared.model import Slo
 
 MIB = 1 << 20
 

@@ -24,8 +24,8 @@ from typing import Any, Literal
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from shared.clock import now_s
-from shared.errors import BadRequest, HeadersTooLarge, MotetError, Overloaded, Timeout
+from motet.shared.clock import now_s
+from motet.shared.errors import BadRequest, HeadersTooLarge, MotetError, Overloaded, Timeout
 
 HEAD_S = 15.0
 HEAD_BYTES = 64 << 10  # request line and headers; a read of the socket may bring at most 256 KiB more before it is noticed

@@ -12,12 +12,12 @@ from typing import Any
 import orjson
 from nats.aio.msg import Msg
 
-from services.gateway import protocol
-from services.gateway.planner import Plan
-from shared import subjects
-from shared.clock import now_s, unix_ms
-from shared.errors import AnswerTooLarge, BadRequest, DeadlineExceeded, MotetError, TooLarge
-from shared.tenancy import DEFAULT_TENANT, TENANT
+from motet.services.gateway import protocol
+from motet.services.gateway.planner import Plan
+from motet.shared import subjects
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import AnswerTooLarge, BadRequest, DeadlineExceeded, MotetError, TooLarge
+from motet.shared.tenancy import DEFAULT_TENANT, TENANT
 
 TIMEOUT_MAX_MS = 30 * 86_400_000
 DEAD_BODY_MAX = 256 * 1024  # bytes of the original that a dead letter keeps

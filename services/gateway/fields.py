@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shared.errors import BadRequest
+from motet.shared.errors import BadRequest
 
 
 class Unserved(msgspec.Struct, frozen=True):

@@ -7,13 +7,13 @@ import contextlib
 
 from nats.aio.subscription import Subscription
 
-from policies.worker_book import Held, Shelf, WorkerBook
-from services.gateway.absent import Absentees
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.messages import WorkerNotice, WorkerSnapshot, WorkerState
-from shared.telemetry import logger
+from motet.policies.worker_book import Held, Shelf, WorkerBook
+from motet.services.gateway.absent import Absentees
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.messages import WorkerNotice, WorkerSnapshot, WorkerState
+from motet.shared.telemetry import logger
 
 log = logger("motet.gateway.fleet")
 

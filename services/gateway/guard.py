@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from shared.config import is_loopback
-from shared.errors import Forbidden, MotetError
+from motet.shared.config import is_loopback
+from motet.shared.errors import Forbidden, MotetError
 
 SAFE = ("GET", "HEAD", "OPTIONS")
 

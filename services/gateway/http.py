@@ -19,11 +19,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway import metrics
-from services.gateway.guard import Guard
-from services.gateway.limits import RateLimited
-from shared.errors import BadRequest, MotetError, TooLarge, UnsupportedMediaType, bounded
-from shared.telemetry import logger
+from motet.services.gateway import metrics
+from motet.services.gateway.guard import Guard
+from motet.services.gateway.limits import RateLimited
+from motet.shared.errors import BadRequest, MotetError, TooLarge, UnsupportedMediaType, bounded
+from motet.shared.telemetry import logger
 
 T = TypeVar("T")
 log = logger("motet.http")

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from shared.clock import now_s
-from shared.errors import BadRequest, Conflict
+from motet.shared.clock import now_s
+from motet.shared.errors import BadRequest, Conflict
 
 HEADER = "idempotency-key"
 AGE_S = 24 * 3600.0

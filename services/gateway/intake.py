@@ -40,18 +40,18 @@ from nats.js import errors as js_errors
 from nats.js.kv import KeyValue
 from prometheus_client import Counter, Gauge
 
-from services.gateway import answers
-from services.gateway.config import GatewayConfig
-from services.gateway.durable import DurableRequest, check_answer_fits
-from services.gateway.limits import Limits, Turn
-from services.gateway.owner import Owner
-from services.gateway.planner import Plan, Planner
-from services.gateway.stream import Delta
-from shared import subjects
-from shared.bus import Bus
-from shared.errors import MotetError, Overloaded, Unavailable
-from shared.provision import ACK_WAIT_S, request_bytes_max
-from shared.telemetry import REGISTRY, logger
+from motet.services.gateway import answers
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.durable import DurableRequest, check_answer_fits
+from motet.services.gateway.limits import Limits, Turn
+from motet.services.gateway.owner import Owner
+from motet.services.gateway.planner import Plan, Planner
+from motet.services.gateway.stream import Delta
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.errors import MotetError, Overloaded, Unavailable
+from motet.shared.provision import ACK_WAIT_S, request_bytes_max
+from motet.shared.telemetry import REGISTRY, logger
 
 log = logger("motet.gateway.intake")
 

@@ -10,16 +10,16 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway import protocol
-from services.gateway.auth import caller_of
-from services.gateway.http import json_answer, read_body
-from shared.audit import PAGE, Audit, AuditEvent
-from shared.errors import BadRequest
-from shared.keys import NAME, ApiKey, Role
-from shared.tenancy import DEFAULT_TENANT, TENANT
+from motet.services.gateway import protocol
+from motet.services.gateway.auth import caller_of
+from motet.services.gateway.http import json_answer, read_body
+from motet.shared.audit import PAGE, Audit, AuditEvent
+from motet.shared.errors import BadRequest
+from motet.shared.keys import NAME, ApiKey, Role
+from motet.shared.tenancy import DEFAULT_TENANT, TENANT
 
 if TYPE_CHECKING:
-    from services.gateway.app import Gateway
+    from motet.services.gateway.app import Gateway
 
 TEN_YEARS_S = 10 * 365 * 24 * 3600.0
 Seconds = Annotated[float, Meta(ge=0, le=TEN_YEARS_S)]

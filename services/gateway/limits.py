@@ -21,11 +21,11 @@ from prometheus_client import Counter
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.config import GatewayConfig
-from shared.clock import now_s
-from shared.config import ConfigError
-from shared.errors import Overloaded
-from shared.telemetry import REGISTRY
+from motet.services.gateway.config import GatewayConfig
+from motet.shared.clock import now_s
+from motet.shared.config import ConfigError
+from motet.shared.errors import Overloaded
+from motet.shared.telemetry import REGISTRY
 
 TENANTS_MAX = 10_000  # whose use is remembered
 FILE_BYTES_MAX = 4 << 20

@@ -13,10 +13,10 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.gateway.fleet import Fleet
-from services.gateway.stream import Stream
-from shared.clock import now_s, unix_ms
-from shared.telemetry import LATENCY_BUCKETS_S, REGISTRY
+from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.stream import Stream
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY
 
 ADAPTERS_MAX = TENANTS_MAX = 100
 _LABELS = ["adapter", "slo_class"]

@@ -14,13 +14,13 @@ from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import FileResponse, Response
 
-from services.gateway import fields, protocol, schemas
-from services.gateway.adapters_api import AdapterRequest, LoadRequest, UnloadRequest
-from services.gateway.config import GatewayConfig
-from services.gateway.http import json_answer
-from services.gateway.keys_api import KeyRequest, RotateRequest
-from services.gateway.planner import SLO_MAX_MS, SLO_MIN_MS
-from shared.audit import PAGE
+from motet.services.gateway import fields, protocol, schemas
+from motet.services.gateway.adapters_api import AdapterRequest, LoadRequest, UnloadRequest
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.http import json_answer
+from motet.services.gateway.keys_api import KeyRequest, RotateRequest
+from motet.services.gateway.planner import SLO_MAX_MS, SLO_MIN_MS
+from motet.shared.audit import PAGE
 
 ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon.png": "image/png"}
 _JSON, _TEXT, _EVENTS, _FORM = "application/json", "text/plain", "text/event-stream", "multipart/form-data"

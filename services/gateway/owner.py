@@ -22,17 +22,17 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any
 
-from services.gateway import metrics
-from services.gateway.detokenize import Detokenizer
-from services.gateway.fleet import Fleet
-from services.gateway.pulse import Pulse
-from services.gateway.stream import Job, Signal, SlowReader, Stream
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.errors import Conflict, DeadlineExceeded, MotetError, Overloaded, Unavailable, WorkerLost, from_info
-from shared.leases import LeaseHolder, LeaseWatch
-from shared.messages import (
+from motet.services.gateway import metrics
+from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.pulse import Pulse
+from motet.services.gateway.stream import Job, Signal, SlowReader, Stream
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.errors import Conflict, DeadlineExceeded, MotetError, Overloaded, Unavailable, WorkerLost, from_info
+from motet.shared.leases import LeaseHolder, LeaseWatch
+from motet.shared.messages import (
     Cancel,
     GenerateRequest,
     Outcome,
@@ -43,7 +43,7 @@ from shared.messages import (
     TokenLogprobs,
     pack_tokens,
 )
-from shared.telemetry import logger
+from motet.shared.telemetry import logger
 
 log = logger("motet.owner")
 SUBMIT_TIMEOUT_S = (1.0, 5.0)  # first, then twice as long each time: a scheduler that is frozen must not hold a request

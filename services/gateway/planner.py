@@ -14,17 +14,17 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from services.gateway.config import GatewayConfig
-from services.gateway.fleet import Fleet
-from services.gateway.prompt import Prompts
-from services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest
-from services.gateway.stream import Job
-from shared.clock import now_s, unix_ms
-from shared.errors import BadRequest, ModelNotFound, PromptTooLong
-from shared.messages import AdapterInfo
-from shared.model import AdapterRef, SamplingParams, Slo
-from shared.telemetry import logger
-from shared.tenancy import DEFAULT_TENANT, qualified
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.prompt import Prompts
+from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest
+from motet.services.gateway.stream import Job
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
+from motet.shared.messages import AdapterInfo
+from motet.shared.model import AdapterRef, SamplingParams, Slo
+from motet.shared.telemetry import logger
+from motet.shared.tenancy import DEFAULT_TENANT, qualified
 
 T = TypeVar("T")
 log = logger("motet.planner")

@@ -28,8 +28,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from shared.config import ConfigError
-from shared.errors import BadRequest, Overloaded, PromptTooLong
+from motet.shared.config import ConfigError
+from motet.shared.errors import BadRequest, Overloaded, PromptTooLong
 
 T = TypeVar("T")
 INLINE_CHARS = 4096  # about 1.5 ms of tokenization

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway import fields
-from shared.errors import BadRequest
+from motet.services.gateway import fields
+from motet.shared.errors import BadRequest
 
 CHOICES_MAX = 64  # n
 SEQUENCES_MAX = 128  # prompts times n

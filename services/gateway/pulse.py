@@ -20,12 +20,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.errors import DeadlineExceeded, Unavailable
-from shared.messages import Ping, Pong
-from shared.telemetry import logger
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.errors import DeadlineExceeded, Unavailable
+from motet.shared.messages import Ping, Pong
+from motet.shared.telemetry import logger
 
 log = logger("motet.pulse")
 LOOK_S = 0.025

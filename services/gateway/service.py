@@ -16,29 +16,29 @@ from pathlib import Path
 
 import uvicorn
 
-from services.gateway import metrics
-from services.gateway.app import build_app
-from services.gateway.auth import Keys
-from services.gateway.config import GatewayConfig
-from services.gateway.connections import GuardedProtocol, files_for, watch
-from services.gateway.detokenize import Detokenizer
-from services.gateway.fleet import Fleet
-from services.gateway.idempotency import Once
-from services.gateway.intake import Intake
-from services.gateway.limits import Limits
-from services.gateway.owner import Owner
-from services.gateway.planner import Planner
-from services.gateway.prompt import Prompts
-from shared.adapter_watch import AdapterWatch
-from shared.bus import Bus
-from shared.clock import now_s, unix_ms
-from shared.config import load_certificate
-from shared.errors import Unavailable
-from shared.hub import resolve_model
-from shared.service import run
-from shared.sockets import bound_socket
-from shared.telemetry import REGISTRY, logger
-from shared.tenancy import qualified
+from motet.services.gateway import metrics
+from motet.services.gateway.app import build_app
+from motet.services.gateway.auth import Keys
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.connections import GuardedProtocol, files_for, watch
+from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.idempotency import Once
+from motet.services.gateway.intake import Intake
+from motet.services.gateway.limits import Limits
+from motet.services.gateway.owner import Owner
+from motet.services.gateway.planner import Planner
+from motet.services.gateway.prompt import Prompts
+from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.config import load_certificate
+from motet.shared.errors import Unavailable
+from motet.shared.hub import resolve_model
+from motet.shared.service import run
+from motet.shared.sockets import bound_socket
+from motet.shared.telemetry import REGISTRY, logger
+from motet.shared.tenancy import qualified
 
 log = logger("motet.gateway")
 KEEP_ALIVE_S = 75  # longer than what clients and balancers keep idle connections for

@@ -14,12 +14,12 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway import answers
-from services.gateway.detokenize import Detokenizer
-from services.gateway.http import SERVER_SEND
-from services.gateway.planner import Plan
-from services.gateway.stream import Delta, Signal, Stream
-from shared.errors import MotetError
+from motet.services.gateway import answers
+from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.http import SERVER_SEND
+from motet.services.gateway.planner import Plan
+from motet.services.gateway.stream import Delta, Signal, Stream
+from motet.shared.errors import MotetError
 
 GRACE_S = 30.0
 KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that stay silent; a prefill or a queue can be

@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from services.gateway.detokenize import Detokenizer, StopFilter
-from shared.clock import now_s
-from shared.errors import MotetError, Overloaded
-from shared.messages import StreamItem, TokenLogprobs
-from shared.model import AdapterRef, FinishReason, SamplingParams, Slo
+from motet.services.gateway.detokenize import Detokenizer, StopFilter
+from motet.shared.clock import now_s
+from motet.shared.errors import MotetError, Overloaded
+from motet.shared.messages import StreamItem, TokenLogprobs
+from motet.shared.model import AdapterRef, FinishReason, SamplingParams, Slo
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

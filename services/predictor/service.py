@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from policies.length_quantiles import LengthQuantiles
-from services.predictor.config import PredictorConfig
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.messages import Outcome, Prediction, PredictRequest
-from shared.service import BusService, run
-from shared.telemetry import REGISTRY
+from motet.policies.length_quantiles import LengthQuantiles
+from motet.services.predictor.config import PredictorConfig
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.messages import Outcome, Prediction, PredictRequest
+from motet.shared.service import BusService, run
+from motet.shared.telemetry import REGISTRY
 
 PREDICTIONS = Counter(
     "motet_predictor_predictions",

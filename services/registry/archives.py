@@ -15,19 +15,20 @@ from typing import BinaryIO
 
 import msgspec
 
-from services.registry.files import PeftFiles
-from services.registry.unpack import MAX_OTHER_BYTES, Done, Limits
-from shared.errors import ErrorInfo, InvalidAdapter, MotetError, TooLarge, from_info
-from shared.telemetry import logger
+import motet
+from motet.services.registry.files import PeftFiles
+from motet.services.registry.unpack import MAX_OTHER_BYTES, Done, Limits
+from motet.shared.errors import ErrorInfo, InvalidAdapter, MotetError, TooLarge, from_info
+from motet.shared.telemetry import logger
 
 log = logger("motet.registry.archives")
 MEMORY_BYTES = 256 * 1024 * 1024  # address space of the child; an honest archive needs a sixth of it
 CPU_BASE_S = 15
 CPU_BYTES_PER_S = 32 * 1024 * 1024  # inflating runs at several times this
 WALL_FACTOR = 4  # the child may share its core
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(motet.__file__).resolve().parents[1]
 _CHILD = (
-    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from services.registry.unpack import main; "
+    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from motet.services.registry.unpack import main; "
     "main(sys.argv[1], *map(int, sys.argv[2:]))"
 )
 

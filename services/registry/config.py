@@ -7,9 +7,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from services.registry.hub import PUBLIC_ENDPOINT, HubOptions
-from shared.config import ConfigError, ServiceConfig
-from shared.tenancy import DEFAULT_TENANT, TENANT
+from motet.services.registry.hub import PUBLIC_ENDPOINT, HubOptions
+from motet.shared.config import ConfigError, ServiceConfig
+from motet.shared.tenancy import DEFAULT_TENANT, TENANT
 
 
 class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from shared.errors import InvalidAdapter
+from motet.shared.errors import InvalidAdapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")

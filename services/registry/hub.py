@@ -26,8 +26,8 @@ import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, PeftFiles, missing_weights, shown
-from shared.errors import InvalidAdapter, TooLarge, Unavailable
+from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, PeftFiles, missing_weights, shown
+from motet.shared.errors import InvalidAdapter, TooLarge, Unavailable
 
 PARAM = "location"
 PUBLIC_ENDPOINT = "https://huggingface.co"

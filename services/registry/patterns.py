@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.registry.files import quoted, shown
-from shared.errors import InvalidAdapter
+from motet.services.registry.files import quoted, shown
+from motet.shared.errors import InvalidAdapter
 
 MAX_KEYS = 8192
 MAX_KEY_CHARS = 512

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from services.registry.files import MAX_CONFIG_BYTES, quoted, shown
-from services.registry.patterns import assign
-from shared.adapter_blob import (
+from motet.services.registry.files import MAX_CONFIG_BYTES, quoted, shown
+from motet.services.registry.patterns import assign
+from motet.shared.adapter_blob import (
     DTYPE_BYTES,
     MAX_HEADER_BYTES,
     MAX_SCALE,
@@ -34,9 +34,9 @@ from shared.adapter_blob import (
     safetensors_header,
     write_blob,
 )
-from shared.base_shapes import BaseShapes
-from shared.errors import InvalidAdapter, TooLarge
-from shared.model import MODULES
+from motet.shared.base_shapes import BaseShapes
+from motet.shared.errors import InvalidAdapter, TooLarge
+from motet.shared.model import MODULES
 
 _Rank = Annotated[int, Meta(ge=1)]
 

@@ -20,22 +20,22 @@ from typing import TypeVar
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.registry.archives import read_archive
-from services.registry.config import RegistryConfig
-from services.registry.files import CONFIG, PeftFiles, quoted
-from services.registry.hub import HubSource
-from services.registry.peft import Converted, convert
-from services.registry.sources import is_there, open_directory, open_path, relative_source
-from services.registry.store import AdapterStore, check_name
-from services.registry.unpack import MAX_OTHER_BYTES
-from services.registry.usage import IDLE_S, Usage
-from shared import subjects
-from shared.adapter_watch import AdapterWatch
-from shared.audit import Audit, AuditEvent
-from shared.base_shapes import BaseShapes, read_shapes
-from shared.bus import Bus
-from shared.clock import now_s, unix_ms
-from shared.errors import (
+from motet.services.registry.archives import read_archive
+from motet.services.registry.config import RegistryConfig
+from motet.services.registry.files import CONFIG, PeftFiles, quoted
+from motet.services.registry.hub import HubSource
+from motet.services.registry.peft import Converted, convert
+from motet.services.registry.sources import is_there, open_directory, open_path, relative_source
+from motet.services.registry.store import AdapterStore, check_name
+from motet.services.registry.unpack import MAX_OTHER_BYTES
+from motet.services.registry.usage import IDLE_S, Usage
+from motet.shared import subjects
+from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.audit import Audit, AuditEvent
+from motet.shared.base_shapes import BaseShapes, read_shapes
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import (
     AdapterExists,
     BadRequest,
     Conflict,
@@ -45,13 +45,21 @@ from shared.errors import (
     TooLarge,
     Unavailable,
 )
-from shared.hub import resolve_model
-from shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, ListAdapters, RegisterAdapter, RegistryOk, WorkerState
-from shared.model import AdapterVersion
-from shared.provision import provision
-from shared.service import run
-from shared.telemetry import LATENCY_BUCKETS_S, REGISTRY, logger
-from shared.tenancy import SHARED, check_tenant
+from motet.shared.hub import resolve_model
+from motet.shared.messages import (
+    AdapterInfo,
+    AliasAdapter,
+    DeleteAdapter,
+    ListAdapters,
+    RegisterAdapter,
+    RegistryOk,
+    WorkerState,
+)
+from motet.shared.model import AdapterVersion
+from motet.shared.provision import provision
+from motet.shared.service import run
+from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY, logger
+from motet.shared.tenancy import SHARED, check_tenant
 
 log = logger("motet.registry")
 T = TypeVar("T")

@@ -13,9 +13,9 @@ import stat
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from services.registry.archives import read_archive
-from services.registry.files import CONFIG, MAX_CONFIG_BYTES, PICKLES, WEIGHTS, PeftFiles, missing_weights, shown
-from shared.errors import InvalidAdapter, TooLarge, Unavailable
+from motet.services.registry.archives import read_archive
+from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, PICKLES, WEIGHTS, PeftFiles, missing_weights, shown
+from motet.shared.errors import InvalidAdapter, TooLarge, Unavailable
 
 PARAM = "location"
 

@@ -30,19 +30,19 @@ from nats import errors as nats_errors
 from nats.js import errors as js_errors
 from nats.js.api import ObjectMeta, ObjectMetaOptions
 
-from services.registry.files import quoted
-from services.registry.usage import IDLE_S
-from shared import subjects
-from shared.adapter_watch import VERSION, entry_key
-from shared.bus import Bus
-from shared.clock import now_s, unix_ms
-from shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, TooLarge, Unavailable
-from shared.kv_watch import KvWatch
-from shared.messages import AdapterInfo
-from shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS, AdapterEntry, AdapterVersion
-from shared.objects import read_object
-from shared.telemetry import logger
-from shared.tenancy import SHARED, qualified
+from motet.services.registry.files import quoted
+from motet.services.registry.usage import IDLE_S
+from motet.shared import subjects
+from motet.shared.adapter_watch import VERSION, entry_key
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, TooLarge, Unavailable
+from motet.shared.kv_watch import KvWatch
+from motet.shared.messages import AdapterInfo
+from motet.shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS, AdapterEntry, AdapterVersion
+from motet.shared.objects import read_object
+from motet.shared.telemetry import logger
+from motet.shared.tenancy import SHARED, qualified
 
 log = logger("motet.registry.store")
 HOLDS = "holds."

@@ -32,8 +32,8 @@ from typing import IO, BinaryIO, cast
 
 import msgspec
 
-from services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, missing_weights, quoted, shown
-from shared.errors import InvalidAdapter, MotetError, TooLarge, Unavailable
+from motet.services.registry.files import CONFIG, MAX_CONFIG_BYTES, WEIGHTS, missing_weights, quoted, shown
+from motet.shared.errors import InvalidAdapter, MotetError, TooLarge, Unavailable
 
 MAX_MEMBERS = 1000
 MAX_DIRECTORY_BYTES = 1024 * 1024

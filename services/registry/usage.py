@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from policies.worker_book import Delta, Known, Shelf, Snapshot, WorkerBook
-from shared.messages import WorkerSnapshot, WorkerState
-from shared.model import RequestBrief
+from motet.policies.worker_book import Delta, Known, Shelf, Snapshot, WorkerBook
+from motet.shared.messages import WorkerSnapshot, WorkerState
+from motet.shared.model import RequestBrief
 
 STALE_S = 5.0
 IDLE_S = 60.0  # a gateway tries for half as long to find another worker for a request whose worker is gone

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from policies.cluster_view import ClusterView
-from policies.worker_book import Known, WorkerBook
-from services.scheduler.metrics import STATE_GAPS
-from shared.messages import WorkerDelta, WorkerSnapshot, WorkerStatus
-from shared.model import RequestBrief
-from shared.telemetry import logger
+from motet.policies.cluster_view import ClusterView
+from motet.policies.worker_book import Known, WorkerBook
+from motet.services.scheduler.metrics import STATE_GAPS
+from motet.shared.messages import WorkerDelta, WorkerSnapshot, WorkerStatus
+from motet.shared.model import RequestBrief
+from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler.cluster")
 

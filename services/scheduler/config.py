@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from shared.config import ServiceConfig
+from motet.shared.config import ServiceConfig
 
 
 class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):

@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from policies.candidates import Ask
-from policies.dispatch import POLICIES, Decision, decide
-from policies.objectives import Admission
-from services.scheduler.cluster import Cluster
-from shared.messages import WorkerDelta, WorkerSnapshot
-from shared.model import RequestBrief
-from shared.telemetry import logger
+from motet.policies.candidates import Ask
+from motet.policies.dispatch import POLICIES, Decision, decide
+from motet.policies.objectives import Admission
+from motet.services.scheduler.cluster import Cluster
+from motet.shared.messages import WorkerDelta, WorkerSnapshot
+from motet.shared.model import RequestBrief
+from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler.decision_log")
 MAX_BYTES = 256 << 20

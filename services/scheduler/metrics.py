@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from shared.telemetry import REGISTRY
+from motet.shared.telemetry import REGISTRY
 
 DECISIONS = Counter(
     "motet_scheduler_decisions",

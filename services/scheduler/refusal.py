@@ -9,8 +9,8 @@ every live one is too small for it        -> BadRequest (400)    with the reques
 
 from __future__ import annotations
 
-from policies.candidates import PERMANENT, Ask, Screening
-from shared.errors import BadRequest, MotetError, Overloaded, PromptTooLong, Unavailable
+from motet.policies.candidates import PERMANENT, Ask, Screening
+from motet.shared.errors import BadRequest, MotetError, Overloaded, PromptTooLong, Unavailable
 
 RETRY_S = 1.0
 """Retry-After for clients while no worker is there."""

@@ -16,24 +16,24 @@ from pathlib import Path
 
 import msgspec
 
-from policies.candidates import Ask
-from policies.cluster_state import hash_of
-from policies.demand import Demand, Standing
-from policies.dispatch import POLICIES, Decision, decide, seconds_until_room
-from policies.length_quantiles import LengthQuantiles
-from policies.worker_load import tokens_left
-from services.scheduler import metrics
-from services.scheduler.cluster import Cluster
-from services.scheduler.config import SchedulerConfig
-from services.scheduler.decision_log import DecisionLog, Setup
-from services.scheduler.refusal import RETRY_S, refusal, too_late
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.config import ConfigError
-from shared.errors import DeadlineExceeded, MotetError, Overloaded, Unavailable, from_info
-from shared.leases import LeaseWatch
-from shared.messages import (
+from motet.policies.candidates import Ask
+from motet.policies.cluster_state import hash_of
+from motet.policies.demand import Demand, Standing
+from motet.policies.dispatch import POLICIES, Decision, decide, seconds_until_room
+from motet.policies.length_quantiles import LengthQuantiles
+from motet.policies.worker_load import tokens_left
+from motet.services.scheduler import metrics
+from motet.services.scheduler.cluster import Cluster
+from motet.services.scheduler.config import SchedulerConfig
+from motet.services.scheduler.decision_log import DecisionLog, Setup
+from motet.services.scheduler.refusal import RETRY_S, refusal, too_late
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.config import ConfigError
+from motet.shared.errors import DeadlineExceeded, MotetError, Overloaded, Unavailable, from_info
+from motet.shared.leases import LeaseWatch
+from motet.shared.messages import (
     Assigned,
     AssignReply,
     Cancel,
@@ -47,9 +47,9 @@ from shared.messages import (
     StatusRequest,
     WorkerState,
 )
-from shared.model import RequestBrief
-from shared.service import BusService, run
-from shared.telemetry import logger
+from motet.shared.model import RequestBrief
+from motet.shared.service import BusService, run
+from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler")
 TICK_S = 0.25

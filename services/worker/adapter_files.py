@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from shared.errors import BadRequest
-from shared.telemetry import logger
+from motet.shared.errors import BadRequest
+from motet.shared.telemetry import logger
 
 log = logger("motet.worker.adapters")
 DIGEST = re.compile(r"[A-Za-z0-9_-]{1,128}")

@@ -25,19 +25,19 @@ from nats import errors as nats_errors
 from nats.js import errors as js_errors
 from nats.js.object_store import ObjectStore
 
-from policies.host_tier import Evict, Forget
-from services.worker import metrics
-from services.worker.adapter_files import AdapterFiles
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.errors import AdapterNotFound, Unavailable
-from shared.model import AdapterRef
-from shared.objects import read_object
-from shared.telemetry import logger
+from motet.policies.host_tier import Evict, Forget
+from motet.services.worker import metrics
+from motet.services.worker.adapter_files import AdapterFiles
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.errors import AdapterNotFound, Unavailable
+from motet.shared.model import AdapterRef
+from motet.shared.objects import read_object
+from motet.shared.telemetry import logger
 
 if TYPE_CHECKING:
-    from services.worker.engine.adapter_weights import HostAdapter
+    from motet.services.worker.engine.adapter_weights import HostAdapter
 
 log = logger("motet.worker.adapters")
 FETCH_BASE_S = 15.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.errors import BadRequest, ModelNotFound, PromptTooLong
-from shared.messages import GenerateRequest, unpack_tokens
+from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
+from motet.shared.messages import GenerateRequest, unpack_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,18 +10,18 @@ from typing import Literal, cast
 
 import torch
 
-from policies.cold_start import Forced
-from services.worker.config import WorkerConfig, free_host_bytes, kv_blocks_for
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.engine import Engine
-from services.worker.engine.loader import parameters, resolve_dtype
-from services.worker.engine.model_config import ModelConfig, UnsupportedModel, read_model_config
-from services.worker.engine.request import EngineLimits, EngineRequest
-from services.worker.engine.runner import ModelRunner
-from services.worker.state import StepTimes
-from shared.clock import now_s
-from shared.config import ConfigError
-from shared.model import SamplingParams, WorkerLimits
+from motet.policies.cold_start import Forced
+from motet.services.worker.config import WorkerConfig, free_host_bytes, kv_blocks_for
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.loader import parameters, resolve_dtype
+from motet.services.worker.engine.model_config import ModelConfig, UnsupportedModel, read_model_config
+from motet.services.worker.engine.request import EngineLimits, EngineRequest
+from motet.services.worker.engine.runner import ModelRunner
+from motet.services.worker.state import StepTimes
+from motet.shared.clock import now_s
+from motet.shared.config import ConfigError
+from motet.shared.model import SamplingParams, WorkerLimits
 
 GPU_SHARE = 0.9  # of what is free before loading; the rest is left to activations, logits and CUDA itself
 WARM_UP_PROMPTS = (8, 8, 64, 1)  # lengths in tokens; the first is the cold process's

@@ -28,15 +28,15 @@ from pathlib import Path
 
 import torch
 
-import kernels.cpu.assist_process
-from kernels import GROUPS, LoraPool, PackedLora
-from kernels.cpu import CpuEngine
-from kernels.cpu.assist import Channel, ChannelCounters, Helpers, loading_of
-from kernels.cpu.library import Loading
-from shared.clock import now_s
-from shared.telemetry import logger
+import motet.kernels.cpu.assist_process
+from motet.kernels import GROUPS, LoraPool, PackedLora
+from motet.kernels.cpu import CpuEngine
+from motet.kernels.cpu.assist import Channel, ChannelCounters, Helpers, loading_of
+from motet.kernels.cpu.library import Loading
+from motet.shared.clock import now_s
+from motet.shared.telemetry import logger
 
-MAIN = Path(kernels.cpu.assist_process.__file__)
+MAIN = Path(motet.kernels.cpu.assist_process.__file__)
 START_TIMEOUT_S = 10.0
 RESTART_S = (0.0, 0.1, 0.5, 2.0, 10.0)  # waits before the first, second, .. restart in a row
 LASTED_S = 30.0  # a process that served this long may be restarted at once

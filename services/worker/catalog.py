@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from shared.adapter_watch import AdapterWatch
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.errors import AdapterNotFound
-from shared.model import AdapterRef, AdapterVersion
+from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.errors import AdapterNotFound
+from motet.shared.model import AdapterRef, AdapterVersion
 
 GRACE_S = 0.25  # a gateway may know a new adapter a moment before this worker does
 

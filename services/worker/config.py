@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from shared.config import ConfigError, ServiceConfig
+from motet.shared.config import ConfigError, ServiceConfig
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from services.worker.engine.request import EngineRequest
-from shared.errors import MotetError
+from motet.services.worker.engine.request import EngineRequest
+from motet.shared.errors import MotetError
 
 if TYPE_CHECKING:
-    from services.worker.engine.adapter_weights import HostAdapter
+    from motet.services.worker.engine.adapter_weights import HostAdapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

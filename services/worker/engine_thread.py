@@ -22,17 +22,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.worker import metrics
-from services.worker.engine.request import EngineRequest, StepOutput
-from services.worker.engine_protocol import Capabilities
-from shared.clock import now_s
-from shared.errors import MotetError, Overloaded
-from shared.messages import StreamItem
-from shared.telemetry import logger
+from motet.services.worker import metrics
+from motet.services.worker.engine.request import EngineRequest, StepOutput
+from motet.services.worker.engine_protocol import Capabilities
+from motet.shared.clock import now_s
+from motet.shared.errors import MotetError, Overloaded
+from motet.shared.messages import StreamItem
+from motet.shared.telemetry import logger
 
 if TYPE_CHECKING:
-    from services.worker.engine.adapter_weights import HostAdapter
-    from services.worker.engine.engine import Engine
+    from motet.services.worker.engine.adapter_weights import HostAdapter
+    from motet.services.worker.engine.engine import Engine
 
 log = logger("motet.worker.engine")
 MAX_AHEAD = 32  # reports

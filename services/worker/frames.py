@@ -11,12 +11,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from services.worker import metrics
-from shared import subjects
-from shared.bus import Bus, encode
-from shared.errors import Unavailable, WorkerLost
-from shared.messages import StreamItem, TokenFrame
-from shared.telemetry import logger
+from motet.services.worker import metrics
+from motet.shared import subjects
+from motet.shared.bus import Bus, encode
+from motet.shared.errors import Unavailable, WorkerLost
+from motet.shared.messages import StreamItem, TokenFrame
+from motet.shared.telemetry import logger
 
 log = logger("motet.worker.frames")
 MAX_LOST = 65_536

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from shared.telemetry import LATENCY_BUCKETS_S, REGISTRY
+from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY
 
 STEP_S = Histogram("motet_worker_step_seconds", "Duration of an engine step.", buckets=LATENCY_BUCKETS_S, registry=REGISTRY)
 STEP_DRIFT = Gauge(

@@ -23,27 +23,27 @@ from typing import TYPE_CHECKING, Literal, cast
 import msgspec
 import numpy as np
 
-from policies.cold_start import AssistRates, Forced
-from policies.host_tier import Evict
-from policies.perf_fit import Step
-from policies.worker_events import Cancel
-from services.worker.adapter_files import AdapterFiles
-from services.worker.adapters import AdapterStore
-from services.worker.config import MIB, WorkerConfig
-from services.worker.engine_thread import StepReport
-from services.worker.service import WorkerService
-from shared import subjects
-from shared.adapter_blob import digest_of, write_blob
-from shared.base_shapes import ATTENTION, read_shapes
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
-from shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, WorkerLimits
-from shared.profile import LinkFacts
+from motet.policies.cold_start import AssistRates, Forced
+from motet.policies.host_tier import Evict
+from motet.policies.perf_fit import Step
+from motet.policies.worker_events import Cancel
+from motet.services.worker.adapter_files import AdapterFiles
+from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.config import MIB, WorkerConfig
+from motet.services.worker.engine_thread import StepReport
+from motet.services.worker.service import WorkerService
+from motet.shared import subjects
+from motet.shared.adapter_blob import digest_of, write_blob
+from motet.shared.base_shapes import ATTENTION, read_shapes
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
+from motet.shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, WorkerLimits
+from motet.shared.profile import LinkFacts
 
 if TYPE_CHECKING:
-    from services.worker.engine.adapter_weights import HostAdapter
-    from services.worker.engine.request import CopyStats, StepStats
+    from motet.services.worker.engine.adapter_weights import HostAdapter
+    from motet.services.worker.engine.request import CopyStats, StepStats
 
 RANKS = (8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
-from services.worker.state import StepTimes, WorkerView
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import now_s, unix_ms
-from shared.errors import Unavailable
+from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
+from motet.services.worker.state import StepTimes, WorkerView
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import Unavailable
 
 
 class StateReporter:

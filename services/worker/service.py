@@ -25,30 +25,30 @@ from typing import TYPE_CHECKING, Literal
 
 from nats import errors as nats_errors
 
-from policies.host_tier import HostTier
-from policies.kv_blocks import cache_scope
-from policies.worker_core import WorkerCore
-from policies.worker_events import Assign, Close, OwnerLost, Prefetch, Registered, Stepped, Unload
-from policies.worker_events import Cancel as CancelRequest
-from services.worker import admission, metrics
-from services.worker.adapter_files import AdapterFiles
-from services.worker.adapters import AdapterStore
-from services.worker.catalog import Catalog
-from services.worker.config import MIB, WorkerConfig
-from services.worker.engine.request import CopyStats, EngineRequest, StepOutput
-from services.worker.engine_thread import EngineThread, StepReport
-from services.worker.frames import FrameSender
-from services.worker.reports import StateReporter
-from services.worker.shell import Shell
-from services.worker.state import START_PERF, StepTimes, WorkerView
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import now_s
-from shared.config import ConfigError
-from shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
-from shared.hub import resolve_model
-from shared.leases import LeaseHolder, LeaseWatch
-from shared.messages import (
+from motet.policies.host_tier import HostTier
+from motet.policies.kv_blocks import cache_scope
+from motet.policies.worker_core import WorkerCore
+from motet.policies.worker_events import Assign, Close, OwnerLost, Prefetch, Registered, Stepped, Unload
+from motet.policies.worker_events import Cancel as CancelRequest
+from motet.services.worker import admission, metrics
+from motet.services.worker.adapter_files import AdapterFiles
+from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.catalog import Catalog
+from motet.services.worker.config import MIB, WorkerConfig
+from motet.services.worker.engine.request import CopyStats, EngineRequest, StepOutput
+from motet.services.worker.engine_thread import EngineThread, StepReport
+from motet.services.worker.frames import FrameSender
+from motet.services.worker.reports import StateReporter
+from motet.services.worker.shell import Shell
+from motet.services.worker.state import START_PERF, StepTimes, WorkerView
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import now_s
+from motet.shared.config import ConfigError
+from motet.shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
+from motet.shared.hub import resolve_model
+from motet.shared.leases import LeaseHolder, LeaseWatch
+from motet.shared.messages import (
     Accepted,
     Cancel,
     Control,
@@ -60,13 +60,13 @@ from shared.messages import (
     UnloadAdapter,
     WorkerNotice,
 )
-from shared.model import AdapterVersion, PerfModel, RequestBrief
-from shared.profile import FileError, read_profile
-from shared.service import run
-from shared.telemetry import logger
+from motet.shared.model import AdapterVersion, PerfModel, RequestBrief
+from motet.shared.profile import FileError, read_profile
+from motet.shared.service import run
+from motet.shared.telemetry import logger
 
 if TYPE_CHECKING:
-    from services.worker.engine.engine import Engine
+    from motet.services.worker.engine.engine import Engine
 
 log = logger("motet.worker")
 MAX_FAILURES = 3  # failing steps in a row before the worker gives its requests back and leaves
@@ -108,7 +108,7 @@ class WorkerService:
         # OpenMP threads spin at barriers unless told not to before torch is loaded. Beside a gateway, or anything else,
         # on the same cores a spinning thread waits for one that cannot run: steps were six to ten times longer.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from services.worker.assemble import assemble
+        from motet.services.worker.assemble import assemble
 
         self.assembly = assemble(self.config, self._model_dir, self._times)
         return self.assembly.engine

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from policies.host_tier import Evict, Forget, Load
-from policies.worker_core import WorkerCore
-from policies.worker_events import (
+from motet.policies.host_tier import Evict, Forget, Load
+from motet.policies.worker_core import WorkerCore
+from motet.policies.worker_events import (
     Action,
     Answer,
     CopyIn,
@@ -29,19 +29,19 @@ from policies.worker_events import (
     Stop,
     TooLargeForHost,
 )
-from services.worker import metrics
-from services.worker.adapters import AdapterStore
-from services.worker.engine.request import EngineRequest
-from services.worker.engine_protocol import EngineProtocol
-from services.worker.frames import FrameSender
-from services.worker.reports import StateReporter
-from shared.clock import now_s
-from shared.errors import MotetError, TooLarge
-from shared.messages import StreamItem
-from shared.telemetry import logger
+from motet.services.worker import metrics
+from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.engine_protocol import EngineProtocol
+from motet.services.worker.frames import FrameSender
+from motet.services.worker.reports import StateReporter
+from motet.shared.clock import now_s
+from motet.shared.errors import MotetError, TooLarge
+from motet.shared.messages import StreamItem
+from motet.shared.telemetry import logger
 
 if TYPE_CHECKING:
-    from services.worker.engine.adapter_weights import HostAdapter
+    from motet.services.worker.engine.adapter_weights import HostAdapter
 
 log = logger("motet.worker")
 

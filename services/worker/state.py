@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.worker_view import View
-from services.worker.engine.request import StepStats
-from shared.messages import WorkerDelta, WorkerSnapshot
-from shared.model import PerfModel, WorkerLimits
+from motet.policies.worker_view import View
+from motet.services.worker.engine.request import StepStats
+from motet.shared.messages import WorkerDelta, WorkerSnapshot
+from motet.shared.model import PerfModel, WorkerLimits
 
 # Measured with the demo model on two cores; the warm-up and the first real steps move it to where this worker is.
 START_PERF = PerfModel(

@@ -10,9 +10,9 @@ import pytest
 from bench import engine, engine_serve, models
 from bench.engine_parent import Lap as Batch
 from bench.mesh_parts import Lap
-from services.registry.peft import convert
-from services.worker.engine.model_config import read_model_config
-from shared.base_shapes import read_shapes
+from motet.services.registry.peft import convert
+from motet.services.worker.engine.model_config import read_model_config
+from motet.shared.base_shapes import read_shapes
 
 TINY = models.Shape(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=64)
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 
 from bench import cluster, scheduler
-from twin.workload import Workload
+from motet.twin.workload import Workload
 
 
 def test_the_scheduler_bench_measures_every_policy(capsys) -> None:

@@ -14,14 +14,14 @@ from msgspec.structs import asdict, replace
 from bench.live_worker import LiveWorker, Served
 from bench.report import Elsewhere
 from bench.twin_live import SHAPES, Outcome, _workload, pace, replayed
-from shared.model import AdapterRef
-from shared.profile import VERSION, Hops
+from motet.shared.model import AdapterRef
+from motet.shared.profile import VERSION, Hops
+from motet.twin.profile import Profile
+from motet.twin.steps import A10_MBGMV
+from motet.twin.workload import Workload
 from tests.support_models import make_checkpoint
 from tests.support_worker import worker_limits
 from tests.twin.support import STEPS
-from twin.profile import Profile
-from twin.steps import A10_MBGMV
-from twin.workload import Workload
 
 REQUESTS = 12
 HOPS = Hops(assign_ms=2.0, frame_ms=3.0)

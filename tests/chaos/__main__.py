@@ -20,7 +20,7 @@ from pathlib import Path
 
 import uvloop
 
-from shared.clock import now_s
+from motet.shared.clock import now_s
 from tests.chaos import faults
 from tests.chaos.mesh import MeshOptions
 from tests.chaos.run import LoadOptions, Phase, Row, run_phase

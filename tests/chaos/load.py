@@ -20,9 +20,9 @@ from nats.aio.client import Client as NatsClient
 from nats.js import JetStreamContext
 from nats.js import errors as js_errors
 
-from examples.demo.tasks import TASKS
-from shared import subjects
-from shared.clock import now_s
+from motet.examples.demo.tasks import TASKS
+from motet.shared import subjects
+from motet.shared.clock import now_s
 
 ASK_S = 180.0  # no answer of a chaos run takes longer
 BEGINS_S = 0.5  # tokens that were on their way when a fault happened have come by then

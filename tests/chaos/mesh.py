@@ -2,7 +2,7 @@
 
     service ──> relay per service and broker node ──> nats-1 [, nats-2, nats-3]
 
-The brokers are the harness's own children; the services are a `motet.stack.Stack` on them, restarted by its supervisor as
+The brokers are the harness's own children; the services are a `motet.cli.stack.Stack` on them, restarted by its supervisor as
 under `motet up`.
 """
 
@@ -23,18 +23,17 @@ import msgspec
 import orjson
 from nats.aio.client import Client as NatsClient
 
-from motet import credentials
-from motet.client import ApiError, Client
-from motet.nats_server import NatsServer
-from motet.process import Child, ServiceProcess
-from motet.stack import Stack, StackOptions
-from motet.supervisor import State
-from shared.config import BusConfig
+from motet.cli import credentials
+from motet.cli.client import ApiError, Client
+from motet.cli.nats_server import NatsServer
+from motet.cli.process import Child, ServiceProcess
+from motet.cli.stack import Stack, StackOptions
+from motet.cli.supervisor import State
+from motet.examples.demo import BASE, DEMO
+from motet.shared.config import BusConfig
 from tests.chaos.relay import Relay
 from tests.support import eventually
 
-DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
-BASE = "motet-demo"
 TENANTS = ("north", "south", "west")
 VARIANTS = 8  # adapters beside the demo's own sixteen: the same weights with another scale
 WORKER_SEATS = 256  # one worker carries the load of three, however slowly

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.clock import now_s
+from motet.shared.clock import now_s
 from tests.chaos.faults import Fault, Kind
 from tests.chaos.load import Answer, Attempt, Durable, DurableLoad, Streams, answer_of, burst_s, make_asks
 from tests.chaos.mesh import BASE, TENANTS, ChaosMesh, MeshOptions

@@ -3,7 +3,8 @@
     python -m tests.chaos.soak                  30 minutes
     python -m tests.chaos.soak --minutes 5
 
-Looks at every service every few seconds: resident memory, file descriptors, threads, tasks, subscriptions. The first fifth is
+Looks at every service every few seconds: resident memory, file descriptors, threads, tasks, subscriptions. A line every minute
+says how it goes, and a wrong answer is printed at once. The first fifth is
 warm-up. What counts is the least of the last third against the least of the third after the warm-up: load goes up and down, a
 leak only up. Memory may grow by 5%. Prints a table and, as its last line, one line of JSON. Exit status 1 when something grew
 or an answer was wrong.
@@ -26,10 +27,10 @@ from pathlib import Path
 import aiohttp
 import orjson
 
-from motet.adapters import upload
-from motet.client import ApiError, Client
-from motet.process import ServiceProcess
-from shared.clock import now_s
+from motet.cli.adapters import upload
+from motet.cli.client import ApiError, Client
+from motet.cli.process import ServiceProcess
+from motet.shared.clock import now_s
 from tests.chaos.load import DurableLoad, Streams, make_asks
 from tests.chaos.mesh import BASE, DEMO, TENANTS, ChaosMesh, MeshOptions
 
@@ -70,8 +71,6 @@ async def soak(directory: Path, seconds: float, streams: int) -> int:
         await mesh.stop()
     grown = report(samples)
     figures = {"minutes": seconds / 60, "adapters": churned, "wrong": len(wrong), "grown": grown}
-    for line in wrong[:10]:
-        print("  " + line[:300])
     print(json.dumps(figures))
     return 1 if wrong or grown else 0
 
@@ -88,7 +87,8 @@ async def _run(mesh: ChaosMesh, seconds: float, count: int) -> tuple[Samples, li
     await streams.start()
     await durable.start()
     samples: Samples = defaultdict(list)
-    until_s = now_s() + seconds
+    began_s, answers, said, shown = now_s(), 0, 0, 0
+    until_s = began_s + seconds
     churning = asyncio.create_task(_churn(mesh, until_s, wrong))
     while now_s() < until_s:
         await asyncio.sleep(EVERY_S)
@@ -100,6 +100,15 @@ async def _run(mesh: ChaosMesh, seconds: float, count: int) -> tuple[Samples, li
                 wrong.append(f"{attempt.outcome}: {attempt.reason}")
             elif not right[attempt.ask].same(attempt.answer()):
                 wrong.append(f"changed: {attempt.request_id}")
+        answers += len(ended)
+        for line in wrong[shown:]:
+            print("  " + line[:300], flush=True)
+        shown = len(wrong)
+        minute = int((now_s() - began_s) / 60)
+        if minute > said:
+            said = minute
+            rss = ", ".join(f"{name} {values[-1]:.0f}" for (name, kind), values in sorted(samples.items()) if kind == "rss_mib")
+            print(f"{minute:3} min  {answers} answers, {len(wrong)} wrong; MiB: {rss}", flush=True)
     churned = await churning
     await streams.stop()
     await durable.stop()

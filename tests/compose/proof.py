@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from examples.demo.tasks import TASKS
+from motet.examples.demo.tasks import TASKS
 from tests.compose import streams
 from tests.compose.engine import OURS, ROOT, Project, image_mib, run, works
 
@@ -38,7 +38,7 @@ PROMETHEUS = """services:
     image: motet-mesh
     command: ["/opt/prometheus", "--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/tmp/prometheus"]
     volumes: ["{binary}:/opt/prometheus:ro"]
-    healthcheck: {{ test: ["CMD", "python", "-m", "motet.health", "http://127.0.0.1:9090/-/ready"] }}
+    healthcheck: {{ test: ["CMD", "python", "-m", "motet.cli.health", "http://127.0.0.1:9090/-/ready"] }}
 """
 
 

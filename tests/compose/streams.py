@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import orjson
 
-from examples.demo.tasks import TASKS
+from motet.examples.demo.tasks import TASKS
 from tests.support import eventually
 
 TOKENS = 600

@@ -23,7 +23,7 @@ import aiohttp
 import pytest
 import yaml
 
-from kernels.cpu.build import cache_dir
+from motet.kernels.cpu.build import cache_dir
 from tests.compose.engine import OURS
 from tests.support import eventually
 
@@ -138,7 +138,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 async def test_a_request_through_the_stack_is_answered_by_the_right_adapter(stack: Stack) -> None:
-    from examples.demo.tasks import TASKS
+    from motet.examples.demo.tasks import TASKS
 
     task = next(iter(TASKS.values())) if isinstance(TASKS, dict) else TASKS[0]
     text = "hello there"

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from shared import subjects
+from motet.shared import subjects
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(

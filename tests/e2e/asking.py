@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from examples.demo.tasks import TASKS
-from motet.client import ApiError, Client
+from motet.cli.client import ApiError, Client
+from motet.examples.demo.tasks import TASKS
 from tests.support import eventually
 
 PROMPT = TASKS[0].prompt  # all tasks are asked in the same way

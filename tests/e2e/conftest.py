@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from motet.client import Client
+from motet.cli.client import Client
 from tests.e2e.live import LiveStack, alive
 
 

@@ -10,11 +10,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from motet.stack import StackFacts, read_facts
+from motet.cli.stack import StackFacts, read_facts
+from motet.examples.demo import BASE, DEMO
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "examples" / "demo"
-BASE = "motet-demo"
 
 
 class LiveStack:
@@ -29,13 +28,14 @@ class LiveStack:
             *("--workers", str(workers), "--threads", str(threads), *flags),
         ]
         self.env = {**os.environ, **env}
+        self.cwd = ROOT
         self.process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
         """Start it; does not wait."""
         with self.output.open("ab") as sink:
             self.process = subprocess.Popen(
-                self.argv, cwd=ROOT, env=self.env, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL
+                self.argv, cwd=self.cwd, env=self.env, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL
             )
 
     def facts(self) -> StackFacts:

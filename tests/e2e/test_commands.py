@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from examples.demo.tasks import TASKS
+from motet.examples.demo.tasks import TASKS
 from tests.e2e.live import BASE, DEMO, ROOT, LiveStack
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from motet.adapters import upload
-from motet.client import ApiError, Client
+from motet.cli.adapters import upload
+from motet.cli.client import ApiError, Client
 from tests.e2e.asking import answered, long_request
 from tests.e2e.live import DEMO, LiveStack
 from tests.support import eventually

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.client import Client
+from motet.cli.client import Client
 from tests.e2e.asking import answer, long_request
 from tests.e2e.live import ROOT, LiveStack, alive
 from tests.support import eventually

@@ -14,10 +14,10 @@ from typing import Any
 import nats
 import pytest
 
-from motet.client import ApiError, Client
-from motet.credentials import password_file
-from motet.stack import StackFacts
-from shared import subjects
+from motet.cli.client import ApiError, Client
+from motet.cli.credentials import password_file
+from motet.cli.stack import StackFacts
+from motet.shared import subjects
 from tests.e2e.live import BASE, LiveStack
 
 MARK = "zebrafinch"  # in every prompt

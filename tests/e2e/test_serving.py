@@ -9,8 +9,8 @@ from collections import Counter
 import openai
 import pytest
 
-from examples.demo.tasks import TASKS, TASKS_BY_NAME
-from motet.client import ApiError, Client
+from motet.cli.client import ApiError, Client
+from motet.examples.demo.tasks import TASKS, TASKS_BY_NAME
 from tests.e2e.asking import PROMPT, answer
 from tests.e2e.live import BASE, LiveStack
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from motet import credentials
-from motet.client import Client
-from motet.nats_server import NatsServer
-from motet.stack import read_facts
-from shared.clock import now_s
+from motet.cli import credentials
+from motet.cli.client import Client
+from motet.cli.nats_server import NatsServer
+from motet.cli.stack import read_facts
+from motet.shared.clock import now_s
 from tests.e2e.asking import answer, long_request
 from tests.e2e.live import LiveStack, alive
 from tests.support import eventually

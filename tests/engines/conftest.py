@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.model_config import read_model_config
-from services.worker.engine.request import EngineRequest
-from services.worker.engine_protocol import EngineProtocol
-from services.worker.engine_thread import EngineThread, StepReport
-from shared.messages import StreamItem
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.engine_protocol import EngineProtocol
+from motet.services.worker.engine_thread import EngineThread, StepReport
+from motet.shared.messages import StreamItem
 from tests.services.worker.support_engine import ModelRunner, make_engine
 from tests.support import eventually
 from tests.support_models import make_adapters, make_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.errors import WorkerLost
+from motet.shared.errors import WorkerLost
 from tests.engines.conftest import Driven
 from tests.services.worker.support_engine import request
 from tests.support import eventually

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from examples.demo.checker import BASE, Checker, exact_match
-from examples.demo.tasks import TASKS, Task, is_telling, sample_text, split_of
+from motet.examples.demo import DEMO
+from motet.examples.demo.checker import BASE, Checker, exact_match
+from motet.examples.demo.tasks import TASKS, Task, is_telling, sample_text, split_of
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo"
 MODEL, ADAPTERS = DEMO / "model", DEMO / "adapters"
 # peft still calls a name that transformers has since renamed; both versions are pinned.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

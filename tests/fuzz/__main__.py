@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.report import table
-from shared.clock import now_s
+from motet.shared.clock import now_s
 from tests.fuzz import adapters, bus, connections, http, messages, owner
 from tests.fuzz.mesh import FuzzMesh
 

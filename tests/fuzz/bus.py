@@ -22,8 +22,8 @@ import orjson
 from nats import errors as nats_errors
 from nats.aio.client import Client as NatsClient
 
-from motet.credentials import OPERATOR, grants
-from shared import messages, subjects
+from motet.cli.credentials import OPERATOR, grants
+from motet.shared import messages, subjects
 from tests.fuzz.mesh import TENANTS, FuzzMesh
 from tests.fuzz.values import MESSAGES, WORDS, payload
 from tests.support import eventually

@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 from nats.aio.client import Client as NatsClient
 
-from motet import credentials
-from motet.client import ApiError, Client
-from shared.base_shapes import BaseShapes, read_shapes
+from motet.cli import credentials
+from motet.cli.client import ApiError, Client
+from motet.shared.base_shapes import BaseShapes, read_shapes
 from tests.e2e.live import BASE, DEMO, LiveStack
 from tests.support import eventually
 

@@ -10,8 +10,8 @@ import msgspec
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from shared.bus import decode, encode
-from shared.messages import AssignReply, Control, RegistryReply, SubmitReply, WorkerState, pack_tokens, unpack_tokens
+from motet.shared.bus import decode, encode
+from motet.shared.messages import AssignReply, Control, RegistryReply, SubmitReply, WorkerState, pack_tokens, unpack_tokens
 from tests.fuzz.values import MESSAGES, mutated, payload, random_value
 
 BEYOND = re.compile(r"Expected `\w+` [<>]=? \S+ - at")  # a limit that a type names

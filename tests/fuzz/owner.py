@@ -22,17 +22,26 @@ import msgspec
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from services.gateway import owner as owner_module
-from services.gateway.detokenize import Detokenizer
-from services.gateway.fleet import Fleet
-from services.gateway.owner import LOSSES_MAX, Owner
-from services.gateway.stream import Delta, Job
-from shared import subjects
-from shared.bus import Bus
-from shared.errors import DeadlineExceeded, ErrorInfo, MotetError, Overloaded, Unavailable, WorkerLost
-from shared.messages import Assigned, Cancel, GenerateRequest, Refused, StreamItem, TokenFrame, TokenLogprobs, WorkerSnapshot
-from shared.messages import unpack_tokens as unpack
-from shared.model import FinishReason, PerfModel, RequestBrief, SamplingParams
+from motet.services.gateway import owner as owner_module
+from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.owner import LOSSES_MAX, Owner
+from motet.services.gateway.stream import Delta, Job
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.errors import DeadlineExceeded, ErrorInfo, MotetError, Overloaded, Unavailable, WorkerLost
+from motet.shared.messages import (
+    Assigned,
+    Cancel,
+    GenerateRequest,
+    Refused,
+    StreamItem,
+    TokenFrame,
+    TokenLogprobs,
+    WorkerSnapshot,
+)
+from motet.shared.messages import unpack_tokens as unpack
+from motet.shared.model import FinishReason, PerfModel, RequestBrief, SamplingParams
 from tests.fuzz.virtual_time import run
 from tests.services.gateway.support_tokenizers import byte_level
 from tests.support_worker import worker_limits

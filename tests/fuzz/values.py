@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
-from shared import messages
-from shared.bus import encode
+from motet.shared import messages
+from motet.shared.bus import encode
 
 MESSAGES: tuple[Any, ...] = (
     *(messages.GenerateRequest, messages.Assigned, messages.Accepted, messages.Refused, messages.TokenFrame, messages.Cancel),

@@ -35,7 +35,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     loop = VirtualLoop()
     clock = SimpleNamespace(monotonic=loop.time, time_ns=lambda: int(loop.time() * 1e9))
     try:
-        with mock.patch("shared.clock.time", clock):
+        with mock.patch("motet.shared.clock.time", clock):
             return loop.run_until_complete(work)
     finally:
         loop.close()

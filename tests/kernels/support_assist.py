@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from kernels import GROUPS, KvCache, LoraPool, PackedLora
-from kernels.cpu import CpuEngine, CpuForward, Packer
-from kernels.cpu.assist import Channel
+from motet.kernels import GROUPS, KvCache, LoraPool, PackedLora
+from motet.kernels.cpu import CpuEngine, CpuForward, Packer
+from motet.kernels.cpu.assist import Channel
 
 MODULES = tuple(module for group in GROUPS.values() for module in group)
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 4, 64, 4, 2, 16, 96, 61

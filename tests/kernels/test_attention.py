@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import AttentionBatch, KvCache, attend
+from motet.kernels import AttentionBatch, KvCache, attend
 
 BLOCK = 4
 HEAD_DIM = 16

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import GROUPS
-from kernels.cpu import CpuEngine, available_isas
-from kernels.cpu.assist import Channel, Helpers, loading_of
+from motet.kernels import GROUPS
+from motet.kernels.cpu import CpuEngine, available_isas
+from motet.kernels.cpu.assist import Channel, Helpers, loading_of
 from tests.kernels.support_assist import (
     ADAPTERS,
     LAYERS,

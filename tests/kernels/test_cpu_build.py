@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu import BuildError, CpuEngine
-from kernels.cpu import build as building
-from kernels.cpu.build import build, cache_dir
+from motet.kernels.cpu import BuildError, CpuEngine
+from motet.kernels.cpu import build as building
+from motet.kernels.cpu.build import build, cache_dir
 
 SOURCE = Path(building.__file__)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import GROUPS, AttentionBatch, KvCache, LoraPool, PackedLora, attend
-from kernels.cpu import CpuEngine, Packer, available_isas
+from motet.kernels import GROUPS, AttentionBatch, KvCache, LoraPool, PackedLora, attend
+from motet.kernels.cpu import CpuEngine, Packer, available_isas
 
 ISAS = os.environ.get("MOTET_TEST_ISAS", "").split() or available_isas()  # `make sanitize` takes two of them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

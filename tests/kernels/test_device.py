@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import GROUPS, LoraBatch, LoraPool, add_lora
-from kernels.cpu import CpuEngine
-from kernels.cpu.assist import Channel, Helpers, loading_of
-from kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, host_streams
-from kernels.device.driver import DriverError, MemoryOperations
+from motet.kernels import GROUPS, LoraBatch, LoraPool, add_lora
+from motet.kernels.cpu import CpuEngine
+from motet.kernels.cpu.assist import Channel, Helpers, loading_of
+from motet.kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, host_streams
+from motet.kernels.device.driver import DriverError, MemoryOperations
 from tests.kernels.support_assist import ADAPTERS, LAYERS, MODULES, SHAPES, HostAdapter, served
 
 triton = pytest.importorskip("triton")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import AttentionBatch, KvCache, attend
-from kernels.library_attention import agreeing_library
+from motet.kernels import AttentionBatch, KvCache, attend
+from motet.kernels.library_attention import agreeing_library
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 16, 8
 WINDOWS = (0, 6)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import GROUPS, LoraPool, PackedLora
-from kernels.cpu import CpuEngine
-from kernels.cpu.loading import CpuLoader
-from kernels.device import DeviceLoader, host_streams
+from motet.kernels import GROUPS, LoraPool, PackedLora
+from motet.kernels.cpu import CpuEngine
+from motet.kernels.cpu.loading import CpuLoader
+from motet.kernels.device import DeviceLoader, host_streams
 
 MODULES = tuple(module for group in GROUPS.values() for module in group)
 LAYERS = 6

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import GROUPS, LoraBatch, LoraPool, PackedLora, PoolFull, add_lora
+from motet.kernels import GROUPS, LoraBatch, LoraPool, PackedLora, PoolFull, add_lora
 
 SHAPES = {
     "q_proj": (40, 48),

@@ -1,4 +1,4 @@
-"""transformers looks for a hub package that is called `kernels` like ours, and must not take ours for it."""
+"""In a clone, transformers finds our folder `kernels` when it looks for the hub package of that name. It must not use it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kernels
-
+ROOT = Path(__file__).parents[2]
 PROBE = """
 import sys
 import kernels
@@ -23,21 +22,25 @@ print("fine")
 
 
 def test_transformers_does_not_take_our_package_for_the_hub_package() -> None:
-    root = Path(kernels.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, kernels.__file__], cwd=root, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", PROBE, str(ROOT / "kernels/__init__.py")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.stdout.strip() == "fine", done.stderr
 
 
 def test_triton_is_not_imported_for_a_pool_on_a_cpu() -> None:
-    root = Path(kernels.__file__).parents[1]
     probe = (
-        "import sys, torch, numpy as np, kernels\n"
+        "import sys, torch, numpy as np\n"
+        "from motet import kernels\n"
         "shapes = {m: (8, 8) for g in kernels.GROUPS.values() for m in g}\n"
         "pool = kernels.LoraPool(shapes, layers=1, slots=1, max_rank=8, bytes_total=1 << 16, dtype=torch.float32)\n"
         "kernels.LoraBatch.build(pool, np.array([-1], dtype=np.int32))\n"
-        "print('kernels.triton' in sys.modules)"
+        "print('motet.kernels.triton' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", probe], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "False", done.stderr

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import AttentionBatch, KvCache, attend
-from kernels import library_attention as library
-from kernels.triton.attention import PagedAttention
+from motet.kernels import AttentionBatch, KvCache, attend
+from motet.kernels import library_attention as library
+from motet.kernels.triton.attention import PagedAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK, BLOCKS = 8, 48

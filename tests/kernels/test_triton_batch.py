@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from kernels import GROUPS, LoraPool
-from kernels.pool import MODULES
-from kernels.triton.batch import DECODE, PREFILL, PackedBatch, Tile, WorkList, split_k_for, tile_for, work_list
+from motet.kernels import GROUPS, LoraPool
+from motet.kernels.pool import MODULES
+from motet.kernels.triton.batch import DECODE, PREFILL, PackedBatch, Tile, WorkList, split_k_for, tile_for, work_list
 from tests.kernels.test_lora import LAYERS, load, make_pool, random_adapter, scattered_pool
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kernels.triton.attention import ROWS as ATTENTION_ROWS
-from kernels.triton.lora import TICKETED, TILES
+from motet.kernels.triton.attention import ROWS as ATTENTION_ROWS
+from motet.kernels.triton.lora import TICKETED, TILES
 
 ROOT = Path(__file__).parents[2]
 LAUNCHES = {f"{half} {rows} rows": launch for (rows, half), launch in TILES.items()} | {"ticketed 16 rows": TICKETED}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import GROUPS, LoraPool
-from kernels.triton import LoraBatch, add_lora, baselines, prepare, start_lora
-from kernels.triton import lora as launches
-from kernels.triton.lora import Plan
+from motet.kernels import GROUPS, LoraPool
+from motet.kernels.triton import LoraBatch, add_lora, baselines, prepare, start_lora
+from motet.kernels.triton import lora as launches
+from motet.kernels.triton.lora import Plan
 from tests.kernels.test_lora import (
     MODULES,
     Adapter,

@@ -15,10 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton.attention import CONTEXT, CONTEXT_FP32, ROWS, ROWS_FP32, STAGES, WARPS
-from kernels.triton.attention_kernel import paged_attention
-from kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
-from kernels.triton.lora import TICKETED, TILES
+from motet.kernels.triton.attention import CONTEXT, CONTEXT_FP32, ROWS, ROWS_FP32, STAGES, WARPS
+from motet.kernels.triton.attention_kernel import paged_attention
+from motet.kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
+from motet.kernels.triton.lora import TICKETED, TILES
 
 POINTERS = {
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "h": "*fp32", "rows": "*i32", "groups": "*i32", "segments": "*i32",

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.cold_start import AssistRates
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.engine import Engine
-from shared.model import PerfModel, WorkerLimits
+from motet.policies.cold_start import AssistRates
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.engine import Engine
+from motet.shared.model import PerfModel, WorkerLimits
+from motet.twin.cluster import Cluster
+from motet.twin.events import PS_PER_MS
+from motet.twin.link import LinkModel
+from motet.twin.steps import Batch
+from motet.twin.worker import WorkerSpec
+from motet.twin.workload import Workload
 from tests.services.worker.support_engine import BLOCK_SIZE, PacedRunner, Run, make_engine, request, run
 from tests.support_models import MAX_LEN, VOCAB
-from twin.cluster import Cluster
-from twin.events import PS_PER_MS
-from twin.link import LinkModel
-from twin.steps import Batch
-from twin.worker import WorkerSpec
-from twin.workload import Workload
 
 REQUESTS = 40
 PREFIX_TOKENS = 12  # a block and a half

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from policies.candidates import Ask
-from policies.dispatch import POLICIES, decide
-from services.scheduler.cluster import Cluster
-from services.scheduler.config import SchedulerConfig
-from services.scheduler.decision_log import DecisionLog, Setup, replay
-from services.scheduler.service import SchedulerService
-from shared import subjects
-from shared.config import ConfigError
-from shared.errors import Overloaded
-from shared.messages import SubmitReply
+from motet.policies.candidates import Ask
+from motet.policies.dispatch import POLICIES, decide
+from motet.services.scheduler.cluster import Cluster
+from motet.services.scheduler.config import SchedulerConfig
+from motet.services.scheduler.decision_log import DecisionLog, Setup, replay
+from motet.services.scheduler.service import SchedulerService
+from motet.shared import subjects
+from motet.shared.config import ConfigError
+from motet.shared.errors import Overloaded
+from motet.shared.messages import SubmitReply
 from tests.services.scheduler.test_cluster import snapshot
 from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits

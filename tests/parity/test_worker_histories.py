@@ -14,24 +14,24 @@ from typing import Any
 
 import pytest
 
-from policies.host_tier import Evict, Forget, HostTier, Load
-from policies.worker_core import WorkerCore
-from policies.worker_events import Action, Assign, Event, Loaded, Start, Stepped, Stop
-from policies.worker_view import View
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.engine import Engine
-from services.worker.engine.request import EngineRequest, StepOutput
-from shared.model import AdapterRef, RequestBrief, SamplingParams
+from motet.policies.host_tier import Evict, Forget, HostTier, Load
+from motet.policies.worker_core import WorkerCore
+from motet.policies.worker_events import Action, Assign, Event, Loaded, Start, Stepped, Stop
+from motet.policies.worker_view import View
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.request import EngineRequest, StepOutput
+from motet.shared.model import AdapterRef, RequestBrief, SamplingParams
+from motet.twin.cluster import Cluster
+from motet.twin.link import LinkModel
+from motet.twin.steps import Link
+from motet.twin.storage import StorageModel
+from motet.twin.worker import WorkerSpec
+from motet.twin.workload import Workload
 from tests.parity.test_engine_and_twin import QUICK, Recorder, scripted
 from tests.services.worker.support_engine import BLOCK_SIZE, PacedRunner, make_engine
 from tests.support_models import MAX_LEN
 from tests.support_worker import worker_limits
-from twin.cluster import Cluster
-from twin.link import LinkModel
-from twin.steps import Link
-from twin.storage import StorageModel
-from twin.worker import WorkerSpec
-from twin.workload import Workload
 
 DISK_MS, STORE_MS = 1.7137, 4.2391  # loads end between two steps
 Record = tuple[str, ...]

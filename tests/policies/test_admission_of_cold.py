@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from policies.adapter_slots import AdapterSlots
-from policies.batch_admission import COLD_WINDOW, BatchAdmission, Plan, Sequence, remove, steady_steps
-from policies.cold_start import AssistRates, ColdStarts, Forced
-from shared.model import PerfModel
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.batch_admission import COLD_WINDOW, BatchAdmission, Plan, Sequence, remove, steady_steps
+from motet.policies.cold_start import AssistRates, ColdStarts, Forced
+from motet.shared.model import PerfModel
 from tests.policies.test_batch_admission import BLOCK_SIZE, World
 
 LAYERS = 4

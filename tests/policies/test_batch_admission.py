@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
-from policies.adapter_slots import AdapterSlots
-from policies.batch_admission import (
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.batch_admission import (
     AdmissionLimits,
     AdmissionState,
     BatchAdmission,
@@ -21,8 +21,8 @@ from policies.batch_admission import (
     steady_steps,
     wait,
 )
-from policies.kv_blocks import KvBlocks
-from policies.memory_ledger import device_budget
+from motet.policies.kv_blocks import KvBlocks
+from motet.policies.memory_ledger import device_budget
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 100
 

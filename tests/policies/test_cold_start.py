@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from policies.cold_start import MARGIN, TOLERANCE, AssistRates, ColdStarts, Copy, assisted_ms, choose, step_ms
-from shared.model import PerfModel
+from motet.policies.cold_start import MARGIN, TOLERANCE, AssistRates, ColdStarts, Copy, assisted_ms, choose, step_ms
+from motet.shared.model import PerfModel
 
 LAYERS = 8
 PERF = PerfModel(

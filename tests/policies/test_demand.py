@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.demand import MEMORY_S, Demand
+from motet.policies.demand import MEMORY_S, Demand
 
 
 def test_a_tenant_alone_asks_for_its_share():

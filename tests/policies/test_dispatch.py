@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from policies.candidates import Ask
-from policies.choice import Choose
-from policies.cluster_state import ClusterState, hash_of
-from policies.dispatch import POLICIES, Decision, decide
+from motet.policies.candidates import Ask
+from motet.policies.choice import Choose
+from motet.policies.cluster_state import ClusterState, hash_of
+from motet.policies.dispatch import POLICIES, Decision, decide
 from tests.policies.test_cluster_state import brief
 from tests.support_worker import PERF, worker_limits
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from policies.cluster_state import ClusterState
-from policies.flights import SNAPSHOTS_WITHOUT, Flights
-from shared.model import Phase, RequestBrief, WorkerLimits
-from twin.steps import A10_MBGMV
+from motet.policies.cluster_state import ClusterState
+from motet.policies.flights import SNAPSHOTS_WITHOUT, Flights
+from motet.shared.model import Phase, RequestBrief, WorkerLimits
+from motet.twin.steps import A10_MBGMV
 
 
 def brief(request_id: str, *, epoch: int = 0, phase: Phase = "waiting") -> RequestBrief:

@@ -9,9 +9,9 @@ import random
 
 import pytest
 
-from policies.eviction import Lru
-from policies.host_tier import LOADS_AT_ONCE, Action, Evict, Forget, HostTier, Load
-from shared.model import AdapterRef
+from motet.policies.eviction import Lru
+from motet.policies.host_tier import LOADS_AT_ONCE, Action, Evict, Forget, HostTier, Load
+from motet.shared.model import AdapterRef
 
 SIZE = 100
 

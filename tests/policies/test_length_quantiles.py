@@ -7,8 +7,8 @@ from bisect import bisect_right
 import numpy as np
 import pytest
 
-from policies import length_quantiles
-from policies.length_quantiles import _EDGES, DECAY, DEFAULT_TOKENS, MIN_SAMPLES, Estimate, LengthQuantiles
+from motet.policies import length_quantiles
+from motet.policies.length_quantiles import _EDGES, DECAY, DEFAULT_TOKENS, MIN_SAMPLES, Estimate, LengthQuantiles
 
 HUGE = 1 << 30
 

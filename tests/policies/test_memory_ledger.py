@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from policies.adapter_slots import AdapterSlots
-from policies.host_tier import HostTier, Load
-from policies.kv_blocks import KvBlocks
-from policies.memory_ledger import Budget, device_budget, host_budget
-from shared.model import AdapterRef
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.host_tier import HostTier, Load
+from motet.policies.kv_blocks import KvBlocks
+from motet.policies.memory_ledger import Budget, device_budget, host_budget
+from motet.shared.model import AdapterRef
 
 BLOCK, ADAPTER = 10, 30
 

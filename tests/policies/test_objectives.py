@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from policies.cluster_state import ClusterState
-from policies.dispatch import POLICIES, Decision, decide
-from shared.model import RequestBrief
+from motet.policies.cluster_state import ClusterState
+from motet.policies.dispatch import POLICIES, Decision, decide
+from motet.shared.model import RequestBrief
 from tests.policies.test_dispatch import ask, cluster
 from tests.support_worker import PERF, worker_limits
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from policies.perf_fit import Step, fit
-from policies.perf_model import decode_ms, lora_load, prefill_ms
-from shared.model import PerfModel
+from motet.policies.perf_fit import Step, fit
+from motet.policies.perf_model import decode_ms, lora_load, prefill_ms
+from motet.shared.model import PerfModel
 from tests.support_worker import PERF
 
 

@@ -8,14 +8,14 @@ import time
 import msgspec
 import pytest
 
-from policies import rank_aware
-from policies.candidates import Ask
-from policies.cluster_state import ClusterState
-from policies.dispatch import Decision, decide, seconds_until_room
-from policies.perf_model import decode_ms, lora_load, prefill_ms
-from policies.rank_aware import PENALTY_MS
-from policies.worker_load import tokens_to_prefill
-from shared.model import PerfModel
+from motet.policies import rank_aware
+from motet.policies.candidates import Ask
+from motet.policies.cluster_state import ClusterState
+from motet.policies.dispatch import Decision, decide, seconds_until_room
+from motet.policies.perf_model import decode_ms, lora_load, prefill_ms
+from motet.policies.rank_aware import PENALTY_MS
+from motet.policies.worker_load import tokens_to_prefill
+from motet.shared.model import PerfModel
 from tests.policies.test_cluster_state import brief
 from tests.support_worker import PERF, worker_limits
 

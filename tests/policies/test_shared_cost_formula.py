@@ -7,13 +7,13 @@ from math import exp, inf
 
 import pytest
 
-from policies import shared_cost
-from policies.candidates import Ask
-from policies.cluster_state import ClusterState
-from policies.perf_model import Kernel, decode_ms, lora_load, prefill_ms
-from policies.shared_cost import LASTING, PENALTY_MS, YOUNG, YOUNG_STEPS
-from policies.worker_load import tokens_left, tokens_to_prefill
-from shared.model import PerfModel, RequestBrief, WorkerLimits
+from motet.policies import shared_cost
+from motet.policies.candidates import Ask
+from motet.policies.cluster_state import ClusterState
+from motet.policies.perf_model import Kernel, decode_ms, lora_load, prefill_ms
+from motet.policies.shared_cost import LASTING, PENALTY_MS, YOUNG, YOUNG_STEPS
+from motet.policies.worker_load import tokens_left, tokens_to_prefill
+from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
 from tests.support_worker import worker_limits
 
 NOW_S, L = 100.0, 120.0

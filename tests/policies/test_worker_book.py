@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from policies.cluster_view import ClusterView
-from policies.worker_book import MAX_BEATS, SNAPSHOT_REQUESTS, Cadence, Shelf, WorkerBook
-from services.worker.state import START_PERF, WorkerView
-from shared.messages import WorkerDelta, WorkerSnapshot
-from shared.model import Residency
+from motet.policies.cluster_view import ClusterView
+from motet.policies.worker_book import MAX_BEATS, SNAPSHOT_REQUESTS, Cadence, Shelf, WorkerBook
+from motet.services.worker.state import START_PERF, WorkerView
+from motet.shared.messages import WorkerDelta, WorkerSnapshot
+from motet.shared.model import Residency
 from tests.support_worker import brief_of, generate_request, worker_limits
 
 

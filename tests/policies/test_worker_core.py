@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from policies.host_tier import Evict, Forget, HostTier, Load
-from policies.request_life import TRANSITIONS, Entry, Key
-from policies.worker_core import WorkerCore
-from policies.worker_events import (
+from motet.policies.host_tier import Evict, Forget, HostTier, Load
+from motet.policies.request_life import TRANSITIONS, Entry, Key
+from motet.policies.worker_core import WorkerCore
+from motet.policies.worker_events import (
     Answer,
     Assign,
     Cancel,
@@ -33,8 +33,8 @@ from policies.worker_events import (
     TooLargeForHost,
     Unload,
 )
-from policies.worker_view import View
-from shared.model import AdapterRef, RequestBrief
+from motet.policies.worker_view import View
+from motet.shared.model import AdapterRef, RequestBrief
 from tests.support_worker import brief_of, generate_request, worker_limits
 
 SIZE = 100

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.adapter_blob import data_bytes, read_index, write_blob
-from shared.errors import InvalidAdapter
+from motet.shared.adapter_blob import data_bytes, read_index, write_blob
+from motet.shared.errors import InvalidAdapter
 
 Header = dict[str, Any]
 

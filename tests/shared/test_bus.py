@@ -7,12 +7,12 @@ import asyncio
 import msgspec
 import pytest
 
-from shared import subjects
-from shared.bus import Bus, decode
-from shared.config import BusConfig
-from shared.errors import BadRequest, DeadlineExceeded, ErrorInfo, Overloaded, TooLarge, Unavailable, from_info
-from shared.leases import LeaseHolder, LeaseWatch
-from shared.messages import Outcome, Prediction, PredictRequest, Refused
+from motet.shared import subjects
+from motet.shared.bus import Bus, decode
+from motet.shared.config import BusConfig
+from motet.shared.errors import BadRequest, DeadlineExceeded, ErrorInfo, Overloaded, TooLarge, Unavailable, from_info
+from motet.shared.leases import LeaseHolder, LeaseWatch
+from motet.shared.messages import Outcome, Prediction, PredictRequest, Refused
 from tests.support import eventually
 
 ASK = PredictRequest(adapter_digest="", prompt_tokens=3, max_tokens=9)

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from shared.config import ConfigError, ServiceConfig, load
+from motet.shared.config import ConfigError, ServiceConfig, load
 
 
 def test_an_id_can_name_the_kind_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

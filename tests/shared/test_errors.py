@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.errors import MESSAGE_CHARS, PARAM_CHARS, BadRequest, Overloaded, from_info
+from motet.shared.errors import MESSAGE_CHARS, PARAM_CHARS, BadRequest, Overloaded, from_info
 
 
 def test_a_text_of_any_length_becomes_a_short_one_that_says_so():

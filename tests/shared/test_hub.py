@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import ConfigError
-from shared.hub import resolve_model
+from motet.shared.config import ConfigError
+from motet.shared.hub import resolve_model
 
 
 def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -9,16 +9,16 @@ import signal
 import msgspec
 import pytest
 
-from motet.nats_server import NatsServer
-from shared import leases, subjects
-from shared.adapter_watch import AdapterWatch
-from shared.bus import Bus
-from shared.clock import unix_ms
-from shared.config import BusConfig
-from shared.errors import Unavailable
-from shared.kv_watch import KvWatch
-from shared.leases import EXPIRY_S, LeaseHolder, LeaseWatch
-from shared.model import AdapterEntry, AdapterVersion
+from motet.cli.nats_server import NatsServer
+from motet.shared import leases, subjects
+from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.bus import Bus
+from motet.shared.clock import unix_ms
+from motet.shared.config import BusConfig
+from motet.shared.errors import Unavailable
+from motet.shared.kv_watch import KvWatch
+from motet.shared.leases import EXPIRY_S, LeaseHolder, LeaseWatch
+from motet.shared.model import AdapterEntry, AdapterVersion
 from tests.support import eventually
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from nats.js import errors as js_errors
 
-from shared import objects, subjects
-from shared.bus import Bus
+from motet.shared import objects, subjects
+from motet.shared.bus import Bus
 
 
 class Deaf:

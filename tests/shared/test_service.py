@@ -12,12 +12,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from motet.nats_server import NatsServer
-from motet.process import free_port
-from services.predictor.config import PredictorConfig
-from services.predictor.service import PredictorService
-from shared import bus as bus_module
-from shared import service as service_module
+from motet.cli.nats_server import NatsServer
+from motet.cli.process import free_port
+from motet.services.predictor.config import PredictorConfig
+from motet.services.predictor.service import PredictorService
+from motet.shared import bus as bus_module
+from motet.shared import service as service_module
 from tests.support import eventually
 
 ACCOUNT = 'authorization {{ users: [{{ user: "predictor", password: "{}" }}] }}'

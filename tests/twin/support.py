@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from shared.model import Slo, WorkerLimits
-from shared.profile import EngineSteps
-from twin.cluster import Bus, Cluster
-from twin.scheduler import SchedulerSpec
-from twin.steps import A10_MBGMV, MeasuredSteps, PerfSteps
-from twin.storage import StorageModel
-from twin.worker import WorkerSpec
-from twin.workload import Intensity, Lengths, Workload, arrivals, pick, rank_mix, zipf
+from motet.shared.model import Slo, WorkerLimits
+from motet.shared.profile import EngineSteps
+from motet.twin.cluster import Bus, Cluster
+from motet.twin.scheduler import SchedulerSpec
+from motet.twin.steps import A10_MBGMV, MeasuredSteps, PerfSteps
+from motet.twin.storage import StorageModel
+from motet.twin.worker import WorkerSpec
+from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, rank_mix, zipf
 
 RANK_BYTES = 1 << 20
 STEPS = EngineSteps(

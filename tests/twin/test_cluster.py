@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.twin.cluster import Bus, Cluster
+from motet.twin.metrics import NEVER
+from motet.twin.scheduler import SchedulerSpec
+from motet.twin.workload import Workload
 from tests.twin.support import RANK_BYTES, history, run, spec, workload
-from twin.cluster import Bus, Cluster
-from twin.metrics import NEVER
-from twin.scheduler import SchedulerSpec
-from twin.workload import Workload
 
 SETTINGS = {
     "plain": ({}, {}),

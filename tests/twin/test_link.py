@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from policies.cold_start import AssistRates, Forced
+from motet.policies.cold_start import AssistRates, Forced
+from motet.twin.link import DeviceLink, LinkModel
+from motet.twin.scheduler import SchedulerSpec
+from motet.twin.worker import WorkerSpec
 from tests.twin.support import history, run, spec, workload
-from twin.link import DeviceLink, LinkModel
-from twin.scheduler import SchedulerSpec
-from twin.worker import WorkerSpec
 
 LAYERS = 32
 RATES = AssistRates(2, mib_row_ms=0.002)

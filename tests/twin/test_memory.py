@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from twin.memory import ATTENTION_QKV, LLAMA2_7B, LLAMA31_8B
+from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B, LLAMA31_8B
 
 MIB = 1 << 20
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.model import Slo
+from motet.shared.model import Slo
+from motet.twin.events import PS_PER_MS, PS_PER_S
+from motet.twin.metrics import Metrics, summary
 from tests.twin.support import workload
-from twin.events import PS_PER_MS, PS_PER_S
-from twin.metrics import Metrics, summary
 
 MS = PS_PER_MS
 

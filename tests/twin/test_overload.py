@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from policies.objectives import Admission
-from shared.model import PerfModel, Slo, WorkerLimits
-from twin.cluster import Cluster
-from twin.metrics import Latencies
-from twin.scheduler import SchedulerSpec
-from twin.steps import PerfSteps
-from twin.worker import WorkerSpec
-from twin.workload import Intensity, Workload, arrivals
+from motet.policies.objectives import Admission
+from motet.shared.model import PerfModel, Slo, WorkerLimits
+from motet.twin.cluster import Cluster
+from motet.twin.metrics import Latencies
+from motet.twin.scheduler import SchedulerSpec
+from motet.twin.steps import PerfSteps
+from motet.twin.worker import WorkerSpec
+from motet.twin.workload import Intensity, Workload, arrivals
 
 PERF = PerfModel(
     prefill_base_ms=3.0, prefill_token_ms=0.1, prefill_lora_ms=0.0, decode_base_ms=3.0, decode_row_ms=0.4, decode_lora_ms=0.0,

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from policies.cold_start import AssistRates
-from shared.profile import FileError, LinkFacts, write_profile
+from motet.policies.cold_start import AssistRates
+from motet.shared.profile import FileError, LinkFacts, write_profile
+from motet.twin.link import LinkModel
+from motet.twin.profile import a10_llama2_7b, read_profile
+from motet.twin.steps import MeasuredSteps, PerfSteps
 from tests.twin.support import STEPS
-from twin.link import LinkModel
-from twin.profile import a10_llama2_7b, read_profile
-from twin.steps import MeasuredSteps, PerfSteps
 
 WORKER = replace(a10_llama2_7b(), engine_steps=STEPS)
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from motet.twin.events import ARRIVAL, STEP, Events, to_ps
+from motet.twin.steps import A10_BGMV, A10_MBGMV, Batch, MeasuredSteps, PerfSteps, elapsed_ps, steps_within
 from tests.twin.support import STEPS
-from twin.events import ARRIVAL, STEP, Events, to_ps
-from twin.steps import A10_BGMV, A10_MBGMV, Batch, MeasuredSteps, PerfSteps, elapsed_ps, steps_within
 
 
 def test_the_steps_within_a_time_are_counted_as_one_would_by_walking_them() -> None:

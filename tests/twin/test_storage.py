@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from policies.host_tier import LOADS_AT_ONCE, HostTier, Load
-from shared.model import AdapterRef
-from twin.events import PS_PER_MS, Events
-from twin.steps import Link
-from twin.storage import Storage, StorageModel
+from motet.policies.host_tier import LOADS_AT_ONCE, HostTier, Load
+from motet.shared.model import AdapterRef
+from motet.twin.events import PS_PER_MS, Events
+from motet.twin.steps import Link
+from motet.twin.storage import Storage, StorageModel
 
 SIZE = 100
 

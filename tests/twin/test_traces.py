@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.model import Slo
+from motet.shared.model import Slo
+from motet.twin.traces import FileError, Trace, read_lengths, read_popularity, read_trace, write_trace
+from motet.twin.workload import Lengths, Workload, zipf
 from tests.twin.support import workload
-from twin.traces import FileError, Trace, read_lengths, read_popularity, read_trace, write_trace
-from twin.workload import Lengths, Workload, zipf
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5000000,374,44\n2023-11-16 18:15:47.7500000,396,109\n"
 MOONCAKE = (

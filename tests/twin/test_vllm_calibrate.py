@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from twin.traces import FileError
-from twin.vllm.calibrate import Sample, calibrate, fit
-from twin.vllm.runs import predict, published_twin, read_runs
-from twin.vllm.steps import TERMS, StepModel, features
+from motet.twin.traces import FileError
+from motet.twin.vllm.calibrate import Sample, calibrate, fit
+from motet.twin.vllm.runs import predict, published_twin, read_runs
+from motet.twin.vllm.steps import TERMS, StepModel, features
 
 MODEL = "llama-3.1-8b-instruct"
 TRUE_MS = dict.fromkeys(TERMS, 0.0) | {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from twin.vllm import client as client_module
-from twin.vllm.client import ApiServer, Client, Requests
-from twin.vllm.workload import arrivals, lengths
+from motet.twin.vllm import client as client_module
+from motet.twin.vllm.client import ApiServer, Client, Requests
+from motet.twin.vllm.workload import arrivals, lengths
 
 
 def asked(count: int, gap_s: float = 1.0, output: int = 101) -> Requests:

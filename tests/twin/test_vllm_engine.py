@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from twin.vllm.client import ApiServer, Outcome, Requests
-from twin.vllm.engine import Engine, EngineConfig
-from twin.vllm.steps import TERMS, StepModel
-from twin.vllm.workload import arrivals, lengths
+from motet.twin.vllm.client import ApiServer, Outcome, Requests
+from motet.twin.vllm.engine import Engine, EngineConfig
+from motet.twin.vllm.steps import TERMS, StepModel
+from motet.twin.vllm.workload import arrivals, lengths
 
 QUIET = ApiServer(series_s=0.0, name_s=0.0)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import twin.workload
+import motet.twin.workload
+from motet.twin.workload import Intensity, Lengths, arrivals, per_adapter, pick, power_law, rank_mix, zipf
 from tests.twin.support import workload
-from twin.workload import Intensity, Lengths, arrivals, per_adapter, pick, power_law, rank_mix, zipf
 
 
 def rng() -> np.random.Generator:
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_workload() -> None:
 
 
 def test_a_request_is_the_same_alone_and_in_a_row_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twin.workload, "_AT_ONCE", 7)
+    monkeypatch.setattr(motet.twin.workload, "_AT_ONCE", 7)
     load = workload(1)
     assert len(load) > 14
     assert list(load) == [load.request(index) for index in range(len(load))]

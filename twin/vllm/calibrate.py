@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from twin.vllm.steps import TERMS, StepModel, features
-from twin.vllm.tables import Row, rows
+from motet.twin.vllm.steps import TERMS, StepModel, features
+from motet.twin.vllm.tables import Row, rows
 
 VERSION = "0.8.5"
 STEP_TOKENS = 2048  # max_num_batched_tokens of all runs

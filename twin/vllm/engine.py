@@ -22,8 +22,8 @@ import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from twin.vllm.client import ApiServer, Client, Outcome, Requests
-from twin.vllm.steps import StepModel
+from motet.twin.vllm.client import ApiServer, Client, Outcome, Requests
+from motet.twin.vllm.steps import StepModel
 
 KV_BLOCK_TOKENS = 16
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from twin.vllm.calibrate import VERSION, Calibration
-from twin.vllm.client import ApiServer, Outcome, Requests
-from twin.vllm.engine import Engine, EngineConfig
-from twin.vllm.tables import Row, find, rows
-from twin.vllm.workload import arrivals, lengths
+from motet.twin.vllm.calibrate import VERSION, Calibration
+from motet.twin.vllm.client import ApiServer, Outcome, Requests
+from motet.twin.vllm.engine import Engine, EngineConfig
+from motet.twin.vllm.tables import Row, find, rows
+from motet.twin.vllm.workload import arrivals, lengths
 
 CLIENT_SEED = 0  # of all runs
 # Completions end before the length that was asked for when the model says so; the data's README gives these shares.

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from kernels import PackedLora
-from services.worker.engine.model_config import ModelConfig
-from shared.adapter_blob import BlobIndex, read_index
-from shared.errors import InvalidAdapter
+from motet.kernels import PackedLora
+from motet.services.worker.engine.model_config import ModelConfig
+from motet.shared.adapter_blob import BlobIndex, read_index
+from motet.shared.errors import InvalidAdapter
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.model import SamplingParams
+from motet.shared.model import SamplingParams
 
 
 class Bans:

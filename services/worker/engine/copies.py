@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from policies.adapter_slots import AdapterSlots
-from policies.batch_admission import Plan
-from policies.cold_start import AssistRates, ColdStarts
-from policies.perf_model import MIB
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.request import CopyStats, ResidencyChange
-from services.worker.engine.runner import ModelRunner
-from services.worker.engine.seats import Live
-from shared.model import PerfModel, Residency
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.batch_admission import Plan
+from motet.policies.cold_start import AssistRates, ColdStarts
+from motet.policies.perf_model import MIB
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.request import CopyStats, ResidencyChange
+from motet.services.worker.engine.runner import ModelRunner
+from motet.services.worker.engine.seats import Live
+from motet.shared.model import PerfModel, Residency
 
 PAUSE_S = (0.0002, 0.02)  # shortest and longest, while everybody waits for a copy
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
-from services.worker.engine.model import Model
-from services.worker.engine.step_batch import StepBatch
+from motet.kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
+from motet.services.worker.engine.model import Model
+from motet.services.worker.engine.step_batch import StepBatch
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_COLUMNS = 16

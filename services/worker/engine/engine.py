@@ -16,22 +16,22 @@ import math
 from array import array
 from collections.abc import Callable
 
-from policies.adapter_slots import AdapterSlots
-from policies.batch_admission import AdmissionLimits, Plan, advance, due_s, pairs
-from policies.batch_core import BatchCore
-from policies.cold_start import ColdStarts, Forced
-from policies.kv_blocks import KvBlocks
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.copies import DeviceAdapters
-from services.worker.engine.request import EngineLimits, EngineRequest, StepOutput, StepStats
-from services.worker.engine.runner import ModelRunner
-from services.worker.engine.sampler import Drawn, Sampler
-from services.worker.engine.seats import Live, Seats
-from services.worker.state import START_PERF
-from shared import clock
-from shared.errors import BadRequest, Conflict, InvalidAdapter, MotetError, Overloaded, PromptTooLong
-from shared.messages import StreamItem
-from shared.model import FinishReason, PerfModel, RequestBrief, Residency, SamplingParams
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.batch_admission import AdmissionLimits, Plan, advance, due_s, pairs
+from motet.policies.batch_core import BatchCore
+from motet.policies.cold_start import ColdStarts, Forced
+from motet.policies.kv_blocks import KvBlocks
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.copies import DeviceAdapters
+from motet.services.worker.engine.request import EngineLimits, EngineRequest, StepOutput, StepStats
+from motet.services.worker.engine.runner import ModelRunner
+from motet.services.worker.engine.sampler import Drawn, Sampler
+from motet.services.worker.engine.seats import Live, Seats
+from motet.services.worker.state import START_PERF
+from motet.shared import clock
+from motet.shared.errors import BadRequest, Conflict, InvalidAdapter, MotetError, Overloaded, PromptTooLong
+from motet.shared.messages import StreamItem
+from motet.shared.model import FinishReason, PerfModel, RequestBrief, Residency, SamplingParams
 
 RETRY_AFTER_S = 1.0
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from services.worker.engine.model_config import ModelConfig, UnsupportedModel
+from motet.services.worker.engine.model_config import ModelConfig, UnsupportedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RANDOM_DEVIATION = 0.02  # what models are initialised with

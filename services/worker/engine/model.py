@@ -14,11 +14,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool, add_lora, attend, start_lora
-from kernels.device import AssistedStep
-from services.worker.engine.linear import Linear
-from services.worker.engine.loader import LayerWeights, ModelWeights
-from services.worker.engine.model_config import ModelConfig, RopeConfig
+from motet.kernels import AttentionBatch, KvCache, LoraBatch, LoraPool, add_lora, attend, start_lora
+from motet.kernels.device import AssistedStep
+from motet.services.worker.engine.linear import Linear
+from motet.services.worker.engine.loader import LayerWeights, ModelWeights
+from motet.services.worker.engine.model_config import ModelConfig, RopeConfig
 
 
 class Model:

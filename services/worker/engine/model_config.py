@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.config import ConfigError
+from motet.shared.config import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 RopeType = Literal["default", "linear", "llama3", "yarn"]

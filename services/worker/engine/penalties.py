@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.model import SamplingParams
+from motet.shared.model import SamplingParams
 
 _FIRST_SLOTS = 4
 _FIRST_TOKENS = 64

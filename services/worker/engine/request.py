@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from policies.cold_start import AssistRates
-from shared.messages import StreamItem
-from shared.model import RequestBrief, SamplingParams, Slo, Tier
+from motet.policies.cold_start import AssistRates
+from motet.shared.messages import StreamItem
+from motet.shared.model import RequestBrief, SamplingParams, Slo, Tier
 
 if TYPE_CHECKING:
-    from services.worker.engine.adapter_weights import HostAdapter
+    from motet.services.worker.engine.adapter_weights import HostAdapter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,26 +14,26 @@ from pathlib import Path
 
 import torch
 
-from kernels import KvCache, LoraPool, prepare_lora
-from kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
-from kernels.cpu.assist import AssistCounts, Helpers, loading_of
-from kernels.cpu.loading import CpuLoader
-from kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, cuda_streams, host_streams, numbered
-from kernels.device.driver import DriverError, MemoryOperations
-from kernels.library_attention import agreeing_library
-from kernels.link import LinkState
-from services.worker.assist import CpuAssist
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.decode_graphs import DecodeGraphs
-from services.worker.engine.linear import Linear
-from services.worker.engine.loader import M, ModelWeights, load_weights, random_weights, resolve_dtype
-from services.worker.engine.model import Model, RotaryEmbedding
-from services.worker.engine.model_config import ModelConfig, read_model_config
-from services.worker.engine.step_batch import StepBatch
-from services.worker.engine.torch_steps import TorchSteps
-from shared.clock import now_s
-from shared.config import ConfigError
-from shared.telemetry import logger
+from motet.kernels import KvCache, LoraPool, prepare_lora
+from motet.kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
+from motet.kernels.cpu.assist import AssistCounts, Helpers, loading_of
+from motet.kernels.cpu.loading import CpuLoader
+from motet.kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, cuda_streams, host_streams, numbered
+from motet.kernels.device.driver import DriverError, MemoryOperations
+from motet.kernels.library_attention import agreeing_library
+from motet.kernels.link import LinkState
+from motet.services.worker.assist import CpuAssist
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.decode_graphs import DecodeGraphs
+from motet.services.worker.engine.linear import Linear
+from motet.services.worker.engine.loader import M, ModelWeights, load_weights, random_weights, resolve_dtype
+from motet.services.worker.engine.model import Model, RotaryEmbedding
+from motet.services.worker.engine.model_config import ModelConfig, read_model_config
+from motet.services.worker.engine.step_batch import StepBatch
+from motet.services.worker.engine.torch_steps import TorchSteps
+from motet.shared.clock import now_s
+from motet.shared.config import ConfigError
+from motet.shared.telemetry import logger
 
 KERNELS = ("auto", "reference", "cpu")
 _log = logger(__name__)

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.worker.engine.bans import Bans
-from services.worker.engine.penalties import Penalised, PenaltyCounts
-from shared.messages import TokenLogprobs
-from shared.model import SamplingParams
+from motet.services.worker.engine.bans import Bans
+from motet.services.worker.engine.penalties import Penalised, PenaltyCounts
+from motet.shared.messages import TokenLogprobs
+from motet.shared.model import SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are 0: dividing by them would overflow
 CANDIDATES = 128  # largest values looked at for top_p, then so many times more, until they are enough

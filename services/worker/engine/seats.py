@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from policies.batch_admission import Plan, Sequence
-from services.worker.engine.request import EngineRequest, StepStats
-from services.worker.engine.step_batch import StepBatch
-from shared.model import RequestBrief
+from motet.policies.batch_admission import Plan, Sequence
+from motet.services.worker.engine.request import EngineRequest, StepStats
+from motet.services.worker.engine.step_batch import StepBatch
+from motet.shared.model import RequestBrief
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -13,14 +13,14 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-from kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
-from kernels.cpu.assist import AssistCounts, Helpers
-from kernels.device import AssistedStep, DeviceAssist, DeviceLoader, Mark
-from services.worker.assist import CpuAssist
-from services.worker.engine.decode_graphs import DecodeGraphs
-from services.worker.engine.model import Model
-from services.worker.engine.step_batch import StepBatch, arranged
-from shared.telemetry import logger
+from motet.kernels import AttentionBatch, KvCache, LoraBatch, LoraPool
+from motet.kernels.cpu.assist import AssistCounts, Helpers
+from motet.kernels.device import AssistedStep, DeviceAssist, DeviceLoader, Mark
+from motet.services.worker.assist import CpuAssist
+from motet.services.worker.engine.decode_graphs import DecodeGraphs
+from motet.services.worker.engine.model import Model
+from motet.services.worker.engine.step_batch import StepBatch, arranged
+from motet.shared.telemetry import logger
 
 STANDSTILL_S = 2.5  # twice this without a layer: copies of adapters, and the step that waits for them, stand still
 _log = logger(__name__)

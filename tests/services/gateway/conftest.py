@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from services.gateway.service import GatewayService
-from shared.bus import Bus
+from motet.services.gateway.service import GatewayService
+from motet.shared.bus import Bus
 from tests.services.gateway.support import Connect, FakeScheduler, put_adapter, running_gateway, start_workers
 from tests.support import eventually
 from tests.support_worker import FakeWorker

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from services.gateway.config import GatewayConfig
-from services.gateway.service import GatewayService
-from shared import subjects
-from shared.bus import Bus
-from shared.errors import MotetError, Overloaded, Unavailable
-from shared.messages import AdapterInfo, Assigned, AssignReply, Cancel, GenerateRequest, Refused, SubmitReply
-from shared.model import AdapterEntry, AdapterVersion
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.service import GatewayService
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.errors import MotetError, Overloaded, Unavailable
+from motet.shared.messages import AdapterInfo, Assigned, AssignReply, Cancel, GenerateRequest, Refused, SubmitReply
+from motet.shared.model import AdapterEntry, AdapterVersion
 from tests.services.gateway.support_tokenizers import write_model_dir
 from tests.support import eventually
 from tests.support_worker import FakeWorker, worker_limits

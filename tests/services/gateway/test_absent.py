@@ -5,10 +5,10 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from services.gateway.absent import FORGET_S, KEPT, Absentees
-from shared import subjects
-from shared.bus import Bus
-from shared.messages import WorkerNotice
+from motet.services.gateway.absent import FORGET_S, KEPT, Absentees
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.messages import WorkerNotice
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 from tests.support import eventually

@@ -9,11 +9,11 @@ import aiohttp
 import pytest
 from nats.js.errors import NotFoundError
 
-from shared import subjects
-from shared.bus import Bus
-from shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, InvalidAdapter, MotetError
-from shared.messages import AliasAdapter, DeleteAdapter, RegisterAdapter, RegistryOk
-from shared.model import Residency
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, InvalidAdapter, MotetError
+from motet.shared.messages import AliasAdapter, DeleteAdapter, RegisterAdapter, RegistryOk
+from motet.shared.model import Residency
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect, put_adapter
 from tests.support import eventually

@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from services.gateway import connections
-from shared.clock import now_s
+from motet.services.gateway import connections
+from motet.shared.clock import now_s
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 from tests.support import eventually

@@ -11,8 +11,8 @@ import openai.types.chat.completion_create_params as openai_chat
 import openai.types.completion_create_params as openai_completions
 import pytest
 
-from services.gateway import fields, protocol
-from shared.errors import BadRequest
+from motet.services.gateway import fields, protocol
+from motet.shared.errors import BadRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 CLIENTS: dict[str, dict[str, list[str]]] = json.loads((ROOT / "docs" / "client_fields.json").read_text())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from policies.worker_book import Shelf
-from services.gateway.fleet import Fleet
-from services.worker.state import START_PERF, WorkerView
+from motet.policies.worker_book import Shelf
+from motet.services.gateway.fleet import Fleet
+from motet.services.worker.state import START_PERF, WorkerView
 from tests.support import eventually
 from tests.support_worker import brief_of, generate_request, worker_limits
 

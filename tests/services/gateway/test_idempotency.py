@@ -7,8 +7,8 @@ import asyncio
 import aiohttp
 import pytest
 
-from services.gateway import idempotency
-from shared.errors import Overloaded
+from motet.services.gateway import idempotency
+from motet.shared.errors import Overloaded
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned
 from tests.support import eventually

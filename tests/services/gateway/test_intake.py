@@ -12,10 +12,10 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError
 
-from services.gateway import intake
-from shared import subjects
-from shared.bus import Bus
-from shared.errors import Overloaded, Unavailable
+from motet.services.gateway import intake
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.errors import Overloaded, Unavailable
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import FakeScheduler, assigned, cancelled, put_adapter, running_gateway, start_workers
 from tests.support import eventually

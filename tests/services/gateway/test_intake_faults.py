@@ -13,15 +13,15 @@ import pytest
 from nats.js import errors as js_errors
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
-from motet.nats_server import NatsServer
-from services.gateway import durable, intake
-from services.gateway.service import GatewayService
-from services.registry.config import RegistryConfig
-from shared import subjects
-from shared.bus import Bus
-from shared.config import BusConfig, ConfigError
-from shared.errors import AnswerTooLarge, Overloaded
-from shared.provision import provision
+from motet.cli.nats_server import NatsServer
+from motet.services.gateway import durable, intake
+from motet.services.gateway.service import GatewayService
+from motet.services.registry.config import RegistryConfig
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.config import BusConfig, ConfigError
+from motet.shared.errors import AnswerTooLarge, Overloaded
+from motet.shared.provision import provision
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import FakeScheduler, put_adapter, running_gateway, start_workers
 from tests.services.gateway.test_intake import chat, publish, queue_is_empty, result, results_stored

@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway.service import GatewayService
-from shared import subjects
-from shared.config import ConfigError, is_loopback
-from shared.keys import digest_of, read_key_file
+from motet.services.gateway.service import GatewayService
+from motet.shared import subjects
+from motet.shared.config import ConfigError, is_loopback
+from motet.shared.keys import digest_of, read_key_file
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 from tests.support import eventually
@@ -246,8 +246,8 @@ def test_loopback_is_what_only_this_machine_reaches() -> None:
 
 
 def test_a_key_file_contradicts_keys_being_off(tmp_path: Path, key_file: Path) -> None:
-    from services.gateway.auth import Keys
-    from services.gateway.config import GatewayConfig
+    from motet.services.gateway.auth import Keys
+    from motet.services.gateway.config import GatewayConfig
 
     with pytest.raises(ConfigError, match="--api-keys"):
         Keys(GatewayConfig(model="m", api_keys="off", api_keys_file=str(key_file)))

@@ -9,12 +9,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from services.gateway import limits as limits_module
-from services.gateway.config import GatewayConfig
-from services.gateway.limits import Limits, RateLimited, shown
-from shared.bus import Bus
-from shared.config import ConfigError
-from shared.errors import Overloaded
+from motet.services.gateway import limits as limits_module
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.limits import Limits, RateLimited, shown
+from motet.shared.bus import Bus
+from motet.shared.config import ConfigError
+from motet.shared.errors import Overloaded
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect, FakeScheduler, assigned, running_gateway, start_workers
 from tests.support import eventually

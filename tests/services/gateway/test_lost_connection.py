@@ -8,10 +8,10 @@ from pathlib import Path
 
 import aiohttp
 
-from services.gateway.config import GatewayConfig
-from services.gateway.service import GatewayService
-from shared import service
-from shared.bus import Bus
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.service import GatewayService
+from motet.shared import service
+from motet.shared.bus import Bus
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect, FakeScheduler, assigned, put_adapter, start_workers
 from tests.services.gateway.support_tokenizers import write_model_dir

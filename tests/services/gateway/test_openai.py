@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from motet.nats_server import NatsServer
-from shared.errors import MotetError
-from shared.messages import TokenLogprobs, unpack_tokens
+from motet.cli.nats_server import NatsServer
+from motet.shared.errors import MotetError
+from motet.shared.messages import TokenLogprobs, unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, cancelled
 from tests.support import eventually

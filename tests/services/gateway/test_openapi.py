@@ -11,10 +11,10 @@ import jsonschema
 import msgspec
 import pytest
 
-from services.gateway import protocol, schemas
-from services.gateway.app import build_app
-from services.gateway.config import GatewayConfig
-from services.gateway.openapi import document
+from motet.services.gateway import protocol, schemas
+from motet.services.gateway.app import build_app
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.openapi import document
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from services.gateway.detokenize import Detokenizer
-from services.gateway.fleet import Fleet
-from services.gateway.owner import LOSSES_MAX, Owner
-from services.gateway.stream import Delta, Job, SlowReader, Stream
-from shared import subjects
-from shared.bus import Bus
-from shared.errors import BadRequest, DeadlineExceeded, MotetError, Overloaded, Unavailable, WorkerLost
-from shared.messages import GenerateRequest, Outcome, StreamItem, TokenFrame, unpack_tokens
-from shared.model import SamplingParams
+from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.owner import LOSSES_MAX, Owner
+from motet.services.gateway.stream import Delta, Job, SlowReader, Stream
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.errors import BadRequest, DeadlineExceeded, MotetError, Overloaded, Unavailable, WorkerLost
+from motet.shared.messages import GenerateRequest, Outcome, StreamItem, TokenFrame, unpack_tokens
+from motet.shared.model import SamplingParams
 from tests.services.gateway.support import Connect, FakeScheduler, assigned, cancelled, start_workers
 from tests.services.gateway.support_tokenizers import byte_level
 from tests.support import eventually

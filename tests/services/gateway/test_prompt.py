@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 from tokenizers import normalizers
 
-from services.gateway import prompt
-from services.gateway.prompt import INLINE_CHARS, Prompts
-from shared.clock import now_s
-from shared.config import ConfigError
-from shared.errors import BadRequest, Overloaded, PromptTooLong
+from motet.examples.demo import DEMO
+from motet.services.gateway import prompt
+from motet.services.gateway.prompt import INLINE_CHARS, Prompts
+from motet.shared.clock import now_s
+from motet.shared.config import ConfigError
+from motet.shared.errors import BadRequest, Overloaded, PromptTooLong
 from tests.services.gateway.support_tokenizers import byte_level, metaspace, sentence_piece, word_piece, write_model_dir
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from transformers import PreTrainedTokenizerFast
 
-DEMO = Path(__file__).parents[3] / "examples" / "demo" / "model"
+MODEL = DEMO / "model"
 CONVERSATIONS = [
     [{"role": "user", "content": "hello world"}],
     [{"role": "system", "content": " be brief "}, {"role": "user", "content": "größere 🎉\n"}],
@@ -59,8 +60,8 @@ async def test_chat_prompts_are_those_of_transformers_token_for_token(
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 async def test_the_demo_models_chat_prompts_are_those_of_transformers(messages: list[dict[str, str]]) -> None:
-    expected = reference(DEMO).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert await Prompts(DEMO).chat(messages) == expected
+    expected = reference(MODEL).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert await Prompts(MODEL).chat(messages) == expected
 
 
 async def test_plain_prompts_get_the_tokenizers_special_tokens_once(tmp_path: Path) -> None:

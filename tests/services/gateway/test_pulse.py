@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from motet.nats_server import NatsServer
-from services.gateway import pulse
-from services.gateway.detokenize import Detokenizer
-from services.gateway.fleet import Fleet
-from services.gateway.owner import Owner
-from services.gateway.stream import Stream
-from shared import leases
-from shared.bus import Bus
+from motet.cli.nats_server import NatsServer
+from motet.services.gateway import pulse
+from motet.services.gateway.detokenize import Detokenizer
+from motet.services.gateway.fleet import Fleet
+from motet.services.gateway.owner import Owner
+from motet.services.gateway.stream import Stream
+from motet.shared import leases
+from motet.shared.bus import Bus
 from tests.services.gateway.support import Connect, FakeScheduler, assigned, start_workers
 from tests.services.gateway.test_owner import TOKENIZER, TOKENS, Mesh, job, read, speak, tokens_of
 from tests.support import eventually

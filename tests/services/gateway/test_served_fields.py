@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway.prompt import Prompts
-from shared.messages import unpack_tokens
+from motet.services.gateway.prompt import Prompts
+from motet.shared.messages import unpack_tokens
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, put_adapter
 from tests.support import eventually

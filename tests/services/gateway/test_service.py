@@ -13,14 +13,14 @@ import aiohttp
 import openai
 import pytest
 
-from services.gateway import metrics
-from services.gateway.config import GatewayConfig
-from services.gateway.service import GatewayService
-from shared.clock import now_s
-from shared.config import ConfigError
-from shared.errors import Overloaded, Unavailable
-from shared.keys import read_key_file
-from shared.model import RequestBrief, Residency
+from motet.services.gateway import metrics
+from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.service import GatewayService
+from motet.shared.clock import now_s
+from motet.shared.config import ConfigError
+from motet.shared.errors import Overloaded, Unavailable
+from motet.shared.keys import read_key_file
+from motet.shared.model import RequestBrief, Residency
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, cancelled, put_adapter, running_gateway
 from tests.services.gateway.support_tokenizers import write_model_dir

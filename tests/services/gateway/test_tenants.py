@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.gateway import metrics
-from services.registry.config import RegistryConfig
-from services.registry.service import RegistryService
-from shared import subjects
+from motet.services.gateway import metrics
+from motet.services.registry.config import RegistryConfig
+from motet.services.registry.service import RegistryService
+from motet.shared import subjects
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, running_gateway
 from tests.services.gateway.test_keys import Door

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from services.predictor.config import PredictorConfig
-from services.predictor.service import PredictorService
-from shared import subjects
-from shared.bus import Bus
-from shared.messages import Outcome, Prediction, PredictReply, PredictRequest
+from motet.services.predictor.config import PredictorConfig
+from motet.services.predictor.service import PredictorService
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.messages import Outcome, Prediction, PredictReply, PredictRequest
 from tests.support import eventually
 
 Predict = Callable[..., Awaitable[PredictorService]]

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from nats.js import errors as js_errors
 
-from services.registry.config import RegistryConfig
-from services.registry.service import RegistryService
-from shared import subjects
-from shared.bus import Bus
-from shared.clock import unix_ms
-from shared.errors import MotetError, from_info
-from shared.messages import (
+from motet.services.registry.config import RegistryConfig
+from motet.services.registry.service import RegistryService
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.clock import unix_ms
+from motet.shared.errors import MotetError, from_info
+from motet.shared.messages import (
     AdapterInfo,
     AliasAdapter,
     DeleteAdapter,
@@ -27,7 +27,7 @@ from shared.messages import (
     RegistryReply,
     WorkerSnapshot,
 )
-from shared.model import PerfModel, RequestBrief, WorkerLimits
+from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
 from tests.support_adapters import write_base
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from nats.js.api import ObjectStoreConfig
 
-from services.registry import store as registry_store
-from services.registry import usage
-from services.registry.service import RegistryService
-from shared import subjects
-from shared.adapter_blob import digest_of
-from shared.bus import Bus
-from shared.errors import Unavailable
+from motet.services.registry import store as registry_store
+from motet.services.registry import usage
+from motet.services.registry.service import RegistryService
+from motet.shared import subjects
+from motet.shared.adapter_blob import digest_of
+from motet.shared.bus import Bus
+from motet.shared.errors import Unavailable
 from tests.services.registry.conftest import Client, StartRegistry, brief, snapshot
 from tests.support import eventually
 from tests.support_adapters import write_adapter

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.registry.files import CONFIG, WEIGHTS, PeftFiles
-from services.registry.hub import HubOptions, HubSource, is_public
-from shared.errors import BadRequest, InvalidAdapter, MotetError, TooLarge, Unavailable
+from motet.services.registry.files import CONFIG, WEIGHTS, PeftFiles
+from motet.services.registry.hub import HubOptions, HubSource, is_public
+from motet.shared.errors import BadRequest, InvalidAdapter, MotetError, TooLarge, Unavailable
 from tests.services.registry.conftest import Client
 from tests.support_adapters import peft_config, random_tensors, safetensors_bytes
 

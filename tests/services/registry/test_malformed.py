@@ -7,8 +7,8 @@ from pathlib import Path
 
 from nats.js import errors as js_errors
 
-from shared import subjects
-from shared.errors import MotetError
+from motet.shared import subjects
+from motet.shared.errors import MotetError
 from tests.services.registry.conftest import Client, StartRegistry
 from tests.support_adapters import write_adapter
 from tests.support_malformed import Malformed, malformed, malformed_directories

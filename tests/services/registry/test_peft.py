@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.registry.patterns import assign
-from services.registry.peft import Converted, convert
-from shared.adapter_blob import BlobModule, read_index, safetensors_header
-from shared.errors import InvalidAdapter, MotetError, TooLarge
-from shared.model import MODULES
+from motet.services.registry.patterns import assign
+from motet.services.registry.peft import Converted, convert
+from motet.shared.adapter_blob import BlobModule, read_index, safetensors_header
+from motet.shared.errors import InvalidAdapter, MotetError, TooLarge
+from motet.shared.model import MODULES
 from tests.support_adapters import TINY, TINY_CONFIG, peft_config, random_tensors, safetensors_bytes
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.registry import service as registry_service
-from services.registry import store as registry_store
-from services.registry.hub import HubSource
-from services.registry.store import check_name
-from shared import subjects
-from shared.adapter_blob import digest_of, read_index
-from shared.adapter_watch import AdapterWatch
-from shared.clock import unix_ms
-from shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, MotetError
-from shared.messages import WorkerDelta
+from motet.services.registry import service as registry_service
+from motet.services.registry import store as registry_store
+from motet.services.registry.hub import HubSource
+from motet.services.registry.store import check_name
+from motet.shared import subjects
+from motet.shared.adapter_blob import digest_of, read_index
+from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.clock import unix_ms
+from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, MotetError
+from motet.shared.messages import WorkerDelta
 from tests.services.registry.conftest import Client, brief, snapshot
 from tests.support import eventually
 from tests.support_adapters import random_tensors, write_adapter

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from services.registry import archives
-from services.registry.archives import read_archive
-from services.registry.files import CONFIG, WEIGHTS, PeftFiles
-from services.registry.sources import open_path
-from services.registry.unpack import MAX_OTHER_BYTES
-from services.registry.unpack import unpack as unpack_here
-from shared.errors import InvalidAdapter, MotetError, TooLarge
+from motet.services.registry import archives
+from motet.services.registry.archives import read_archive
+from motet.services.registry.files import CONFIG, WEIGHTS, PeftFiles
+from motet.services.registry.sources import open_path
+from motet.services.registry.unpack import MAX_OTHER_BYTES
+from motet.services.registry.unpack import unpack as unpack_here
+from motet.shared.errors import InvalidAdapter, MotetError, TooLarge
 from tests.support_adapters import peft_config, random_tensors, safetensors_bytes, write_adapter
 from tests.support_malformed import extended_tar, many_global_headers, pax_record, tar_of, zip_of
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from services.registry import store as registry_store
-from services.registry.service import RegistryService
-from shared.adapter_watch import AdapterWatch
-from shared.audit import Audit
-from shared.errors import AdapterExists, AdapterNotFound, BadRequest, Conflict
-from shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, ListAdapters, RegisterAdapter
+from motet.services.registry import store as registry_store
+from motet.services.registry.service import RegistryService
+from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.audit import Audit
+from motet.shared.errors import AdapterExists, AdapterNotFound, BadRequest, Conflict
+from motet.shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, ListAdapters, RegisterAdapter
 from tests.services.registry.conftest import Client, StartRegistry
 from tests.support import eventually
 from tests.support_adapters import write_adapter

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.registry.usage import IDLE_S, STALE_S, Usage
-from shared.clock import unix_ms
-from shared.messages import WorkerDelta
+from motet.services.registry.usage import IDLE_S, STALE_S, Usage
+from motet.shared.clock import unix_ms
+from motet.shared.messages import WorkerDelta
 from tests.services.registry.conftest import brief, snapshot
 
 

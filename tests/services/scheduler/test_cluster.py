@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.cluster import Cluster
-from shared.messages import WorkerDelta, WorkerSnapshot
-from shared.model import RequestBrief, Residency
-from shared.telemetry import REGISTRY
+from motet.services.scheduler.cluster import Cluster
+from motet.shared.messages import WorkerDelta, WorkerSnapshot
+from motet.shared.model import RequestBrief, Residency
+from motet.shared.telemetry import REGISTRY
 from tests.support_worker import PERF, brief_of, generate_request, worker_limits
 
 

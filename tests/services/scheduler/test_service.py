@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from services.scheduler.config import SchedulerConfig
-from services.scheduler.service import SchedulerService
-from shared import subjects
-from shared.bus import Bus
-from shared.errors import (
+from motet.services.scheduler.config import SchedulerConfig
+from motet.services.scheduler.service import SchedulerService
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.errors import (
     AdapterNotFound,
     BadRequest,
     MotetError,
@@ -22,8 +22,8 @@ from shared.errors import (
     Unavailable,
     from_info,
 )
-from shared.leases import LeaseHolder
-from shared.messages import (
+from motet.shared.leases import LeaseHolder
+from motet.shared.messages import (
     Assigned,
     Cancel,
     ClusterStatus,
@@ -36,8 +36,8 @@ from shared.messages import (
     SubmitReply,
     pack_tokens,
 )
-from shared.model import Residency, SamplingParams, Slo
-from shared.telemetry import REGISTRY
+from motet.shared.model import Residency, SamplingParams, Slo
+from motet.shared.telemetry import REGISTRY
 from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.worker.config import WorkerConfig
-from services.worker.service import WorkerService
+from motet.services.worker.config import WorkerConfig
+from motet.services.worker.service import WorkerService
 from tests.services.worker.support_service import BASE, Mesh, Running, Start
 from tests.support_models import AdapterFixture, Oracle, make_adapters, make_checkpoint
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from policies.host_tier import HostTier, Load
-from services.worker.adapter_files import AdapterFiles
-from services.worker.adapters import AdapterStore
-from services.worker.engine.adapter_weights import HostAdapter
-from shared.bus import Bus
-from shared.errors import TooLarge
-from shared.model import AdapterRef
+from motet.policies.host_tier import HostTier, Load
+from motet.services.worker.adapter_files import AdapterFiles
+from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.shared.bus import Bus
+from motet.shared.errors import TooLarge
+from motet.shared.model import AdapterRef
 
 
 class AdapterTiers:

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from kernels import PAGE_RANKS
-from kernels.link import LinkState
-from kernels.pool import LINE, MODULES
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.engine import Engine
-from services.worker.engine.request import EngineLimits, EngineRequest, StepStats
-from services.worker.engine.runner import ModelRunner
-from services.worker.engine.step_batch import StepBatch
-from shared.messages import StreamItem
-from shared.model import SamplingParams
+from motet.kernels import PAGE_RANKS
+from motet.kernels.link import LinkState
+from motet.kernels.pool import LINE, MODULES
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.request import EngineLimits, EngineRequest, StepStats
+from motet.services.worker.engine.runner import ModelRunner
+from motet.services.worker.engine.step_batch import StepBatch
+from motet.shared.messages import StreamItem
+from motet.shared.model import SamplingParams
 
 BLOCK_SIZE = 8
 

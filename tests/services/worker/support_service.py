@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from services.worker.service import WorkerService
-from shared import subjects
-from shared.adapter_blob import digest_of, read_index
-from shared.errors import from_info
-from shared.messages import (
+from motet.services.worker.service import WorkerService
+from motet.shared import subjects
+from motet.shared.adapter_blob import digest_of, read_index
+from motet.shared.errors import from_info
+from motet.shared.messages import (
     Accepted,
     AssignReply,
     GenerateRequest,
@@ -26,7 +26,7 @@ from shared.messages import (
     WorkerState,
     pack_tokens,
 )
-from shared.model import AdapterEntry, AdapterRef, AdapterVersion, SamplingParams, Slo
+from motet.shared.model import AdapterEntry, AdapterRef, AdapterVersion, SamplingParams, Slo
 from tests.services.worker.test_state import apply
 from tests.support import eventually
 from tests.support_models import AdapterFixture

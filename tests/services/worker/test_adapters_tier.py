@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.worker import adapters
-from services.worker.adapter_files import AdapterFiles
-from shared import subjects
-from shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable
-from shared.model import AdapterRef
+from motet.services.worker import adapters
+from motet.services.worker.adapter_files import AdapterFiles
+from motet.shared import subjects
+from motet.shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable
+from motet.shared.model import AdapterRef
 from tests.services.worker.support_adapters import AdapterTiers
 from tests.support import eventually
 
@@ -269,7 +269,7 @@ async def test_a_cancelled_waiter_does_not_keep_the_adapter_held(bench):
 
 
 async def test_losing_the_store_in_the_middle_is_unavailable_and_leaves_no_partial_file(bench, nats_server, monkeypatch):
-    monkeypatch.setattr("services.worker.adapters.FETCH_BASE_S", 0.5)
+    monkeypatch.setattr("motet.services.worker.adapters.FETCH_BASE_S", 0.5)
     ref, data = blob(1)
     await bench.put(ref, data)
     await bench.bus.object_store(subjects.BLOBS)

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import LoraPool
-from kernels.cpu import CpuEngine
-from services.worker.assist import CpuAssist, Profile
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.step_batch import StepBatch
+from motet.kernels import LoraPool
+from motet.kernels.cpu import CpuEngine
+from motet.services.worker.assist import CpuAssist, Profile
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.step_batch import StepBatch
 from tests.support_models import AdapterFixture, Sequence, drive, make_adapters, make_checkpoint, make_runner, random_prompts
 
 LINK_BYTES_PER_S = 30e6  # some ten steps of this model for each of the larger adapters
@@ -278,9 +278,9 @@ def test_a_process_that_cannot_start_is_tried_again_ever_more_seldom(cold: Cold,
 def test_processes_go_when_the_worker_is_killed(checkpoint: tuple[Path, list[AdapterFixture]]) -> None:
     code = """if True:
         import sys, time, torch
-        from kernels import LoraPool
-        from kernels.cpu import CpuEngine
-        from services.worker.assist import CpuAssist
+        from motet.kernels import LoraPool
+        from motet.kernels.cpu import CpuEngine
+        from motet.services.worker.assist import CpuAssist
         shapes = dict.fromkeys("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split(), (32, 32))
         pool = LoraPool(shapes, layers=1, slots=1, max_rank=8, bytes_total=1 << 16, dtype=torch.float32)
         assist = CpuAssist(CpuEngine(threads=1), pool, cores=(-1, -1), max_rows=16)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-import kernels.lora
-import kernels.reference
-import kernels.triton
-from kernels.triton.lora import INTERPRETED
-from services.worker.engine.decode_graphs import LEAST_COLUMNS, ROWS, DecodeBuffers, bucket_for
-from services.worker.engine.runner import ModelRunner
-from services.worker.engine.step_batch import StepBatch
+import motet.kernels.lora
+import motet.kernels.reference
+import motet.kernels.triton
+from motet.kernels.triton.lora import INTERPRETED
+from motet.services.worker.engine.decode_graphs import LEAST_COLUMNS, ROWS, DecodeBuffers, bucket_for
+from motet.services.worker.engine.runner import ModelRunner
+from motet.services.worker.engine.step_batch import StepBatch
 from tests.support_models import VOCAB, make_adapters, make_checkpoint, make_runner
 
 BLOCK = 8
@@ -76,9 +76,11 @@ def buffers_of(runner: ModelRunner, bucket: tuple[int, int], scratch_block: int)
 @pytest.mark.parametrize(
     ("family", "on"),
     [
-        ("llama3", kernels.reference),
-        ("mistral", kernels.reference),
-        pytest.param("qwen2", kernels.triton, marks=pytest.mark.skipif(not INTERPRETED, reason="tensors here are the CPU's")),
+        ("llama3", motet.kernels.reference),
+        ("mistral", motet.kernels.reference),
+        pytest.param(
+            "qwen2", motet.kernels.triton, marks=pytest.mark.skipif(not INTERPRETED, reason="tensors here are the CPU's")
+        ),
     ],
 )
 def test_the_same_buffers_serve_one_step_after_another(
@@ -89,7 +91,7 @@ def test_the_same_buffers_serve_one_step_after_another(
     runner, twin = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
     give_history(runner, twin)
     want = [twin.forward(step) for step in STEPS]
-    monkeypatch.setattr(kernels.lora, "_kernels", lambda pool: on)
+    monkeypatch.setattr(motet.kernels.lora, "_kernels", lambda pool: on)
     with torch.inference_mode():
         buffers = buffers_of(runner, (8, 16), scratch_block=runner._cache.null_block - 1)
         for step, logits in zip(STEPS, want, strict=True):

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-import kernels.device.streams as streams
-import kernels.lora
-import kernels.triton
-import services.worker.engine.torch_steps as torch_steps
+import motet.kernels.device.streams as streams
+import motet.kernels.lora
+import motet.kernels.triton
+import motet.services.worker.engine.torch_steps as torch_steps
 from bench.gpu_stages.shapes import write_config
-from kernels.device import DeviceLoader, cuda_streams, numbered
-from kernels.triton.attention import PagedAttention
-from kernels.triton.lora import INTERPRETED
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.decode_graphs import DecodeBuffers
-from services.worker.engine.loader import parameters
-from services.worker.engine.model_config import read_model_config
-from services.worker.engine.runner import ModelRunner
+from motet.kernels.device import DeviceLoader, cuda_streams, numbered
+from motet.kernels.triton.attention import PagedAttention
+from motet.kernels.triton.lora import INTERPRETED
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.decode_graphs import DecodeBuffers
+from motet.services.worker.engine.loader import parameters
+from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engine.runner import ModelRunner
 from tests.services.worker.test_decode_graphs import STEPS, buffers_of, decode_step, give_history
 from tests.support_models import Sequence, make_adapters, make_checkpoint, make_runner, step_batch
 
@@ -69,7 +69,7 @@ def test_a_graph_of_triton_kernels_alone_says_what_torch_says(
     runner, twin = (make_runner(model_dir, adapters, kernels="reference") for _ in range(2))
     give_history(runner, twin)
     want = [twin.forward(step) for step in STEPS[:2]]
-    monkeypatch.setattr(kernels.lora, "_kernels", lambda pool: kernels.triton)
+    monkeypatch.setattr(motet.kernels.lora, "_kernels", lambda pool: motet.kernels.triton)
     runner._cache.library = PagedAttention(runner._cache, heads=runner.config.num_heads)
     with torch.inference_mode():
         buffers = buffers_of(runner, (8, 16), scratch_block=runner._cache.null_block - 1)

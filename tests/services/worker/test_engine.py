@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import PackedLora
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.engine import Engine
-from services.worker.engine.model_config import read_model_config
-from services.worker.engine.request import EngineRequest, StepOutput
-from shared.errors import BadRequest, Conflict, InvalidAdapter, MotetError, Overloaded, PromptTooLong
-from shared.messages import StreamItem
-from shared.model import MODULES
+from motet.kernels import PackedLora
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engine.request import EngineRequest, StepOutput
+from motet.shared.errors import BadRequest, Conflict, InvalidAdapter, MotetError, Overloaded, PromptTooLong
+from motet.shared.messages import StreamItem
+from motet.shared.model import MODULES
 from tests.services.worker.support_engine import BLOCK_SIZE, make_engine, request, run
 from tests.support_models import MAX_LEN, VOCAB, make_adapters, make_checkpoint, random_prompts
 

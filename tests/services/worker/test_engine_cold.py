@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from policies.cold_start import Forced
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.engine import Engine
-from services.worker.engine.model_config import read_model_config
-from services.worker.engine.request import StepOutput
-from services.worker.engine.runner import ModelRunner
-from shared.errors import WorkerLost
-from shared.messages import StreamItem
+from motet.policies.cold_start import Forced
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engine.request import StepOutput
+from motet.services.worker.engine.runner import ModelRunner
+from motet.shared.errors import WorkerLost
+from motet.shared.messages import StreamItem
 from tests.services.worker.support_engine import PacedRunner, make_engine, request, run
 from tests.support import eventually
 from tests.support_models import make_adapters, make_checkpoint

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu import available_isas
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.model_config import read_model_config
-from services.worker.engine.request import EngineRequest
+from motet.kernels.cpu import available_isas
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engine.request import EngineRequest
 from tests.services.worker.support_engine import make_engine, request, run
 from tests.support_models import FAMILIES, AdapterFixture, Oracle, make_adapters, make_checkpoint, random_prompts
 
@@ -83,7 +83,7 @@ def test_a_worker_whose_compiled_kernels_are_damaged_says_so_and_serves_without_
     damaged = tmp_path / "cpu.so"
     damaged.write_bytes(b"no library")
     monkeypatch.setenv("MOTET_KERNELS", "auto")
-    monkeypatch.setattr("kernels.cpu.library.build", lambda isa: damaged)
+    monkeypatch.setattr("motet.kernels.cpu.library.build", lambda isa: damaged)
     result = run(make_engine(family.model_dir), family.requests())
     assert result.tokens == family.expected()
     assert "compiled CPU kernels are missing" in caplog.text and str(damaged) in caplog.text

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from services.worker import engine_thread
-from services.worker.engine.request import EngineRequest, StepOutput, StepStats
-from services.worker.engine_thread import EngineThread, StepReport
-from shared.config import ConfigError
-from shared.errors import BadRequest, WorkerLost
-from shared.messages import StreamItem
-from shared.model import SamplingParams
+from motet.services.worker import engine_thread
+from motet.services.worker.engine.request import EngineRequest, StepOutput, StepStats
+from motet.services.worker.engine_thread import EngineThread, StepReport
+from motet.shared.config import ConfigError
+from motet.shared.errors import BadRequest, WorkerLost
+from motet.shared.messages import StreamItem
+from motet.shared.model import SamplingParams
 from tests.support import eventually
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.frames import FrameSender
-from shared import subjects
-from shared.bus import Bus
-from shared.messages import StreamItem, TokenFrame, TokenLogprobs
+from motet.services.worker.frames import FrameSender
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.messages import StreamItem, TokenFrame, TokenLogprobs
 from tests.support import eventually
 
 

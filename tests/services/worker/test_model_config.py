@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine.model_config import UnsupportedModel, parse_model_config, read_model_config
-from services.worker.engine.runner import ModelRunner
-from shared.model import MODULES
+from motet.services.worker.engine.model_config import UnsupportedModel, parse_model_config, read_model_config
+from motet.services.worker.engine.runner import ModelRunner
+from motet.shared.model import MODULES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

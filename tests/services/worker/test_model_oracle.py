@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.engine.adapter_weights import HostAdapter
-from services.worker.engine.runner import ModelRunner
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.runner import ModelRunner
 from tests.support_models import (
     FAMILIES,
     AdapterFixture,

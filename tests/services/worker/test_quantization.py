@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.cpu import available_isas
-from shared.config import ConfigError
+from motet.kernels.cpu import available_isas
+from motet.shared.config import ConfigError
 from tests.support_models import AdapterFixture, Sequence, drive, make_adapters, make_checkpoint, make_runner, random_prompts
 
 FAMILIES = ("llama3", "llama-linear-biased", "qwen3")  # tied; biases, shards; norms of q and k

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.sampler import Drawn, Sampler, filter_probabilities, invert_cdf, uniforms
-from shared.model import SamplingParams
+from motet.services.worker.engine.sampler import Drawn, Sampler, filter_probabilities, invert_cdf, uniforms
+from motet.shared.model import SamplingParams
 
 DRAWS = 4000
 

@@ -7,10 +7,10 @@ import random
 import msgspec
 import pytest
 
-from services.worker.engine.request import StepStats
-from services.worker.state import START_PERF, StepTimes, WorkerView
-from shared.messages import WorkerDelta, WorkerSnapshot
-from shared.model import Residency
+from motet.services.worker.engine.request import StepStats
+from motet.services.worker.state import START_PERF, StepTimes, WorkerView
+from motet.shared.messages import WorkerDelta, WorkerSnapshot
+from motet.shared.model import Residency
 from tests.support_worker import brief_of, generate_request, worker_limits
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from shared import subjects
-from shared.messages import (
+from motet.shared import subjects
+from motet.shared.messages import (
     Cancel,
     LoadAdapter,
     UnloadAdapter,

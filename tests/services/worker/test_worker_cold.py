@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from services.worker import metrics
-from services.worker.config import WorkerConfig
-from shared.config import ConfigError
-from shared.messages import Cancel, LoadAdapter, UnloadAdapter
+from motet.services.worker import metrics
+from motet.services.worker.config import WorkerConfig
+from motet.shared.config import ConfigError
+from motet.shared.messages import Cancel, LoadAdapter, UnloadAdapter
 from tests.services.worker.support_service import generate, latest
 from tests.support import eventually
 from tests.support_models import random_prompts

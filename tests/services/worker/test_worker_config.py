@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from services.worker.assemble import assemble
-from services.worker.config import GIB, WorkerConfig, free_host_bytes, kv_blocks_for
-from services.worker.state import START_PERF, StepTimes
-from shared.config import ConfigError, load
+from motet.services.worker.assemble import assemble
+from motet.services.worker.config import GIB, WorkerConfig, free_host_bytes, kv_blocks_for
+from motet.services.worker.state import START_PERF, StepTimes
+from motet.shared.config import ConfigError, load
 from tests.support_models import make_checkpoint
 
 MIB = 1 << 20
@@ -86,7 +86,7 @@ def test_a_small_kv_cache_shortens_the_longest_request(tmp_path):
 
 def test_a_wrong_model_is_reported_without_importing_torch():
     code = (
-        "import sys; from services.worker.config import WorkerConfig; from services.worker.service import main;"
+        "import sys; from motet.services.worker.config import WorkerConfig; from motet.services.worker.service import main;"
         "status = main(WorkerConfig(model='/no/such/model')); assert 'torch' not in sys.modules; sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

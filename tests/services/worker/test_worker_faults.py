@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from shared import bus as shared_bus
+from motet.shared import bus as shared_bus
 from tests.services.worker.support_service import generate
 from tests.support import eventually
 from tests.support_models import random_prompts

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.config import WorkerConfig
-from services.worker.service import WorkerService
-from shared import subjects
-from shared.bus import Bus
-from shared.config import ConfigError
-from shared.messages import WorkerNotice
+from motet.services.worker.config import WorkerConfig
+from motet.services.worker.service import WorkerService
+from motet.shared import subjects
+from motet.shared.bus import Bus
+from motet.shared.config import ConfigError
+from motet.shared.messages import WorkerNotice
 from tests.support import eventually
 
 

@@ -10,12 +10,12 @@ import time
 import msgspec
 import pytest
 
-from shared.messages import (
+from motet.shared.messages import (
     Cancel,
     WorkerSnapshot,
     pack_tokens,
 )
-from shared.model import AdapterRef
+from motet.shared.model import AdapterRef
 from tests.services.worker.support_service import generate, latest
 from tests.services.worker.test_state import apply, as_sets
 from tests.support import eventually

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.worker import engine_thread
-from shared.leases import LeaseHolder, LeaseWatch
-from shared.messages import (
+from motet.services.worker import engine_thread
+from motet.shared.leases import LeaseHolder, LeaseWatch
+from motet.shared.messages import (
     Drain,
 )
 from tests.services.worker.support_service import generate, latest

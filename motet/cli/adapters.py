@@ -1,0 +1,190 @@
+"""`motet adapters`: add, list, show, alias and remove adapters of a running mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import tarfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import click
+from rich.table import Table
+
+from motet.cli.client import Client
+from motet.cli.talk import connection, print_json, terminal
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@click.group()
+def adapters() -> None:
+    """Add, list, show and remove adapters of a running mesh.
+
+    An adapter's name is the `model` of a request. Each version is identified by the digest of its content. Requests that run
+    on a replaced or removed version finish on it.
+    """
+
+
+def as_json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--json` for scripts."""
+    return click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON.")(command)
+
+
+def _of_tenant(text: str) -> Callable[..., Any]:
+    """`--tenant`, for administrators."""
+    return click.option("--tenant", help=f"{text} For administrators.")
+
+
+@adapters.command("list")
+@connection
+@as_json_option
+@_of_tenant("Also list adapters of this tenant; `*`: of all tenants.")
+def list_(tenant: str | None, url: str, as_json: bool) -> None:
+    """List the adapters that you may use: your tenant's and the shared ones.
+
+    \b
+      motet adapters list
+      motet adapters list --json | jq -r .data[].id
+    """
+    params = {"tenant": tenant} if tenant is not None else {}
+    answer = _ask(url, lambda client: client.call("GET", "/v1/adapters", params=params))
+    if as_json:
+        return print_json(answer)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("name", "tenant", "rank", "size", "version", "digest", "modules", "resident"):
+        table.add_column(title, justify="right" if title in ("rank", "size", "version") else "left")
+    for card in answer["data"]:
+        table.add_row(*_row(card))
+    terminal().print(table)
+
+
+@adapters.command()
+@connection
+@as_json_option
+@click.argument("name")
+def show(name: str, url: str, as_json: bool) -> None:
+    """Show one adapter: rank, modules, size, digest, version and where it is resident."""
+    card = _ask(url, lambda client: client.call("GET", f"/v1/adapters/{quote(name, safe='')}"))
+    if as_json:
+        return print_json(card)
+    for key, value in card.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        click.echo(f"{key:<14} {'' if shown is None else shown}")
+
+
+@adapters.command()
+@connection
+@as_json_option
+@click.option("--replace", is_flag=True, help="If the name exists, add this as its new version.")
+@click.option("--on-server", is_flag=True, help="SOURCE is a path on the registry's machine, below one of its --adapter-roots.")
+@_of_tenant("Tenant that the adapter will belong to; empty: shared by all.")
+@click.argument("name")
+@click.argument("source")
+def add(name: str, source: str, url: str, as_json: bool, **how: Any) -> None:
+    """Add the adapter SOURCE under NAME.
+
+    SOURCE is a PEFT directory, an archive of one (.zip, .tar, .tar.gz), or a Hugging Face id. Local files are uploaded. The
+    registry checks the weights before it registers them, and names what is wrong.
+
+    \b
+      motet adapters add summaries ./out/checkpoint-900
+      motet adapters add sql someone/llama-sql-lora
+      motet adapters add summaries ./out/checkpoint-1200 --replace
+    """
+
+    replace, on_server, tenant = how["replace"], how["on_server"], how["tenant"]
+
+    async def send(client: Client) -> Any:
+        path = Path(source).expanduser()
+        if on_server or (not path.exists() and HUB_ID.fullmatch(source)):
+            body = {"name": name, "path" if on_server else "hub_id": source, "replace": replace, "tenant": tenant}
+            return await client.call("POST", "/v1/adapters", json=body)
+        if not path.exists():
+            raise click.UsageError(f"{source} is neither a file or directory here nor a Hugging Face id")
+        return await upload(client, name, path, replace=replace, tenant=tenant)
+
+    card = _ask(url, send)
+    print_json(card) if as_json else click.echo(f"added {card['name']} version {card['version']} ({card['digest'][:12]})")
+
+
+@adapters.command()
+@connection
+@as_json_option
+@click.argument("name")
+@click.argument("target")
+def alias(name: str, target: str, url: str, as_json: bool) -> None:
+    """Make NAME an alias of the adapter TARGET.
+
+    \b
+      motet adapters alias summaries-stable summaries
+    """
+    body = {"name": name, "alias_of": target}
+    card = _ask(url, lambda client: client.call("POST", "/v1/adapters", json=body))
+    print_json(card) if as_json else click.echo(f"{name} is {target} ({card['digest'][:12]})")
+
+
+@adapters.command()
+@connection
+@click.option("--force", is_flag=True, help="Remove it even if requests run on it; they finish.")
+@_of_tenant("Tenant that the adapter belongs to; empty: shared by all.")
+@click.argument("name")
+def rm(name: str, force: bool, tenant: str | None, url: str) -> None:
+    """Remove an adapter's name, and its weights if no other name uses them."""
+    params = ({"force": "true"} if force else {}) | ({"tenant": tenant} if tenant is not None else {})
+    _ask(url, lambda client: client.call("DELETE", f"/v1/adapters/{quote(name, safe='')}", params=params))
+    click.echo(f"removed {name}")
+
+
+async def upload(client: Client, name: str, path: Path, *, replace: bool = False, tenant: str | None = None) -> Any:
+    """Upload a PEFT directory or an archive of one; the registered adapter's card. Raises ApiError."""
+    form = aiohttp.FormData()
+    form.add_field("name", name)
+    form.add_field("replace", "true" if replace else "false")
+    if tenant is not None:
+        form.add_field("tenant", tenant)
+    if path.is_dir():
+        form.add_field("file", pack(path), filename=f"{path.name}.tar", content_type="application/x-tar")
+        return await client.call("POST", "/v1/adapters", data=form)
+    with path.open("rb") as source:
+        form.add_field("file", source, filename=path.name, content_type="application/octet-stream")
+        return await client.call("POST", "/v1/adapters", data=form)
+
+
+def pack(directory: Path) -> io.BytesIO:
+    """The PEFT files of `directory` as an uncompressed tar archive. Raises click.UsageError when one is missing."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in PEFT_FILES:
+            if not (directory / name).is_file():
+                raise click.UsageError(f"{directory} has no {name}, so it is not a PEFT adapter")
+            archive.add(directory / name, arcname=name)
+    packed.seek(0)
+    return packed
+
+
+def _ask(url: str, work: Callable[[Client], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        async with Client(url) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+def _row(card: dict[str, Any]) -> tuple[str, ...]:
+    resident = card.get("resident") or {}
+    return (
+        str(card["name"]) + (f" -> {card['alias_of']}" if card.get("alias_of") else ""),
+        str(card.get("tenant") or "(all)"),
+        str(card["rank"]),
+        f"{card['size_bytes'] / 1e6:.2f} MB",
+        str(card["version"]),
+        str(card["digest"])[:12],
+        " ".join(str(module).removesuffix("_proj") for module in card["modules"]),
+        ", ".join(f"{worker}: {tier}" for worker, tier in sorted(resident.items())),
+    )

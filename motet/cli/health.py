@@ -1,0 +1,27 @@
+"""`python -m motet.cli.health URL`: exits 0 when the URL answers 200, else 1 with the answer. For container health checks.
+
+It uses the standard library only, so that frequent checks are cheap.
+"""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.request
+
+
+def check(url: str, *, timeout_s: float = 3.0) -> str | None:
+    """None when `url` answers 200, else the reason in one line."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            return None if answer.status == 200 else f"status {answer.status}"
+    except urllib.error.HTTPError as error:
+        return f"status {error.code}: {error.read(500).decode(errors='replace')}"
+    except OSError as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    reason = check(sys.argv[1])
+    if reason:
+        sys.exit(f"{sys.argv[1]}: {reason}")

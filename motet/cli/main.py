@@ -1,0 +1,139 @@
+"""The `motet` command. Subcommands are imported when they are used, so `motet --help` is fast and needs no torch.
+
+The options of a service are generated from its configuration struct, which declares flag, variable, default and description.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from motet.shared.config import ConfigError, Field, ServiceConfig, fields, load
+
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+    "The mesh": {
+        "up": ("motet.cli.up:up", "Start the whole mesh on this machine."),
+        "restart": (
+            "motet.cli.restart:restart",
+            "Replace every process of a running mesh, one by one, without errors for clients.",
+        ),
+        "demo": ("motet.cli.demo:demo", "Start a mesh, try every feature, print a table, stop."),
+        "nats-config": ("motet.cli.nats_config:nats_config", "Write a NATS server's configuration and passwords."),
+    },
+    "Using it": {
+        "chat": ("motet.cli.talk:chat", "Chat with an adapter or the base model."),
+        "complete": ("motet.cli.talk:complete", "Complete a prompt."),
+        "adapters": ("motet.cli.adapters:adapters", "Add, list, show and remove adapters."),
+        "keys": ("motet.cli.keys:keys", "Make, list, rotate and revoke API keys."),
+        "audit": ("motet.cli.keys:audit", "List who changed which adapter or key, and when."),
+        "status": ("motet.cli.status:status", "Show workers, queues and memory of a running mesh."),
+    },
+    "Planning": {
+        "profile": ("motet.cli.profile:profile", "Measure a worker's step times on this machine."),
+        "simulate": ("motet.cli.simulate:simulate", "Simulate a cluster under a workload (the digital twin)."),
+    },
+    "Single services": {
+        "gateway": ("", "Serve HTTP and durable requests; own each request until its last token."),
+        "predictor": ("", "Predict the output lengths of requests."),
+        "scheduler": ("", "Assign requests to workers."),
+        "registry": ("", "Validate, store and publish adapters."),
+        "worker": ("", "Run one engine on one device."),
+    },
+}
+EXIT_CONFIG = 2
+
+
+class LazyGroup(click.Group):
+    """A click group that lists its commands without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for section in COMMANDS.values() for name in section]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        for section in COMMANDS.values():
+            if cmd_name in section:
+                target, _ = section[cmd_name]
+                if not target:
+                    return service_command(cmd_name)
+                module, attribute = target.split(":")
+                command: click.Command = getattr(importlib.import_module(module), attribute)
+                return command
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, section in COMMANDS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, short) for name, (_, short) in section.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="motet", prog_name="motet")
+def cli() -> None:
+    """Motet serves many LoRA adapters on one base model, with a latency objective for each request.
+
+    \b
+    Start here:
+      motet up --demo
+      motet chat --model upper-case "hello there"
+      motet adapters list
+    """
+
+
+def service_command(kind: str) -> click.Command:
+    """The command of one service (`motet gateway`, ...), from `services.<kind>.config`."""
+    config_type: type[ServiceConfig] = getattr(
+        importlib.import_module(f"motet.services.{kind}.config"), f"{kind.capitalize()}Config"
+    )
+
+    def run(**flags: Any) -> None:
+        try:
+            config = load(config_type, flags)
+            status: int = importlib.import_module(f"motet.services.{kind}.service").main(config)
+        except ConfigError as error:
+            click.echo(f"motet {kind}: {error}", err=True)
+            status = EXIT_CONFIG
+        sys.exit(status)
+
+    short, about = COMMANDS["Single services"][kind][1], (config_type.__doc__ or "").strip()
+    shared = {field.name for field in fields(ServiceConfig)}
+    return click.Command(
+        kind,
+        callback=run,
+        params=[option_for(field) for field in sorted(fields(config_type), key=lambda field: field.name in shared)],
+        help=f"{short}\n\n{about}\n\nEvery option is also an environment variable: --ops-port is MOTET_OPS_PORT.",
+    )
+
+
+def option_for(field: Field) -> click.Option:
+    """A configuration field as a click option. Only the struct checks values, so each error has one message."""
+    required = field.default is msgspec.NODEFAULT
+    shown = "" if required or field.default in ("", None, ()) else f"  [default: {_text(field.default)}]"
+    text = field.description + (f"  [required; or {field.variable}]" if required else shown)
+    if field.type is bool:
+        return click.Option([f"{field.flag}/--no-{field.flag[2:]}"], default=None, help=text)
+    many = getattr(field.type, "__origin__", field.type) in (tuple, list)
+    kind = "TEXT" if many or field.type in (str, Path) else getattr(field.type, "__name__", "text").upper()
+    return click.Option([field.flag], default=None, metavar=kind, help=text)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    """Entry point of the `motet` script."""
+    from motet.cli.client import ApiError
+
+    try:
+        cli.main(prog_name="motet", standalone_mode=True)
+    except ApiError as error:
+        click.echo(f"motet: {error}", err=True)
+        return 1
+    return 0

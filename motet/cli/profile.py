@@ -1,0 +1,141 @@
+"""`motet profile`: measures step times of a worker, fits the schedulers' models to them, and writes a profile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from msgspec.structs import asdict, replace
+from rich.progress import Progress
+from rich.table import Table
+
+from motet.cli.nats_server import NatsServer, NatsStartError
+from motet.cli.talk import terminal
+from motet.policies.perf_fit import Fitted, fit, fit_link
+from motet.policies.step_fit import fit_steps, undisturbed
+from motet.shared.bus import Bus
+from motet.shared.config import BusConfig, ConfigError, load
+from motet.shared.errors import MotetError
+from motet.shared.hub import resolve_model
+from motet.shared.model import EngineSteps, PerfModel
+from motet.shared.profile import VERSION, EngineFacts, FitFacts, Hops, Profile, Steps, Storage, write_profile
+from motet.shared.provision import provision
+
+if TYPE_CHECKING:
+    from motet.services.worker.config import WorkerConfig
+    from motet.services.worker.profiling import Measured
+
+GOOD_R2 = 0.96  # CaraServe, section 5
+
+
+@click.command()
+@click.option("--model", required=True, help="Base model: a local directory or a Hugging Face id.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="profile.json",
+    show_default=True,
+    help="File to write.",
+)
+@click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Approximate duration.")
+@click.option("--device", default=None, help="As for `motet worker`: auto, cpu, cuda, cuda:<n>.")
+@click.option("--threads", type=int, default=None, help="As for `motet worker`.")
+@click.option("--max-running", type=int, default=None, help="As for `motet worker`.")
+@click.option("--max-step-tokens", type=int, default=None, help="As for `motet worker`.")
+@click.option("--kv-memory-gib", type=float, default=None, help="As for `motet worker`.")
+@click.option("--lora-memory-mib", type=int, default=None, help="As for `motet worker`.")
+@click.option("--max-loras", type=int, default=None, help="As for `motet worker`.")
+def profile(model: str, out: Path, seconds: float, **options: object) -> None:
+    """Measure a worker on this machine and write its profile: limits, step times, copies and network hops.
+
+    Nothing else should run meanwhile. `motet worker` and `motet simulate` take the file as `--profile`. Other worker options
+    are read from MOTET_* variables.
+
+    \b
+      motet profile --model examples/demo/model --out worker.json
+      motet simulate --profile worker.json --workers 8 --rate 40
+    """
+    from motet.services.worker.config import WorkerConfig
+
+    console = terminal()
+    logging.getLogger("motet").setLevel(logging.ERROR)  # hide the worker's messages
+    try:
+        config = load(WorkerConfig, {"model": model, **options})
+        model_dir = resolve_model(model)
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task("measuring", total=1.0)
+            measured = asyncio.run(_measure(config, model_dir, seconds, lambda share: bar.update(task, completed=share)))
+        steps = undisturbed(measured.steps)
+        fitted, fine = fit(steps, measured.loads), fit_steps(steps)
+        store, disk = fit_link(measured.store), fit_link(measured.disk)
+    except (ConfigError, MotetError, NatsStartError, ValueError) as error:
+        click.echo(f"motet profile: {error}", err=True)
+        sys.exit(2)
+    perf = replace(fitted.perf, fetch_base_ms=store[0], fetch_ms_per_mib=store[1])
+    write_profile(
+        out,
+        Profile(
+            motet_profile=VERSION,
+            name=f"{measured.limits.base_model} on {measured.limits.device}",
+            limits=measured.limits,
+            perf=perf,
+            fit=FitFacts(r2_prefill=fitted.r2_prefill, r2_decode=fitted.r2_decode, steps=len(steps)),
+            steps=Steps(context_token_ms=fitted.context_token_ms),
+            engine_steps=fine,
+            engine=EngineFacts(
+                max_step_tokens=config.max_step_tokens, max_loras=config.max_loras, prefix_cache=config.prefix_cache
+            ),
+            storage=Storage(
+                host_mib=config.host_cache_mib,
+                disk_mib=config.disk_cache_mib,
+                disk_base_ms=disk[0],
+                disk_ms_per_mib=disk[1],
+                store_base_ms=store[0],
+                store_ms_per_mib=store[1],
+            ),
+            hops=Hops(assign_ms=statistics.median(measured.assign_ms), frame_ms=statistics.median(measured.frame_ms)),
+            link=measured.link,
+        ),
+    )
+    console.print(_table(perf, fitted, fine, f"{len(steps)} of {len(measured.steps)}"))
+    for phase, r2 in (("prefill", fitted.r2_prefill), ("decode", fitted.r2_decode)):
+        if r2 < GOOD_R2:
+            console.print(f"[yellow]R2 of {phase} is {r2:.3f}, below {GOOD_R2}: was something else running?[/]")
+    console.print(f"written to {out}")
+
+
+async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progress: Callable[[float], None]) -> Measured:
+    """Measure the worker on a private NATS server."""
+    from motet.services.worker.profiling import measure
+
+    with tempfile.TemporaryDirectory(prefix="motet-profile-") as directory:
+        nats = NatsServer(Path(directory))
+        url = await nats.start()
+        try:
+            bus = await Bus.connect(BusConfig(nats_url=url), "profile")
+            await provision(bus)
+            await bus.close()
+            return await measure(replace(config, nats_url=url), model_dir, seconds=seconds, progress=progress)
+        finally:
+            nats.stop()
+
+
+def _table(perf: PerfModel, fitted: Fitted, fine: EngineSteps, counted: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, title=f"{counted} steps, kernel model {perf.kernel}")
+    table.add_column("coefficient")
+    table.add_column("ms", justify="right")
+    for name, value in asdict(perf).items():
+        if isinstance(value, float):
+            table.add_row(name, f"{value:.5f}")
+    table.add_row("context_token_ms", f"{fitted.context_token_ms:.6f}")
+    table.add_row("R2 prefill", f"{fitted.r2_prefill:.4f}")
+    table.add_row("R2 decode", f"{fitted.r2_decode:.4f}")
+    table.add_row("R2 of what is simulated", f"{fine.r2:.4f}")
+    return table

@@ -1,0 +1,303 @@
+"""The local stack: its processes, their connections, and its data directory.
+
+    nats -> worker-1.., gateway-1.., registry, scheduler-1.., predictor     all at once: each waits for what it needs
+
+    data directory:  lock  stack.json  credentials/<user>.password  nats/  logs/<child>.log  adapters/<worker>/
+
+Processes drain in the order gateway, worker, the others, NATS: first the entrance, last the bus.
+
+The stack owns the gateways' listening sockets. So a gateway can be replaced, or crash, without refused connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from motet.cli import credentials
+from motet.cli.nats_server import NatsServer
+from motet.cli.process import Child, NatsProcess, ServiceProcess, ServiceSpec
+from motet.cli.supervisor import MARGIN_S, State, Supervisor, Watcher
+from motet.shared.config import BusConfig, ConfigError, is_loopback
+from motet.shared.sockets import bound_socket
+
+STOP_RANK = {"gateway": 0, "worker": 1, "scheduler": 2, "predictor": 2, "registry": 2, "nats": 3}
+WORKER_REST_S = 1.0
+RESTART_ORDER = ("nats", "registry", "predictor", "scheduler", "worker", "gateway")
+RESTART_DRAIN_S = 600.0  # streams of a gateway that was replaced run to their end; a stop cuts them off after `drain_s`
+READY_S = 120.0  # a successor that is not ready by then is given up
+
+
+class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of `motet up`. `model` and `adapters_dir` are local directories."""
+
+    model: str
+    served_model_name: str
+    data_dir: Path
+    adapters_dir: str = ""
+    adapter_roots: tuple[str, ...] = ()  # where adapters may be registered from by path, besides adapters_dir
+    workers: int = 1
+    gateways: int = 1
+    schedulers: int = 1
+    threads: int = 0  # per worker; 0 shares the cores
+    quantization: str = "none"  # of the base's weights, in every worker
+    host: str = "127.0.0.1"
+    port: int = 8000
+    nats_port: int = 0  # of the embedded server; 0 for a free one
+    bus: BusConfig | None = None  # an existing NATS instead of an embedded one
+    credentials_dir: Path | None = None  # per-service passwords for it
+    tenants: tuple[str, ...] = (credentials.DEFAULT_TENANT,)
+    drain_s: float = 20.0
+    api_keys: str = "auto"  # whether clients need keys: see the gateway's --api-keys
+    api_keys_file: str = ""
+    tls_cert_file: str = ""  # of the gateways
+    tls_key_file: str = ""
+
+    @property
+    def keyless(self) -> bool:
+        """Whether clients need no API key, so that each is an administrator."""
+        return not self.api_keys_file and (self.api_keys == "off" or (self.api_keys == "auto" and is_loopback(self.host)))
+
+
+class StackFacts(msgspec.Struct, kw_only=True):
+    """`stack.json`: addresses and paths of the stack, for tools and tests. Contains no secrets."""
+
+    pid: int
+    urls: list[str]
+    nats_url: str
+    model: str
+    credentials_dir: str
+    ready: bool
+    services: dict[str, dict[str, Any]]
+
+
+class Stack:
+    """One running stack. `await start()`, then `await failed()` or stop it; `await stop()` always, also after a failure."""
+
+    def __init__(self, options: StackOptions, watcher: Watcher, *, echo: Callable[[str, bytes], None] | None = None) -> None:
+        self.options = options
+        self._watcher, self._echo = watcher, echo
+        self.data_dir = options.data_dir.resolve()
+        self.credentials_dir = options.credentials_dir or self.data_dir / "credentials"
+        self._lock: IO[str] | None = None
+        self._nats: NatsServer | None = None
+        self._listeners: list[socket.socket] = []  # one per gateway
+        self._generation = 0  # how often everything was restarted
+        self._supervisor: Supervisor | None = None
+        self._ready = False
+        self.urls: list[str] = []
+
+    @property
+    def nats_url(self) -> str:
+        """The URL of NATS, once the stack has started."""
+        if self._nats is not None:
+            return self._nats.url
+        return self.options.bus.nats_url if self.options.bus is not None else ""
+
+    def names(self) -> list[str]:
+        """The children, in the order in which they start."""
+        o = self.options
+        copies = {"worker": o.workers, "gateway": o.gateways, "scheduler": o.schedulers}  # the slowest to start first
+        names = [f"{kind}-{i + 1}" for kind, count in copies.items() for i in range(count)]
+        return [*(["nats"] if o.bus is None else []), *names, "registry", "predictor"]
+
+    async def start(self) -> None:
+        """Start everything and wait until it is ready. Raises ConfigError, NatsStartError or supervisor.StartFailed."""
+        self._take_lock()
+        ports = [self.options.port + i if self.options.port else 0 for i in range(self.options.gateways)]
+        shown = "127.0.0.1" if self.options.host in ("0.0.0.0", "::") else self.options.host
+        for port in ports:
+            self._listeners.append(_bound(self.options.host, port))
+        scheme = "https" if self.options.tls_cert_file else "http"
+        self.urls = [f"{scheme}://{shown}:{listener.getsockname()[1]}" for listener in self._listeners]
+        children: list[Child] = []
+        if self.options.bus is None:
+            text = credentials.authorization(self.credentials_dir, self.options.tenants)
+            credentials.adopt_streams(self.data_dir / "nats" / "jetstream")
+            log = self.data_dir / "logs" / "nats.log"
+            self._nats = NatsServer(self.data_dir / "nats", config_text=text, log_path=log, port=self.options.nats_port or -1)
+            children.append(NatsProcess(self._nats, stop_rank=STOP_RANK["nats"]))
+        children += [self._service(name) for name in self.names() if name != "nats"]
+        self._supervisor = Supervisor(children, self)
+        await self._supervisor.start()
+        self._ready = True
+        self._write_facts()
+
+    @property
+    def children(self) -> list[Child]:
+        """All supervised processes."""
+        return self._supervisor.children if self._supervisor is not None else []
+
+    async def restart(self, say: Callable[[str], None]) -> None:
+        """Replace every process by a new one while the others serve. Raises supervisor.StartFailed; the rest stays as it is.
+
+        A successor starts beside its predecessor and takes over when it is ready. The single NATS server is restarted; services
+        bridge the gap. A replaced gateway finishes its streams in the background.
+        """
+        assert self._supervisor is not None and self._ready, "start() comes first"
+        self._generation += 1
+        for name in sorted(self.names(), key=lambda name: RESTART_ORDER.index(name.split("-")[0])):
+            say(f"{name}: restarting")
+            if name == "nats":
+                await self._supervisor.bounce(name, ready_s=READY_S)
+            else:
+                gateway = name.startswith("gateway")
+                drain_s = RESTART_DRAIN_S if gateway else self.options.drain_s + MARGIN_S
+                await self._supervisor.replace(self._service(name), ready_s=READY_S, drain_s=drain_s, wait=not gateway)
+            self._write_facts()
+            say(f"{name}: ready")
+
+    async def failed(self) -> None:
+        """Wait until the supervision of a process fails."""
+        if self._supervisor is not None:
+            await self._supervisor.failed()
+
+    def hurry(self) -> None:
+        """Cut the drain short."""
+        if self._supervisor is not None:
+            self._supervisor.hurry()
+
+    async def stop(self) -> None:
+        """Drain and stop everything, and release the data directory. Never raises."""
+        for listener in self._listeners:
+            listener.close()
+        if self._supervisor is not None:
+            await self._supervisor.stop(drain_s=self.options.drain_s)
+        if self._lock is not None:
+            (self.data_dir / "stack.json").unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+    def changed(self, name: str, state: State, note: str) -> None:
+        """Called by the supervisor."""
+        if state in ("ready", "restarting"):
+            self._write_facts()
+        self._watcher.changed(name, state, note)
+
+    def _take_lock(self) -> None:
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (self.data_dir / "lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise ConfigError(
+                f"--data-dir: a stack already runs in {self.data_dir} (process {holder}); stop it or choose another directory"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        self._lock = lock
+
+    def _service(self, name: str) -> ServiceProcess:
+        o, kind = self.options, name.split("-")[0]
+        env: dict[str, str] = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        flags: list[str] = ["--drain-s", f"{RESTART_DRAIN_S if kind == 'gateway' else o.drain_s:g}"]
+        pass_fds: tuple[int, ...] = ()
+        if o.bus is None:
+            # Ids that stay over a crash; on a shared server they could meet another stack's. A successor has its own beside
+            # its predecessor.
+            flags += ["--instance-id", f"{name}-{self._generation}" if self._generation else name]
+        if kind in ("registry", "worker", "gateway"):
+            flags += ["--model", o.model, "--served-model-name", o.served_model_name]
+        if kind == "registry":
+            roots = [root for root in (o.adapters_dir, *o.adapter_roots) if root]
+            flags += ["--adapters-dir", o.adapters_dir, "--adapter-roots", ",".join(roots)]
+            flags += ["--tenants", ",".join(o.tenants)]
+        if kind == "gateway":
+            listener = self._listeners[int(name.rsplit("-", 1)[1]) - 1]
+            pass_fds = (listener.fileno(),)
+            flags += ["--host", o.host, "--port", str(listener.getsockname()[1]), "--listen-fd", str(listener.fileno())]
+            flags += ["--api-keys", o.api_keys, "--api-keys-file", o.api_keys_file]
+            flags += ["--tls-cert-file", o.tls_cert_file, "--tls-key-file", o.tls_key_file]
+        if kind == "worker":
+            # a worker by itself leaves cores to its CPU LoRA processes, if it has any
+            threads = o.threads or (max(1, _cores() // o.workers) if o.workers > 1 else 0)
+            env["OMP_NUM_THREADS"] = str(threads or _cores())
+            flags += ["--threads", str(threads), "--adapter-cache-dir", str(self.data_dir / "adapters" / name)]
+            flags += ["--quantization", o.quantization]
+
+        def argv(ops_port: int) -> list[str]:
+            bus = self._bus_flags(kind, name)
+            return [sys.executable, "-m", "motet", kind, *flags, *bus, "--ops-port", str(ops_port)]
+
+        after = ("nats",) if o.bus is None else ()
+        rest_s = WORKER_REST_S if kind == "worker" and o.workers > 1 else 0.0
+        spec = ServiceSpec(
+            name=name, argv=argv, env=env, after=after, stop_rank=STOP_RANK[kind], rest_s=rest_s, pass_fds=pass_fds
+        )
+        return ServiceProcess(spec, self.data_dir / "logs", echo=self._echo)
+
+    def url_for(self, name: str) -> str:
+        """The NATS URL for the child `name`; tests insert a proxy here."""
+        return self.nats_url
+
+    def _bus_flags(self, kind: str, name: str) -> list[str]:
+        """NATS options for a service of this kind. Secrets are passed as files."""
+        given = self.options.bus or BusConfig()
+        user, password_file = given.nats_user, given.nats_password_file
+        if self.options.bus is None or self.options.credentials_dir is not None:
+            user, password_file = kind, str(credentials.password_file(self.credentials_dir, kind))
+        values = {
+            "url": self.url_for(name),
+            "user": user,
+            "password-file": password_file,
+            "creds": given.nats_creds,
+            "tls-ca-file": given.nats_tls_ca_file,
+            "tls-cert-file": given.nats_tls_cert_file,
+            "tls-key-file": given.nats_tls_key_file,
+            "replicas": str(given.nats_replicas),
+        }  # all of them, so that no variable of the environment slips in
+        return [word for name, value in values.items() for word in (f"--nats-{name}", value)]
+
+    def _write_facts(self) -> None:
+        restarts = self._supervisor.restarts if self._supervisor is not None else {}
+        services = {
+            child.name: {"pid": child.pid, "restarts": restarts.get(child.name, 0)}
+            | ({"ops_url": child.ops_url} if isinstance(child, ServiceProcess) else {})
+            for child in self.children
+        }
+        facts = StackFacts(
+            pid=os.getpid(),
+            urls=self.urls,
+            nats_url=self.nats_url,
+            model=self.options.served_model_name,
+            credentials_dir=str(self.credentials_dir),
+            ready=self._ready,
+            services=services,
+        )
+        with contextlib.suppress(OSError):  # a full disk must not end the stack
+            credentials.write_private(
+                self.data_dir / "stack.json", msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n"
+            )
+
+
+def _cores() -> int:
+    """The number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A bound socket for gateways. Raises ConfigError when the port is taken."""
+    try:
+        return bound_socket(host, port)
+    except OSError as error:
+        raise ConfigError(f"--port: cannot listen on {host}:{port}: {error.strerror}; --port 0 takes a free one") from None
+
+
+def read_facts(data_dir: Path) -> StackFacts | None:
+    """The facts of the stack in `data_dir`; None without a stack."""
+    try:
+        return msgspec.json.decode((data_dir / "stack.json").read_bytes(), type=StackFacts)
+    except (OSError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,81 @@
+"""`motet status`: shows the gateway, and the workers with their load as a scheduler sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import click
+import orjson
+from rich.markup import escape
+from rich.table import Table
+
+from motet.cli.client import Client
+from motet.cli.talk import connection, terminal
+
+
+@click.command()
+@connection
+@click.option("--json", "as_json", is_flag=True, help="Print the server's answer as JSON.")
+def status(url: str, as_json: bool) -> None:
+    """Show workers, queues and memory of a running mesh. Exits 1 when requests cannot be served.
+
+    \b
+      motet status
+      motet status --json | jq '.workers[] | {worker_id, running, waiting}'
+    """
+
+    async def ask() -> Any:
+        async with Client(url) as client:
+            return await client.call("GET", "/v1/status")
+
+    answer = asyncio.run(ask())
+    reasons = [*answer["gateway"]["not_ready"], *([answer["error"]] if answer["error"] else [])]
+    if as_json:
+        click.echo(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode())
+    else:
+        _print(answer, reasons)
+    if reasons:
+        raise SystemExit(1)
+
+
+def _print(answer: dict[str, Any], reasons: list[str]) -> None:
+    console, gateway = terminal(), answer["gateway"]
+    console.print(
+        f"{answer['base_model']} with {answer['adapters']} adapters; "
+        f"{gateway['id']} owns {gateway['inflight']} requests; scheduler {answer['scheduler_id'] or 'away'}"
+    )
+    for reason in reasons:
+        console.print(f"[red]not ready:[/] {escape(reason)}", highlight=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in (
+        "worker",
+        "state",
+        "device",
+        "running",
+        "waiting",
+        "KV used",
+        "adapter memory used",
+        "adapters on device / host",
+    ):
+        table.add_column(title, justify="left" if title in ("worker", "state", "device") else "right")
+    for worker in answer["workers"]:
+        table.add_row(
+            worker["worker_id"],
+            "draining" if worker["draining"] else "silent" if worker["stale"] else "ready",
+            worker["device"],
+            f"{worker['running']} / {worker['max_running']}",
+            f"{worker['waiting'] + worker['in_flight']} / {worker['max_waiting']}",
+            _used(worker, "kv_blocks"),
+            _used(worker, "adapter_bytes"),
+            f"{worker['adapters_on_device']} / {worker['adapters_on_host']}",
+        )
+    console.print(table)
+    told = " ".join(reasons)
+    for absent in (one for one in answer["absent_workers"] if one["worker_id"] not in told):
+        console.print(f"[yellow]not serving:[/] {escape(absent['summary'])}", highlight=False)
+
+
+def _used(worker: dict[str, Any], what: str) -> str:
+    total = worker[f"{what}_total"]
+    return f"{1 - worker[f'{what}_free'] / total:.0%}" if total else "-"

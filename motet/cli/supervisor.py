@@ -1,0 +1,247 @@
+"""Supervises child processes: ordered start, restart with back-off, ordered drain.
+
+    waiting -> starting -> ready -> [exit] -> back-off -> starting ...
+                  |                                        stop(): signal rank by rank, wait, then kill
+                  +-- exits again and again before it was ever ready: StartFailed, with its last log lines
+
+    replace(): the successor starts beside its predecessor; when it is ready, it takes over and the predecessor drains
+
+A child that has been ready once is restarted without limit. The pause doubles with every quick exit and is short again after
+a stable minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from motet.cli.nats_server import NatsStartError
+from motet.cli.process import NO_ANSWER, Child, tail
+from motet.shared.clock import now_s
+
+State = Literal["waiting", "starting", "ready", "restarting", "stopping", "stopped"]
+
+POLL_S = 0.05
+READY_POLL_S = 0.1
+FIRST_BACKOFF_S = 0.25
+LAST_BACKOFF_S = 15.0
+STABLE_S = 60.0
+START_ATTEMPTS = 3
+CONFIG_ERROR_EXIT = 2  # a service that says so will not change its mind
+HURRY_S = 2.0
+MARGIN_S = 5.0  # a service ends its own drain; this is for the rest of its shutdown
+
+
+class StartFailed(Exception):
+    """A child never became ready; the message names it, its exit status and its last log lines."""
+
+
+class Watcher(Protocol):
+    """Receives state changes of the children."""
+
+    def changed(self, name: str, state: State, note: str) -> None:
+        """`note` is a short reason for people, e.g. what the child waits for or how it ended."""
+
+
+class Supervisor:
+    """Runs `children`. Use: `await start()`, then `await failed()` or wait for a signal, then `await stop(...)`."""
+
+    def __init__(self, children: Sequence[Child], watcher: Watcher) -> None:
+        self._children = {child.name: child for child in children}
+        self._watcher = watcher
+        self._ready = {child.name: asyncio.Event() for child in children}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[Child, asyncio.Task[None]] = {}  # predecessors that still drain
+        self._failed: asyncio.Future[None] | None = None
+        self._stopping = False
+        self._hurry = asyncio.Event()
+        self.restarts = {child.name: 0 for child in children}
+
+    @property
+    def children(self) -> list[Child]:
+        """One per name; after a `replace` the successor."""
+        return list(self._children.values())
+
+    async def start(self) -> None:
+        """Start everything and return when all children are ready. Raises StartFailed; call `stop` also then."""
+        self._failed = asyncio.get_running_loop().create_future()
+        for child in self.children:
+            self._look_after(child)
+        all_ready = asyncio.create_task(self._all_ready())
+        try:
+            await asyncio.wait({all_ready, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+        finally:
+            all_ready.cancel()
+
+    async def _all_ready(self) -> None:
+        for event in self._ready.values():
+            await event.wait()
+
+    async def failed(self) -> None:
+        """Wait until a child's supervision fails; raises the reason."""
+        assert self._failed is not None, "start() comes first"
+        await asyncio.shield(self._failed)
+
+    def _look_after(self, child: Child, *, running: bool = False) -> None:
+        task = self._tasks[child.name] = asyncio.create_task(self._keep(child, running))
+        task.add_done_callback(self._kept)
+
+    def _kept(self, task: asyncio.Task[None]) -> None:
+        """A child's task only ends by failing or by being cancelled."""
+        if not task.cancelled() and (error := task.exception()) and self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _keep(self, child: Child, running: bool) -> None:
+        for name in child.after:
+            await self._ready[name].wait()
+        backoff_s, attempts = FIRST_BACKOFF_S, 0
+        while not self._stopping:
+            began = now_s()
+            ended = await self._run_once(child, running)
+            running = False
+            if self._stopping:
+                return
+            attempts += 1
+            never_ready = not self._ready[child.name].is_set()
+            if never_ready and (attempts >= START_ATTEMPTS or child.exit_code() == CONFIG_ERROR_EXIT):
+                raise StartFailed(f"{child.name} cannot start: {ended}\n{_last_words(child)}")
+            if now_s() - began > STABLE_S:
+                backoff_s = FIRST_BACKOFF_S
+            self.restarts[child.name] += 1
+            pause_s = max(backoff_s, child.rest_s)
+            self._watcher.changed(child.name, "restarting", f"{ended}; again in {pause_s:g} s, log: {child.log_path}")
+            await asyncio.sleep(pause_s)
+            backoff_s = min(LAST_BACKOFF_S, 2 * backoff_s)
+
+    async def replace(self, successor: Child, *, ready_s: float, drain_s: float, wait: bool) -> None:
+        """Start `successor`. Once it is ready, it replaces the child of its name, which then drains and ends.
+
+        `wait`: wait for that end instead of draining in the background. Raises StartFailed when the successor is not ready
+        within `ready_s`; it is then killed and the old child stays.
+        """
+        name = successor.name
+        try:
+            await successor.launch()
+        except OSError as error:
+            raise StartFailed(f"{name} cannot start: {error}") from None
+        deadline = now_s() + ready_s
+        while reasons := await successor.not_ready():
+            if successor.exit_code() is not None or now_s() > deadline:
+                problem = ", ".join(reasons) if successor.exit_code() is None else _how(successor.exit_code())
+                await self._end(successor, 0.0)
+                raise StartFailed(f"the new {name} cannot start, the old one stays: {problem}\n{_last_words(successor)}")
+            await asyncio.sleep(READY_POLL_S)
+        predecessor = self._children[name]
+        self._tasks[name].cancel()
+        await asyncio.gather(self._tasks[name], return_exceptions=True)
+        self._children[name] = successor
+        self._look_after(successor, running=True)
+        task = self._leaving[predecessor] = asyncio.create_task(self._end(predecessor, drain_s))
+        task.add_done_callback(lambda _: self._leaving.pop(predecessor, None))
+        if wait:
+            await asyncio.wait({task})
+
+    async def bounce(self, name: str, *, ready_s: float) -> None:
+        """Restart a child that can run only once, and wait until it is ready. Raises StartFailed."""
+        child, restarts = self._children[name], self.restarts[name]
+        child.signal(signal.SIGTERM)
+        deadline = now_s() + ready_s
+        while self.restarts[name] == restarts or child.exit_code() is not None or await child.not_ready():
+            if now_s() > deadline:
+                raise StartFailed(f"{name} did not come back within {ready_s:g} s\n{_last_words(child)}")
+            await asyncio.sleep(POLL_S)
+
+    async def _end(self, child: Child, drain_s: float) -> None:
+        """SIGTERM, at most `drain_s` to drain, then SIGKILL."""
+        child.signal(signal.SIGTERM)
+        deadline = now_s() + drain_s
+        while _running(child):
+            if now_s() > deadline:
+                child.signal(signal.SIGKILL)
+            await asyncio.sleep(POLL_S)
+        child.close()
+
+    async def _run_once(self, child: Child, running: bool) -> str:
+        """Start a child unless it is `running`, and follow it until it ends; returns how it ended."""
+        if not running:
+            self._watcher.changed(child.name, "starting", "")
+            try:
+                await child.launch()
+            except (OSError, NatsStartError) as error:
+                return str(error).splitlines()[0]
+        said = [NO_ANSWER]
+        while child.exit_code() is None:
+            reasons = await child.not_ready()
+            if not reasons:
+                self._ready[child.name].set()
+                self._watcher.changed(child.name, "ready", "")
+                break
+            if reasons != said:
+                said = reasons
+                self._watcher.changed(child.name, "starting", ", ".join(reasons))
+            await asyncio.sleep(READY_POLL_S)
+        while child.exit_code() is None:  # noqa: ASYNC110 - processes have no event to wait for everywhere
+            await asyncio.sleep(POLL_S)
+        return _how(child.exit_code())
+
+    def hurry(self) -> None:
+        """Shorten the drain: children get a second signal and two seconds."""
+        self._hurry.set()
+
+    async def stop(self, *, drain_s: float) -> None:
+        """Stop all children, lowest `stop_rank` first. Never raises.
+
+        After `drain_s` a rank is told to hurry, and `MARGIN_S` later it is killed; after `hurry`, both come sooner.
+        """
+        self._stopping = True
+        leaving = dict(self._leaving)
+        tasks = [*self._tasks.values(), *leaving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        everybody = [*self.children, *leaving]
+        for rank in sorted({child.stop_rank for child in everybody}):
+            await self._stop_rank([child for child in everybody if child.stop_rank == rank], drain_s)
+        for child in everybody:
+            child.close()
+
+    async def _stop_rank(self, group: list[Child], drain_s: float) -> None:
+        running = [child for child in group if _running(child)]
+        for child in running:
+            self._watcher.changed(child.name, "stopping", "")
+            child.signal(signal.SIGTERM)
+        patience_until, killed_from = now_s() + drain_s, math.inf
+        while running:
+            hurried = self._hurry.is_set()
+            if killed_from == math.inf and (hurried or now_s() > patience_until):
+                killed_from = now_s() + (HURRY_S if hurried else MARGIN_S)
+                for child in running:
+                    child.signal(signal.SIGTERM)
+            elif hurried:
+                killed_from = min(killed_from, now_s() + HURRY_S)
+            if now_s() > killed_from:
+                for child in running:
+                    child.signal(signal.SIGKILL)
+            for child in [child for child in running if not _running(child)]:
+                running.remove(child)
+                self._watcher.changed(child.name, "stopped", _how(child.exit_code()))
+            await asyncio.sleep(POLL_S)
+
+
+def _running(child: Child) -> bool:
+    return child.pid != 0 and child.exit_code() is None
+
+
+def _how(code: int | None) -> str:
+    if code is None or code == 0:
+        return "ended"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+def _last_words(child: Child) -> str:
+    return "\n".join(f"  | {line}" for line in tail(child.log_path).splitlines())

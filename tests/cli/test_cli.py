@@ -1,0 +1,112 @@
+"""The command line: fast to start, options from the config structs, errors that say what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from packaging.requirements import Requirement
+
+from motet.cli.main import COMMANDS, cli, service_command
+from motet.shared.config import fields
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICES = tuple(COMMANDS["Single services"])
+
+
+def motet(*words: str, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "motet", *words], capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
+
+
+def test_help_lists_every_command_without_importing_one() -> None:
+    program = (
+        "import sys; from motet.cli.main import cli; "
+        "cli(['--help'], standalone_mode=False); print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    for section in COMMANDS.values():
+        for name in section:
+            assert f"  {name} " in done.stdout
+    loaded = set(done.stderr.split())
+    assert not loaded & {"torch", "transformers", "nats", "fastapi", "aiohttp", "motet.cli.up", "motet.services.gateway"}
+
+
+@pytest.mark.parametrize("name", [name for section in COMMANDS.values() for name in section])
+def test_every_command_explains_itself(name: str) -> None:
+    result = CliRunner().invoke(cli, [name, "--help"])
+    assert result.exit_code == 0, result.output
+    assert f"Usage: cli {name}" in result.output
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_a_services_options_are_its_configuration(kind: str) -> None:
+    module = __import__(f"motet.services.{kind}.config", fromlist=["config"])
+    declared = {field.name for field in fields(getattr(module, f"{kind.capitalize()}Config"))}
+    options = service_command(kind).params
+    assert {option.name for option in options} == declared
+    assert all(option.default is None for option in options), "defaults belong to the struct, or variables would not count"
+
+
+def test_a_wrong_value_is_refused_by_name_before_anything_starts() -> None:
+    done = motet("scheduler", "--attempts", "0")
+    assert done.returncode == 2
+    assert "--attempts" in done.stderr
+
+
+def test_a_service_that_cannot_reach_nats_says_so() -> None:
+    done = motet("predictor", "--nats-url", "nats://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "nats://127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_up_refuses_a_model_that_is_not_there() -> None:
+    done = motet("up", "--model", "/nowhere/model")
+    assert done.returncode == 2
+    assert "/nowhere/model" in done.stderr
+
+
+def test_up_refuses_credentials_without_a_server() -> None:
+    done = motet("up", "--model", ".", "--nats-user", "me")
+    assert done.returncode == 2
+    assert "--nats-url" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("chat", "hello"), ("complete", "hello"), ("adapters", "list"), ("status",)],
+    ids=["chat", "complete", "adapters", "status"],
+)
+def test_without_a_gateway_there_is_one_helpful_line(words: tuple[str, ...]) -> None:
+    done = motet(*words, "--url", "http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "motet up" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_the_locks_pin_what_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    parts = ("requirements-mesh.txt", "requirements.txt", "requirements-torch.txt", "requirements-dev.txt")
+    mesh, worker, torch, dev = (pins(name) for name in parts)
+    run = mesh | worker | torch
+    assert not any(pin.startswith("torch==") for pin in mesh), "services without an engine do without torch"
+    pinned = {name: version for name, version in (pin.split("==") for pin in run)}
+    for need in map(Requirement, project["dependencies"]):
+        assert need.specifier.contains(pinned[need.name]), f"requirements.txt lacks {need}: `make lock`"
+    assert set(project["optional-dependencies"]["dev"]) <= run | dev, "requirements-dev.txt is older than pyproject.toml"
+    assert all(line.count("==") == 1 for line in run | dev)
+
+
+def pins(name: str) -> set[str]:
+    lines = (ROOT / name).read_text().splitlines()
+    return {line.removesuffix(" \\") for line in lines if line and not line.startswith(("#", "-r", " "))}
+
+
+def test_every_locked_file_but_torchs_has_hashes() -> None:
+    for name in ("requirements-mesh.txt", "requirements.txt", "requirements-dev.txt"):
+        text = (ROOT / name).read_text()
+        assert all(f"{pin} \\\n    --hash=sha256:" in text for pin in pins(name)), name

@@ -1,0 +1,53 @@
+"""`motet profile` measures an engine and writes what a worker and the twin can start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from motet.cli.main import cli
+from motet.services.worker.config import WorkerConfig
+from motet.services.worker.service import WorkerService
+from motet.shared.config import ConfigError
+from motet.shared.profile import read_profile
+from motet.twin.profile import read_profile as read_for_twin
+from tests.support_models import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama2", tmp_path_factory.mktemp("model"))
+
+
+def test_a_profile_of_an_engine_is_written_and_read(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "worker.json"
+    words = ["profile", "--model", model, "--out", out, "--seconds", 2, "--threads", 1, "--max-running", 4]
+    result = CliRunner().invoke(cli, [*map(str, words), "--max-step-tokens", "64", "--lora-memory-mib", "64"])
+    assert result.exit_code == 0, result.output
+    profile = read_profile(out)
+    assert profile.limits.max_running == 4 and profile.engine.max_step_tokens == 64
+    assert profile.fit is not None and profile.fit.steps > 100
+    perf = profile.perf
+    assert perf.prefill_base_ms + perf.prefill_token_ms + perf.prefill_lora_ms > 0  # which of them, a second cannot say
+    assert perf.load_base_ms + perf.load_ms_per_mib > 0
+    assert 0 < profile.hops.assign_ms < 1000 and 0 < profile.hops.frame_ms < 1000
+    assert profile.engine_steps is not None and profile.engine_steps.prefill_spread
+    assert "R2 decode" in result.output and str(out) in result.output.replace("\n", "")
+    assert read_for_twin(out).spec().perf == perf
+
+    worker = WorkerService(WorkerConfig(model=str(model), profile=str(out)))
+    assert worker._times.model == perf
+
+
+def test_a_worker_refuses_a_profile_that_is_no_profile(model: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text('{\n  "motet_profile": 9\n}')
+    with pytest.raises(ConfigError, match=r"--profile: bad.json:2: motet_profile: version 9"):
+        WorkerService(WorkerConfig(model=str(model), profile=str(bad)))
+
+
+def test_what_cannot_be_profiled_is_said_in_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["profile", "--model", str(tmp_path), "--out", str(tmp_path / "p.json")])
+    assert result.exit_code == 2 and "motet profile:" in result.output and not (tmp_path / "p.json").exists()

@@ -1,0 +1,132 @@
+"""`motet simulate`: what it prints and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from motet.cli.main import cli
+from motet.shared.profile import write_profile
+from motet.twin.profile import a10_llama2_7b
+
+SHORT = ("--duration-s", "20", "--rate", "3", "--adapters", "10")
+
+
+def simulate(*words: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["simulate", *map(str, words)])
+
+
+def figures(*words: str | Path) -> dict:
+    result = simulate("--json", *words)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_table_shows_every_policy_beside_the_others() -> None:
+    result = simulate(*SHORT, "--workers", "3", "--policy", "motet", "--policy", "random")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[1].split() == ["motet", "random"]
+    assert any(line.startswith("SLO attainment") and line.count("%") == 2 for line in lines)
+
+
+def test_the_same_seed_gives_the_same_json_to_the_byte() -> None:
+    first, again, other = (simulate(*SHORT, "--json", "--seed", seed) for seed in ("1", "1", "2"))
+    assert first.stdout == again.stdout != other.stdout
+
+
+def test_a_saved_workload_can_be_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    first = figures(*SHORT, "--save-trace", path)
+    assert figures("--trace", path) == first
+    faster = figures("--trace", path, "--rate", "30")["runs"]["motet"]
+    assert faster["requests"] == first["runs"]["motet"]["requests"]
+    assert faster["duration_s"] < first["runs"]["motet"]["duration_s"]
+
+
+def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert simulate(*SHORT, "--policy", "motet", "--policy", "most-idle", "--workers", "2", "--html", page).exit_code == 0
+    text = page.read_text()
+
+    class Checked(HTMLParser):
+        open_tags: list[str] = []
+        lines = 0
+
+        def handle_starttag(self, tag: str, attrs: list) -> None:
+            assert tag not in ("script", "link", "img", "iframe") and not {"src", "href"} & {name for name, _ in attrs}
+            self.lines += tag == "polyline"
+            if tag not in ("meta", "line", "polyline"):
+                self.open_tags.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            if tag not in ("line", "polyline"):
+                assert self.open_tags.pop() == tag
+
+    checked = Checked()
+    checked.feed(text)
+    assert checked.open_tags == [] and checked.lines == 12  # six plots, two policies
+    assert "nan" not in text and "http" not in text
+
+
+def test_a_profile_changes_what_is_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "worker.json"
+    write_profile(path, a10_llama2_7b())
+    assert figures(*SHORT, "--profile", path) == figures(*SHORT)
+    path.write_text(path.read_text().replace('"decode_base_ms": 33.5', '"decode_base_ms": 67.0'))
+    slow = figures(*SHORT, "--profile", path)["runs"]["motet"]["tpot_ms"]["p50"]
+    assert slow > 1.7 * figures(*SHORT)["runs"]["motet"]["tpot_ms"]["p50"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("--trace", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,1\n", "bad:2: ContextTokens"),
+        ("--profile", '{"motet_profile": 2}', "bad:1: motet_profile: version 2"),
+        ("--popularity", "function,minute_1\nf,inf\n", "bad:2: minute_1"),
+        ("--lengths", "num_prefill_tokens,num_decode_tokens\n0,1\n", "bad:2: num_prefill_tokens"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_its_place(tmp_path: Path, name: str, content: str, message: str) -> None:
+    path = tmp_path / "bad"
+    path.write_text(content)
+    result = simulate(name, path)
+    assert result.exit_code == 1 and message in result.output and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--ranks", "8:x"),
+        ("--ranks", "0:1"),
+        ("--ranks", "8:nan"),
+        ("--rate", "nan"),
+        ("--rate", "inf"),
+        ("--rate", "-1"),
+        ("--zipf", "nan"),
+        ("--duration-s", "0"),
+        ("--workers", "0"),
+        ("--policy", "magic"),
+        ("--trace", "nowhere.csv"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(words: tuple[str, str]) -> None:
+    result = simulate(*words)
+    assert result.exit_code == 2 and words[0] in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rank-mib", "100"), "does not fit"),
+        (("--rate", "1e6", "--duration-s", "1e6"), "more than 50 million requests"),
+        (("--rate", "0.001", "--duration-s", "1"), "no requests"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(words: tuple[str, ...], message: str) -> None:
+    result = simulate(*words)
+    assert result.exit_code == 1 and message in result.output
