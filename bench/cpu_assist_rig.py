@@ -18,12 +18,13 @@ from bench.engine_motet import stored_adapter
 from bench.mesh_parts import prompts
 from bench.models import ATTENTION, MLP, SHAPES, write_adapter, write_model
 from motet.policies.cold_start import Forced
+from motet.policies.step_times import StepTimes
 from motet.services.worker.assemble import assemble
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.engine import Engine
 from motet.services.worker.engine.request import EngineRequest
-from motet.services.worker.state import START_PERF, StepTimes
+from motet.services.worker.state import START_PERF
 from motet.shared.clock import now_s
 from motet.shared.model import SamplingParams
 
@@ -174,8 +175,9 @@ class EngineRig:
         if output.failure is not None:
             raise output.failure
         stats = output.stats
-        if stats.sampled_tokens:
-            self._times.observe((now_s() - began) * 1000, stats)
+        if stats.sampled:
+            stats.time_ms = (now_s() - began) * 1000
+            self._times.observe(stats)
         if stats.copies is not None:
             self.link_bytes += stats.copies.link_bytes
         for mode, _ in stats.cold_starts:

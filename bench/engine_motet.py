@@ -14,9 +14,10 @@ from motet.shared.base_shapes import read_shapes
 def make(setup: dict[str, Any]) -> Generate:
     """A warm engine as a worker assembles it, and the adapters in host memory as a worker has them."""
     from bench.mesh_parts import run_engine
+    from motet.policies.step_times import StepTimes
     from motet.services.worker.assemble import assemble
     from motet.services.worker.config import WorkerConfig
-    from motet.services.worker.state import START_PERF, StepTimes
+    from motet.services.worker.state import START_PERF
 
     model = Path(setup["model"])
     config = WorkerConfig(

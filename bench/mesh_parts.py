@@ -103,9 +103,10 @@ class _Stream:
 
 def engine_alone(pipe: Connection, model: str, threads: int) -> None:
     """Serve laps of the engine over a pipe: (prompts, max_tokens) in, Lap out, None to end."""
+    from motet.policies.step_times import StepTimes
     from motet.services.worker.assemble import assemble
     from motet.services.worker.config import WorkerConfig
-    from motet.services.worker.state import START_PERF, StepTimes
+    from motet.services.worker.state import START_PERF
 
     config = WorkerConfig(model=model, threads=threads)
     engine = assemble(config, Path(model), StepTimes(START_PERF)).engine

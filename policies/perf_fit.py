@@ -6,7 +6,7 @@
 
 The engine runs decodes and prefill chunks through the weights together, so a step with both costs less than the two apart.
 Schedulers need the time that a prefill adds to decodes. So the decode part is fitted to steps that only decode, and the
-prefill part to the time that other steps take beyond it, as the live fit does (services/worker/state.py). Both use
+prefill part to the time that other steps take beyond it, as the online estimator does (`step_times`). Both use
 non-negative least squares with errors relative to the expected time, so that a few long prefills do not outweigh a thousand
 decodes. Steps of equal batches are replaced by their median, which excludes short disturbances of the machine. A median has
 the weight of its number of steps, in the fit and in R2: rarely measured batches get little weight. Both kernel models are
@@ -17,41 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.policies.least_squares import not_negative, r_squared, relative_fit
 from motet.policies.perf_model import Floats, Kernel, batch_load
+from motet.policies.step_record import Step
 from motet.shared.model import PerfModel
 
 KERNELS: tuple[Kernel, ...] = ("mbgmv", "bgmv")
 MIN_STEPS = 32
-ROUNDS = 3  # of a relative fit
-LEAST = 0.1  # of the measured time: no step weighs more, however short it should have been
 DECODE = 4  # the features of `_features` that belong to the decode part
-FINER = ("time_ms", "context_tokens", "longest_context", "prefill_pairs", "row_rank_sum", "adapter_bytes")
-PARTICULAR: dict[str, Any] = dict.fromkeys(FINER, 0)  # what these models do not see
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A measured engine step. Rank sums and maxima are over its requests; the base model counts as rank 0."""
-
-    time_ms: float
-    prefill_requests: int = 0
-    prefill_tokens: int = 0
-    prefill_rank_sum: int = 0
-    prefill_max_rank: int = 0
-    decode_rows: int = 0
-    decode_rank_sum: int = 0
-    decode_max_rank: int = 0
-    context_tokens: int = 0
-    longest_context: int = 0  # the part of it that is one sequence's
-    prefill_pairs: int = 0  # tokens that prefill rows attend to, summed
-    row_rank_sum: int = 0  # over rows
-    adapter_bytes: int = 0  # of distinct adapters
-    sampled: int = 0
+BATCH = (  # steps that are equal in all of these are one batch, measured several times
+    *("prefill_requests", "prefill_tokens", "prefill_rank_sum", "prefill_max_rank"),
+    *("decode_rows", "decode_rank_sum", "decode_max_rank", "sampled"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,22 +76,23 @@ def fit_link(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
         raise ValueError("load times must be finite")
     sizes = np.array(sorted({size for size, _ in times}))
     typical = np.array([np.median([ms for other, ms in times if other == size]) for size in sizes])
-    base, per_mib = least_squares(np.column_stack([np.ones(len(sizes)), sizes]), typical).tolist()
+    base, per_mib = not_negative(np.column_stack([np.ones(len(sizes)), sizes]), typical).tolist()
     return base, per_mib
 
 
 def _typical(steps: Sequence[Step]) -> tuple[list[Step], Floats]:
-    """One step for all that differ in nothing that these models see, the median time at the mean context; and how many."""
-    alike: dict[Step, list[Step]] = {}
+    """One step per batch, with the median time at the mean context; and the number of steps of each."""
+    alike: dict[tuple[int, ...], list[Step]] = {}
+    batch_of = attrgetter(*BATCH)
     for step in steps:
-        alike.setdefault(replace(step, **PARTICULAR), []).append(step)
+        alike.setdefault(batch_of(step), []).append(step)
     typical = [
         replace(
-            batch,
+            group[0],
             time_ms=float(np.median([step.time_ms for step in group])),
             context_tokens=round(float(np.mean([step.context_tokens for step in group]))),
         )
-        for batch, group in alike.items()
+        for group in alike.values()
     ]
     return typical, np.array([len(group) for group in alike.values()], dtype=np.float64)
 
@@ -153,47 +135,3 @@ def _features(kernel: Kernel, step: Step) -> list[float]:
     prefill_load = batch_load(kernel, step.prefill_requests, step.prefill_rank_sum, step.prefill_max_rank)
     tokens = float(step.prefill_tokens)
     return [decodes, float(step.decode_rows), decode_load, float(step.context_tokens), prefills, tokens, prefill_load]
-
-
-def relative_fit(
-    features: NDArray[np.float64], times: Floats, counts: Floats | None = None, known: Floats | None = None
-) -> Floats:
-    """Weights >= 0 of `times ~ known + features @ weights`, errors relative to the expected time; row i counts `counts[i]`
-    times.
-
-    With errors relative to the measured time, slow steps would count less than fast ones, and the model would be too fast by
-    the spread of times. The first round does that; later rounds divide by the expected time.
-    """
-    known = np.zeros(len(times)) if known is None else known
-    often = np.ones(len(times)) if counts is None else np.sqrt(counts)
-    expected, weights = times, np.zeros(features.shape[1])
-    for _ in range(ROUNDS):
-        scale = often / expected
-        weights = least_squares(features * scale[:, None], (times - known) * scale)
-        expected = np.maximum(known + features @ weights, LEAST * times)
-    return weights
-
-
-def least_squares(rows: NDArray[np.float64], values: Floats) -> Floats:
-    """Weights >= 0 that come closest, `rows @ weights ~ values`: what goes below zero is left out, the worst first."""
-    scale = np.maximum(np.abs(rows).max(axis=0), 1e-12)
-    kept = list(range(rows.shape[1]))
-    weights = np.zeros(rows.shape[1])
-    while kept:
-        found = np.linalg.lstsq(rows[:, kept] / scale[kept], values, rcond=None)[0]
-        worst = int(np.argmin(found))
-        if found[worst] >= 0:
-            weights[kept] = found / scale[kept]
-            break
-        del kept[worst]
-    return weights
-
-
-def r_squared(values: Floats, predicted: Floats, counts: Floats | None = None) -> float:
-    """Coefficient of determination: 1 is perfect, 0 no better than the mean; 0 for no values or all the same. Value i counts
-    `counts[i]` times."""
-    if not len(values):
-        return 0.0
-    counts = np.ones(len(values)) if counts is None else counts
-    spread = float(counts @ (values - np.average(values, weights=counts)) ** 2)
-    return 1.0 - float(counts @ (values - predicted) ** 2) / spread if spread else 0.0

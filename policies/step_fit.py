@@ -25,8 +25,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from motet.policies.perf_fit import Step, r_squared, relative_fit, step_times
+from motet.policies.least_squares import r_squared, relative_fit
+from motet.policies.perf_fit import step_times
 from motet.policies.perf_model import MIB, Floats
+from motet.policies.step_record import Step
 from motet.shared.model import EngineSteps
 
 ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)

@@ -15,26 +15,15 @@ from math import isqrt
 from typing import Protocol
 
 from motet.policies.perf_model import MIB, batch_load, decode_ms, load_ms, prefill_ms
+from motet.policies.step_record import Step
 from motet.shared.model import EngineSteps, PerfModel
 from motet.twin.events import to_ps
 
 
-@dataclass(slots=True)
-class Batch:
-    """One step in numbers. Ranks are summed over sequences, 0 for the base; `max_rank` of an empty part is 0."""
+@dataclass(slots=True, kw_only=True)
+class Batch(Step):
+    """The step record of a simulated engine. `context_tokens` and the time are the model's to say and stay 0."""
 
-    prefill_requests: int = 0
-    prefill_tokens: int = 0
-    prefill_rank_sum: int = 0
-    prefill_max_rank: int = 0
-    decode_rows: int = 0
-    decode_rank_sum: int = 0
-    decode_max_rank: int = 0
-    distinct_adapters: int = 0
-    adapter_bytes: int = 0  # of the distinct adapters
-    row_rank_sum: int = 0  # over rows: a prefill chunk counts once per token
-    prefill_pairs: int = 0  # tokens that prefill rows attend to, summed
-    sampled: int = 0  # sequences that draw a token
     waiting: int = 0  # requests that the step's admission left waiting
     loads: tuple[int, ...] = ()  # bytes of each adapter that is copied to the device first
     chance: float = 0.5  # which of all steps with such a batch it is: 0 the shortest, 1 the longest

@@ -29,7 +29,6 @@ from motet.policies.batch_admission import (
     advance,
     advance_steady,
     due_s,
-    pairs,
     steady_steps,
 )
 from motet.policies.batch_core import BatchCore
@@ -290,22 +289,11 @@ class Worker:
 
     def _batch(self, plan: Plan[Live]) -> Batch:
         batch = Batch(waiting=len(self.state.waiting))
-        if plan.decodes:
-            ranks = [live.rank for live in plan.decodes]
-            batch.decode_rows, batch.decode_rank_sum, batch.decode_max_rank = len(ranks), sum(ranks), max(ranks)
-        batch.sampled, batch.row_rank_sum = batch.decode_rows, batch.decode_rank_sum
+        batch.count(plan.decodes, plan.prefills, adapters=self.spec.steps.reads_adapters)
+        batch.sampled = batch.decode_rows
         if plan.prefills:
             batch.chance = self._chance.random()
-            ranks = [live.rank for live in plan.prefills]
-            batch.prefill_requests, batch.prefill_rank_sum, batch.prefill_max_rank = len(ranks), sum(ranks), max(ranks)
-            batch.prefill_tokens = plan.tokens - batch.decode_rows
             batch.sampled += sum([live.computed + live.scheduled == live.length for live in plan.prefills])
-            batch.row_rank_sum += sum([live.rank * live.scheduled for live in plan.prefills])
-            batch.prefill_pairs = sum([pairs(live.computed, live.scheduled) for live in plan.prefills])
-        if self.spec.steps.reads_adapters:
-            adapters = {live.slot: live.adapter_bytes for live in plan.decodes + plan.prefills}
-            adapters.pop(-1, None)
-            batch.distinct_adapters, batch.adapter_bytes = len(adapters), sum(adapters.values())
         if plan.loads and self._copies is None:
             batch.loads = tuple([live.adapter_bytes for live in plan.loads])
         return batch

@@ -21,6 +21,7 @@ from bench.gpu_stages.shapes import RANKS, projections, write_config
 from bench.live_worker import LiveWorker
 from bench.models import model_and_adapters
 from motet.kernels.triton import LoraBatch, baselines
+from motet.policies.least_squares import not_negative, r_squared
 from motet.twin.workload import Workload
 
 MODEL = "Llama-3.1-8B"
@@ -107,9 +108,8 @@ def _fit(seen: list[tuple[list[float], float]]) -> tuple[float, list[float]]:
     """(R2, weights and the constant) of the least squares."""
     x = np.array([[*numbers, 1.0] for numbers, _ in seen])
     y = np.array([took for _, took in seen])
-    weights = np.linalg.lstsq(x, y, rcond=None)[0]
-    rest = y - x @ weights
-    return float(1 - (rest @ rest) / ((y - y.mean()) @ (y - y.mean()))), [float(one) for one in weights]
+    weights = not_negative(x, y)
+    return r_squared(y, x @ weights), weights.tolist()
 
 
 async def _served(model: Path, options: dict[str, str], home: Path) -> Line:

@@ -11,6 +11,7 @@ from typing import Literal, cast
 import torch
 
 from motet.policies.cold_start import Forced
+from motet.policies.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig, free_host_bytes, kv_blocks_for
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.engine import Engine
@@ -18,7 +19,6 @@ from motet.services.worker.engine.loader import parameters, resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, UnsupportedModel, read_model_config
 from motet.services.worker.engine.request import EngineLimits, EngineRequest
 from motet.services.worker.engine.runner import ModelRunner
-from motet.services.worker.state import StepTimes
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.model import SamplingParams, WorkerLimits
@@ -163,4 +163,5 @@ def _warm_up(engine: Engine, limits: WorkerLimits, vocab_size: int, times: StepT
             if output.failure is not None:
                 raise output.failure
             if number:
-                times.observe((now_s() - began) * 1000, output.stats)
+                output.stats.time_ms = (now_s() - began) * 1000
+                times.observe(output.stats)

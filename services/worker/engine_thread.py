@@ -45,11 +45,13 @@ NATIVE = Capabilities(
 
 @dataclass(slots=True)
 class StepReport:
-    """One step as the loop hears of it, begun at `began_s`. `failures` counts consecutive failing steps, this one included."""
+    """One step as the loop hears of it, begun at `began_s`; its duration is in its statistics.
+
+    `failures` counts consecutive failing steps, this one included.
+    """
 
     step: int
     began_s: float
-    step_s: float
     output: StepOutput
     failures: int
     kv_blocks_free: int
@@ -154,7 +156,7 @@ class EngineThread:
                 log.exception("engine command failed")
                 continue
             if output is not None:
-                self._report(engine, output, now_s(), 0.0)
+                self._report(engine, output, now_s())
 
     def _advance(self, engine: Engine) -> None:
         began = self._busy_since = now_s()
@@ -173,9 +175,10 @@ class EngineThread:
         if output.failure is not None:
             self._failures += 1
             metrics.STEP_FAILURES.inc()
-        elif output.stats.sampled_tokens:
+        elif output.stats.sampled:
             self._failures = 0
-        self._report(engine, output, began, now_s() - began)
+        output.stats.time_ms = (now_s() - began) * 1000
+        self._report(engine, output, began)
 
     def _abort(self, engine: Engine, error: Exception) -> StepOutput:
         """After an exception that left the engine in an unknown state: nothing in it may go on."""
@@ -187,7 +190,7 @@ class EngineThread:
         output.failure = error
         return output
 
-    def _report(self, engine: Engine, output: StepOutput, began_s: float, step_s: float) -> None:
+    def _report(self, engine: Engine, output: StepOutput, began_s: float) -> None:
         if not self._credits.acquire(blocking=False):
             waited_since_s = now_s()
             while not self._credits.acquire(timeout=0.1):
@@ -199,7 +202,6 @@ class EngineThread:
             StepReport(
                 step=self._step,
                 began_s=began_s,
-                step_s=step_s,
                 output=output,
                 failures=self._failures,
                 kv_blocks_free=engine.kv_blocks_free,

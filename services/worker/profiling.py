@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from motet.policies.cold_start import AssistRates, Forced
 from motet.policies.host_tier import Evict
-from motet.policies.perf_fit import Step
+from motet.policies.step_record import Step
 from motet.policies.worker_events import Cancel
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterStore
@@ -43,7 +43,7 @@ from motet.shared.profile import LinkFacts
 
 if TYPE_CHECKING:
     from motet.services.worker.engine.adapter_weights import HostAdapter
-    from motet.services.worker.engine.request import CopyStats, StepStats
+    from motet.services.worker.engine.request import CopyStats
 
 RANKS = (8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -295,8 +295,8 @@ class _Profiler:
             stats = report.output.stats
             working = stats.running + stats.waiting > 0  # so the next step began at once
             copying = stats.adapters_loaded or (stats.copies is not None and stats.copies.under_way)
-            if report.step_s and following is not None and working and not copying:
-                self.measured.steps.append(_step(stats, (following.began_s - report.began_s) * 1000))
+            if stats.time_ms and following is not None and working and not copying:
+                self.measured.steps.append(replace(stats, time_ms=(following.began_s - report.began_s) * 1000))
 
     # ---- adapters
 
@@ -351,7 +351,7 @@ class _Profiler:
             await self._beside(self._knock(asker))
         finally:
             await asker.close()
-        ends = {report.step: report.began_s + report.step_s for report in self._worker.seen}
+        ends = {report.step: report.began_s + report.output.stats.time_ms / 1000 for report in self._worker.seen}
         self.measured.frame_ms += [(heard[step] - end_s) * 1000 for step, end_s in ends.items() if step in heard]
 
     async def _knock(self, asker: Bus) -> None:
@@ -370,25 +370,6 @@ class _Profiler:
         await work
         self._worker.end_all()
         await self._worker.idle()
-
-
-def _step(stats: StepStats, time_ms: float) -> Step:
-    return Step(
-        time_ms=time_ms,
-        prefill_requests=stats.prefill_requests,
-        prefill_tokens=stats.prefill_tokens,
-        prefill_rank_sum=stats.prefill_rank_sum,
-        prefill_max_rank=stats.rank_max if stats.prefill_requests else 0,
-        decode_rows=stats.decode_rows,
-        decode_rank_sum=stats.rank_sum - stats.prefill_rank_sum,
-        decode_max_rank=stats.rank_max if stats.decode_rows else 0,
-        context_tokens=stats.context_tokens,
-        longest_context=stats.longest_context,
-        prefill_pairs=stats.prefill_pairs,
-        row_rank_sum=stats.row_rank_sum,
-        adapter_bytes=stats.adapter_bytes,
-        sampled=stats.sampled_tokens,
-    )
 
 
 def random_adapter(model_dir: Path, base_model: str, rank: int, number: int) -> tuple[bytes, AdapterVersion]:

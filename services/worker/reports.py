@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from motet.policies.step_times import StepTimes
 from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
-from motet.services.worker.state import StepTimes, WorkerView
+from motet.services.worker.state import WorkerView
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms

@@ -27,6 +27,7 @@ from nats import errors as nats_errors
 
 from motet.policies.host_tier import HostTier
 from motet.policies.kv_blocks import cache_scope
+from motet.policies.step_times import StepTimes
 from motet.policies.worker_core import WorkerCore
 from motet.policies.worker_events import Assign, Close, OwnerLost, Prefetch, Registered, Stepped, Unload
 from motet.policies.worker_events import Cancel as CancelRequest
@@ -40,7 +41,7 @@ from motet.services.worker.engine_thread import EngineThread, StepReport
 from motet.services.worker.frames import FrameSender
 from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
-from motet.services.worker.state import START_PERF, StepTimes, WorkerView
+from motet.services.worker.state import START_PERF, WorkerView
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
@@ -351,13 +352,13 @@ class WorkerService:
 
     def _measure(self, report: StepReport, output: StepOutput) -> None:
         stats, view = output.stats, self.view
-        if report.step_s and (stats.prefill_tokens or stats.decode_rows):
-            metrics.STEP_S.observe(report.step_s)
+        if stats.time_ms and (stats.prefill_tokens or stats.decode_rows):
+            metrics.STEP_S.observe(stats.time_ms / 1000)
             metrics.BATCH_ROWS.observe(stats.prefill_requests + stats.decode_rows)
             metrics.TOKENS.labels("prefill").inc(stats.prefill_tokens)
             metrics.TOKENS.labels("decode").inc(stats.decode_rows)
             if output.failure is None:
-                self._times.observe(report.step_s * 1000, stats)
+                self._times.observe(stats)
                 for kind, drift in self._times.drift.items():
                     metrics.STEP_DRIFT.labels(kind).set(drift)
         metrics.PREFIX_HIT_TOKENS.inc(stats.cached_tokens)

@@ -9,8 +9,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from motet.policies.perf_fit import Step, fit
+from motet.policies.perf_fit import fit
 from motet.policies.perf_model import decode_ms, lora_load, prefill_ms
+from motet.policies.step_record import Step
 from motet.shared.model import PerfModel
 from tests.support_worker import PERF
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.policies.least_squares import not_negative
 from motet.twin.vllm.steps import TERMS, StepModel, features
 from motet.twin.vllm.tables import Row, rows
 
@@ -80,22 +81,10 @@ def fit(samples: list[Sample]) -> tuple[dict[str, float], dict[str, float]]:
     measured = np.array([sample.step_ms for sample in samples])
     weights = np.array([1 / math.sqrt(sizes[sample.kind]) for sample in samples])
     x = np.stack([sample.x for sample in samples])
-    coefficients = _non_negative(x * (weights / measured)[:, None], weights)
+    coefficients = not_negative(x * (weights / measured)[:, None], weights)
     errors = np.abs(x @ coefficients / measured - 1) * 100
     by_kind = {kind: float(np.mean([e for e, s in zip(errors, samples, strict=True) if s.kind == kind])) for kind in sizes}
     return dict(zip(TERMS, coefficients.tolist(), strict=True)), by_kind
-
-
-def _non_negative(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares, dropping the most negative contribution until there is none."""
-    kept = list(range(x.shape[1]))
-    while True:
-        result = np.zeros(x.shape[1])
-        result[kept] = np.linalg.lstsq(x[:, kept], y, rcond=None)[0]
-        negative = [i for i in kept if result[i] < 0]
-        if not negative:
-            return result
-        kept.remove(min(negative, key=lambda i: result[i] * np.linalg.norm(x[:, i])))
 
 
 # ---- step samples
@@ -216,7 +205,7 @@ def _scan_us(folder: Path) -> float:
             y.append(1.0)
     if not x:
         return 0.0
-    return float(_non_negative(np.array(x), np.array(y))[1])
+    return float(not_negative(np.array(x), np.array(y))[1])
 
 
 def _memory(folder: Path) -> dict[str, dict[int, list[tuple[int, float]]]]:

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, Plan, advance, due_s, pairs
+from motet.policies.batch_admission import AdmissionLimits, Plan, advance, due_s
 from motet.policies.batch_core import BatchCore
 from motet.policies.cold_start import ColdStarts, Forced
 from motet.policies.kv_blocks import KvBlocks
@@ -238,7 +238,8 @@ class Engine:
                 stats.cold_starts.append((live.cold.mode, live.cold.reason))
         if plan.loads or plan.evictions:
             self._move_adapters(plan, stats)
-        _count(plan, stats)
+        stats.preempted = len(plan.preempted)
+        stats.count(plan.decodes, plan.prefills)
         return plan
 
     def _run(self, plan: Plan[Live], stats: StepStats) -> Drawn | None:
@@ -264,7 +265,7 @@ class Engine:
         return drawn
 
     def _postprocess(self, drawing: list[Live], drawn: Drawn, stats: StepStats) -> None:
-        stats.sampled_tokens = len(drawing)
+        stats.sampled = len(drawing)
         broken = set(drawn.broken)
         for index, (live, token) in enumerate(zip(drawing, drawn.tokens.tolist(), strict=True)):
             if index in broken:
@@ -419,17 +420,3 @@ def _finish_of(live: Live) -> FinishReason | None:
     if live.tokens[-1] in live.ending:
         return "stop"
     return "length" if live.length >= live.max_length else None
-
-
-def _count(plan: Plan[Live], stats: StepStats) -> None:
-    stats.preempted = len(plan.preempted)
-    stats.decode_rows, stats.prefill_requests = len(plan.decodes), len(plan.prefills)
-    stats.prefill_tokens = sum(live.scheduled for live in plan.prefills)
-    decode_ranks, prefill_ranks = [live.rank for live in plan.decodes], [live.rank for live in plan.prefills]
-    stats.prefill_rank_sum = sum(prefill_ranks)
-    stats.rank_sum = sum(decode_ranks) + stats.prefill_rank_sum
-    stats.rank_max = max(decode_ranks + prefill_ranks, default=0)
-    stats.row_rank_sum = sum(decode_ranks) + sum(live.scheduled * live.rank for live in plan.prefills)
-    stats.prefill_pairs = sum(pairs(live.computed, live.scheduled) for live in plan.prefills)
-    slots = {live.slot: live.adapter_bytes for live in (*plan.decodes, *plan.prefills) if live.slot >= 0}
-    stats.distinct_adapters, stats.adapter_bytes = len(slots), sum(slots.values())

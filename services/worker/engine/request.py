@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from motet.policies.cold_start import AssistRates
+from motet.policies.step_record import Step
 from motet.shared.messages import StreamItem
 from motet.shared.model import RequestBrief, SamplingParams, Slo, Tier
 
@@ -72,27 +73,13 @@ class CopyStats:
         return self.assist.processes if self.assist is not None else 0
 
 
-@dataclass(slots=True)
-class StepStats:
-    """One step in numbers: what metrics count and performance models are fitted to (CaraServe section 5)."""
+@dataclass(slots=True, kw_only=True)
+class StepStats(Step):
+    """The step record of a live engine: beside what step times depend on, what metrics and requests are told."""
 
-    prefill_requests: int = 0
-    prefill_tokens: int = 0  # rows of prefill chunks
-    decode_rows: int = 0
-    context_tokens: int = 0  # sum over sequences of tokens in the KV cache after the step
-    longest_context: int = 0  # the most of one sequence
-    distinct_adapters: int = 0
-    rank_sum: int = 0  # over the step's sequences; 0 for the base
-    rank_max: int = 0
-    prefill_rank_sum: int = 0  # the part of `rank_sum` that prefills
-    row_rank_sum: int = 0  # over rows, so a prefill chunk counts once per token
-    adapter_bytes: int = 0  # on the device, of the distinct adapters
-    prefill_pairs: int = 0  # tokens that prefill rows attend to, summed
-    sampled_tokens: int = 0
     cached_tokens: int = 0  # tokens that admissions found in the prefix cache
     preempted: int = 0
     adapters_loaded: int = 0  # whole since the last step
-    cold_rows: int = 0  # of adapters that were still being copied
     cold_starts: list[tuple[str, str]] = field(default_factory=list)  # mode and reason of those that joined while or after
     cold_errors_ms: list[tuple[str, float]] = field(default_factory=list)  # mode, time to first token beyond the predicted one
     copies: CopyStats | None = None

@@ -208,8 +208,9 @@ def test_statistics_describe_the_step(engine: Engine, adapters: list[HostAdapter
     engine.add(request("c", PROMPT[:7]), 0.0)
     stats = engine.step(0.0).stats
     assert (stats.decode_rows, stats.prefill_requests, stats.prefill_tokens) == (1, 2, 12)
-    assert (stats.distinct_adapters, stats.rank_sum, stats.rank_max) == (2, 12, 8)
-    assert (stats.adapters_loaded, stats.sampled_tokens, stats.running) == (1, 3, 3)
+    assert (stats.distinct_adapters, stats.decode_rank_sum + stats.prefill_rank_sum) == (2, 12)
+    assert max(stats.decode_max_rank, stats.prefill_max_rank) == 8
+    assert (stats.adapters_loaded, stats.sampled, stats.running) == (1, 3, 3)
     assert (stats.context_tokens, stats.longest_context) == (len(PROMPT) + 1 + 12, max(len(PROMPT) + 1, 12))
     assert stats.forward_s > 0
     assert engine.prefill_tokens_waiting == 0

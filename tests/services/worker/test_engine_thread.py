@@ -60,7 +60,7 @@ class ScriptedEngine:
             self.fail_steps -= 1
             raise RuntimeError("kernel failed")
         items = {"g": [StreamItem(request_id, 0, self.steps, [1]) for request_id in self.requests]}
-        return StepOutput(items=items, stats=StepStats(sampled_tokens=len(self.requests), decode_rows=len(self.requests)))
+        return StepOutput(items=items, stats=StepStats(sampled=len(self.requests), decode_rows=len(self.requests)))
 
     def close(self) -> None:
         self.closed.set()
@@ -177,7 +177,7 @@ async def test_a_failing_step_ends_its_requests_and_the_next_ones_are_served(dri
     await eventually(lambda: finished(reports) == {"r1": "internal_error"})
     assert max(report.failures for report in reports) == 1
     thread.add(request("r2"))
-    await eventually(lambda: reports[-1].output.stats.sampled_tokens == 1)
+    await eventually(lambda: reports[-1].output.stats.sampled == 1)
     assert reports[-1].failures == 0
 
 
