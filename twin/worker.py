@@ -191,22 +191,22 @@ class Worker:
         """What the core wants done: requests go on to the batches and loads to their links; nothing else takes time."""
         if self.view.changed:
             self._on_change(self)
+        started = False
         for action in actions:
             if isinstance(action, Start):
-                self._enqueue(action.entry.payload)
+                self.batches.start(action.entry.payload)
+                started = True
             elif isinstance(action, Load):
                 self.storage.load(action)
+        if started:  # all that one event starts is there when the next step is decided
+            if self._run is None:
+                self._begin()
+            else:
+                self._shorten(self._run)
 
     def _loaded(self, adapter: AdapterRef) -> None:
         size_bytes = adapter.size_bytes
         self._perform(self.core.on(Loaded(adapter.digest, size_bytes, size_bytes), self._events.now_s))
-
-    def _enqueue(self, live: Live) -> None:
-        self.batches.start(live)
-        if self._run is None:
-            self._begin()
-        else:
-            self._shorten(self._run)
 
     def _end(self, ended: list[Live], now_ps: int) -> None:
         for live in ended:

@@ -74,7 +74,7 @@ class PacedRunner(ModelRunner):
 
     def bytes_ahead(self, slot: int) -> int:
         slots = list(self.queue)
-        return int(sum(self.queue[one][1] for one in slots[: slots.index(slot) + 1])) if slot in self.queue else 0
+        return math.ceil(sum(self.queue[one][1] for one in slots[: slots.index(slot) + 1])) if slot in self.queue else 0
 
     def free_adapter(self, slot: int) -> None:
         self.queue.pop(slot, None)
