@@ -9,18 +9,15 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from nats import errors as nats_errors
-from nats.js import errors as js_errors
 
-from motet.shared import subjects
+from motet.shared import streams, subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import unix_ms
-from motet.shared.errors import Unavailable
+from motet.shared.errors import MotetError, Unavailable
 from motet.shared.telemetry import logger
 
 log = logger("motet.audit")
 PAGE = 1000
-_FAILURES = (nats_errors.Error, js_errors.Error, TimeoutError, OSError)
 
 
 class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -44,24 +41,21 @@ class Audit:
         """Append `event`, which has happened. If the stream cannot be reached, it is logged as a warning."""
         event = msgspec.structs.replace(event, at_unix_ms=unix_ms())
         try:
-            await self._bus.js.publish(subjects.audit(event.action.split(".")[0]), msgspec.json.encode(event))
-        except _FAILURES as error:
+            await self._bus.store(subjects.audit(event.action.split(".")[0]), msgspec.json.encode(event), {})
+        except MotetError as error:
             log.warning("not in the audit log", extra={"event": msgspec.json.encode(event).decode(), "error": repr(error)})
 
     async def latest(self, count: int) -> list[AuditEvent]:
         """The last `count` events (at most `PAGE`), newest first. Raises Unavailable."""
         try:
-            state = (await self._bus.js.stream_info(subjects.STREAM_AUDIT)).state
-            first = max(state.first_seq, state.last_seq - min(count, PAGE) + 1)
-            wanted = range(state.last_seq, first - 1, -1) if state.messages else ()
+            held = await streams.size_of(self._bus, subjects.STREAM_AUDIT)
+            first = max(held.first, held.last - min(count, PAGE) + 1)
+            wanted = range(held.last, first - 1, -1) if held.messages else ()
             found = await asyncio.gather(*(self._one(sequence) for sequence in wanted))
-        except _FAILURES as error:
-            raise Unavailable(f"the audit log cannot be read: {error!r}") from error
+        except MotetError as error:
+            raise Unavailable(f"the audit log cannot be read: {error.message}") from error
         return [event for event in found if event is not None]
 
     async def _one(self, sequence: int) -> AuditEvent | None:
-        try:
-            message = await self._bus.js.get_msg(subjects.STREAM_AUDIT, sequence, direct=True)
-        except js_errors.NotFoundError:  # it has just left
-            return None
-        return msgspec.json.decode(message.data or b"", type=AuditEvent)
+        data = await streams.message_at(self._bus, subjects.STREAM_AUDIT, sequence)
+        return None if data is None else msgspec.json.decode(data, type=AuditEvent)

@@ -12,13 +12,12 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from nats import errors as nats_errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
@@ -29,6 +28,7 @@ from nats.micro.request import Request as MicroRequest
 from nats.micro.service import Service as MicroService
 from nats.micro.service import ServiceConfig as MicroConfig
 
+from motet.shared import nats_compat
 from motet.shared.clock import now_s
 from motet.shared.config import BusConfig, read_secret
 from motet.shared.errors import DeadlineExceeded, MotetError, Overloaded, TooLarge, Unavailable
@@ -45,9 +45,9 @@ _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 PENDING_MSGS = 65_536
 PENDING_BYTES = 64 * 1024 * 1024
 OUTBOX_BYTES = 16 * 1024 * 1024
-LINGER_S = 0.05
+PING_S, PINGS = 0.5, 2  # a server that answers none of `PINGS` pings is lost: after 1.5 s at most
 REFUSED_S = 10.0  # so long may a server that we return to refuse our credentials: it may be reloading its configuration
-NAMES_PAGE = 1024  # stream names in one answer of the server
+FULL = (10023, 10028, 10047, TAKEN_OR_FULL)  # no resources; account's storage; server's storage; a limit of the stream
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -66,23 +66,23 @@ def decode(data: bytes, kind: Any) -> Any:
         raise msgspec.DecodeError(str(error)) from None
 
 
-class _Client(Client):
-    """The library's client, but with TLS configured it sends nothing over an unencrypted connection.
-
-    The library upgrades to TLS only if the server's greeting says so. The greeting is not encrypted, so somebody who can
-    change it would get the password.
-    """
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        if initial_connection and "tls" in self.options and not info.get("tls_required"):
-            raise nats_errors.Error("the server does not offer TLS")
-        await super()._process_info(info, initial_connection)
+@contextlib.contextmanager
+def reaching(what: str) -> Iterator[None]:
+    """Errors of the client library become Overloaded when `what` is full, and Unavailable otherwise."""
+    try:
+        yield
+    except js_errors.APIError as error:
+        if error.err_code in FULL:
+            raise Overloaded(f"{what} is full: {error.description}") from error
+        raise Unavailable(f"{what} does not answer: {error!r}") from error
+    except nats_compat.FAILURES as error:
+        raise Unavailable(f"{what} does not answer: {error!r}") from error
 
 
 class Bus:
     """A NATS connection for Motet's messages. Make one with `await Bus.connect(...)`."""
 
-    def __init__(self, client: Client, name: str) -> None:
+    def __init__(self, client: nats_compat.Client, name: str) -> None:
         self.nc = client
         self.name = name
         self.js: JetStreamContext = client.jetstream(timeout=5.0)
@@ -102,14 +102,14 @@ class Bus:
         The first connection raises Unavailable after five seconds; later reconnections are tried without limit.
         """
 
-        options: dict[str, Any] = {"reconnect_time_wait": 0.25}
+        options: dict[str, Any] = {}
         if config.nats_creds:
             options["user_credentials"] = config.nats_creds
         elif config.nats_user:
             options |= {"user": config.nats_user, "password": read_secret(config.nats_password_file)}
         if (tls := config.nats_tls()) is not None:
             options["tls"] = tls
-        bus = cls(_Client(), name)
+        bus = cls(nats_compat.Client(), name)
         try:
             await asyncio.wait_for(
                 bus.nc.connect(
@@ -120,8 +120,9 @@ class Bus:
                     disconnected_cb=bus._on_disconnect,
                     closed_cb=bus._on_closed,
                     max_reconnect_attempts=-1,
-                    ping_interval=1,
-                    max_outstanding_pings=2,
+                    ping_interval=PING_S,  # type: ignore[arg-type]
+                    max_outstanding_pings=PINGS,
+                    reconnect_to_server_handler=bus.nc.next_server,
                     pending_size=OUTBOX_BYTES,
                     inbox_prefix=f"_INBOX_{inbox}".encode(),
                     **options,
@@ -170,10 +171,14 @@ class Bus:
     @property
     def lost(self) -> str:
         """Why the connection is closed for good; "" while it is open or can come back."""
-        returning = self.nc._reconnection_task
-        if self.nc.is_reconnecting and returning is not None and returning.done() and not returning.cancelled():
-            self._lose(f"the client gave up reconnecting: {returning.exception()!r}")
+        if (why := nats_compat.gave_up(self.nc)) is not None:
+            self._lose(f"the client gave up reconnecting: {why!r}")
         return self._lost
+
+    @property
+    def reconnects(self) -> int:
+        """How often the connection was made again: a change says that messages may have been missed."""
+        return int(self.nc.stats["reconnects"])
 
     @property
     def max_payload(self) -> int:
@@ -187,7 +192,7 @@ class Bus:
     async def publish_encoded(self, subject: str, data: bytes) -> None:
         """`publish` of an encoded message."""
         try:
-            if self.nc.pending_data_size > OUTBOX_BYTES:  # connected, but the server does not read
+            if nats_compat.outbox_full(self.nc, OUTBOX_BYTES):
                 raise nats_errors.OutboundBufferLimitError
             await self.nc.publish(subject, data)
         except nats_errors.MaxPayloadError:
@@ -206,7 +211,7 @@ class Bus:
         Returns False when the stream keeps one message per subject and already has one. Raises TooLarge (headers count),
         Overloaded when the stream is full, Unavailable when it may not be stored (repeat it with the same Nats-Msg-Id).
         """
-        size = len(data) + len(b"NATS/1.0\r\n\r\n") + sum(len(f"{k}: {v}\r\n".encode()) for k, v in headers.items())
+        size = nats_compat.stored_bytes(data, headers)
         if size > self.max_payload:
             raise self._too_large(subject, size)
         try:
@@ -226,27 +231,13 @@ class Bus:
 
     async def stream_names(self, subject: str) -> list[str]:
         """The JetStream streams that take messages on `subject`, which may have wildcards. Raises Unavailable."""
-        names: list[str] = []
-        while True:
-            ask = json.dumps({"subject": subject, "offset": len(names)}).encode()
-            try:
-                answer = json.loads((await self.nc.request("$JS.API.STREAM.NAMES", ask, timeout=5.0)).data)
-            except (nats_errors.Error, TimeoutError) as error:
-                raise Unavailable(f"JetStream does not answer: {error!r}") from error
-            if "error" in answer:
-                raise Unavailable(f"JetStream does not answer: {answer['error'].get('description', '')}")
-            names += answer["streams"] or []
-            if len(answer["streams"] or []) < NAMES_PAGE:
-                return names
+        with reaching("JetStream"):
+            return await nats_compat.stream_names(self.nc, subject)
 
     async def flush(self) -> None:
-        """Wait until the server has received everything sent so far. Raises nats.errors.Error after ten seconds.
-
-        The client's own flush puts its PING ahead of what is still buffered, the newest subscription for one: the PONG
-        would come back before the server has read that.
-        """
-        await self.nc._flush_pending(force_flush=True)
-        await self.nc.flush()
+        """Wait until the server has received everything sent so far. Raises Unavailable after ten seconds."""
+        with reaching("NATS"):
+            await nats_compat.flush(self.nc)
 
     async def request(self, subject: str, message: msgspec.Struct, reply: Any, *, timeout_s: float) -> Any:
         """Send and wait for a message of type `reply`.
@@ -341,8 +332,9 @@ class Bus:
 
         async def accept(request: MicroRequest) -> None:
             nonlocal running
-            if not request._msg.reply or _out_of_a_stream(request._msg):
-                _refuse_stored(request._msg)
+            message = nats_compat.message_of(request)
+            if not message.reply or _out_of_a_stream(message):
+                _refuse_stored(message)
                 return
             if running >= concurrency:
                 BUS_REFUSED.labels("concurrency").inc()
@@ -360,33 +352,16 @@ class Bus:
     async def stop_serving(self) -> None:
         """Leave every queue group of `serve` and wait until all requests received so far are answered.
 
-        For a drain: other members of the groups get all further requests, and none is lost. (The micro service's own stop would
-        drop requests that have arrived and are not handled yet.)
+        For a drain: other members of the groups get all further requests, and none is lost.
         """
         micro, self._micro = self._micro, None
         if micro is not None and self.connected:
-            endpoints, micro._endpoints = micro._endpoints, []
             try:
-                await self._leave([e._subscription for e in endpoints if e._subscription is not None])
+                await nats_compat.leave(self.nc, nats_compat.take_endpoints(micro))
                 await micro.stop()
-            except (nats_errors.Error, TimeoutError) as error:
+            except nats_compat.FAILURES as error:
                 log.warning("queue groups were not left in order", extra={"error": repr(error)})
         await asyncio.gather(*self._answering, return_exceptions=True)
-
-    async def _leave(self, subscriptions: list[Subscription]) -> None:
-        """As `Subscription.drain`, but stays subscribed `LINGER_S` longer.
-
-        The server may have chosen this member for a message just before it left. The message then arrives after the answer to
-        our flush, and a closed subscription would drop it.
-        """
-        for subscription in subscriptions:
-            await self.nc._send_unsubscribe(subscription._id)
-        await self.flush()
-        await asyncio.sleep(LINGER_S)
-        for subscription in subscriptions:
-            await subscription._pending_queue.join()
-            subscription._stop_processing()
-            self.nc._remove_sub(subscription._id)
 
     def spawn(self, work: Any) -> asyncio.Task[Any]:
         """Run a coroutine in a task that the bus keeps alive and whose failure is logged."""
@@ -401,11 +376,14 @@ class Bus:
             log.error("background task failed", exc_info=error)
 
     async def key_value(self, bucket: str, *, wait_s: float = 15.0) -> KeyValue:
-        """A KV bucket, waiting until the registry has provisioned it. Raises Unavailable after `wait_s`."""
+        """The library's view of a KV bucket, for `shared.kv`. Waits until the registry has provisioned the bucket.
+
+        Raises Unavailable after `wait_s`.
+        """
         return await self._provisioned(lambda: self.js.key_value(bucket), bucket, wait_s)
 
     async def object_store(self, bucket: str, *, wait_s: float = 15.0) -> ObjectStore:
-        """An object store bucket, waiting until the registry has provisioned it. Raises Unavailable after `wait_s`."""
+        """The same of an object store, for `shared.objects`."""
         return await self._provisioned(lambda: self.js.object_store(bucket), bucket, wait_s)
 
     async def _provisioned(self, get: Callable[[], Awaitable[T]], bucket: str, wait_s: float) -> T:
@@ -413,27 +391,10 @@ class Bus:
         while True:
             try:
                 return await get()
-            except (js_errors.NotFoundError, js_errors.APIError, nats_errors.Error, TimeoutError) as error:
+            except nats_compat.FAILURES as error:
                 if now_s() > deadline:
                     raise Unavailable(f"bucket {bucket} is not there: {error!r}") from error
                 await asyncio.sleep(0.1)
-
-    async def answered_control(self, msg: Msg, sequence: int) -> bool:
-        """Whether `msg`, from a push consumer, is flow control or a heartbeat instead of a message of the stream.
-
-        Flow control is answered here, so that the server sends no faster than we read. `sequence` is the consumer's of the
-        last message; raises nats.js.errors.Error when a heartbeat knows of later ones.
-        """
-        headers = msg.headers or {}
-        # a message of the stream carries the headers that its publisher chose, but its reply is the server's
-        if headers.get("Status") != "100" or msg.reply.startswith("$JS.ACK."):
-            return False
-        if reply := msg.reply or headers.get("Nats-Consumer-Stalled"):
-            await self.nc.publish(reply)
-        last = headers.get("Nats-Last-Consumer")
-        if last is not None and int(last) != sequence:
-            raise js_errors.Error(f"{int(last) - sequence} messages lost")
-        return True
 
     async def close(self) -> None:
         """Finish what was received, flush, disconnect."""

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from nats import errors as nats_errors
-from nats.js import errors as js_errors
 
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import unix_ms
 from motet.shared.config import ConfigError, read_secret
-from motet.shared.errors import BadRequest, Conflict, NotFound, Unavailable
+from motet.shared.errors import BadRequest, Conflict, MotetError, NotFound, Unavailable
+from motet.shared.kv import Bucket
 from motet.shared.kv_watch import KvWatch
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import TENANT, check_tenant
@@ -36,7 +35,6 @@ EXPIRED_KEPT_MS = 7 * 24 * 3600 * 1000
 NAME = re.compile(r"[\w .@:/+-]{0,100}")
 Role = Literal["use", "adapters", "admin"]
 ROLES: tuple[Role, ...] = ("use", "adapters", "admin")  # each may do what those before it may
-_FAILURES = (nats_errors.Error, js_errors.Error, TimeoutError, OSError)
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -156,9 +154,9 @@ class KeyStore:
         """Delete a key; returns its record. Raises NotFound or Unavailable."""
         known = self._known(key_id)
         try:
-            await (await self._bus.key_value(subjects.KV_KEYS, wait_s=1.0)).delete(key_id)
-        except _FAILURES as error:
-            raise Unavailable(f"the key cannot be revoked: {error!r}") from error
+            await (await Bucket.open(self._bus, subjects.KV_KEYS, wait_s=1.0)).delete(key_id)
+        except MotetError as error:
+            raise Unavailable(f"the key cannot be revoked: {error.message}") from error
         self._forget(key_id)
         return known
 
@@ -183,10 +181,10 @@ class KeyStore:
 
     async def _write(self, record: ApiKey) -> None:
         try:
-            bucket = await self._bus.key_value(subjects.KV_KEYS, wait_s=1.0)
+            bucket = await Bucket.open(self._bus, subjects.KV_KEYS, wait_s=1.0)
             await bucket.put(record.id, msgspec.json.encode(record))
-        except _FAILURES as error:
-            raise Unavailable(f"the key cannot be stored: {error!r}") from error
+        except MotetError as error:
+            raise Unavailable(f"the key cannot be stored: {error.message}") from error
         self._keep(record)
 
     def _put(self, key_id: str, value: bytes) -> None:

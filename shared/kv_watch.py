@@ -21,6 +21,7 @@ from nats.js import errors as js_errors
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.kv import KV_DEL, KV_MARKER_REASON, KV_OP, KV_PURGE
 
+from motet.shared import nats_compat
 from motet.shared.bus import PENDING_BYTES, PENDING_MSGS, Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import Unavailable
@@ -31,7 +32,6 @@ HEARTBEAT_S = 0.5
 DEAF_S = 1.75
 LOOK_S = 0.25  # how often a silent pass looks at the connection
 RETRY_S = 0.1
-_FAILURES = (nats_errors.Error, js_errors.Error, TimeoutError, OSError)
 
 
 class KvWatch:
@@ -89,7 +89,7 @@ class KvWatch:
             try:
                 if self._bus.connected:
                     await self._pass()
-            except _FAILURES as error:
+            except nats_compat.FAILURES as error:
                 log.info("watch interrupted", extra={"bucket": self._bucket, "error": repr(error)})
             finally:
                 self._synced = False
@@ -116,12 +116,12 @@ class KvWatch:
             empty = info.num_pending == 0 and (info.delivered is None or info.delivered.consumer_seq == 0)
             await self._read(inlet, empty)
         finally:
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(*nats_compat.FAILURES):
                 await inlet.unsubscribe()  # without a listener the server removes the consumer
 
     async def _read(self, inlet: Subscription, empty: bool) -> None:
         """Report until the pass ends. `empty`: no key matches, so that there is nothing to wait for."""
-        reconnects = self._bus.nc.stats["reconnects"]
+        reconnects = self._bus.reconnects
         began_s = now_s()
         keys: set[str] | None = set()  # of the present state, until it is complete
         sequence = 0
@@ -135,12 +135,12 @@ class KvWatch:
                 if now_s() - max(began_s, self._heard_s) > DEAF_S:
                     raise
                 msg = None
-            if not self._bus.connected or self._bus.nc.stats["reconnects"] != reconnects:
+            if not self._bus.connected or self._bus.reconnects != reconnects:
                 return
             if msg is None:
                 continue
             self._heard_s = now_s()
-            if await self._bus.answered_control(msg, sequence):
+            if await nats_compat.answered_control(self._bus.nc, msg, sequence):
                 continue
             at = msg.metadata
             if at.sequence.consumer != sequence + 1:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
-from nats import errors as nats_errors
-from nats.js import errors as js_errors
 
 from motet.shared import subjects
 from motet.shared.bus import Bus, decode, encode
 from motet.shared.clock import now_s, unix_ms
+from motet.shared.errors import MotetError
+from motet.shared.kv import Bucket
 from motet.shared.kv_watch import KvWatch
 from motet.shared.messages import Lease
 from motet.shared.telemetry import logger
@@ -40,7 +40,7 @@ class LeaseHolder:
 
     async def start(self) -> None:
         """Write the lease, then renew it in the background."""
-        self._kv = await self._bus.key_value(subjects.KV_LEASES)
+        self._kv = await Bucket.open(self._bus, subjects.KV_LEASES)
         await self._renew()
         self._task = self._bus.spawn(self._keep())
 
@@ -54,14 +54,14 @@ class LeaseHolder:
             try:
                 # a write that went down with a broker must not hold up the first one to the next broker
                 await asyncio.wait_for(self._renew(), timeout=RENEW_S)
-            except (nats_errors.Error, js_errors.Error, TimeoutError, OSError) as error:
+            except (MotetError, TimeoutError) as error:
                 log.warning("lease not renewed", extra={"key": self._key, "error": repr(error)})
 
     async def release(self) -> None:
         """Delete the lease: watchers see it at once."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(nats_errors.Error, js_errors.Error, TimeoutError):
+            with contextlib.suppress(MotetError):
                 await self._kv.delete(self._key)
 
 

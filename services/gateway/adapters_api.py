@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from fastapi import APIRouter
 from msgspec import Meta
-from nats import errors as nats_errors
-from nats.js import errors as js_errors
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
@@ -43,6 +41,7 @@ from motet.shared.errors import (
 )
 from motet.shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, Refused, RegisterAdapter, RegistryReply
 from motet.shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS
+from motet.shared.objects import Objects
 from motet.shared.tenancy import SHARED, check_tenant
 
 if TYPE_CHECKING:
@@ -331,23 +330,24 @@ async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> Ad
         if replace not in ("true", "false"):
             raise BadRequest(f"replace: expected true or false, got {replace!r}", param="replace")
         registry.check_name(name, "name")
-        store = await gateway.bus.object_store(subjects.UPLOADS)
+        store = await Objects.open(gateway.bus, subjects.UPLOADS)
         key = secrets.token_hex(16)
         try:
-            await store.put(key, _Readable(file))  # type: ignore[arg-type]
+            await _put(store, key, file)
             source = _Source("upload", key, "file")
             return await registry.register(name, source, caller_of(request), replace=replace == "true", tenant=tenant)
-        except (nats_errors.Error, js_errors.Error, TimeoutError) as error:
-            raise Unavailable(f"the upload cannot be stored: {error!r}") from error
         finally:
-            await _forget(store, key)
+            with contextlib.suppress(MotetError):  # the store's own expiry removes it then
+                await store.delete(key)
     finally:
         await form.close()
 
 
-async def _forget(store: Any, key: str) -> None:
-    with contextlib.suppress(nats_errors.Error, js_errors.Error, TimeoutError):  # the bucket's own expiry removes it then
-        await store.delete(key)
+async def _put(store: Objects, key: str, file: UploadFile) -> None:
+    try:
+        await store.put(key, _Readable(file))
+    except (Overloaded, Unavailable) as error:
+        raise Unavailable(f"the upload cannot be stored: {error.message}") from error
 
 
 class _Readable:

@@ -10,13 +10,13 @@ import re
 from typing import Any
 
 import orjson
-from nats.aio.msg import Msg
 
 from motet.services.gateway import protocol
 from motet.services.gateway.planner import Plan
 from motet.shared import subjects
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import AnswerTooLarge, BadRequest, DeadlineExceeded, MotetError, TooLarge
+from motet.shared.streams import Delivery
 from motet.shared.tenancy import DEFAULT_TENANT, TENANT
 
 TIMEOUT_MAX_MS = 30 * 86_400_000
@@ -31,33 +31,29 @@ Parsed = tuple[protocol.ChatRequest | protocol.CompletionRequest, dict[str, Any]
 class DurableRequest:
     """One delivery. Ids and deadline are read before the body is checked; `parse` checks it."""
 
-    def __init__(self, message: Msg, *, bytes_max: int) -> None:
-        self.message = message
-        meta = message.metadata
-        self.stream: str = meta.stream
-        self.sequence: int = meta.sequence.stream
-        self.deliveries: int = meta.num_delivered or 1
-        self.tenant = message.subject.rsplit(".", 1)[-1]
-        message_id = (message.headers or {}).get("Nats-Msg-Id", "")
-        self.request_id = message_id if _WORD.fullmatch(message_id) else f"seq-{self.sequence}"
+    def __init__(self, delivery: Delivery, *, bytes_max: int) -> None:
+        self.delivery = delivery
+        self.tenant = delivery.subject.rsplit(".", 1)[-1]
+        message_id = delivery.headers.get("Nats-Msg-Id", "")
+        self.request_id = message_id if _WORD.fullmatch(message_id) else f"seq-{delivery.sequence}"
         self.timeout_ms: int | None = None
         self._ends_s: float | None = None
         self._body: Any = None
         self._problem: MotetError | None = None
         self._read(bytes_max)
         if self.timeout_ms is not None:
-            age_ms = max(0, unix_ms() - int(meta.timestamp.timestamp() * 1000))
+            age_ms = max(0, unix_ms() - delivery.published_unix_ms)
             self._ends_s = now_s() + (self.timeout_ms - age_ms) / 1000
 
     def _read(self, bytes_max: int) -> None:
         """Read id and deadline from the body, and remember the first error in it."""
         if not TENANT.fullmatch(self.tenant):
             self._problem = BadRequest(f"tenant {self.tenant!r}: letters, digits, '_' and '-' only, at most 64")
-        if len(self.message.data) > bytes_max:
-            self._problem = TooLarge(f"the request has {len(self.message.data)} bytes, the limit is {bytes_max}")
+        if len(self.delivery.data) > bytes_max:
+            self._problem = TooLarge(f"the request has {len(self.delivery.data)} bytes, the limit is {bytes_max}")
             return
         try:
-            self._body = orjson.loads(self.message.data)
+            self._body = orjson.loads(self.delivery.data)
         except orjson.JSONDecodeError as error:
             self._problem = self._problem or BadRequest(f"not JSON: {error}")
             return
@@ -80,7 +76,7 @@ class DurableRequest:
     @property
     def key(self) -> str:
         """Names the stored message in KV `motet_intake`."""
-        return f"{self.stream}.{self.sequence}"
+        return f"{self.delivery.stream}.{self.delivery.sequence}"
 
     @property
     def addressable(self) -> bool:
@@ -128,12 +124,12 @@ class DurableRequest:
 
     def dead_letter(self, error: MotetError) -> tuple[str, bytes, dict[str, str]]:
         """(subject, payload, headers): the original with the reason. A long original is cut, and the headers say so."""
-        data = self.message.data
+        data = self.delivery.data
         headers = {
             "Motet-Reason": " ".join(error.message.split())[:1000],
             "Motet-Code": error.code,
-            "Motet-Subject": self.message.subject[:256],
-            "Motet-Sequence": str(self.sequence),
+            "Motet-Subject": self.delivery.subject[:256],
+            "Motet-Sequence": str(self.delivery.sequence),
             "Motet-Size": str(len(data)),
             "Motet-Sha256": hashlib.sha256(data).hexdigest(),
             "Nats-Msg-Id": f"dead.{self.key}",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from nats.aio.subscription import Subscription
-
 from motet.policies.worker_book import Held, Shelf, WorkerBook
 from motet.services.gateway.absent import Absentees
 from motet.shared import subjects
@@ -28,13 +26,12 @@ class Fleet:
         self._shelf = Shelf()
         self._book = WorkerBook(self._shelf)
         self._newcomer = asyncio.Event()
-        self._inlet: Subscription | None = None
         self.absent = Absentees(base_model)
 
     async def start(self) -> None:
         """Start listening; the state is complete after one heartbeat."""
         await self._bus.subscribe(subjects.WORKER_NOTICES, WorkerNotice, self._on_notice)
-        self._inlet = await self._bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
+        await self._bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
 
     def _on_notice(self, notice: WorkerNotice) -> None:
         self.absent.on_notice(notice, now_s())

@@ -33,11 +33,6 @@ from collections import deque
 from typing import Any
 
 import orjson
-from nats import errors as nats_errors
-from nats.aio.msg import Msg
-from nats.js import JetStreamContext
-from nats.js import errors as js_errors
-from nats.js.kv import KeyValue
 from prometheus_client import Counter, Gauge
 
 from motet.services.gateway import answers
@@ -47,10 +42,12 @@ from motet.services.gateway.limits import Limits, Turn
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import Plan, Planner
 from motet.services.gateway.stream import Delta
-from motet.shared import subjects
+from motet.shared import streams, subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import MotetError, Overloaded, Unavailable
+from motet.shared.kv import Bucket
 from motet.shared.provision import ACK_WAIT_S, request_bytes_max
+from motet.shared.streams import Delivery, Pulls
 from motet.shared.telemetry import REGISTRY, logger
 
 log = logger("motet.gateway.intake")
@@ -81,7 +78,7 @@ class _HandBack(Exception):
 class _Queue:
     """One request stream and what is held of it."""
 
-    def __init__(self, stream: str, results: str, pulls: JetStreamContext.PullSubscription) -> None:
+    def __init__(self, stream: str, results: str, pulls: Pulls) -> None:
         self.stream, self.results, self.pulls = stream, results, pulls
         self.held: dict[asyncio.Task[None], int] = {}  # -> bytes of the request
         self.parked = 0
@@ -100,7 +97,7 @@ class Intake:
         self._parked: deque[asyncio.Event] = deque()  # longest first
         self._changed = asyncio.Event()
         self._draining = False
-        self._hand_backs: KeyValue | None = None
+        self._hand_backs: Bucket | None = None
         self._tenants: asyncio.Task[None] | None = None
 
     # ---- life
@@ -132,11 +129,11 @@ class Intake:
         tasks = [self._tenants, *(queue.puller for queue in self._queues.values())]
         await _cancel([task for task in tasks if task is not None])
         self._tenants = None
-        with contextlib.suppress(nats_errors.Error):
+        with contextlib.suppress(Unavailable):
             for queue in self._queues.values():
                 if queue.puller is not None:
                     queue.puller = None
-                    await queue.pulls.unsubscribe()
+                    await queue.pulls.close()
             await self._bus.flush()
 
     # ---- the tenants' queues
@@ -155,10 +152,7 @@ class Intake:
             if stream in self._queues or not stream.startswith(subjects.STREAM_REQUESTS):
                 continue
             results = subjects.STREAM_RESULTS + stream.removeprefix(subjects.STREAM_REQUESTS)
-            try:
-                pulls = await self._bus.js.pull_subscribe_bind(subjects.CONSUMER_INTAKE, stream)
-            except nats_errors.Error as error:
-                raise Unavailable(f"durable requests cannot be pulled: {error!r}") from error
+            pulls = await Pulls.open(self._bus, stream, subjects.CONSUMER_INTAKE)
             queue = self._queues[stream] = _Queue(stream, results, pulls)
             queue.puller = asyncio.get_running_loop().create_task(self._pull(queue))
 
@@ -173,16 +167,14 @@ class Intake:
                 if not await self._results_fit(queue):
                     await asyncio.sleep(1.0)
                     continue
-                messages = await queue.pulls.fetch(min(room, PULL_BATCH), timeout=FETCH_S)
-            except (nats_errors.TimeoutError, TimeoutError):
-                continue
-            except (nats_errors.Error, js_errors.Error) as error:
-                log.warning("cannot pull", extra={"stream": queue.stream, "error": repr(error)})
+                pulled = await queue.pulls.fetch(min(room, PULL_BATCH), FETCH_S)
+            except (Overloaded, Unavailable) as error:
+                log.warning("cannot pull", extra={"stream": queue.stream, "error": error.message})
                 await asyncio.sleep(0.5)
                 continue
-            for message in messages:
-                task = asyncio.get_running_loop().create_task(self._settle(queue, message))
-                queue.held[task] = len(message.data)
+            for delivery in pulled:
+                task = asyncio.get_running_loop().create_task(self._settle(queue, delivery))
+                queue.held[task] = len(delivery.data)
                 task.add_done_callback(lambda task: self._finished(queue, task))
             RUNNING.set(len(self._tasks()))
 
@@ -195,9 +187,8 @@ class Intake:
 
     async def _results_fit(self, queue: _Queue) -> bool:
         """Whether the tenant's result stream probably has room for results of requests pulled now."""
-        info = await self._bus.js.stream_info(queue.results)
-        limit = info.config.max_bytes or 0
-        full = 0 < limit <= info.state.bytes / RESULTS_FULL
+        held = await streams.size_of(self._bus, queue.results)
+        full = 0 < held.bytes_max <= held.bytes / RESULTS_FULL
         if full != queue.full:
             queue.full = full
             log.warning(
@@ -247,17 +238,17 @@ class Intake:
 
     # ---- one request
 
-    async def _settle(self, queue: _Queue, message: Msg) -> None:
+    async def _settle(self, queue: _Queue, delivery: Delivery) -> None:
         """Take one delivery to its end: acknowledged or handed back."""
-        request = DurableRequest(message, bytes_max=request_bytes_max(self._bus))
-        keeping = asyncio.get_running_loop().create_task(_keep_alive(message))
+        request = DurableRequest(delivery, bytes_max=request_bytes_max(self._bus))
+        keeping = asyncio.get_running_loop().create_task(_keep_alive(delivery))
         try:
             outcome = await self._resolve(queue, request)
             FINISHED.labels(outcome).inc()
             try:
-                await message.ack_sync()
-            except (nats_errors.Error, TimeoutError) as error:
-                log.warning("not acknowledged; it will come back and be known", extra={"error": repr(error)})
+                await delivery.acknowledge()
+            except Unavailable as error:
+                log.warning("not acknowledged; it will come back and be known", extra={"error": error.message})
             if outcome == "ok":
                 self._wake(1)  # there is room for one more
         except (asyncio.CancelledError, _HandBack) as error:
@@ -367,43 +358,34 @@ class Intake:
     async def _answered(self, queue: _Queue, request: DurableRequest) -> bool:
         """Whether the result is stored, in the tenant's stream or in the common one of an older version."""
         for stream in {subjects.results_stream(request.tenant), queue.results}:
-            try:
-                await self._bus.js.get_last_msg(stream, request.result_subject, direct=True)
-            except (js_errors.NotFoundError, nats_errors.NoRespondersError):
-                continue  # no responders: the stream is missing. A result stored in the meantime is refused as a duplicate
-            except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
-                raise Unavailable(f"results of {request.tenant} cannot be read: {error!r}") from error
-            return True
-        return False
+            if await streams.has(self._bus, stream, request.result_subject):
+                return True
+        return False  # a result that is stored in the meantime makes ours a refused duplicate
 
     # ---- deaths and hand-backs
 
     async def _deaths(self, request: DurableRequest) -> int:
         """The number of processes that took this request and never settled it. Looked up only when it could matter."""
-        earlier = request.deliveries - 1
+        earlier = request.delivery.deliveries - 1
         return earlier if earlier <= MAX_DEATHS else earlier - await self._handed_back(request)
 
-    async def _notes(self) -> KeyValue:
+    async def _notes(self) -> Bucket:
         if self._hand_backs is None:
-            self._hand_backs = await self._bus.js.key_value(subjects.KV_INTAKE)
+            self._hand_backs = await Bucket.open(self._bus, subjects.KV_INTAKE, wait_s=0.0)
         return self._hand_backs
 
     async def _handed_back(self, request: DurableRequest) -> int:
-        try:
-            return int((await (await self._notes()).get(request.key)).value or b"0")
-        except js_errors.NotFoundError:
-            return 0
-        except (js_errors.Error, nats_errors.Error, TimeoutError) as error:
-            raise Unavailable(f"{subjects.KV_INTAKE} cannot be read: {error!r}") from error
+        found = await (await self._notes()).get(request.key)
+        return int(found.value or b"0") if found is not None else 0
 
     async def _hand_back(self, request: DurableRequest) -> None:
         """Return the delivery for another gateway. Without the bus it is redelivered later and counts as a death."""
-        with contextlib.suppress(nats_errors.Error, js_errors.Error, MotetError, TimeoutError):
+        with contextlib.suppress(MotetError, TimeoutError):
             async with asyncio.timeout(1.0):
                 times = await self._handed_back(request) + 1
                 await (await self._notes()).put(request.key, str(times).encode())
-        with contextlib.suppress(nats_errors.Error):
-            await request.message.nak()
+        with contextlib.suppress(Unavailable):
+            await request.delivery.hand_back()
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
@@ -414,8 +396,8 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
         await asyncio.wait(tasks, timeout=2.0)
 
 
-async def _keep_alive(message: Msg) -> None:
+async def _keep_alive(delivery: Delivery) -> None:
     while True:
         await asyncio.sleep(ACK_WAIT_S / 3)
-        with contextlib.suppress(nats_errors.Error):
-            await message.in_progress()
+        with contextlib.suppress(Unavailable):
+            await delivery.keep()

@@ -72,7 +72,7 @@ class Pulse:
             await asyncio.sleep(LOOK_S)
 
     def _look(self) -> None:
-        now, reconnects = now_s(), self._bus.nc.stats["reconnects"]
+        now, reconnects = now_s(), self._bus.reconnects
         if not self._bus.connected or reconnects != self._reconnects or now - self._looked_s > STALL_S:
             self._trust_s = now + GRACE_S
         self._looked_s, self._reconnects = now, reconnects
@@ -154,6 +154,6 @@ class Pulse:
             began > self._trust_s
             and now_s() - self._looked_s < STALL_S
             and self._bus.connected
-            and self._bus.nc.stats["reconnects"] == self._reconnects
+            and self._bus.reconnects == self._reconnects
             and self._heard.get(worker_id, 0.0) < began
         )

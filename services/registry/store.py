@@ -26,9 +26,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
-from nats import errors as nats_errors
-from nats.js import errors as js_errors
-from nats.js.api import ObjectMeta, ObjectMetaOptions
 
 from motet.services.registry.files import quoted
 from motet.services.registry.usage import IDLE_S
@@ -36,11 +33,22 @@ from motet.shared import subjects
 from motet.shared.adapter_watch import VERSION, entry_key
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
-from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, BadRequest, Conflict, TooLarge, Unavailable
+from motet.shared.errors import (
+    AdapterExists,
+    AdapterInUse,
+    AdapterNotFound,
+    BadRequest,
+    Conflict,
+    MotetError,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+)
+from motet.shared.kv import Bucket
 from motet.shared.kv_watch import KvWatch
 from motet.shared.messages import AdapterInfo
 from motet.shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS, AdapterEntry, AdapterVersion
-from motet.shared.objects import read_object
+from motet.shared.objects import Objects, read_object
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED, qualified
 
@@ -53,9 +61,6 @@ DELETING_S = 10.0  # how long a deletion may take before others take it over (at
 UNUSED_S = IDLE_S  # a replaced version waits this long for requests that are on their way
 LOST_HOLD_S = 15 * 60.0  # a hold without an entry is from a crash when it was there for longer than this
 
-_FAILURES = (nats_errors.Error, js_errors.Error, TimeoutError, OSError)
-_WRONG_REVISION = (10071, 10164)
-_FULL = (10023, 10028, 10047, 10077)  # no resources; account's storage; server's storage; stream's bytes
 _R = TypeVar("_R", bound=msgspec.Struct)
 
 
@@ -109,19 +114,15 @@ def check_name(name: str, base_model: str) -> None:
 
 @contextlib.contextmanager
 def reachable() -> Iterator[None]:
-    """Raises Unavailable for errors of the bus when JetStream is away or full."""
+    """Raises Unavailable when JetStream is full, the registry's disk is, or either does not answer."""
     try:
         yield
-    except js_errors.APIError as error:
-        if error.err_code not in _FULL:
-            raise Unavailable(f"the adapter store does not answer: {error!r}") from error
+    except Overloaded as error:
         raise Unavailable("the adapter store is full: delete adapters, or give NATS more room", retry_after_s=60.0) from error
     except OSError as error:
         if isinstance(error, TimeoutError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise Unavailable(f"the adapter store does not answer: {error.strerror or error!r}") from error
         raise Unavailable("the registry's disk has no room for the upload", retry_after_s=60.0) from error
-    except _FAILURES as error:
-        raise Unavailable(f"the adapter store does not answer: {error!r}") from error
 
 
 class AdapterStore:
@@ -133,7 +134,7 @@ class AdapterStore:
     def __init__(self, bus: Bus, idle: Callable[[str], bool]) -> None:
         self._bus, self._idle = bus, idle
         self._holds: dict[str, _Seen] = {}
-        self._orphans: dict[str, float] = {}  # chunk subjects of no blob, and since when on our clock
+        self._orphans: dict[str, float] = {}  # interrupted uploads, and since when on our clock
         self._watch = KvWatch(
             bus,
             subjects.KV_ADAPTERS,
@@ -145,9 +146,9 @@ class AdapterStore:
 
     async def start(self) -> None:
         """Open the buckets. Raises Unavailable when they do not appear."""
-        self._kv = await self._bus.key_value(subjects.KV_ADAPTERS)
-        self._blobs = await self._bus.object_store(subjects.BLOBS)
-        self._uploads = await self._bus.object_store(subjects.UPLOADS)
+        self._kv = await Bucket.open(self._bus, subjects.KV_ADAPTERS)
+        self._blobs = await Objects.open(self._bus, subjects.BLOBS)
+        self._uploads = await Objects.open(self._bus, subjects.UPLOADS)
         await self._watch.start()
 
     def _saw_holds(self, key: str, value: bytes) -> None:
@@ -182,14 +183,14 @@ class AdapterStore:
                         raise _exists(name)
                     if present is not None and present.digest == version.digest and present.alias_of is None:
                         stored, _ = await self._read(VERSION + version.digest, AdapterVersion)
-                        if stored is not None and await self._whole(version.digest, len(blob)):
+                        if stored is not None and await self._blobs.whole(version.digest, len(blob)):
                             return AdapterInfo(entry=present, version=stored), "unchanged"
                     hold = await self._claim(version.digest, qualified(name, tenant))
                     try:
                         await self._put_blob(version.digest, blob)
                         version = await self._put_version(version)
                     except BaseException:
-                        with contextlib.suppress(*_FAILURES):  # then the sweep does it
+                        with contextlib.suppress(MotetError, TimeoutError):  # then the sweep does it
                             await self._release(version.digest, hold)
                         raise
                     # From here on a failure leaves the hold: the name may have been written though the answer was lost.
@@ -265,10 +266,9 @@ class AdapterStore:
     async def fetch_upload(self, name: str, max_bytes: int) -> BinaryIO:
         """An uploaded archive as an anonymous temporary file, at its beginning. Raises BadRequest or TooLarge."""
         with reachable():
-            try:
-                info = await self._uploads.get_info(name)
-            except js_errors.NotFoundError:
-                raise BadRequest(f"there is no upload {quoted(name)}, or it has expired", param="location") from None
+            info = await self._uploads.info(name)
+            if info is None:
+                raise BadRequest(f"there is no upload {quoted(name)}, or it has expired", param="location")
             if (info.size or 0) > max_bytes:
                 raise TooLarge(f"the upload has {info.size} bytes, the limit is {max_bytes}", param="location")
             file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller's
@@ -283,7 +283,7 @@ class AdapterStore:
 
     async def drop_upload(self, name: str) -> None:
         """Delete a processed upload. A failure is harmless, since uploads expire."""
-        with contextlib.suppress(*_FAILURES):
+        with contextlib.suppress(MotetError):
             await self._uploads.delete(name)
 
     async def sweep(self) -> int:
@@ -315,20 +315,13 @@ class AdapterStore:
 
         Chunks that were seen without their blob for `LOST_HOLD_S` come from a crash: no upload takes that long.
         """
-        stream, chunks = f"OBJ_{subjects.BLOBS}", f"$O.{subjects.BLOBS}.C."
         gone = 0
         with reachable():
-            info = await self._bus.js.stream_info(stream, subjects_filter=chunks + "*")
-            try:
-                live = {chunks + (blob.nuid or "") for blob in await self._blobs.list(ignore_deletes=True)}
-            except js_errors.NotFoundError:
-                live = set()
-            orphans = (info.state.subjects or {}).keys() - live
-            self._orphans = {subject: self._orphans.get(subject, now_s()) for subject in orphans}
-            for subject in [s for s, since_s in self._orphans.items() if now_s() - since_s > LOST_HOLD_S]:
-                log.info("cut-off upload dropped", extra={"subject": subject})
-                await self._bus.js.purge_stream(stream, subject=subject)
-                del self._orphans[subject]
+            self._orphans = {upload: self._orphans.get(upload, now_s()) for upload in await self._blobs.orphans()}
+            for upload in [u for u, since_s in self._orphans.items() if now_s() - since_s > LOST_HOLD_S]:
+                log.info("cut-off upload dropped", extra={"upload": upload})
+                await self._blobs.drop_chunks(upload)
+                del self._orphans[upload]
                 gone += 1
         return gone
 
@@ -375,8 +368,7 @@ class AdapterStore:
             return False
         if now_s() - began > DELETING_S:
             return False  # too slow: somebody else may have taken over, and be done, and have stored it anew
-        with contextlib.suppress(js_errors.NotFoundError):
-            await self._blobs.delete(digest)
+        await self._blobs.delete(digest)
         if not await self._erase(HOLDS + digest, marked):
             return False
         log.info("version deleted", extra={"digest": digest})
@@ -386,28 +378,16 @@ class AdapterStore:
 
     async def _read(self, key: str, kind: type[_R]) -> tuple[_R | None, int]:
         """A record and its revision; (None, 0) when there is none."""
-        try:
-            found = await self._kv.get(key)
-        except js_errors.KeyNotFoundError:
-            return None, 0
-        return msgspec.json.decode(found.value or b"", type=kind), found.revision or 0
+        found = await self._kv.get(key)
+        return (None, 0) if found is None else (msgspec.json.decode(found.value, type=kind), found.revision)
 
     async def _write(self, key: str, record: msgspec.Struct, revision: int) -> int | None:
         """Replace exactly `revision` (0: no record): returns the new revision, or None if the revision has changed."""
-        data = msgspec.json.encode(record)
-        try:
-            return await (self._kv.update(key, data, last=revision) if revision else self._kv.create(key, data))
-        except js_errors.KeyWrongLastSequenceError:
-            return None
+        return await self._kv.replace(key, msgspec.json.encode(record), revision)
 
     async def _erase(self, key: str, revision: int) -> bool:
         """Delete exactly `revision` of a record; False if the revision has changed."""
-        try:
-            return await self._kv.delete(key, last=revision)
-        except js_errors.APIError as error:
-            if error.err_code not in _WRONG_REVISION:
-                raise
-            return False
+        return await self._kv.delete(key, revision)
 
     async def _point(self, entry: AdapterEntry, revision: int) -> bool:
         return await self._write(entry_key(entry.name, entry.tenant), entry, revision) is not None
@@ -421,20 +401,9 @@ class AdapterStore:
 
     async def _put_blob(self, digest: str, blob: bytes) -> None:
         """Store the bytes unless they are complete. Needs a hold, so that no registry deletes them meanwhile."""
-        if not await self._whole(digest, len(blob)):
+        if not await self._blobs.whole(digest, len(blob)):
             async with asyncio.timeout(PUT_S):
-                options = ObjectMetaOptions(max_chunk_size=min(CHUNK_BYTES, self._bus.max_payload // 2))
-                await self._blobs.put(digest, blob, ObjectMeta(options=options))
-
-    async def _whole(self, digest: str, size_bytes: int) -> bool:
-        """Whether the object store has this blob with every chunk."""
-        try:
-            info = await self._blobs.get_info(digest)
-        except js_errors.NotFoundError:
-            return False
-        chunks = f"$O.{subjects.BLOBS}.C.{info.nuid}"
-        stream = await self._bus.js.stream_info(f"OBJ_{subjects.BLOBS}", subjects_filter=chunks)
-        return info.size == size_bytes and (stream.state.subjects or {}).get(chunks, 0) == info.chunks
+                await self._blobs.put(digest, blob, chunk_bytes=min(CHUNK_BYTES, self._bus.max_payload // 2))
 
 
 def _entry(present: AdapterEntry | None, **facts: Any) -> AdapterEntry:

@@ -21,19 +21,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from nats import errors as nats_errors
-from nats.js import errors as js_errors
-from nats.js.object_store import ObjectStore
-
 from motet.policies.host_tier import Evict, Forget
 from motet.services.worker import metrics
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
-from motet.shared.errors import AdapterNotFound, Unavailable
+from motet.shared.errors import AdapterNotFound, MotetError, NotFound, Overloaded, Unavailable
 from motet.shared.model import AdapterRef
-from motet.shared.objects import read_object
+from motet.shared.objects import Objects, read_object
 from motet.shared.telemetry import logger
 
 if TYPE_CHECKING:
@@ -65,7 +61,7 @@ class AdapterStore:
 
     def __init__(self, bus: Bus, files: AdapterFiles, decider: Decider, *, parse: Callable[[Path, str], HostAdapter]) -> None:
         self._bus, self._files, self._decider, self._parse = bus, files, decider, parse
-        self._objects: ObjectStore | None = None
+        self._objects: Objects | None = None
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._copies: dict[str, HostAdapter] = {}
 
@@ -142,7 +138,7 @@ class AdapterStore:
     async def _fetch(self, ref: AdapterRef) -> HostAdapter:
         """Download, verify, move to its name; one more try when the content is wrong."""
         if self._objects is None:
-            self._objects = await self._bus.object_store(subjects.BLOBS)
+            self._objects = await Objects.open(self._bus, subjects.BLOBS)
         wrong = 0
         while self._files.free_bytes < ref.size_bytes and self._decider.spare_file():
             pass
@@ -151,19 +147,21 @@ class AdapterStore:
                 adapter = await self._download(ref, self._objects)
                 if adapter is not None:
                     return adapter
-            except js_errors.ObjectNotFoundError:
+            except NotFound:
                 raise AdapterNotFound(f"adapter {ref.name!r} ({ref.digest[:12]}) is not in the object store") from None
-            except (nats_errors.Error, js_errors.Error, TimeoutError, OSError) as error:
+            except (Overloaded, Unavailable, OSError) as error:
                 full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
                 if full and self._decider.spare_file():
                     continue
-                reason = "this worker's disk is full" if full else repr(error)
+                reason = (
+                    error.message if isinstance(error, MotetError) else "this worker's disk is full" if full else repr(error)
+                )
                 raise Unavailable(f"adapter {ref.name!r} ({ref.digest[:12]}) cannot be fetched: {reason}") from error
             wrong += 1
             metrics.ADAPTER_CORRUPT.labels("store").inc()
         raise Unavailable(f"adapter {ref.name!r}: the object store's copy does not have digest {ref.digest[:12]}")
 
-    async def _download(self, ref: AdapterRef, store: ObjectStore) -> HostAdapter | None:
+    async def _download(self, ref: AdapterRef, store: Objects) -> HostAdapter | None:
         timeout_s = FETCH_BASE_S + ref.size_bytes / FETCH_BYTES_PER_S
         with self._files.partial(ref.digest) as (path, sink):
             await asyncio.wait_for(read_object(self._bus, store, ref.digest, sink), timeout_s)

@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from nats import errors as nats_errors
-
 from motet.policies.host_tier import HostTier
 from motet.policies.kv_blocks import cache_scope
 from motet.policies.step_times import StepTimes
@@ -220,7 +218,7 @@ class WorkerService:
         )
         if self.bus is None:
             return
-        with contextlib.suppress(MotetError, nats_errors.Error, TimeoutError):
+        with contextlib.suppress(MotetError, TimeoutError):
             await self.bus.publish(subjects.notice(self.worker_id), notice)
             await asyncio.wait_for(self.bus.flush(), NOTIFY_S)
 

@@ -188,7 +188,7 @@ class World:
         self.shown = {request_id: Shown() for request_id in self.asks}
         self.workers = {name: Worker(name, self) for name in WORKERS}
         self.wire: list[TokenFrame] = []  # sent, not delivered
-        self.connected, self.nc = True, SimpleNamespace(stats={"reconnects": 0})
+        self.connected, self.reconnects = True, 0
         self.excuses: set[str] = set()  # errors that this history explains
         self.losses = 0
         self._answers = list(history.scheduler)

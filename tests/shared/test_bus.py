@@ -135,10 +135,10 @@ async def test_a_connection_that_the_server_ends_for_good_is_known_to_be_lost(bu
 
 
 async def test_a_client_that_gave_up_reconnecting_is_known_to_be_lost(bus, nats_server, monkeypatch):
-    async def broken() -> None:
+    async def broken(_: object) -> None:
         raise ValueError("an answer that nobody foresaw")
 
-    monkeypatch.setattr(bus.nc, "_select_next_server", broken)
+    monkeypatch.setattr(bus.nc, "_connect_to_server", broken)
     nats_server.kill()
     await eventually(lambda: "nobody foresaw" in bus.lost)
 

@@ -8,10 +8,10 @@ import os
 from typing import Any
 
 import pytest
-from nats.js import errors as js_errors
 
 from motet.shared import objects, subjects
 from motet.shared.bus import Bus
+from motet.shared.errors import NotFound, Unavailable
 
 
 class Deaf:
@@ -20,18 +20,18 @@ class Deaf:
     def __init__(self, store: Any, lost: int) -> None:
         self._store, self._lost = store, lost
 
-    async def get_info(self, name: str) -> Any:
+    async def info(self, name: str) -> Any:
         if self._lost:
             self._lost -= 1
             await asyncio.Event().wait()
-        return await self._store.get_info(name)
+        return await self._store.info(name)
 
 
 @pytest.fixture
 async def stored(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, bytes]:
     """A store with the object "big", of three megabytes."""
     monkeypatch.setattr(objects, "ANSWER_S", 0.3)
-    store = await bus.object_store(subjects.UPLOADS)
+    store = await objects.Objects.open(bus, subjects.UPLOADS)
     data = os.urandom(3 << 20)
     await store.put("big", data)
     return store, data
@@ -66,7 +66,7 @@ async def test_a_store_that_never_answers_and_an_object_that_is_not_there_are_er
     bus: Bus, stored: tuple[Any, bytes]
 ) -> None:
     store, _ = stored
-    with pytest.raises(TimeoutError):
+    with pytest.raises(Unavailable):
         await objects.read_object(bus, Deaf(store, objects.TRIES), "big", io.BytesIO())
-    with pytest.raises(js_errors.ObjectNotFoundError):
+    with pytest.raises(NotFound):
         await objects.read_object(bus, store, "small", io.BytesIO())

@@ -17,6 +17,7 @@ from motet.services.worker.adapter_files import AdapterFiles
 from motet.shared import subjects
 from motet.shared.errors import AdapterNotFound, BadRequest, InvalidAdapter, TooLarge, Unavailable
 from motet.shared.model import AdapterRef
+from motet.shared.objects import Objects
 from tests.services.worker.support_adapters import AdapterTiers
 from tests.support import eventually
 
@@ -273,7 +274,7 @@ async def test_losing_the_store_in_the_middle_is_unavailable_and_leaves_no_parti
     ref, data = blob(1)
     await bench.put(ref, data)
     await bench.bus.object_store(subjects.BLOBS)
-    bench.tiers.store._objects = await bench.bus.object_store(subjects.BLOBS)
+    bench.tiers.store._objects = await Objects.open(bench.bus, subjects.BLOBS)
     nats_server.kill()
     await eventually(lambda: not bench.bus.connected)
     with pytest.raises(Unavailable, match="cannot be fetched"):
