@@ -205,18 +205,17 @@ class Rig(EngineRig):
     def __init__(self, files: Files, *, link_gbps: float, processes: int, adapters: int) -> None:
         largest = max(files.blobs)
         lora_mib = (files.blobs[largest][0].stat().st_size * adapters >> 20) + 16
-        config = WorkerConfig(
+        config = WorkerConfig.of(
             model=str(files.model),
             kv_memory_gib=0.5,
             max_lora_rank=largest,
             max_loras=adapters,
             lora_memory_mib=lora_mib,
             prefix_cache=False,
-            link_gbps=link_gbps,
             assist_processes=processes,
         )
         times, numbers = StepTimes(START_PERF), count()
-        assembly = assemble(config, files.model, times)
+        assembly = assemble(config, files.model, times, link_bytes_per_s=link_gbps * 1e9)
 
         def adapter(rank: int) -> HostAdapter:
             number = next(numbers)

@@ -20,7 +20,7 @@ def make(setup: dict[str, Any]) -> Generate:
     from motet.services.worker.state import START_PERF
 
     model = Path(setup["model"])
-    config = WorkerConfig(
+    config = WorkerConfig.of(
         model=setup["model"],
         threads=setup["threads"],
         kv_memory_gib=setup["kv_gib"],

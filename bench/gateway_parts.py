@@ -71,7 +71,7 @@ def write_model(path: Path) -> None:
 def gateway_server(ready: Connection, url: str, model: str, core: int) -> None:
     """One gateway on `core`, until terminated."""
     os.sched_setaffinity(0, {core})
-    config = GatewayConfig(nats_url=url, model=model, port=0, instance_id="bench", log_level="warning")
+    config = GatewayConfig.of(nats_url=url, model=model, port=0, instance_id="bench", log_level="warning")
 
     async def serve() -> None:
         service = GatewayService(config)

@@ -108,7 +108,7 @@ def engine_alone(pipe: Connection, model: str, threads: int) -> None:
     from motet.services.worker.config import WorkerConfig
     from motet.services.worker.state import START_PERF
 
-    config = WorkerConfig(model=model, threads=threads)
+    config = WorkerConfig.of(model=model, threads=threads)
     engine = assemble(config, Path(model), StepTimes(START_PERF)).engine
     pipe.send("ready")
     while (lap := pipe.recv()) is not None:

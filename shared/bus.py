@@ -103,9 +103,7 @@ class Bus:
         """
 
         options: dict[str, Any] = {}
-        if config.nats_creds:
-            options["user_credentials"] = config.nats_creds
-        elif config.nats_user:
+        if config.nats_user:
             options |= {"user": config.nats_user, "password": read_secret(config.nats_password_file)}
         if (tls := config.nats_tls()) is not None:
             options["tls"] = tls

@@ -1,8 +1,15 @@
-"""The configuration loader: frozen structs, filled once at start-up from flags, else `MOTET_*` variables, else defaults.
+"""Configuration: frozen structs, filled once at start-up from flags, else `MOTET_*` variables, else defaults.
 
-A field `kv_blocks: int = 0` is the flag `--kv-blocks` and the variable `MOTET_KV_BLOCKS`. Constraints live in the type
-(`Annotated[int, Meta(ge=1, description="...")]`) and a violation is a `ConfigError` naming the field. A field whose
-name ends in `_file` is the path of a file, so that secrets never appear in an environment.
+    WorkerConfig                       a service: groups of options
+      .bus       BusConfig             a group, here one that every service has
+         .nats_url                     an option: flag --nats-url, variable MOTET_NATS_URL
+
+- An option has one name: the field's. Groups order the code and the documentation; they are no part of the name.
+- Type, limits and description stand in the field's annotation (`Annotated[int, Meta(ge=1, description="...")]`). The command
+  line, `motet up`, `motet profile` and docs/configuration.md read them there.
+- A value that does not fit is a `ConfigError` that names the flag.
+- An option whose name ends in `_file` is the path of a file, so that secrets never appear in an environment.
+- Variables of other kinds are in `shared/variables.py`.
 """
 
 from __future__ import annotations
@@ -13,31 +20,41 @@ import re
 import secrets
 import socket
 import ssl
-import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-C = TypeVar("C", bound="ServiceConfig")
+C = TypeVar("C", bound="Config")
 
 
 class ConfigError(Exception):
     """A configuration value that cannot be used; the message names the flag, the variable and the reason."""
 
 
-class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the NATS connection."""
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of options, or a service's whole configuration. Fields are options or groups."""
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """A configuration with these options, named without their groups, and defaults. Reads no variables.
+
+        Raises ConfigError for a value that does not fit and for a name that is no option.
+        """
+        return load(cls, options, {})
+
+
+class BusConfig(Config, frozen=True, kw_only=True):
+    """The connection to NATS."""
 
     nats_url: Annotated[str, Meta(description="URL of the NATS server, or comma-separated URLs of a cluster")] = (
         "nats://127.0.0.1:4222"
     )
     nats_user: Annotated[str, Meta(description="NATS user; empty for none")] = ""
     nats_password_file: Annotated[str, Meta(description="file holding the NATS user's password")] = ""
-    nats_creds: Annotated[str, Meta(description="NATS .creds file (JWT and nkey), instead of user and password")] = ""
     nats_tls_ca_file: Annotated[
         str, Meta(description="certificate authority of the NATS server; if given, connections without TLS are refused")
     ] = ""
@@ -60,8 +77,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True):
         return context
 
 
-class ServiceConfig(BusConfig, frozen=True, kw_only=True):
-    """Options of every service."""
+class ProcessConfig(Config, frozen=True, kw_only=True):
+    """The process: its id, its health and metrics, its log, its end."""
 
     instance_id: Annotated[
         str,
@@ -73,9 +90,9 @@ class ServiceConfig(BusConfig, frozen=True, kw_only=True):
     ops_host: Annotated[str, Meta(description="address of /health, /ready and /metrics")] = "127.0.0.1"
     ops_port: Annotated[int, Meta(ge=0, le=65535, description="port of /health, /ready and /metrics; 0 for any")] = 0
     drain_s: Annotated[float, Meta(ge=0, description="seconds that a stopping service gives to running requests")] = 20.0
-    log_level: Annotated[
-        str, Meta(pattern="^(debug|info|warning|error)$", description="log level: debug, info, warning, error")
-    ] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe messages to log")] = (
+        "info"
+    )
     log_json: Annotated[bool, Meta(description="log lines as JSON objects")] = False
 
     def identity(self, kind: str) -> str:
@@ -84,63 +101,125 @@ class ServiceConfig(BusConfig, frozen=True, kw_only=True):
         return self.instance_id.format(kind=kind, hostname=host) or f"{kind}-{secrets.token_hex(4)}"
 
 
+class ServiceConfig(Config, frozen=True, kw_only=True):
+    """Options of every service."""
+
+    bus: BusConfig = BusConfig()
+    process: ProcessConfig = ProcessConfig()
+
+
+class BaseModelConfig(Config, frozen=True, kw_only=True):
+    """The base model. Gateway, registry and workers of one mesh must be given the same one."""
+
+    model: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="base model: a local directory or a Hugging Face id. A gateway reads tokenizer and chat template,"
+            " the registry config.json, a worker everything",
+        ),
+    ]
+    served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
+
+    @property
+    def name(self) -> str:
+        """The name under which requests ask for the base model."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+MaxLoraRank = Annotated[
+    int, Meta(ge=1, le=512, description="largest adapter rank that the registry accepts and a worker can hold")
+]
+MAX_LORA_RANK = 256
+
+
 class Field(msgspec.Struct, frozen=True):
-    """A configuration field as the command line and the documentation show it."""
+    """An option as the command line and the documentation show it."""
 
     name: str
-    flag: str
-    variable: str
-    type: type
+    groups: tuple[tuple[str, type[Config]], ...]
+    """From the configuration inwards: the field that holds a group, and the group."""
+    hint: Any
+    """The annotated type, which `msgspec.convert` checks values against."""
     default: Any
+    """`msgspec.NODEFAULT` for a required option."""
     description: str
 
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
 
-def fields(cls: type[msgspec.Struct]) -> list[Field]:
-    """The fields of a config struct, in declaration order with the shared ones last."""
+    @property
+    def variable(self) -> str:
+        return "MOTET_" + self.name.upper()
+
+    @property
+    def type(self) -> Any:
+        """The type without limits and description."""
+        return typing.get_args(self.hint)[0] if typing.get_origin(self.hint) is Annotated else self.hint
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that the option can have, when they can be listed."""
+        return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+
+    def read(self, text: Any) -> Any:
+        """The value of a flag or variable. Raises ConfigError with the flag's name."""
+        try:
+            return msgspec.convert(text, self.hint, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{self.flag}: {error}") from None
+
+
+def fields(cls: type[Config]) -> list[Field]:
+    """All options of a configuration, in the order in which they are declared."""
+    return list(_fields(cls, ()))
+
+
+def _fields(cls: type[Config], groups: tuple[tuple[str, type[Config]], ...]) -> typing.Iterator[Field]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    out = []
     for info in msgspec.structs.fields(cls):
         hint = hints[info.name]
+        if isinstance(hint, type) and issubclass(hint, Config):
+            yield from _fields(hint, (*groups, (info.name, hint)))
+            continue
         meta = [m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Meta)]
-        base = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
-        if isinstance(base, types.UnionType):
-            base = next(a for a in typing.get_args(base) if a is not type(None))
-        default = msgspec.NODEFAULT if info.required else info.default
-        out.append(
-            Field(
-                name=info.name,
-                flag="--" + info.name.replace("_", "-"),
-                variable="MOTET_" + info.name.upper(),
-                type=base,
-                default=default,
-                description=next((m.description for m in meta if m.description), ""),
-            )
+        yield Field(
+            name=info.name,
+            groups=groups,
+            hint=hint,
+            default=msgspec.NODEFAULT if info.required else info.default,
+            description=next((m.description for m in meta if m.description), ""),
         )
-    return out
+
+
+def field(cls: type[Config], name: str) -> Field:
+    """The option `name` of a configuration."""
+    return next(one for one in fields(cls) if one.name == name)
 
 
 def load(cls: type[C], flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> C:
-    """A `cls` from `flags` (field name -> value, None for not given), `environ` and defaults.
+    """A `cls` from `flags` (option name -> value, None for not given), `environ` and defaults.
 
-    Raises ConfigError with the flag's name when a value is missing, of the wrong type or out of range.
+    Raises ConfigError with the flag's name when a value is missing, of the wrong type or out of range, or is no option's.
     """
     values: dict[str, Any] = {}
-    for field in fields(cls):
-        given = flags.get(field.name)
-        if given is None and field.variable in environ:
-            given = environ[field.variable]
+    unknown = set(flags)
+    for option in fields(cls):
+        unknown.discard(option.name)
+        given = flags.get(option.name)
         if given is None:
-            if field.default is msgspec.NODEFAULT:
-                raise ConfigError(f"{field.flag} (or {field.variable}) is required: {field.description}")
-            continue
-        values[field.name] = given
-    try:
-        return msgspec.convert(values, cls, strict=False)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        name = text.rsplit("`$.", 1)[-1].rstrip("`") if "`$." in text else ""
-        flag = "--" + name.replace("_", "-") if name else "configuration"
-        raise ConfigError(f"{flag}: {text.split(' - ')[0]}") from None
+            given = environ.get(option.variable)
+        if given is None and option.default is msgspec.NODEFAULT:
+            raise ConfigError(f"{option.flag} (or {option.variable}) is required: {option.description}")
+        if given is not None:
+            group = values
+            for name, _ in option.groups:
+                group = group.setdefault(name, {})
+            group[option.name] = option.read(given)
+    if unknown:
+        raise ConfigError(f"{cls.__name__} has no option {', '.join(sorted(unknown))}")
+    return msgspec.convert(values, cls)
 
 
 def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str, *, flag: str) -> None:

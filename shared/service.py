@@ -57,7 +57,7 @@ class BusService:
     """
 
     def __init__(self, config: ServiceConfig) -> None:
-        self._nats_url = config.nats_url
+        self._nats_url = config.bus.nats_url
         self._bus: Bus | None = None
 
     def not_ready(self) -> list[str]:
@@ -135,11 +135,11 @@ async def _live(service: Service, config: ServiceConfig) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    ops = OpsServer(service, config.ops_host, config.ops_port)
+    ops = OpsServer(service, config.process.ops_host, config.process.ops_port)
     try:
         port = await ops.start()
         await service.start()
-        log.info("started", extra={"ops": f"http://{config.ops_host}:{port}"})
+        log.info("started", extra={"ops": f"http://{config.process.ops_host}:{port}"})
         while not stopping.is_set():
             if why := service.failure():
                 log.error("failed; ending to be started again", extra={"error": why})
@@ -149,7 +149,7 @@ async def _live(service: Service, config: ServiceConfig) -> int:
         log.info("draining")
         drain = asyncio.ensure_future(service.drain())
         impatience = asyncio.ensure_future(hurry.wait())
-        await asyncio.wait({drain, impatience}, timeout=config.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({drain, impatience}, timeout=config.process.drain_s, return_when=asyncio.FIRST_COMPLETED)
         for task in (drain, impatience):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -169,7 +169,7 @@ async def _live(service: Service, config: ServiceConfig) -> int:
 
 def run(service: Service, config: ServiceConfig) -> int:
     """Run `service` until it is told to stop; the exit status is 0 after a drain, 1 when it could not start or failed."""
-    configure_logging(service.name, config.log_level, config.log_json)
+    configure_logging(service.name, config.process.log_level, config.process.log_json)
     try:
         return uvloop.run(_live(service, config))
     except ConfigError as error:

@@ -72,7 +72,7 @@ class Cold:
             ranks=bed.pick([RANK] * (ARRIVALS + DECODING), [16] * 6),
             requests=ARRIVALS + DECODING + 8,
             assist_processes=min(bed.pick(PROCESSES, 1), cores),
-            link_gbps=bed.pick(0.0, 0.05),
+            link_bytes_per_s=bed.pick(0.0, 0.05e9),
         )
 
     @cached_property

@@ -54,7 +54,17 @@ class Lap:
 class Served:
     """An engine as a worker assembles it, with random weights on the device, and room for adapters of these ranks."""
 
-    def __init__(self, bed: Bed, model: str, directory: Path, *, ranks: Sequence[int], requests: int, **options: Any) -> None:
+    def __init__(
+        self,
+        bed: Bed,
+        model: str,
+        directory: Path,
+        *,
+        ranks: Sequence[int],
+        requests: int,
+        link_bytes_per_s: float = 0.0,
+        **options: Any,
+    ) -> None:
         home = write_config(bed.pick(model, "tiny"), directory)
         self.config: ModelConfig = read_model_config(home)
         page_bytes = self.config.num_layers * sum(map(sum, self.config.projection_shapes().values())) * 2
@@ -64,7 +74,7 @@ class Served:
         if not bed.dry:
             free = torch.cuda.mem_get_info()[0] - SPARE_BYTES - 2 * parameters(self.config) - int(kv_gib * GIB)
             lora_mib = min(lora_mib, free // MIB)
-        worker = WorkerConfig(
+        worker = WorkerConfig.of(
             model=str(home),
             load_format="dummy",
             dtype="bfloat16",
@@ -79,7 +89,7 @@ class Served:
             **options,
         )
         self.times = StepTimes(START_PERF)
-        self.assembly = assemble(worker, home, self.times)
+        self.assembly = assemble(worker, home, self.times, link_bytes_per_s=link_bytes_per_s)
         self.engine: Engine = self.assembly.engine
         self.hosts = {rank: host_adapter(self.config, rank, torch.bfloat16) for rank in set(ranks)}
         self.adapters = [another(self.hosts[rank], f"{rank}-{i}") for i, rank in enumerate(ranks)]

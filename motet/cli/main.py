@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from motet.shared.config import ConfigError, Field, ServiceConfig, fields, load
+from motet.cli.options import config_of, option_for
+from motet.shared.config import ConfigError, ServiceConfig, fields, load
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "The mesh": {
@@ -86,9 +85,7 @@ def cli() -> None:
 
 def service_command(kind: str) -> click.Command:
     """The command of one service (`motet gateway`, ...), from `services.<kind>.config`."""
-    config_type: type[ServiceConfig] = getattr(
-        importlib.import_module(f"motet.services.{kind}.config"), f"{kind.capitalize()}Config"
-    )
+    config_type = config_of(kind)
 
     def run(**flags: Any) -> None:
         try:
@@ -100,31 +97,14 @@ def service_command(kind: str) -> click.Command:
         sys.exit(status)
 
     short, about = COMMANDS["Single services"][kind][1], (config_type.__doc__ or "").strip()
-    shared = {field.name for field in fields(ServiceConfig)}
+    shared = {option.name for option in fields(ServiceConfig)}
     return click.Command(
         kind,
         callback=run,
-        params=[option_for(field) for field in sorted(fields(config_type), key=lambda field: field.name in shared)],
-        help=f"{short}\n\n{about}\n\nEvery option is also an environment variable: --ops-port is MOTET_OPS_PORT.",
+        params=[option_for(option) for option in sorted(fields(config_type), key=lambda option: option.name in shared)],
+        help=f"{short}\n\n{about}\n\nEvery option is also an environment variable: --ops-port is MOTET_OPS_PORT. A flag goes"
+        " before the variable, and the variable before the default.",
     )
-
-
-def option_for(field: Field) -> click.Option:
-    """A configuration field as a click option. Only the struct checks values, so each error has one message."""
-    required = field.default is msgspec.NODEFAULT
-    shown = "" if required or field.default in ("", None, ()) else f"  [default: {_text(field.default)}]"
-    text = field.description + (f"  [required; or {field.variable}]" if required else shown)
-    if field.type is bool:
-        return click.Option([f"{field.flag}/--no-{field.flag[2:]}"], default=None, help=text)
-    many = getattr(field.type, "__origin__", field.type) in (tuple, list)
-    kind = "TEXT" if many or field.type in (str, Path) else getattr(field.type, "__name__", "text").upper()
-    return click.Option([field.flag], default=None, metavar=kind, help=text)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def main() -> int:

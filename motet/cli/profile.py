@@ -17,9 +17,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from motet.cli.nats_server import NatsServer, NatsStartError
+from motet.cli.options import takes
 from motet.cli.talk import terminal
 from motet.policies.perf_fit import Fitted, fit, fit_link
 from motet.policies.step_fit import fit_steps, undisturbed
+from motet.services.worker.config import WorkerConfig
 from motet.shared.bus import Bus
 from motet.shared.config import BusConfig, ConfigError, load
 from motet.shared.errors import MotetError
@@ -29,7 +31,6 @@ from motet.shared.profile import VERSION, EngineFacts, FitFacts, Hops, Profile, 
 from motet.shared.provision import provision
 
 if TYPE_CHECKING:
-    from motet.services.worker.config import WorkerConfig
     from motet.services.worker.profiling import Measured
 
 GOOD_R2 = 0.96  # CaraServe, section 5
@@ -45,25 +46,23 @@ GOOD_R2 = 0.96  # CaraServe, section 5
     help="File to write.",
 )
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Approximate duration.")
-@click.option("--device", default=None, help="As for `motet worker`: auto, cpu, cuda, cuda:<n>.")
-@click.option("--threads", type=int, default=None, help="As for `motet worker`.")
-@click.option("--max-running", type=int, default=None, help="As for `motet worker`.")
-@click.option("--max-step-tokens", type=int, default=None, help="As for `motet worker`.")
-@click.option("--kv-memory-gib", type=float, default=None, help="As for `motet worker`.")
-@click.option("--lora-memory-mib", type=int, default=None, help="As for `motet worker`.")
-@click.option("--max-loras", type=int, default=None, help="As for `motet worker`.")
+@takes(WorkerConfig, "device")
+@takes(WorkerConfig, "threads")
+@takes(WorkerConfig, "max_running")
+@takes(WorkerConfig, "max_step_tokens")
+@takes(WorkerConfig, "kv_memory_gib")
+@takes(WorkerConfig, "lora_memory_mib")
+@takes(WorkerConfig, "max_loras")
 def profile(model: str, out: Path, seconds: float, **options: object) -> None:
     """Measure a worker on this machine and write its profile: limits, step times, copies and network hops.
 
-    Nothing else should run meanwhile. `motet worker` and `motet simulate` take the file as `--profile`. Other worker options
-    are read from MOTET_* variables.
+    Nothing else should run meanwhile. `motet worker` and `motet simulate` take the file as `--profile`. Worker options that
+    are not listed here are read from their variables.
 
     \b
       motet profile --model examples/demo/model --out worker.json
       motet simulate --profile worker.json --workers 8 --rate 40
     """
-    from motet.services.worker.config import WorkerConfig
-
     console = terminal()
     logging.getLogger("motet").setLevel(logging.ERROR)  # hide the worker's messages
     try:
@@ -90,11 +89,13 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
             steps=Steps(context_token_ms=fitted.context_token_ms),
             engine_steps=fine,
             engine=EngineFacts(
-                max_step_tokens=config.max_step_tokens, max_loras=config.max_loras, prefix_cache=config.prefix_cache
+                max_step_tokens=config.batch.max_step_tokens,
+                max_loras=config.adapters.max_loras,
+                prefix_cache=config.kv.prefix_cache,
             ),
             storage=Storage(
-                host_mib=config.host_cache_mib,
-                disk_mib=config.disk_cache_mib,
+                host_mib=config.adapters.host_cache_mib,
+                disk_mib=config.adapters.disk_cache_mib,
                 disk_base_ms=disk[0],
                 disk_ms_per_mib=disk[1],
                 store_base_ms=store[0],
@@ -122,7 +123,7 @@ async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progre
             bus = await Bus.connect(BusConfig(nats_url=url), "profile")
             await provision(bus)
             await bus.close()
-            return await measure(replace(config, nats_url=url), model_dir, seconds=seconds, progress=progress)
+            return await measure(replace(config, bus=BusConfig(nats_url=url)), model_dir, seconds=seconds, progress=progress)
         finally:
             nats.stop()
 

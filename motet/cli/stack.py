@@ -48,7 +48,7 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     gateways: int = 1
     schedulers: int = 1
     threads: int = 0  # per worker; 0 shares the cores
-    quantization: str = "none"  # of the base's weights, in every worker
+    quantization: str = ""  # of the base's weights, in every worker; empty: as their variable says
     host: str = "127.0.0.1"
     port: int = 8000
     nats_port: int = 0  # of the embedded server; 0 for a free one
@@ -218,14 +218,14 @@ class Stack:
             listener = self._listeners[int(name.rsplit("-", 1)[1]) - 1]
             pass_fds = (listener.fileno(),)
             flags += ["--host", o.host, "--port", str(listener.getsockname()[1]), "--listen-fd", str(listener.fileno())]
-            flags += ["--api-keys", o.api_keys, "--api-keys-file", o.api_keys_file]
-            flags += ["--tls-cert-file", o.tls_cert_file, "--tls-key-file", o.tls_key_file]
+            flags += _given(api_keys=o.api_keys, api_keys_file=o.api_keys_file)
+            flags += _given(tls_cert_file=o.tls_cert_file, tls_key_file=o.tls_key_file)
         if kind == "worker":
             # a worker by itself leaves cores to its CPU LoRA processes, if it has any
             threads = o.threads or (max(1, _cores() // o.workers) if o.workers > 1 else 0)
             env["OMP_NUM_THREADS"] = str(threads or _cores())
-            flags += ["--threads", str(threads), "--adapter-cache-dir", str(self.data_dir / "adapters" / name)]
-            flags += ["--quantization", o.quantization]
+            flags += ["--adapter-cache-dir", str(self.data_dir / "adapters" / name)]
+            flags += _given(threads=threads, quantization=o.quantization)
 
         def argv(ops_port: int) -> list[str]:
             bus = self._bus_flags(kind, name)
@@ -252,7 +252,6 @@ class Stack:
             "url": self.url_for(name),
             "user": user,
             "password-file": password_file,
-            "creds": given.nats_creds,
             "tls-ca-file": given.nats_tls_ca_file,
             "tls-cert-file": given.nats_tls_cert_file,
             "tls-key-file": given.nats_tls_key_file,
@@ -301,3 +300,8 @@ def read_facts(data_dir: Path) -> StackFacts | None:
         return msgspec.json.decode((data_dir / "stack.json").read_bytes(), type=StackFacts)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def _given(**options: str | int) -> list[str]:
+    """Flags for options that have a value; a service reads the others from its environment."""
+    return [word for name, value in options.items() if value for word in ("--" + name.replace("_", "-"), str(value))]

@@ -5,44 +5,61 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shlex
 import signal
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from motet.cli.client import ApiError, Client
 from motet.cli.control import Control
 from motet.cli.nats_server import NatsStartError
+from motet.cli.options import takes
 from motet.cli.progress import Progress
 from motet.cli.stack import Stack, StackOptions
 from motet.cli.supervisor import StartFailed
 from motet.examples.demo import BASE, DEMO
-from motet.shared.config import BusConfig, ConfigError
+from motet.services.gateway.config import HttpConfig, KeysConfig
+from motet.services.registry.config import PublishersConfig, SourcesConfig
+from motet.services.worker.config import EngineConfig
+from motet.shared.config import BaseModelConfig, BusConfig, Config, ConfigError, ProcessConfig, field, fields, load
 from motet.shared.hub import resolve_model
 
-BUS_FLAGS = tuple(field.name for field in msgspec.structs.fields(BusConfig))
+OWN = ("workers", "gateways", "schedulers", "data_dir", "nats_port", "credentials_dir")
+"""Options of `motet up` that are no service's."""
 
 
 def _directory(**more: Any) -> click.Path:
     return click.Path(file_okay=False, path_type=Path, **more)
 
 
+class UpConfig(Config, frozen=True, kw_only=True):
+    """Options of services that `motet up` takes itself. Services read all others from their variables."""
+
+    base: BaseModelConfig
+    bus: BusConfig = BusConfig()
+    process: ProcessConfig = ProcessConfig()
+    sources: SourcesConfig = SourcesConfig()
+    publishers: PublishersConfig = PublishersConfig()
+    http: HttpConfig = HttpConfig()
+    keys: KeysConfig = KeysConfig()
+    engine: EngineConfig = EngineConfig()
+
+
+_takes = partial(takes, UpConfig)
+
+
 @click.command()
-@click.option("--model", default="", help="Base model: a local directory in Hugging Face format, or a Hugging Face id.")
+@_takes("model", "Base model: a local directory in Hugging Face format, or a Hugging Face id.")
 @click.option("--demo", is_flag=True, help="Serve the small model and the 16 adapters that come with Motet.")
-@click.option("--served-model-name", default="", help="The base model's name in requests.  [default: last part of --model]")
-@click.option("--adapters-dir", type=_directory(exists=True), help="Directory of PEFT adapters to register at start.")
-@click.option(
-    "--adapter-root",
-    "adapter_roots",
-    multiple=True,
-    type=_directory(exists=True),
-    help="Directory below which adapters may be registered by server path (repeatable).",
-)
+@_takes("served_model_name")
+@_takes("adapters_dir")
+@_takes("adapter_roots")
 @click.option(
     "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Number of workers; they share the cores."
 )
@@ -54,33 +71,14 @@ def _directory(**more: Any) -> click.Path:
     help="Number of gateways, on --port, --port + 1, ...",
 )
 @click.option("--schedulers", default=1, show_default=True, type=click.IntRange(1, 16), help="Number of schedulers.")
-@click.option("--threads", default=0, type=click.IntRange(0), help="CPU threads per worker.  [default: cores / workers]")
-@click.option(
-    "--quantization",
-    default="none",
-    show_default=True,
-    type=click.Choice(["none", "int8"]),
-    help="Base weights in the workers' memory: unquantized, or int8 (CPU only).",
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address that the gateways listen on.")
-@click.option(
-    "--api-keys",
-    default="auto",
-    show_default=True,
-    envvar="MOTET_API_KEYS",
-    type=click.Choice(["auto", "required", "off"]),
-    help="Whether clients need an API key; auto: needed unless --host is a loopback address.",
-)
-@click.option(
-    "--api-keys-file", default="", envvar="MOTET_API_KEYS_FILE", help="File with API keys; see `motet keys create --file`."
-)
-@click.option(
-    "--tls-cert-file", default="", envvar="MOTET_TLS_CERT_FILE", help="TLS certificate of the gateways; enables https."
-)
-@click.option("--tls-key-file", default="", envvar="MOTET_TLS_KEY_FILE", help="Private key of --tls-cert-file.")
-@click.option(
-    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port of the first gateway; 0 for any."
-)
+@_takes("threads", "CPU threads per worker; 0: cores / workers.  [default: 0]")
+@_takes("quantization")
+@_takes("host")
+@_takes("port", "Port of the first gateway; 0 for any.  [default: 8000]")
+@_takes("api_keys")
+@_takes("api_keys_file")
+@_takes("tls_cert_file")
+@_takes("tls_key_file")
 @click.option(
     "--data-dir",
     default=".motet",
@@ -89,38 +87,22 @@ def _directory(**more: Any) -> click.Path:
     type=_directory(),
     help="Directory for adapters, durable requests, credentials and logs; kept between runs.",
 )
-@click.option(
-    "--tenant",
-    "tenants",
-    multiple=True,
-    default=("default",),
-    show_default=True,
-    help="Tenant that may publish durable requests over NATS (repeatable).",
-)
+@_takes("tenants")
 @click.option("--nats-port", default=0, type=click.IntRange(0, 65535), help="Port of the embedded NATS server.  [default: any]")
-@click.option("--nats-url", default="", help="URL of an existing NATS server or cluster, used instead of the embedded one.")
-@click.option("--nats-user", default="", help="For --nats-url: one user for all services.")
-@click.option("--nats-password-file", default="", help="For --nats-user: the file with its password.")
-@click.option("--nats-creds", default="", help="For --nats-url: a .creds file for all services.")
-@click.option("--nats-tls-ca-file", default="", help="For --nats-url: the server's certificate authority, for TLS.")
-@click.option("--nats-tls-cert-file", default="", help="For --nats-url: a client certificate, if the server asks for one.")
-@click.option("--nats-tls-key-file", default="", help="For --nats-url: private key of --nats-tls-cert-file.")
-@click.option(
-    "--nats-replicas", default=1, type=click.IntRange(1, 5), help="For a NATS cluster: replicas of streams and buckets."
-)
+@_takes("nats_url", "URL of an existing NATS server or cluster, used instead of the embedded one.")
+@_takes("nats_user", "For --nats-url: one user for all services.")
+@_takes("nats_password_file", "For --nats-user: the file with its password.")
+@_takes("nats_tls_ca_file", "For --nats-url: the server's certificate authority, for TLS.")
+@_takes("nats_tls_cert_file", "For --nats-url: a client certificate, if the server asks for one.")
+@_takes("nats_tls_key_file", "For --nats-url: private key of --nats-tls-cert-file.")
+@_takes("nats_replicas", "For a NATS cluster: replicas of streams and buckets.  [default: 1]")
 @click.option(
     "--credentials",
     "credentials_dir",
     type=_directory(exists=True),
     help="For --nats-url: directory with one password file per service, from `motet nats-config`.",
 )
-@click.option(
-    "--drain-s",
-    default=20.0,
-    show_default=True,
-    type=click.FloatRange(0),
-    help="Seconds that running requests get when the mesh stops.",
-)
+@_takes("drain_s", "Seconds that running requests get when the mesh stops.  [default: 20]")
 @click.option("--verbose", is_flag=True, help="Also print the services' logs here.")
 def up(verbose: bool, **given: Any) -> None:
     """Start the whole mesh on this machine and keep it running until Ctrl-C.
@@ -133,35 +115,58 @@ def up(verbose: bool, **given: Any) -> None:
       motet up --model Qwen/Qwen3-0.6B --workers 2
       motet up --model ./llama --nats-url nats://bus:4222 --credentials ./secrets
 
-    Other options of the services (see `motet worker --help`) are set by their environment variables:
+    An option that is not given here is read from its variable, also one that is not listed (see `motet worker --help`):
 
     \b
       MOTET_MAX_RUNNING=128 motet up --model ...
     """
     try:
-        options = stack_options(**given)
+        options = stack_options(given)
     except (ConfigError, ValueError) as error:
         raise click.UsageError(str(error)) from None
     sys.exit(asyncio.run(run(options, verbose=verbose)))
 
 
-def stack_options(model: str, demo: bool, served_model_name: str, nats_url: str, **given: Any) -> StackOptions:
-    """The options of a stack from the flags of `motet up`; downloads a model given by its hub id. Raises ConfigError."""
-    if demo == bool(model):
+def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> StackOptions:
+    """The options of a stack from the flags of `motet up`, None where not given, and from variables.
+
+    Downloads a model that is given by its hub id. Raises ConfigError.
+    """
+    flags = {name: value for name, value in given.items() if value is not None}
+    named = {option.name for option in fields(UpConfig)}
+    taken = {name: value for name, value in flags.items() if name in named}
+    own = {name: flags[name] for name in OWN if name in flags}
+    if flags.get("demo"):
+        if "model" in taken:
+            raise ConfigError("--model and --demo: each says what to serve, give one of them")
+        demo = {"model": str(DEMO / "model"), "served_model_name": BASE, "adapters_dir": str(DEMO / "adapters")}
+        taken = demo | taken
+    elif "model" not in taken and field(UpConfig, "model").variable not in environ:
         raise ConfigError("--model or --demo: one of them says what to serve")
-    if demo:
-        model, served_model_name = str(DEMO / "model"), served_model_name or BASE
-        given["adapters_dir"] = given.get("adapters_dir") or DEMO / "adapters"
-    bus_flags = {name: given.pop(name) for name in BUS_FLAGS if name in given}
-    if not nats_url and (any(bus_flags[name] for name in bus_flags if name != "nats_replicas") or given.get("credentials_dir")):
-        raise ConfigError("--nats-user, --nats-creds, --nats-tls-... and --credentials need --nats-url")
-    given["adapters_dir"] = str(Path(given["adapters_dir"]).resolve()) if given.get("adapters_dir") else ""
-    given["adapter_roots"] = tuple(str(Path(root).resolve()) for root in given.get("adapter_roots", ()))
+    config = load(UpConfig, taken, environ)
+    elsewhere = "nats_url" in taken or field(UpConfig, "nats_url").variable in environ
+    if not elsewhere and ("credentials_dir" in own or any(name.startswith("nats_") for name in taken)):
+        raise ConfigError("--nats-user, --nats-tls-... and --credentials need --nats-url")
+    adapters_dir = config.sources.adapters_dir
+    if adapters_dir and not Path(adapters_dir).is_dir():
+        raise ConfigError(f"--adapters-dir: there is no directory {adapters_dir}")
     return StackOptions(
-        model=str(Path(resolve_model(model)).resolve()),
-        served_model_name=served_model_name or Path(model.rstrip("/")).name,
-        bus=BusConfig(nats_url=nats_url, **bus_flags) if nats_url else None,
-        **given,
+        model=str(Path(resolve_model(config.base.model)).resolve()),
+        served_model_name=config.base.name,
+        adapters_dir=str(Path(adapters_dir).resolve()) if adapters_dir else "",
+        adapter_roots=config.sources.roots,
+        tenants=config.publishers.names,
+        bus=config.bus if elsewhere else None,
+        threads=config.engine.threads,
+        host=config.http.host,
+        port=config.http.port,
+        tls_cert_file=config.http.tls_cert_file,
+        tls_key_file=config.http.tls_key_file,
+        api_keys=config.keys.api_keys,
+        api_keys_file=config.keys.api_keys_file,
+        drain_s=config.process.drain_s,
+        quantization=taken.get("quantization", ""),  # else the workers read its variable
+        **own,
     )
 
 

@@ -25,6 +25,7 @@ from starlette.responses import Response
 
 from motet.services.gateway import protocol
 from motet.services.gateway.auth import Caller, caller_of
+from motet.services.gateway.config import MAX_BODY_BYTES
 from motet.services.gateway.http import json_answer, one_line, read_body
 from motet.shared import subjects
 from motet.shared.errors import (
@@ -101,8 +102,8 @@ _unload = msgspec.json.Decoder(UnloadRequest)
 def add_routes(api: APIRouter, gateway: Gateway) -> None:
     """All adapter routes, on a router that authenticates."""
     registry = _Registry(gateway)
-    uploads = asyncio.Semaphore(gateway.config.max_uploads)
-    max_body = gateway.config.max_body_bytes
+    uploads = asyncio.Semaphore(gateway.config.requests.max_uploads)
+    max_body = MAX_BODY_BYTES
 
     @api.get("/v1/adapters")
     async def adapters(request: Request, tenant: str | None = None) -> Response:
@@ -125,7 +126,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
         caller.check("adapters", "adding an adapter")
         if request.headers.get("content-type", "").startswith("multipart/form-data"):
             if uploads.locked():
-                raise Overloaded(f"{gateway.config.max_uploads} uploads are under way already", retry_after_s=5.0)
+                raise Overloaded(f"{gateway.config.requests.max_uploads} uploads are under way already", retry_after_s=5.0)
             async with uploads:
                 info = await _upload(gateway, registry, request)
         else:
@@ -149,7 +150,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
             return _vllm_error(400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided.")
         if asked.is_3d_lora_weight:
             return _vllm_error(400, "BadRequestError", "is_3d_lora_weight is not supported")
-        if asked.base_model_name not in (None, "", gateway.config.base_model):
+        if asked.base_model_name not in (None, "", gateway.config.base.name):
             return _vllm_error(400, "BadRequestError", f"base_model_name: {asked.base_model_name!r} is not served here")
         try:
             is_path = asked.lora_path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(asked.lora_path)
@@ -275,7 +276,7 @@ class _Registry:
         """Raises BadRequest for an invalid adapter name."""
         if not _possible(name):
             raise BadRequest(f"{param}: {name!r} is not a valid adapter name: {_NAME_TEXT}", param=param)
-        if name == self._gateway.config.base_model:
+        if name == self._gateway.config.base.name:
             raise BadRequest(f"{name!r} is the base model's name", param=param)
 
 
@@ -311,7 +312,7 @@ def _seen_as(caller: Caller, tenant: str | None) -> str:
 
 async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> AdapterInfo:
     """A multipart form with `name`, `file` and optionally `replace`: into the object store, then to the registry."""
-    limit = gateway.config.max_upload_bytes
+    limit = gateway.config.requests.max_upload_bytes
     length = request.headers.get("content-length", "")
     if not length.isdecimal():
         raise BadRequest("an upload needs a Content-Length", param="file")

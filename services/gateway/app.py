@@ -19,7 +19,7 @@ from motet.services.gateway import adapters_api, answers, idempotency, keys_api,
 from motet.services.gateway.absent import Absent
 from motet.services.gateway.adapters_api import created_unix_ms, public_source, shown_source
 from motet.services.gateway.auth import Keys, caller_of
-from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.guard import Guard
 from motet.services.gateway.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
@@ -88,7 +88,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
             raise
 
     async def answer(request: Request, parse: Callable[[bytes], Any], turn: Turn) -> Response:
-        raw = await read_body(request, config.max_body_bytes)
+        raw = await read_body(request, MAX_BODY_BYTES)
         parsed = parse(raw)
         slo = gateway.planner.slo(_slo_headers(request), names=SLO_HEADERS)  # also of a repeated request
         keyed = idempotency.HEADER in request.headers
@@ -151,7 +151,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
         caller = caller_of(request)
         if gateway.planner.adapter(name, caller.tenant) is None:
             return json_answer(_base_card(gateway))
-        names = (name, name.removeprefix(config.base_model + ":"))
+        names = (name, name.removeprefix(config.base.name + ":"))
         info = next((info for one in names if (info := gateway.adapters.resolve(one, caller.tenant)) is not None), None)
         if info is None:
             raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
@@ -159,7 +159,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        asked = protocol.parse_tokenize(await read_body(request, config.max_body_bytes))
+        asked = protocol.parse_tokenize(await read_body(request, MAX_BODY_BYTES))
         gateway.planner.adapter(asked.model, request.state.tenant)
         prompts, special = gateway.prompts, asked.add_special_tokens
         if asked.messages is not None:
@@ -179,7 +179,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
 
     @api.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        asked = protocol.parse_detokenize(await read_body(request, config.max_body_bytes))
+        asked = protocol.parse_detokenize(await read_body(request, MAX_BODY_BYTES))
         gateway.planner.adapter(asked.model, request.state.tenant)
         return json_answer({"prompt": await gateway.prompts.text(asked.tokens)})
 
@@ -211,9 +211,9 @@ def build_app(gateway: Gateway) -> ASGIApp:
     keys_api.add_routes(api, gateway)
     app.include_router(api)
 
-    origins = _words(config.allowed_origins)
+    origins = _words(config.http.allowed_origins)
     keyless = not gateway.keys.required
-    guard = Guard(keyless=keyless, bound_host=config.host, hosts=_words(config.allowed_hosts), origins=origins)
+    guard = Guard(keyless=keyless, bound_host=config.http.host, hosts=_words(config.http.allowed_hosts), origins=origins)
     if origins:
         shown = ["x-request-id", "retry-after"]
         app.add_middleware(
@@ -236,15 +236,15 @@ def _slo_headers(request: Request) -> dict[str, str]:
 
 
 def _base_card(gateway: Gateway) -> dict[str, Any]:
-    name = gateway.config.base_model
-    root = public_source(f"path:{gateway.config.model}").removeprefix("path:")
+    name = gateway.config.base.name
+    root = public_source(f"path:{gateway.config.base.model}").removeprefix("path:")
     return _card(name, gateway.started_s, root, None, gateway.planner.max_model_len)
 
 
 def _adapter_card(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
     created_s = created_unix_ms(info) // 1000
     root = shown_source(info).split(":", 1)[-1]  # without what kind of source it was
-    return _card(info.entry.name, created_s, root, gateway.config.base_model, None)
+    return _card(info.entry.name, created_s, root, gateway.config.base.name, None)
 
 
 def _card(name: str, created_s: int, root: str, parent: str | None, max_model_len: int | None) -> dict[str, Any]:
@@ -292,7 +292,7 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
     owner = gateway.owner
     body: dict[str, Any] = {
         "gateway": {"id": owner.gateway_id, "inflight": owner.inflight, "not_ready": gateway.not_ready()},
-        "base_model": gateway.config.base_model,
+        "base_model": gateway.config.base.name,
         "adapters": gateway.adapters.names(),
         "scheduler_id": None,
         "workers": [],

@@ -46,12 +46,13 @@ class Keys:
     """Admits requests. Keys are looked up by digest, so timing reveals nothing about a key."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        if config.api_keys == "off" and config.api_keys_file:
+        mode, path = config.keys.api_keys, config.keys.api_keys_file
+        if mode == "off" and path:
             raise ConfigError("--api-keys: off, but there is an --api-keys-file")
         self._config = config
-        self._file = {key.digest: key for key in read_key_file(config.api_keys_file)} if config.api_keys_file else {}
-        self._exposed = not is_loopback(config.host)
-        self.required = bool(self._file) or config.api_keys == "required" or (config.api_keys == "auto" and self._exposed)
+        self._file = {key.digest: key for key in read_key_file(path)} if path else {}
+        self._exposed = not is_loopback(config.http.host)
+        self.required = bool(self._file) or mode == "required" or (mode == "auto" and self._exposed)
         self.store: KeyStore
 
     async def start(self, bus: Bus) -> None:
@@ -60,13 +61,13 @@ class Keys:
         if not self.required:
             bus.spawn(self.store.start())  # only `motet keys` looks at it
             log.warning(
-                "no API keys: everybody who can reach this address is an administrator", extra={"host": self._config.host}
+                "no API keys: everybody who can reach this address is an administrator", extra={"host": self._config.http.host}
             )
             return
         await self.store.start()
-        if self._config.api_keys == "auto" and not self.all():
+        if self._config.keys.api_keys == "auto" and not self.all():
             raise ConfigError(
-                f"--host: {self._config.host} can be reached from elsewhere and there are no API keys. Make one with"
+                f"--host: {self._config.http.host} can be reached from elsewhere and there are no API keys. Make one with"
                 " `motet keys create --role admin --file FILE` and give --api-keys-file FILE; or say --api-keys off to let"
                 " everybody do everything"
             )

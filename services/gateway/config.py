@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from motet.shared.config import ServiceConfig
+from motet.shared.config import BaseModelConfig, Config, ServiceConfig
 from motet.shared.model import Slo
 
 MIB = 1 << 20
+MAX_BODY_BYTES = 4 * MIB
+"""Of a request's body; uploads have their own limit."""
 
 
-class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
-    """An HTTP front of the mesh. `model` must be the workers' model: the gateway uses its tokenizer and chat template."""
+class HttpConfig(Config, frozen=True, kw_only=True):
+    """The HTTP API's address, certificate and callers."""
 
-    model: Annotated[str, Meta(min_length=1, description="base model: a local directory or a Hugging Face id")]
-    served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
     host: Annotated[str, Meta(description="address of the HTTP API")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP API; 0 for any")] = 8000
+    listen_fd: Annotated[
+        int,
+        Meta(
+            ge=-1, description="file descriptor of an inherited listening socket, used instead of --host and --port; -1: none"
+        ),
+    ] = -1
+    tls_cert_file: Annotated[
+        str, Meta(description="TLS certificate (chain) of the HTTP API; enables https together with --tls-key-file")
+    ] = ""
+    tls_key_file: Annotated[str, Meta(description="private key of --tls-cert-file")] = ""
     allowed_hosts: Annotated[
         str,
         Meta(
@@ -31,33 +41,14 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
         str, Meta(description="browser origins that may use the API, comma-separated, * for any; enables CORS headers")
     ] = ""
     max_connections: Annotated[int, Meta(ge=1, description="maximum open connections; further ones get 429")] = 16_384
-    listen_fd: Annotated[
-        int,
-        Meta(
-            ge=-1, description="file descriptor of an inherited listening socket, used instead of --host and --port; -1: none"
-        ),
-    ] = -1
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body in bytes; uploads have their own limit")] = (
-        4 * MIB
-    )
-    max_upload_bytes: Annotated[int, Meta(ge=1024, description="largest adapter archive in bytes")] = 1024 * MIB
-    max_uploads: Annotated[int, Meta(ge=1, description="maximum concurrent adapter uploads; further ones get 429")] = 4
-    max_inflight: Annotated[
-        int, Meta(ge=1, description="maximum sequences in progress at this gateway; further ones get 429")
-    ] = 4096
-    stream_buffer_tokens: Annotated[
-        int, Meta(ge=16, description="maximum tokens buffered for a slow client; then its stream is ended")
-    ] = 4096
-    intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="maximum durable requests from NATS in progress")] = 64
-    request_timeout_s: Annotated[float, Meta(gt=0, description="maximum duration of a request in seconds")] = 600.0
-    tls_cert_file: Annotated[
-        str, Meta(description="TLS certificate (chain) of the HTTP API; enables https together with --tls-key-file")
-    ] = ""
-    tls_key_file: Annotated[str, Meta(description="private key of --tls-cert-file")] = ""
+
+
+class KeysConfig(Config, frozen=True, kw_only=True):
+    """API keys."""
+
     api_keys: Annotated[
-        str,
+        Literal["auto", "required", "off"],
         Meta(
-            pattern="^(auto|required|off)$",
             description="whether clients need `Authorization: Bearer <key>`: auto (needed unless --host is a loopback address"
             " and there is no --api-keys-file), required, or off (every client is an administrator)",
         ),
@@ -66,6 +57,28 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
         str,
         Meta(description="file with lines `key tenant [role]`; roles: use (default), adapters, admin. See `motet keys`"),
     ] = ""
+
+
+class RequestsConfig(Config, frozen=True, kw_only=True):
+    """Limits of one gateway over all tenants."""
+
+    max_inflight: Annotated[
+        int, Meta(ge=1, description="maximum sequences in progress at this gateway; further ones get 429")
+    ] = 4096
+    request_timeout_s: Annotated[float, Meta(gt=0, description="maximum duration of a request in seconds")] = 600.0
+    stream_buffer_tokens: Annotated[
+        int, Meta(ge=16, description="maximum tokens buffered for a slow client; then its stream is ended")
+    ] = 4096
+    intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="maximum durable requests from NATS in progress")] = 64
+    max_upload_bytes: Annotated[
+        int, Meta(ge=1024, description="largest adapter archive in bytes; see also the registry's --max-adapter-bytes")
+    ] = 1024 * MIB
+    max_uploads: Annotated[int, Meta(ge=1, description="maximum concurrent adapter uploads; further ones get 429")] = 4
+
+
+class TenantsConfig(Config, frozen=True, kw_only=True):
+    """Limits of each tenant."""
+
     tenant_requests_per_s: Annotated[
         float, Meta(ge=0, le=1e9, description="maximum requests per second of one tenant at this gateway; 0: no limit")
     ] = 0.0
@@ -87,6 +100,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
             " concurrent_requests, weight}}; weight (default 1) is the tenant's share while workers are saturated"
         ),
     ] = ""
+
+
+class SloConfig(Config, frozen=True, kw_only=True, dict=True):
+    """Latency objectives of the classes that requests name with `x-slo-class`."""
+
     slo_interactive_ttft_ms: Annotated[
         float, Meta(gt=0, description="class interactive: objective for the time to first token, in ms")
     ] = 500.0
@@ -94,10 +112,10 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
         float, Meta(gt=0, description="class interactive: objective for the time per output token, in ms")
     ] = 50.0
     slo_standard_ttft_ms: Annotated[
-        float, Meta(gt=0, description="class standard: objective for the time to first token, in ms")
+        float, Meta(gt=0, description="class standard (the default): objective for the time to first token, in ms")
     ] = 2000.0
     slo_standard_tpot_ms: Annotated[
-        float, Meta(gt=0, description="class standard: objective for the time per output token, in ms")
+        float, Meta(gt=0, description="class standard (the default): objective for the time per output token, in ms")
     ] = 200.0
     slo_batch_ttft_ms: Annotated[float, Meta(gt=0, description="class batch: objective for the time to first token, in ms")] = (
         60_000.0
@@ -106,14 +124,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
         float, Meta(gt=0, description="class batch: objective for the time per output token, in ms")
     ] = 2000.0
 
-    @property
-    def base_model(self) -> str:
-        """The name under which requests ask for the base model."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
-
     @cached_property
-    def slo_classes(self) -> dict[str, Slo]:
-        """The named latency objectives."""
+    def classes(self) -> dict[str, Slo]:
+        """The objectives by class."""
         return {
             name: Slo(
                 slo_class=name,
@@ -122,3 +135,14 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, dict=True):
             )
             for name in ("interactive", "standard", "batch")
         }
+
+
+class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
+    """An HTTP front of the mesh."""
+
+    base: BaseModelConfig
+    http: HttpConfig = HttpConfig()
+    keys: KeysConfig = KeysConfig()
+    requests: RequestsConfig = RequestsConfig()
+    tenants: TenantsConfig = TenantsConfig()
+    slo: SloConfig = SloConfig()

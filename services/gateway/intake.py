@@ -93,7 +93,7 @@ class Intake:
         self._bus, self._owner, self._planner, self._config = bus, owner, planner, config
         self._limits = limits
         self._queues: dict[str, _Queue] = {}
-        self._slots = asyncio.Semaphore(config.intake_concurrency)
+        self._slots = asyncio.Semaphore(config.requests.intake_concurrency)
         self._parked: deque[asyncio.Event] = deque()  # longest first
         self._changed = asyncio.Event()
         self._draining = False
@@ -183,7 +183,7 @@ class Intake:
         if queue.parked or (queue.held and sum(queue.held.values()) >= HELD_BYTES // len(self._queues)):
             return 0
         running = sum(len(other.held) - other.parked for other in self._queues.values())
-        return self._config.intake_concurrency - max(running, len(queue.held))
+        return self._config.requests.intake_concurrency - max(running, len(queue.held))
 
     async def _results_fit(self, queue: _Queue) -> bool:
         """Whether the tenant's result stream probably has room for results of requests pulled now."""
@@ -313,7 +313,8 @@ class Intake:
     async def _run_in(self, turn: Turn, request: DurableRequest) -> dict[str, Any]:
         parsed, slo, live = request.parse()
         left_s = request.left_s()
-        timeout_s = self._config.request_timeout_s if left_s is None else min(left_s, self._config.request_timeout_s)
+        most_s = self._config.requests.request_timeout_s
+        timeout_s = most_s if left_s is None else min(left_s, most_s)
         plan = await self._planner.plan(
             parsed, tenant=request.tenant, slo=self._planner.slo(slo), timeout_s=max(timeout_s, 0.001)
         )

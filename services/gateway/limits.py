@@ -75,12 +75,12 @@ class Limits:
 
     def __init__(self, config: GatewayConfig, inflight: Callable[[], int] = lambda: 0) -> None:
         self._default = TenantLimits(
-            requests_per_s=config.tenant_requests_per_s,
-            tokens_per_min=config.tenant_tokens_per_min,
-            concurrent_requests=config.tenant_concurrent_requests,
+            requests_per_s=config.tenants.tenant_requests_per_s,
+            tokens_per_min=config.tenants.tenant_tokens_per_min,
+            concurrent_requests=config.tenants.tenant_concurrent_requests,
         )
-        self._own = _read(config.tenant_limits_file, self._default) if config.tenant_limits_file else {}
-        self._inflight, self._nearly_full = inflight, NEARLY_FULL * config.max_inflight
+        self._own = _read(config.tenants.tenant_limits_file, self._default) if config.tenants.tenant_limits_file else {}
+        self._inflight, self._nearly_full = inflight, NEARLY_FULL * config.requests.max_inflight
         self._use: dict[str, _Use] = {}
 
     def of(self, tenant: str) -> TenantLimits:

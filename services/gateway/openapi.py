@@ -16,7 +16,7 @@ from starlette.responses import FileResponse, Response
 
 from motet.services.gateway import fields, protocol, schemas
 from motet.services.gateway.adapters_api import AdapterRequest, LoadRequest, UnloadRequest
-from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
 from motet.services.gateway.http import json_answer
 from motet.services.gateway.keys_api import KeyRequest, RotateRequest
 from motet.services.gateway.planner import SLO_MAX_MS, SLO_MIN_MS
@@ -141,7 +141,7 @@ def add_routes(app: APIRouter, config: GatewayConfig, version: str, *, keyless: 
 
 def document(config: GatewayConfig, version: str, *, keyless: bool = True) -> dict[str, Any]:
     """The OpenAPI 3.1 document of a gateway with this configuration."""
-    limits = {"max_body_bytes": config.max_body_bytes, "max_upload_bytes": config.max_upload_bytes}
+    limits = {"max_body_bytes": MAX_BODY_BYTES, "max_upload_bytes": config.requests.max_upload_bytes}
     errors = {
         status: {"description": text.format(**limits)} | _content(_ref("ErrorAnswer")) for status, text in _ERRORS.items()
     }

@@ -72,7 +72,7 @@ class Planner:
         """`weight(tenant)` is the tenant's share relative to others' while workers are saturated."""
         self._weight = weight
         self._config, self._prompts, self._adapters, self._fleet = config, prompts, adapters, fleet
-        self.base_model = config.base_model
+        self.base_model = config.base.name
 
     @property
     def max_model_len(self) -> int:
@@ -84,7 +84,7 @@ class Planner:
 
         Raises BadRequest naming the field by the client's name for it (`names`).
         """
-        classes = self._config.slo_classes
+        classes = self._config.slo.classes
         name = given.get("class", "standard")
         base = classes.get(name) if isinstance(name, str) else None
         if base is None:
@@ -148,7 +148,7 @@ class Planner:
                         model=model,
                         prompt=prompt,
                         sampling=msgspec.structs.replace(sampling, seed=choice_seed),
-                        slo=slo or self._config.slo_classes["standard"],
+                        slo=slo or self._config.slo.classes["standard"],
                         adapter=adapter,
                         tenant=tenant,
                         tenant_weight=self._weight(tenant),
@@ -158,7 +158,7 @@ class Planner:
                         continues_text=not chat or bool(request.continue_final_message),  # type: ignore[union-attr]
                         cache_salt=request.cache_salt or "",
                         priority=request.priority or 0,
-                        timeout_s=timeout_s or self._config.request_timeout_s,
+                        timeout_s=timeout_s or self._config.requests.request_timeout_s,
                         arrived_s=arrived_s,
                     )
                 )

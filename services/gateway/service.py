@@ -54,7 +54,7 @@ class GatewayService:
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.keys = Keys(config)
-        self.gateway_id = config.identity("gateway")
+        self.gateway_id = config.process.identity("gateway")
         self.once = Once()
         self.limits = Limits(config, lambda: self.owner.inflight)
         self.port = 0
@@ -66,30 +66,29 @@ class GatewayService:
         self._stack = contextlib.AsyncExitStack()  # what `stop` has to undo, last first
 
     async def start(self) -> None:
-        config = self.config
-        load_certificate(
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), config.tls_cert_file, config.tls_key_file, flag="--tls"
-        )
-        listener = _listen(config.host, config.port) if config.listen_fd < 0 else socket.socket(fileno=config.listen_fd)
+        config, http = self.config, self.config.http
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        load_certificate(tls, http.tls_cert_file, http.tls_key_file, flag="--tls")
+        listener = _listen(http.host, http.port) if http.listen_fd < 0 else socket.socket(fileno=http.listen_fd)
         self._stack.callback(listener.close)
         self.port = listener.getsockname()[1]
-        self.prompts, detokenizer = await asyncio.to_thread(_load, config.model)
+        self.prompts, detokenizer = await asyncio.to_thread(_load, config.base.model)
         self._stack.callback(self.prompts.close)
-        self.bus = await Bus.connect(config, self.gateway_id, inbox="gateway")
+        self.bus = await Bus.connect(config.bus, self.gateway_id, inbox="gateway")
         self._stack.push_async_callback(self.bus.close)
         self._stack.push_async_callback(self._stop_serving)  # after the owner has told the streams that it leaves
         await self.keys.start(self.bus)
         self._stack.push_async_callback(self.keys.stop)
         self.adapters = AdapterWatch(self.bus, self._on_adapters)
-        self.fleet = Fleet(self.bus, config.base_model)
+        self.fleet = Fleet(self.bus, config.base.name)
         self.owner = Owner(
             self.bus,
             self.fleet,
             detokenizer,
             gateway_id=self.gateway_id,
-            base_model=config.base_model,
-            max_inflight=config.max_inflight,
-            stream_buffer_tokens=config.stream_buffer_tokens,
+            base_model=config.base.name,
+            max_inflight=config.requests.max_inflight,
+            stream_buffer_tokens=config.requests.stream_buffer_tokens,
         )
         self.planner = Planner(config, self.prompts, self.adapters, self.fleet, lambda tenant: self.limits.of(tenant).weight)
         self.intake = Intake(self.bus, self.owner, self.planner, config, self.limits)
@@ -106,8 +105,8 @@ class GatewayService:
         gc.freeze()  # what lives as long as the process is never looked at again
         self._stack.callback(gc.unfreeze)
         self._started = True
-        scheme = "https" if config.tls_cert_file else "http"
-        log.info("serving", extra={"url": f"{scheme}://{config.host}:{self.port}", "model": config.base_model})
+        scheme = "https" if config.http.tls_cert_file else "http"
+        log.info("serving", extra={"url": f"{scheme}://{config.http.host}:{self.port}", "model": config.base.name})
 
     def not_ready(self) -> list[str]:
         if not self._started:
@@ -131,7 +130,7 @@ class GatewayService:
         self.owner.check_room()
 
     async def drain(self) -> None:
-        if self.config.listen_fd >= 0 and self._server is not None:  # whoever shares the socket takes what comes
+        if self.config.http.listen_fd >= 0 and self._server is not None:  # whoever shares the socket takes what comes
             await self._server.leave()
         self._draining = True
         await self.intake.drain()
@@ -162,14 +161,14 @@ class GatewayService:
         def names() -> dict[str, str]:
             return {info.entry.digest: qualified(info.entry.name, info.entry.tenant) for info in reversed(self.adapters.all())}
 
-        collector = metrics.FleetCollector(self.fleet, self.config.base_model, names)
+        collector = metrics.FleetCollector(self.fleet, self.config.base.name, names)
         REGISTRY.register(collector)
         self._stack.callback(REGISTRY.unregister, collector)
 
     async def _serve(self, listener: socket.socket) -> None:
         config = self.config
         logging.getLogger("uvicorn").setLevel(logging.ERROR)  # invalid requests are the clients' business
-        GuardedProtocol.max_connections = files_for(config.max_connections)
+        GuardedProtocol.max_connections = files_for(config.http.max_connections)
         server_config = uvicorn.Config(
             build_app(self),
             http=GuardedProtocol,
@@ -180,8 +179,8 @@ class GatewayService:
             server_header=False,
             date_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            ssl_certfile=self.config.tls_cert_file or None,
-            ssl_keyfile=self.config.tls_key_file or None,
+            ssl_certfile=self.config.http.tls_cert_file or None,
+            ssl_keyfile=self.config.http.tls_key_file or None,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         self._server = _Server(server_config)

@@ -12,7 +12,7 @@ from motet.shared.config import ServiceConfig
 class PredictorConfig(ServiceConfig, frozen=True, kw_only=True):
     """How many adapters the predictor learns lengths for."""
 
-    max_adapters: Annotated[
+    max_histograms: Annotated[
         int,
         Meta(
             ge=1,

@@ -41,11 +41,11 @@ class PredictorService(BusService):
     def __init__(self, config: PredictorConfig) -> None:
         super().__init__(config)
         self._config = config
-        self.lengths = LengthQuantiles(config.max_adapters)
+        self.lengths = LengthQuantiles(config.max_histograms)
 
     async def start(self) -> None:
         """Subscribe to outcomes, then answer requests."""
-        self._bus = bus = await Bus.connect(self._config, self._config.identity(self.name), inbox=self.name)
+        self._bus = bus = await Bus.connect(self._config.bus, self._config.process.identity(self.name), inbox=self.name)
         await bus.subscribe(subjects.OUTCOME, Outcome, self._learn)
         await bus.serve("predict", subjects.PREDICT, PredictRequest, self._predict, queue=self.name)
 

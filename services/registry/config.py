@@ -8,22 +8,18 @@ from typing import Annotated
 from msgspec import Meta
 
 from motet.services.registry.hub import PUBLIC_ENDPOINT, HubOptions
-from motet.shared.config import ConfigError, ServiceConfig
+from motet.shared.config import MAX_LORA_RANK, BaseModelConfig, Config, ConfigError, MaxLoraRank, ServiceConfig
 from motet.shared.tenancy import DEFAULT_TENANT, TENANT
 
 
-class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
-    """Which base model adapters must fit, where they may come from and how large they may be."""
+class SourcesConfig(Config, frozen=True, kw_only=True):
+    """Where adapters may come from."""
 
-    model: Annotated[
-        str, Meta(min_length=1, description="base model: a local directory or a Hugging Face id; only config.json is read")
-    ]
-    served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
-    adapter_roots: Annotated[
-        str, Meta(description="directories below which adapters may be registered by server path, comma-separated; empty: none")
-    ] = ""
     adapters_dir: Annotated[
         str, Meta(description="directory of PEFT adapters to register at start; an adapter's name is its relative path")
+    ] = ""
+    adapter_roots: Annotated[
+        str, Meta(description="directories below which adapters may be registered by server path, comma-separated; empty: none")
     ] = ""
     hub_allowed: Annotated[bool, Meta(description="allow registering adapters by Hugging Face id")] = True
     hub_endpoint: Annotated[str, Meta(description="URL of the hub; empty: HF_ENDPOINT, else https://huggingface.co")] = ""
@@ -41,14 +37,28 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
     hub_timeout_s: Annotated[
         float, Meta(gt=0, le=3600, description="maximum duration of one adapter's download in seconds")
     ] = 300.0
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The real paths of `adapter_roots`."""
+        return tuple(os.path.realpath(os.path.expanduser(root)) for root in _parts(self.adapter_roots))
+
+
+class LimitsConfig(Config, frozen=True, kw_only=True):
+    """How large adapters may be, and how many."""
+
     max_adapter_bytes: Annotated[int, Meta(ge=1024, description="largest adapter weights file in bytes")] = 1 << 30
-    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 256
+    max_lora_rank: MaxLoraRank = MAX_LORA_RANK
     max_adapters: Annotated[int, Meta(ge=1, description="maximum adapter names, aliases included")] = 20_000
     max_tenant_adapters: Annotated[int, Meta(ge=1, description="maximum adapter names of one tenant, aliases included")] = 2_000
     max_stored_mib: Annotated[int, Meta(ge=1, description="maximum size of all stored adapter versions in MiB")] = 1 << 20
     max_tenant_stored_mib: Annotated[int, Meta(ge=1, description="maximum size of one tenant's stored adapters in MiB")] = (
         1 << 17
     )
+
+
+class PublishersConfig(Config, frozen=True, kw_only=True):
+    """Durable requests over NATS."""
 
     tenants: Annotated[str, Meta(description="tenants that may publish durable requests over NATS, comma-separated")] = (
         DEFAULT_TENANT
@@ -62,33 +72,33 @@ class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = 512
 
     @property
-    def publishers(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """The tenants of `tenants`. Raises ConfigError for an invalid name."""
-        words = tuple(word.strip() for word in self.tenants.split(",") if word.strip())
+        words = _parts(self.tenants)
         for word in words:
             if not TENANT.fullmatch(word):
                 raise ConfigError(f"--tenants: {word!r}: letters, digits, '_' and '-' only, at most 64")
         return words
 
-    @property
-    def base_model(self) -> str:
-        """The name under which requests ask for the base model."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
-    @property
-    def roots(self) -> tuple[str, ...]:
-        """The real paths of `adapter_roots`."""
-        return tuple(os.path.realpath(os.path.expanduser(root)) for root in _parts(self.adapter_roots))
+class RegistryConfig(ServiceConfig, frozen=True, kw_only=True):
+    """Which base model adapters must fit, where they may come from and how large they may be."""
+
+    base: BaseModelConfig
+    sources: SourcesConfig = SourcesConfig()
+    limits: LimitsConfig = LimitsConfig()
+    publishers: PublishersConfig = PublishersConfig()
 
     @property
     def hub(self) -> HubOptions:
         """Options of hub downloads."""
+        sources = self.sources
         return HubOptions(
-            endpoint=self.hub_endpoint or os.environ.get("HF_ENDPOINT") or PUBLIC_ENDPOINT,
-            repositories=_parts(self.hub_repositories),
-            private_hosts=_parts(self.hub_private_hosts),
-            timeout_s=self.hub_timeout_s,
-            max_bytes=self.max_adapter_bytes,
+            endpoint=sources.hub_endpoint or os.environ.get("HF_ENDPOINT") or PUBLIC_ENDPOINT,
+            repositories=_parts(sources.hub_repositories),
+            private_hosts=_parts(sources.hub_private_hosts),
+            timeout_s=sources.hub_timeout_s,
+            max_bytes=self.limits.max_adapter_bytes,
         )
 
 

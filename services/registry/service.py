@@ -134,12 +134,15 @@ class RegistryService:
 
     async def start(self) -> None:
         config = self._config
-        model = await in_thread(lambda: resolve_model(config.model, files=("config.json",)))
+        model = await in_thread(lambda: resolve_model(config.base.model, files=("config.json",)))
         self._shapes: BaseShapes = read_shapes(model)
-        self._bus = bus = await Bus.connect(config, config.identity("registry"), inbox="registry")
+        self._bus = bus = await Bus.connect(config.bus, config.process.identity("registry"), inbox="registry")
         try:
             await provision(
-                bus, replicas=config.nats_replicas, tenants=config.publishers, tenant_bytes=config.tenant_stream_mib << 20
+                bus,
+                replicas=config.bus.nats_replicas,
+                tenants=config.publishers.names,
+                tenant_bytes=config.publishers.tenant_stream_mib << 20,
             )
         except Exception as error:
             raise Unavailable(f"JetStream cannot be provisioned: {str(error) or repr(error)}") from error
@@ -148,7 +151,7 @@ class RegistryService:
         self._audit = Audit(bus)
         self._adapters = AdapterWatch(bus)
         await self._adapters.start()
-        if foreign := sorted({v.base_model for v in self._adapters.versions()} - {config.base_model}):
+        if foreign := sorted({v.base_model for v in self._adapters.versions()} - {config.base.name}):
             log.warning("adapters of other base models are stored here", extra={"base_models": ", ".join(foreign)})
         ADAPTERS.set_function(self._adapters.names)
         VERSIONS.set_function(lambda: len(self._adapters.versions()))
@@ -162,9 +165,9 @@ class RegistryService:
         ):
             await bus.serve(verb, subjects.registry(verb), kind, handler, queue="registry")
         self._starting = ""
-        if config.adapters_dir:
-            self._starting = f"registering the adapters in {config.adapters_dir}"
-            bus.spawn(self._register_directory(config.adapters_dir))
+        if config.sources.adapters_dir:
+            self._starting = f"registering the adapters in {config.sources.adapters_dir}"
+            bus.spawn(self._register_directory(config.sources.adapters_dir))
         bus.spawn(self._sweep())
 
     def not_ready(self) -> list[str]:
@@ -219,9 +222,9 @@ class RegistryService:
         if ask.kind not in ("path", "hub", "upload", "any"):
             raise BadRequest(f"kind {quoted(ask.kind)}: one of path, hub, upload, any is expected", param="kind")
         if ask.kind == "any":
-            local = await in_thread(lambda: is_there(ask.location, self._config.roots))
+            local = await in_thread(lambda: is_there(ask.location, self._config.sources.roots))
             ask = msgspec.structs.replace(ask, kind="path" if local else "hub")
-        if ask.kind == "hub" and not self._config.hub_allowed:
+        if ask.kind == "hub" and not self._config.sources.hub_allowed:
             raise BadRequest("this registry takes no adapters from the hub", param="kind")
         self._check_room(ask)
         if not ask.replace:
@@ -236,9 +239,9 @@ class RegistryService:
                 return await self._take_in(ask, files)
 
     async def _open(self, ask: RegisterAdapter) -> PeftFiles:
-        limit = self._config.max_adapter_bytes
+        limit = self._config.limits.max_adapter_bytes
         if ask.kind == "path":
-            return await in_thread(lambda: open_path(ask.location, self._config.roots, limit))
+            return await in_thread(lambda: open_path(ask.location, self._config.sources.roots, limit))
         with await self._store.fetch_upload(ask.location, limit + MAX_OTHER_BYTES) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             try:
@@ -251,7 +254,7 @@ class RegistryService:
             converted = await in_thread(lambda: self._convert(files))
         version = AdapterVersion(
             digest=converted.digest,
-            base_model=self._config.base_model,
+            base_model=self._config.base.name,
             rank=converted.rank,
             modules=converted.modules,
             layers=converted.layers,
@@ -269,8 +272,8 @@ class RegistryService:
             files.weights,
             files.size_bytes,
             self._shapes,
-            max_rank=self._config.max_lora_rank,
-            max_bytes=self._config.max_adapter_bytes,
+            max_rank=self._config.limits.max_lora_rank,
+            max_bytes=self._config.limits.max_adapter_bytes,
         )
 
     async def delete(self, ask: DeleteAdapter) -> RegistryOk:
@@ -305,25 +308,25 @@ class RegistryService:
     def _check_name(self, ask: RegisterAdapter | AliasAdapter) -> None:
         if ask.tenant:
             check_tenant(ask.tenant)
-        check_name(ask.name, self._config.base_model)
+        check_name(ask.name, self._config.base.name)
 
     def _check_room(self, ask: RegisterAdapter | AliasAdapter) -> None:
         if self._adapters.exactly(ask.name, ask.tenant) is not None:
             return
-        limit = self._config.max_adapters
+        limit = self._config.limits.max_adapters
         if self._adapters.names() >= limit:
             raise Conflict(f"there are {limit} adapters, which is the limit: delete one first", param="name")
-        limit = self._config.max_tenant_adapters
+        limit = self._config.limits.max_tenant_adapters
         if ask.tenant and self._adapters.owned(ask.tenant) >= limit:
             raise Conflict(f"this tenant has {limit} adapters, which is its limit: delete one first", param="name")
 
     def _check_storage(self, ask: RegisterAdapter, version: AdapterVersion) -> None:
         """A version that is stored already takes no more room, except of its tenant's share when it is another's."""
         known = self._adapters.by_digest(version.digest) is not None
-        limit_mib = self._config.max_stored_mib
+        limit_mib = self._config.limits.max_stored_mib
         if not known and self._adapters.stored_bytes() + version.size_bytes > limit_mib << 20:
             raise Conflict(f"the stored adapters would take more than {limit_mib} MiB, which is the limit: delete one first")
-        limit_mib = self._config.max_tenant_stored_mib
+        limit_mib = self._config.limits.max_tenant_stored_mib
         if ask.tenant and self._adapters.owned_bytes(ask.tenant) + version.size_bytes > limit_mib << 20:
             raise Conflict(f"this tenant's adapters would take more than {limit_mib} MiB, which is its limit: delete one first")
 
@@ -394,7 +397,7 @@ class RegistryService:
         self._check_name(ask)
         self._check_room(ask)
         async with self._local:
-            files = await in_thread(lambda: open_directory(path, [root], self._config.max_adapter_bytes, source=source))
+            files = await in_thread(lambda: open_directory(path, [root], self._config.limits.max_adapter_bytes, source=source))
             info, outcome = await self._take_in(ask, files)
         REGISTRATIONS.labels(outcome).inc()
         log.info(f"adapter {outcome}", extra={"adapter": name})

@@ -70,7 +70,7 @@ class SchedulerService(BusService):
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self._config = config
-        self.id = config.identity("scheduler")
+        self.id = config.process.identity("scheduler")
         self._leases: LeaseWatch | None = None
         self._lengths = LengthQuantiles(ADAPTERS)
         self._demand = Demand()
@@ -90,7 +90,7 @@ class SchedulerService(BusService):
 
     async def start(self) -> None:
         """Subscribe to the workers' states, wait for those of live workers, then accept requests."""
-        self._bus = bus = await Bus.connect(self._config, self.id, inbox=self.name)
+        self._bus = bus = await Bus.connect(self._config.bus, self.id, inbox=self.name)
         await bus.subscribe(subjects.WORKER_STATES, WorkerState, self._on_state)
         await bus.subscribe(subjects.OUTCOME, Outcome, self._on_outcome)
         watching = bus.spawn(self._watch_leases())

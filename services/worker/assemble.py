@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
-from motet.policies.cold_start import Forced
 from motet.policies.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig, free_host_bytes, kv_blocks_for
 from motet.services.worker.engine.adapter_weights import HostAdapter
@@ -38,67 +37,71 @@ class Assembly:
     """A host copy from a verified blob's file and digest."""
 
 
-def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembly:
+def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_bytes_per_s: float = 0.0) -> Assembly:
     """Load the model and run a few steps, whose times go to `times`. Raises ConfigError for what cannot be served.
 
-    Call it in the thread that will run the engine.
+    Call it in the thread that will run the engine. `link_bytes_per_s` is for tests and benches: adapter copies to the device
+    take as long as over a link of that speed.
     """
-    if config.max_step_tokens < config.max_running:
+    if config.batch.max_step_tokens < config.batch.max_running:
         raise ConfigError(
-            f"--max-step-tokens: {config.max_step_tokens} rows have no room for --max-running {config.max_running}"
+            f"--max-step-tokens: {config.batch.max_step_tokens} rows have no room for --max-running {config.batch.max_running}"
         )
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = config.engine.device if config.engine.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = read_model_config(model_dir)
-        if config.max_model_len > model.max_model_len:
-            raise ConfigError(f"--max-model-len: {config.max_model_len} is more than the model's {model.max_model_len}")
+        if config.batch.max_model_len > model.max_model_len:
+            raise ConfigError(f"--max-model-len: {config.batch.max_model_len} is more than the model's {model.max_model_len}")
         kv_blocks = _kv_blocks(config, model, model_dir, device)
         runner = ModelRunner(
             model_dir,
-            dtype=config.dtype,
+            dtype=config.engine.dtype,
             device=device,
-            block_size=config.block_size,
+            block_size=config.kv.block_size,
             kv_blocks=kv_blocks,
-            lora_bytes=config.lora_bytes,
-            max_lora_rank=config.max_lora_rank,
-            max_loras=config.max_loras,
+            lora_bytes=config.adapters.lora_bytes,
+            max_lora_rank=config.adapters.max_lora_rank,
+            max_loras=config.adapters.max_loras,
             threads=config.engine_threads,
-            quantization=config.quantization,
-            link_bytes_per_s=config.link_gbps * 1e9,
-            assist_cores=config.assist_core_ids,
-            assist_rows=config.max_step_tokens,
-            load_format=config.load_format,
-            graphs=not config.enforce_eager,
+            quantization=config.engine.quantization,
+            link_bytes_per_s=link_bytes_per_s,
+            assist_cores=config.cold.core_ids,
+            assist_rows=config.batch.max_step_tokens,
+            load_format=config.engine.load_format,
+            graphs=not config.engine.enforce_eager,
         )
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from None
-    _check_copies(config, runner)
-    max_model_len = min(config.max_model_len or model.max_model_len, kv_blocks * config.block_size)
+    if config.cold.assist_processes and runner.assist is None:
+        raise ConfigError(f"--assist-processes: {config.cold.assist_processes} asked for, which need the compiled CPU kernels")
+    if link_bytes_per_s and math.isinf(runner.link.bytes_per_s):
+        raise ConfigError("an emulated link needs the compiled CPU kernels")
+    max_model_len = min(config.batch.max_model_len or model.max_model_len, kv_blocks * config.kv.block_size)
     engine = Engine(
         runner,
         EngineLimits(
-            max_running=config.max_running,
-            max_waiting=config.max_running + config.max_waiting,  # a burst may arrive before the engine's next step
-            max_step_tokens=config.max_step_tokens,
-            block_size=config.block_size,
+            max_running=config.batch.max_running,
+            max_requests=config.batch.max_requests,
+            max_step_tokens=config.batch.max_step_tokens,
+            block_size=config.kv.block_size,
             kv_blocks=kv_blocks,
-            max_loras=config.max_loras,
-            prefix_cache=config.prefix_cache,
+            max_loras=config.adapters.max_loras,
+            prefix_cache=config.kv.prefix_cache,
             max_model_len=max_model_len,
         ),
         perf=lambda: times.model,
-        cold_start=cast(Forced, config.cold_start),
+        cold_start=config.cold.cold_start,
     )
     limits = WorkerLimits(
-        base_model=config.base_model,
+        base_model=config.base.name,
         device=device,
         max_model_len=max_model_len,
-        max_running=config.max_running,
-        max_waiting=config.max_waiting,
-        block_size=config.block_size,
+        max_running=config.batch.max_running,
+        max_waiting=config.batch.max_waiting,
+        block_size=config.kv.block_size,
         kv_blocks_total=kv_blocks,
         adapter_bytes_total=runner.lora_bytes_total,
-        max_lora_rank=config.max_lora_rank,
+        max_lora_rank=config.adapters.max_lora_rank,
         copies=_copies(config, runner),
     )
     _warm_up(engine, limits, model.vocab_size, times)
@@ -113,34 +116,26 @@ def _copies(config: WorkerConfig, runner: ModelRunner) -> Literal["stall", "wait
     """Whom they hold up, for schedulers."""
     if math.isinf(runner.link.bytes_per_s):
         return "stall"
-    return "bridged" if runner.assist is not None and config.cold_start in ("auto", "assist") else "wait"
-
-
-def _check_copies(config: WorkerConfig, runner: ModelRunner) -> None:
-    """What is asked for beside the steps must be there."""
-    if config.assist_processes and runner.assist is None:
-        raise ConfigError(f"--assist-processes: {config.assist_processes} asked for, which need the compiled CPU kernels")
-    if config.link_gbps and math.isinf(runner.link.bytes_per_s):
-        raise ConfigError(f"--link-gbps: {config.link_gbps} asked for, which needs the compiled CPU kernels")
+    return "bridged" if runner.assist is not None and config.cold.cold_start in ("auto", "assist") else "wait"
 
 
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
-    block_bytes = ModelRunner.kv_bytes_per_block(model, dtype=config.dtype, block_size=config.block_size)
-    itemsize = 1 if config.quantization == "int8" else resolve_dtype(config.dtype, model).itemsize
-    if config.load_format == "dummy":
+    block_bytes = ModelRunner.kv_bytes_per_block(model, dtype=config.engine.dtype, block_size=config.kv.block_size)
+    itemsize = 1 if config.engine.quantization == "int8" else resolve_dtype(config.engine.dtype, model).itemsize
+    if config.engine.load_format == "dummy":
         weights = parameters(model) * itemsize
     else:
         weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
         weights = weights * itemsize // resolve_dtype("auto", model).itemsize
     on_cpu = device == "cpu"
     free = free_host_bytes() if on_cpu else int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
-    left = free - weights - config.lora_bytes
+    left = free - weights - config.adapters.lora_bytes
     if left <= 0:
         raise ConfigError(
-            f"--model: weights of {weights >> 20} MiB and --lora-memory-mib {config.lora_memory_mib}"
+            f"--model: weights of {weights >> 20} MiB and --lora-memory-mib {config.adapters.lora_memory_mib}"
             f" do not fit in the {free >> 20} MiB that are free on {device}"
         )
-    return kv_blocks_for(config, block_bytes=block_bytes, free_bytes=left, on_cpu=on_cpu)
+    return kv_blocks_for(config.kv, block_bytes=block_bytes, free_bytes=left, on_cpu=on_cpu)
 
 
 def _warm_up(engine: Engine, limits: WorkerLimits, vocab_size: int, times: StepTimes) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from motet.shared.config import ConfigError, ServiceConfig
+from motet.policies.cold_start import Forced
+from motet.shared.config import MAX_LORA_RANK, BaseModelConfig, Config, ConfigError, MaxLoraRank, ServiceConfig
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -16,51 +17,61 @@ CPU_KV_GIB = 1.0
 CPU_KV_SHARE = 0.25
 
 
-class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
-    """One engine on one device."""
+class EngineConfig(Config, frozen=True, kw_only=True):
+    """How the model is held and computed."""
 
-    model: Annotated[str, Meta(min_length=1, description="base model: a local directory or a Hugging Face id")]
-    served_model_name: Annotated[str, Meta(description="the base model's name in requests; empty: last part of --model")] = ""
-    dtype: Annotated[
-        str,
-        Meta(
-            pattern="^(auto|float32|bfloat16|float16)$",
-            description="type of weights and KV cache: auto, float32, bfloat16, float16",
-        ),
-    ] = "auto"
-    load_format: Annotated[
-        str,
-        Meta(pattern="^(auto|dummy)$", description="weights: auto (the checkpoint's), or dummy (random ones, for benchmarks)"),
-    ] = "auto"
-    quantization: Annotated[
-        str,
-        Meta(
-            pattern="^(none|int8)$",
-            description="base weights in memory: none (as --dtype) or int8 (needs the compiled kernels)",
-        ),
-    ] = "none"
     device: Annotated[
         str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto (cuda if present), cpu, cuda or cuda:<n>")
     ] = "auto"
-    enforce_eager: Annotated[bool, Meta(description="no CUDA graphs: launch every decode step kernel by kernel")] = False
     threads: Annotated[
         int, Meta(ge=0, description="CPU threads of the engine; 0: all cores except those of --assist-processes")
     ] = 0
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="type of weights and KV cache; auto: the checkpoint's"),
+    ] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8"],
+        Meta(description="base weights in memory: none (as --dtype) or int8 (needs the compiled CPU kernels)"),
+    ] = "none"
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        Meta(description="weights: auto (the checkpoint's), or dummy (random ones, for benchmarks)"),
+    ] = "auto"
+    enforce_eager: Annotated[bool, Meta(description="no CUDA graphs: launch every decode step kernel by kernel")] = False
+    profile: Annotated[
+        str,
+        Meta(description="file from `motet profile` with this worker's step times; empty: they are learned while serving"),
+    ] = ""
+
+
+class BatchConfig(Config, frozen=True, kw_only=True):
+    """How many requests, and how long."""
+
+    max_running: Annotated[int, Meta(ge=1, le=4096, description="maximum sequences in the running batch")] = 64
+    max_waiting: Annotated[
+        int, Meta(ge=1, description="maximum requests here beyond --max-running; further ones are refused")
+    ] = 256
+    max_step_tokens: Annotated[
+        int, Meta(ge=16, description="maximum tokens per engine step; longer prompts are split into chunks")
+    ] = 512
+    max_model_len: Annotated[int, Meta(ge=0, description="maximum prompt plus output tokens; 0: the model's own limit")] = 0
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that the worker holds at most, running or waiting."""
+        return self.max_running + self.max_waiting
+
+
+class KvConfig(Config, frozen=True, kw_only=True):
+    """The KV cache."""
+
     block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
     kv_blocks: Annotated[int, Meta(ge=0, description="number of KV blocks; 0: as many as fit into --kv-memory-gib")] = 0
     kv_memory_gib: Annotated[
         float,
         Meta(ge=0, description="KV cache size; 0: on a CPU 1 GiB, at most a quarter of free memory; on a GPU all free memory"),
     ] = 0.0
-    max_running: Annotated[int, Meta(ge=1, le=4096, description="maximum sequences in the running batch")] = 64
-    max_waiting: Annotated[int, Meta(ge=1, description="maximum waiting requests; further ones are refused")] = 256
-    max_step_tokens: Annotated[
-        int, Meta(ge=16, description="maximum tokens per engine step; longer prompts are split into chunks")
-    ] = 512
-    max_model_len: Annotated[int, Meta(ge=0, description="maximum prompt plus output tokens; 0: the model's own limit")] = 0
-    max_lora_rank: Annotated[int, Meta(ge=1, le=512, description="largest adapter rank accepted")] = 256
-    lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory in MiB for adapter weights")] = 256
-    max_loras: Annotated[int, Meta(ge=1, le=4096, description="maximum adapters on the device")] = 64
     prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of common prompt prefixes")] = True
     share_prefix_cache: Annotated[
         bool,
@@ -69,13 +80,34 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             " another one sent a prompt that it guesses"
         ),
     ] = False
-    link_gbps: Annotated[
-        float, Meta(ge=0, le=1e5, description="emulated speed of adapter copies to the device in GB/s; 0: no emulation")
-    ] = 0.0
+
+
+class AdaptersConfig(Config, frozen=True, kw_only=True):
+    """Memory for adapters: on the device, in host memory, on disk."""
+
+    max_lora_rank: MaxLoraRank = MAX_LORA_RANK
+    max_loras: Annotated[int, Meta(ge=1, le=4096, description="maximum adapters on the device")] = 64
+    lora_memory_mib: Annotated[int, Meta(ge=1, description="device memory in MiB for adapter weights")] = 256
+    host_cache_mib: Annotated[int, Meta(ge=1, description="host memory in MiB for adapters that are not in use")] = 1024
+    disk_cache_mib: Annotated[
+        int,
+        Meta(ge=1, description="maximum size of --adapter-cache-dir in MiB; the least recently used adapter is evicted first"),
+    ] = 8192
+    adapter_cache_dir: Annotated[
+        str, Meta(description="directory for downloaded adapters, kept over restarts; empty: a temporary one, removed at exit")
+    ] = ""
+
+    @property
+    def lora_bytes(self) -> int:
+        return self.lora_memory_mib * MIB
+
+
+class ColdConfig(Config, frozen=True, kw_only=True):
+    """Requests whose adapter is not on the device yet."""
+
     cold_start: Annotated[
-        str,
+        Forced,
         Meta(
-            pattern="^(auto|blocking|layerwise|assist)$",
             description="how a request starts while its adapter is being copied: auto (least predicted cost), blocking (after"
             " the copy), layerwise (when the copy stays ahead of the layers), assist (at once, with --assist-processes)",
         ),
@@ -93,31 +125,9 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             pattern=r"^(\d+(,\d+)*)?$", description="core ids for --assist-processes, comma-separated; empty: the highest ones"
         ),
     ] = ""
-    profile: Annotated[
-        str,
-        Meta(description="file from `motet profile` with this worker's step times; empty: they are learned while serving"),
-    ] = ""
-    adapter_cache_dir: Annotated[
-        str, Meta(description="directory for downloaded adapters, kept over restarts; empty: a temporary one, removed at exit")
-    ] = ""
-    disk_cache_mib: Annotated[
-        int,
-        Meta(ge=1, description="maximum size of --adapter-cache-dir in MiB; the least recently used adapter is evicted first"),
-    ] = 8192
-    host_cache_mib: Annotated[int, Meta(ge=1, description="host memory in MiB for adapters that are not in use")] = 1024
 
     @property
-    def base_model(self) -> str:
-        """The name under which requests ask for the base model."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
-
-    @property
-    def engine_threads(self) -> int:
-        """How many CPU threads the engine uses: as asked, or every core this process may run on but those of assistants."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) - self.assist_processes)
-
-    @property
-    def assist_core_ids(self) -> tuple[int, ...]:
+    def core_ids(self) -> tuple[int, ...]:
         """A core for each of --assist-processes. Raises ConfigError when there are not that many, or not the ones named."""
         allowed = sorted(os.sched_getaffinity(0))
         named = [int(core) for core in self.assist_cores.split(",") if core]
@@ -128,12 +138,24 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
             raise ConfigError(f"--assist-processes: {self.assist_processes} are to have a core each, of {len(set(cores))}")
         return tuple(cores)
 
+
+class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
+    """One engine on one device."""
+
+    base: BaseModelConfig
+    engine: EngineConfig = EngineConfig()
+    batch: BatchConfig = BatchConfig()
+    kv: KvConfig = KvConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
+    cold: ColdConfig = ColdConfig()
+
     @property
-    def lora_bytes(self) -> int:
-        return self.lora_memory_mib * MIB
+    def engine_threads(self) -> int:
+        """How many CPU threads the engine uses: as asked, or every core this process may run on but those of assistants."""
+        return self.engine.threads or max(1, len(os.sched_getaffinity(0)) - self.cold.assist_processes)
 
 
-def kv_blocks_for(config: WorkerConfig, *, block_bytes: int, free_bytes: int, on_cpu: bool) -> int:
+def kv_blocks_for(config: KvConfig, *, block_bytes: int, free_bytes: int, on_cpu: bool) -> int:
     """How many KV blocks of `block_bytes` to allocate when `free_bytes` are free on the device.
 
     An explicit size larger than what is free is a ConfigError, not a crash in the middle of the first long prompt.

@@ -18,12 +18,12 @@ import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
 
-from motet.policies.cold_start import AssistRates, Forced
+from motet.policies.cold_start import AssistRates
 from motet.policies.host_tier import Evict
 from motet.policies.step_record import Step
 from motet.policies.worker_events import Cancel
@@ -85,7 +85,7 @@ async def measure(
 ) -> Measured:
     """Profile the worker that `config` describes for about so many seconds; at least one round of every batch.
 
-    `config.nats_url` is a NATS with Motet's buckets and nobody else on it.
+    `config.bus.nats_url` is a NATS with Motet's buckets and nobody else on it.
     """
     worker = _Observed(config)
     await worker.service.start()
@@ -329,7 +329,7 @@ class _Profiler:
             assist_start_ms=assist.start_ms,
             assist_core_share=assist.core_share,
             assist_relief=assist.relief,
-            cold_start=cast(Forced, self._worker.config.cold_start),
+            cold_start=self._worker.config.cold.cold_start,
         )
 
     async def _load(self, adapters: Sequence[AdapterRef], directory: str, source: Literal["store", "disk"]) -> None:
@@ -339,7 +339,7 @@ class _Profiler:
 
     async def hop_times(self) -> None:
         """Time requests on their way in, which are refused there, and frames on their way out."""
-        asker = await Bus.connect(self._worker.config, "profile")
+        asker = await Bus.connect(self._worker.config.bus, "profile")
         heard: dict[int, float] = {}  # step -> when
 
         def hear(frame: TokenFrame) -> None:

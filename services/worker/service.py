@@ -76,7 +76,11 @@ LAST_WORDS = 500  # characters
 
 
 class WorkerService:
-    """One engine on the bus. `leave` asks the process to stop, as SIGTERM would; `observe` sees each report of the engine."""
+    """One engine on the bus.
+
+    `leave` asks the process to stop, as SIGTERM would. `observe` sees each report of the engine. `link_bytes_per_s` is for
+    tests and benches: adapter copies to the device take as long as over a link of that speed.
+    """
 
     name = "worker"
 
@@ -85,11 +89,13 @@ class WorkerService:
         config: WorkerConfig,
         leave: Callable[[], None] | None = None,
         observe: Callable[[StepReport], None] = lambda _: None,
+        *,
+        link_bytes_per_s: float = 0.0,
     ) -> None:
         self.config = config
-        self._observe = observe
+        self._observe, self._link_bytes_per_s = observe, link_bytes_per_s
         self._leave = leave or partial(signal.raise_signal, signal.SIGTERM)
-        self.worker_id = config.identity("worker")
+        self.worker_id = config.process.identity("worker")
         self.incarnation = secrets.token_hex(8)
         self.engine = EngineThread(self._build, self._on_step)
         self.unhealthy = ""
@@ -109,13 +115,13 @@ class WorkerService:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from motet.services.worker.assemble import assemble
 
-        self.assembly = assemble(self.config, self._model_dir, self._times)
+        self.assembly = assemble(self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s)
         return self.assembly.engine
 
     async def start(self) -> None:
         """Load the model, then tell everybody. A failure is told as well."""
         try:
-            self._model_dir = await asyncio.to_thread(resolve_model, self.config.model)
+            self._model_dir = await asyncio.to_thread(resolve_model, self.config.base.model)
             bus = await self._connect()
             await self._notify("starting")
             await self._start(bus)
@@ -127,7 +133,7 @@ class WorkerService:
             raise
 
     async def _connect(self) -> Bus:
-        self.bus = bus = await Bus.connect(self.config, f"worker-{self.worker_id}", inbox="worker")
+        self.bus = bus = await Bus.connect(self.config.bus, f"worker-{self.worker_id}", inbox="worker")
         self._exit.push_async_callback(bus.close)
         return bus
 
@@ -145,11 +151,11 @@ class WorkerService:
         self.view = WorkerView(self.worker_id, self.incarnation, limits)
         self.reporter = StateReporter(bus, self.view, self._times)
         self.frames = FrameSender(bus, self.worker_id, self._cancel)
-        files = AdapterFiles(config.adapter_cache_dir)
+        files = AdapterFiles(config.adapters.adapter_cache_dir)
         self.core: WorkerCore[EngineRequest] = WorkerCore(
             view=self.view,
-            host=HostTier(config.host_cache_mib * MIB, config.disk_cache_mib * MIB, files=files.found),
-            max_requests=config.max_running + config.max_waiting,
+            host=HostTier(config.adapters.host_cache_mib * MIB, config.adapters.disk_cache_mib * MIB, files=files.found),
+            max_requests=config.batch.max_requests,
         )
         self.shell = Shell(self.core, self.engine, self.frames, self.reporter)
         self.shell.store = AdapterStore(bus, files, self.shell, parse=self.assembly.parse_adapter)
@@ -169,7 +175,7 @@ class WorkerService:
             "serving",
             extra={
                 "id": self.worker_id,
-                "model": config.base_model,
+                "model": config.base.name,
                 "device": limits.device,
                 "kv_blocks": limits.kv_blocks_total,
             },
@@ -212,7 +218,7 @@ class WorkerService:
         notice = WorkerNotice(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
-            base_model=self.config.base_model,
+            base_model=self.config.base.name,
             event=event,
             reason=" ".join(reason.split())[:LAST_WORDS],
         )
@@ -298,7 +304,7 @@ class WorkerService:
 
     def _cache_scope(self, request: GenerateRequest) -> bytes:
         """Prompts of an adapter never leave their tenant's cache; those of the base model do if that was asked for."""
-        shared = self.config.share_prefix_cache and request.adapter is None
+        shared = self.config.kv.share_prefix_cache and request.adapter is None
         return cache_scope(request.tenant, request.cache_salt, shared=shared)
 
     def _cancel(self, request_id: str, epoch: int) -> None:
@@ -401,10 +407,10 @@ def _measure_copies(copies: CopyStats) -> None:
 
 def _profiled(config: WorkerConfig) -> PerfModel:
     """The step times to start from: the profile's, or a small model's on two cores. Raises ConfigError for a bad file."""
-    if not config.profile:
+    if not config.engine.profile:
         return START_PERF
     try:
-        return read_profile(Path(config.profile)).perf
+        return read_profile(Path(config.engine.profile)).perf
     except FileError as error:
         raise ConfigError(f"--profile: {error}") from None
 

@@ -37,7 +37,7 @@ def test_a_profile_of_an_engine_is_written_and_read(model: Path, tmp_path: Path)
     assert "R2 decode" in result.output and str(out) in result.output.replace("\n", "")
     assert read_for_twin(out).spec().perf == perf
 
-    worker = WorkerService(WorkerConfig(model=str(model), profile=str(out)))
+    worker = WorkerService(WorkerConfig.of(model=str(model), profile=str(out)))
     assert worker._times.model == perf
 
 
@@ -45,7 +45,7 @@ def test_a_worker_refuses_a_profile_that_is_no_profile(model: Path, tmp_path: Pa
     bad = tmp_path / "bad.json"
     bad.write_text('{\n  "motet_profile": 9\n}')
     with pytest.raises(ConfigError, match=r"--profile: bad.json:2: motet_profile: version 9"):
-        WorkerService(WorkerConfig(model=str(model), profile=str(bad)))
+        WorkerService(WorkerConfig.of(model=str(model), profile=str(bad)))
 
 
 def test_what_cannot_be_profiled_is_said_in_one_line(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ REQUESTS = 120
 @pytest.mark.parametrize("policy", ["motet", "rank-aware", "round-robin"])
 async def test_decisions_of_a_live_scheduler_are_repeated(bus, nats_url, connect, tmp_path, policy):
     path = tmp_path / "decisions"
-    scheduler = SchedulerService(SchedulerConfig(nats_url=nats_url, policy=policy, decision_log=str(path), stale_s=0.5))
+    scheduler = SchedulerService(SchedulerConfig.of(nats_url=nats_url, policy=policy, decision_log=str(path), stale_s=0.5))
     workers = [
         FakeWorker(await connect(f"worker-{n}"), f"w{n}", limits=worker_limits(max_running=20 + n), heartbeat_s=0.05)
         for n in range(5)
@@ -93,4 +93,4 @@ def test_a_log_that_is_full_ends_and_one_that_is_damaged_is_refused(tmp_path):
 
 def test_a_log_that_cannot_be_written_stops_the_start_with_the_setting_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="--decision-log"):
-        SchedulerService(SchedulerConfig(decision_log=str(tmp_path / "none" / "log")))
+        SchedulerService(SchedulerConfig.of(decision_log=str(tmp_path / "none" / "log")))

@@ -41,7 +41,7 @@ async def health(port: int) -> tuple[int, dict[str, object]] | None:
 
 
 async def test_health_is_503_with_the_reason_once_the_connection_is_gone_for_good(nats_url: str):
-    predictor = PredictorService(PredictorConfig(nats_url=nats_url))
+    predictor = PredictorService(PredictorConfig.of(nats_url=nats_url))
     ops = service_module.OpsServer(predictor, "127.0.0.1", 0)
     port = await ops.start()
     try:
@@ -94,7 +94,7 @@ async def test_a_process_whose_credentials_are_refused_on_its_return_ends_too(
     monkeypatch.setattr(bus_module, "REFUSED_S", 0.5)
     secret = tmp_path / "password"
     secret.write_text("first")
-    config = PredictorConfig(nats_url=guarded.url, nats_user="predictor", nats_password_file=str(secret))
+    config = PredictorConfig.of(nats_url=guarded.url, nats_user="predictor", nats_password_file=str(secret))
     predictor = PredictorService(config)
     await predictor.start()
     try:
@@ -109,7 +109,7 @@ async def test_a_process_whose_credentials_are_refused_on_its_return_ends_too(
 async def test_a_server_that_is_only_away_is_no_failure(guarded: NatsServer, tmp_path: Path):
     secret = tmp_path / "password"
     secret.write_text("first")
-    config = PredictorConfig(nats_url=guarded.url, nats_user="predictor", nats_password_file=str(secret))
+    config = PredictorConfig.of(nats_url=guarded.url, nats_user="predictor", nats_password_file=str(secret))
     predictor = PredictorService(config)
     await predictor.start()
     try:

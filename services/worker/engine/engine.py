@@ -133,8 +133,8 @@ class Engine:
         known = self._live.get(request.request_id)
         if known is not None and known.request.epoch >= request.epoch:
             raise Conflict(f"request {request.request_id} is here with epoch {known.request.epoch}", param="epoch")
-        if len(self._state.waiting) >= self.limits.max_waiting:
-            raise Overloaded(f"{self.limits.max_waiting} requests are waiting already", retry_after_s=RETRY_AFTER_S)
+        if known is None and len(self._live) >= self.limits.max_requests:
+            raise Overloaded(f"{self.limits.max_requests} requests are here already", retry_after_s=RETRY_AFTER_S)
         self._check(request)
         live = self._make_live(request)
         if known is not None:

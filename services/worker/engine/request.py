@@ -19,7 +19,7 @@ class EngineLimits:
     """What one engine may hold. Token and block counts; fixed for the engine's life."""
 
     max_running: int  # sequences in one step
-    max_waiting: int  # accepted and not running; one more is refused
+    max_requests: int  # running and waiting; one more is refused
     max_step_tokens: int  # rows in one step: decodes first, prefill chunks take the rest; also bounds max_running
     block_size: int  # tokens in one KV block
     kv_blocks: int

@@ -107,7 +107,7 @@ async def running_gateway(nats_url: str, tmp_path: Path, **options: object) -> A
     model_dir = tmp_path / "demo"
     if not model_dir.exists():
         write_model_dir(model_dir)
-    config = GatewayConfig(**({"nats_url": nats_url, "model": str(model_dir), "port": 0, "instance_id": "g1"} | options))  # type: ignore[arg-type]
+    config = GatewayConfig.of(**({"nats_url": nats_url, "model": str(model_dir), "port": 0, "instance_id": "g1"} | options))  # type: ignore[arg-type]
     gateway = GatewayService(config)
     try:
         await gateway.start()

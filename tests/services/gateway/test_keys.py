@@ -250,4 +250,4 @@ def test_a_key_file_contradicts_keys_being_off(tmp_path: Path, key_file: Path) -
     from motet.services.gateway.config import GatewayConfig
 
     with pytest.raises(ConfigError, match="--api-keys"):
-        Keys(GatewayConfig(model="m", api_keys="off", api_keys_file=str(key_file)))
+        Keys(GatewayConfig.of(model="m", api_keys="off", api_keys_file=str(key_file)))

@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def limits(inflight: int = 0, **options) -> Limits:
-    return Limits(GatewayConfig(model="m", **options), lambda: inflight)
+    return Limits(GatewayConfig.of(model="m", **options), lambda: inflight)
 
 
 def test_without_limits_nothing_is_refused_and_nothing_is_said() -> None:

@@ -43,7 +43,7 @@ async def test_the_process_ends_with_a_failure_status_also_with_streams_open(
     await FakeScheduler(await connect("scheduler"), ["w1"]).start()
     await put_adapter(bus, "upper")
     write_model_dir(tmp_path / "demo")
-    config = GatewayConfig(nats_url=nats_url, model=str(tmp_path / "demo"), port=0)
+    config = GatewayConfig.of(nats_url=nats_url, model=str(tmp_path / "demo"), port=0)
     gateway = GatewayService(config)
     living = asyncio.ensure_future(service._live(gateway, config))
     try:

@@ -113,7 +113,7 @@ async def test_log_probabilities_are_what_the_description_says() -> None:
 
 
 def test_what_the_schema_takes_the_parser_takes() -> None:
-    described = document(GatewayConfig(model="m"), "1")
+    described = document(GatewayConfig.of(model="m"), "1")
     chat = jsonschema.Draft202012Validator(schema_of(described, "ChatRequest"))
     bodies: list[tuple[dict[str, Any], bool]] = [
         (CHAT, True),

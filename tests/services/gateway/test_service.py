@@ -247,7 +247,7 @@ async def test_a_taken_port_is_a_clear_error(nats_url: str, tmp_path: Path) -> N
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        config = GatewayConfig(nats_url=nats_url, model=str(write_model_dir(tmp_path / "demo")), port=taken.getsockname()[1])
+        config = GatewayConfig.of(nats_url=nats_url, model=str(write_model_dir(tmp_path / "demo")), port=taken.getsockname()[1])
         service = GatewayService(config)
         with pytest.raises(Unavailable, match="cannot listen"):
             await service.start()
@@ -259,4 +259,4 @@ def test_a_bad_key_file_is_a_configuration_error_with_its_line(tmp_path: Path) -
     keys.write_text("a b\nonly-a-key\n")
     with pytest.raises(ConfigError, match="line 2"):
         read_key_file(str(keys))
-    assert GatewayConfig(model="org/name").base_model == "name"
+    assert GatewayConfig.of(model="org/name").base.name == "name"

@@ -72,7 +72,7 @@ async def door(mesh: Mesh, http: aiohttp.ClientSession, nats_url: str, tmp_path:
     roots, keys = tmp_path / "adapters", tmp_path / "keys"
     roots.mkdir()
     keys.write_text("".join(f"{key} {rest}\n" for key, rest in KEYS.items()))
-    config = RegistryConfig(
+    config = RegistryConfig.of(
         model=str(write_base(tmp_path / "tiny-base")),
         served_model_name="demo",
         adapter_roots=str(roots),

@@ -23,7 +23,7 @@ async def predictor(nats_url: str) -> AsyncIterator[Predict]:
     started: list[PredictorService] = []
 
     async def start(**config) -> PredictorService:
-        service = PredictorService(PredictorConfig(nats_url=nats_url, **config))
+        service = PredictorService(PredictorConfig.of(nats_url=nats_url, **config))
         started.append(service)
         await service.start()
         return service
@@ -74,7 +74,7 @@ async def test_after_a_drain_the_other_copy_answers(connect, predictor):
 
 async def test_the_memory_for_adapters_is_bounded(connect, predictor):
     bus = await connect()
-    service = await predictor(max_adapters=10)
+    service = await predictor(max_histograms=10)
     for number in range(50):
         await finish(bus, f"d{number}", 9, times=1)
     await eventually(lambda: service.lengths.estimate("", 1000).samples == 50)

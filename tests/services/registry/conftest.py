@@ -150,7 +150,7 @@ async def start_registry(nats_url: str, tmp_path: Path, roots: Path) -> AsyncIte
 
     async def start(**overrides: Any) -> RegistryService:
         settings = {"model": str(write_base(tmp_path / "tiny-base")), "adapter_roots": str(roots), "nats_url": nats_url}
-        service = RegistryService(RegistryConfig(**(settings | overrides)))
+        service = RegistryService(RegistryConfig.of(**(settings | overrides)))
         running.append(service)
         await service.start()
         return service

@@ -50,7 +50,7 @@ async def schedule(bus: Bus, nats_url: str) -> AsyncIterator[Schedule]:
     started: list[SchedulerService] = []
 
     async def start(**config) -> SchedulerService:
-        service = SchedulerService(SchedulerConfig(nats_url=nats_url, **config))
+        service = SchedulerService(SchedulerConfig.of(nats_url=nats_url, **config))
         started.append(service)
         await service.start()
         return service

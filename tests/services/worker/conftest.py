@@ -34,7 +34,7 @@ async def start(bus, nats_url, checkpoint, tmp_path) -> AsyncIterator[Start]:
     """Starts workers; stops those that are still there afterwards."""
     started: list[Running] = []
 
-    async def start_worker(**changed: Any) -> Running:
+    async def start_worker(*, link_bytes_per_s: float = 0.0, **changed: Any) -> Running:
         options: dict[str, Any] = {
             "nats_url": nats_url,
             "model": str(checkpoint),
@@ -55,7 +55,7 @@ async def start(bus, nats_url, checkpoint, tmp_path) -> AsyncIterator[Start]:
         def leave() -> None:
             running.left = True
 
-        service = WorkerService(WorkerConfig(**options | changed), leave)
+        service = WorkerService(WorkerConfig.of(**options | changed), leave, link_bytes_per_s=link_bytes_per_s)
         running = Running(service, mesh)
         await mesh.listen(service.worker_id)
         await service.start()

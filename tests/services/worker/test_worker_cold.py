@@ -15,7 +15,7 @@ from tests.services.worker.support_service import generate, latest
 from tests.support import eventually
 from tests.support_models import random_prompts
 
-SLOW = {"link_gbps": 1e-3}  # a megabyte per second: adapters of this model take tens to hundreds of milliseconds
+SLOW = {"link_bytes_per_s": 1e6}  # a megabyte per second: adapters of this model take tens to hundreds of milliseconds
 
 
 @pytest.fixture(params=["cpu", "reference"], autouse=True)
@@ -80,11 +80,11 @@ def test_assistants_have_cores_of_their_own():
     allowed = sorted(os.sched_getaffinity(0))
 
     def config(**flags) -> WorkerConfig:
-        return WorkerConfig(model="m", **flags)
+        return WorkerConfig.of(model="m", **flags)
 
-    assert config().assist_core_ids == () and config().engine_threads == len(allowed)
-    assert config(assist_processes=1).assist_core_ids == (allowed[-1],)
-    assert config(assist_processes=1, assist_cores=str(allowed[0])).assist_core_ids == (allowed[0],)
+    assert config().cold.core_ids == () and config().engine_threads == len(allowed)
+    assert config(assist_processes=1).cold.core_ids == (allowed[-1],)
+    assert config(assist_processes=1, assist_cores=str(allowed[0])).cold.core_ids == (allowed[0],)
     assert config(assist_processes=1).engine_threads == max(1, len(allowed) - 1)
     for flags, flag in (
         ({"assist_processes": len(allowed) + 1}, "--assist-processes"),
@@ -92,4 +92,4 @@ def test_assistants_have_cores_of_their_own():
         ({"assist_processes": 1, "assist_cores": "4095"}, "--assist-cores"),
     ):
         with pytest.raises(ConfigError, match=flag):
-            _ = config(**flags).assist_core_ids
+            _ = config(**flags).cold.core_ids

@@ -12,6 +12,8 @@ from motet.services.worker.assemble import assemble
 from motet.services.worker.config import GIB, WorkerConfig, free_host_bytes, kv_blocks_for
 from motet.services.worker.state import START_PERF
 from motet.shared.config import ConfigError, load
+from motet.shared.errors import Overloaded
+from tests.services.worker.support_engine import request
 from tests.support_models import make_checkpoint
 
 MIB = 1 << 20
@@ -38,14 +40,14 @@ def test_values_out_of_range_name_their_flag(flags, flag):
 
 
 def test_the_base_models_name_is_the_last_part_of_its_path_unless_given():
-    assert config(model="org/llama-7b").base_model == "llama-7b"
-    assert config(model="/models/llama/").base_model == "llama"
-    assert config(served_model_name="demo").base_model == "demo"
+    assert config(model="org/llama-7b").base.name == "llama-7b"
+    assert config(model="/models/llama/").base.name == "llama"
+    assert config(served_model_name="demo").base.name == "demo"
 
 
 def test_kv_blocks_follow_the_flags_and_the_free_memory():
     def sized(free_bytes: int, *, on_cpu: bool = True, **flags: object) -> int:
-        return kv_blocks_for(config(**flags), block_bytes=MIB, free_bytes=free_bytes, on_cpu=on_cpu)
+        return kv_blocks_for(config(**flags).kv, block_bytes=MIB, free_bytes=free_bytes, on_cpu=on_cpu)
 
     assert sized(64 * GIB, kv_blocks=77) == 77
     assert sized(64 * GIB, kv_memory_gib=0.5) == 512
@@ -56,9 +58,9 @@ def test_kv_blocks_follow_the_flags_and_the_free_memory():
 
 def test_a_kv_cache_that_does_not_fit_is_refused_with_both_numbers():
     with pytest.raises(ConfigError, match=r"--kv-memory-gib: 8\.00 GiB .* 2\.00 GiB"):
-        kv_blocks_for(config(kv_memory_gib=8.0), block_bytes=MIB, free_bytes=2 * GIB, on_cpu=True)
+        kv_blocks_for(config(kv_memory_gib=8.0).kv, block_bytes=MIB, free_bytes=2 * GIB, on_cpu=True)
     with pytest.raises(ConfigError, match="hold 0 KV blocks"):
-        kv_blocks_for(config(), block_bytes=8 * GIB, free_bytes=2 * GIB, on_cpu=True)
+        kv_blocks_for(config().kv, block_bytes=8 * GIB, free_bytes=2 * GIB, on_cpu=True)
 
 
 def test_free_memory_is_something_between_nothing_and_a_very_large_machine():
@@ -85,10 +87,26 @@ def test_a_small_kv_cache_shortens_the_longest_request(tmp_path):
     assert assembly.limits.max_model_len == 32
 
 
+def test_an_engine_holds_as_many_requests_as_its_worker_says_running_or_waiting(tmp_path):
+    model = make_checkpoint("llama2", tmp_path)
+    flags = {"threads": 1, "kv_blocks": 40, "max_running": 2, "max_waiting": 3}
+    assembly = assemble(config(model=str(model), **flags), model, StepTimes(START_PERF))
+    engine, limits = assembly.engine, assembly.limits
+    for number in range(limits.max_running):
+        engine.add(request(f"running {number}", [1, 2, 3], max_tokens=50), 0.0)
+    engine.step(0.0)
+    for number in range(limits.max_waiting):
+        engine.add(request(f"waiting {number}", [1, 2, 3], max_tokens=50), 0.0)
+    with pytest.raises(Overloaded):
+        engine.add(request("one more", [1, 2, 3]), 0.0)
+    engine.add(request("running 0", [1, 2, 3], epoch=1), 0.0)  # takes the place of its older self
+    engine.close()
+
+
 def test_a_wrong_model_is_reported_without_importing_torch():
     code = (
         "import sys; from motet.services.worker.config import WorkerConfig; from motet.services.worker.service import main;"
-        "status = main(WorkerConfig(model='/no/such/model')); assert 'torch' not in sys.modules; sys.exit(status)"
+        "status = main(WorkerConfig.of(model='/no/such/model')); assert 'torch' not in sys.modules; sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "/no/such/model" in done.stderr

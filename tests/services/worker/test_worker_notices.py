@@ -28,7 +28,7 @@ async def test_a_worker_announces_its_start_and_its_stop(start, heard):
 
 
 async def test_a_worker_that_cannot_load_its_model_says_why(heard, nats_url, checkpoint):
-    service = WorkerService(WorkerConfig(nats_url=nats_url, model=str(checkpoint), device="cpu", max_model_len=1 << 20))
+    service = WorkerService(WorkerConfig.of(nats_url=nats_url, model=str(checkpoint), device="cpu", max_model_len=1 << 20))
     with pytest.raises(ConfigError):
         await service.start()
     await service.stop()
@@ -39,7 +39,7 @@ async def test_a_worker_that_cannot_load_its_model_says_why(heard, nats_url, che
 
 
 async def test_a_worker_whose_model_is_not_there_says_so(heard, nats_url):
-    service = WorkerService(WorkerConfig(nats_url=nats_url, model="/no/such/model", device="cpu"))
+    service = WorkerService(WorkerConfig.of(nats_url=nats_url, model="/no/such/model", device="cpu"))
     with pytest.raises(ConfigError):
         await service.start()
     await service.stop()
@@ -52,7 +52,7 @@ async def test_the_last_words_of_an_unforeseen_failure_are_short_and_one_line(he
         raise OSError("cannot open\nshared object " + 1000 * "x")
 
     monkeypatch.setattr(WorkerService, "_build", broken)
-    service = WorkerService(WorkerConfig(nats_url=nats_url, model=str(checkpoint), device="cpu"))
+    service = WorkerService(WorkerConfig.of(nats_url=nats_url, model=str(checkpoint), device="cpu"))
     with pytest.raises(OSError, match="cannot open"):
         await service.start()
     await service.stop()

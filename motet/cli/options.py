@@ -1,0 +1,53 @@
+"""Configuration options on the command line, made from the one place where each is declared."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from motet.shared.config import Config, Field, ServiceConfig, field
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def config_of(kind: str) -> type[ServiceConfig]:
+    """The configuration of a kind of service: `services.<kind>.config.<Kind>Config`."""
+    found: type[ServiceConfig] = getattr(importlib.import_module(f"motet.services.{kind}.config"), f"{kind.capitalize()}Config")
+    return found
+
+
+def option_for(option: Field, help_text: str = "") -> click.Option:
+    """A configuration's option for click; None when it is not given.
+
+    `shared.config.load` reads the variable, knows the default and checks values, so each error has one message.
+    """
+    required = option.default is msgspec.NODEFAULT
+    shown = "" if required or option.default in ("", None, ()) else f"  [default: {_text(option.default)}]"
+    text = option.description + (f"  [required; or {option.variable}]" if required else shown)
+    if option.type is bool:
+        return click.Option([f"{option.flag}/--no-{option.flag[2:]}"], default=None, help=help_text or text)
+    kind = "TEXT" if option.type in (str, Path) else getattr(option.type, "__name__", "text").upper()
+    metavar = f"[{'|'.join(option.choices)}]" if option.choices else kind
+    return click.Option([option.flag], default=None, metavar=metavar, help=help_text or text)
+
+
+def takes(config: type[Config], name: str, help_text: str = "") -> Callable[[F], F]:
+    """A decorator like `click.option`: the command takes option `name` of a configuration."""
+
+    def decorate(command: F) -> F:
+        params = command.__dict__.setdefault("__click_params__", [])  # where click's own decorators put theirs
+        params.append(option_for(field(config, name), help_text))
+        return command
+
+    return decorate
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)

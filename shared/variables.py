@@ -1,0 +1,37 @@
+"""`MOTET_*` variables that are no options of a service (those are in `services/<kind>/config.py`), and who reads them.
+
+docs/configuration.md prints this table, and a test compares it with the sources. They are read where no
+service's configuration is at hand: inside kernels, in clients, in the compose file, in tests and benches.
+"""
+
+from __future__ import annotations
+
+VARIABLES: dict[str, dict[str, str]] = {
+    "Kernels and caches": {
+        "MOTET_KERNELS": "kernels of a worker: `auto` (the default: compiled ones on a CPU, if they can be compiled), `cpu`"
+        " (compiled ones or an error) or `reference` (plain torch)",
+        "MOTET_CPU_ISA": "instruction set of the compiled CPU kernels, instead of the best one that this machine has",
+        "MOTET_CPU_CXXFLAGS": "more flags for the C++ compiler, such as those of a sanitizer",
+        "MOTET_CACHE_DIR": "directory for compiled kernels and the models of benches; default `$XDG_CACHE_HOME/motet`",
+    },
+    "Command line": {
+        "MOTET_URL": "URL of the gateway that `motet chat`, `motet adapters` and so on talk to, as `--url`",
+        "MOTET_API_KEY": "API key that they send",
+        "MOTET_CA_FILE": "certificate authority of that gateway, if the system does not know it",
+        "MOTET_DATA_DIR": "data directory of `motet up` and `motet restart`, as `--data-dir`",
+    },
+    "Containers (`compose/`)": {
+        "MOTET_MODEL_DIR": "directory of the base model on the host, mounted into the containers",
+        "MOTET_SECRETS_DIR": "directory that `make compose-secrets` wrote",
+        "MOTET_HTTP_PORT": "port of the gateway on the host",
+        "MOTET_NATS_PORT": "port of NATS on the host",
+        "MOTET_PROMETHEUS_PORT": "port of Prometheus on the host",
+        "MOTET_GRAFANA_PORT": "port of Grafana on the host",
+        "MOTET_BASE_IMAGE": "image that the containers are built on",
+    },
+    "Tests and benches": {
+        "MOTET_TEST_ISAS": "instruction sets on which the kernels' tests run; default: all that this machine has",
+        "MOTET_VLLM_PYTHON": "Python of an environment with vLLM, for benches that compare with it",
+        "MOTET_DATA": "directory of traces for `python -m bench cluster`",
+    },
+}

@@ -1,0 +1,100 @@
+"""Promise: `motet up` takes flags first, then variables, and hands services nothing that it was not given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.cli.stack import Stack, StackOptions
+from motet.cli.up import stack_options, up
+from motet.examples.demo import BASE, DEMO
+from motet.shared.config import ConfigError
+from motet.shared.sockets import bound_socket
+
+
+def options(*words: str, **environ: str) -> StackOptions:
+    """What a command line and variables make."""
+    return stack_options(up.make_context("up", list(words)).params, environ)
+
+
+def command(given: StackOptions, directory: Path, name: str) -> list[str]:
+    """With which words a process is started."""
+
+    class Heard:
+        def changed(self, name: str, state: Any, note: str) -> None:
+            raise AssertionError
+
+    stack = Stack(StackOptions(**{**{f: getattr(given, f) for f in given.__struct_fields__}, "data_dir": directory}), Heard())
+    stack._listeners = [bound_socket("127.0.0.1", 0)]
+    try:
+        return stack._service(name)._spec.argv(0)
+    finally:
+        stack._listeners[0].close()
+
+
+@pytest.mark.parametrize(
+    ("field", "words", "environ", "value"),
+    [
+        ("threads", (), {"MOTET_THREADS": "3"}, 3),
+        ("threads", ("--threads", "2"), {"MOTET_THREADS": "3"}, 2),
+        ("threads", (), {}, 0),
+        ("port", (), {"MOTET_PORT": "9001"}, 9001),
+        ("port", ("--port", "0"), {"MOTET_PORT": "9001"}, 0),
+        ("host", (), {"MOTET_HOST": "::1"}, "::1"),
+        ("drain_s", (), {"MOTET_DRAIN_S": "1.5"}, 1.5),
+        ("tenants", (), {"MOTET_TENANTS": "a, b"}, ("a", "b")),
+        ("tenants", ("--tenants", "c"), {"MOTET_TENANTS": "a,b"}, ("c",)),
+        ("api_keys", (), {"MOTET_API_KEYS": "off"}, "off"),
+        ("tls_key_file", (), {"MOTET_TLS_KEY_FILE": "k"}, "k"),
+    ],
+)
+def test_flags_go_before_variables(field: str, words: tuple[str, ...], environ: dict[str, str], value: object) -> None:
+    assert getattr(options("--demo", *words, **environ), field) == value
+
+
+def test_a_variable_says_which_model_to_serve_unless_a_flag_does() -> None:
+    model, name = {"MOTET_MODEL": str(DEMO / "model")}, {"MOTET_SERVED_MODEL_NAME": "mine"}
+    assert options(**model).served_model_name == "model"
+    assert options(**model, **name).served_model_name == "mine"
+    assert options("--demo", MOTET_MODEL="/nowhere", **name).served_model_name == BASE
+    with pytest.raises(ConfigError, match="--demo"):
+        options()
+    with pytest.raises(ConfigError, match="--demo"):
+        options("--demo", "--model", "m")
+
+
+def test_a_variable_says_which_nats_to_use() -> None:
+    assert options("--demo").bus is None
+    bus = options("--demo", MOTET_NATS_URL="nats://bus:4222", MOTET_NATS_REPLICAS="3").bus
+    assert bus is not None and (bus.nats_url, bus.nats_replicas) == ("nats://bus:4222", 3)
+    assert options("--demo", MOTET_NATS_REPLICAS="3").bus is None, "the embedded server is one"
+
+
+def test_a_value_that_does_not_fit_names_the_flag() -> None:
+    for words in (("--port", "70000"), ("--quantization", "int3"), ("--tenants", "a.b"), ("--adapters-dir", "/nowhere")):
+        with pytest.raises(ConfigError, match=words[0]):
+            options("--demo", *words)
+
+
+def test_a_worker_reads_its_variables_where_no_flag_was_given(tmp_path: Path) -> None:
+    plain = command(options("--demo"), tmp_path, "worker-1")
+    assert not {"--quantization", "--threads"} & set(plain)
+    given = command(options("--demo", "--quantization", "int8", "--threads", "1"), tmp_path, "worker-1")
+    assert given[given.index("--quantization") + 1] == "int8"
+    assert given[given.index("--threads") + 1] == "1"
+
+
+def test_workers_share_the_cores_unless_told_how_many_threads_to_use(tmp_path: Path) -> None:
+    shared = command(options("--demo", "--workers", "64"), tmp_path, "worker-1")
+    assert shared[shared.index("--threads") + 1] == "1"
+    told = command(options("--demo", "--workers", "64", MOTET_THREADS="5"), tmp_path, "worker-1")
+    assert told[told.index("--threads") + 1] == "5"
+
+
+def test_a_gateway_gets_only_the_keys_and_certificates_that_were_given(tmp_path: Path) -> None:
+    plain = command(options("--demo"), tmp_path, "gateway-1")
+    assert not {"--api-keys-file", "--tls-cert-file", "--tls-key-file"} & set(plain)
+    given = command(options("--demo", "--api-keys-file", "keys"), tmp_path, "gateway-1")
+    assert given[given.index("--api-keys-file") + 1] == "keys"
