@@ -8,6 +8,9 @@ from pathlib import Path
 import click
 
 from motet.cli import certificates, credentials
+from motet.cli.options import takes
+from motet.services.registry.config import PublishersConfig
+from motet.shared.config import ConfigError, load
 from motet.shared.keys import add_to_key_file
 from motet.shared.tenancy import DEFAULT_TENANT
 
@@ -22,10 +25,8 @@ READABLE_IN_CONTAINERS = 0o644
 @click.option("--tls", is_flag=True, help="Also make certificates, and make the server accept TLS only.")
 @click.option("--tls-host", "hosts", multiple=True, help="Further name or address of the server and gateways (repeatable).")
 @click.option("--tls-files", default="", help="Directory of nats.crt and nats.key on the server.  [default: --out]")
-@click.option(
-    "--tenant", "tenants", multiple=True, default=("default",), show_default=True, help="Tenant that may publish (repeatable)."
-)
-def nats_config(out: Path, tenants: tuple[str, ...], tls: bool, hosts: tuple[str, ...], tls_files: str, **server: str) -> None:
+@takes(PublishersConfig, "tenants")
+def nats_config(out: Path, tenants: str | None, tls: bool, hosts: tuple[str, ...], tls_files: str, **server: str) -> None:
     """Write nats.conf and one password file per user. Existing passwords are kept.
 
     Every service gets a user that is limited to the service's own subjects. `upstream` may publish durable requests and read
@@ -45,11 +46,15 @@ def nats_config(out: Path, tenants: tuple[str, ...], tls: bool, hosts: tuple[str
       motet nats-config --out secrets --tls --tls-host bus.example.org
       motet up --model ... --nats-url tls://bus.example.org:4222 --credentials secrets --nats-tls-ca-file secrets/ca.crt
     """
+    try:
+        names = load(PublishersConfig, {"tenants": tenants}).names
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         made = certificates.write(out, hosts) if tls else []
         files = (tls_files or str(out.resolve())) if tls else ""
-        config = credentials.write_server_config(out, tenants=tenants, tls_files=files, **server)
+        config = credentials.write_server_config(out, tenants=names, tls_files=files, **server)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     grafana = credentials.password_file(out, "grafana")
@@ -59,9 +64,9 @@ def nats_config(out: Path, tenants: tuple[str, ...], tls: bool, hosts: tuple[str
     if not api_keys.exists():
         add_to_key_file(api_keys, DEFAULT_TENANT, "admin")
     if not out.stat().st_mode & 0o077:
-        passwords = (credentials.password_file(out, user) for user in credentials.grants(tenants))
+        passwords = (credentials.password_file(out, user) for user in credentials.grants(names))
         for path in (config, grafana, api_keys, *passwords, *made):
             path.chmod(READABLE_IN_CONTAINERS)
-    click.echo(f"{config}\n{len(credentials.grants(tenants))} users, passwords in {out}/<user>.password")
+    click.echo(f"{config}\n{len(credentials.grants(names))} users, passwords in {out}/<user>.password")
     if tls:
         click.echo(f"certificates of {certificates.AUTHORITY} in {out}: {', '.join(path.name for path in made)}")

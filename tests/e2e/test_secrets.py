@@ -31,7 +31,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
     directory = tmp_path_factory.mktemp("guarded")
     keys = directory / "keys.txt"
     keys.write_text(f"{KEY} ops admin\n")
-    live = LiveStack(directory, "--api-keys-file", str(keys), "--tenant", TENANT, "--verbose")
+    live = LiveStack(directory, "--api-keys-file", str(keys), "--tenants", TENANT, "--verbose")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("MOTET_LOG_LEVEL", "debug")
         live.launch()

@@ -26,8 +26,7 @@ class FuzzMesh:
     """`start()`, attack it, ask whether it is `whole()`, `stop()`."""
 
     def __init__(self, directory: Path) -> None:
-        flags = [word for tenant in TENANTS for word in ("--tenant", tenant)]
-        self.live = LiveStack(directory, *flags, env=LIMITS)
+        self.live = LiveStack(directory, "--tenants", ",".join(TENANTS), env=LIMITS)
         self._right: dict[str, str] = {}
         self._pids: dict[str, int] = {}
 

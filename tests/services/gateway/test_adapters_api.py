@@ -229,7 +229,9 @@ async def test_uploads_at_once_are_bounded_and_so_is_their_bucket(
     mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession
 ) -> None:
     head = b"POST /v1/adapters HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=b\r\n"
-    slow = [await asyncio.open_connection("127.0.0.1", mesh.gateway.port) for _ in range(mesh.gateway.config.max_uploads)]
+    slow = [
+        await asyncio.open_connection("127.0.0.1", mesh.gateway.port) for _ in range(mesh.gateway.config.requests.max_uploads)
+    ]
     for _, writer in slow:
         writer.write(head + b"content-length: 1000\r\n\r\n--b\r\n")
 
