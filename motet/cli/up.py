@@ -26,7 +26,7 @@ from motet.cli.supervisor import StartFailed
 from motet.examples.demo import BASE, DEMO
 from motet.services.gateway.config import HttpConfig, KeysConfig
 from motet.services.registry.config import PublishersConfig, SourcesConfig
-from motet.services.worker.config import EngineConfig
+from motet.services.worker.config import WorkerEngineConfig
 from motet.shared.config import BaseModelConfig, BusConfig, Config, ConfigError, ProcessConfig, field, fields, load
 from motet.shared.hub import resolve_model
 
@@ -48,7 +48,7 @@ class UpConfig(Config, frozen=True, kw_only=True):
     publishers: PublishersConfig = PublishersConfig()
     http: HttpConfig = HttpConfig()
     keys: KeysConfig = KeysConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: WorkerEngineConfig = WorkerEngineConfig()
 
 
 _takes = partial(takes, UpConfig)

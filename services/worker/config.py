@@ -17,7 +17,7 @@ CPU_KV_GIB = 1.0
 CPU_KV_SHARE = 0.25
 
 
-class EngineConfig(Config, frozen=True, kw_only=True):
+class WorkerEngineConfig(Config, frozen=True, kw_only=True):
     """How the model is held and computed."""
 
     device: Annotated[
@@ -143,7 +143,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     """One engine on one device."""
 
     base: BaseModelConfig
-    engine: EngineConfig = EngineConfig()
+    engine: WorkerEngineConfig = WorkerEngineConfig()
     batch: BatchConfig = BatchConfig()
     kv: KvConfig = KvConfig()
     adapters: AdaptersConfig = AdaptersConfig()
