@@ -27,7 +27,7 @@ from motet.policies.choice import Choose
 from motet.policies.cluster_state import hash_of
 from motet.policies.dispatch import POLICIES, decide
 from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, Cadence
-from motet.services.scheduler.cluster import Cluster
+from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.worker.state import WorkerView
 from motet.shared.messages import WorkerState
 from motet.shared.model import PerfModel, Phase, RequestBrief, Residency, WorkerLimits
@@ -84,7 +84,7 @@ class _Fleet:
         self.draw = random.Random(1)
         self.views: list[WorkerView] = []
         self.running: list[list[str]] = []
-        self.scheduler = Cluster(stale_s=STALE_S, drop_s=10.0, in_flight_s=3.0, lease_held=lambda _: True)
+        self.scheduler = WatchedCluster(stale_s=STALE_S, drop_s=10.0, in_flight_s=3.0, lease_held=lambda _: True)
         self.decode = msgspec.msgpack.Decoder(WorkerState).decode
         self.requests = 0
         self.now_s = 0.0

@@ -28,7 +28,9 @@ def option_for(option: Field, help_text: str = "") -> click.Option:
     """
     required = option.default is msgspec.NODEFAULT
     shown = "" if required or option.default in ("", None, ()) else f"  [default: {_text(option.default)}]"
-    text = option.description + (f"  [required; or {option.variable}]" if required else shown)
+    text = (
+        option.description[:1].upper() + option.description[1:] + (f"  [required; or {option.variable}]" if required else shown)
+    )
     if option.type is bool:
         return click.Option([f"{option.flag}/--no-{option.flag[2:]}"], default=None, help=help_text or text)
     kind = "TEXT" if option.type in (str, Path) else getattr(option.type, "__name__", "text").upper()

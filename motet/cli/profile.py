@@ -37,7 +37,7 @@ GOOD_R2 = 0.96  # CaraServe, section 5
 
 
 @click.command()
-@click.option("--model", required=True, help="Base model: a local directory or a Hugging Face id.")
+@takes(WorkerConfig, "model")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -53,7 +53,7 @@ GOOD_R2 = 0.96  # CaraServe, section 5
 @takes(WorkerConfig, "kv_memory_gib")
 @takes(WorkerConfig, "lora_memory_mib")
 @takes(WorkerConfig, "max_loras")
-def profile(model: str, out: Path, seconds: float, **options: object) -> None:
+def profile(out: Path, seconds: float, **options: object) -> None:
     """Measure a worker on this machine and write its profile: limits, step times, copies and network hops.
 
     Nothing else should run meanwhile. `motet worker` and `motet simulate` take the file as `--profile`. Worker options that
@@ -66,8 +66,8 @@ def profile(model: str, out: Path, seconds: float, **options: object) -> None:
     console = terminal()
     logging.getLogger("motet").setLevel(logging.ERROR)  # hide the worker's messages
     try:
-        config = load(WorkerConfig, {"model": model, **options})
-        model_dir = resolve_model(model)
+        config = load(WorkerConfig, options)
+        model_dir = resolve_model(config.base.model)
         with Progress(console=console, transient=True) as bar:
             task = bar.add_task("measuring", total=1.0)
             measured = asyncio.run(_measure(config, model_dir, seconds, lambda share: bar.update(task, completed=share)))

@@ -138,7 +138,7 @@ class SloConfig(Config, frozen=True, kw_only=True, dict=True):
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
-    """An HTTP front of the mesh."""
+    """It takes OpenAI's API and durable requests from NATS. Several gateways can run side by side."""
 
     base: BaseModelConfig
     http: HttpConfig = HttpConfig()

@@ -26,7 +26,7 @@ from motet.shared.telemetry import logger
 log = logger("motet.scheduler.cluster")
 
 
-class Cluster:
+class WatchedCluster:
     """All workers known to this scheduler. `lease_held(worker_id)` tells whether a lease is held now."""
 
     def __init__(self, *, stale_s: float, drop_s: float, in_flight_s: float, lease_held: Callable[[str], bool]) -> None:

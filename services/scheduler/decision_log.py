@@ -2,8 +2,8 @@
 
     8 bytes length, little-endian │ msgpack [name, *arguments]          in the order in which things happened
 
-The first record is the scheduler's configuration. Then follow the calls that change `Cluster`, the answers of `lease_held`,
-and decisions with their inputs and outcomes. Replay uses the live code: the same `Cluster` and policy get the same calls. The
+The first record is the scheduler's configuration. Then follow the calls that change `WatchedCluster`, answers of `lease_held`,
+and decisions with their inputs and outcomes. Replay uses the live code: the same class and policy get the same calls. The
 file ends at MAX_BYTES; it is meant for debugging and tests.
 """
 
@@ -20,14 +20,14 @@ import msgspec
 from motet.policies.candidates import Ask
 from motet.policies.dispatch import POLICIES, Decision, decide
 from motet.policies.objectives import Admission
-from motet.services.scheduler.cluster import Cluster
+from motet.services.scheduler.cluster import WatchedCluster
 from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import RequestBrief
 from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler.decision_log")
 MAX_BYTES = 256 << 20
-CALLS: dict[str, tuple[Any, ...]] = {  # what changes a Cluster, and the types of the arguments
+CALLS: dict[str, tuple[Any, ...]] = {  # what changes a WatchedCluster, and the types of the arguments
     "on_state": (WorkerSnapshot | WorkerDelta, float),
     "lease_lost": (str,),
     "expire": (float,),
@@ -90,7 +90,7 @@ class DecisionLog:
     def close(self) -> None:
         self._file.close()
 
-    def follow(self, cluster: Cluster) -> None:
+    def follow(self, cluster: WatchedCluster) -> None:
         """Log every call that changes `cluster`, before it happens."""
         for name in CALLS:
             setattr(cluster, name, self._written(name, getattr(cluster, name)))
@@ -125,7 +125,7 @@ def replay(path: Path) -> Iterator[tuple[Made, Decision]]:
         raise ValueError(f"{path.name}: record 1 is not a scheduler's set-up")
     setup = msgspec.convert(arguments[0], Setup)
     answers: deque[bool] = deque()
-    cluster = Cluster(
+    cluster = WatchedCluster(
         stale_s=setup.stale_s,
         drop_s=setup.drop_s,
         in_flight_s=setup.in_flight_s,

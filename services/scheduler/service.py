@@ -23,7 +23,7 @@ from motet.policies.dispatch import POLICIES, Decision, decide, seconds_until_ro
 from motet.policies.length_quantiles import LengthQuantiles
 from motet.policies.worker_load import tokens_left
 from motet.services.scheduler import metrics
-from motet.services.scheduler.cluster import Cluster
+from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup
 from motet.services.scheduler.refusal import RETRY_S, refusal, too_late
@@ -80,7 +80,7 @@ class SchedulerService(BusService):
         if config.decision_log:
             self._log = _open_log(config)
             lease_held = self._log.lease_held(lease_held)
-        self.cluster = Cluster(
+        self.cluster = WatchedCluster(
             stale_s=config.stale_s, drop_s=config.drop_s, in_flight_s=config.in_flight_s, lease_held=lease_held
         )
         if self._log is not None:

@@ -21,7 +21,11 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
     """How the model is held and computed."""
 
     device: Annotated[
-        str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto (cuda if present), cpu, cuda or cuda:<n>")
+        str,
+        Meta(
+            pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+            description="where the model runs: auto (cuda if present), cpu, cuda or cuda:<n>",
+        ),
     ] = "auto"
     threads: Annotated[
         int, Meta(ge=0, description="CPU threads of the engine; 0: all cores except those of --assist-processes")
@@ -140,7 +144,7 @@ class ColdConfig(Config, frozen=True, kw_only=True):
 
 
 class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
-    """One engine on one device."""
+    """The model is loaded once. Adapters come from the registry while the worker serves."""
 
     base: BaseModelConfig
     engine: WorkerEngineConfig = WorkerEngineConfig()

@@ -9,7 +9,7 @@ import pytest
 
 from motet.policies.candidates import Ask
 from motet.policies.dispatch import POLICIES, decide
-from motet.services.scheduler.cluster import Cluster
+from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup, replay
 from motet.services.scheduler.service import SchedulerService
@@ -64,7 +64,7 @@ async def test_decisions_of_a_live_scheduler_are_repeated(bus, nats_url, connect
 def test_a_replay_decides_anew_and_does_not_repeat_what_it_reads(tmp_path):
     path = tmp_path / "decisions"
     log = DecisionLog(path, Setup(policy="motet", stale_s=3.0, drop_s=10.0, in_flight_s=3.0))
-    cluster = Cluster(stale_s=3.0, drop_s=10.0, in_flight_s=3.0, lease_held=log.lease_held(lambda _: True))
+    cluster = WatchedCluster(stale_s=3.0, drop_s=10.0, in_flight_s=3.0, lease_held=log.lease_held(lambda _: True))
     log.follow(cluster)
     cluster.on_state(snapshot(1), 1.0)
     ask = Ask(base_model="demo", rank=8, tokens=5, tpot_slo_ms=50.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from motet.services.scheduler.cluster import Cluster
+from motet.services.scheduler.cluster import WatchedCluster
 from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import RequestBrief, Residency
 from motet.shared.telemetry import REGISTRY
@@ -66,11 +66,11 @@ def leases() -> Leases:
 
 
 @pytest.fixture
-def cluster(leases: Leases) -> Cluster:
-    return Cluster(stale_s=3.0, drop_s=10.0, in_flight_s=3.0, lease_held=leases.alive)
+def cluster(leases: Leases) -> WatchedCluster:
+    return WatchedCluster(stale_s=3.0, drop_s=10.0, in_flight_s=3.0, lease_held=leases.alive)
 
 
-def has(cluster: Cluster) -> list[str]:
+def has(cluster: WatchedCluster) -> list[str]:
     return sorted(cluster.state.requests("w"))
 
 
