@@ -14,11 +14,13 @@ from motet.policies.cold_start import Forced
 from motet.policies.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig, free_host_bytes, kv_blocks_for
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.backend import Backend, BackendOptions
+from motet.services.worker.engine.backends import open_backend
+from motet.services.worker.engine.device_memory import kv_bytes_per_block
 from motet.services.worker.engine.engine import Engine
 from motet.services.worker.engine.loader import parameters, resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, UnsupportedModel, read_model_config
 from motet.services.worker.engine.request import EngineLimits, EngineRequest
-from motet.services.worker.engine.runner import ModelRunner
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.model import SamplingParams, WorkerLimits
@@ -53,22 +55,24 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
         if config.max_model_len > model.max_model_len:
             raise ConfigError(f"--max-model-len: {config.max_model_len} is more than the model's {model.max_model_len}")
         kv_blocks = _kv_blocks(config, model, model_dir, device)
-        runner = ModelRunner(
-            model_dir,
-            dtype=config.dtype,
-            device=device,
-            block_size=config.block_size,
-            kv_blocks=kv_blocks,
-            lora_bytes=config.lora_bytes,
-            max_lora_rank=config.max_lora_rank,
-            max_loras=config.max_loras,
-            threads=config.engine_threads,
-            quantization=config.quantization,
-            link_bytes_per_s=config.link_gbps * 1e9,
-            assist_cores=config.assist_core_ids,
-            assist_rows=config.max_step_tokens,
-            load_format=config.load_format,
-            graphs=not config.enforce_eager,
+        runner = open_backend(
+            BackendOptions(
+                model_dir=model_dir,
+                dtype=config.dtype,
+                device=device,
+                block_size=config.block_size,
+                kv_blocks=kv_blocks,
+                lora_bytes=config.lora_bytes,
+                max_lora_rank=config.max_lora_rank,
+                max_loras=config.max_loras,
+                threads=config.engine_threads,
+                quantization=config.quantization,
+                link_bytes_per_s=config.link_gbps * 1e9,
+                assist_cores=config.assist_core_ids,
+                assist_rows=config.max_step_tokens,
+                load_format=config.load_format,
+                graphs=not config.enforce_eager,
+            )
         )
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from None
@@ -109,14 +113,14 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
     return Assembly(engine, limits, model.vocab_size, parse_adapter)
 
 
-def _copies(config: WorkerConfig, runner: ModelRunner) -> Literal["stall", "wait", "bridged"]:
+def _copies(config: WorkerConfig, runner: Backend) -> Literal["stall", "wait", "bridged"]:
     """Whom they hold up, for schedulers."""
     if math.isinf(runner.link.bytes_per_s):
         return "stall"
     return "bridged" if runner.assist is not None and config.cold_start in ("auto", "assist") else "wait"
 
 
-def _check_copies(config: WorkerConfig, runner: ModelRunner) -> None:
+def _check_copies(config: WorkerConfig, runner: Backend) -> None:
     """What is asked for beside the steps must be there."""
     if config.assist_processes and runner.assist is None:
         raise ConfigError(f"--assist-processes: {config.assist_processes} asked for, which need the compiled CPU kernels")
@@ -125,7 +129,7 @@ def _check_copies(config: WorkerConfig, runner: ModelRunner) -> None:
 
 
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
-    block_bytes = ModelRunner.kv_bytes_per_block(model, dtype=config.dtype, block_size=config.block_size)
+    block_bytes = kv_bytes_per_block(model, dtype=config.dtype, block_size=config.block_size)
     itemsize = 1 if config.quantization == "int8" else resolve_dtype(config.dtype, model).itemsize
     if config.load_format == "dummy":
         weights = parameters(model) * itemsize

@@ -15,8 +15,8 @@ from motet.policies.batch_admission import Plan
 from motet.policies.cold_start import AssistRates, ColdStarts
 from motet.policies.perf_model import MIB
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.backend import Backend
 from motet.services.worker.engine.request import CopyStats, ResidencyChange
-from motet.services.worker.engine.runner import ModelRunner
 from motet.services.worker.engine.seats import Live
 from motet.shared.model import PerfModel, Residency
 
@@ -26,7 +26,7 @@ PAUSE_S = (0.0002, 0.02)  # shortest and longest, while everybody waits for a co
 class DeviceAdapters:
     """`changes` and `arrived` are taken with each step's output; `beside` says whether copies run beside the steps."""
 
-    def __init__(self, runner: ModelRunner, slots: AdapterSlots, perf: Callable[[], PerfModel]) -> None:
+    def __init__(self, runner: Backend, slots: AdapterSlots, perf: Callable[[], PerfModel]) -> None:
         self.beside = runner.link.bytes_per_s < math.inf
         self.resident: dict[str, Residency] = {}
         self.changes: list[ResidencyChange] = []

@@ -1,7 +1,7 @@
 """The engine: schedule, run, postprocess.
 
     schedule      policies/batch_admission decides who computes how many tokens; adapters are brought to the device
-    run           seats -> StepBatch -> ModelRunner.forward -> Sampler: one token for every sequence that is up to date
+    run           seats -> StepBatch -> Backend.forward -> Sampler: one token for every sequence that is up to date
     postprocess   append tokens, end sequences, write items for the gateways and briefs for the schedulers
 
 Single-threaded: every method is called from the engine's thread; nothing here waits for anything but the device. Adapters
@@ -22,9 +22,9 @@ from motet.policies.batch_core import BatchCore
 from motet.policies.cold_start import ColdStarts, Forced
 from motet.policies.kv_blocks import KvBlocks
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.backend import Backend
 from motet.services.worker.engine.copies import DeviceAdapters
 from motet.services.worker.engine.request import EngineLimits, EngineRequest, StepOutput, StepStats
-from motet.services.worker.engine.runner import ModelRunner
 from motet.services.worker.engine.sampler import Drawn, Sampler
 from motet.services.worker.engine.seats import Live, Seats
 from motet.services.worker.state import START_PERF
@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Backend,
         limits: EngineLimits,
         *,
         perf: Callable[[], PerfModel] = lambda: START_PERF,
