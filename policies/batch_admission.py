@@ -1,6 +1,6 @@
 """Decides which sequences compute how many tokens in the next step: continuous batching with chunked prefill.
 
-`decide(state, now_s)` moves sequences between the two lists of its state, books KV blocks and adapter slots for them, and
+`decide(state)` moves sequences between the two lists of its state, books KV blocks and adapter slots for them, and
 returns the plan of one step; `advance(state, plan)` is called when the step has run. The rules:
 
 1. Running sequences with one token left to compute (decodes) go first, one row each, in their order. If one needs a block
@@ -63,7 +63,7 @@ class Sequence:
 
     order: int  # of arrival, unique
     priority: int = 0  # before everything else, smaller ones first
-    due_s: float = 0.0  # its place in the order, on the clock of `decide` (`due_s`)
+    due_s: float = 0.0  # its place in the order, on the clock of arrivals (`due_s`)
     tokens: array[int]
     length: int = -1  # by default, of `tokens`
     adapter: str = ""  # digest, "" for the base
@@ -77,11 +77,7 @@ class Sequence:
     published: int = 0  # blocks whose key the cache has been told
     slot: int = -1  # adapter slot, -1 for the base
     bypassed: int = 0  # sequences that came in past this one while it found no slot
-    cached_tokens: int = 0  # found in the prefix cache at the last admission
-    admitted_s: float | None = None  # first admission
     cold: Choice | None = None  # how it gets in while its adapter is copied, as last chosen
-    cold_since_s: float = 0.0  # the first such choice, and the time to first token that it predicted
-    cold_ttft_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if self.length < 0:
@@ -112,7 +108,8 @@ class Plan(Generic[S]):
 
     decodes: list[S] = field(default_factory=list)
     prefills: list[S] = field(default_factory=list)
-    admitted: list[S] = field(default_factory=list)  # also in `prefills`
+    admitted: list[S] = field(default_factory=list)  # also in `prefills`; `computed` is what the prefix cache had of them
+    considered: list[S] = field(default_factory=list)  # whose way in past a copy was chosen for the first time
     preempted: list[S] = field(default_factory=list)
     grown: list[S] = field(default_factory=list)  # decodes that got one more block
     evictions: list[tuple[str, int]] = field(default_factory=list)  # (adapter digest, slot), before the loads
@@ -130,13 +127,13 @@ class BatchAdmission(Generic[S]):
         self.limits = limits
         self._cold = cold
 
-    def decide(self, state: AdmissionState[S], now_s: float) -> Plan[S]:
+    def decide(self, state: AdmissionState[S]) -> Plan[S]:
         """The next step's plan. Changes the state as if the step were already under way."""
         plan: Plan[S] = Plan()
         self._schedule_decodes(state, plan)
         self._schedule_prefills(state, plan)
         if state.waiting:
-            self._admit(state, plan, now_s)
+            self._admit(state, plan)
         return plan
 
     def _schedule_decodes(self, state: AdmissionState[S], plan: Plan[S]) -> None:
@@ -174,7 +171,7 @@ class BatchAdmission(Generic[S]):
             plan.prefills.append(seq)
             publish_full_blocks(kv, seq, seq.computed + seq.scheduled)
 
-    def _admit(self, state: AdmissionState[S], plan: Plan[S], now_s: float) -> None:
+    def _admit(self, state: AdmissionState[S], plan: Plan[S]) -> None:
         blocked: list[S] = []
         index = asked = 0
         closed = False  # a sequence has been passed often enough: only the base may
@@ -192,7 +189,7 @@ class BatchAdmission(Generic[S]):
                 continue
             if seq.adapter and self._cold is not None and self._under_way(state, seq, plan, self._cold):
                 asked += 1
-                if asked > COLD_WINDOW or not self._joins(seq, plan, self._cold, now_s):
+                if asked > COLD_WINDOW or not self._joins(seq, plan, self._cold):
                     index += 1
                     continue
             if not self._book_blocks(state, seq):
@@ -203,8 +200,6 @@ class BatchAdmission(Generic[S]):
             for passed in blocked:
                 passed.bypassed += 1
                 closed = closed or passed.bypassed >= self.limits.max_bypass
-            if seq.admitted_s is None:
-                seq.admitted_s = now_s
             plan.admitted.append(seq)
             self._schedule_chunk(state.kv, seq, plan)
 
@@ -221,7 +216,7 @@ class BatchAdmission(Generic[S]):
                 cold.begun(seq.adapter, seq.adapter_bytes)
         return seq.adapter in adapters.loading
 
-    def _joins(self, seq: S, plan: Plan[S], cold: ColdStarts, now_s: float) -> bool:
+    def _joins(self, seq: S, plan: Plan[S], cold: ColdStarts) -> bool:
         """Whether it is in the step to come although its adapter is not there yet."""
         rows = (*plan.decodes, *plan.prefills)
         assisted = [one for one in rows if cold.modes.get(one.adapter) == "assist"]
@@ -238,7 +233,7 @@ class BatchAdmission(Generic[S]):
             ),
         )
         if seq.cold is None:
-            seq.cold_since_s, seq.cold_ttft_ms = now_s, choice.ttft_ms[choice.mode]
+            plan.considered.append(seq)
         seq.cold = choice
         return choice.joins
 
@@ -267,7 +262,7 @@ class BatchAdmission(Generic[S]):
             return False
         kv.take(cached)
         seq.blocks = cached + kv.allocate(fresh)
-        seq.computed = seq.cached_tokens = len(cached) * kv.block_size
+        seq.computed = len(cached) * kv.block_size
         seq.published = len(cached)
         return True
 

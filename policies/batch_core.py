@@ -71,6 +71,11 @@ class BatchCore(Generic[S]):
 
     # ---- sequences
 
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence waits or runs."""
+        return bool(self.state.running or self.state.waiting)
+
     def start(self, seq: S) -> None:
         """A sequence waits from now on, behind those of equal priority and due time that came before."""
         seq.order = next(self._orders)
@@ -104,9 +109,9 @@ class BatchCore(Generic[S]):
             )
         return whole
 
-    def decide(self, now_s: float) -> Plan[S]:
+    def decide(self) -> Plan[S]:
         """The next step. Its evictions leave the device and its loads begin, in this order, before it runs."""
-        return self._admission.decide(self.state, now_s)
+        return self._admission.decide(self.state)
 
     @property
     def wait_ms(self) -> float:

@@ -227,7 +227,7 @@ class Worker:
             copies.link.advance(now_ps)
             if arrived := self.batches.look(copies):
                 self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
-        plan = self.batches.decide(self._events.now_s)
+        plan = self.batches.decide()
         if plan.admitted or plan.preempted or plan.loads:
             self._moved(plan, now_ps)
         if not plan.tokens:
@@ -267,7 +267,7 @@ class Worker:
         for live in plan.admitted:
             if live.last_token_ps < 0:
                 metrics.admitted(live.request.index, now_ps)
-            metrics.prefix_tokens += live.cached_tokens
+            metrics.prefix_tokens += live.computed
             if live.cold is not None and live.last_token_ps < 0:
                 metrics.cold_starts[live.cold.mode] = metrics.cold_starts.get(live.cold.mode, 0) + 1
             if live.adapter:

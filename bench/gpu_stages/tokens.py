@@ -100,9 +100,7 @@ class Tokens:
         lora_bytes = 1 << 20 if small else 32 << 20
         runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, link=cold != "blocking", assist=assist, graphs=graphs)
         recorded = _graphs(self._bed, runner, kv_blocks) if graphs else None
-        limits = EngineLimits(
-            max_running=64, max_waiting=100, max_step_tokens=256, block_size=BLOCK, kv_blocks=kv_blocks, max_loras=max_loras
-        )
+        limits = EngineLimits(max_running=64, max_step_tokens=256, block_size=BLOCK, kv_blocks=kv_blocks, max_loras=max_loras)
         engine = Engine(runner, limits, cold_start=cold)
         try:
             adapters = {name: _host(name, runner) for name in self._names}

@@ -36,6 +36,7 @@ class Assembly:
     engine: Engine
     limits: WorkerLimits
     vocab_size: int
+    eos_token_ids: frozenset[int]
     parse_adapter: Callable[[Path, str], HostAdapter]
     """A host copy from a verified blob's file and digest."""
 
@@ -82,7 +83,6 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
         runner,
         EngineLimits(
             max_running=config.max_running,
-            max_waiting=config.max_running + config.max_waiting,  # a burst may arrive before the engine's next step
             max_step_tokens=config.max_step_tokens,
             block_size=config.block_size,
             kv_blocks=kv_blocks,
@@ -110,7 +110,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes) -> Assembl
     def parse_adapter(path: Path, digest: str) -> HostAdapter:
         return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
 
-    return Assembly(engine, limits, model.vocab_size, parse_adapter)
+    return Assembly(engine, limits, model.vocab_size, frozenset(model.eos_token_ids), parse_adapter)
 
 
 def _copies(config: WorkerConfig, runner: Backend) -> Literal["stall", "wait", "bridged"]:

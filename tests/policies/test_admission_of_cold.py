@@ -41,7 +41,7 @@ class ColdWorld(World):
     def decide(self) -> Plan[Sequence]:
         self.look()
         self.now_s += 1.0
-        plan = self.policy.decide(self.state, self.now_s)
+        plan = self.policy.decide(self.state)
         for digest, _ in plan.evictions:
             self.left.pop(digest, None)
         for seq in plan.loads:

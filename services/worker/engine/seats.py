@@ -22,7 +22,10 @@ class Live(Sequence):
     ending: set[int] = field(default_factory=set)  # EOS and stop token ids
     row: int = -1  # its seat while running
     reported: bool = False  # the first item has gone out
-    cached_prompt_tokens: int = 0  # at its first admission
+    admitted_s: float | None = None  # first admission
+    cached_prompt_tokens: int = 0  # found in the prefix cache then
+    cold_since_s: float = 0.0  # when its way in was first chosen, and the time to first token that was predicted then
+    cold_ttft_ms: float = 0.0
 
     @property
     def output_tokens(self) -> int:

@@ -130,7 +130,6 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
     runner_options = changes.pop("runner_options", {})
     fields: dict[str, Any] = {
         "max_running": 64,
-        "max_waiting": 1000,
         "max_step_tokens": 256,
         "block_size": BLOCK_SIZE,
         "kv_blocks": 600,

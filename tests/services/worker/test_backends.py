@@ -30,7 +30,7 @@ def test_a_backend_in_the_table_is_what_the_engine_runs_on(options: dict[str, ob
 
     monkeypatch.setitem(backends.BACKENDS, "mine", mine)
     backend = backends.open_backend(BackendOptions(**options, kernels="mine"))
-    limits = EngineLimits(max_running=2, max_waiting=2, max_step_tokens=64, block_size=16, kv_blocks=20, max_loras=1)
+    limits = EngineLimits(max_running=2, max_step_tokens=64, block_size=16, kv_blocks=20, max_loras=1)
     result = run(Engine(backend, limits), [request("r", [1, 2, 3], max_tokens=4)])
     assert asked == [options["model_dir"]] and len(result.tokens["r"]) == 4
 
