@@ -8,8 +8,8 @@
 adapters is the reader's: `Shelf` keeps them as they are told, `cluster_view` keeps the columns that scheduling reads.
 
 Rules:
-- A snapshot replaces everything, but for the adapters that are on the worker's disk alone: there may be thousands, and deltas tell
-  what becomes of them. Only some snapshots list them (`lists_disk`); the others leave them as they were known.
+- A snapshot replaces everything, but for the adapters that are on the worker's disk alone: there may be thousands, and deltas
+  tell what becomes of them. Only some snapshots list them (`lists_disk`); the others leave them as they were known.
 - A delta counts only directly after the message before it; after a gap the requests stay as they were known until the next
   snapshot, while the facts that a delta states in full (memory, draining) are still taken.
 - Only a snapshot introduces a worker or an incarnation. A new incarnation at once ends the one before, whose late words are
