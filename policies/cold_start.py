@@ -103,7 +103,7 @@ class AssistRates:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ColdChoice:
     """`joins`: in the next step; if not, it joins `wait_ms` from now unless something changes."""
 
     mode: Mode
@@ -132,7 +132,7 @@ def choose(
     others: int = 0,
     between_ms: float = 0.0,
     forced: Forced = "auto",
-) -> Choice:
+) -> ColdChoice:
     """The way in which one request starts.
 
     `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
@@ -155,9 +155,9 @@ def choose(
     waiting: Mode = "layerwise" if stall < copy.whole_ms else "blocking"
     mode, reason = _least(ttft, cost, waiting, ahead=ahead) if forced == "auto" else _forced(forced, ttft)
     if mode == "assist":
-        return Choice(mode, reason, True, 0.0, ttft, cost)
+        return ColdChoice(mode, reason, True, 0.0, ttft, cost)
     wait = copy.whole_ms if mode == "blocking" else stall
-    return Choice(mode, reason, ahead if mode == "layerwise" else wait <= 0.0, wait, ttft, cost)
+    return ColdChoice(mode, reason, ahead if mode == "layerwise" else wait <= 0.0, wait, ttft, cost)
 
 
 def _until(wait_ms: float, between_ms: float) -> float:
@@ -282,7 +282,7 @@ class ColdStarts:
         room: int,
         others: int,
         assisted: tuple[int, int] = (0, 0),
-    ) -> Choice:
+    ) -> ColdChoice:
         """Whether a request joins the step to come, which has `room` tokens left and `others` in it already.
 
         `assisted`: bytes, and rows * bytes, of adapters that CPU processes are to compute in that step without it.

@@ -24,8 +24,8 @@ import numpy as np
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.batch_admission import (
     AdmissionLimits,
-    Plan,
     Sequence,
+    StepPlan,
     advance,
     advance_steady,
     due_s,
@@ -98,7 +98,7 @@ class Live(Sequence):
 class _Run:
     """Steps under way. `began_ps` is the start of the first one that is not booked."""
 
-    plan: Plan[Live]
+    plan: StepPlan[Live]
     began_ps: int
     first_ps: int
     growth_ps: int
@@ -259,7 +259,7 @@ class Worker:
             self._begin()
             self._on_change(self)
 
-    def _moved(self, plan: Plan[Live], now_ps: int) -> None:
+    def _moved(self, plan: StepPlan[Live], now_ps: int) -> None:
         metrics = self._metrics
         for live in plan.preempted:
             if live.decoding:
@@ -287,7 +287,7 @@ class Worker:
         metrics.device_loads += len(plan.loads)
         metrics.evictions += len(plan.evictions)
 
-    def _batch(self, plan: Plan[Live]) -> Batch:
+    def _batch(self, plan: StepPlan[Live]) -> Batch:
         batch = Batch(waiting=len(self.state.waiting))
         batch.count(plan.decodes, plan.prefills, adapters=self.spec.steps.reads_adapters)
         batch.sampled = batch.decode_rows

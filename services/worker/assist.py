@@ -63,7 +63,7 @@ class Capacity:
     start_s: float  # once, until one that sleeps has woken up and found an adapter that it does not know
 
 
-class Profile:
+class AssistProfile:
     """How fast a process and the base are; both follow what they are told, newest first."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class CpuAssist:
         watchdog_s: float = 0.05,
     ) -> None:
         self.watchdog_s = watchdog_s
-        self.profile = Profile()
+        self.profile = AssistProfile()
         self.failures: Counter[str] = Counter()  # by reason: late, died, unreadable, not started
         self._engine, self._pool, self._max_rows = engine, pool, max_rows
         self._members = [_Member(core) for core in cores]

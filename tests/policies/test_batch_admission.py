@@ -12,8 +12,8 @@ from motet.policies.batch_admission import (
     AdmissionLimits,
     AdmissionState,
     BatchAdmission,
-    Plan,
     Sequence,
+    StepPlan,
     advance,
     advance_steady,
     due_s,
@@ -57,7 +57,7 @@ class World:
         wait(self.state, seq)
         return seq
 
-    def step(self) -> Plan[Sequence]:
+    def step(self) -> StepPlan[Sequence]:
         """One step; every sequence that is up to date gets a token."""
         plan = self.decide()
         for seq in advance(plan):
@@ -65,7 +65,7 @@ class World:
         self.check()
         return plan
 
-    def decide(self) -> Plan[Sequence]:
+    def decide(self) -> StepPlan[Sequence]:
         self.now_s += 1.0
         plan = self.policy.decide(self.state)
         scheduled = plan.decodes + plan.prefills
@@ -102,7 +102,7 @@ def rows(seqs: Iterable[Sequence]) -> list[int]:
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
-    assert World().decide() == Plan()
+    assert World().decide() == StepPlan()
 
 
 def test_a_short_prompt_is_computed_in_one_step_and_then_decodes() -> None:

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, Plan, advance, due_s
+from motet.policies.batch_admission import AdmissionLimits, StepPlan, advance, due_s
 from motet.policies.batch_core import BatchCore
 from motet.policies.cold_start import ColdStarts, Forced
 from motet.policies.kv_blocks import KvBlocks
@@ -26,7 +26,7 @@ from motet.services.worker.engine.backend import Backend
 from motet.services.worker.engine.copies import DeviceAdapters
 from motet.services.worker.engine.request import EngineLimits, EngineRequest, StepOutput, StepStats
 from motet.services.worker.engine.sampler import Drawn, Sampler
-from motet.services.worker.engine.seats import Live, Seats
+from motet.services.worker.engine.seats import LiveSequence, Seats
 from motet.services.worker.state import START_PERF
 from motet.shared import clock
 from motet.shared.errors import BadRequest, InvalidAdapter, MotetError
@@ -61,7 +61,7 @@ class Engine:
             cold = ColdStarts(runner.config.num_layers, limits.max_step_tokens, cold_start)
         slots = AdapterSlots(limits.max_loras, runner.lora_bytes_total, asynchronous=cold is not None)
         self._adapters = DeviceAdapters(runner, slots, perf)
-        self._core: BatchCore[Live] = BatchCore(
+        self._core: BatchCore[LiveSequence] = BatchCore(
             admission,
             kv=KvBlocks(limits.kv_blocks, limits.block_size, prefix_cache=limits.prefix_cache),
             slots=slots,
@@ -212,7 +212,7 @@ class Engine:
 
     # ---- the three verbs
 
-    def _schedule(self, now_s: float, stats: StepStats) -> Plan[Live]:
+    def _schedule(self, now_s: float, stats: StepStats) -> StepPlan[LiveSequence]:
         plan = self._core.decide()
         for live in plan.preempted:
             self._leave(live)
@@ -237,7 +237,7 @@ class Engine:
         stats.count(plan.decodes, plan.prefills)
         return plan
 
-    def _run(self, plan: Plan[Live], stats: StepStats) -> Drawn | None:
+    def _run(self, plan: StepPlan[LiveSequence], stats: StepStats) -> Drawn | None:
         if not plan.decodes and not plan.prefills:
             return None
         began_s = clock.now_s()
@@ -259,7 +259,7 @@ class Engine:
             return None
         return drawn
 
-    def _postprocess(self, drawing: list[Live], drawn: Drawn, stats: StepStats) -> None:
+    def _postprocess(self, drawing: list[LiveSequence], drawn: Drawn, stats: StepStats) -> None:
         stats.sampled = len(drawing)
         broken = set(drawn.broken)
         for index, (live, token) in enumerate(zip(drawing, drawn.tokens.tolist(), strict=True)):
@@ -303,13 +303,13 @@ class Engine:
 
     # ---- requests
 
-    def _sequences(self) -> list[Live]:
+    def _sequences(self) -> list[LiveSequence]:
         """Every request here. One is looked up by its id only to be cancelled, so nobody keeps an index."""
         return [*self._state.waiting, *self._state.running]
 
-    def _make_live(self, request: EngineRequest) -> Live:
+    def _make_live(self, request: EngineRequest) -> LiveSequence:
         sampling, adapter = request.sampling, request.adapter
-        return Live(
+        return LiveSequence(
             order=0,
             priority=request.priority,
             due_s=due_s(request.arrival_s, request.slo.ttft_slo_ms, begun=bool(request.output)),
@@ -327,28 +327,28 @@ class Engine:
     def _ending(self, sampling: SamplingParams) -> set[int]:
         return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
 
-    def _emit(self, live: Live, item: StreamItem) -> None:
+    def _emit(self, live: LiveSequence, item: StreamItem) -> None:
         self._output.items.setdefault(live.request.gateway_id, []).append(item)
 
-    def _fail(self, live: Live, error: MotetError, *, spoiled: bool = False) -> None:
+    def _fail(self, live: LiveSequence, error: MotetError, *, spoiled: bool = False) -> None:
         request = live.request
         item = StreamItem(request.request_id, request.epoch, live.output_tokens, [], "error", error=error.info())
         self._end(live, item, spoiled=spoiled)
 
-    def _end(self, live: Live, item: StreamItem, *, spoiled: bool = False) -> None:
+    def _end(self, live: LiveSequence, item: StreamItem, *, spoiled: bool = False) -> None:
         self._emit(live, item)
         self._core.end(live, spoiled=spoiled)
         self._leave(live)
         self._changed.pop(live.request.request_id, None)
 
-    def _leave(self, live: Live) -> None:
+    def _leave(self, live: LiveSequence) -> None:
         if live.row >= 0:
             self._sampler.leave(live.row)
             self._seats.leave(live)
 
     # ---- adapters
 
-    def _move_adapters(self, plan: Plan[Live], stats: StepStats) -> None:
+    def _move_adapters(self, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
         began_s = clock.now_s()
         for digest, slot in plan.evictions:
             self._adapters.left(digest, slot)
@@ -361,7 +361,7 @@ class Engine:
                 self._fail_load(plan, live, error)
         stats.load_s = clock.now_s() - began_s
 
-    def _fail_load(self, plan: Plan[Live], first: Live, error: Exception) -> None:
+    def _fail_load(self, plan: StepPlan[LiveSequence], first: LiveSequence, error: Exception) -> None:
         answer = MotetError(f"adapter {first.adapter} could not be loaded: {type(error).__name__}: {error}", param="model")
         for live in [live for live in self._sequences() if live.adapter == first.adapter and live.slot >= 0]:
             if live.scheduled:
@@ -374,7 +374,7 @@ class Engine:
             self._adapters.left(digest, slot)
 
 
-def _finish_of(live: Live) -> FinishReason | None:
+def _finish_of(live: LiveSequence) -> FinishReason | None:
     """Whether the last token ended the sequence. Ending tokens before min_tokens cannot be drawn, so are not asked for."""
     if live.tokens[-1] in live.ending:
         return "stop"

@@ -17,7 +17,7 @@ import torch
 
 from motet.kernels import LoraPool
 from motet.kernels.cpu import CpuEngine
-from motet.services.worker.assist import CpuAssist, Profile
+from motet.services.worker.assist import AssistProfile, CpuAssist
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.step_batch import StepBatch
 from tests.support_models import AdapterFixture, Sequence, drive, make_adapters, make_checkpoint, make_runner, random_prompts
@@ -299,7 +299,7 @@ def test_processes_go_when_the_worker_is_killed(checkpoint: tuple[Path, list[Ada
 
 
 def test_the_profile_of_the_base_follows_what_it_is_told() -> None:
-    profile = Profile()
+    profile = AssistProfile()
     assert profile.layer_s(10) == 0.0, "nothing is known"
     for rows in (1, 100, 1, 200, 50):
         profile.base(rows, 1e-4 + rows * 1e-5)
@@ -308,7 +308,7 @@ def test_the_profile_of_the_base_follows_what_it_is_told() -> None:
 
 def test_the_profile_of_processes_tells_reading_from_computing() -> None:
     """Decodes of one row pay for reading the adapter, prefills for their rows; both are predicted after a while."""
-    profile, elements = Profile(), 100_000
+    profile, elements = AssistProfile(), 100_000
     profile.row_s = 5e-9  # a first guess that is far off
     for step in range(400):
         rows = (1, 1, 1, 100)[step % 4]
