@@ -105,17 +105,19 @@ def _runner(quantization: str) -> Any:
     from bench.engine_motet import stored_adapter
     from motet.examples.demo.tasks import TASKS
     from motet.services.worker.engine.adapter_weights import HostAdapter
-    from motet.services.worker.engine.runner import ModelRunner
+    from motet.services.worker.engine.backend import BackendOptions
+    from motet.services.worker.engine.backends.compiled import compiled
 
-    runner = ModelRunner(
-        DEMO / "model",
-        block_size=BLOCK,
-        kv_blocks=LONGEST // BLOCK,
-        lora_bytes=64 << 20,
-        max_lora_rank=64,
-        max_loras=len(TASKS),
-        kernels="cpu",
-        quantization=quantization,
+    runner = compiled(
+        BackendOptions(
+            model_dir=DEMO / "model",
+            block_size=BLOCK,
+            kv_blocks=LONGEST // BLOCK,
+            lora_bytes=64 << 20,
+            max_lora_rank=64,
+            max_loras=len(TASKS),
+            quantization=quantization,
+        )
     )
     for slot, task in enumerate(TASKS):
         blob = stored_adapter(DEMO / "model", DEMO / "adapters" / task.adapter).blob

@@ -176,6 +176,10 @@ class LoraPool:
         `max_rank`; the pool is unchanged then.
         """
         self.reserve(slot, adapter)
+        self.fill(slot, adapter)
+
+    def fill(self, slot: int, adapter: PackedLora) -> None:
+        """Copy an adapter into the slot that is reserved for it, cast to the pool's type."""
         for m in range(len(MODULES)):
             for page in range(int(adapter.pages[0, m])):
                 self._span(self.arena, self.table[slot, m, page], m).copy_(

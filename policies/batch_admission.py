@@ -1,6 +1,6 @@
 """Decides which sequences compute how many tokens in the next step: continuous batching with chunked prefill.
 
-`decide(state, now_s)` moves sequences between the two lists of its state, books KV blocks and adapter slots for them, and
+`decide(state)` moves sequences between the two lists of its state, books KV blocks and adapter slots for them, and
 returns the plan of one step; `advance(state, plan)` is called when the step has run. The rules:
 
 1. Running sequences with one token left to compute (decodes) go first, one row each, in their order. If one needs a block
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.cold_start import Choice, ColdStarts
+from motet.policies.cold_start import ColdChoice, ColdStarts
 from motet.policies.kv_blocks import KvBlocks, chain_key, root_key
 
 BYPASS_WINDOW = 128
@@ -63,7 +63,7 @@ class Sequence:
 
     order: int  # of arrival, unique
     priority: int = 0  # before everything else, smaller ones first
-    due_s: float = 0.0  # its place in the order, on the clock of `decide` (`due_s`)
+    due_s: float = 0.0  # its place in the order, on the clock of arrivals (`due_s`)
     tokens: array[int]
     length: int = -1  # by default, of `tokens`
     adapter: str = ""  # digest, "" for the base
@@ -77,11 +77,7 @@ class Sequence:
     published: int = 0  # blocks whose key the cache has been told
     slot: int = -1  # adapter slot, -1 for the base
     bypassed: int = 0  # sequences that came in past this one while it found no slot
-    cached_tokens: int = 0  # found in the prefix cache at the last admission
-    admitted_s: float | None = None  # first admission
-    cold: Choice | None = None  # how it gets in while its adapter is copied, as last chosen
-    cold_since_s: float = 0.0  # the first such choice, and the time to first token that it predicted
-    cold_ttft_ms: float = 0.0
+    cold: ColdChoice | None = None  # how it gets in while its adapter is copied, as last chosen
 
     def __post_init__(self) -> None:
         if self.length < 0:
@@ -107,12 +103,13 @@ class AdmissionState(Generic[S]):
 
 
 @dataclass(slots=True)
-class Plan(Generic[S]):
+class StepPlan(Generic[S]):
     """One step. Every sequence of `decodes` and `prefills` has its `scheduled` rows from `computed` on."""
 
     decodes: list[S] = field(default_factory=list)
     prefills: list[S] = field(default_factory=list)
-    admitted: list[S] = field(default_factory=list)  # also in `prefills`
+    admitted: list[S] = field(default_factory=list)  # also in `prefills`; `computed` is what the prefix cache had of them
+    considered: list[S] = field(default_factory=list)  # whose way in past a copy was chosen for the first time
     preempted: list[S] = field(default_factory=list)
     grown: list[S] = field(default_factory=list)  # decodes that got one more block
     evictions: list[tuple[str, int]] = field(default_factory=list)  # (adapter digest, slot), before the loads
@@ -130,16 +127,16 @@ class BatchAdmission(Generic[S]):
         self.limits = limits
         self._cold = cold
 
-    def decide(self, state: AdmissionState[S], now_s: float) -> Plan[S]:
+    def decide(self, state: AdmissionState[S]) -> StepPlan[S]:
         """The next step's plan. Changes the state as if the step were already under way."""
-        plan: Plan[S] = Plan()
+        plan: StepPlan[S] = StepPlan()
         self._schedule_decodes(state, plan)
         self._schedule_prefills(state, plan)
         if state.waiting:
-            self._admit(state, plan, now_s)
+            self._admit(state, plan)
         return plan
 
-    def _schedule_decodes(self, state: AdmissionState[S], plan: Plan[S]) -> None:
+    def _schedule_decodes(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
         kv, decodes = state.kv, plan.decodes
         block_size, publishing = kv.block_size, kv.prefix_cache
         for seq in tuple(state.running):
@@ -160,21 +157,21 @@ class BatchAdmission(Generic[S]):
                 publish_full_blocks(kv, seq, computed + 1)
         plan.tokens = len(plan.decodes)
 
-    def _schedule_prefills(self, state: AdmissionState[S], plan: Plan[S]) -> None:
+    def _schedule_prefills(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
         if len(plan.decodes) == len(state.running):
             return
         for seq in state.running:
             if not seq.scheduled:
                 self._schedule_chunk(state.kv, seq, plan)
 
-    def _schedule_chunk(self, kv: KvBlocks, seq: S, plan: Plan[S]) -> None:
+    def _schedule_chunk(self, kv: KvBlocks, seq: S, plan: StepPlan[S]) -> None:
         seq.scheduled = min(seq.length - seq.computed, self.limits.max_step_tokens - plan.tokens)
         if seq.scheduled:
             plan.tokens += seq.scheduled
             plan.prefills.append(seq)
             publish_full_blocks(kv, seq, seq.computed + seq.scheduled)
 
-    def _admit(self, state: AdmissionState[S], plan: Plan[S], now_s: float) -> None:
+    def _admit(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
         blocked: list[S] = []
         index = asked = 0
         closed = False  # a sequence has been passed often enough: only the base may
@@ -192,7 +189,7 @@ class BatchAdmission(Generic[S]):
                 continue
             if seq.adapter and self._cold is not None and self._under_way(state, seq, plan, self._cold):
                 asked += 1
-                if asked > COLD_WINDOW or not self._joins(seq, plan, self._cold, now_s):
+                if asked > COLD_WINDOW or not self._joins(seq, plan, self._cold):
                     index += 1
                     continue
             if not self._book_blocks(state, seq):
@@ -203,8 +200,6 @@ class BatchAdmission(Generic[S]):
             for passed in blocked:
                 passed.bypassed += 1
                 closed = closed or passed.bypassed >= self.limits.max_bypass
-            if seq.admitted_s is None:
-                seq.admitted_s = now_s
             plan.admitted.append(seq)
             self._schedule_chunk(state.kv, seq, plan)
 
@@ -212,7 +207,7 @@ class BatchAdmission(Generic[S]):
     def _has_slot(state: AdmissionState[S], seq: S) -> bool:
         return seq.adapter in state.adapters or state.adapters.fits(seq.adapter_bytes)
 
-    def _under_way(self, state: AdmissionState[S], seq: S, plan: Plan[S], cold: ColdStarts) -> bool:
+    def _under_way(self, state: AdmissionState[S], seq: S, plan: StepPlan[S], cold: ColdStarts) -> bool:
         """Whether its adapter is still being copied; if it is, the sequence has its slot from here on."""
         adapters = state.adapters
         if seq.adapter not in adapters or seq.adapter in adapters.loading:
@@ -221,7 +216,7 @@ class BatchAdmission(Generic[S]):
                 cold.begun(seq.adapter, seq.adapter_bytes)
         return seq.adapter in adapters.loading
 
-    def _joins(self, seq: S, plan: Plan[S], cold: ColdStarts, now_s: float) -> bool:
+    def _joins(self, seq: S, plan: StepPlan[S], cold: ColdStarts) -> bool:
         """Whether it is in the step to come although its adapter is not there yet."""
         rows = (*plan.decodes, *plan.prefills)
         assisted = [one for one in rows if cold.modes.get(one.adapter) == "assist"]
@@ -238,12 +233,12 @@ class BatchAdmission(Generic[S]):
             ),
         )
         if seq.cold is None:
-            seq.cold_since_s, seq.cold_ttft_ms = now_s, choice.ttft_ms[choice.mode]
+            plan.considered.append(seq)
         seq.cold = choice
         return choice.joins
 
     @staticmethod
-    def _book_slot(state: AdmissionState[S], seq: S, plan: Plan[S]) -> None:
+    def _book_slot(state: AdmissionState[S], seq: S, plan: StepPlan[S]) -> None:
         if not seq.adapter or seq.slot >= 0:
             return
         grant = state.adapters.acquire(seq.adapter, seq.adapter_bytes)
@@ -267,7 +262,7 @@ class BatchAdmission(Generic[S]):
             return False
         kv.take(cached)
         seq.blocks = cached + kv.allocate(fresh)
-        seq.computed = seq.cached_tokens = len(cached) * kv.block_size
+        seq.computed = len(cached) * kv.block_size
         seq.published = len(cached)
         return True
 
@@ -277,7 +272,7 @@ def due_s(arrival_s: float, ttft_slo_ms: float, *, begun: bool = False) -> float
     return arrival_s if begun else arrival_s + PATIENCE * ttft_slo_ms / 1000.0
 
 
-def advance(plan: Plan[S]) -> list[S]:
+def advance(plan: StepPlan[S]) -> list[S]:
     """The step has run: its rows are in the KV cache. Returns the sequences with a next token to draw, decodes first."""
     for seq in plan.decodes:
         seq.computed += 1
@@ -296,7 +291,7 @@ def pairs(computed: int, scheduled: int) -> int:
     return scheduled * computed + scheduled * (scheduled + 1) // 2
 
 
-def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
+def steady_steps(state: AdmissionState[S], plan: StepPlan[S], limit: int) -> int:
     """How many steps in a row `decide` would plan alike, this `plan` included; between 1 and `limit`.
 
     Only decodes of all running sequences repeat themselves, while nothing arrives, ends or is removed, and no block has to
@@ -327,7 +322,7 @@ def steady_steps(state: AdmissionState[S], plan: Plan[S], limit: int) -> int:
     return steps
 
 
-def advance_steady(state: AdmissionState[S], plan: Plan[S], steps: int) -> None:
+def advance_steady(state: AdmissionState[S], plan: StepPlan[S], steps: int) -> None:
     """`steps` steps of a steady plan have run and each sequence drew as many tokens: books what `decide`, `advance` and
     `append` would have booked. With a prefix cache, `tokens` has those tokens already."""
     kv, size = state.kv, state.kv.block_size
@@ -341,7 +336,7 @@ def advance_steady(state: AdmissionState[S], plan: Plan[S], steps: int) -> None:
             seq.blocks += kv.allocate(kv.blocks_for(end) - len(seq.blocks))
 
 
-def _book_in_order(kv: KvBlocks, plan: Plan[S], steps: int) -> None:
+def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
     """Blocks in the order of steps and sequences: which cached block is given up, and who has a content first, depends on it.
 
     Without a prefix cache all blocks are alike.
@@ -398,7 +393,7 @@ def wait(state: AdmissionState[S], seq: S) -> None:
     insort(state.waiting, seq, key=_order)
 
 
-def _preempt(state: AdmissionState[S], seq: S, plan: Plan[S]) -> None:
+def _preempt(state: AdmissionState[S], seq: S, plan: StepPlan[S]) -> None:
     state.running.remove(seq)
     _give_back(state, seq)
     wait(state, seq)

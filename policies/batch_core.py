@@ -1,6 +1,6 @@
 """The half of a worker's core that runs between two steps: sequences, KV blocks, adapter slots, cold starts.
 
-    start, end ───────────────> BatchCore ──Plan──> one step of the model
+    start, end ───────────────> BatchCore ──StepPlan──> one step of the model
     copies that became whole ──>    │     ──evictions, loads──> the link to the device
     load, unload ──────────────>    └── memory: who holds how many bytes of the device
 
@@ -15,7 +15,7 @@ from itertools import count
 from typing import Generic, Protocol
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Plan, S, remove, wait
+from motet.policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, S, StepPlan, remove, wait
 from motet.policies.cold_start import AssistRates, ColdStarts
 from motet.policies.kv_blocks import KvBlocks
 from motet.policies.memory_ledger import Budget, device_budget
@@ -71,6 +71,11 @@ class BatchCore(Generic[S]):
 
     # ---- sequences
 
+    @property
+    def busy(self) -> bool:
+        """Whether a sequence waits or runs."""
+        return bool(self.state.running or self.state.waiting)
+
     def start(self, seq: S) -> None:
         """A sequence waits from now on, behind those of equal priority and due time that came before."""
         seq.order = next(self._orders)
@@ -104,9 +109,9 @@ class BatchCore(Generic[S]):
             )
         return whole
 
-    def decide(self, now_s: float) -> Plan[S]:
+    def decide(self) -> StepPlan[S]:
         """The next step. Its evictions leave the device and its loads begin, in this order, before it runs."""
-        return self._admission.decide(self.state, now_s)
+        return self._admission.decide(self.state)
 
     @property
     def wait_ms(self) -> float:

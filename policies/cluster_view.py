@@ -22,7 +22,10 @@ class ClusterView:
         """Limits, coefficients, adapters and requests as they are now."""
         worker_id = known.worker_id
         self.state.put_worker(worker_id, said.limits, said.perf)
-        self.state.replace_adapters(worker_id, {held.digest: held.tier for held in said.adapters})
+        tiers = {held.digest: held.tier for held in said.adapters}
+        if not said.lists_disk:
+            tiers = {digest: tier for digest, tier in self.state.adapters(worker_id).items() if tier == "disk"} | tiers
+        self.state.replace_adapters(worker_id, tiers)
         self.facts(known, now_s)
         self.flights.snapshot(worker_id, said.requests, now_s)
 

@@ -103,7 +103,7 @@ class AssistRates:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ColdChoice:
     """`joins`: in the next step; if not, it joins `wait_ms` from now unless something changes."""
 
     mode: Mode
@@ -114,24 +114,30 @@ class Choice:
     cost_ms: Mapping[Mode, float]  # with what others are held up
 
 
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """How CPU processes would compute the missing layers of one request's steps."""
+
+    layer_ms: list[float]  # of each step that prefills it: one layer on the processes
+    saved_ms: list[float] | None = None  # what such a layer spares the device; None for nothing
+    decode: tuple[float, float] = (0.0, 0.0)  # a decode step that follows on the device, and one layer of it on the processes
+    start_ms: float = 0.0  # until the processes begin
+
+
 def choose(
     copy: Copy,
     chunks_ms: list[float],
-    cpu_ms: list[float] | None,
+    cpu: CpuTimes | None,
     *,
-    saved_ms: list[float] | None = None,
     others: int = 0,
-    decode: tuple[float, float] = (0.0, 0.0),
-    start_ms: float = 0.0,
     between_ms: float = 0.0,
     forced: Forced = "auto",
-) -> Choice:
+) -> ColdChoice:
     """The way in which one request starts.
 
     `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
-    `cpu_ms` the time of one layer of each on CPU processes, None when none is alive, `saved_ms` what it spares the device.
-    `others` are the sequences in them. `decode` is both of a decode step that follows. Processes need `start_ms` before they
-    begin. `between_ms` is a step of the others without it, 0 when nobody runs.
+    `others` are the sequences in them. `cpu` is None when no process is alive. `between_ms` is a step of the others without
+    it, 0 when nobody runs.
     """
     prefill = sum(chunks_ms)
     base_ms = chunks_ms[0] / copy.layers
@@ -142,16 +148,16 @@ def choose(
         "layerwise": (stall if ahead else _until(stall, between_ms)) + prefill,
     }
     cost = dict(ttft)
-    if cpu_ms is not None:
-        ttft["assist"] = start_ms + assisted_ms(copy, chunks_ms, cpu_ms, saved_ms)
-        held_ms = _held_ms(copy, ttft["assist"], *decode)
+    if cpu is not None:
+        ttft["assist"] = cpu.start_ms + assisted_ms(copy, chunks_ms, cpu.layer_ms, cpu.saved_ms)
+        held_ms = _held_ms(copy, ttft["assist"], *cpu.decode)
         cost["assist"] = ttft["assist"] + others * (ttft["assist"] - prefill) + (1 + others) * held_ms
     waiting: Mode = "layerwise" if stall < copy.whole_ms else "blocking"
     mode, reason = _least(ttft, cost, waiting, ahead=ahead) if forced == "auto" else _forced(forced, ttft)
     if mode == "assist":
-        return Choice(mode, reason, True, 0.0, ttft, cost)
+        return ColdChoice(mode, reason, True, 0.0, ttft, cost)
     wait = copy.whole_ms if mode == "blocking" else stall
-    return Choice(mode, reason, ahead if mode == "layerwise" else wait <= 0.0, wait, ttft, cost)
+    return ColdChoice(mode, reason, ahead if mode == "layerwise" else wait <= 0.0, wait, ttft, cost)
 
 
 def _until(wait_ms: float, between_ms: float) -> float:
@@ -276,7 +282,7 @@ class ColdStarts:
         room: int,
         others: int,
         assisted: tuple[int, int] = (0, 0),
-    ) -> Choice:
+    ) -> ColdChoice:
         """Whether a request joins the step to come, which has `room` tokens left and `others` in it already.
 
         `assisted`: bytes, and rows * bytes, of adapters that CPU processes are to compute in that step without it.
@@ -289,26 +295,19 @@ class ColdStarts:
             left -= chunks[-1]
         beside = decode_ms(self.perf, float(others), 0.0) if others else 0.0
         chunks_ms = [beside + prefill_ms(self.perf, float(chunk), float(rank)) for chunk in chunks]
-        cpu_ms, saved_ms, decode, start_ms = None, None, (0.0, 0.0), 0.0
+        cpu = None
         if self.assist is not None and self.assist.processes:
             others_mib, others_mib_rows = assisted[0] / MIB, assisted[1] / MIB
             mib, layer_ms = size_bytes / MIB, self.assist.layer_ms
-            cpu_ms = [layer_ms(mib, chunk * mib, self.layers) for chunk in chunks]
-            cpu_ms[0] = layer_ms(mib + others_mib, chunks[0] * mib + others_mib_rows, self.layers)
-            saved_ms = [self.assist.saved_ms(mib, chunk * mib, self.layers) for chunk in chunks]
-            decode = decode_ms(self.perf, others + 1.0, float(rank)), layer_ms(mib, mib, self.layers)
-            start_ms = self.assist.begin_ms(min(copy.whole_ms, sum(chunks_ms)))
-        choice = choose(
-            copy,
-            chunks_ms,
-            cpu_ms,
-            saved_ms=saved_ms,
-            others=others,
-            decode=decode,
-            start_ms=start_ms,
-            between_ms=beside,
-            forced=self.forced,
-        )
+            on_cpu_ms = [layer_ms(mib, chunk * mib, self.layers) for chunk in chunks]
+            on_cpu_ms[0] = layer_ms(mib + others_mib, chunks[0] * mib + others_mib_rows, self.layers)
+            cpu = CpuTimes(
+                on_cpu_ms,
+                saved_ms=[self.assist.saved_ms(mib, chunk * mib, self.layers) for chunk in chunks],
+                decode=(decode_ms(self.perf, others + 1.0, float(rank)), layer_ms(mib, mib, self.layers)),
+                start_ms=self.assist.begin_ms(min(copy.whole_ms, sum(chunks_ms))),
+            )
+        choice = choose(copy, chunks_ms, cpu, others=others, between_ms=beside, forced=self.forced)
         if choice.joins:
             if self.modes.get(digest) != "assist":
                 self.modes[digest] = choice.mode

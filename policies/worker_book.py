@@ -8,8 +8,10 @@
 adapters is the reader's: `Shelf` keeps them as they are told, `cluster_view` keeps the columns that scheduling reads.
 
 Rules:
-- A snapshot replaces everything. A delta counts only directly after the message before it; after a gap the requests stay as
-  they were known until the next snapshot, while the facts that a delta states in full (memory, draining) are still taken.
+- A snapshot replaces everything, but for the adapters that are on the worker's disk alone: there may be thousands, and deltas
+  tell what becomes of them. Only some snapshots list them (`lists_disk`); the others leave them as they were known.
+- A delta counts only directly after the message before it; after a gap the requests stay as they were known until the next
+  snapshot, while the facts that a delta states in full (memory, draining) are still taken.
 - Only a snapshot introduces a worker or an incarnation. A new incarnation at once ends the one before, whose late words are
   ignored. The same goes for a worker that was lost (`lose`), unless its lease turns out to be held again.
 - A worker that was only silent (`forget`) may speak again under the same incarnation.
@@ -33,6 +35,8 @@ SNAPSHOT_REQUESTS = 64
 """A snapshot on every heartbeat up to so many requests, on every second one up to twice as many, and so on."""
 MAX_BEATS = 4
 """Heartbeats from one snapshot to the next, at most."""
+DISK_SNAPSHOTS = 10
+"""One snapshot of so many lists the adapters on disk, for readers that came late or missed a delta."""
 ENDED_MEMORY = 4096
 """Ended incarnations that are remembered, the oldest forgotten first."""
 
@@ -43,6 +47,7 @@ class Cadence:
     send fewer: with a thousand workers of 256 requests each a scheduler would otherwise do little else than read them."""
 
     beats_left: int = 0
+    snapshots: int = 0
 
     def whole(self, requests: int) -> bool:
         """Whether the heartbeat that is due tells everything; otherwise it is a delta."""
@@ -50,7 +55,13 @@ class Cadence:
             self.beats_left -= 1
             return False
         self.beats_left = min(requests // SNAPSHOT_REQUESTS, MAX_BEATS - 1)
+        self.snapshots += 1
         return True
+
+    @property
+    def lists_disk(self) -> bool:
+        """Whether the snapshot that is due lists the adapters on disk; the first one does."""
+        return self.snapshots % DISK_SNAPSHOTS == 1
 
 
 class Word(Protocol):
@@ -71,6 +82,7 @@ class Snapshot(Word, Protocol):
     perf: PerfModel
     requests: list[RequestBrief]
     adapters: list[Residency]
+    lists_disk: bool
 
 
 class Delta(Word, Protocol):
@@ -255,8 +267,11 @@ class Shelf:
         return self._held.get(worker_id, NOTHING)
 
     def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
-        """It has this and nothing else."""
-        held = self._held[known.worker_id] = Held()
+        """It has this and nothing else, but for adapters on a disk that is not listed."""
+        held, before = Held(), self.of(known.worker_id)
+        if not said.lists_disk:
+            held.adapters = {digest: one for digest, one in before.adapters.items() if one.tier == "disk"}
+        self._held[known.worker_id] = held
         self._put(held, said.requests, said.adapters)
 
     def change(self, known: Known, said: Delta, now_s: float) -> None:

@@ -76,6 +76,17 @@ class View:
         self._requests, self._adapters = {}, {}
         self._draining_told = self.draining
 
+    def loaded(self) -> list[Residency]:
+        """The adapters that are in memory. From now on all counts as told but for what came to the disk or left it."""
+        pending = self._adapters
+        self.told()
+        self._adapters = {digest: None for digest in pending if not self._in_memory(digest)}
+        return [residency for residency in self.adapters.values() if residency.tier != "disk"]
+
+    def _in_memory(self, digest: str) -> bool:
+        residency = self.adapters.get(digest)
+        return residency is not None and residency.tier != "disk"
+
     def take(self) -> Changes:
         """What changed; from now on it counts as told."""
         requests, adapters = self._requests, self._adapters

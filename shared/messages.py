@@ -191,7 +191,8 @@ class Pong(msgspec.Struct, tag="pong", kw_only=True):
 class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     """The complete state of a worker, sent at start and with heartbeats. Replaces everything known before.
 
-    `incarnation` changes with every process start; `seq` counts snapshots and deltas together from 1.
+    `incarnation` changes with every process start; `seq` counts snapshots and deltas together from 1. Without `lists_disk` the
+    adapters that are on disk alone are left out, and stay as the receiver knew them.
     """
 
     worker_id: str
@@ -205,6 +206,7 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     draining: bool
     requests: list[RequestBrief]
     adapters: list[Residency]
+    lists_disk: bool = True
     prefill_tokens_waiting: int = 0
     v: int = VERSION
 

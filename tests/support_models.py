@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.backend import BackendOptions
+from motet.services.worker.engine.backends import open_backend
 from motet.services.worker.engine.runner import ModelRunner
 from motet.services.worker.engine.step_batch import StepBatch
 from motet.shared.adapter_blob import write_blob
@@ -223,7 +225,8 @@ def make_runner(model_dir: Path, adapters: list[AdapterFixture], **changes: Any)
         "max_lora_rank": 128,
         "max_loras": 16,
     }
-    runner = ModelRunner(model_dir, **options | changes)
+    runner = open_backend(BackendOptions(model_dir=model_dir, **options | changes))
+    assert isinstance(runner, ModelRunner)
     for slot, adapter in enumerate(adapters):
         runner.load_adapter(slot, HostAdapter.from_blob(adapter.blob, runner.config))
     return runner

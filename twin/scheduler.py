@@ -55,6 +55,7 @@ class Snapshot(Word, kw_only=True):
     perf: PerfModel
     requests: list[RequestBrief]
     adapters: list[Residency]
+    lists_disk: bool = True
 
 
 class Delta(Word, kw_only=True):

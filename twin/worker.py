@@ -24,8 +24,8 @@ import numpy as np
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.batch_admission import (
     AdmissionLimits,
-    Plan,
     Sequence,
+    StepPlan,
     advance,
     advance_steady,
     due_s,
@@ -98,7 +98,7 @@ class Live(Sequence):
 class _Run:
     """Steps under way. `began_ps` is the start of the first one that is not booked."""
 
-    plan: Plan[Live]
+    plan: StepPlan[Live]
     began_ps: int
     first_ps: int
     growth_ps: int
@@ -227,7 +227,7 @@ class Worker:
             copies.link.advance(now_ps)
             if arrived := self.batches.look(copies):
                 self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
-        plan = self.batches.decide(self._events.now_s)
+        plan = self.batches.decide()
         if plan.admitted or plan.preempted or plan.loads:
             self._moved(plan, now_ps)
         if not plan.tokens:
@@ -259,7 +259,7 @@ class Worker:
             self._begin()
             self._on_change(self)
 
-    def _moved(self, plan: Plan[Live], now_ps: int) -> None:
+    def _moved(self, plan: StepPlan[Live], now_ps: int) -> None:
         metrics = self._metrics
         for live in plan.preempted:
             if live.decoding:
@@ -267,7 +267,7 @@ class Worker:
         for live in plan.admitted:
             if live.last_token_ps < 0:
                 metrics.admitted(live.request.index, now_ps)
-            metrics.prefix_tokens += live.cached_tokens
+            metrics.prefix_tokens += live.computed
             if live.cold is not None and live.last_token_ps < 0:
                 metrics.cold_starts[live.cold.mode] = metrics.cold_starts.get(live.cold.mode, 0) + 1
             if live.adapter:
@@ -287,7 +287,7 @@ class Worker:
         metrics.device_loads += len(plan.loads)
         metrics.evictions += len(plan.evictions)
 
-    def _batch(self, plan: Plan[Live]) -> Batch:
+    def _batch(self, plan: StepPlan[Live]) -> Batch:
         batch = Batch(waiting=len(self.state.waiting))
         batch.count(plan.decodes, plan.prefills, adapters=self.spec.steps.reads_adapters)
         batch.sampled = batch.decode_rows

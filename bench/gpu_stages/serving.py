@@ -98,7 +98,8 @@ class Served:
     @property
     def attention(self) -> str:
         """What attends."""
-        return type(self.engine._runner._cache.library).__name__
+        runner: Any = self.engine._runner
+        return type(runner.memory.cache.library).__name__
 
     def load(self, count: int) -> int:
         """Bring the first adapters to the device; how many there was room for."""

@@ -23,6 +23,8 @@ from bench.gpu_stages.results import Line, Point
 from motet.examples.demo import DEMO
 from motet.policies.cold_start import Forced
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.backend import BackendOptions
+from motet.services.worker.engine.backends import open_backend
 from motet.services.worker.engine.decode_graphs import DecodeBuffers, DecodeGraphs
 from motet.services.worker.engine.engine import Engine
 from motet.services.worker.engine.request import EngineLimits, EngineRequest
@@ -98,9 +100,7 @@ class Tokens:
         lora_bytes = 1 << 20 if small else 32 << 20
         runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, link=cold != "blocking", assist=assist, graphs=graphs)
         recorded = _graphs(self._bed, runner, kv_blocks) if graphs else None
-        limits = EngineLimits(
-            max_running=64, max_requests=164, max_step_tokens=256, block_size=BLOCK, kv_blocks=kv_blocks, max_loras=max_loras
-        )
+        limits = EngineLimits(max_running=64, max_step_tokens=256, block_size=BLOCK, kv_blocks=kv_blocks, max_loras=max_loras)
         engine = Engine(runner, limits, cold_start=cold)
         try:
             adapters = {name: _host(name, runner) for name in self._names}
@@ -190,8 +190,8 @@ class _Repeated(DecodeGraphs):
     """Graphs of a device that has none: a replay launches everything anew, from the same buffers into the same logits."""
 
     def __init__(self, runner: ModelRunner, scratch_block: int) -> None:
-        steps: Any = runner._steps
-        self._model, self._cache, self._pool = steps._model, runner._cache, runner._pool
+        steps: Any = runner.steps
+        self._model, self._cache, self._pool = steps._model, runner.memory.cache, runner.pool
         self._scratch_block, self._captured = scratch_block, {}
 
     def _capture(self, bucket: Any, adapted: bool, batch: StepBatch) -> Any:
@@ -222,24 +222,28 @@ def _runner(
     dtype: str = "float32",
 ) -> ModelRunner:
     """On the CPU with a block more, for the scratch block that a GPU has."""
-    return ModelRunner(
-        DEMO / "model",
-        dtype=dtype,
-        device=bed.kind,
-        block_size=BLOCK,
-        kv_blocks=kv_blocks + bed.dry,
-        lora_bytes=lora_bytes,
-        max_lora_rank=64,
-        max_loras=max_loras,
-        kernels="reference" if bed.dry else "auto",
-        link_bytes_per_s=LINK if link else 0.0,
-        assist_cores=sorted(os.sched_getaffinity(0))[-1:] if assist else (),
-        graphs=graphs,
+    runner = open_backend(
+        BackendOptions(
+            model_dir=DEMO / "model",
+            dtype=dtype,
+            device=bed.kind,
+            block_size=BLOCK,
+            kv_blocks=kv_blocks + bed.dry,
+            lora_bytes=lora_bytes,
+            max_lora_rank=64,
+            max_loras=max_loras,
+            kernels="reference" if bed.dry else "auto",
+            link_bytes_per_s=LINK if link else 0.0,
+            assist_cores=sorted(os.sched_getaffinity(0))[-1:] if assist else (),
+            graphs=graphs,
+        )
     )
+    assert isinstance(runner, ModelRunner)
+    return runner
 
 
 def _graphs(bed: Bed, runner: ModelRunner, kv_blocks: int) -> DecodeGraphs:
-    steps: Any = runner._steps
+    steps: Any = runner.steps
     if bed.dry:
         steps._graphs = _Repeated(runner, kv_blocks)
     graphs: DecodeGraphs = steps._graphs

@@ -17,6 +17,8 @@ from ctypes import byref, c_int64
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from motet.kernels.cpu.library import CpuEngine, pool_struct
 from motet.kernels.link import LinkMeter, LinkState, Sources
 from motet.kernels.pool import LoraPool, PackedLora
@@ -60,6 +62,9 @@ class CpuLoader(Sources):
         """Write no more of this slot's load, if there is one; nothing of it is being written when this returns."""
         self._library.motet_loader_cancel(self._handle, slot)
         self._sources.pop(slot, None)
+
+    def mend(self, row_slot: np.ndarray) -> None:
+        """A copy inside host memory does not fail: nothing is to be copied again."""
 
     def bytes_ahead(self, slot: int) -> int:
         """Bytes that pass the link until this slot is whole, those of the loads before it included."""

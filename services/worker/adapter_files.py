@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import os
 import re
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
+from motet.shared.clock import unix_ms
 from motet.shared.errors import BadRequest
 from motet.shared.telemetry import logger
 
@@ -20,12 +23,25 @@ DIGEST = re.compile(r"[A-Za-z0-9_-]{1,128}")
 SUFFIX, PARTIAL = ".safetensors", ".part"
 
 
+class Stamp(NamedTuple):
+    """What changes when a file is written to or replaced."""
+
+    inode: int
+    size_bytes: int
+    written_ns: int
+
+
 class AdapterFiles:
     """Content-addressed files `<digest>.safetensors` in one directory; a private one that is removed in the end if none is
     given.
 
     Several workers may share the directory: files appear by atomic rename, and one that another worker evicted is
     simply missing here.
+
+    A file is hashed once by every process that uses it: when it was fetched, or before its first use when the directory had it
+    already. After that inode, size and time of the last write tell whether it is the file that was hashed; any other is hashed
+    again. So a file that was cut short, overwritten or replaced is found before it is used. What changes without a write, such
+    as a disk that returns other bytes, is found by the next process only. The order of use is kept in the access time.
     """
 
     def __init__(self, directory: str) -> None:
@@ -33,8 +49,9 @@ class AdapterFiles:
         self._dir = Path(directory or tempfile.mkdtemp(prefix="motet-adapters-"))
         self._dir.mkdir(parents=True, exist_ok=True)
         self._remove_cut_off()
+        self._hashed: dict[str, Stamp] = {}
         found = [(path.name.removesuffix(SUFFIX), path.stat()) for path in self._dir.glob("*" + SUFFIX)]
-        self.found = [(digest, stat.st_size) for digest, stat in sorted(found, key=lambda item: item[1].st_mtime)]
+        self.found = [(digest, stat.st_size) for digest, stat in sorted(found, key=lambda item: item[1].st_atime_ns)]
         """What the directory held at the start, as (digest, bytes), least recently used first."""
 
     def path(self, digest: str) -> Path:
@@ -54,6 +71,24 @@ class AdapterFiles:
         finally:
             path.unlink(missing_ok=True)
 
+    def intact(self, digest: str) -> bool:
+        """Whether the file is what its name says. Counts as a use. Raises OSError when it cannot be read."""
+        path = self.path(digest)
+        stamp = _stamp(path)
+        if self._hashed.get(digest) != stamp:
+            self._hashed.pop(digest, None)
+            if hash_of(path) != digest:
+                return False
+            self._hashed[digest] = stamp
+        os.utime(path, ns=(unix_ms() * 1_000_000, stamp.written_ns))  # the order of use survives a restart
+        return True
+
+    def admit(self, partial: Path, digest: str) -> None:
+        """Give a download its name. The caller has compared its hash."""
+        stamp = _stamp(partial)
+        partial.replace(self.path(digest))
+        self._hashed[digest] = stamp
+
     def _remove_cut_off(self) -> None:
         """Downloads that a crash cut short: nobody holds their lock."""
         for path in self._dir.glob("*" + PARTIAL):
@@ -70,9 +105,21 @@ class AdapterFiles:
     def discard(self, digest: str) -> None:
         """Delete the file, if there is one."""
         if DIGEST.fullmatch(digest):
+            self._hashed.pop(digest, None)
             self.path(digest).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove the directory when it is a private one."""
         if self._private:
             shutil.rmtree(self._dir, ignore_errors=True)
+
+
+def hash_of(path: Path) -> str:
+    """SHA-256 of the content, in hex. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp(path: Path) -> Stamp:
+    stat = path.stat()
+    return Stamp(stat.st_ino, stat.st_size, stat.st_mtime_ns)

@@ -1,9 +1,10 @@
 """Carries out what `policies.host_tier` decides: adapters from the object store to files, from files to host memory.
 
-    object store  --fetch, SHA-256 checked, atomic rename-->  disk  --SHA-256 checked, mapped, parsed-->  host  -->  engine
+    object store  --fetch, SHA-256 checked, atomic rename-->  disk  --mapped, header checked-->  host  -->  engine
 
 Rules:
-- an adapter is its content digest; a file whose content has another digest is deleted and fetched again.
+- an adapter is its content digest; a file whose content has another digest is deleted and fetched again. `AdapterFiles` says
+  when a file is hashed: once, not at every load.
 - a host copy is a mapping of its file, alive also when the file is evicted; files are never written to once named.
 - a download lies in a `.part` file that is locked as long as somebody writes it; unlocked ones are from a crash, and go.
 - a full disk costs files that are not mapped, before the fetch or in the middle of it.
@@ -15,15 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from motet.policies.host_tier import Evict, Forget
 from motet.services.worker import metrics
-from motet.services.worker.adapter_files import AdapterFiles
+from motet.services.worker.adapter_files import AdapterFiles, hash_of
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
@@ -118,22 +117,14 @@ class AdapterStore:
         """The host copy, or None when the file is missing or its content is not what its name says."""
         path = self._files.path(digest)
         try:
-            adapter = self._verified(path, digest)
-            if adapter is None:
+            if not self._files.intact(digest):
                 metrics.ADAPTER_CORRUPT.labels("disk").inc()
                 log.warning("cached adapter corrupt, fetching it again", extra={"digest": digest})
                 return None
-            os.utime(path)  # the order of use survives a restart
+            return self._parse(path, digest)
         except OSError as error:
             log.warning("cached adapter unreadable", extra={"digest": digest, "error": repr(error)})
             return None
-        return adapter
-
-    def _verified(self, path: Path, digest: str) -> HostAdapter | None:
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                return None
-        return self._parse(path, digest)
 
     async def _fetch(self, ref: AdapterRef) -> HostAdapter:
         """Download, verify, move to its name; one more try when the content is wrong."""
@@ -169,7 +160,8 @@ class AdapterStore:
             return await asyncio.to_thread(self._admit, path, ref.digest)
 
     def _admit(self, partial: Path, digest: str) -> HostAdapter | None:
-        adapter = self._verified(partial, digest)  # mapped before it is named: from then on others may evict it
-        if adapter is not None:
-            partial.replace(self._files.path(digest))
+        if hash_of(partial) != digest:
+            return None
+        adapter = self._parse(partial, digest)  # mapped before it is named: from then on others may evict it
+        self._files.admit(partial, digest)
         return adapter

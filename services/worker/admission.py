@@ -1,11 +1,16 @@
-"""What a request must satisfy before the worker takes it: checked on arrival, answered with the field and the reason."""
+"""What a request must satisfy before the worker takes it: checked on arrival, answered with the field and the reason.
+
+The gateway checks what it can name to its user. This is the one check inside a worker: core and engine rely on it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
 from motet.shared.messages import GenerateRequest, unpack_tokens
+from motet.shared.model import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +19,7 @@ class Acceptable:
 
     base_model: str
     vocab_size: int
+    eos_token_ids: frozenset[int]
     max_model_len: int
     max_lora_rank: int
 
@@ -24,6 +30,7 @@ def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], 
         raise ModelNotFound(f"this worker serves {acceptable.base_model!r}, not {request.base_model!r}", param="model")
     prompt = _tokens(request.prompt, "prompt", acceptable.vocab_size)
     output = _tokens(request.output, "output", acceptable.vocab_size)
+    _check_sampling(request.sampling, acceptable)
     if not prompt:
         raise BadRequest("the prompt has no tokens", param="prompt")
     longest = acceptable.max_model_len
@@ -50,6 +57,25 @@ def _tokens(data: bytes, field: str, vocab_size: int) -> list[int]:
     if len(data) % 4:
         raise BadRequest(f"{field} is {len(data)} bytes: token ids are four bytes each", param=field)
     tokens = unpack_tokens(data)
+    _check_ids(tokens, field, vocab_size)
+    return tokens
+
+
+def _check_ids(tokens: Collection[int], field: str, vocab_size: int) -> None:
+    """An id outside the embedding would fail the whole batch."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         raise BadRequest(f"{field} has token ids outside [0, {vocab_size})", param=field)
-    return tokens
+
+
+def _check_sampling(sampling: SamplingParams, acceptable: Acceptable) -> None:
+    allowed, bad_words = sampling.allowed_token_ids, sampling.bad_words
+    _check_ids(sampling.logit_bias, "logit_bias", acceptable.vocab_size)
+    _check_ids(allowed, "allowed_token_ids", acceptable.vocab_size)
+    _check_ids([token for word in bad_words for token in word], "bad_words", acceptable.vocab_size)
+    if not allowed:
+        return
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if sampling.min_tokens:
+        banned.update(sampling.stop_token_ids, () if sampling.ignore_eos else acceptable.eos_token_ids)
+    if banned.issuperset(allowed):
+        raise BadRequest("allowed_token_ids leaves no token to draw", param="allowed_token_ids")

@@ -13,11 +13,13 @@ import torch
 from motet.policies.step_times import StepTimes
 from motet.services.worker.config import WorkerConfig, free_host_bytes, kv_blocks_for
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.backend import Backend, BackendOptions
+from motet.services.worker.engine.backends import open_backend
+from motet.services.worker.engine.device_memory import kv_bytes_per_block
 from motet.services.worker.engine.engine import Engine
 from motet.services.worker.engine.loader import parameters, resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, UnsupportedModel, read_model_config
 from motet.services.worker.engine.request import EngineLimits, EngineRequest
-from motet.services.worker.engine.runner import ModelRunner
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.model import SamplingParams, WorkerLimits
@@ -33,6 +35,7 @@ class Assembly:
     engine: Engine
     limits: WorkerLimits
     vocab_size: int
+    eos_token_ids: frozenset[int]
     parse_adapter: Callable[[Path, str], HostAdapter]
     """A host copy from a verified blob's file and digest."""
 
@@ -53,35 +56,33 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
         if config.batch.max_model_len > model.max_model_len:
             raise ConfigError(f"--max-model-len: {config.batch.max_model_len} is more than the model's {model.max_model_len}")
         kv_blocks = _kv_blocks(config, model, model_dir, device)
-        runner = ModelRunner(
-            model_dir,
-            dtype=config.engine.dtype,
-            device=device,
-            block_size=config.kv.block_size,
-            kv_blocks=kv_blocks,
-            lora_bytes=config.adapters.lora_bytes,
-            max_lora_rank=config.adapters.max_lora_rank,
-            max_loras=config.adapters.max_loras,
-            threads=config.engine_threads,
-            quantization=config.engine.quantization,
-            link_bytes_per_s=link_bytes_per_s,
-            assist_cores=config.cold.core_ids,
-            assist_rows=config.batch.max_step_tokens,
-            load_format=config.engine.load_format,
-            graphs=not config.engine.enforce_eager,
+        runner = open_backend(
+            BackendOptions(
+                model_dir=model_dir,
+                dtype=config.engine.dtype,
+                device=device,
+                block_size=config.kv.block_size,
+                kv_blocks=kv_blocks,
+                lora_bytes=config.adapters.lora_bytes,
+                max_lora_rank=config.adapters.max_lora_rank,
+                max_loras=config.adapters.max_loras,
+                threads=config.engine_threads,
+                quantization=config.engine.quantization,
+                link_bytes_per_s=link_bytes_per_s,
+                assist_cores=config.cold.core_ids,
+                assist_rows=config.batch.max_step_tokens,
+                load_format=config.engine.load_format,
+                graphs=not config.engine.enforce_eager,
+            )
         )
     except UnsupportedModel as error:
         raise ConfigError(f"--model: {error}") from None
-    if config.cold.assist_processes and runner.assist is None:
-        raise ConfigError(f"--assist-processes: {config.cold.assist_processes} asked for, which need the compiled CPU kernels")
-    if link_bytes_per_s and math.isinf(runner.link.bytes_per_s):
-        raise ConfigError("an emulated link needs the compiled CPU kernels")
+    _check_copies(config, runner, link_bytes_per_s)
     max_model_len = min(config.batch.max_model_len or model.max_model_len, kv_blocks * config.kv.block_size)
     engine = Engine(
         runner,
         EngineLimits(
             max_running=config.batch.max_running,
-            max_requests=config.batch.max_requests,
             max_step_tokens=config.batch.max_step_tokens,
             block_size=config.kv.block_size,
             kv_blocks=kv_blocks,
@@ -109,18 +110,26 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
     def parse_adapter(path: Path, digest: str) -> HostAdapter:
         return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
 
-    return Assembly(engine, limits, model.vocab_size, parse_adapter)
+    return Assembly(engine, limits, model.vocab_size, frozenset(model.eos_token_ids), parse_adapter)
 
 
-def _copies(config: WorkerConfig, runner: ModelRunner) -> Literal["stall", "wait", "bridged"]:
+def _copies(config: WorkerConfig, runner: Backend) -> Literal["stall", "wait", "bridged"]:
     """Whom they hold up, for schedulers."""
     if math.isinf(runner.link.bytes_per_s):
         return "stall"
     return "bridged" if runner.assist is not None and config.cold.cold_start in ("auto", "assist") else "wait"
 
 
+def _check_copies(config: WorkerConfig, runner: Backend, link_bytes_per_s: float) -> None:
+    """What is asked for beside the steps must be there."""
+    if config.cold.assist_processes and runner.assist is None:
+        raise ConfigError(f"--assist-processes: {config.cold.assist_processes} asked for, which need the compiled CPU kernels")
+    if link_bytes_per_s and math.isinf(runner.link.bytes_per_s):
+        raise ConfigError("an emulated link needs the compiled CPU kernels")
+
+
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
-    block_bytes = ModelRunner.kv_bytes_per_block(model, dtype=config.engine.dtype, block_size=config.kv.block_size)
+    block_bytes = kv_bytes_per_block(model, dtype=config.engine.dtype, block_size=config.kv.block_size)
     itemsize = 1 if config.engine.quantization == "int8" else resolve_dtype(config.engine.dtype, model).itemsize
     if config.engine.load_format == "dummy":
         weights = parameters(model) * itemsize

@@ -46,7 +46,8 @@ class EngineProtocol(Protocol):
         """Returns when it takes commands. Raises what makes it impossible."""
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. What is wrong with it comes as its only item; an older epoch of it is dropped without one.
+        """Queue a request that `admission.check` has let in; none of this id is here, or it was told to end before. What the
+        engine cannot do comes as its only item.
 
         Raises Overloaded when the engine does not take commands.
         """

@@ -30,11 +30,11 @@ class StateReporter:
         if self.view.changed:
             self._dirty.set()
 
-    async def snapshot(self) -> None:
+    async def snapshot(self, *, lists_disk: bool = True) -> None:
         """Send the whole state now."""
         if self._bus.connected:  # otherwise nothing may be marked as sent
             with contextlib.suppress(Unavailable):
-                await self._bus.publish(self._subject, self.view.snapshot(self._times.model, unix_ms()))
+                await self._bus.publish(self._subject, self.view.snapshot(self._times.model, unix_ms(), lists_disk=lists_disk))
 
     async def _delta(self) -> None:
         if self._bus.connected:
@@ -48,7 +48,7 @@ class StateReporter:
             if now_s() >= beat_s:
                 beat_s = now_s() + HEARTBEAT_S
                 if cadence.whole(len(self.view.requests)):
-                    await self.snapshot()
+                    await self.snapshot(lists_disk=cadence.lists_disk)
                 else:
                     await self._delta()
             elif self.view.changed:

@@ -145,6 +145,7 @@ class WorkerService:
         self._acceptable = admission.Acceptable(
             base_model=limits.base_model,
             vocab_size=self.assembly.vocab_size,
+            eos_token_ids=self.assembly.eos_token_ids,
             max_model_len=limits.max_model_len,
             max_lora_rank=limits.max_lora_rank,
         )

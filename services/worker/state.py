@@ -36,9 +36,13 @@ class WorkerView(View):
         self.prefill_tokens_waiting = 0
         self._seq = 0
 
-    def snapshot(self, perf: PerfModel, unix_ms: int) -> WorkerSnapshot:
-        """Everything; pending changes are in it."""
-        self.told()
+    def snapshot(self, perf: PerfModel, unix_ms: int, *, lists_disk: bool = True) -> WorkerSnapshot:
+        """Everything; pending changes are in it. Without `lists_disk` the next delta tells what came to the disk or left it."""
+        if lists_disk:
+            self.told()
+            adapters = list(self.adapters.values())
+        else:
+            adapters = self.loaded()
         self._seq += 1
         return WorkerSnapshot(
             worker_id=self.worker_id,
@@ -51,7 +55,8 @@ class WorkerView(View):
             adapter_bytes_free=self.adapter_bytes_free,
             draining=self.draining,
             requests=list(self.requests.values()),
-            adapters=list(self.adapters.values()),
+            adapters=adapters,
+            lists_disk=lists_disk,
             prefill_tokens_waiting=self.prefill_tokens_waiting,
         )
 

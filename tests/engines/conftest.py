@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from motet.kernels.cpu import available_isas
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.engine import Engine
 from motet.services.worker.engine.model_config import read_model_config
 from motet.services.worker.engine.request import EngineRequest
 from motet.services.worker.engine_protocol import EngineProtocol
@@ -22,16 +26,22 @@ from tests.support_models import make_adapters, make_checkpoint
 Deliver = Callable[[StepReport], None]
 
 
-def native(model_dir: Path, deliver: Deliver, kernels: str) -> EngineProtocol:
-    """Motet's own engine with these kernels."""
-    options = {"runner": ModelRunner, "runner_options": {"kernels": kernels}}
-    return EngineThread(lambda: make_engine(model_dir, max_running=4, kv_blocks=60, max_loras=2, **options), deliver)
+def native(model_dir: Path, deliver: Deliver, kernels: str, isa: str = "") -> EngineProtocol:
+    """Motet's own engine with these kernels, compiled for this instruction set."""
+
+    def build() -> Engine:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MOTET_CPU_ISA", isa)
+            options = {"runner": ModelRunner, "runner_options": {"kernels": kernels}}
+            return make_engine(model_dir, max_running=4, kv_blocks=60, max_loras=2, **options)
+
+    return EngineThread(build, deliver)
 
 
+ISAS = os.environ.get("MOTET_TEST_ISAS", "").split() or available_isas()
 ENGINES: dict[str, Callable[[Path, Deliver], EngineProtocol]] = {
-    "native, compiled kernels": lambda model_dir, deliver: native(model_dir, deliver, "cpu"),
-    "native, reference kernels": lambda model_dir, deliver: native(model_dir, deliver, "reference"),
-}
+    f"native, {isa} kernels": partial(native, kernels="cpu", isa=isa) for isa in ISAS
+} | {"native, reference kernels": partial(native, kernels="reference")}
 
 
 @dataclass

@@ -20,7 +20,8 @@ async def test_every_request_gets_its_tokens_in_order_and_one_end(driven: Driven
 
 
 async def test_what_one_request_does_wrong_ends_that_request_alone(driven: Driven) -> None:
-    wrong, right = request("wrong", [1 << 30]), request("right", [1, 2])
+    wrong = request("wrong", [1], allowed_token_ids=(5,), bad_words=((5,),))  # nothing that may be drawn is left
+    right = request("right", [1, 2])
     driven.engine.add(wrong)
     driven.engine.add(right)
     end = await driven.ended(wrong)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import COLD_WINDOW, BatchAdmission, Plan, Sequence, remove, steady_steps
+from motet.policies.batch_admission import COLD_WINDOW, BatchAdmission, Sequence, StepPlan, remove, steady_steps
 from motet.policies.cold_start import AssistRates, ColdStarts, Forced
 from motet.shared.model import PerfModel
 from tests.policies.test_batch_admission import BLOCK_SIZE, World
@@ -38,10 +38,10 @@ class ColdWorld(World):
         self.left: dict[str, float] = {}  # the link's queue
         self.loads: list[str] = []
 
-    def decide(self) -> Plan[Sequence]:
+    def decide(self) -> StepPlan[Sequence]:
         self.look()
         self.now_s += 1.0
-        plan = self.policy.decide(self.state, self.now_s)
+        plan = self.policy.decide(self.state)
         for digest, _ in plan.evictions:
             self.left.pop(digest, None)
         for seq in plan.loads:

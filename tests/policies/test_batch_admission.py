@@ -12,8 +12,8 @@ from motet.policies.batch_admission import (
     AdmissionLimits,
     AdmissionState,
     BatchAdmission,
-    Plan,
     Sequence,
+    StepPlan,
     advance,
     advance_steady,
     due_s,
@@ -57,7 +57,7 @@ class World:
         wait(self.state, seq)
         return seq
 
-    def step(self) -> Plan[Sequence]:
+    def step(self) -> StepPlan[Sequence]:
         """One step; every sequence that is up to date gets a token."""
         plan = self.decide()
         for seq in advance(plan):
@@ -65,9 +65,9 @@ class World:
         self.check()
         return plan
 
-    def decide(self) -> Plan[Sequence]:
+    def decide(self) -> StepPlan[Sequence]:
         self.now_s += 1.0
-        plan = self.policy.decide(self.state, self.now_s)
+        plan = self.policy.decide(self.state)
         scheduled = plan.decodes + plan.prefills
         assert plan.tokens == sum(seq.scheduled for seq in scheduled) <= self.policy.limits.max_step_tokens
         assert len(self.state.running) <= self.policy.limits.max_running
@@ -102,7 +102,7 @@ def rows(seqs: Iterable[Sequence]) -> list[int]:
 
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
-    assert World().decide() == Plan()
+    assert World().decide() == StepPlan()
 
 
 def test_a_short_prompt_is_computed_in_one_step_and_then_decodes() -> None:
@@ -111,7 +111,6 @@ def test_a_short_prompt_is_computed_in_one_step_and_then_decodes() -> None:
     first, second = world.step(), world.step()
     assert first.prefills == [seq] and first.admitted == [seq] and first.tokens == 10
     assert second.decodes == [seq] and second.prefills == [] and second.tokens == 1
-    assert seq.admitted_s == 1.0
 
 
 def test_long_prompts_go_in_chunks_of_what_the_budget_leaves() -> None:
@@ -203,7 +202,7 @@ def test_a_preempted_sequence_finds_its_blocks_in_the_prefix_cache() -> None:
     world.finish(first)
     plan = world.decide()
     assert plan.admitted == [second]
-    assert second.cached_tokens >= 4 and second.computed + second.scheduled == 9
+    assert second.computed >= 4 and second.computed + second.scheduled == 9
 
 
 def test_the_first_to_arrive_is_never_preempted_and_all_end() -> None:
@@ -223,9 +222,9 @@ def test_equal_prompts_share_blocks_also_within_one_step() -> None:
     world = World()
     prompt = list(range(13))
     seqs = [world.add(prompt) for _ in range(3)]
-    plan = world.step()
+    plan = world.decide()
     assert plan.admitted == seqs
-    assert [seq.cached_tokens for seq in seqs] == [0, 12, 12]
+    assert [seq.computed for seq in seqs] == [0, 12, 12]
     assert seqs[0].blocks[:3] == seqs[1].blocks[:3] == seqs[2].blocks[:3]
     assert len({seq.blocks[3] for seq in seqs}) == 3
 
@@ -238,7 +237,7 @@ def test_the_last_token_of_a_cached_prompt_is_computed_again() -> None:
     world.finish(first)
     again = world.add(prompt)
     plan = world.decide()
-    assert again.cached_tokens == 8 and rows(plan.prefills) == [4]
+    assert again.computed == 8 and rows(plan.prefills) == [4]
 
 
 def test_output_tokens_are_cached_like_prompt_tokens() -> None:
@@ -250,15 +249,15 @@ def test_output_tokens_are_cached_like_prompt_tokens() -> None:
     world.finish(first)
     longer = world.add([*conversation, 1, 2, 3])
     world.decide()
-    assert longer.cached_tokens == 8  # of 10 computed ones, in whole blocks
+    assert longer.computed == 8  # of 10 computed ones, in whole blocks
 
 
 def test_prompts_of_different_adapters_share_nothing() -> None:
     world = World()
     prompt = list(range(13))
     seqs = [world.add(prompt, adapter=adapter) for adapter in ("", "v1", "v2", "v1")]
-    world.step()
-    assert [seq.cached_tokens for seq in seqs] == [0, 0, 0, 12]
+    world.decide()
+    assert [seq.computed for seq in seqs] == [0, 0, 0, 12]
     assert len({seq.blocks[0] for seq in seqs[:3]}) == 3
 
 
@@ -392,7 +391,7 @@ class Scripted:
         while self.ends:
             while self.arrivals and self.arrivals[0][0] <= self.step:
                 self.state.waiting.append(self.arrivals.pop(0)[1])
-            plan = self.policy.decide(self.state, 0.0)
+            plan = self.policy.decide(self.state)
             until_arrival = self.arrivals[0][0] - self.step if self.arrivals else 1000
             until_end = min((self.ends[seq] - seq.length for seq in plan.decodes), default=1)
             limit = 1 if plan.prefills else min(until_arrival, until_end)

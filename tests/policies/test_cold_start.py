@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from motet.policies.cold_start import MARGIN, TOLERANCE, AssistRates, ColdStarts, Copy, assisted_ms, choose, step_ms
+from motet.policies.cold_start import MARGIN, TOLERANCE, AssistRates, ColdStarts, Copy, CpuTimes, assisted_ms, choose, step_ms
 from motet.shared.model import PerfModel
 
 LAYERS = 8
@@ -34,7 +34,7 @@ def random_case(draw: random.Random) -> tuple[Copy, list[float], list[float] | N
 @pytest.mark.parametrize("seed", range(200))
 def test_the_chosen_way_is_never_predicted_to_cost_more_than_another(seed: int) -> None:
     copy, chunks, cpu, others = random_case(random.Random(seed))
-    choice = choose(copy, chunks, cpu, others=others)
+    choice = choose(copy, chunks, CpuTimes(cpu) if cpu else None, others=others)
     assert choice.cost_ms[choice.mode] * (1 - MARGIN) <= min(choice.cost_ms.values())
     assert choice.ttft_ms[choice.mode] >= sum(chunks) * (1 - 1e-9), "nothing is faster than an adapter that is there"
     assert choice.ttft_ms["layerwise"] <= choice.ttft_ms["blocking"]
@@ -55,7 +55,7 @@ def test_with_nothing_to_overlap_a_request_waits_for_the_whole_copy() -> None:
 
 
 def test_a_copy_that_stays_ahead_of_the_layers_lets_its_request_in_at_once() -> None:
-    choice = choose(Copy(LAYERS, 1, 0.0, 1.0), [16.0], [5.0])
+    choice = choose(Copy(LAYERS, 1, 0.0, 1.0), [16.0], CpuTimes([5.0]))
     assert (choice.mode, choice.reason, choice.joins) == ("layerwise", "copy_ahead", True)
     assert choice.ttft_ms["layerwise"] == 16.0
 
@@ -71,18 +71,18 @@ def test_whoever_joins_layer_by_layer_holds_up_its_step_by_no_more_than_the_tole
 
 
 def test_processes_that_keep_up_with_the_base_let_a_request_in_at_once() -> None:
-    choice = choose(Copy(LAYERS, 0, 0.0, 10.0), [16.0], [1.5])
+    choice = choose(Copy(LAYERS, 0, 0.0, 10.0), [16.0], CpuTimes([1.5]))
     assert (choice.mode, choice.reason, choice.joins) == ("assist", "cpu_ahead", True)
     assert choice.ttft_ms == {"blocking": 96.0, "layerwise": 82.0, "assist": 16.0}
 
 
 def test_processes_that_take_longer_than_the_copy_are_left_alone() -> None:
-    choice = choose(Copy(LAYERS, 0, 0.0, 3.0), [16.0], [30.0])
+    choice = choose(Copy(LAYERS, 0, 0.0, 3.0), [16.0], CpuTimes([30.0]))
     assert (choice.mode, choice.reason) == ("layerwise", "cpu_slower")
 
 
 def test_what_others_are_held_up_weighs_as_much_as_ones_own_wait() -> None:
-    copy, cpu = Copy(LAYERS, 0, 0.0, 6.0), [4.0]  # a layer of the base takes 2
+    copy, cpu = Copy(LAYERS, 0, 0.0, 6.0), CpuTimes([4.0])  # a layer of the base takes 2
     alone, crowded = (choose(copy, [16.0], cpu, others=others) for others in (0, 8))
     assert alone.mode == "assist" and alone.ttft_ms["assist"] == pytest.approx(2 * 16.0)
     assert (crowded.mode, crowded.reason) == ("layerwise", "others")
@@ -115,13 +115,13 @@ def test_what_processes_spare_the_device_counts_until_the_copy_is_whole() -> Non
 
 def test_a_copy_that_is_ahead_is_not_waited_for_when_processes_help_meanwhile() -> None:
     copy = Copy(LAYERS, 0, 0.0, 0.5)  # whole after 4 ms of 80
-    alone, helped = (choose(copy, [80.0], [5.0], saved_ms=[saved]) for saved in (0.0, 4.0))
+    alone, helped = (choose(copy, [80.0], CpuTimes([5.0], saved_ms=[saved])) for saved in (0.0, 4.0))
     assert alone.mode == "layerwise" and helped.mode == "assist"
     assert helped.ttft_ms["assist"] == pytest.approx(80 - 4), "the first layer"
 
 
 def test_who_waits_joins_between_two_steps_of_the_others() -> None:
-    copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 1.0), [16.0], [3.2]
+    copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 1.0), [16.0], CpuTimes([3.2])
     alone, beside = (choose(copy, chunks, cpu, others=others, between_ms=step) for others, step in ((0, 0.0), (1, 10.0)))
     assert alone.ttft_ms["layerwise"] == 17.0 and alone.ttft_ms["blocking"] == 24.0 and alone.mode == "layerwise"
     assert beside.ttft_ms["layerwise"] == beside.ttft_ms["blocking"] == 26.0 and beside.mode == "assist"
@@ -129,8 +129,8 @@ def test_who_waits_joins_between_two_steps_of_the_others() -> None:
 
 
 def test_processes_that_take_longer_to_begin_than_the_first_layer_to_arrive_are_left_alone() -> None:
-    copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 0.5), [16.0], [1.0]
-    awake, asleep = (choose(copy, chunks, cpu, start_ms=start_ms) for start_ms in (0.0, 0.6))
+    copy, chunks = Copy(LAYERS, 0, 0.0, 0.5), [16.0]
+    awake, asleep = (choose(copy, chunks, CpuTimes([1.0], start_ms=start_ms)) for start_ms in (0.0, 0.6))
     assert awake.mode == "assist"
     assert (asleep.mode, asleep.reason) == ("layerwise", "cpu_slower")
     assert asleep.ttft_ms["assist"] == awake.ttft_ms["assist"] + 0.6
@@ -148,8 +148,8 @@ def test_copying_takes_part_of_a_core_from_those_who_would_assist() -> None:
 
 
 def test_decodes_that_processes_would_hold_up_count_too() -> None:
-    copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 10.0), [16.0], [1.9]
-    free, slow = (choose(copy, chunks, cpu, others=2, decode=(8.0, each)) for each in (1.0, 40.0))
+    copy, chunks = Copy(LAYERS, 0, 0.0, 10.0), [16.0]
+    free, slow = (choose(copy, chunks, CpuTimes([1.9], decode=(8.0, each)), others=2) for each in (1.0, 40.0))
     assert free.mode == "assist" and free.cost_ms["assist"] == free.ttft_ms["assist"]
     assert slow.mode == "layerwise" and slow.cost_ms["assist"] > slow.cost_ms["layerwise"]
     assert slow.ttft_ms == free.ttft_ms, "the first token does not wait for them"
@@ -160,7 +160,7 @@ def test_decodes_until_the_copy_is_whole_are_predicted_as_they_would_go(seed: in
     draw = random.Random(seed)
     each, decode_ms, slower = draw.uniform(5, 20), draw.uniform(2, 6), draw.uniform(1.5, 4)
     copy, cpu_ms = Copy(LAYERS, 0, 0.0, each), slower * decode_ms / LAYERS
-    choice = choose(copy, [4.0], [0.5], decode=(decode_ms, cpu_ms))
+    choice = choose(copy, [4.0], CpuTimes([0.5], decode=(decode_ms, cpu_ms)))
     now, held = choice.ttft_ms["assist"], 0.0
     while now < copy.whole_ms:
         took = step_ms(decode_ms, LAYERS, [(copy, now)], cpu_ms, [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from motet.policies.cluster_view import ClusterView
-from motet.policies.worker_book import MAX_BEATS, SNAPSHOT_REQUESTS, Cadence, Shelf, WorkerBook
+from motet.policies.worker_book import DISK_SNAPSHOTS, MAX_BEATS, SNAPSHOT_REQUESTS, Cadence, Shelf, WorkerBook
 from motet.services.worker.state import START_PERF, WorkerView
 from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import Residency
@@ -40,7 +40,8 @@ def test_two_readers_of_the_same_words_know_the_same_whatever_is_lost_repeated_o
             if chance.random() < 0.02:
                 incarnation += 1
                 said = worker(f"incarnation-{incarnation}")
-            word = said.snapshot(START_PERF, 0) if chance.random() < 0.3 else said.delta(0)
+            whole, lists_disk = chance.random() < 0.3, chance.random() < 0.3
+            word = said.snapshot(START_PERF, 0, lists_disk=lists_disk) if whole else said.delta(0)
             late.append(word)
             if chance.random() < 0.1:
                 continue  # lost
@@ -54,6 +55,40 @@ def test_two_readers_of_the_same_words_know_the_same_whatever_is_lost_repeated_o
         assert set(held.requests) == set(said.requests) == set(view.state.requests("w1"))
         assert {d: one.tier for d, one in held.adapters.items()} == dict(view.state.adapters("w1"))
         assert books[0].gaps == books[1].gaps
+
+
+def test_a_snapshot_without_the_disk_leaves_out_what_is_there_alone_and_takes_nothing_from_those_who_know_it():
+    shelf, view = Shelf(), ClusterView(in_flight_s=3.0)
+    books = [WorkerBook(shelf), WorkerBook(view)]
+    said = worker()
+
+    def place(**tiers):
+        for digest, tier in tiers.items():
+            said.place(digest, Residency(digest, 8, 64, tier) if tier else None)
+
+    def tell(word):
+        assert all(hear(book, word) for book in books)
+        known = {digest: one.tier for digest, one in shelf.of("w1").adapters.items()}
+        assert known == dict(view.state.adapters("w1"))
+        return known
+
+    place(a="disk", b="disk", c="host", d="device")
+    everything = {"a": "disk", "b": "disk", "c": "host", "d": "device"}
+    assert tell(said.snapshot(START_PERF, 0)) == everything
+    short = said.snapshot(START_PERF, 0, lists_disk=False)
+    assert [one.digest for one in short.adapters] == ["c", "d"] and tell(short) == everything
+    place(a=None, b="host", c="disk", d=None)  # in one of these messages or the next
+    tell(said.snapshot(START_PERF, 0, lists_disk=False))
+    assert said.changed, "what happened on disk is still to be told"
+    assert tell(said.delta(0)) == {"b": "host", "c": "disk"}
+    assert not said.changed
+
+
+def test_late_readers_learn_of_every_adapter_on_disk_before_long():
+    for requests in (0, 1000):
+        cadence = Cadence()
+        listed = [cadence.lists_disk for _ in range(MAX_BEATS * DISK_SNAPSHOTS * 2) if cadence.whole(requests)]
+        assert listed[0] and [listed[n : n + DISK_SNAPSHOTS].count(True) for n in range(DISK_SNAPSHOTS)] == [1] * DISK_SNAPSHOTS
 
 
 def test_after_a_gap_only_what_is_stated_in_full_is_believed_until_the_next_snapshot():

@@ -1,16 +1,16 @@
-// The base's side of a step in which some adapters are not whole on the device yet.
+// The base model's side of a step that uses adapters which are still being copied to the device.
 //
-// Where the low-rank part of a row is computed is decided at the start of every layer, by how far its slot's copy is:
+// At the start of every layer the progress of a slot's copy decides where the low-rank part of its rows is computed:
 //
-//   device     loaded_layers[slot] > layer: like any other row, from the pool's pages
+//   device     the layer is there (loaded_layers[slot] > layer): like any other row, from the pool's pages
 //   process    a CPU process computes y' = scale * B (A x) from host memory while the base computes x W; y += y'
-//   in place   nobody else does (no process is alive or has room, the copy is late, a process failed): by the base, from
+//   in place   no process can (none is alive or has room, one failed, or the copy is late): the base computes the row from
 //              host memory, with the code of the device path and a page table that points there
 //
-// Rows of a slot that is to wait ("layer-wise") are on the device, or in place once the wait has lasted too long.
+// A slot in mode "layer-wise" waits for its copy: its rows are computed on the device, or in place once the wait took too long.
 //
-// begin_layer is member 0's, between two barriers; what it decides holds for the layer. A process that fails in a layer
-// is found by whoever waits for it; the rows of that request are then computed in place by everybody (`repair`).
+// Member 0 of the team calls begin_layer between two barriers; the decision holds for the layer. The member that waits for a
+// process notices its failure; then all members compute the rows of that request in place (`repair`).
 #pragma once
 #include "channel.h"
 
@@ -18,7 +18,7 @@ namespace motet {
 
 class AssistStep {
  public:
-  // Once per step, before the team runs. Leaves `lora` as the plan of all rows: no layer's takes more memory.
+  // Once per step, before the team runs. Leaves the plan of all rows in `lora`: the plan of a layer never needs more memory.
   void begin(const Model& model, const Step& step, int64_t element_bytes, int team, LoraPlan& lora) {
     assist_ = step.assist, step_ = &step, lora_ = &lora, element_bytes_ = element_bytes, team_ = team;
     pool_ = model.pool;
@@ -49,7 +49,7 @@ class AssistStep {
     }
   }
 
-  // Some rows of x to where the processes find them; then, once all are there, word of it.
+  // Copies some rows of x to the processes' memory; when all rows are there, publishes the requests.
   template <class A>
   void hand_over(int64_t batch, int group, const A* x, int64_t ldx) {
     const int64_t bytes = pool_.in[GROUP_START[group]] * sizeof(A), end = last_of(batch, group);
@@ -66,7 +66,7 @@ class AssistStep {
     }
   }
 
-  // Adds what the processes computed to some rows of y, when it is there.
+  // Waits for the processes' results and adds them to some rows of y.
   template <class A>
   void collect(int64_t batch, int64_t layer, int group, float* y, int64_t ldy) {
     const int64_t out = group_out(pool_.out, group), end = last_of(batch, group);
@@ -89,7 +89,7 @@ class AssistStep {
   // Whether a process failed in this request: the same answer for every member behind the barrier.
   bool broken(int64_t layer, int group) const { return broken_.load() == layer * GROUPS + group; }
 
-  // The plan of what failed; what is left of the layer goes on without the processes that failed.
+  // The plan for the rows of failed requests; the rest of the layer goes on without the processes that failed.
   const LoraPlan& repair(int64_t layer, int group) {
     row_slot_.assign(step_->rows, -1);
     for (const Row& row : rows_[group])
@@ -103,8 +103,9 @@ class AssistStep {
   }
   const LoraPlan& repair_plan() const { return repair_; }
 
-  // For a base that runs its layers by itself: only who computes which rows. `slices` [channels * MAX_SLICES, 6]: the adapter
-  // among `assist`'s, channel, number and first row there, first of `rows`, how many; `rows` [step.rows] of the step. How many slices.
+  // For a base that runs its own layers, such as a GPU: divides rows among processes and returns the number of slices.
+  // `slices` [channels * MAX_SLICES, 6]: index of the adapter in `assist`, channel, slice number in the channel, first row in the
+  // channel, first index in `rows`, number of rows. `rows` [step.rows]: rows of the step.
   int64_t division(Assist* assist, const Step& step, int32_t* slices, int32_t* rows) {
     assist_ = assist, step_ = &step;
     divide();
@@ -119,7 +120,7 @@ class AssistStep {
   static constexpr int BATCH = 8;           // rows of one piece of work
   static constexpr double LATE_FACTOR = 8;  // times what a request is expected to take
   struct Row {
-    int32_t row, at, channel;  // of the step; of the channel
+    int32_t row, at, channel;  // row of the step; row of the channel
   };
   struct Request {  // to one channel in one group
     int32_t channel;
@@ -130,13 +131,13 @@ class AssistStep {
     int32_t loading, channel, number;  // number: among the channel's slices
     int32_t first, rows, at_row;       // first: of sliced_; at_row: of the channel
     int64_t elements[GROUPS];          // of the adapter's pages of one layer
-    bool on;                           // in this layer
+    bool on;                           // whether its process computes this layer
   };
 
   int64_t last_of(int64_t batch, int group) const { return std::min<int64_t>((batch + 1) * BATCH, rows_[group].size()); }
   int32_t loaded(int32_t slot) const { return __atomic_load_n(pool_.loaded_layers + slot, __ATOMIC_ACQUIRE); }
 
-  // Who computes how many rows: ceil(rows / c) processes per adapter, those with the least to do.
+  // Divides rows among processes: ceil(rows / c) processes per adapter, the least loaded ones first.
   void divide() {
     const Assist& a = *assist_;
     slices_.clear(), sliced_.clear(), rows_of_.assign(a.count, 0);
@@ -182,7 +183,7 @@ class AssistStep {
     slices_.push_back(mine);
   }
 
-  // Puts every row where it is to be computed in this layer.
+  // Decides for every row where it is computed in this layer.
   void place(int64_t layer) {
     bool changed = layer == 0;
     for (int64_t i = 0; i < assist_->count; ++i) {
@@ -230,7 +231,7 @@ class AssistStep {
       }
   }
 
-  // The copy is expected to stay ahead; a step waits for it no longer than its bound, over all its layers.
+  // Waits for a copy that is expected to stay ahead. A step waits no longer than its bound, summed over its layers.
   void wait_for(int32_t slot, int64_t layer) {
     int32_t have = loaded(slot);
     if (have > layer) return;

@@ -1,4 +1,4 @@
-// The CPU LoRA process: waits for requests of its channel and computes them from host memory, which it maps by itself.
+// The CPU LoRA process: waits for requests on its channel and computes them from host memory, which it maps itself.
 #pragma once
 #include <unistd.h>
 
@@ -7,8 +7,8 @@
 
 namespace motet {
 
-// The base's adapters, mapped: no more than one step may name, and all are let go when nothing happens for a while. What is
-// mapped cannot give its inode to another file, so the inode says whether it is the same memory.
+// The adapters of the base process, mapped: at most as many as one step may name. All are unmapped after a while without requests.
+// A mapped file keeps its inode, so the inode identifies the memory.
 class Mappings {
  public:
   ~Mappings() { clear(); }
@@ -70,7 +70,7 @@ class AssistServer {
       const bool came = await_change(h_.request.sequence, seen, h_.process.sleeps, PROCESS_SPIN_NS, now_ns() + IDLE_NS, [this] { return h_.stop.load() || h_.silent.load(); });
       if (h_.stop.load() || (parent_pid_ && getppid() != parent_pid_)) return;
       if (!came && h_.silent.load()) continue;
-      if (!came) {  // host copies that the worker drops are not to be kept by us
+      if (!came) {  // the worker may have dropped its host copies: do not keep their memory
         mappings_.clear();
         step_known_ = false;
         continue;
@@ -125,7 +125,7 @@ class AssistServer {
     return true;
   }
 
-  // Summed in this core's cache, so that what the base reads is written once.
+  // Sums are built in this core's cache, so that the shared memory is written once.
   void expand_to(SliceWork& work, const LoraPiece& piece, const LoraPiece* after, int64_t layer, A* y, int64_t ldy) {
     const int64_t stride = row_stride<float>(piece.count), column = first_column(work.pool, piece);
     sums_.reserve(piece.rows * stride * sizeof(float));
@@ -154,7 +154,7 @@ class AssistServer {
     memcpy(pool.in, h_.in, sizeof pool.in);
     memcpy(pool.out, h_.out, sizeof pool.out);
     work.row_slot.assign(slice.rows, 0);
-    work.plan.build(pool, work.row_slot.data(), slice.rows, sizeof(T), 0);  // no team: each page in one go
+    work.plan.build(pool, work.row_slot.data(), slice.rows, sizeof(T), 0);  // no team: a page is one piece
     work.s.reserve(work.plan.s_size * sizeof(float));
     return true;
   }

@@ -1,15 +1,15 @@
 // Paged attention over KV [blocks, block_size, 2, kv_heads, head_dim] of one layer, decode and chunked prefill alike.
 //
 // A piece of work is some rows of one sequence and some of its KV heads. It walks the sequence's blocks in order, at most
-// 16 tokens at a time, with running maximum and sum per query. What a row gets depends on its position and context alone:
-// not on its chunk, its neighbours or who computes them. Nothing beyond a row's context is used, whatever it holds.
+// 16 tokens at a time, with running maximum and sum per query. A row's result depends on its position and context alone, not on
+// its chunk, its neighbours or the thread. Memory beyond a row's context is never used.
 #pragma once
 #include "gemm.h"
 
 namespace motet {
 
 constexpr int CHUNK = 16;    // tokens
-constexpr int QUERIES = 32;  // query vectors of one KV head that walk together
+constexpr int QUERIES = 32;  // query vectors of one KV head that are computed together
 
 struct AttentionItem {
   int32_t seq, row0, row1, head0, head1;  // rows of the step; KV heads
@@ -81,7 +81,7 @@ template <class T, int Q>
 INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, float* scores) {
   int t = 0;
   for (; t + 4 <= tokens; t += 4) scores4<T, Q>(q, ldq, k + t * ldk, ldk, head_dim, scores + t);
-  if (t < tokens) {  // the last token again and again in the place of those that are not there
+  if (t < tokens) {  // missing tokens are replaced by the last one; their weights are not used
     const int last = tokens - t;
     for (int one = 0; one < last; ++one) {
       float same[Q * CHUNK];
@@ -130,7 +130,7 @@ INLINE void add_values(float* out, int64_t ldo, const float* weights, const floa
   }
 }
 
-// Calls f<Q>(first query) over `n` queries, four at a time as far as that goes.
+// Calls f<Q>(first query) over `n` queries, four at a time while four are left.
 #define EACH_QUERIES(n, call)                    \
   do {                                           \
     int at = 0;                                  \

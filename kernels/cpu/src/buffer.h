@@ -1,4 +1,4 @@
-// Memory that a step needs and the next one finds again: grown to the largest so far, never shrunk.
+// Memory that is kept from step to step: it grows to the largest size so far and never shrinks.
 #pragma once
 #include <sys/mman.h>
 

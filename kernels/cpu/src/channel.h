@@ -1,4 +1,4 @@
-// What the base process shares with one CPU LoRA process: a memory file that both have mapped, written by nobody else.
+// Memory that the base process shares with one CPU LoRA process: a file that both have mapped and nobody else writes.
 //
 //   | config | request line | process sleeps | done line | base sleeps | step | scales of its slices | x rows | y rows |
 //     base     base           process          process     base          base                          base     process
@@ -8,13 +8,13 @@
 //   process    sees it (acquire), computes y = scale * B (A x) of those slices, done.sequence = request.sequence (release)
 //
 // One request is under way at a time. Numbers are compared for equality only, so they may wrap. Both sides spin for a while
-// before they sleep on the other's number; who sleeps says so in a line of its own, which costs the other side no wake-up
-// call while nobody does. A channel that failed once is never used again: whatever a late process writes then, it writes
-// to memory that nobody reads.
+// before they sleep on the other's number. A side that sleeps sets a flag in a cache line of its own, so the other side makes
+// no wake-up call while the flag is clear. A channel that failed once is never used again, so a late process writes to memory
+// that nobody reads.
 //
-// The base may be a device whose stream writes x and the request line and waits for the done line (kernels/device). It wakes
-// nobody, so the process does not sleep meanwhile (`listen`), and it would wait forever, so whoever has ended a process
-// answers in its place (`release`).
+// The base may be a device whose stream writes x and the request line and waits for the done line (kernels/device). A stream
+// cannot wake a process, so the process does not sleep meanwhile (`listen`). A stream would wait for ever for a dead process, so
+// the host answers in the place of a process that it ended (`release`).
 #pragma once
 #include <fcntl.h>
 #include <sched.h>
@@ -41,7 +41,7 @@ struct ChannelHeader {
   int64_t scales_at, x_at, y_at;  // bytes from here
   int32_t base_pid;
   std::atomic<uint32_t> ready, stop;
-  std::atomic<uint32_t> silent;  // requests are a device's now, which wakes nobody
+  std::atomic<uint32_t> silent;  // requests come from a device now, which cannot wake the process
 
   struct alignas(64) {
     std::atomic<uint32_t> sequence;
@@ -97,7 +97,7 @@ static void describe_rows(ChannelHeader& h, int group, int64_t* to) {
   *to = sizeof(A) == sizeof(float) ? F32 : BF16;
 }
 
-// Where things lie, for the shapes of `pool`; the size of the whole.
+// Computes the layout for the shapes of `pool`; returns the size of the file.
 inline int64_t channel_layout(ChannelHeader& h, const Pool& pool, int64_t max_rows) {
   int64_t most_in = 0, most_out = 0;
   for (int g = 0; g < GROUPS; ++g) {
@@ -113,8 +113,8 @@ inline int64_t channel_layout(ChannelHeader& h, const Pool& pool, int64_t max_ro
   return h.bytes = round_up(h.y_at + max_rows * most_out * (int64_t)sizeof(float), 4096);
 }
 
-constexpr int64_t SPIN_NS = 50 * 1000;  // longer, and somebody else may need this core
-// Between two requests of a step lies a layer's part that is the base's alone, and to be woken takes as long as a small request.
+constexpr int64_t SPIN_NS = 50 * 1000;  // after that another thread may need this core
+// Between two requests of a step the base computes its own part of a layer. Waking up takes as long as a small request.
 constexpr int64_t PROCESS_SPIN_NS = 400 * 1000;
 
 // Waits until `word` is no longer `seen`: spins, beyond SPIN_NS lets others have the core between two looks, then sleeps. False
@@ -140,7 +140,7 @@ static bool await_change(std::atomic<uint32_t>& word, uint32_t seen, std::atomic
 }
 
 inline void change(std::atomic<uint32_t>& word, uint32_t to, const std::atomic<uint32_t>& sleeps) {
-  word.store(to);  // in one order with `sleeps`: either they see the number or we see that they sleep
+  word.store(to);  // sequentially consistent with `sleeps`: either the sleeper sees the number or we see the flag
   if (sleeps.load()) syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
@@ -153,7 +153,7 @@ class Channel {
  public:
   enum State { ALIVE, LATE, DIED, UNREADABLE };  // mirrored by kernels/cpu/assist.py
   enum Outcome { PENDING, DONE, FAILED };
-  static constexpr uint32_t ANSWERED = 1u << 30;  // so many numbers ahead counts as reached
+  static constexpr uint32_t ANSWERED = 1u << 30;  // a number that is at most so far ahead counts as reached
 
   explicit Channel(ChannelHeader* header) : h(*header), sequence_(header->request.sequence.load()) {}
 
@@ -214,18 +214,18 @@ class Channel {
     h.stop.store(1);
     syscall(SYS_futex, &h.request.sequence, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
-  // Whether requests of a device are about to come.
+  // Whether requests of a device will follow.
   void listen(bool on) {
     h.silent.store(on);
     if (on) syscall(SYS_futex, &h.request.sequence, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
-  // What a device has asked for in a step that is over.
+  // Counts the requests of a device in a step that is over.
   void account(int64_t asked, int64_t elements_now, int64_t work_now) {
     const int64_t total = h.done.total_ns.load();
     requests += asked, elements += elements_now, work += work_now, busy_ns += total - seen_ns_;
     seen_ns_ = total;
   }
-  // The process has ended: whatever was or will be asked has failed, and nobody waits for it.
+  // The process has ended: every request, past or future, has failed, and no stream waits for it.
   void release() {
     fail(DIED);
     h.done.unreadable = 1, ++h.done.failures;
@@ -255,7 +255,7 @@ inline ChannelSlice slice_of(const Loading& loading, int64_t row0, int64_t rows)
   return slice;
 }
 
-// One request beside any step, in two halves: x [rows, in] out, y [rows, out] back; false when the channel has failed.
+// One request outside a step, in two halves: send x [rows, in], receive y [rows, out]. False when the channel has failed.
 template <class T>
 static void start_call(Channel& channel, const Loading& loading, const float* x, int64_t rows, int64_t layer, int group,
                        int64_t bound_ns) {

@@ -5,8 +5,8 @@
 //               h = norm(x) | y = h Wgu,  s = h A | y += s B | g = silu(gate) up              | x += g Wd, s = g A | x += s B
 //   logits = norm(x[logit_rows]) Whead
 //
-// While adapters are still on their way to the device (`assist`, see assist.h), some rows' part of "h A" and "s B" is
-// another process's: their h is published before the product with the base's matrix, and what came back is added after.
+// While adapters are being copied to the device (`assist`, see assist.h), CPU processes compute "h A" and "s B" of some rows:
+// h of these rows is published before the product with the base's matrix, and the results are added after it.
 //
 // h is in the type that the instruction set multiplies with the weights, everything else that is not stored is float.
 #pragma once
@@ -93,7 +93,7 @@ static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const Lor
   const GemmItems<A> items(gemm);
   const int64_t products = items.count();
   const std::vector<LoraPiece>&shrink = lora.shrink[group], &expand = lora.expand[group];
-  const int64_t pieces = (int64_t)expand.size();  // taken now: behind the last barrier a plan may change
+  const int64_t pieces = (int64_t)expand.size();  // read now: after the last barrier the plan may change
   team.each(products + (int64_t)shrink.size(), [&](int64_t item, int64_t next) {
     if (item < products) return gemm_item(gemm, items, item, next < products ? next : -1);
     shrink_piece<T, A>(pool, lora, shrink[item - products], next < 0 ? nullptr : &shrink[next - products], layer, gemm.x, gemm.ldx, s);
@@ -104,7 +104,7 @@ static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const Lor
   });
 }
 
-// The same, when other processes compute some rows' LoRA meanwhile.
+// The same while other processes compute the LoRA part of some rows.
 template <class T, class A>
 static __attribute__((noinline)) void project_assisted(Team& team, const Gemm<A>& gemm, AssistStep& assist, const LoraPlan& lora,
                                                        int group, int64_t layer, float* s, int member) {
@@ -144,7 +144,7 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
     project<T>(team, gemm, m.pool, ws.lora, group, l, s);
   };
 
-  if (assist && member == 0) assist->begin_layer(0);  // nobody looks at it before the next barrier
+  if (assist && member == 0) assist->begin_layer(0);  // it is read after the next barrier
   each_rows(team, rows, [&](int64_t row) {
     const T* from = embed + step.token_ids[row] * hidden;
     float* to = x + row * by_x;

@@ -9,8 +9,8 @@
 //
 // Every sum runs over k in order in one accumulator, so a row's result does not depend on the other rows. A piece of work
 // is a group of panels for a block of rows; while it computes it prefetches the group that comes next. A gated product
-// takes a panel of the first half of the outputs with its like of the second half and stores silu(first) second as
-// activations: what lies between the two never leaves the registers' neighbourhood.
+// computes a panel of the first half of the outputs together with the same panel of the second half and stores
+// silu(first) * second as activations, so the two products are never written to memory.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -56,7 +56,7 @@ struct Packed<int8_t> {
   static constexpr int KL = 4;
 };
 
-// Elements from one row of activations to the next: an odd number of lines, so that rows spread over the cache's sets.
+// Elements from one row of activations to the next: an odd number of cache lines, so that rows spread over the cache's sets.
 template <class A>
 int64_t row_stride(int64_t k) {
   const int64_t line = 64 / sizeof(A);
@@ -74,7 +74,7 @@ struct Gemm {
   bool add;
   A* gated = nullptr;  // takes the place of y: [rows, w.n / 2]
   int64_t ld_gated = 0;
-  const uint8_t* plain = nullptr;  // [rows]: 1 for those that want y all the same
+  const uint8_t* plain = nullptr;  // [rows]: 1 for rows that need y as well
 };
 
 INLINE int64_t panel_bytes(const Matrix& w) {
@@ -162,9 +162,9 @@ INLINE vf line_values(const int8_t* line, int u, int at) {
   return __builtin_convertvector(u & 1 ? (wide << 16) >> 24 : (wide << 24) >> 24, vf);
 }
 
-// What is still to prefetch: [at, end) and what lies `gap` behind each of its lines. In order of address, or the hardware's own
-// prefetcher, which fetches more than software can have under way, would not understand; and little by little: a burst
-// takes all of a core's line buffers, and what is already in the second-level cache waits behind it.
+// Memory that is still to be prefetched: [at, end), and for each of its lines the line `gap` bytes behind it. Prefetches go in
+// order of address, because the hardware's prefetcher, which fetches more than software can, follows only such a sequence. They
+// are spread out, because a burst takes all of a core's line buffers and delays loads from the second-level cache.
 struct Ahead {
   const char *at = nullptr, *end = nullptr;
   int64_t gap = 0;
@@ -180,7 +180,7 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int p = 0; p < P * VP; ++p) acc[r][p] = zero();
-  Ahead ahead = all_ahead;  // a copy of our own stays in registers
+  Ahead ahead = all_ahead;  // a local copy stays in registers
   for (int64_t i = 0; i < k; i += KL, w += LINE) {
     for (int j = 0; j < per_line && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
 #if MOTET_LEVEL >= 3
@@ -240,7 +240,7 @@ INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row,
   finish(g, row, R, panel, panels, Sums{sums, panels * PANEL, PANEL});
 }
 
-// As many rows as there are accumulators for, or fewer.
+// At most as many rows as there are accumulators for.
 template <class Wt, class A, int R>
 INLINE void rows_of(int rows, const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Ahead& ahead,
                     int per_line) {
@@ -249,7 +249,7 @@ INLINE void rows_of(int rows, const Gemm<A>& g, const Wt* w, int64_t stride, int
   block_of<Wt, A, R>(g, w, stride, row, panel, panels, ahead, per_line);
 }
 
-// In as few blocks as there can be, of nearly equal size: each reads the weights once.
+// The fewest possible blocks of nearly equal size, because each block reads the weights once.
 template <class Wt, class A>
 static void panels_by_vectors(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
                               int panels, Ahead ahead) {
@@ -285,7 +285,7 @@ struct alignas(64) TileConfig {
 };
 #endif
 
-// AMX tiles are configured per thread, for as long as this lives. Each `for_` configures them where they are not already.
+// AMX tiles of one thread, configured as long as this object lives. Each `for_` method reconfigures them only when needed.
 class Tiles {
 #if MOTET_LEVEL >= 4
  public:
@@ -330,8 +330,8 @@ class Tiles {
 
 #if MOTET_LEVEL >= 4
 
-// Adds [k0, k1) of one panel or two to the sums of 32 rows (or 16), which lie at `sums` tile after tile. Rows of x are padded
-// to 16 in memory; what they hold does not matter.
+// Adds the products over [k0, k1) of one or two panels to the sums of 32 rows (or 16), which lie at `sums` tile after tile. Rows
+// of x are padded to 16 in memory; the padding may hold anything.
 template <bool TWO_ROWS, bool TWO_PANELS>
 INLINE void tiles_of(const bf16* w, int64_t stride, const bf16* x, int64_t ldx, int64_t k0, int64_t k1, float* sums,
                      Ahead& all_ahead, int lines) {
@@ -401,11 +401,11 @@ static void panels_by_tiles(const Gemm<bf16>& g, const bf16* w, int64_t stride, 
 }
 #endif
 
-// Whether products of activations A run on tiles, the only ones that can be gated.
+// Whether products of activations A run on tiles. Only those can be gated.
 template <class A>
 constexpr bool on_tiles = MOTET_LEVEL >= 4 && sizeof(A) == 2;
 
-constexpr int64_t CACHE_BYTES = MOTET_LEVEL >= 4 ? 1280 << 10 : 768 << 10;  // every AMX machine has 2 MiB per core
+constexpr int64_t CACHE_BYTES = MOTET_LEVEL >= 4 ? 1280 << 10 : 768 << 10;  // of the second-level cache; every AMX machine has 2 MiB per core
 
 // The pieces of a product: [row block][groups of panels], numbered from 0. The `per_group` panels of a group are multiplied
 // together and lie `apart` panels from each other. A piece of a gated product is two groups: 64 bytes of every row.
@@ -421,11 +421,11 @@ struct GemmItems {
     groups_each = g.gated ? 2 : 1;
     items_each = (groups + groups_each - 1) / groups_each;
     apart = g.gated ? panels / 2 : 1;
-    // rows of one block stay in the second-level cache while all panels pass by
+    // the rows of one block stay in the second-level cache while all panels are read
     const int64_t unit = on_tiles<A> ? TILE_ROWS : 96, fit = CACHE_BYTES / (int64_t)(g.ldx * sizeof(A)) / unit * unit;
     const int64_t most = std::max(unit, on_tiles<A> ? std::min<int64_t>(MAX_ROWS, fit) : fit);
     blocks = (g.rows + most - 1) / most;
-    rows_each = blocks ? round_up((g.rows + blocks - 1) / blocks, unit) : 0;  // a step that is all prefill wants no logits
+    rows_each = blocks ? round_up((g.rows + blocks - 1) / blocks, unit) : 0;  // a step of prefill chunks alone may want no logits
   }
   int64_t count() const { return blocks * items_each; }
   int64_t first_group(int64_t item) const { return item % items_each * groups_each; }

@@ -1,16 +1,16 @@
-// Brings adapters into the device's pool beside the steps: layer by layer, at the pace of a link.
+// Copies adapters into the device's pool beside the steps: layer by layer, at the pace of a link.
 //
 //   engine's thread    begin(slot, from)   cancel(slot)   hold() and release() around the moving of a page
 //   loader's thread    loads in order of begin; of a load all rows of layer 0, then loaded_layers[slot] = 1, then layer 1, ..
 //
 // Rules:
-// - layer l of a slot may be read by who has read loaded_layers[slot] > l with acquire.
-// - a layer counts when its last byte has passed the link, not when it was copied: the thread copies a layer at memory's
-//   speed and then sleeps, once, until the link would have brought it. Bytes that are said to be left are the link's.
-// - a piece and a page's move exclude each other; every piece finds its page through the table anew.
-// - cancel returns when no piece of that load is being written, and none will be.
-// - while there is nothing to load, the thread takes memory for the arena, so that no load waits for fresh pages (which
-//   are three quarters of a copy's time otherwise).
+// - a thread may read layer l of a slot after it has read loaded_layers[slot] > l with acquire.
+// - a layer is loaded when its last byte has passed the emulated link, not when it was copied: the thread copies a layer at
+//   memory's speed and then sleeps once, until the link would have brought it. Remaining bytes are counted on the link.
+// - copying a piece and moving a page exclude each other; every piece looks its page up in the table again.
+// - when cancel returns, no piece of that load is being written, and none will be.
+// - while there is nothing to load, the thread touches the arena's memory, so that no load waits for fresh pages (otherwise
+//   three quarters of a copy's time).
 #pragma once
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -69,7 +69,7 @@ class Loader {
         queue_.erase(at);
         return;
       }
-    const std::shared_ptr<Load> load = current_;  // the thread lets go of it as soon as it sees that it is cancelled
+    const std::shared_ptr<Load> load = current_;  // kept here: the thread drops it as soon as it sees the cancellation
     if (!load || load->slot != slot || load->cancelled) return;
     load->cancelled = true;
     changed_.notify_all();
@@ -89,7 +89,7 @@ class Loader {
     changed_.notify_all();
   }
 
-  // Of all loads: bytes still to come; and so far: bytes, nanoseconds in which the link had something to do, and those of them in
+  // Over all loads: bytes still to come, bytes copied so far, nanoseconds in which the link was busy, and the part of them in
   // which this thread copied.
   void state(int64_t* queued, int64_t* copied, int64_t* busy_ns, int64_t* copying_ns) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -111,7 +111,7 @@ class Loader {
   }
 
  private:
-  static constexpr int64_t PIECE = 64 << 10;     // bytes that a move or a cancel waits for at most
+  static constexpr int64_t PIECE = 64 << 10;     // bytes: the longest wait of a move or a cancel
   static constexpr int64_t TAKEN_AT_ONCE = 2 << 20;  // one huge page: a millisecond
 
   struct Row {

@@ -1,6 +1,6 @@
 // Multi-adapter LoRA over rank-sized pages (see kernels/pool.py): y[row, out] += scale * B (A x[row]).
 //
-//   plan      rows sorted by adapter; work cut to pieces of similar size, the same pieces for every layer
+//   plan      rows sorted by adapter; work cut into pieces of similar size, the same pieces for every layer
 //   shrink    piece = rows of one adapter x some pages of A:     s[row, rank] = scale * A x[row], float (bfloat16 on tiles and by pairs)
 //   expand    piece = rows of one adapter x some outputs of B:   y[row, out] += B s[row], pages in order
 //
@@ -15,7 +15,7 @@ template <class T, class A, int R>
 INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, typename ShrunkOf<T>::type* const* s,
                         Next& all_next) {
   constexpr int N = MOTET_LEVEL >= 2 ? 8 : 4;  // ranks that fit the registers
-  Next next = all_next;  // a copy of our own stays in registers
+  Next next = all_next;  // a local copy stays in registers
   for (int half = 0; half < PAGE; half += N, a += N * in) {
     vf acc[N][R];
 #pragma GCC unroll 8
@@ -108,7 +108,7 @@ static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   }
 }
 
-// Two vectors of weights or of y: neighbours, except that bf16 comes as the even and the odd ones, which are cheaper to widen.
+// Two vectors of weights or of y: adjacent values, but for bf16 the even and the odd values, which are cheaper to widen.
 struct Two {
   vf a, b;
 };
@@ -181,7 +181,7 @@ INLINE void expand_rows(const T* const* b, int pages, int64_t out, int64_t n, co
   all_next = next;
 }
 
-// Of the group's outputs, the first one that a piece adds to.
+// The first of the group's outputs that a piece adds to.
 INLINE int64_t first_column(const Pool& pool, const LoraPiece& piece) {
   int64_t column = piece.first;
   for (int m = piece.module; m > 0 && m != 3 && m != 4 && m != 6; --m) column += pool.out[m - 1];
@@ -200,13 +200,13 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   float* to[LORA_ROWS];
   for (int r = 0; r < piece.rows; ++r) to[r] = y + plan.order[piece.row0 + r] * ldy + column;
   const S* sums = (const S*)s + piece.s;
-  // many rows: all pages for some outputs, which stay in registers; few: a page after the other, in order of address
+  // many rows: all pages for some outputs, whose sums stay in registers; few rows: page after page, in order of address
   constexpr int R = lora_by_pairs<T> ? 8 : 4;
   const int together = piece.rows >= R ? piece.pages : 1;
   for (int p = 0; p < piece.pages; p += together) {
     const LoraPiece* soon = p + together < piece.pages ? &piece : after;
     Next next;
-    if (soon && soon->count == pool.out[soon->module]) {  // some outputs only: rows of one adapter, which compute anyway
+    if (soon && soon->count == pool.out[soon->module]) {  // a piece with some of the outputs has many rows: computing hides the reads
       const T* page = lora_page<T>(pool, soon->slot, soon->module, soon == &piece ? p + together : 0, layer);
       next = Next(page + PAGE * pool.in[soon->module], soon->count, piece.count);
     }

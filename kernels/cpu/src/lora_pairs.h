@@ -1,17 +1,17 @@
 // LoRA's two products by bfloat16 dot products, two k or two ranks to an instruction, where there are no tiles (lora.h says what they
 // are). The sums of a row are taken in the same order however many rows its adapter has in the step.
 //
-//   shrink   many rows meet a page STRETCH k at a time, its weights copied to where they stay in the nearest cache: as they lie, its
-//            eight ranks are a power of two apart and would push each other out
+//   shrink   many rows are multiplied with a page STRETCH k at a time. Its weights are copied first, so that they stay in the
+//            first-level cache: in the page its eight ranks are a power of two apart and would evict each other
 //   expand   two ranks of 32 outputs are interleaved within 128 bits: the first vector has outputs 0-3, 8-11, 16-19, 24-27, the second one
-//            the others. For many rows once, again to where they stay
+//            the others. For many rows this is done once, into memory that stays in the cache
 #pragma once
 #include "lora_plan.h"
 
 namespace motet {
 
 constexpr int STRETCH = 1024;       // of k
-constexpr int STRETCHED_ROWS = 3;   // from here on a copy pays
+constexpr int STRETCHED_ROWS = 3;   // fewest rows for which the copy is worth its time
 constexpr int RANKS_AT_ONCE = 256;  // of 32 outputs
 
 #if MOTET_LEVEL >= 3

@@ -1,4 +1,4 @@
-// What multi-adapter LoRA does in a step, cut to pieces: see lora.h.
+// The plan of multi-adapter LoRA in a step: work cut into pieces, see lora.h.
 #pragma once
 #include "gemm.h"
 
@@ -41,7 +41,7 @@ struct LoraPlan {
     // first_of_slot[s] is now the end of s
     int64_t adapters = 0;
     for (int64_t s = 0; s < pool.slots; ++s) adapters += first_of_slot[s] > (s ? first_of_slot[s - 1] : 0);
-    // few adapters are cut finely, so that everybody has as much work; of many, each page is read in one go
+    // few adapters are cut finely, so that every thread has as much work; with many adapters each page is one piece
     const bool few = adapters < 4 * team;
     for (int64_t slot = 0; slot < pool.slots; ++slot) {
       const int32_t begin = slot ? first_of_slot[slot - 1] : 0, end = first_of_slot[slot];
@@ -75,7 +75,7 @@ struct LoraPlan {
   }
 };
 
-// What s = A x is kept in: rounded to bfloat16 where it meets B as such, as PEFT rounds it.
+// The type of s = A x: bfloat16 where it is multiplied with B as bfloat16, which is how PEFT rounds it.
 template <class T>
 struct ShrunkOf {
   typedef float type;
@@ -107,8 +107,7 @@ INLINE const T* lora_page(const Pool& pool, int slot, int module, int page, int6
   return (const T*)pool.arena + line * 8 + layer * PAGE * (pool.in[module] + pool.out[module]);
 }
 
-// The page that is read next, prefetched little by little between the loads of the one that is read now: a burst would take
-// all of a core's line buffers.
+// Prefetches the next page a few lines at a time while the current page is read. A burst would take all of a core's line buffers.
 struct Next {
   const char *at = nullptr, *end = nullptr;
   int each = 1;  // lines for every line of the page that is read now

@@ -1,9 +1,9 @@
 // LoRA's two products on AMX tiles, for bfloat16 adapters and activations. The sums of a row are taken in the same order however
 // many rows its adapter has in the step.
 //
-//   shrink   s^T[8 ranks, rows] = A[8 ranks, k] x^T        a page's ranks are the left operand as they lie; x is turned, 32 k of up
-//                                                          to 16 rows at a time. Even and odd blocks of k have sums of their own
-//   expand   y[rows, 32 outputs] += s[rows, 8 ranks] B^T   two ranks of 32 outputs are interleaved on the way (lora_pairs.h)
+//   shrink   s^T[8 ranks, rows] = A[8 ranks, k] x^T        a page's ranks are the left operand without a copy; x is transposed, 32 k
+//                                                          of up to 16 rows at a time. Even and odd blocks of k have separate sums
+//   expand   y[rows, 32 outputs] += s[rows, 8 ranks] B^T   two ranks of 32 outputs are interleaved first (lora_pairs.h)
 #pragma once
 #include "buffer.h"
 #include "lora_pairs.h"
@@ -88,7 +88,7 @@ INLINE void shrink_page(const bf16* a, const bf16* x, int64_t by_line, int64_t b
   }
 }
 
-// Rows of x turned for a piece's pages, in memory of this thread.
+// The rows of x of a piece, transposed, in memory of this thread.
 INLINE bf16* turned(const bf16* const* x, int rows, int64_t in) {
   static thread_local Buffer memory;
   memory.reserve(in * 16 * sizeof(bf16));
@@ -104,7 +104,7 @@ static void shrink_on_tiles(const Page& page, const Ahead& next, const LoraPiece
   for (int row = 0; row < piece.rows; row += 16) {
     const int rows = std::min(16, piece.rows - row);
     Tiles::for_shrink(rows);
-    // one row is a tile of lines of two k as it lies
+    // one row already is a tile whose lines have two k each
     const bf16* lines = rows > 1 ? turned(x + row, rows, in) : x[row];
     const int64_t by_line = rows > 1 ? 64 : 4, by_block = rows > 1 ? 512 : 32;
     bf16* to = s + row * width;

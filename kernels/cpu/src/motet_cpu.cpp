@@ -1,6 +1,6 @@
-// The whole library in one translation unit, compiled once per instruction set into a shared library of its own: inline
-// functions of the standard library would otherwise be shared between units that may not run on the same machine.
-// Entry points, memory and packing are here; plain C, nothing throws across it.
+// The whole library in one translation unit, compiled into one shared library per instruction set. With several units the linker
+// would merge inline functions of the standard library that were compiled for different instruction sets. This file has the entry
+// points, memory and packing. The interface is plain C; no exception crosses it.
 #include "motet_cpu.h"
 
 #include <sys/mman.h>
@@ -57,7 +57,7 @@ void pack_int8(const void* from, int64_t type, int64_t rows, int64_t k, int64_t 
 
 }  // namespace
 
-// What a caller holds: a team and the memory that its steps use.
+// The caller's handle: a team of threads and the memory that its steps use.
 struct Engine {
   Team team;
   Workspace workspace;
@@ -82,7 +82,7 @@ struct Engine {
     }                                  \
   }
 
-// Asks for the instruction set's registers; whether this process has them.
+// Asks the system for the registers of the instruction set. False when it refuses.
 static bool may_compute() {
 #if MOTET_LEVEL >= 4
   constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // AMX: 8 KiB of state, on request
@@ -170,7 +170,7 @@ int64_t motet_channel_bytes(const Pool* pool, int64_t max_rows) {
   ChannelHeader header;
   return channel_layout(header, *pool, max_rows);
 }
-// Into zeroed memory of that size. `sequence` is where numbers begin.
+// Makes a channel in zeroed memory of that size. `sequence` is its first number.
 void motet_channel_init(void* memory, const Pool* pool, int64_t max_rows, int64_t type, int64_t base_pid, uint32_t sequence) {
   ChannelHeader* header = new (memory) ChannelHeader();
   channel_layout(*header, *pool, max_rows);
@@ -197,7 +197,7 @@ int64_t motet_channel_finish(Channel* channel, float* y) {
   BY_TYPE(channel->h.type, good = finish_call<T>(*channel, y))
   return good;
 }
-// For a base that is a device. Addresses of request.{sequence, layer, group, slices}, done.{sequence, failures}.
+// For a base that is a device: addresses of request.{sequence, layer, group, slices}, done.{sequence, failures}.
 void motet_channel_words(Channel* channel, int64_t* to) {
   ChannelHeader& h = channel->h;
   for (const void* one : {(void*)&h.request.sequence, (void*)&h.request.layer, (void*)&h.request.group, (void*)&h.request.slices,
@@ -218,7 +218,8 @@ int64_t motet_assist_divide(Assist* assist, const int32_t* row_slot, int64_t row
   step.rows = rows, step.row_slot = row_slot;
   return AssistStep().division(assist, step, slices, sliced);
 }
-// What a stream does that is the caller itself: everything before is seen by who sees the value; numbers may wrap.
+// The operations of a stream when the caller is the stream: a thread that sees the value sees all that was written before it.
+// Numbers may wrap.
 void motet_word_write(uint32_t* word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 void motet_word_wait(const uint32_t* word, uint32_t value) {
   const int64_t began = now_ns();

@@ -65,12 +65,12 @@ struct Assist {
   int64_t count;
   motet::Channel* const* channel;  // [channels], some may have failed
   int64_t channels;
-  // a process's time for an element of an adapter's pages of one layer: to read it, and to compute with it for each row; and
-  // the base's for that layer, 0 when it is not known: then one process takes all rows of an adapter
+  // nanoseconds that a process takes to read one element of an adapter's pages of a layer, and to compute with it for a row; and
+  // nanoseconds that the base takes for that layer, 0 for unknown: then one process takes all rows of an adapter
   double read_ns, row_ns, layer_ns;
   int64_t watchdog_ns, layer_wait_ns;
-  // added to by the step: rows times layers of these adapters by where they were computed, rows of
-  // failed requests, time waited for copies and layers that did not come in that time
+  // counters that the step adds to: rows times layers of these adapters by place of computation, rows of failed requests,
+  // time waited for copies, and layers that did not arrive in that time
   int64_t by_processes, on_device, in_place, repaired, layer_waited_ns, layers_late;
 };
 

@@ -1,4 +1,4 @@
-// What the machine can do at best, to hold the kernels against: reading memory, and multiply-adds in registers.
+// The machine's limits, to compare the kernels with: reading memory, and multiply-adds in registers.
 #pragma once
 #include <chrono>
 

@@ -1,10 +1,10 @@
 // A fixed team of threads that run one function together.
 //
 //   team.run(f)             every member runs f(member); returns when all are done
-//   team.each(n, f)         inside f: items 0..n-1, each done once by whoever claims it; ends with a barrier
+//   team.each(n, f)         inside f: items 0..n-1, each done once by the member that claims it; ends with a barrier
 //
-// Claims look one item ahead, so that an item can prefetch the memory of the next one. Waiting spins for a while (a
-// phase lasts microseconds), then sleeps on a futex (the gap between two engine steps lasts much longer).
+// A member claims one item ahead, so that an item can prefetch the memory of the next one. A waiting member spins for a while
+// (a phase lasts microseconds), then sleeps on a futex (the gap between two engine steps is much longer).
 #pragma once
 #include <linux/futex.h>
 #include <pthread.h>
@@ -33,7 +33,7 @@ inline int64_t now_ns() {
   return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-// A number that only grows, to wait on.
+// A growing number that threads can wait for.
 class Generation {
  public:
   uint32_t get() const { return value_.load(std::memory_order_acquire); }
@@ -99,7 +99,7 @@ class Team {
       ticket_.store(0, std::memory_order_relaxed);
       phase_.advance();
     } else {
-      phase_.wait_beyond(seen, 2000);  // about 100 us: longer, and somebody else has our CPU
+      phase_.wait_beyond(seen, 2000);  // about 100 us; a longer wait means that another process has this CPU
     }
   }
 

@@ -1,4 +1,4 @@
-// What one step of an engine leaves to the next.
+// Buffers that one step of an engine leaves to the next.
 #pragma once
 #include "assist.h"
 #include "attention.h"

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import Plan
+from motet.policies.batch_admission import StepPlan
 from motet.policies.cold_start import AssistRates, ColdStarts
 from motet.policies.perf_model import MIB
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.backend import Backend
 from motet.services.worker.engine.request import CopyStats, ResidencyChange
-from motet.services.worker.engine.runner import ModelRunner
-from motet.services.worker.engine.seats import Live
+from motet.services.worker.engine.seats import LiveSequence
 from motet.shared.model import PerfModel, Residency
 
 PAUSE_S = (0.0002, 0.02)  # shortest and longest, while everybody waits for a copy
@@ -26,7 +26,7 @@ PAUSE_S = (0.0002, 0.02)  # shortest and longest, while everybody waits for a co
 class DeviceAdapters:
     """`changes` and `arrived` are taken with each step's output; `beside` says whether copies run beside the steps."""
 
-    def __init__(self, runner: ModelRunner, slots: AdapterSlots, perf: Callable[[], PerfModel]) -> None:
+    def __init__(self, runner: Backend, slots: AdapterSlots, perf: Callable[[], PerfModel]) -> None:
         self.beside = runner.link.bytes_per_s < math.inf
         self.resident: dict[str, Residency] = {}
         self.changes: list[ResidencyChange] = []
@@ -57,7 +57,7 @@ class DeviceAdapters:
         if self.resident.pop(digest, None) is not None:
             self.changes.append(ResidencyChange(digest, None))
 
-    def modes(self, cold: ColdStarts | None, plan: Plan[Live]) -> tuple[dict[int, str], int]:
+    def modes(self, cold: ColdStarts | None, plan: StepPlan[LiveSequence]) -> tuple[dict[int, str], int]:
         """{slot: mode} of the step's adapters that are under way, and how many of its rows belong to them."""
         loading = self._slots.loading
         if cold is None or not loading:

@@ -1,7 +1,7 @@
 """The engine: schedule, run, postprocess.
 
     schedule      policies/batch_admission decides who computes how many tokens; adapters are brought to the device
-    run           seats -> StepBatch -> ModelRunner.forward -> Sampler: one token for every sequence that is up to date
+    run           seats -> StepBatch -> Backend.forward -> Sampler: one token for every sequence that is up to date
     postprocess   append tokens, end sequences, write items for the gateways and briefs for the schedulers
 
 Single-threaded: every method is called from the engine's thread; nothing here waits for anything but the device. Adapters
@@ -17,23 +17,21 @@ from array import array
 from collections.abc import Callable
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, Plan, advance, due_s
+from motet.policies.batch_admission import AdmissionLimits, StepPlan, advance, due_s
 from motet.policies.batch_core import BatchCore
 from motet.policies.cold_start import ColdStarts, Forced
 from motet.policies.kv_blocks import KvBlocks
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.backend import Backend
 from motet.services.worker.engine.copies import DeviceAdapters
 from motet.services.worker.engine.request import EngineLimits, EngineRequest, StepOutput, StepStats
-from motet.services.worker.engine.runner import ModelRunner
 from motet.services.worker.engine.sampler import Drawn, Sampler
-from motet.services.worker.engine.seats import Live, Seats
+from motet.services.worker.engine.seats import LiveSequence, Seats
 from motet.services.worker.state import START_PERF
 from motet.shared import clock
-from motet.shared.errors import BadRequest, Conflict, InvalidAdapter, MotetError, Overloaded, PromptTooLong
+from motet.shared.errors import BadRequest, InvalidAdapter, MotetError
 from motet.shared.messages import StreamItem
 from motet.shared.model import FinishReason, PerfModel, RequestBrief, Residency, SamplingParams
-
-RETRY_AFTER_S = 1.0
 
 
 class Engine:
@@ -44,7 +42,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Backend,
         limits: EngineLimits,
         *,
         perf: Callable[[], PerfModel] = lambda: START_PERF,
@@ -63,7 +61,7 @@ class Engine:
             cold = ColdStarts(runner.config.num_layers, limits.max_step_tokens, cold_start)
         slots = AdapterSlots(limits.max_loras, runner.lora_bytes_total, asynchronous=cold is not None)
         self._adapters = DeviceAdapters(runner, slots, perf)
-        self._core: BatchCore[Live] = BatchCore(
+        self._core: BatchCore[LiveSequence] = BatchCore(
             admission,
             kv=KvBlocks(limits.kv_blocks, limits.block_size, prefix_cache=limits.prefix_cache),
             slots=slots,
@@ -78,7 +76,6 @@ class Engine:
             block_size=limits.block_size,
         )
         self._sampler = Sampler(admission.seats, self._vocab_size)
-        self._live: dict[str, Live] = {}
         self._output = StepOutput()  # of the step to come; what happens between steps is reported with it
         self._changed: dict[str, RequestBrief] = {}  # becomes its `changed`
         self.pause_s = 0.0
@@ -97,7 +94,7 @@ class Engine:
     @property
     def prefill_tokens_waiting(self) -> int:
         """Tokens that are still to be prefilled, of waiting and running sequences."""
-        behind = sum(live.length - live.computed for live in self._live.values())
+        behind = sum(live.length - live.computed for live in self._sequences())
         return behind - sum(1 for live in self._state.running if live.length - live.computed == 1)
 
     @property
@@ -113,7 +110,7 @@ class Engine:
 
     def briefs(self) -> list[RequestBrief]:
         """Every request here, waiting or running."""
-        return [live.brief() for live in self._live.values()]
+        return [live.brief() for live in self._sequences()]
 
     def residency(self) -> list[Residency]:
         """Adapters on the device."""
@@ -121,25 +118,20 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether `step` would do or report anything, in `pause_s` at the earliest."""
-        out, adapters = self._output, self._adapters
-        return bool(self._live or self._core.slots.loading or out.items or out.removed or adapters.changes)
+        core = self._core
+        return bool(core.busy or core.slots.loading or self._output.items or self._adapters.changes)
 
     def add(self, request: EngineRequest, now_s: float) -> None:
         """Queue a request; it arrived at `request.arrival_s`, and what it needs is looked at on the next step.
 
-        An older epoch of the same id is dropped. Raises Overloaded, Conflict (this epoch or a newer one is here),
-        PromptTooLong, InvalidAdapter (larger than the device's adapter memory) or BadRequest (token ids out of range).
+        The caller has checked it (`admission.check`), and no request of this id is here. Raises InvalidAdapter for an adapter
+        that is larger than the device's adapter memory.
         """
-        known = self._live.get(request.request_id)
-        if known is not None and known.request.epoch >= request.epoch:
-            raise Conflict(f"request {request.request_id} is here with epoch {known.request.epoch}", param="epoch")
-        if known is None and len(self._live) >= self.limits.max_requests:
-            raise Overloaded(f"{self.limits.max_requests} requests are here already", retry_after_s=RETRY_AFTER_S)
-        self._check(request)
+        known = len(request.prompt) + len(request.output)
+        assert request.prompt and len(request.prompt) < self.max_model_len >= known, "admission lets no such request in"
         live = self._make_live(request)
-        if known is not None:
-            self._drop(known)
-            self._output.removed.append(request.request_id)
+        if live.adapter_bytes > (total := self._runner.lora_bytes_total):
+            raise InvalidAdapter(f"the adapter needs {live.adapter_bytes} bytes on the device, which has {total} for all")
         finish = _finish_of(live) if request.output else None
         if finish is None and live.output_tokens >= request.sampling.max_tokens:
             finish = "length"
@@ -147,13 +139,12 @@ class Engine:
             stop_token = live.tokens[-1] if finish == "stop" else None
             self._emit(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], finish, stop_token))
             return
-        self._live[request.request_id] = live
         self._core.start(live)
         self._changed[request.request_id] = live.brief()
 
     def cancel(self, request_id: str, epoch: int) -> bool:
         """Stop the request of this id if its epoch is `epoch` or older; its last item says "cancelled"."""
-        live = self._live.get(request_id)
+        live = next((live for live in self._sequences() if live.request.request_id == request_id), None)
         if live is None or live.request.epoch > epoch:
             return False
         self._end(live, StreamItem(request_id, live.request.epoch, live.output_tokens, [], "cancelled"))
@@ -164,7 +155,7 @@ class Engine:
         stats = self._output.stats
         for digest in self._core.look(self._adapters):
             self._adapters.whole(digest)
-        if self._live:
+        if self._core.busy:
             began_s = clock.now_s()
             plan = self._schedule(now_s, stats)
             scheduled_s = clock.now_s()
@@ -204,7 +195,7 @@ class Engine:
 
     def abort_all(self, error: MotetError) -> StepOutput:
         """End every request with `error`; returns their last items and all else that is unreported."""
-        for live in list(self._live.values()):
+        for live in self._sequences():
             self._fail(live, error)
         return self._take_output()
 
@@ -216,23 +207,27 @@ class Engine:
         """Assert that blocks, slots and seats add up (tests, and idle moments)."""
         self._core.check()
         self._adapters.check()
-        assert len(self._live) == len(self._state.running) + len(self._state.waiting), "a request is lost"
+        ids = [live.request.request_id for live in self._sequences()]
+        assert len(set(ids)) == len(ids), "two requests of one id"
 
     # ---- the three verbs
 
-    def _schedule(self, now_s: float, stats: StepStats) -> Plan[Live]:
-        plan = self._core.decide(now_s)
+    def _schedule(self, now_s: float, stats: StepStats) -> StepPlan[LiveSequence]:
+        plan = self._core.decide()
         for live in plan.preempted:
             self._leave(live)
             self._changed[live.request.request_id] = live.brief()
         for live in plan.grown:
             self._seats.grew(live)
+        for live in plan.considered:
+            assert live.cold is not None, "it was considered"
+            live.cold_since_s, live.cold_ttft_ms = now_s, live.cold.ttft_ms[live.cold.mode]
         for live in plan.admitted:
             self._seats.take(live)
             self._sampler.seat(live.row, live.request.sampling, live.tokens, live.prompt_tokens, live.ending)
-            if not live.reported:
-                live.cached_prompt_tokens = min(live.cached_tokens, live.prompt_tokens)
-            stats.cached_tokens += live.cached_tokens
+            if live.admitted_s is None:
+                live.admitted_s, live.cached_prompt_tokens = now_s, min(live.computed, live.prompt_tokens)
+            stats.cached_tokens += live.computed  # before its first rows: what the prefix cache had
             self._changed[live.request.request_id] = live.brief()
             if live.cold is not None and not live.reported:
                 stats.cold_starts.append((live.cold.mode, live.cold.reason))
@@ -242,7 +237,7 @@ class Engine:
         stats.count(plan.decodes, plan.prefills)
         return plan
 
-    def _run(self, plan: Plan[Live], stats: StepStats) -> Drawn | None:
+    def _run(self, plan: StepPlan[LiveSequence], stats: StepStats) -> Drawn | None:
         if not plan.decodes and not plan.prefills:
             return None
         began_s = clock.now_s()
@@ -264,7 +259,7 @@ class Engine:
             return None
         return drawn
 
-    def _postprocess(self, drawing: list[Live], drawn: Drawn, stats: StepStats) -> None:
+    def _postprocess(self, drawing: list[LiveSequence], drawn: Drawn, stats: StepStats) -> None:
         stats.sampled = len(drawing)
         broken = set(drawn.broken)
         for index, (live, token) in enumerate(zip(drawing, drawn.tokens.tolist(), strict=True)):
@@ -308,44 +303,13 @@ class Engine:
 
     # ---- requests
 
-    def _check(self, request: EngineRequest) -> None:
-        prompt, output = request.prompt, request.output
-        if not prompt:
-            raise BadRequest("the prompt has no tokens", param="prompt")
-        if len(prompt) >= self.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens; with at least one token of output the context holds "
-                f"{self.max_model_len}",
-                param="prompt",
-            )
-        if len(prompt) + len(output) > self.max_model_len:
-            raise PromptTooLong(
-                f"prompt and output so far have {len(prompt) + len(output)} tokens, the context holds {self.max_model_len}",
-                param="output",
-            )
-        # An id outside the embedding would fail the whole batch.
-        sampling = request.sampling
-        named = {"prompt": prompt, "output": output, "logit_bias": sampling.logit_bias}
-        named |= {
-            "allowed_token_ids": sampling.allowed_token_ids,
-            "bad_words": [t for word in sampling.bad_words for t in word],
-        }
-        for name, ids in named.items():
-            if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
-                raise BadRequest(f"{name} has a token id outside 0..{self._vocab_size - 1}", param=name)
-        if sampling.allowed_token_ids:
-            ending = self._ending(sampling) if sampling.min_tokens else set()
-            banned = {word[0] for word in sampling.bad_words if len(word) == 1}
-            if not set(sampling.allowed_token_ids) - ending - banned:
-                raise BadRequest("allowed_token_ids leaves no token to draw", param="allowed_token_ids")
-        if request.adapter is not None:
-            size_bytes, total = self._runner.adapter_bytes(request.adapter), self._runner.lora_bytes_total
-            if size_bytes > total:
-                raise InvalidAdapter(f"the adapter needs {size_bytes} bytes on the device, which has {total} for all")
+    def _sequences(self) -> list[LiveSequence]:
+        """Every request here. One is looked up by its id only to be cancelled, so nobody keeps an index."""
+        return [*self._state.waiting, *self._state.running]
 
-    def _make_live(self, request: EngineRequest) -> Live:
+    def _make_live(self, request: EngineRequest) -> LiveSequence:
         sampling, adapter = request.sampling, request.adapter
-        return Live(
+        return LiveSequence(
             order=0,
             priority=request.priority,
             due_s=due_s(request.arrival_s, request.slo.ttft_slo_ms, begun=bool(request.output)),
@@ -363,33 +327,28 @@ class Engine:
     def _ending(self, sampling: SamplingParams) -> set[int]:
         return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
 
-    def _emit(self, live: Live, item: StreamItem) -> None:
+    def _emit(self, live: LiveSequence, item: StreamItem) -> None:
         self._output.items.setdefault(live.request.gateway_id, []).append(item)
 
-    def _fail(self, live: Live, error: MotetError, *, spoiled: bool = False) -> None:
+    def _fail(self, live: LiveSequence, error: MotetError, *, spoiled: bool = False) -> None:
         request = live.request
         item = StreamItem(request.request_id, request.epoch, live.output_tokens, [], "error", error=error.info())
         self._end(live, item, spoiled=spoiled)
 
-    def _end(self, live: Live, item: StreamItem, *, spoiled: bool = False) -> None:
+    def _end(self, live: LiveSequence, item: StreamItem, *, spoiled: bool = False) -> None:
         self._emit(live, item)
-        self._drop(live, spoiled=spoiled)
-        self._output.removed.append(live.request.request_id)
-
-    def _drop(self, live: Live, *, spoiled: bool = False) -> None:
         self._core.end(live, spoiled=spoiled)
         self._leave(live)
-        del self._live[live.request.request_id]
         self._changed.pop(live.request.request_id, None)
 
-    def _leave(self, live: Live) -> None:
+    def _leave(self, live: LiveSequence) -> None:
         if live.row >= 0:
             self._sampler.leave(live.row)
             self._seats.leave(live)
 
     # ---- adapters
 
-    def _move_adapters(self, plan: Plan[Live], stats: StepStats) -> None:
+    def _move_adapters(self, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
         began_s = clock.now_s()
         for digest, slot in plan.evictions:
             self._adapters.left(digest, slot)
@@ -402,9 +361,9 @@ class Engine:
                 self._fail_load(plan, live, error)
         stats.load_s = clock.now_s() - began_s
 
-    def _fail_load(self, plan: Plan[Live], first: Live, error: Exception) -> None:
+    def _fail_load(self, plan: StepPlan[LiveSequence], first: LiveSequence, error: Exception) -> None:
         answer = MotetError(f"adapter {first.adapter} could not be loaded: {type(error).__name__}: {error}", param="model")
-        for live in [live for live in self._live.values() if live.adapter == first.adapter and live.slot >= 0]:
+        for live in [live for live in self._sequences() if live.adapter == first.adapter and live.slot >= 0]:
             if live.scheduled:
                 plan.prefills.remove(live)
             self._fail(live, answer, spoiled=True)
@@ -415,7 +374,7 @@ class Engine:
             self._adapters.left(digest, slot)
 
 
-def _finish_of(live: Live) -> FinishReason | None:
+def _finish_of(live: LiveSequence) -> FinishReason | None:
     """Whether the last token ended the sequence. Ending tokens before min_tokens cannot be drawn, so are not asked for."""
     if live.tokens[-1] in live.ending:
         return "stop"

@@ -19,7 +19,6 @@ class EngineLimits:
     """What one engine may hold. Token and block counts; fixed for the engine's life."""
 
     max_running: int  # sequences in one step
-    max_requests: int  # running and waiting; one more is refused
     max_step_tokens: int  # rows in one step: decodes first, prefill chunks take the rest; also bounds max_running
     block_size: int  # tokens in one KV block
     kv_blocks: int
@@ -94,11 +93,10 @@ class StepStats(Step):
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step changed. `changed` and `removed` are what a scheduler must hear; apply `removed` first."""
+    """What one step changed. A request of which the last item is here is in `changed` no more."""
 
     items: dict[str, list[StreamItem]] = field(default_factory=dict)  # by gateway id
     changed: list[RequestBrief] = field(default_factory=list)  # new, or in a new phase
-    removed: list[str] = field(default_factory=list)
     residency: list[ResidencyChange] = field(default_factory=list)
     stats: StepStats = field(default_factory=StepStats)
     failure: Exception | None = None  # the forward pass failed as a whole; its requests got error items
@@ -107,4 +105,4 @@ class StepOutput:
     def empty(self) -> bool:
         """Nothing was computed, and there is nothing to tell."""
         ran = self.stats.decode_rows or self.stats.prefill_requests
-        return not (ran or self.items or self.changed or self.removed or self.residency or self.failure)
+        return not (ran or self.items or self.changed or self.residency or self.failure)

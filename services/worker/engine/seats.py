@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from motet.policies.batch_admission import Plan, Sequence
+from motet.policies.batch_admission import Sequence, StepPlan
 from motet.services.worker.engine.request import EngineRequest, StepStats
 from motet.services.worker.engine.step_batch import StepBatch
 from motet.shared.model import RequestBrief
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Live(Sequence):
+class LiveSequence(Sequence):
     """A request inside the engine. `tokens` (of Sequence) is its prompt and all output so far."""
 
     request: EngineRequest
@@ -22,7 +22,10 @@ class Live(Sequence):
     ending: set[int] = field(default_factory=set)  # EOS and stop token ids
     row: int = -1  # its seat while running
     reported: bool = False  # the first item has gone out
-    cached_prompt_tokens: int = 0  # at its first admission
+    admitted_s: float | None = None  # first admission
+    cached_prompt_tokens: int = 0  # found in the prefix cache then
+    cold_since_s: float = 0.0  # when its way in was first chosen, and the time to first token that was predicted then
+    cold_ttft_ms: float = 0.0
 
     @property
     def output_tokens(self) -> int:
@@ -61,20 +64,20 @@ class Seats:
         self._context_lens = np.zeros(seats, np.int32)
         self._count = np.arange(max(max_model_len, seats) + 1)
 
-    def take(self, live: Live) -> None:
+    def take(self, live: LiveSequence) -> None:
         """Seat a sequence that was just admitted, with all its blocks."""
         live.row = self._free.pop()
         self._tables[live.row, : len(live.blocks)] = live.blocks
 
-    def leave(self, live: Live) -> None:
+    def leave(self, live: LiveSequence) -> None:
         self._free.append(live.row)
         live.row = -1
 
-    def grew(self, live: Live) -> None:
+    def grew(self, live: LiveSequence) -> None:
         """Its last block is new."""
         self._tables[live.row, len(live.blocks) - 1] = live.blocks[-1]
 
-    def build(self, plan: Plan[Live], stats: StepStats) -> tuple[StepBatch, np.ndarray, np.ndarray]:
+    def build(self, plan: StepPlan[LiveSequence], stats: StepStats) -> tuple[StepBatch, np.ndarray, np.ndarray]:
         """The plan as arrays; with it the seats [n] and lengths [n] of the sequences that get a token, decodes first."""
         size, decodes, prefills = self._block_size, plan.decodes, plan.prefills
         at, sequences = len(decodes), len(decodes) + len(prefills)

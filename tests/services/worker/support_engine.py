@@ -14,6 +14,8 @@ from motet.kernels import PAGE_RANKS
 from motet.kernels.link import LinkState
 from motet.kernels.pool import LINE, MODULES
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.backend import BackendOptions
+from motet.services.worker.engine.backends import open_backend
 from motet.services.worker.engine.engine import Engine
 from motet.services.worker.engine.request import EngineLimits, EngineRequest, StepStats
 from motet.services.worker.engine.runner import ModelRunner
@@ -45,8 +47,8 @@ class PacedRunner(ModelRunner):
     bytes_per_s = 1e6
     processes = 0
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
         self.queue: dict[int, tuple[HostAdapter, float]] = {}  # slot -> weights, bytes left
         self.seen: list[dict[int, str]] = []
         self.begun: list[str] = []
@@ -67,7 +69,7 @@ class PacedRunner(ModelRunner):
         """There are as many processes as `processes` says."""
 
     def begin_load(self, slot: int, weights: HostAdapter) -> None:
-        self._pool.reserve(slot, weights.packed)
+        self.pool.reserve(slot, weights.packed)
         self._copy(slot, weights, range(self.config.num_layers), math.nan)
         self.queue[slot] = weights, float(self.adapter_bytes(weights))
         self.begun.append(weights.digest)
@@ -78,7 +80,7 @@ class PacedRunner(ModelRunner):
 
     def free_adapter(self, slot: int) -> None:
         self.queue.pop(slot, None)
-        self._pool.free(slot)
+        self.pool.free(slot)
 
     def elapse(self, seconds: float) -> None:
         """Let the link run."""
@@ -90,8 +92,8 @@ class PacedRunner(ModelRunner):
             self.queue[slot] = weights, left - part
             size = self.adapter_bytes(weights)
             loaded = int((size - left + part) * layers / size + 1e-9)
-            self._copy(slot, weights, range(self._pool.loaded_layers[slot], loaded), 1.0)
-            self._pool.loaded_layers[slot] = loaded
+            self._copy(slot, weights, range(self.pool.loaded_layers[slot], loaded), 1.0)
+            self.pool.loaded_layers[slot] = loaded
             if loaded == layers:
                 del self.queue[slot]
 
@@ -101,16 +103,16 @@ class PacedRunner(ModelRunner):
         self.seen.append(dict(batch.slot_modes))
         for slot in named:
             self._copy(slot, self.queue[slot][0], range(self.config.num_layers), 1.0)
-        loaded = self._pool.loaded_layers.copy()
-        self._pool.loaded_layers[list(named)] = self.config.num_layers
+        loaded = self.pool.loaded_layers.copy()
+        self.pool.loaded_layers[list(named)] = self.config.num_layers
         logits = super().forward(batch)
-        self._pool.loaded_layers[:] = loaded
+        self.pool.loaded_layers[:] = loaded
         for slot in named:
             self._copy(slot, self.queue[slot][0], range(loaded[slot], self.config.num_layers), math.nan)
         return logits
 
     def _copy(self, slot: int, weights: HostAdapter, layers: range, factor: float) -> None:
-        packed, pool = weights.packed, self._pool
+        packed, pool = weights.packed, self.pool
         for m, module in enumerate(MODULES):
             width = sum(pool.shapes[module])
             for page in range(int(packed.pages[0, m])):
@@ -128,25 +130,26 @@ def make_engine(model_dir: Path, **changes: Any) -> Engine:
     runner_options = changes.pop("runner_options", {})
     fields: dict[str, Any] = {
         "max_running": 64,
-        "max_requests": 1000,
         "max_step_tokens": 256,
         "block_size": BLOCK_SIZE,
         "kv_blocks": 600,
         "max_loras": 16,
     }
     limits = EngineLimits(**fields | changes)
-    runner = runner_class(
-        model_dir,
-        dtype="float32",
-        block_size=limits.block_size,
-        kv_blocks=limits.kv_blocks,
-        lora_bytes=lora_bytes,
-        max_lora_rank=64,
-        max_loras=limits.max_loras,
-        threads=1,  # tiny matrices: more would only wait for each other
-        **runner_options,
+    backend = open_backend(
+        BackendOptions(
+            model_dir=model_dir,
+            dtype="float32",
+            block_size=limits.block_size,
+            kv_blocks=limits.kv_blocks,
+            lora_bytes=lora_bytes,
+            max_lora_rank=64,
+            max_loras=limits.max_loras,
+            threads=1,  # tiny matrices: more would only wait for each other
+            **runner_options,
+        )
     )
-    return Engine(runner, limits, **options)
+    return Engine(runner_class(**vars(backend)), limits, **options)
 
 
 def request(

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import fcntl
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,19 @@ class Parsed:
 def blob(seed: int, size_bytes: int = 64 * KIB) -> tuple[AdapterRef, bytes]:
     data = hashlib.shake_128(seed.to_bytes(4, "little")).digest(size_bytes)
     return AdapterRef(name=f"a{seed}", digest=hashlib.sha256(data).hexdigest(), rank=8, size_bytes=size_bytes), data
+
+
+def count_hashes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one with each file that is hashed."""
+    hashed: list[object] = []
+    real = hashlib.file_digest
+
+    def counted(file, name):
+        hashed.append(file)
+        return real(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    return hashed
 
 
 class Bench:
@@ -116,6 +130,57 @@ async def test_a_corrupted_file_is_fetched_again_and_a_good_one_is_not(bench, tm
     again = Bench(bench.bus, bench.directory)
     assert (await again.tiers.acquire(ref)).data == data
     assert again.fetched == []
+
+
+async def test_a_file_is_hashed_when_it_is_fetched_and_not_when_it_is_loaded_again(bus, tmp_path, monkeypatch):
+    bench = Bench(bus, tmp_path / "adapters", host_bytes=70 * KIB)
+    hashed = count_hashes(monkeypatch)
+    refs = []
+    for seed in (1, 2):
+        ref, data = blob(seed)
+        await bench.put(ref, data)
+        refs.append(ref)
+    for ref in refs * 3:  # there is room for one: each takes the other's place
+        await bench.tiers.acquire(ref)
+        bench.tiers.release(ref.digest)
+    assert bench.parsed == 6 and len(bench.fetched) == 2
+    assert len(hashed) == 2
+    restarted = Bench(bus, bench.directory)
+    await restarted.tiers.acquire(refs[0])
+    assert len(hashed) == 3, "a process hashes what it finds once"
+
+
+def cut_short(path: Path, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.truncate(len(data) // 2)
+
+
+def altered(path: Path, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(len(data) // 2)
+        file.write(bytes([data[len(data) // 2] ^ 1]))
+
+
+def replaced(path: Path, data: bytes) -> None:
+    written = path.stat().st_mtime_ns
+    other = path.with_name("other")
+    other.write_bytes(bytes(len(data)))
+    os.utime(other, ns=(written, written))
+    other.replace(path)
+
+
+@pytest.mark.parametrize("damage", [cut_short, altered, replaced, lambda path, _: path.unlink()])
+async def test_a_file_that_was_damaged_between_two_loads_is_fetched_again(bus, tmp_path, damage):
+    bench = Bench(bus, tmp_path / "adapters", host_bytes=70 * KIB)
+    (ref, data), (other, other_data) = blob(1), blob(2)
+    for one, content in ((ref, data), (other, other_data)):
+        await bench.put(one, content)
+        await bench.tiers.acquire(one)  # the second takes the first one's place in host memory
+        bench.tiers.release(one.digest)
+    damage(bench.file(ref), data)
+    assert (await bench.tiers.acquire(ref)).data == data
+    assert bench.fetched == [ref.digest, other.digest, ref.digest]
+    assert bench.file(ref).read_bytes() == data
 
 
 async def test_a_store_with_other_bytes_under_the_digest_is_never_believed(bench):

@@ -267,7 +267,7 @@ def test_a_thread_that_runs_steps_may_run_anywhere_between_them(checkpoint: tupl
 def test_a_process_that_cannot_start_is_tried_again_ever_more_seldom(cold: Cold, tmp_path: Path) -> None:
     engine = CpuEngine(threads=1)
     engine.path = tmp_path / "no-library.so"
-    broken = CpuAssist(engine, cold.runner._pool, cores=(-1,), max_rows=16)
+    broken = CpuAssist(engine, cold.runner.pool, cores=(-1,), max_rows=16)
     wait(lambda: broken.failures["not started"] == 3)
     began = time.monotonic()
     assert broken.capacity.processes == 0

@@ -65,12 +65,12 @@ STEPS = [
 def give_history(*runners: ModelRunner) -> None:
     """The same keys and values to all."""
     for runner in runners:
-        blocks = runner._cache.data[:, :512]
+        blocks = runner.memory.cache.data[:, :512]
         blocks.copy_(torch.randn(blocks.shape, generator=torch.Generator().manual_seed(1)))
 
 
 def buffers_of(runner: ModelRunner, bucket: tuple[int, int], scratch_block: int) -> DecodeBuffers:
-    return DecodeBuffers(bucket, runner._steps._model, runner._cache, runner._pool, scratch_block)
+    return DecodeBuffers(bucket, runner.steps._model, runner.memory.cache, runner.pool, scratch_block)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_same_buffers_serve_one_step_after_another(
     want = [twin.forward(step) for step in STEPS]
     monkeypatch.setattr(motet.kernels.lora, "_kernels", lambda pool: on)
     with torch.inference_mode():
-        buffers = buffers_of(runner, (8, 16), scratch_block=runner._cache.null_block - 1)
+        buffers = buffers_of(runner, (8, 16), scratch_block=runner.memory.cache.null_block - 1)
         for step, logits in zip(STEPS, want, strict=True):
             buffers.fill(step)
             torch.testing.assert_close(buffers.run()[: len(logits)], logits, rtol=1e-4, atol=1e-4)

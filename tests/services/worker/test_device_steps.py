@@ -20,10 +20,11 @@ from motet.kernels.device import DeviceLoader, cuda_streams, numbered
 from motet.kernels.triton.attention import PagedAttention
 from motet.kernels.triton.lora import INTERPRETED
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.backend import BackendOptions
+from motet.services.worker.engine.backends.reference import reference
 from motet.services.worker.engine.decode_graphs import DecodeBuffers
 from motet.services.worker.engine.loader import parameters
 from motet.services.worker.engine.model_config import read_model_config
-from motet.services.worker.engine.runner import ModelRunner
 from tests.services.worker.test_decode_graphs import STEPS, buffers_of, decode_step, give_history
 from tests.support_models import Sequence, make_adapters, make_checkpoint, make_runner, step_batch
 
@@ -48,8 +49,8 @@ def test_steps_of_the_base_alone_have_graphs_without_lora(tmp_path: Path, monkey
     step = decode_step([6, 91, 3], [-1, -1, -1], seed=1)
     want = twin.forward(step)
     with torch.inference_mode():
-        scratch = runner._cache.null_block - 1
-        buffers = DecodeBuffers((4, 16), runner._steps._model, runner._cache, runner._pool, scratch, adapted=False)
+        scratch = runner.memory.cache.null_block - 1
+        buffers = DecodeBuffers((4, 16), runner.steps._model, runner.memory.cache, runner.pool, scratch, adapted=False)
         buffers.fill(step)
         torch.testing.assert_close(buffers.run()[:3], want, rtol=1e-4, atol=1e-4)
         runner.free_adapter(0)
@@ -70,9 +71,9 @@ def test_a_graph_of_triton_kernels_alone_says_what_torch_says(
     give_history(runner, twin)
     want = [twin.forward(step) for step in STEPS[:2]]
     monkeypatch.setattr(motet.kernels.lora, "_kernels", lambda pool: motet.kernels.triton)
-    runner._cache.library = PagedAttention(runner._cache, heads=runner.config.num_heads)
+    runner.memory.cache.library = PagedAttention(runner.memory.cache, heads=runner.config.num_heads)
     with torch.inference_mode():
-        buffers = buffers_of(runner, (8, 16), scratch_block=runner._cache.null_block - 1)
+        buffers = buffers_of(runner, (8, 16), scratch_block=runner.memory.cache.null_block - 1)
         for step, logits in zip(STEPS[:2], want, strict=True):
             buffers.fill(step)
             torch.testing.assert_close(buffers.run()[: len(logits)], logits, rtol=1e-4, atol=1e-4)
@@ -85,7 +86,7 @@ def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monke
     adapters = make_adapters(model_dir, tmp_path)
     twin = make_runner(model_dir, adapters, kernels="reference")
     runner = make_runner(model_dir, [], kernels="reference", link_bytes_per_s=1e12)
-    loader, slot = runner._loader, 3
+    loader, slot = runner.loader, 3
     assert isinstance(loader, DeviceLoader)
     send = loader._send
 
@@ -109,12 +110,12 @@ def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monke
 def test_weights_of_real_shapes_need_no_checkpoint(tmp_path: Path) -> None:
     home = write_config("tiny", tmp_path)
     config = read_model_config(home)
-    options = {"kv_blocks": 16, "lora_bytes": 1 << 20, "max_lora_rank": 8, "max_loras": 1, "kernels": "reference"}
-    runners = [ModelRunner(home, load_format="dummy", **options) for _ in range(2)]  # type: ignore[arg-type]
+    options = {"kv_blocks": 16, "lora_bytes": 1 << 20, "max_lora_rank": 8, "max_loras": 1}
+    runners = [reference(BackendOptions(model_dir=home, load_format="dummy", **options)) for _ in range(2)]
     batch = step_batch([Sequence(list(range(3, 9)), -1, 1, blocks=[0])], [6], 16)
     first, second = (runner.forward(batch) for runner in runners)
     assert first.isfinite().all() and torch.equal(first, second) and len(np.unique(first.argmax(-1).numpy())) > 1
-    steps: Any = runners[0]._steps
+    steps: Any = runners[0].steps
     weights = steps._model.weights
     sizes = [weights.embed.numel(), weights.norm.numel(), config.vocab_size * config.hidden_size]
     layer = sum(fan_in * out for fan_in, out in config.projection_shapes().values()) + 2 * config.hidden_size

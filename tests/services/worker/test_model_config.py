@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from motet.services.worker.engine.device_memory import kv_bytes_per_block
 from motet.services.worker.engine.model_config import UnsupportedModel, parse_model_config, read_model_config
-from motet.services.worker.engine.runner import ModelRunner
 from motet.shared.model import MODULES
 
 LLAMA: dict[str, Any] = {
@@ -125,5 +125,5 @@ def test_a_directory_without_a_readable_config_is_refused(tmp_path: Path) -> Non
 
 def test_a_kv_block_costs_what_its_tensors_hold() -> None:
     config = parse_model_config(LLAMA)
-    assert ModelRunner.kv_bytes_per_block(config, dtype="auto", block_size=16) == 32 * 16 * 2 * 8 * 128 * 2
-    assert ModelRunner.kv_bytes_per_block(config, dtype="float32", block_size=1) == 32 * 2 * 8 * 128 * 4
+    assert kv_bytes_per_block(config, dtype="auto", block_size=16) == 32 * 16 * 2 * 8 * 128 * 2
+    assert kv_bytes_per_block(config, dtype="float32", block_size=1) == 32 * 2 * 8 * 128 * 4

@@ -1,0 +1,133 @@
+"""What the engine needs of the model: one step's batch in, logits out, and adapters copied to the device.
+
+A backend owns all device memory: base weights, KV cache and adapter pool. The engine decides what their blocks and slots mean.
+`backends/` has one file per backend, and `docs/engines.md` says how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from motet.kernels.cpu.assist import AssistCounts
+from motet.kernels.link import LinkState
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.model_config import ModelConfig
+from motet.services.worker.engine.step_batch import StepBatch
+
+if TYPE_CHECKING:
+    from motet.services.worker.assist import Capacity
+
+
+class BackendMissing(Exception):
+    """A backend that cannot run on this machine or device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """The model, the memory and the ways of computing that a backend is to have."""
+
+    model_dir: Path
+    dtype: str = "auto"
+    """Of weights, KV cache and adapters alike: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"."""
+    device: str = "cpu"
+    load_format: str = "auto"
+    """"dummy" makes random weights on the device and reads `config.json` alone."""
+    quantization: str = "none"
+    """"int8" keeps the base's matrices as whole numbers with one scale per output."""
+    kernels: str = "auto"
+    """A name of `backends.BACKENDS`, or "auto": that of the device, unless MOTET_KERNELS names one."""
+    threads: int = 0
+    """Of a step on a CPU; 0 leaves torch's setting."""
+    graphs: bool = True
+    """False launches a GPU's decode steps kernel by kernel."""
+    block_size: int = 16
+    kv_blocks: int
+    lora_bytes: int
+    max_lora_rank: int
+    max_loras: int
+    link_bytes_per_s: float = 0.0
+    """Emulated pace of adapter copies, 0 for none."""
+    assist_cores: Sequence[int] = ()
+    """One CPU LoRA process on each, -1 for any core."""
+    assist_rows: int = 512
+    """The most rows of a step that a process takes over."""
+
+
+class Processes(Protocol):
+    """CPU processes that compute the LoRA part of adapters that are being copied."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """What they can take over now."""
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Processes that were replaced so far, by reason."""
+
+
+class Backend(Protocol):
+    """One loaded model. The engine's thread alone calls it; only `forward` may wait, for the device."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which host copies of adapters should be."""
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV block over all layers."""
+
+    @property
+    def lora_bytes_total(self) -> int:
+        """Device memory for adapters."""
+
+    def adapter_bytes(self, weights: HostAdapter) -> int:
+        """What this adapter occupies on the device."""
+
+    def begin_load(self, slot: int, weights: HostAdapter) -> None:
+        """Copy an adapter into an empty slot, beside the steps where that is possible, else before this returns.
+
+        Raises kernels.PoolFull when memory is short, ValueError on a taken slot.
+        """
+
+    def loaded_layers(self, slot: int) -> int:
+        """Layers of this slot's adapter that are on the device: all of them once it is whole."""
+
+    def bytes_ahead(self, slot: int) -> int:
+        """Bytes to copy until this slot's adapter is whole, those of the loads before it included."""
+
+    def free_adapter(self, slot: int) -> None:
+        """Empty a slot, whole or on its way; no row of a later step may name it until it is loaded again."""
+
+    @property
+    def link(self) -> LinkState:
+        """The link over which adapters reach the device; infinitely fast where a load is whole on return."""
+
+    @property
+    def assist(self) -> Processes | None:
+        """None without CPU LoRA processes."""
+
+    @property
+    def assist_relief(self) -> float:
+        """What a CPU process saves the device, as a share of the process's own time."""
+
+    @property
+    def assisted(self) -> AssistCounts:
+        """Where the LoRA part of adapters under way was computed so far."""
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Write the rows' K and V and return the wanted logits, float32 [n, vocab], in the order of `logit_rows`.
+
+        They are valid until the next call. Raises ValueError when a row names an empty adapter slot.
+        """
+
+    def close(self) -> None:
+        """End what runs beside the steps. No step follows."""

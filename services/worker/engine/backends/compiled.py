@@ -1,0 +1,89 @@
+"""Compiled kernels on a CPU: one call per step, float or int8 weights, CPU processes beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from motet.kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
+from motet.kernels.cpu.assist import AssistCounts, Helpers
+from motet.kernels.cpu.loading import CpuLoader
+from motet.services.worker.assist import CpuAssist
+from motet.services.worker.engine.backend import BackendMissing, BackendOptions
+from motet.services.worker.engine.cores import on_cores, step_cores
+from motet.services.worker.engine.device_memory import DeviceMemory, reserve, weights_of
+from motet.services.worker.engine.model import RotaryEmbedding
+from motet.services.worker.engine.runner import ModelRunner
+from motet.services.worker.engine.step_batch import StepBatch
+from motet.shared.clock import now_s
+
+
+class CompiledSteps:
+    """Steps of a CpuForward. `processes` learns how long they take."""
+
+    def __init__(self, forward: CpuForward, processes: CpuAssist | None) -> None:
+        self._forward, self._processes = forward, processes
+
+    @property
+    def assisted(self) -> AssistCounts:
+        """Where the LoRA part of adapters under way was computed so far."""
+        return self._forward.assisted
+
+    def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
+        """Logits of `batch.logit_rows`, float32 [n, vocab], valid until the next call; fills the cache."""
+        if self._processes is None:
+            return self._forward(batch, helpers)
+        began_s = now_s()
+        logits = self._forward(batch, helpers)
+        self._processes.observe(len(batch.token_ids), now_s() - began_s, helpers)
+        return logits
+
+    def close(self) -> None:
+        """Nothing runs beside the steps."""
+
+
+def compiled(options: BackendOptions) -> ModelRunner:
+    """Raises BackendMissing before anything is loaded, UnsupportedModel."""
+    if torch.device(options.device).type != "cpu":
+        raise BackendMissing(f"the model is on {options.device}")
+    cores = step_cores(options.assist_cores)
+    try:
+        with on_cores(cores if options.assist_cores else None):
+            engine = CpuEngine(threads=options.threads)
+    except (BuildError, ValueError) as error:
+        raise BackendMissing(str(error)) from None
+    memory = reserve(options)
+    forward = _forward(engine, options, memory)
+    loader = CpuLoader(engine, memory.pool, link_bytes_per_s=options.link_bytes_per_s)
+    assist = None
+    if options.assist_cores:
+        assist = CpuAssist(engine, memory.pool, cores=options.assist_cores, max_rows=options.assist_rows)
+    return ModelRunner(
+        memory=memory,
+        steps=CompiledSteps(forward, assist),
+        loader=loader,
+        assist=assist,
+        assist_relief=1.0 / (options.threads or len(cores)),  # the same kernels would run on all threads
+        cores=cores if assist is not None else None,
+    )
+
+
+def _forward(engine: CpuEngine, options: BackendOptions, memory: DeviceMemory) -> CpuForward:
+    config = memory.config
+    weights = weights_of(options, memory, Packer(engine, int8=options.quantization == "int8"))
+    half = config.head_dim // 2
+    rope = RotaryEmbedding(config.rope, config.head_dim, torch.float32, memory.device)
+
+    def rotary(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rope.at(positions)
+        return cos[:, 0, :half], sin[:, 0, half:]
+
+    return CpuForward(
+        engine,
+        weights,
+        heads=config.num_heads,
+        eps=config.rms_norm_eps,
+        windows=config.windows,
+        rotary=rotary,
+        cache=memory.cache,
+        pool=memory.pool,
+    )

@@ -1,0 +1,81 @@
+"""The torch model on a CPU: the fallback where the compiled kernels cannot be built, and their test oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from motet.kernels import prepare_lora
+from motet.kernels.cpu import BuildError, CpuEngine
+from motet.kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, host_streams
+from motet.services.worker.assist import CpuAssist
+from motet.services.worker.engine.backend import BackendOptions
+from motet.services.worker.engine.cores import step_cores
+from motet.services.worker.engine.decode_graphs import DecodeGraphs
+from motet.services.worker.engine.device_memory import DeviceMemory, reserve, weights_of
+from motet.services.worker.engine.linear import Linear
+from motet.services.worker.engine.model import Model
+from motet.services.worker.engine.runner import LoadsBetweenSteps, ModelRunner
+from motet.services.worker.engine.torch_steps import TorchSteps
+from motet.shared.config import ConfigError
+from motet.shared.telemetry import logger
+
+_log = logger(__name__)
+
+
+def reference(options: BackendOptions) -> ModelRunner:
+    """Adapters are copied between the steps, unless a link or processes are asked for. Raises ConfigError, UnsupportedModel."""
+    memory = reserve(options)
+    library = lora_library() if options.assist_cores or options.link_bytes_per_s else None
+    streams = host_streams(library) if library is not None else None
+    runner = torch_runner(options, memory, streams, library)
+    runner.assist_relief = 1.0 / (options.threads or len(step_cores(options.assist_cores)))
+    return runner
+
+
+def torch_runner(
+    options: BackendOptions,
+    memory: DeviceMemory,
+    streams: DeviceStreams | None,
+    library: CpuEngine | None,
+    *,
+    graphs: Callable[[Model], DecodeGraphs] | None = None,
+) -> ModelRunner:
+    """The torch model on the memory's device. Without `streams` copies of adapters stop the steps."""
+    if options.quantization != "none":
+        raise ConfigError(
+            f"--quantization {options.quantization}: only the compiled CPU kernels read such weights, and they are not in use"
+            f" here (device {memory.device}; see the warning above, or MOTET_KERNELS)"
+        )
+    loader, beside, assist = None, None, None
+    if streams is not None:
+        loader = DeviceLoader(memory.pool, streams, link_bytes_per_s=options.link_bytes_per_s)
+        if options.assist_cores and library is not None:
+            assist = CpuAssist(library, memory.pool, cores=options.assist_cores, max_rows=options.assist_rows)
+        beside = DeviceAssist(memory.pool, streams, library)
+    model = Model(memory.config, weights_of(options, memory, Linear))
+    prepare_lora(memory.pool)
+    steps = TorchSteps(
+        model,
+        memory.cache,
+        memory.pool,
+        graphs=graphs(model) if graphs is not None else None,
+        beside=beside,
+        loader=loader,
+        processes=assist,
+    )
+    return ModelRunner(
+        memory=memory,
+        steps=steps,
+        loader=loader or LoadsBetweenSteps(memory.pool),
+        assist=assist,
+        cores=step_cores(options.assist_cores) if assist is not None else None,
+    )
+
+
+def lora_library() -> CpuEngine | None:
+    """The compiled kernels for CPU LoRA processes, beside a model that does without."""
+    try:
+        return CpuEngine(threads=1)
+    except (BuildError, ValueError) as error:
+        _log.warning("CPU LoRA processes cannot be had: %s", error)
+        return None

@@ -1,0 +1,41 @@
+"""The torch model with Triton kernels on a CUDA device: decode steps as graphs, adapter copies on a stream of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from motet.kernels.device import DeviceStreams, cuda_streams
+from motet.kernels.device.driver import DriverError, MemoryOperations
+from motet.kernels.library_attention import agreeing_library
+from motet.services.worker.engine.backend import BackendMissing, BackendOptions
+from motet.services.worker.engine.backends.reference import lora_library, torch_runner
+from motet.services.worker.engine.decode_graphs import DecodeGraphs
+from motet.services.worker.engine.device_memory import DeviceMemory, reserve
+from motet.services.worker.engine.model import Model
+from motet.services.worker.engine.runner import ModelRunner
+from motet.shared.telemetry import logger
+
+_log = logger(__name__)
+
+
+def triton(options: BackendOptions) -> ModelRunner:
+    """The cache has one block more, the graphs' scratch block. Raises BackendMissing, ConfigError, UnsupportedModel."""
+    if torch.device(options.device).type != "cuda":
+        raise BackendMissing(f"the model is on {options.device}")
+    memory = reserve(options, spare_blocks=1)
+    library = lora_library() if options.assist_cores else None
+
+    def graphs(model: Model) -> DecodeGraphs:
+        return DecodeGraphs(model, memory.cache, memory.pool, scratch_block=options.kv_blocks)
+
+    memory.cache.library = agreeing_library(memory.cache, heads=memory.config.num_heads, windows=memory.config.windows)
+    return torch_runner(options, memory, _streams(memory), library, graphs=graphs if options.graphs else None)
+
+
+def _streams(memory: DeviceMemory) -> DeviceStreams | None:
+    """For copies beside the steps; None where the driver cannot wait for words in memory."""
+    try:
+        return cuda_streams(memory.device, MemoryOperations())
+    except DriverError as error:
+        _log.warning("adapters are copied between the steps: %s", error)
+        return None

@@ -1,0 +1,65 @@
+"""The memory of a native backend: KV cache and adapter pool of one model on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from motet.kernels import KvCache, LoraPool
+from motet.kernels.device import numbered
+from motet.services.worker.engine.backend import BackendOptions
+from motet.services.worker.engine.loader import M, ModelWeights, load_weights, random_weights, resolve_dtype
+from motet.services.worker.engine.model_config import ModelConfig, read_model_config
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A model's configuration with the KV cache and the adapter pool that were made for it."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    cache: KvCache
+    pool: LoraPool
+
+
+def reserve(options: BackendOptions, *, spare_blocks: int = 0) -> DeviceMemory:
+    """The cache has `spare_blocks` more than the engine knows of. Raises UnsupportedModel."""
+    config = read_model_config(options.model_dir)
+    dtype, device = resolve_dtype(options.dtype, config), numbered(torch.device(options.device))
+    cache = KvCache(
+        layers=config.num_layers,
+        blocks=options.kv_blocks + spare_blocks,
+        block_size=options.block_size,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    pool = LoraPool(
+        config.projection_shapes(),
+        layers=config.num_layers,
+        slots=options.max_loras,
+        max_rank=options.max_lora_rank,
+        bytes_total=options.lora_bytes,
+        dtype=dtype,
+        device=device,
+    )
+    return DeviceMemory(config, dtype, device, cache, pool)
+
+
+def weights_of(
+    options: BackendOptions, memory: DeviceMemory, linear: Callable[[torch.Tensor, torch.Tensor | None], M]
+) -> ModelWeights[M]:
+    """The checkpoint's weights, or random ones, in the memory's type on its device. Raises UnsupportedModel."""
+    if options.load_format == "dummy":
+        return random_weights(memory.config, memory.dtype, memory.device, linear)
+    return load_weights(options.model_dir, memory.config, memory.dtype, memory.device, linear)
+
+
+def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int) -> int:
+    """Bytes of one KV block over all layers, for sizing `kv_blocks` from a memory budget."""
+    values = config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim
+    return values * resolve_dtype(dtype, config).itemsize

@@ -1,0 +1,67 @@
+"""Promise: what a model cannot run is refused when it arrives, with the field and the reason; engines rely on that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from motet.services.worker.admission import Acceptable, check
+from motet.shared.errors import BadRequest, ModelNotFound, MotetError, PromptTooLong
+from motet.shared.messages import GenerateRequest, pack_tokens
+from motet.shared.model import AdapterRef, SamplingParams, Slo
+
+VOCAB, LONGEST, EOS = 100, 32, 2
+ACCEPTABLE = Acceptable(
+    base_model="base", vocab_size=VOCAB, eos_token_ids=frozenset({EOS}), max_model_len=LONGEST, max_lora_rank=16
+)
+
+
+def asked(
+    prompt: list[int], output: list[int] | None = None, adapter: AdapterRef | None = None, base: str = "base", **sampling: Any
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        gateway_id="g",
+        base_model=base,
+        prompt=pack_tokens(prompt),
+        output=pack_tokens(output or []),
+        adapter=adapter,
+        slo=Slo(),
+        sampling=SamplingParams(**{"max_tokens": 4} | sampling),
+    )
+
+
+def test_what_fits_comes_back_as_token_ids() -> None:
+    request = asked([1, 2, 3], [4], logit_bias={5: 1.0}, allowed_token_ids=(5, 6), bad_words=((5,), (6, 6)))
+    assert check(request, ACCEPTABLE) == ([1, 2, 3], [4])
+    assert check(asked([1] * (LONGEST - 1)), ACCEPTABLE)[0] == [1] * (LONGEST - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"prompt": [1], "base": "other"}, ModelNotFound, "'other'"),
+        ({"prompt": []}, BadRequest, "no tokens"),
+        ({"prompt": [5] * LONGEST}, PromptTooLong, f"{LONGEST} tokens"),
+        ({"prompt": [5] * 20, "output": [5] * 20}, PromptTooLong, "20 prompt tokens and 20"),
+        ({"prompt": [5, VOCAB]}, BadRequest, "prompt"),
+        ({"prompt": [-1]}, BadRequest, "prompt"),
+        ({"prompt": [5], "output": [VOCAB]}, BadRequest, "output"),
+        ({"prompt": [5], "logit_bias": {VOCAB: 1.0}}, BadRequest, "logit_bias"),
+        ({"prompt": [5], "allowed_token_ids": (VOCAB,)}, BadRequest, "allowed_token_ids has token ids outside"),
+        ({"prompt": [5], "bad_words": ((1, -4),)}, BadRequest, "bad_words"),
+        ({"prompt": [5], "allowed_token_ids": (5,), "bad_words": ((5,),)}, BadRequest, "leaves no token"),
+        ({"prompt": [5], "allowed_token_ids": (EOS,), "min_tokens": 1}, BadRequest, "leaves no token"),
+        (
+            {"prompt": [5], "allowed_token_ids": (5,), "min_tokens": 1, "stop_token_ids": (5,)},
+            BadRequest,
+            "leaves no token",
+        ),
+        ({"prompt": [5], "adapter": AdapterRef(name="a", digest="d", rank=32, size_bytes=1)}, BadRequest, "rank 32"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_refused_with_the_reason(changes: dict[str, Any], error: type[MotetError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        check(asked(**changes), ACCEPTABLE)

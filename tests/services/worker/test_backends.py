@@ -1,0 +1,54 @@
+"""Promise: a backend is one file and one line in a table; one that cannot run here is refused with its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from motet.services.worker.engine import backends
+from motet.services.worker.engine.backend import BackendOptions
+from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.request import EngineLimits
+from motet.shared.config import ConfigError
+from tests.services.worker.support_engine import WholeRunner, request, run
+from tests.support_models import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    model_dir = make_checkpoint("llama2", tmp_path_factory.mktemp("backends"))
+    return {"model_dir": model_dir, "kv_blocks": 20, "lora_bytes": 1 << 20, "max_lora_rank": 8, "max_loras": 1, "threads": 1}
+
+
+def test_a_backend_in_the_table_is_what_the_engine_runs_on(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def mine(given: BackendOptions) -> backends.Backend:
+        asked.append(given.model_dir)
+        return WholeRunner(**vars(backends.reference(given)))
+
+    monkeypatch.setitem(backends.BACKENDS, "mine", mine)
+    backend = backends.open_backend(BackendOptions(**options, kernels="mine"))
+    limits = EngineLimits(max_running=2, max_step_tokens=64, block_size=16, kv_blocks=20, max_loras=1)
+    result = run(Engine(backend, limits), [request("r", [1, 2, 3], max_tokens=4)])
+    assert asked == [options["model_dir"]] and len(result.tokens["r"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("kernels", "device", "reason"), [("cpu", "cuda", "cuda"), ("cuda", "cpu", "cpu"), ("fpga", "cpu", "one of auto, cpu")]
+)
+def test_a_backend_that_cannot_run_here_is_refused(options: dict[str, object], kernels: str, device: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"kernels '{kernels}'.*{reason}"):
+        backends.open_backend(BackendOptions(**options, kernels=kernels, device=device))
+
+
+def test_the_environment_names_a_backend_where_the_options_leave_it_open(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOTET_KERNELS", "reference")
+    chosen = backends.open_backend(BackendOptions(**options))
+    assert type(chosen.steps).__name__ == "TorchSteps"
+    asked = backends.open_backend(BackendOptions(**options, kernels="cpu"))
+    assert type(asked.steps).__name__ == "CompiledSteps"
+    asked.close()
