@@ -13,6 +13,8 @@ import pytest
 
 from motet.cli.options import config_of
 from motet.cli.up import UpConfig
+from motet.services.registry.config import RegistryConfig
+from motet.services.registry.hub import HubOptions
 from motet.shared.config import Config, ConfigError, Field, ServiceConfig, fields, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +112,14 @@ def test_the_objectives_of_the_classes_are_those_of_the_options() -> None:
     slo = config_of("gateway").of(model="m", slo_batch_ttft_ms=9.0, slo_batch_tpot_ms=8.0).slo  # type: ignore[attr-defined]
     assert (slo.classes["batch"].ttft_slo_ms, slo.classes["batch"].tpot_slo_ms) == (9.0, 8.0)
     assert slo.classes["standard"].slo_class == "standard"
+
+
+def test_downloads_are_limited_as_the_options_say() -> None:
+    options = {"hub_endpoint": "https://h", "hub_repositories": "a/*, b/c", "hub_private_hosts": "x:1", "hub_timeout_s": 2.0}
+    config = RegistryConfig.of(model="m", max_adapter_bytes=2048, **options)
+    assert config.hub == HubOptions(
+        endpoint="https://h", repositories=("a/*", "b/c"), private_hosts=("x:1",), timeout_s=2.0, max_bytes=2048
+    )
 
 
 def test_an_id_can_name_the_kind_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -15,7 +16,7 @@ from motet.shared.errors import AdapterExists, AdapterInUse, AdapterNotFound, In
 from motet.shared.messages import AliasAdapter, DeleteAdapter, RegisterAdapter, RegistryOk
 from motet.shared.model import Residency
 from tests.services.gateway.conftest import Mesh
-from tests.services.gateway.support import Connect, put_adapter
+from tests.services.gateway.support import Connect, put_adapter, running_gateway
 from tests.support import eventually
 
 ALREADY = (
@@ -255,3 +256,14 @@ async def test_uploads_at_once_are_bounded_and_so_is_their_bucket(
     await eventually(taken)
     info = await mesh.bus.js.stream_info(f"OBJ_{subjects.UPLOADS}")
     assert 0 < (info.config.max_bytes or 0) <= 4 << 30
+
+
+async def test_an_upload_above_its_limit_is_refused_before_it_is_read(
+    registry: FakeRegistry, nats_url: str, tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    async with running_gateway(nats_url, tmp_path, instance_id="g2", max_upload_bytes=1024) as gateway:
+        form = aiohttp.FormData({"name": "sent"})
+        form.add_field("file", b"x" * 1024, filename="a.zip")
+        async with http.post(f"http://127.0.0.1:{gateway.port}/v1/adapters", data=form) as answer:
+            assert answer.status == 413
+            assert "the limit is 1024" in (await answer.json())["error"]["message"]
