@@ -143,6 +143,7 @@ def rm(name: str, force: bool, tenant: str | None, url: str) -> None:
 async def upload(client: Client, name: str, path: Path, *, replace: bool = False, tenant: str | None = None) -> Any:
     """Upload a PEFT directory or an archive of one; the registered adapter's card. Raises ApiError."""
     form = {"name": name, "replace": "true" if replace else "false"} | ({} if tenant is None else {"tenant": tenant})
+    archive: dict[str, Any]
     if path.is_dir():
         archive = {"file": (f"{path.name}.tar", pack(path), "application/x-tar")}
         return await client.call("POST", "/v1/adapters", data=form, files=archive)
