@@ -187,7 +187,9 @@ async def test_an_oversized_body_is_refused_before_it_is_read(mesh: Mesh) -> Non
 async def test_a_client_that_sends_all_of_an_oversized_body_before_it_reads_sees_the_answer(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, path: str, kind: str
 ) -> None:
-    monkeypatch.setattr(mesh.gateway, "config", msgspec.structs.replace(mesh.gateway.config, max_upload_bytes=4 << 20))
+    config = mesh.gateway.config
+    small = msgspec.structs.replace(config.requests, max_upload_bytes=4 << 20)
+    monkeypatch.setattr(mesh.gateway, "config", msgspec.structs.replace(config, requests=small))
     body_bytes = 40 << 20
 
     def talk() -> bytes:
