@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
 import click
 from rich.table import Table
 
@@ -143,17 +142,14 @@ def rm(name: str, force: bool, tenant: str | None, url: str) -> None:
 
 async def upload(client: Client, name: str, path: Path, *, replace: bool = False, tenant: str | None = None) -> Any:
     """Upload a PEFT directory or an archive of one; the registered adapter's card. Raises ApiError."""
-    form = aiohttp.FormData()
-    form.add_field("name", name)
-    form.add_field("replace", "true" if replace else "false")
-    if tenant is not None:
-        form.add_field("tenant", tenant)
+    form = {"name": name, "replace": "true" if replace else "false"} | ({} if tenant is None else {"tenant": tenant})
+    archive: dict[str, Any]
     if path.is_dir():
-        form.add_field("file", pack(path), filename=f"{path.name}.tar", content_type="application/x-tar")
-        return await client.call("POST", "/v1/adapters", data=form)
+        archive = {"file": (f"{path.name}.tar", pack(path), "application/x-tar")}
+        return await client.call("POST", "/v1/adapters", data=form, files=archive)
     with path.open("rb") as source:
-        form.add_field("file", source, filename=path.name, content_type="application/octet-stream")
-        return await client.call("POST", "/v1/adapters", data=form)
+        archive = {"file": (path.name, source, "application/octet-stream")}
+        return await client.call("POST", "/v1/adapters", data=form, files=archive)
 
 
 def pack(directory: Path) -> io.BytesIO:

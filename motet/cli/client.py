@@ -1,14 +1,18 @@
-"""A small HTTP client of the gateway for the command line: JSON calls, server-sent events, the server's error messages."""
+"""The gateway's client of the command line: JSON calls, streamed answers, and one helpful line for every error.
+
+httpx2 speaks HTTP, multipart forms and server-sent events. This file adds the API key, the certificate authority and the texts.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any
 
-import aiohttp
+import httpx2
 import orjson
 
 CONNECT_S = 5.0
@@ -30,82 +34,79 @@ class Client:
     """
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
+        """`timeout_s` is the longest silence of the gateway."""
         self.url = url.rstrip("/")
         key = os.environ.get("MOTET_API_KEY", "") if api_key is None else api_key
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
-        self._session: aiohttp.ClientSession | None = None
+        self._timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
+        self._http: httpx2.AsyncClient | None = None
 
     async def __aenter__(self) -> Client:
-        connector = aiohttp.TCPConnector(limit=0, ssl=_trust(os.environ.get("MOTET_CA_FILE", "")))
-        self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector, headers=self._headers)
+        self._http = httpx2.AsyncClient(
+            headers=self._headers,
+            timeout=self._timeout,
+            verify=_trust(os.environ.get("MOTET_CA_FILE", "")),
+            limits=httpx2.Limits(),
+            follow_redirects=True,
+            trust_env=False,  # neither proxies nor passwords of the user's environment
+        )
         return self
 
     async def __aexit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        if self._session is not None:
-            await self._session.close()
+        if self._http is not None:
+            await self._http.aclose()
 
     async def models(self) -> list[dict[str, Any]]:
         """Model cards: the base model and every adapter (those have a `parent`)."""
         return list((await self.call("GET", "/v1/models"))["data"])
 
-    async def call(
-        self, method: str, path: str, *, json: Any = None, data: Any = None, params: dict[str, str] | None = None
-    ) -> Any:
-        """One request; the decoded JSON answer, or its text when it is not JSON."""
-        async with self._send(method, path, json=json, data=data, params=params) as answer:
-            body = await answer.read()
-            return _decoded(body) if body else None
+    async def call(self, method: str, path: str, **body: Any) -> Any:
+        """One request; the decoded JSON answer, or its text when it is not JSON.
+
+        `body` holds `json`, `params`, or `data` and `files` of a multipart form, as httpx takes them.
+        """
+        async with self._answer(method, path, **body) as answer:
+            data = await answer.aread()
+            return _decoded(data) if data else None
 
     async def events(self, path: str, json: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The events of a streaming completion, as they arrive. An error event raises."""
-        async with self._send("POST", path, json=json | {"stream": True}) as answer:
-            async for line in answer.content:
-                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+        async with self._answer("POST", path, json=json | {"stream": True}) as answer:
+            async for sent in httpx2.EventSource(answer):
+                if sent.data == "[DONE]":
                     continue
-                event = orjson.loads(line[6:])
+                event = orjson.loads(sent.data)
                 if "error" in event:
                     raise ApiError(str(event["error"].get("message", event["error"])), int(event["error"].get("status") or 500))
                 yield event
 
-    def _send(self, method: str, path: str, **body: Any) -> _Answer:
-        if self._session is None:
+    @contextlib.asynccontextmanager
+    async def _answer(self, method: str, path: str, **body: Any) -> AsyncIterator[httpx2.Response]:
+        """An exchange whose status is below 400; its failures are ApiErrors."""
+        if self._http is None:
             raise RuntimeError("Client is an async context manager")
-        return _Answer(self.url, self._session.request(method, self.url + path, **body))
-
-
-class _Answer:
-    """An HTTP exchange whose failures are ApiErrors."""
-
-    def __init__(self, url: str, request: Any) -> None:
-        self._url, self._request = url, request
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
+        begun = False
         try:
-            answer: aiohttp.ClientResponse = await self._request.__aenter__()
-        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            async with self._http.stream(method, self.url + path, **body) as answer:
+                begun = True
+                if answer.status_code >= 400:
+                    said = _decoded(await answer.aread())
+                    hint = "; motet takes the key from MOTET_API_KEY" if answer.status_code == 401 else ""
+                    raise ApiError((_reason(said) or f"HTTP {answer.status_code}") + hint, answer.status_code)
+                yield answer
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
+            why = str(error) or type(error).__name__
+            if begun:
+                raise ApiError(f"the connection to {self.url} broke: {why}") from None
             raise ApiError(
-                f"no gateway answers at {self._url} ({error}). Is it up? Start one with `motet up`, or pass --url"
+                f"no gateway answers at {self.url} ({why}). Is it up? Start one with `motet up`, or pass --url"
             ) from None
-        if answer.status >= 400:
-            body = _decoded(await answer.read())
-            await self._request.__aexit__(None, None, None)
-            hint = "; motet takes the key from MOTET_API_KEY" if answer.status == 401 else ""
-            raise ApiError((_reason(body) or f"HTTP {answer.status}") + hint, answer.status)
-        return answer
-
-    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        await self._request.__aexit__(kind, error, trace)
-        if isinstance(error, aiohttp.ClientError | TimeoutError):
-            raise ApiError(f"the connection to {self._url} broke: {error or kind.__name__}") from None
 
 
-def _trust(ca_file: str) -> ssl.SSLContext | bool:
+def _trust(ca_file: str) -> ssl.SSLContext:
     """The TLS context with the system's certificate authorities, or those of a file."""
-    if not ca_file:
-        return True
     try:
-        return ssl.create_default_context(cafile=ca_file)
+        return ssl.create_default_context(cafile=ca_file or None)
     except (OSError, ssl.SSLError) as error:
         raise ApiError(f"MOTET_CA_FILE: {ca_file} cannot be read as certificates: {error}") from None
 

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from motet.services.gateway import protocol
 from motet.services.gateway.auth import Caller, caller_of
 from motet.services.gateway.config import MAX_BODY_BYTES
-from motet.services.gateway.http import json_answer, one_line, read_body
+from motet.services.gateway.http import json_answer, one_line, read_body, too_large
 from motet.shared import subjects
 from motet.shared.errors import (
     AdapterExists,
@@ -35,7 +35,6 @@ from motet.shared.errors import (
     MotetError,
     NotFound,
     Overloaded,
-    TooLarge,
     Unavailable,
     bounded,
     from_info,
@@ -317,7 +316,7 @@ async def _upload(gateway: Gateway, registry: _Registry, request: Request) -> Ad
     if not length.isdecimal():
         raise BadRequest("an upload needs a Content-Length", param="file")
     if int(length) > limit:
-        raise TooLarge(f"the upload has {length} bytes, the limit is {limit}", param="file")
+        raise too_large(request, f"the upload has {length} bytes, the limit is {limit}", "file")
     try:
         form = await request.form(max_files=1, max_fields=8, max_part_size=4096)
     except MultiPartException as error:

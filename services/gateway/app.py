@@ -32,13 +32,14 @@ from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
-from motet.shared.errors import ModelNotFound, MotetError, from_info
+from motet.shared.errors import ModelNotFound, MotetError, Unauthorized, from_info
 from motet.shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
 from motet.shared.model import Slo
 from motet.shared.service import health as service_health
 from motet.shared.service import metrics_text
 
 STATUS_TIMEOUT_S = 2.0
+REASONS_HIDDEN = "the reasons are shown to an API key with the role admin"
 SLO_HEADERS = {"class": "x-slo-class", "ttft_ms": "x-slo-ttft-ms", "tpot_ms": "x-slo-tpot-ms"}
 VERSION = installed_version("motet")
 
@@ -193,9 +194,10 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return json_answer(*service_health("gateway", gateway.failure()))
 
     @app.get("/ready")
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         reasons = gateway.not_ready()
-        return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+        shown = reasons if not reasons or await _is_admin(gateway, request) else [REASONS_HIDDEN]
+        return json_answer({"ready": not reasons, "reasons": shown}, 503 if reasons else 200)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -220,6 +222,14 @@ def build_app(gateway: Gateway) -> ASGIApp:
             CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
         )
     return Entrance(app, guard)
+
+
+async def _is_admin(gateway: Gateway, request: Request) -> bool:
+    """Whether the request has a key with the role admin, or no keys are used."""
+    try:
+        return (await gateway.keys.admit(request)).may("admin")
+    except Unauthorized:
+        return False
 
 
 def _words(listed: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
 import secrets
@@ -29,6 +30,7 @@ T = TypeVar("T")
 log = logger("motet.http")
 SERVER_SEND = "motet.server_send"  # in the scope: `send` as the server gave it, without middleware around it
 REQUEST_ID = "x-request-id"
+DISCARD_BYTES, DISCARD_S = 64 << 20, 10.0  # of a body that is too large: read after the answer
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -63,6 +65,31 @@ class Entrance:
         await self._app(scope, receive, named)
 
 
+class _Unread(Response):
+    """An answer to a request whose body is not wanted: sent at once, then what the client still sends is read and thrown away.
+
+    Many clients send everything before they read. Closing the connection under them would reset it, and they would never see
+    the answer. At most `DISCARD_BYTES` are read, for at most `DISCARD_S`.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        left, more = DISCARD_BYTES, True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while more and left > 0:
+                    message = await receive()  # without more: all is read, or the client is gone
+                    left, more = left - len(message.get("body", b"")), message.get("more_body", False)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def too_large(request: Request, message: str, param: str | None = None) -> TooLarge:
+    """The error for a body that is not read to its end."""
+    request.state.unread = True
+    return TooLarge(message, param=param)
+
+
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body, which is JSON by its content type.
 
@@ -77,12 +104,12 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         )
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
-        raise TooLarge(f"the request body has {declared} bytes, the limit is {max_bytes}")
+        raise too_large(request, f"the request body has {declared} bytes, the limit is {max_bytes}")
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
-            raise TooLarge(f"the request body is longer than the limit of {max_bytes} bytes")
+            raise too_large(request, f"the request body is longer than the limit of {max_bytes} bytes")
         parts.append(part)
     return b"".join(parts)
 
@@ -92,8 +119,8 @@ def json_answer(body: Any, status: int = 200, headers: dict[str, str] | None = N
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
-def error_answer(error: MotetError) -> Response:
-    """An error as OpenAI clients expect it."""
+def error_answer(error: MotetError, *, unread: bool = False) -> Response:
+    """An error as OpenAI clients expect it. `unread`: the request's body has not been read to its end."""
     metrics.HTTP_ERRORS.labels(error.code).inc()
     headers = {}
     if error.retry_after_s is not None or error.status == 429:
@@ -103,8 +130,9 @@ def error_answer(error: MotetError) -> Response:
         headers |= error.headers
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, TooLarge):
-        headers["connection"] = "close"  # the rest of the body is not read
+    if unread:
+        headers["connection"] = "close"
+        return _Unread(orjson.dumps(error.openai()), error.status, headers, media_type="application/json")
     return json_answer(error.openai(), error.status, headers)
 
 
@@ -141,7 +169,7 @@ def install_error_handlers(app: FastAPI, api: APIRouter) -> None:
         if error.status >= 500:
             named = {"request_id": request.state.request_id}
             log.warning("request failed", extra={"code": error.code, "error": error.message} | named)
-        return error_answer(error)
+        return error_answer(error, unread=getattr(request.state, "unread", False))
 
     async def on_invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

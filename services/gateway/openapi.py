@@ -323,7 +323,7 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
         "/health": {"get": _operation("Whether the process lives.", _ok("Health"), open_to_all=True)},
         "/ready": {
             "get": _operation("Whether it can serve now.", _ok("Ready"), open_to_all=True)
-            | {"responses": {"200": _ok("Ready"), "503": _ok("Ready", "It cannot, and why.")}}
+            | {"responses": {"200": _ok("Ready"), "503": _ok("Ready", "It cannot. An admin key is told why.")}}
         },
         "/metrics": {"get": _operation("Metrics for Prometheus, for an admin key.", text)},
         "/version": {"get": _operation("The version.", _ok("Version"), open_to_all=True)},

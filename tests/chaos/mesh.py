@@ -37,6 +37,7 @@ from tests.support import eventually
 TENANTS = ("north", "south", "west")
 VARIANTS = 8  # adapters beside the demo's own sixteen: the same weights with another scale
 WORKER_SEATS = 256  # one worker carries the load of three, however slowly
+ROUTE_PINGS = 'ping_interval: "500ms", ping_max: 2'  # as docs/operations.md says
 NATS_BACK_S = 1.0  # from the death of a broker to its restart
 
 
@@ -128,7 +129,7 @@ class ChaosMesh:
             if len(names) > 1:
                 # not advertised: clients would learn ways around the relays
                 extra += f'server_name: {name}\ncluster {{ name: chaos, listen: "127.0.0.1:{routes[name]}", '
-                extra += f"routes: [{every}], no_advertise: true }}\n"
+                extra += f"routes: [{every}], no_advertise: true, {ROUTE_PINGS} }}\n"
             self.nats[name] = NatsServer(self.directory / name, config_text=extra)
         await asyncio.gather(*(server.start() for server in self.nats.values()))
         if len(names) > 1:

@@ -23,6 +23,7 @@ from nats.micro.service import Service, ServiceConfig
 from motet.cli.nats_server import NatsServer
 from motet.shared import nats_compat
 from motet.shared.clock import now_s
+from tests.chaos.mesh import ROUTE_PINGS, _free_ports
 from tests.support import eventually
 
 
@@ -343,3 +344,43 @@ def test_one_name_covers_every_error_of_the_library() -> None:
     for error in (js_errors.APIError, js_errors.NoStreamResponseError, js_errors.FetchTimeoutError, nats_errors.TimeoutError):
         assert issubclass(error, nats_compat.FAILURES)
     assert issubclass(asyncio.TimeoutError, nats_compat.FAILURES) and issubclass(socket.gaierror, nats_compat.FAILURES)
+
+
+# ---- a cluster
+
+
+async def _answer(msg: Msg) -> None:
+    await msg.respond(b"here")
+
+
+async def test_nodes_with_pinged_routes_send_no_requests_to_a_frozen_node(tmp_path: Path) -> None:
+    """The asker is on the first node. One member of the queue group is on the second, one moves there from the frozen third."""
+    ports = _free_ports(3)
+    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = []
+        for number, port in enumerate(ports):
+            cluster = f'name: c, listen: "127.0.0.1:{port}", routes: [{routes}], no_advertise: true, {ROUTE_PINGS}'
+            nodes.append(NatsServer(tmp_path / str(number), config_text=f"server_name: n{number}\ncluster {{ {cluster} }}\n"))
+            stack.callback(nodes[-1].stop)
+        await asyncio.gather(*(node.start() for node in nodes))
+        clients = []
+        for urls in ((nodes[0].url,), (nodes[1].url,), (nodes[2].url, nodes[1].url)):
+            client = nats_compat.Client()
+            options = {"ping_interval": 0.2, "dont_randomize": True, "reconnect_to_server_handler": client.next_server}
+            clients.append(await stack.enter_async_context(connected(client, *urls, **options)))
+        asker, *members = clients
+        for member in members:
+            await member.subscribe("t.q", queue="q", cb=_answer)
+            await nats_compat.flush(member)
+
+        async def answered() -> bool:
+            asked = (asker.request("t.q", b"", timeout=0.5) for _ in range(32))
+            return all(isinstance(reply, Msg) for reply in await asyncio.gather(*asked, return_exceptions=True))
+
+        await eventually(answered)
+        with frozen(nodes[2].pid):
+            began = now_s()
+            await eventually(lambda: members[1].stats["reconnects"] == 1)
+            await eventually(answered)
+            assert now_s() - began < 5.0

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 
+from motet.services.gateway import http as gateway_http
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, running_gateway
 from tests.support import eventually
@@ -175,6 +179,49 @@ async def test_an_oversized_body_is_refused_before_it_is_read(mesh: Mesh) -> Non
     assert b" 413 " in head
     assert b"connection: close" in head.lower()
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/completions", "application/json"), ("/v1/adapters", "multipart/form-data; boundary=x")]
+)
+async def test_a_client_that_sends_all_of_an_oversized_body_before_it_reads_sees_the_answer(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, path: str, kind: str
+) -> None:
+    config = mesh.gateway.config
+    small = msgspec.structs.replace(config.requests, max_upload_bytes=4 << 20)
+    monkeypatch.setattr(mesh.gateway, "config", msgspec.structs.replace(config, requests=small))
+    body_bytes = 40 << 20
+
+    def talk() -> bytes:
+        with socket.create_connection(("127.0.0.1", mesh.gateway.port), timeout=30) as client:
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\ncontent-length: {body_bytes}\r\n\r\n"
+            client.sendall(head.encode())
+            client.sendall(b" " * body_bytes)
+            answer = b""
+            while data := client.recv(65_536):
+                answer += data
+            return answer
+
+    answer = await asyncio.to_thread(talk)
+    assert b" 413 " in answer and b"connection: close" in answer.lower() and b'"request_too_large"' in answer
+
+
+async def test_what_is_read_of_a_refused_body_is_bounded_in_seconds_and_bytes(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_http, "DISCARD_S", 0.2)
+    for sent_bytes in (1, 12 << 20):
+        monkeypatch.setattr(gateway_http, "DISCARD_BYTES", 8 << 20)
+        reader, writer = await asyncio.open_connection("127.0.0.1", mesh.gateway.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 99999999999\r\n\r\n"
+        )
+        with contextlib.suppress(ConnectionError):  # reset while it sends, or closed while it waits
+            writer.write(b" " * sent_bytes)
+            await asyncio.wait_for(writer.drain(), 5)
+            await asyncio.wait_for(reader.read(), 5)
+        writer.close()
 
 
 async def test_an_oversized_body_of_unknown_length_is_refused_on_the_way(mesh: Mesh, http: aiohttp.ClientSession) -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from motet.services.gateway.service import GatewayService
 from motet.shared import subjects
+from motet.shared.bus import Bus
 from motet.shared.config import ConfigError, is_loopback
 from motet.shared.keys import digest_of, read_key_file
+from motet.shared.messages import WorkerNotice
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import running_gateway
 from tests.support import eventually
@@ -158,6 +160,24 @@ async def test_only_administrators_see_and_change_keys_status_metrics_and_audit(
         assert (await door.ask(method, path, "wrong"))[0] == 401
     for path in ("/v1/keys", "/v1/audit", "/v1/status", "/metrics"):
         assert (await door.ask("GET", path))[0] == 200
+
+
+async def test_a_probe_without_a_key_hears_whether_it_is_ready_and_an_administrator_why(
+    bus: Bus, nats_url: str, tmp_path: Path, key_file: Path, http: aiohttp.ClientSession
+) -> None:
+    async with running_gateway(nats_url, tmp_path, instance_id="g2", api_keys_file=str(key_file)) as gateway:
+        words = WorkerNotice(
+            worker_id="w9", incarnation="1", base_model="demo", event="failed", reason="no file /srv/secret/model"
+        )
+        await bus.publish(subjects.notice("w9"), words)
+        await eventually(lambda: gateway.fleet.absent.all(0.0))
+        door = Door(gateway, http)
+        status, body = await door.ask("GET", "/ready")
+        assert (status, body["ready"]) == (503, False) and "/srv/secret/model" in str(body["reasons"])
+        for key in ("", "wrong", await door.key(tenant="acme", role="use"), await door.key(tenant="acme", role="adapters")):
+            status, body = await door.ask("GET", "/ready", key)
+            assert (status, body["ready"]) == (503, False)
+            assert body["reasons"] == ["the reasons are shown to an API key with the role admin"]
 
 
 async def test_the_audit_log_says_who_made_and_revoked_which_key(door: Door) -> None:
