@@ -32,7 +32,8 @@ class Demand:
         self._asks: dict[str, float] = {}  # as of `_since_s`, and still to be decayed from there on
         self._weights: dict[str, float] = {}
         self._since_s = 0.0
-        self._sum_up()
+        self._all_asks = self._all_weights = 0.0
+        self._largest, self._loudest = 0.0, ""  # most asks per weight, and whose they are
 
     def asked(self, tenant: str, weight: float, now_s: float) -> Standing:
         """Count one ask of `tenant`; where that leaves it."""
