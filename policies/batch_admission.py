@@ -137,11 +137,11 @@ class BatchAdmission(Generic[S]):
         return plan
 
     def _schedule_decodes(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
-        kv, decodes = state.kv, plan.decodes
+        kv, decodes, preempted = state.kv, plan.decodes, plan.preempted
         block_size, publishing = kv.block_size, kv.prefix_cache
         for seq in tuple(state.running):
             computed = seq.computed
-            if seq.length - computed != 1 or not seq.blocks:
+            if seq.length - computed != 1 or (preempted and not seq.blocks):
                 continue  # still in its prompt, or preempted a moment ago
             if computed % block_size == 0 and computed == len(seq.blocks) * block_size:
                 # The victim is the last of the running ones: never one that was served before in this loop.
@@ -332,8 +332,9 @@ def advance_steady(state: AdmissionState[S], plan: StepPlan[S], steps: int) -> N
         seq.computed = end = seq.computed + steps
         seq.length = end + 1
         seq.scheduled = 0
-        if end > len(seq.blocks) * size:
-            seq.blocks += kv.allocate(kv.blocks_for(end) - len(seq.blocks))
+        short = end - len(seq.blocks) * size
+        if short > 0:
+            seq.blocks += kv.allocate(1 if short <= size else kv.blocks_for(short))
 
 
 def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:

@@ -22,26 +22,45 @@ class Standing(NamedTuple):
 
 
 class Demand:
-    """Counts asks per tenant. Times are seconds on any one clock."""
+    """Counts asks per tenant. Times are seconds on any one clock.
+
+    An ask costs the same however many tenants there are, except the first one in a second, which forgets, and the ask by
+    which the loudest tenant's weight grows.
+    """
 
     def __init__(self) -> None:
         self._asks: dict[str, float] = {}  # as of `_since_s`, and still to be decayed from there on
         self._weights: dict[str, float] = {}
         self._since_s = 0.0
+        self._all_asks = self._all_weights = 0.0
+        self._largest, self._loudest = 0.0, ""  # most asks per weight, and whose they are
 
     def asked(self, tenant: str, weight: float, now_s: float) -> Standing:
         """Count one ask of `tenant`; where that leaves it."""
         if now_s - self._since_s > FORGET_EVERY_S:
             self._forget(now_s)
-        asks, weights = self._asks, self._weights
-        asks[tenant] = asks.get(tenant, 0.0) + 1.0
-        weights[tenant] = weight
-        mean = sum(asks.values()) / sum(weights.values())
-        largest = max(count / weights[name] for name, count in asks.items())
-        return Standing(asks[tenant] / weight / mean, largest / mean)
+        count = self._asks[tenant] = self._asks.get(tenant, 0.0) + 1.0
+        self._all_asks += 1.0
+        self._all_weights += weight - self._weights.get(tenant, 0.0)
+        self._weights[tenant] = weight
+        own = count / weight
+        if own >= self._largest:
+            self._largest, self._loudest = own, tenant
+        elif tenant == self._loudest:
+            self._sum_up()  # its weight grew, so another one may be the loudest
+        mean = self._all_asks / self._all_weights
+        return Standing(own / mean, self._largest / mean)
 
     def _forget(self, now_s: float) -> None:
         left = exp((self._since_s - now_s) / MEMORY_S)
         self._asks = {tenant: count * left for tenant, count in self._asks.items() if count * left >= LEAST}
         self._weights = {tenant: self._weights[tenant] for tenant in self._asks}
         self._since_s = now_s
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Sums and maximum over all tenants, from the start."""
+        self._all_asks, self._all_weights = sum(self._asks.values()), sum(self._weights.values())
+        self._largest, self._loudest = max(
+            ((count / self._weights[tenant], tenant) for tenant, count in self._asks.items()), default=(0.0, "")
+        )

@@ -90,7 +90,8 @@ class HostTier(Generic[H]):
         self._loads: dict[str, _Loading[H]] = {}
         self._queue: deque[str] = deque()  # loads that have not begun
         self._doomed: set[str] = set()
-        self._actions: list[Action] = []
+        self.actions: list[Action] = []
+        """What is to be done since `take_actions`, in order."""
         self.host_used_bytes = 0
         """Of the copies that are there."""
         self.reserved_bytes = 0
@@ -130,9 +131,7 @@ class HostTier(Generic[H]):
 
     def take_actions(self) -> list[Action]:
         """What is to be done since the last time, in order."""
-        actions = self._actions
-        if actions:
-            self._actions = []
+        actions, self.actions = self.actions, []
         return actions
 
     # ---- holding
@@ -224,9 +223,9 @@ class HostTier(Generic[H]):
             return False
         if oldest in self._copies:
             self._remove_copy(oldest)
-            self._actions.append(Evict(oldest, "host"))
+            self.actions.append(Evict(oldest, "host"))
         self.file_lost(oldest)
-        self._actions.append(Evict(oldest, "disk"))
+        self.actions.append(Evict(oldest, "disk"))
         return True
 
     # ---- room
@@ -242,7 +241,7 @@ class HostTier(Generic[H]):
             self._queue.popleft()
             load.begun = True
             self.reserved_bytes += load.adapter.size_bytes
-            self._actions.append(Load(load.adapter, "disk" if digest in self._files else "store"))
+            self.actions.append(Load(load.adapter, "disk" if digest in self._files else "store"))
 
     def _over(self, more_bytes: int) -> bool:
         assert self.host_bytes is not None
@@ -253,7 +252,7 @@ class HostTier(Generic[H]):
         if victim is None:
             return False
         self._remove_copy(victim)
-        self._actions.append(Evict(victim, "host"))
+        self.actions.append(Evict(victim, "host"))
         return True
 
     def _remove_copy(self, digest: str) -> None:
@@ -270,7 +269,7 @@ class HostTier(Generic[H]):
         while self.disk_bytes is not None and self.disk_used_bytes > self.disk_bytes and len(self._files) > 1:
             oldest = next(iter(self._files))
             self.file_lost(oldest)
-            self._actions.append(Evict(oldest, "disk"))
+            self.actions.append(Evict(oldest, "disk"))
 
     def _rest(self, digest: str, size_bytes: int) -> None:
         """Nobody holds the copy any more."""
@@ -284,7 +283,7 @@ class HostTier(Generic[H]):
         if digest in self._copies:
             self._remove_copy(digest)
         self.file_lost(digest)
-        self._actions.append(Forget(digest))
+        self.actions.append(Forget(digest))
 
     def check(self) -> None:
         """Assert that bytes and holders add up (tests)."""

@@ -46,11 +46,6 @@ class Entry(Generic[R]):
         """Request id and epoch."""
         return self.brief.request_id, self.brief.epoch
 
-    @property
-    def in_engine(self) -> bool:
-        """Whether the engine has it."""
-        return self.phase in ("waiting", "running", "leaving")
-
     def move(self, what: What) -> None:
         """Take the transition. Raises KeyError for one that is not in the table."""
         self.phase = TRANSITIONS[self.phase][what]

@@ -110,8 +110,9 @@ class WorkerCore(Generic[R]):
 
     def entry(self, key: Key) -> Entry[R] | None:
         """A request that is here."""
-        entry = self.book.get(key[0])
-        return entry if entry is not None and entry.brief.epoch == key[1] else self._older.get(key)
+        request_id, epoch = key
+        entry = self.book.get(request_id)
+        return entry if entry is not None and entry.brief.epoch == epoch else self._older.get(key)
 
     @property
     def on_device(self) -> int:
@@ -154,12 +155,22 @@ class WorkerCore(Generic[R]):
                 self._unload(digest)
             case Registered(versions):
                 self._on_registered(versions)
-        return self._take_actions()
+        actions = self._actions
+        if actions:
+            self._actions = []
+        if self.host.actions:  # last: a copy that goes to the device may be one that is evicted now
+            moves = self.host.take_actions()
+            for move in moves:
+                if not isinstance(move, host_tier.Load):
+                    self._place(move.digest)
+            return [*actions, *moves]
+        return actions
 
     # ---- requests
 
     def _on_assign(self, said: Assign[R]) -> None:
-        request_id, epoch = said.brief.request_id, said.brief.epoch
+        brief, adapter = said.brief, said.adapter
+        request_id, epoch = brief.request_id, brief.epoch
         newest = self.book.get(request_id)
         if newest is not None and newest.brief.epoch >= epoch:
             if newest.brief.epoch > epoch and (request_id, epoch) not in self._older:
@@ -170,17 +181,17 @@ class WorkerCore(Generic[R]):
             return
         if newest is not None:
             self._cancel(request_id, epoch)
-        if len(self) >= self.max_requests:
+        if len(self.book) + len(self._older) >= self.max_requests:
             self._actions.append(Refuse("full", retry_after_s=self._departures.retry_after_s(self._now_s)))
             return
         if newest is not None and newest.phase == "leaving":
             self._older[newest.key] = newest
-        entry = self.book[request_id] = Entry(said.brief, said.owner, said.adapter, said.payload)
-        if said.adapter is None:
+        entry = self.book[request_id] = Entry(brief, said.owner, adapter, said.payload)
+        if adapter is None:
             self._start(entry)
-        elif not self.host.fits(said.adapter.size_bytes):
-            self._answer(entry, "error", TooLargeForHost(said.adapter.size_bytes, self.host.host_bytes or 0))
-        elif self.host.hold(said.adapter, entry):
+        elif not self.host.fits(adapter.size_bytes):
+            self._answer(entry, "error", TooLargeForHost(adapter.size_bytes, self.host.host_bytes or 0))
+        elif self.host.hold(adapter, entry):
             self._start(entry)
         else:
             entry.move("load")
@@ -241,11 +252,10 @@ class WorkerCore(Generic[R]):
                 self._device.discard(digest)
             self._place(digest)
         for brief in said.moved:
-            entry = self.entry((brief.request_id, brief.epoch))
-            if entry is not None and entry.in_engine:
+            entry = self.book.get(brief.request_id)
+            if entry is not None and entry.brief.epoch == brief.epoch and entry.phase != "loading":
                 entry.move("admit" if brief.phase == "running" else "preempt")
-                if self.book[brief.request_id] is entry:
-                    self.view.put(brief)
+                self.view.put(brief)
         for key in said.ended:
             entry = self.entry(key)
             if entry is not None:
@@ -309,18 +319,6 @@ class WorkerCore(Generic[R]):
             self.view.place(digest, None)
         else:
             self.view.place(digest, Residency(digest, facts.rank, facts.size_bytes, tier))
-
-    def _take_actions(self) -> list[Action[R]]:
-        """The host tier's own come last: a copy that goes to the device may be one that is evicted now."""
-        actions = self._actions
-        if actions:
-            self._actions = []
-        if moves := self.host.take_actions():
-            for move in moves:
-                if not isinstance(move, host_tier.Load):
-                    self._place(move.digest)
-            actions = [*actions, *moves]
-        return actions
 
     def check(self) -> None:
         """Assert that book, view and host tier agree (tests)."""

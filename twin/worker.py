@@ -49,6 +49,8 @@ from motet.twin.workload import Request
 
 FOREVER = 1 << 40
 NO_CONTENT = array("i")
+TOLD: dict[str, Phase] = {"loading": "loading", "waiting": "waiting", "running": "running"}
+"""What schedulers hear of a request, by its phase in the core's book; nobody cancels here, so none is leaving."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,10 +159,11 @@ class Worker:
         """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all."""
         if request.prompt_tokens >= self._max_length:
             return False
+        now_s = self._events.now_s
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
             order=0,
-            due_s=due_s(self._events.now_s, request.slo.ttft_slo_ms),
+            due_s=due_s(now_s, request.slo.ttft_slo_ms),
             tokens=_content(request, end_length) if self.spec.prefix_cache else NO_CONTENT,
             length=request.prompt_tokens,
             expected_length=request.prompt_tokens + predicted_tokens,
@@ -172,7 +175,7 @@ class Worker:
             request_id=request_id,
             predicted_tokens=predicted_tokens,
         )
-        actions = self.core.on(Assign(live.brief("waiting"), "", self._ref(live), live), self._events.now_s)
+        actions = self.core.on(Assign(live.brief("waiting"), "", self._ref(live), live), now_s)
         first = actions[0] if actions else None
         if isinstance(first, Refuse):
             return False
@@ -182,10 +185,10 @@ class Worker:
 
     def _ref(self, live: Live) -> AdapterRef | None:
         digest = live.adapter
-        if digest and digest not in self._refs:
-            ref = AdapterRef(name=digest, digest=digest, rank=live.rank, size_bytes=live.adapter_bytes)
-            self._refs[digest] = ref
-        return self._refs.get(digest)
+        ref = self._refs.get(digest)
+        if ref is None and digest:
+            ref = self._refs[digest] = AdapterRef(name=digest, digest=digest, rank=live.rank, size_bytes=live.adapter_bytes)
+        return ref
 
     def _perform(self, actions: list[Action[Live]]) -> None:
         """What the core wants done: requests go on to the batches and loads to their links; nothing else takes time."""
@@ -213,7 +216,8 @@ class Worker:
             self.batches.end(live)
             self._metrics.ended(live.request.index, now_ps, live.end_length - live.request.prompt_tokens)
             self._on_end(self, live)
-        self._perform(self.core.on(Stepped(ended=[(live.request_id, 0) for live in ended]), self._events.now_s))
+        if actions := self.core.on(Stepped(ended=[(live.request_id, 0) for live in ended]), self._events.now_s):
+            self._perform(actions)
 
     # ---- steps
 
@@ -243,9 +247,12 @@ class Worker:
         growth_ps = 0
         each_ps, longest_ps = model.context_token_ps, model.longest_token_ps
         if each_ps or longest_ps:
-            contexts = [live.computed + live.scheduled for live in plan.decodes]
-            contexts += [live.computed + live.scheduled for live in plan.prefills]
-            first_ps += each_ps * sum(contexts) + longest_ps * max(contexts)
+            contexts = [live.length for live in plan.decodes]
+            if plan.prefills:
+                contexts += [live.computed + live.scheduled for live in plan.prefills]
+            first_ps += each_ps * sum(contexts)
+            if longest_ps:
+                first_ps += longest_ps * max(contexts)
             growth_ps = each_ps * len(contexts) + longest_ps if not plan.prefills else 0
         if copies is not None:
             first_ps = copies.step_ps(self.batches, plan.decodes + plan.prefills, first_ps)
@@ -272,15 +279,19 @@ class Worker:
                 metrics.cold_starts[live.cold.mode] = metrics.cold_starts.get(live.cold.mode, 0) + 1
             if live.adapter:
                 metrics.adapter_admissions += 1
-        moved = [live.brief("waiting") for live in plan.preempted] + [live.brief("running") for live in plan.admitted]
-        device = [(digest, False) for digest, _ in plan.evictions]
-        if self._copies is None:
-            device += [(live.adapter, True) for live in plan.loads]
-        else:
-            for digest, _ in plan.evictions:
+        moved = [live.brief("running") for live in plan.admitted]
+        if plan.preempted:
+            moved = [live.brief("waiting") for live in plan.preempted] + moved
+        device = []
+        for digest, _ in plan.evictions:
+            device.append((digest, False))
+            if self._copies is not None:
                 self._copies.link.cancel(digest)
-            for live in plan.loads:
+        for live in plan.loads:
+            if self._copies is not None:
                 self._copies.link.begin(live.adapter, live.adapter_bytes, now_ps)
+            else:
+                device.append((live.adapter, True))
         self.core.on(Stepped(moved, device=device), self._events.now_s)
         metrics.preemptions += len(plan.preempted)
         metrics.admissions += len(plan.admitted)
@@ -342,9 +353,7 @@ class Worker:
             self._draw(run, now_ps)
         else:
             self._book(run, run.steps)
-        ended: list[Live] = []
-        if run.left == run.steps:
-            ended += [live for live in plan.decodes if live.length >= live.end_length]
+        ended = [live for live in plan.decodes if live.length >= live.end_length] if run.left == run.steps else []
         if plan.prefills:
             ended += [live for live in plan.prefills if live.length >= live.end_length]
         if ended:
@@ -388,7 +397,7 @@ class Worker:
             adapter_bytes_free=self.state.adapters.bytes_free,
             limits=self.spec.limits,
             perf=self.spec.perf,
-            requests=[entry.payload.brief(_told(entry.phase)) for entry in self.core],
+            requests=[entry.payload.brief(TOLD[entry.phase]) for entry in self.core.book.values()],
             adapters=list(view.adapters.values()),
         )
 
@@ -396,14 +405,14 @@ class Worker:
         """What changed since the last message."""
         self.settle()
         changes = self.view.take()
-        entries = [self.core.entry((brief.request_id, brief.epoch)) for brief in changes.changed]
+        entries = [self.core.book[brief.request_id] for brief in changes.changed]
         self._seq += 1
         return Delta(
             worker_id=self.worker_id,
             seq=self._seq,
             kv_blocks_free=self.view.kv_blocks_free,
             adapter_bytes_free=self.state.adapters.bytes_free,
-            changed=[entry.payload.brief(_told(entry.phase)) for entry in entries if entry is not None],
+            changed=[entry.payload.brief(TOLD[entry.phase]) for entry in entries],
             removed=changes.removed,
             resident=changes.resident,
             evicted=changes.evicted,
@@ -414,10 +423,6 @@ class Worker:
         """Output tokens that the running requests are still expected to produce."""
         running = self.state.running
         return sum([left if (left := live.expected_length - live.length) > 0 else 1 for live in running])
-
-
-def _told(phase: str) -> Phase:
-    return "loading" if phase == "loading" else "running" if phase == "running" else "waiting"
 
 
 def _content(request: Request, length: int) -> array[int]:

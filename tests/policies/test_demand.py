@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from math import exp
 
-from motet.policies.demand import MEMORY_S, Demand
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.policies.demand import FORGET_EVERY_S, LEAST, MEMORY_S, Demand
 
 
 def test_a_tenant_alone_asks_for_its_share():
@@ -44,3 +48,35 @@ def test_what_was_asked_long_ago_is_forgotten_and_so_are_tenants():
     assert before.own < 0.01
     after = demand.asked("now", 1.0, 12 * MEMORY_S)
     assert after == (1.0, 1.0) and list(demand._asks) == ["now"]
+
+
+class Plain:
+    """The same by its definition: sums over all tenants at every ask."""
+
+    def __init__(self) -> None:
+        self.asks: dict[str, tuple[float, float]] = {}  # tenant -> (asks, weight)
+        self.since_s = 0.0
+
+    def asked(self, tenant: str, weight: float, now_s: float) -> tuple[float, float]:
+        if now_s - self.since_s > FORGET_EVERY_S:
+            left = exp((self.since_s - now_s) / MEMORY_S)
+            self.asks = {one: (count * left, w) for one, (count, w) in self.asks.items() if count * left >= LEAST}
+            self.since_s = now_s
+        self.asks[tenant] = self.asks.get(tenant, (0.0, 0.0))[0] + 1.0, weight
+        mean = sum(count for count, _ in self.asks.values()) / sum(w for _, w in self.asks.values())
+        return self.asks[tenant][0] / weight / mean, max(count / w for count, w in self.asks.values()) / mean
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"), st.sampled_from([0.1, 0.5, 1.0, 1.0, 3.0]), st.sampled_from([0.0, 0.1, 0.6, 5.0, 40.0])
+        ),
+        max_size=80,
+    )
+)
+def test_running_sums_give_what_sums_over_all_tenants_give(asks: list[tuple[str, float, float]]):
+    demand, plain, now_s = Demand(), Plain(), 0.0
+    for tenant, weight, later_s in asks:
+        now_s += later_s
+        assert demand.asked(tenant, weight, now_s) == pytest.approx(plain.asked(tenant, weight, now_s), rel=1e-12)
