@@ -2,9 +2,9 @@
 
     8 bytes length, little-endian │ msgpack of a tagged struct          in the order in which things happened
 
-The first record is the scheduler's configuration. Then follow the events that `WatchedCluster.on` took, and decisions with their
-inputs and outcomes. A replay feeds the events to another `WatchedCluster` and decides again with the live code. The file ends at
-MAX_BYTES; it is meant for debugging and tests.
+The first record is the scheduler's configuration. Then follow the events that `WatchedCluster.on` took, and decisions with
+their inputs and outcomes. A replay feeds the events to another `WatchedCluster` and decides again with the live code. The file
+ends at MAX_BYTES; it is meant for debugging and tests.
 """
 
 from __future__ import annotations
