@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from bench import report, vllm_peer
 from bench.engine_parent import end, process_tree, rss_bytes
 from bench.mesh_parts import Lap, prompts, stream
@@ -171,16 +173,10 @@ class Side:
     rss_mib: tuple[int, int] = (0, 0)  # of the model's process, of all
 
     def ttft_ms(self, streams: int, share: float) -> float:
-        return quantile([value for lap in self.laps[streams] for value in lap.first_s], share) * 1000
+        return float(np.quantile([value for lap in self.laps[streams] for value in lap.first_s], share)) * 1000
 
     def itl_ms(self, streams: int, share: float) -> float:
-        return quantile([value for lap in self.laps[streams] for value in lap.gaps_s], share) * 1000
-
-
-def quantile(values: list[float], share: float) -> float:
-    """The value that `share` of `values` are not above."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return float(np.quantile([value for lap in self.laps[streams] for value in lap.gaps_s], share)) * 1000
 
 
 def run_serve(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench import report
 from bench.mesh_parts import Lap, engine_alone, prompts, stream
 from bench.models import SHAPES, write_model
@@ -103,10 +105,10 @@ class Side:
         return sum(self.cpu_s[kind] for kind in kinds) / self.tokens * 1e6
 
     def ttft_ms(self, quantile: float) -> float:
-        return _quantile([value for lap in self.laps for value in lap.first_s], quantile) * 1000
+        return float(np.quantile([value for lap in self.laps for value in lap.first_s], quantile)) * 1000
 
     def tpot_ms(self, quantile: float) -> float:
-        return _quantile([value for lap in self.laps for value in lap.tpot_s], quantile) * 1000
+        return float(np.quantile([value for lap in self.laps for value in lap.tpot_s], quantile)) * 1000
 
 
 def _laps(streams: int, laps: int, output_tokens: int, stack: Stack, data: Path, engine: Any) -> tuple[Side, Side]:
@@ -164,11 +166,6 @@ def _engine_s(data: Path) -> float:
             if line.startswith("motet_worker_step_seconds_sum"):
                 return float(line.split()[1])
     return 0.0
-
-
-def _quantile(values: list[float], quantile: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
 
 def _figures(measured: dict[int, tuple[Side, Side]]) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench import report
 from bench.overload_parts import Asking, Kind, Request, play, poisson
 from motet.cli.stack import Stack, StackOptions
@@ -159,8 +161,8 @@ def _attainment(requests: Sequence[Request]) -> float:
 
 
 def _refusal_ms(refused: Sequence[Request], quantile: float) -> float:
-    times = sorted(1000.0 * (request.answered_s - request.at_s) for request in refused)
-    return round(times[min(len(times) - 1, int(quantile * len(times)))], 2) if times else 0.0
+    times_ms = [1000.0 * (request.answered_s - request.at_s) for request in refused]
+    return round(float(np.quantile(times_ms, quantile)), 2) if times_ms else 0.0
 
 
 def _tenants(port: int, asking: Asking, capacity: float, seconds: float, warm_s: float) -> dict[str, float]:

@@ -28,6 +28,7 @@ from motet.policies.cluster_state import hash_of
 from motet.policies.dispatch import POLICIES, decide
 from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, Cadence
 from motet.services.scheduler.cluster import WatchedCluster
+from motet.services.scheduler.events import Accepted, Assigning, Heard
 from motet.services.worker.state import WorkerView
 from motet.shared.messages import WorkerState
 from motet.shared.model import PerfModel, Phase, RequestBrief, Residency, WorkerLimits
@@ -84,7 +85,7 @@ class _Fleet:
         self.draw = random.Random(1)
         self.views: list[WorkerView] = []
         self.running: list[list[str]] = []
-        self.scheduler = WatchedCluster(stale_s=STALE_S, drop_s=10.0, in_flight_s=3.0, lease_held=lambda _: True)
+        self.scheduler = WatchedCluster(stale_s=STALE_S, drop_s=10.0, in_flight_s=3.0)
         self.decode = msgspec.msgpack.Decoder(WorkerState).decode
         self.requests = 0
         self.now_s = 0.0
@@ -146,8 +147,8 @@ class _Fleet:
             began = perf_counter()
             decision = decide(choose, cluster.state, ask, self.now_s, stale_s=STALE_S, avg_resp_len=float(OUTPUT))
             assert decision.worker_id is not None
-            cluster.expect(decision.worker_id, brief, self.now_s)
-            cluster.accepted(decision.worker_id, brief.request_id, self.now_s)
+            cluster.on(Assigning(decision.worker_id, brief, self.now_s))
+            cluster.on(Accepted(decision.worker_id, brief.request_id, self.now_s))
             decisions_s.append(perf_counter() - began)
             sequence += 1
             heappush(events, (self.now_s + DELTA_S, sequence, number_of[decision.worker_id], brief))
@@ -158,7 +159,7 @@ class _Fleet:
         """The scheduler gets the worker's next message; how long that took it."""
         message = msgspec.msgpack.encode(view.snapshot(PERF, 0) if snapshot else view.delta(0))
         began = perf_counter()
-        self.scheduler.on_state(self.decode(message), self.now_s)
+        self.scheduler.on(Heard(self.decode(message), self.now_s, True))
         return perf_counter() - began
 
     def _request(self, phase: Phase, output: int = 0) -> RequestBrief:

@@ -13,9 +13,9 @@ A step runs all its rows, decodes and prefill chunks alike, through the weights 
 
 `pass` is piecewise linear between `ROWS` and extrapolated beyond its end. Beyond `FEW` rows, and at its end, it must not
 fall; kernels for few rows may take longer than those for more. All weights come from one least-squares fit of relative
-errors; the others are not negative. The unexplained part is kept as a spread: quantiles of measured to expected time of steps
-with prefills, on which the tail of the time to first token depends. `undisturbed` removes steps that took far longer than a
-first fit says.
+errors, and the others are not negative (`least_squares`). The unexplained part is kept as a spread: quantiles of measured to
+expected time of steps with prefills, on which the tail of the time to first token depends. `undisturbed` removes steps that
+took far longer than a first fit says.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from motet.shared.model import EngineSteps
 
 ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 FEW = 8
-SLIVER = 0.85  # of the most rows measured: beyond, a line to them would stand on next to nothing
-DISTURBED = 2.5  # times what the fit says: a step that stood still, and not one of the slower ones
+SLIVER = 0.85  # of the most rows measured: no knot beyond, since too few steps would determine the last line
+DISTURBED = 2.5  # times what the fit says: such a step was interrupted, not just slow
 SPREAD = 21  # quantiles
 
 

@@ -97,12 +97,12 @@ class Metrics:
     def itl_ms(self) -> dict[str, float]:
         """Mean and quantiles of the gaps between tokens; quantiles are exact to 0.2%."""
         self._flush()
-        upto = np.cumsum(self._gaps)
-        if not upto[-1]:
+        count = float(self._gaps.sum())
+        if not count:
             return {}
-        bins = np.searchsorted(upto, np.array(QUANTILES) * upto[-1])
-        values = _SMALLEST_MS * (1 + _BIN) ** (bins + 0.5)
-        mean = self._gap_sum_ps / PS_PER_MS / float(upto[-1])
+        middles_ms = _SMALLEST_MS * (1 + _BIN) ** (np.arange(len(self._gaps)) + 0.5)
+        values = np.quantile(middles_ms, QUANTILES, weights=self._gaps, method="inverted_cdf")
+        mean = self._gap_sum_ps / PS_PER_MS / count
         return {"mean": mean, **{_name(q): float(v) for q, v in zip(QUANTILES, values, strict=True)}}
 
 

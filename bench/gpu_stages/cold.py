@@ -173,7 +173,7 @@ class Cold:
 
 def _times(newcomers: Sequence[Answered], others: Sequence[Answered]) -> Line:
     gaps = np.concatenate([np.diff(one.times_s) for one in others]) * 1e3
-    quantiles = {f"gap_p{q}_ms": float(np.percentile(gaps, q)) for q in (50, 99)}
+    quantiles = {f"gap_p{q}_ms": float(np.quantile(gaps, q / 100)) for q in (50, 99)}
     ttft_ms = [one.ttft_ms for one in newcomers]
     line: Line = {"ttft_ms": statistics.fmean(ttft_ms), "ttft_worst_ms": max(ttft_ms), **quantiles}
     return line | {"gap_worst_ms": float(gaps.max()), "gap_mean_ms": float(gaps.mean())}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import statistics
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -114,7 +115,7 @@ class Tour:
                 if answer.text.strip() == expected[name](text) and name != BASE:
                     self._answered = (name, text, answer.text.strip())
             text, answer = rows[0]
-            ttft_ms = sorted(answer.ttft_ms for _, answer in rows)[INPUTS // 2]
+            ttft_ms = statistics.median(answer.ttft_ms for _, answer in rows)
             rate = sum(answer.tokens_per_s for _, answer in rows) / INPUTS
             mark = "[green]✓[/]" if good else "[red]✗[/]"
             table.add_row(name, f"{ttft_ms:.0f}", f"{rate:.0f}", f"{right}/{INPUTS}", mark, text, escape(answer.text.strip()))

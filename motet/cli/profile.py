@@ -54,7 +54,7 @@ GOOD_R2 = 0.96  # CaraServe, section 5
 @takes(WorkerConfig, "lora_memory_mib")
 @takes(WorkerConfig, "max_loras")
 def profile(out: Path, seconds: float, **options: object) -> None:
-    """Measure a worker on this machine and write its profile: limits, step times, copies and network hops.
+    """Measure a worker on this machine and write its profile: limits, step times, adapter copies and network hops.
 
     Nothing else should run meanwhile. `motet worker` and `motet simulate` take the file as `--profile`. Worker options that
     are not listed here are read from their variables.

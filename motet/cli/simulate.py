@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from motet.cli.talk import terminal
 from motet.policies.dispatch import POLICIES
 from motet.shared.model import Slo
 from motet.twin.cluster import Bus, Cluster
+from motet.twin.figures import Result, table_rows
 from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B
 from motet.twin.profile import Profile, a10_llama2_7b, read_profile
-from motet.twin.report import Result, html, table_rows
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.traces import FileError, Popularity, Trace, read_lengths, read_popularity, read_trace, write_trace
 from motet.twin.workload import MAX_CV, Intensity, Lengths, Workload, arrivals, rank_mix, zipf
@@ -118,7 +118,7 @@ POSITIVE = Number(min=0.0, min_open=True, max=1e9)
 @click.option("--oracle-lengths", is_flag=True, help="Predict every output length exactly.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="The same seed repeats the run to the bit.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--html", "page", type=NEW, help="Write a report with plots.")
+@click.option("--html", "page", type=NEW, help="Write a report with plots; needs the extra `plots`.")
 @click.option("--save-trace", type=NEW, help="Write the workload to a file for --trace.")
 def simulate(as_json: bool, page: Path | None, save_trace: Path | None, policies: tuple[str, ...], **options: Any) -> None:
     """Simulate a cluster under a workload with the live scheduling and batching code.
@@ -130,6 +130,7 @@ def simulate(as_json: bool, page: Path | None, save_trace: Path | None, policies
       motet simulate --workers 60 --rate 340 --policy motet --policy most-idle --policy random
       motet simulate --trace recorded.jsonl --profile worker.json --json
     """
+    html = _report() if page is not None else None
     try:
         profile = read_profile(options["profile"]) if options["profile"] else a10_llama2_7b()
         workload = build(np.random.default_rng(options["seed"]), options)
@@ -138,13 +139,22 @@ def simulate(as_json: bool, page: Path | None, save_trace: Path | None, policies
             write_trace(save_trace, workload)
     except (FileError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    if page is not None:
+    if page is not None and html is not None:
         page.write_text(html("Motet simulation", describe(workload, profile, options), results), encoding="utf-8")
     if as_json:
         runs = {result.name: result.figures for result in results}
         click.echo(orjson.dumps({"seed": options["seed"], "runs": runs}, option=orjson.OPT_INDENT_2).decode())
         return
     show(results, describe(workload, profile, options))
+
+
+def _report() -> Callable[[str, str, Sequence[Result]], str]:
+    """What makes a page of results. It needs matplotlib, which an installation may lack, so it is not imported before."""
+    try:
+        from motet.twin.report import html
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"--html needs {error.name}: pip install 'motet[plots]'") from None
+    return html
 
 
 def build(rng: Generator, options: dict[str, Any]) -> Workload:

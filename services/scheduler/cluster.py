@@ -4,41 +4,61 @@
     own assignments ─────────────────────────────> Flights ───────┘
     lease lost, long silence ──────> worker removed
 
+- Everything comes in as an event (`events`), so that a decision log can be replayed.
 - Which words count is decided in `policies.worker_book`, what they mean in `policies.cluster_view`.
 - An assignment counts as load from the moment it is made, so that a burst between two states is spread. `policies.flights` says
   when it stops counting.
-- Any message of a worker clears its marks (unresponsive, refusing).
+- Any message of a worker clears its marks (`events.Marked`).
 
-Synchronous and without a clock: time comes in as `now_s`, always this process's own, so clocks need not agree.
+Synchronous and without a clock: events carry the time, always this process's own, so clocks need not agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from motet.policies.cluster_view import ClusterView
 from motet.policies.worker_book import Known, WorkerBook
+from motet.services.scheduler.events import Accepted, Assigning, Event, Heard, LeaseLost, Mark, Marked, NotTaken, Tick
 from motet.services.scheduler.metrics import STATE_GAPS
 from motet.shared.messages import WorkerDelta, WorkerSnapshot, WorkerStatus
-from motet.shared.model import RequestBrief
 from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler.cluster")
 
 
 class WatchedCluster:
-    """All workers known to this scheduler. `lease_held(worker_id)` tells whether a lease is held now."""
+    """All workers known to this scheduler."""
 
-    def __init__(self, *, stale_s: float, drop_s: float, in_flight_s: float, lease_held: Callable[[str], bool]) -> None:
+    def __init__(self, *, stale_s: float, drop_s: float, in_flight_s: float) -> None:
         view = ClusterView(in_flight_s)
         self.state, self._flights = view.state, view.flights
-        self._book = WorkerBook(view, lease_held)
+        self._lease_held = False  # by the worker whose message is being taken in
+        self._book = WorkerBook(view, lambda _: self._lease_held)
         self._stale_s, self._drop_s = stale_s, drop_s
 
-    # ---- what workers say
+    def on(self, event: Event) -> None:
+        """Take in what happened; `events` says what each event means."""
+        match event:
+            case Heard():
+                self._lease_held = event.lease_held
+                self._hear(event.message, event.now_s)
+            case Assigning():
+                self._flights.expect(event.worker_id, event.brief, event.now_s)
+            case Accepted():
+                self._flights.accepted(event.worker_id, event.request_id, event.now_s)
+            case NotTaken():
+                self._flights.withdraw(event.worker_id, event.request_id)
+            case Marked():
+                if event.worker_id in self._book:
+                    self._mark(event.worker_id, event.mark, event.now_s)
+            case LeaseLost():
+                if self._book.lose(event.worker_id):
+                    log.info("worker lost", extra={"worker": event.worker_id})
+            case Tick():
+                if not event.connected:
+                    self._excuse_silence(event.now_s)
+                self._expire(event.now_s)
 
-    def on_state(self, message: WorkerSnapshot | WorkerDelta, now_s: float) -> None:
-        """Take in a snapshot or delta of a worker."""
+    def _hear(self, message: WorkerSnapshot | WorkerDelta, now_s: float) -> None:
         book, worker_id = self._book, message.worker_id
         before, gaps = book.get(worker_id), book.gaps
         if isinstance(message, WorkerSnapshot):
@@ -54,54 +74,27 @@ class WatchedCluster:
             if known is not None:
                 log.info("worker found", extra={"worker": worker_id, "base_model": known.limits.base_model})
 
-    # ---- who is away
+    def _mark(self, worker_id: str, mark: Mark, now_s: float) -> None:
+        match mark:
+            case "silent":
+                self.state.set_heard(worker_id, now_s - self._stale_s - 1.0)
+            case "full":
+                self.state.set_refusing(worker_id)
+            case "leaving":
+                self.state.set_draining(worker_id)
 
-    def lease_lost(self, worker_id: str) -> None:
-        """The worker is dead or has stopped."""
-        if self._book.lose(worker_id):
-            log.info("worker lost", extra={"worker": worker_id})
-
-    def expire(self, now_s: float) -> None:
-        """Remove workers silent for `drop_s`, and assignments that no state ever showed. Call a few times a second."""
-        for known in self._book.silent(now_s - self._drop_s):
-            log.info("worker forgotten", extra={"worker": known.worker_id, "silent_s": round(now_s - known.heard_s, 1)})
-            self._book.forget(known.worker_id)
-        self._flights.expire(now_s)
-
-    def excuse_silence(self, now_s: float) -> None:
-        """Restart every worker's silence now, after a time without a connection."""
+    def _excuse_silence(self, now_s: float) -> None:
+        """Restart every worker's silence now."""
         self._book.excuse_silence(now_s)
         for known in self._book:
             self.state.set_heard(known.worker_id, now_s)
 
-    # ---- what we promise workers
-
-    def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
-        """Count a request as waiting on a worker, before it is assigned."""
-        self._flights.expect(worker_id, brief, now_s)
-
-    def accepted(self, worker_id: str, request_id: str, now_s: float) -> None:
-        """The worker accepted the request: its state will show it soon."""
-        self._flights.accepted(worker_id, request_id, now_s)
-
-    def withdraw(self, worker_id: str, request_id: str) -> None:
-        """The worker did not accept the request."""
-        self._flights.withdraw(worker_id, request_id)
-
-    def unresponsive(self, worker_id: str, now_s: float) -> None:
-        """The worker did not answer: no requests until its next message."""
-        if worker_id in self._book:
-            self.state.set_heard(worker_id, now_s - self._stale_s - 1.0)
-
-    def refusing(self, worker_id: str) -> None:
-        """The worker said that it has no room: no requests until its next message."""
-        if worker_id in self._book:
-            self.state.set_refusing(worker_id)
-
-    def unavailable(self, worker_id: str) -> None:
-        """The worker said that it takes nothing new: no requests until its next message."""
-        if worker_id in self._book:
-            self.state.set_draining(worker_id)
+    def _expire(self, now_s: float) -> None:
+        """Remove workers silent for `drop_s`, and assignments that no state ever showed."""
+        for known in self._book.silent(now_s - self._drop_s):
+            log.info("worker forgotten", extra={"worker": known.worker_id, "silent_s": round(now_s - known.heard_s, 1)})
+            self._book.forget(known.worker_id)
+        self._flights.expire(now_s)
 
     # ---- for people and metrics
 

@@ -1,19 +1,16 @@
 """The decision log: a file with all inputs of decisions and their outcomes, and its replay.
 
-    8 bytes length, little-endian │ msgpack [name, *arguments]          in the order in which things happened
+    8 bytes length, little-endian │ msgpack of a tagged struct          in the order in which things happened
 
-The first record is the scheduler's configuration. Then follow the calls that change `WatchedCluster`, answers of `lease_held`,
-and decisions with their inputs and outcomes. Replay uses the live code: the same class and policy get the same calls. The
-file ends at MAX_BYTES; it is meant for debugging and tests.
+The first record is the scheduler's configuration. Then follow the events that `WatchedCluster.on` took, and decisions with
+their inputs and outcomes. A replay feeds the events to another `WatchedCluster` and decides again with the live code. The file
+ends at MAX_BYTES; it is meant for debugging and tests.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,27 +18,14 @@ from motet.policies.candidates import Ask
 from motet.policies.dispatch import POLICIES, Decision, decide
 from motet.policies.objectives import Admission
 from motet.services.scheduler.cluster import WatchedCluster
-from motet.shared.messages import WorkerDelta, WorkerSnapshot
-from motet.shared.model import RequestBrief
+from motet.services.scheduler.events import Event
 from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler.decision_log")
 MAX_BYTES = 256 << 20
-CALLS: dict[str, tuple[Any, ...]] = {  # what changes a WatchedCluster, and the types of the arguments
-    "on_state": (WorkerSnapshot | WorkerDelta, float),
-    "lease_lost": (str,),
-    "expire": (float,),
-    "excuse_silence": (float,),
-    "expect": (str, RequestBrief, float),
-    "accepted": (str, str, float),
-    "withdraw": (str, str),
-    "unresponsive": (str, float),
-    "refusing": (str,),
-    "unavailable": (str,),
-}
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     """How the scheduler was configured."""
 
     policy: str
@@ -50,8 +34,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     drop_s: float
     in_flight_s: float
 
+    def cluster(self) -> WatchedCluster:
+        """A cluster of which nothing is known yet."""
+        return WatchedCluster(stale_s=self.stale_s, drop_s=self.drop_s, in_flight_s=self.in_flight_s)
 
-class Made(msgspec.Struct, frozen=True, kw_only=True):
+
+class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):
     """A decision: its inputs besides the cluster's state, and its outcome."""
 
     ask: Ask
@@ -61,106 +49,70 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     total_cost: float
 
 
+Record = Setup | Decided | Event
+
+
 class DecisionLog:
     """Writes the log. It stops before the record that would make the file larger than `max_bytes`."""
 
     def __init__(self, path: Path, setup: Setup, *, max_bytes: int = MAX_BYTES) -> None:
         self._file = path.open("wb")
         self._left = max_bytes
-        self.write("setup", setup)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self.write(setup)
 
-    def write(self, name: str, *arguments: Any) -> None:
-        record = msgspec.msgpack.encode([name, *arguments])
+    def write(self, record: Record) -> None:
+        """Append it. An event is written before the cluster takes it."""
         if self._left <= 0:
             return
-        self._left -= len(record) + 8
+        body = self._encode(record)
+        self._left -= len(body) + 8
         if self._left <= 0:
             log.warning("decision log is full", extra={"file": self._file.name})
             self._file.close()
             return
-        self._file.write(len(record).to_bytes(8, "little") + record)
+        self._file.write(len(body).to_bytes(8, "little") + body)
 
     def decided(self, ask: Ask, now_s: float, avg_resp_len: float, decision: Decision) -> None:
         """Log a decision on the present state."""
-        made = Made(
-            ask=ask, now_s=now_s, avg_resp_len=avg_resp_len, worker_id=decision.worker_id, total_cost=decision.total_cost
-        )
-        self.write("decided", made)
+        worker_id, total_cost = decision.worker_id, decision.total_cost
+        self.write(Decided(ask=ask, now_s=now_s, avg_resp_len=avg_resp_len, worker_id=worker_id, total_cost=total_cost))
 
     def close(self) -> None:
         self._file.close()
 
-    def follow(self, cluster: WatchedCluster) -> None:
-        """Log every call that changes `cluster`, before it happens."""
-        for name in CALLS:
-            setattr(cluster, name, self._written(name, getattr(cluster, name)))
 
-    def lease_held(self, held: Callable[[str], bool]) -> Callable[[str], bool]:
-        """`held`, with its answers logged."""
-
-        def answer(worker_id: str) -> bool:
-            answered = held(worker_id)
-            self.write("lease_held", answered)
-            return answered
-
-        return answer
-
-    def _written(self, name: str, call: Callable[..., None]) -> Callable[..., None]:
-        @wraps(call)
-        def written(*arguments: Any) -> None:
-            self.write(name, *arguments)
-            call(*arguments)
-
-        return written
-
-
-def replay(path: Path) -> Iterator[tuple[Made, Decision]]:
+def replay(path: Path) -> Iterator[tuple[Decided, Decision]]:
     """Every logged decision, with the decision made now on the same inputs.
 
     Raises ValueError for a file that is not a decision log, naming the record.
     """
     records = _records(path)
-    name, arguments = next(records, ("", []))
-    if name != "setup":
+    setup = next(records, None)
+    if not isinstance(setup, Setup):
         raise ValueError(f"{path.name}: record 1 is not a scheduler's set-up")
-    setup = msgspec.convert(arguments[0], Setup)
-    answers: deque[bool] = deque()
-    cluster = WatchedCluster(
-        stale_s=setup.stale_s,
-        drop_s=setup.drop_s,
-        in_flight_s=setup.in_flight_s,
-        lease_held=lambda _: answers.popleft() if answers else False,
-    )
-    choose = POLICIES[setup.policy]()
-    pending: tuple[str, list[Any]] | None = None  # a call whose answers from `lease_held` come after it
-    for name, arguments in records:
-        if name == "lease_held":
-            answers.append(arguments[0])
-            continue
-        if pending is not None:
-            getattr(cluster, pending[0])(*pending[1])
-            pending = None
-        if name == "decided":
-            made = msgspec.convert(arguments[0], Made)
-            yield (
-                made,
-                decide(
+    cluster, choose = setup.cluster(), POLICIES[setup.policy]()
+    for record in records:
+        match record:
+            case Decided():
+                again = decide(
                     choose,
                     cluster.state,
-                    made.ask,
-                    made.now_s,
+                    record.ask,
+                    record.now_s,
                     stale_s=setup.stale_s,
-                    avg_resp_len=made.avg_resp_len,
+                    avg_resp_len=record.avg_resp_len,
                     admission=setup.admission,
-                ),
-            )
-        else:
-            types = CALLS[name]
-            pending = name, [msgspec.convert(value, kind) for value, kind in zip(arguments, types, strict=True)]
+                )
+                yield record, again
+            case Setup():
+                raise ValueError(f"{path.name}: a second set-up")
+            case _:
+                cluster.on(record)
 
 
-def _records(path: Path) -> Iterator[tuple[str, list[Any]]]:
-    """Name and arguments of each record."""
+def _records(path: Path) -> Iterator[Record]:
+    decode = msgspec.msgpack.Decoder(Record).decode
     with path.open("rb") as file:
         number = 0
         while head := file.read(8):
@@ -168,9 +120,6 @@ def _records(path: Path) -> Iterator[tuple[str, list[Any]]]:
             size = int.from_bytes(head, "little")
             body = file.read(size) if len(head) == 8 and size <= MAX_BYTES else b""
             try:
-                record = msgspec.msgpack.decode(body, type=list)
+                yield decode(body)
             except msgspec.DecodeError as error:
                 raise ValueError(f"{path.name}: record {number}: {error}") from None
-            if not record or record[0] not in {"setup", "lease_held", "decided", *CALLS}:
-                raise ValueError(f"{path.name}: record {number} is of no known kind")
-            yield record[0], record[1:]

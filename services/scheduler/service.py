@@ -11,7 +11,6 @@ from the queue group. It learns of the others' assignments from the workers' sta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,9 +22,9 @@ from motet.policies.dispatch import POLICIES, Decision, decide, seconds_until_ro
 from motet.policies.length_quantiles import LengthQuantiles
 from motet.policies.worker_load import tokens_left
 from motet.services.scheduler import metrics
-from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup
+from motet.services.scheduler.events import Accepted, Assigning, Event, Heard, LeaseLost, Marked, NotTaken, Tick
 from motet.services.scheduler.refusal import RETRY_S, refusal, too_late
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -76,15 +75,16 @@ class SchedulerService(BusService):
         self._demand = Demand()
         self._policy = POLICIES[config.policy]()
         self._log: DecisionLog | None = None
-        lease_held: Callable[[str], bool] = self._lease_held
-        if config.decision_log:
-            self._log = _open_log(config)
-            lease_held = self._log.lease_held(lease_held)
-        self.cluster = WatchedCluster(
-            stale_s=config.stale_s, drop_s=config.drop_s, in_flight_s=config.in_flight_s, lease_held=lease_held
+        setup = Setup(
+            policy=config.policy,
+            admission=config.admission,
+            stale_s=config.stale_s,
+            drop_s=config.drop_s,
+            in_flight_s=config.in_flight_s,
         )
-        if self._log is not None:
-            self._log.follow(self.cluster)
+        if config.decision_log:
+            self._log = _open_log(config.decision_log, setup)
+        self.cluster = setup.cluster()
 
     # ---- life
 
@@ -107,9 +107,6 @@ class SchedulerService(BusService):
                 return
             await asyncio.sleep(0.02)
 
-    def _lease_held(self, worker_id: str) -> bool:
-        return self._leases is not None and self._leases.alive(worker_id)
-
     async def stop(self) -> None:
         await super().stop()
         if self._log is not None:
@@ -118,7 +115,7 @@ class SchedulerService(BusService):
     async def _watch_leases(self) -> None:
         """Follow leases, which show losses at once. Before the registry has made their bucket, only silence shows them."""
         bus = self._connected()
-        leases = LeaseWatch(bus, "worker", self.cluster.lease_lost)
+        leases = LeaseWatch(bus, "worker", lambda worker_id: self._on(LeaseLost(worker_id)))
         while True:
             try:
                 await leases.start()
@@ -131,9 +128,7 @@ class SchedulerService(BusService):
         bus = self._connected()
         while True:
             now = now_s()
-            if not bus.connected:
-                self.cluster.excuse_silence(now)
-            self.cluster.expire(now)
+            self._on(Tick(now, bus.connected))
             stale = self.cluster.stale(now)
             metrics.WORKERS.labels("stale").set(stale)
             metrics.WORKERS.labels("live").set(len(self.cluster.state) - stale)
@@ -142,8 +137,15 @@ class SchedulerService(BusService):
 
     # ---- what is heard
 
+    def _on(self, event: Event) -> None:
+        """Everything that changes the cluster comes through here."""
+        if self._log is not None:
+            self._log.write(event)
+        self.cluster.on(event)
+
     def _on_state(self, message: WorkerState) -> None:
-        self.cluster.on_state(message, now_s())
+        held = self._leases is not None and self._leases.alive(message.worker_id)
+        self._on(Heard(message, now_s(), held))
 
     def _on_outcome(self, outcome: Outcome) -> None:
         self._lengths.observe(outcome.adapter_digest, outcome.output_tokens)
@@ -235,33 +237,33 @@ class SchedulerService(BusService):
 
     async def _assign(self, worker_id: str, request: GenerateRequest, brief: RequestBrief) -> MotetError | None:
         """Assign the request to the worker; returns None if accepted, else the error. Never raises a MotetError."""
-        bus, cluster = self._connected(), self.cluster
-        cluster.expect(worker_id, brief, now_s())
+        bus = self._connected()
+        self._on(Assigning(worker_id, brief, now_s()))
         taken = False
         try:
             reply = await bus.request(subjects.assign(worker_id), request, AssignReply, timeout_s=self._config.assign_s)
             if not isinstance(reply, Refused):
                 taken = True
-                cluster.accepted(worker_id, request.request_id, now_s())
+                self._on(Accepted(worker_id, request.request_id, now_s()))
                 return None
             error = from_info(reply.error)
             if isinstance(error, Overloaded):
-                cluster.refusing(worker_id)
+                self._on(Marked(worker_id, "full", now_s()))
             elif isinstance(error, Unavailable):
-                cluster.unavailable(worker_id)
+                self._on(Marked(worker_id, "leaving", now_s()))
             metrics.ASSIGN_FAILURES.labels(error.code).inc()
         except Unavailable as absent:
             error = absent
-            cluster.unresponsive(worker_id, now_s())
+            self._on(Marked(worker_id, "silent", now_s()))
             metrics.ASSIGN_FAILURES.labels("absent").inc()
         except (DeadlineExceeded, msgspec.MsgspecError) as silence:
             error = silence if isinstance(silence, MotetError) else MotetError(f"{worker_id} sent an invalid answer: {silence}")
-            cluster.unresponsive(worker_id, now_s())
+            self._on(Marked(worker_id, "silent", now_s()))
             metrics.ASSIGN_FAILURES.labels("silent").inc()
             await self._cancel(worker_id, request)
         finally:
             if not taken:
-                cluster.withdraw(worker_id, request.request_id)
+                self._on(NotTaken(worker_id, request.request_id))
         log.warning("not taken", extra={"request_id": request.request_id, "worker": worker_id, "error": error.message})
         return error
 
@@ -278,18 +280,11 @@ class SchedulerService(BusService):
         return self._bus
 
 
-def _open_log(config: SchedulerConfig) -> DecisionLog:
-    setup = Setup(
-        policy=config.policy,
-        admission=config.admission,
-        stale_s=config.stale_s,
-        drop_s=config.drop_s,
-        in_flight_s=config.in_flight_s,
-    )
+def _open_log(path: str, setup: Setup) -> DecisionLog:
     try:
-        return DecisionLog(Path(config.decision_log), setup)
+        return DecisionLog(Path(path), setup)
     except OSError as error:
-        raise ConfigError(f"--decision-log: {error.strerror}: {config.decision_log}") from None
+        raise ConfigError(f"--decision-log: {error.strerror}: {path}") from None
 
 
 def _brief(request: GenerateRequest) -> RequestBrief:

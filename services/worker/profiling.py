@@ -1,13 +1,13 @@
-"""Measures a live worker: its steps under batches of many sizes, rank mixes and prompt lengths, and every way of adapters.
+"""Measures a live worker: steps of batches of many sizes, rank mixes and prompt lengths; adapter transfers; network hops.
 
-The worker is the whole service on a NATS of its own, as schedulers and gateways see it: what its event loop, frames and
-state reports take from the engine is in the times. Every batch comes in together, decodes for a while, is joined by
-newcomers (steps that do both), and ends. Adapters are random weights made for the purpose: times do not depend on values.
+The worker is the whole service on a private NATS server, so the times include what its event loop, frames and state reports
+take from the engine. The requests of a batch arrive together and decode for a while; then newcomers join, whose prefills share
+steps with decodes. The adapters have random weights, since times do not depend on values.
 
-    period of a step    from its beginning to the beginning of the next one, while there is work: hand-over included
-    load                host memory to the device, from the engine's own clock or the speed of its link
-    disk, store         into host memory, while a small batch decodes beside it, as when serving
-    hops                over the bus to the engine's queue and back, beside such a batch as well
+    step           from its beginning to the beginning of the next step, while there is work
+    load           an adapter from host memory to the device, by the engine's clock or the measured rate of its link
+    disk, store    an adapter from disk or object store to host memory, while a small batch decodes
+    hops           a request to the worker and a token frame from it, while a small batch decodes
 """
 
 from __future__ import annotations
@@ -47,45 +47,48 @@ if TYPE_CHECKING:
 
 RANKS = (8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-BETWEEN = (3, 6, 12, 24, 48)  # with every other prompt
+BETWEEN = (3, 6, 12, 24, 48)  # rows for every other prompt length
 PROMPTS = (8, 32, 100, 300)  # tokens
-LONGEST = 2048  # tokens to prefill at once
+LONGEST = 2048  # prompt tokens of a batch
 DECODES = 8  # steps of each batch
-DEEP_ROWS = 8  # the fewest of batches that go on until their contexts are those of a full worker
-DEEP_PROMPT, DEEP_DECODES = 32, 48  # of those batches
-DEEP_TIMES = 2
+DEEP_ROWS = 8  # fewest rows of a deep batch, which decodes until its contexts are as long as a full worker's
+DEEP_PROMPT, DEEP_DECODES = 32, 48
+DEEP_TIMES = 2  # each deep batch is measured twice
 ADAPTERS_PER_RANK = 8
-LINK_RANKS = (8, 64)  # of the adapters that are fetched and read again
-LINK_ADAPTERS = 8  # of each
-MOMENTS = 4  # of a profile at which ways are timed: a machine is not equally fast at all of them, and slowest when it begins
-REST_S = 0.3  # before another fetch: what comes now and then, as when serving, finds caches cold and threads asleep
-BESIDE = 4  # sequences that decode meanwhile, as when there is room for more
-HOPS = 10  # requests whose way is timed at each of them
-KNOCK_S = 0.04  # at most between two of them
+LINK_RANKS = (8, 64)  # ranks of the adapters whose transfers are timed
+LINK_ADAPTERS = 8  # of each of those ranks
+MOMENTS = (
+    4  # times during a profile at which transfers and hops are measured, since a machine's speed changes, above all at first
+)
+REST_S = 0.3  # between fetches, so that caches are cold and threads asleep, as in a worker that fetches now and then
+BESIDE = 4  # sequences that decode while transfers and hops are measured
+HOPS = 10  # requests timed at each moment
+KNOCK_S = 0.04  # longest pause between two of them
 GATEWAY = "profile"
 REPLY_S = 30.0
 
 
 @dataclass(slots=True)
 class Measured:
-    """What was seen: steps without adapter loads, and the ways of adapters as (MiB, ms)."""
+    """All measurements: steps without adapter loads, and adapter transfers as (MiB, ms)."""
 
     limits: WorkerLimits
     steps: list[Step] = field(default_factory=list)
     loads: list[tuple[float, float]] = field(default_factory=list)
     disk: list[tuple[float, float]] = field(default_factory=list)
     store: list[tuple[float, float]] = field(default_factory=list)
-    assign_ms: list[float] = field(default_factory=list)  # a request to the worker
-    frame_ms: list[float] = field(default_factory=list)  # a step's tokens to a gateway
+    assign_ms: list[float] = field(default_factory=list)  # a request, from its sender to the worker
+    frame_ms: list[float] = field(default_factory=list)  # a step's tokens, from the step's end to a gateway
     link: LinkFacts | None = None  # where copies run beside the steps
 
 
 async def measure(
     config: WorkerConfig, model_dir: Path, *, seconds: float, progress: Callable[[float], None] = lambda share: None
 ) -> Measured:
-    """Profile the worker that `config` describes for about so many seconds; at least one round of every batch.
+    """Profile the worker that `config` describes, for about `seconds` but at least until every batch was measured once.
 
-    `config.bus.nats_url` is a NATS with Motet's buckets and nobody else on it.
+    `config.bus.nats_url` is a NATS server with Motet's buckets and no other clients. `progress` is told the share that is done.
+    Raises what a step of the engine raises.
     """
     worker = _Observed(config)
     await worker.service.start()
@@ -101,7 +104,7 @@ async def measure(
             if number in moments:
                 await profiler.link_times(moments[number])
                 await profiler.hop_times()
-            await profiler.run(batch, tell=number >= len(batches) // 8)  # the first ones warm up what is built lazily
+            await profiler.run(batch, tell=number >= len(batches) // 8)  # the first ones warm up
             progress(min(1.0, number / len(batches), max((now_s() - began_s) / seconds, 0.0)))
         return profiler.measured
     finally:
@@ -117,7 +120,7 @@ class _Batch:
 
 
 class _Observed:
-    """A worker whose steps are seen as they are reported."""
+    """A worker, and the reports of its steps."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
@@ -149,7 +152,7 @@ class _Observed:
             self.service.shell.on(Cancel(*entry.key))
 
     async def load_times(self, adapters: Sequence[AdapterRef], directory: str, source: Literal["store", "disk"]) -> list[float]:
-        """How long each adapter takes to host memory, one after the other, in milliseconds."""
+        """Load the adapters into host memory, one after the other: milliseconds for each."""
         loads = _Loads()
         assert self.service.bus is not None, "the worker has started"
         store = AdapterStore(self.service.bus, AdapterFiles(directory), loads, parse=self.service.assembly.parse_adapter)
@@ -166,7 +169,7 @@ class _Observed:
 
 
 class _Loads:
-    """Hears of loads one at a time (`adapters.Decider`)."""
+    """Waits for one load at a time (`adapters.Decider`)."""
 
     def __init__(self) -> None:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -201,7 +204,7 @@ class _Profiler:
         self.measured = Measured(self._limits)
 
     async def publish(self) -> None:
-        """Put adapters of every rank where the registry would."""
+        """Publish adapters of every rank, as the registry would."""
         ranks = [rank for rank in RANKS if rank <= self._limits.max_lora_rank]
         room = self._limits.adapter_bytes_total // 2
         for rank in ranks:
@@ -220,8 +223,7 @@ class _Profiler:
     # ---- steps
 
     def batches(self) -> list[_Batch]:
-        """All of them in an order without an order: a machine's speed drifts within half a minute, and no kind of batch may be
-        found slow because it came at a slow time."""
+        """All batches in random order, since a machine's speed drifts and no kind of batch may meet only its slow times."""
         batches = list(self._kinds())
         return [batches[place] for place in self._random.permutation(len(batches))]
 
@@ -233,7 +235,7 @@ class _Profiler:
         yield from [batch for batch in deep if self._fits(batch)] * DEEP_TIMES
         for prompt, sizes in zip(PROMPTS, itertools.cycle((ROWS, BETWEEN)), strict=False):
             for mix, rows in itertools.product(mixes, sizes):
-                long = rows > 4 and rows * prompt > LONGEST  # a queue of prefills says no more than a short one
+                long = rows > 4 and rows * prompt > LONGEST  # steps of a long queue of prefills are like those of a short one
                 batch = _Batch(rows, mix, prompt)
                 if mix and not long and self._fits(batch):
                     yield batch
@@ -248,7 +250,7 @@ class _Profiler:
         )
 
     async def run(self, batch: _Batch, *, tell: bool) -> None:
-        """Prefill, decode, and let a quarter as many newcomers in."""
+        """Prefill and decode the batch, then let a quarter as many newcomers join. `tell`: whether its steps are kept."""
         seen, ranks, rows = self._worker.seen, batch.ranks, batch.rows
         seen.clear()
         await asyncio.gather(*(self._ask(self._pick(ranks, i), batch.prompt, 2 * batch.decodes) for i in range(rows)))
@@ -261,7 +263,7 @@ class _Profiler:
             self._tell(seen)
 
     def _pick(self, ranks: tuple[int, ...], place: int) -> AdapterRef | None:
-        """Ranks in turn, and of each rank the adapters in turn."""
+        """The adapter of request `place`: ranks take turns, and so do the adapters of a rank."""
         turn, place = divmod(place, len(ranks))
         of_rank = self._adapters.get(ranks[place], [])
         return of_rank[turn % len(of_rank)] if of_rank else None
@@ -338,7 +340,7 @@ class _Profiler:
         measured += [(adapter.size_bytes / MIB, ms) for adapter, ms in zip(adapters, times_ms, strict=True)]
 
     async def hop_times(self) -> None:
-        """Time requests on their way in, which are refused there, and frames on their way out."""
+        """Time requests on their way to the worker, which refuses them, and frames on their way out."""
         asker = await Bus.connect(self._worker.config.bus, "profile")
         heard: dict[int, float] = {}  # step -> when
 
@@ -360,10 +362,10 @@ class _Profiler:
             sent_s = now_s()
             await asker.request(subjects.assign(self._worker.service.worker_id), request, AssignReply, timeout_s=REPLY_S)
             self.measured.assign_ms.append((self._worker.service.asked_s - sent_s) * 1000)
-            await asyncio.sleep(KNOCK_S * self._random.random())  # at any moment of a step
+            await asyncio.sleep(KNOCK_S * self._random.random())  # so that they arrive at random moments of a step
 
     async def _beside(self, work: Coroutine[None, None, None]) -> None:
-        """Do it while sequences decode."""
+        """Do `work` while sequences decode."""
         most = self._limits.max_model_len - PROMPTS[0]
         sequences = min(BESIDE, self._limits.max_running)
         await asyncio.gather(*(self._ask(None, PROMPTS[0], most) for _ in range(sequences)))
@@ -398,7 +400,7 @@ def random_adapter(model_dir: Path, base_model: str, rank: int, number: int) -> 
 
 
 async def publish(bus: Bus, blob: bytes, version: AdapterVersion, name: str) -> AdapterRef:
-    """Put an adapter where the registry would."""
+    """Publish an adapter, as the registry would."""
     await (await bus.object_store(subjects.BLOBS)).put(version.digest, blob)
     await (await bus.key_value(subjects.KV_ADAPTERS)).put(f"version.{version.digest}", msgspec.json.encode(version))
     return AdapterRef(name=name, digest=version.digest, rank=version.rank, size_bytes=len(blob))

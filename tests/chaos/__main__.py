@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import uvloop
 
 from motet.shared.clock import now_s
@@ -102,23 +103,19 @@ def report(rows: list[Row], burst_s: list[float]) -> int:
     totals = {name: sum(getattr(row, name) for row in rows) for name in ("lost", "duplicated", "changed")}
     figures = {"faults": len(rows), **totals}
     figures |= {"resume_p99_ms": p99_ms(rows, "death"), "resume_frozen_p99_ms": p99_ms(rows, "frozen")}
-    figures["burst_p99_ms"] = round(quantile(burst_s, 0.99) * 1000)
+    figures["burst_p99_ms"] = round(np.quantile(burst_s, 0.99) * 1000)
     print(json.dumps(figures))
     errors = sum(row.refused + row.broken for row in rows if row.kind == "restart")
     return 1 if errors or any(totals.values()) else 0
 
 
 def ms(values_s: list[float], share: float) -> str:
-    return f"{quantile(values_s, share) * 1000:.0f} ms" if values_s else "-"
+    return f"{np.quantile(values_s, share) * 1000:.0f} ms" if values_s else "-"
 
 
 def p99_ms(rows: list[Row], kind: str) -> float | None:
-    values_s = sorted(s for row in rows if row.kind == kind and row.resumed for s in row.pauses_s)
-    return round(quantile(values_s, 0.99) * 1000) if values_s else None
-
-
-def quantile(ordered: list[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    values_s = [s for row in rows if row.kind == kind and row.resumed for s in row.pauses_s]
+    return round(np.quantile(values_s, 0.99) * 1000) if values_s else None
 
 
 if __name__ == "__main__":

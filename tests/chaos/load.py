@@ -137,7 +137,7 @@ async def burst_s(urls: list[str], models: list[str], count: int, tokens: int) -
     bodies = [common | {"model": models[i % len(models)], "prompt": prompt} for i, prompt in enumerate(prompts)]
     streams = Streams(urls, [Ask("/v1/completions", body) for body in bodies], 0, seed=0)
     await streams.once(count)
-    return sorted(attempt.chunks[0][0] - attempt.began_s for attempt in streams.attempts)
+    return [attempt.chunks[0][0] - attempt.began_s for attempt in streams.attempts]
 
 
 def text_of(choice: dict[str, Any]) -> str:

@@ -176,7 +176,7 @@ def _pauses(one: Injected, row: Row, attempts: list[Attempt]) -> None:
     """Of the streams that were resumed; where none had to be, of all."""
     affected = [a for a in attempts if a.in_flight(one.at_s) and (not one.resumed or a.request_id in one.resumed)]
     found = [attempt.pause_s(one.at_s, one.until_s) for attempt in affected]
-    row.pauses_s = sorted(s for s in found if s is not None)
+    row.pauses_s = [s for s in found if s is not None]
     assert row.pauses_s or not one.resumed, f"{row.fault}: {row.resumed} streams were resumed and none of them was watched"
 
 

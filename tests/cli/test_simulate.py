@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from base64 import b64decode
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from motet.cli.main import cli
 from motet.shared.profile import write_profile
+from motet.twin.plots import COLORS
 from motet.twin.profile import a10_llama2_7b
 
 SHORT = ("--duration-s", "20", "--rate", "3", "--adapters", "10")
@@ -55,22 +59,35 @@ def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
 
     class Checked(HTMLParser):
         open_tags: list[str] = []
-        lines = 0
+        plots: list[str] = []
 
         def handle_starttag(self, tag: str, attrs: list) -> None:
-            assert tag not in ("script", "link", "img", "iframe") and not {"src", "href"} & {name for name, _ in attrs}
-            self.lines += tag == "polyline"
-            if tag not in ("meta", "line", "polyline"):
+            assert tag not in ("script", "link", "iframe") and "href" not in dict(attrs)
+            if tag == "img":
+                kind, _, image = dict(attrs)["src"].partition(";base64,")
+                assert kind == "data:image/svg+xml"
+                self.plots.append(b64decode(image).decode())
+            elif tag != "meta":
                 self.open_tags.append(tag)
 
         def handle_endtag(self, tag: str) -> None:
-            if tag not in ("line", "polyline"):
-                assert self.open_tags.pop() == tag
+            assert self.open_tags.pop() == tag
 
     checked = Checked()
     checked.feed(text)
-    assert checked.open_tags == [] and checked.lines == 12  # six plots, two policies
-    assert "nan" not in text and "http" not in text
+    assert checked.open_tags == [] and len(checked.plots) == 6
+    for plot in checked.plots:
+        assert all(plot.count(f"stroke: {color}; stroke-width: 1.3") == 1 for color in COLORS[:2]), "a line for each policy"
+        assert "nan" not in plot
+    assert "nan" not in re.sub('base64,[^"]*', "", text) and "http" not in text
+
+
+def test_a_report_without_matplotlib_is_refused_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("motet.twin.report", "motet.twin.plots"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    result = simulate(*SHORT, "--html", tmp_path / "report.html")
+    assert result.exit_code == 1 and "pip install 'motet[plots]'" in result.output
 
 
 def test_a_profile_changes_what_is_simulated(tmp_path: Path) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from motet.policies.candidates import Ask
 from motet.policies.dispatch import POLICIES, decide
-from motet.services.scheduler.cluster import WatchedCluster
 from motet.services.scheduler.config import SchedulerConfig
-from motet.services.scheduler.decision_log import DecisionLog, Setup, replay
+from motet.services.scheduler.decision_log import DecisionLog, Setup, _records, replay
+from motet.services.scheduler.events import Accepted, Assigning, Event, Heard, LeaseLost, Marked, NotTaken, Tick
 from motet.services.scheduler.service import SchedulerService
 from motet.shared import subjects
 from motet.shared.config import ConfigError
@@ -22,6 +23,7 @@ from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits
 
 REQUESTS = 120
+SETUP = Setup(policy="motet", stale_s=3.0, drop_s=10.0, in_flight_s=3.0)
 
 
 @pytest.mark.parametrize("policy", ["motet", "rank-aware", "round-robin"])
@@ -63,10 +65,10 @@ async def test_decisions_of_a_live_scheduler_are_repeated(bus, nats_url, connect
 
 def test_a_replay_decides_anew_and_does_not_repeat_what_it_reads(tmp_path):
     path = tmp_path / "decisions"
-    log = DecisionLog(path, Setup(policy="motet", stale_s=3.0, drop_s=10.0, in_flight_s=3.0))
-    cluster = WatchedCluster(stale_s=3.0, drop_s=10.0, in_flight_s=3.0, lease_held=log.lease_held(lambda _: True))
-    log.follow(cluster)
-    cluster.on_state(snapshot(1), 1.0)
+    log, cluster = DecisionLog(path, SETUP), SETUP.cluster()
+    heard = Heard(snapshot(1), 1.0)
+    log.write(heard)
+    cluster.on(heard)
     ask = Ask(base_model="demo", rank=8, tokens=5, tpot_slo_ms=50.0)
     decision = decide(POLICIES["motet"](), cluster.state, ask, 1.5, stale_s=3.0, avg_resp_len=10.0)
     log.decided(ask, 1.5, 10.0, decision)
@@ -76,11 +78,29 @@ def test_a_replay_decides_anew_and_does_not_repeat_what_it_reads(tmp_path):
     assert first.worker_id == again.worker_id == "w" and stale.worker_id is None
 
 
+def test_every_event_is_read_as_it_was_written(tmp_path):
+    events: list[Event] = [
+        Heard(snapshot(1, brief_of(generate_request("r"), "running")), 0.1 + 0.2, lease_held=True),
+        Assigning("w", brief_of(generate_request("s"), "waiting"), 1.0),
+        Accepted("w", "s", 2.0),
+        NotTaken("w", "s"),
+        Marked("w", "full", 3.0),
+        LeaseLost("w"),
+        Tick(4.0, connected=False),
+    ]
+    assert {type(event) for event in events} == set(get_args(Event))
+    log = DecisionLog(tmp_path / "decisions", SETUP)
+    for event in events:
+        log.write(event)
+    log.close()
+    assert list(_records(tmp_path / "decisions")) == [SETUP, *events]
+
+
 def test_a_log_that_is_full_ends_and_one_that_is_damaged_is_refused(tmp_path):
     path = tmp_path / "decisions"
-    log = DecisionLog(path, Setup(policy="motet", stale_s=3.0, drop_s=10.0, in_flight_s=3.0), max_bytes=200)
+    log = DecisionLog(path, SETUP, max_bytes=200)
     for number in range(100):
-        log.write("lease_lost", f"w{number}")
+        log.write(LeaseLost(f"w{number}"))
     log.close()
     assert path.stat().st_size <= 200 and list(replay(path)) == []
     path.write_bytes(path.read_bytes()[:-3])

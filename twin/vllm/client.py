@@ -228,7 +228,7 @@ class Client:
             input_tok_s=float(prompt.sum()) / end_s,
             output_tok_s=float(output.sum()) / end_s,
             ttft_mean_ms=float(ttft_ms.mean()) if len(started) else math.nan,
-            ttft_p99_ms=float(np.percentile(ttft_ms, 99)) if len(started) else math.nan,
+            ttft_p99_ms=float(np.quantile(ttft_ms, 0.99)) if len(started) else math.nan,
             tpot_mean_ms=math.nan if nothing else float((decode_s[many] / gaps[many]).mean()) * 1e3,
             itl_mean_ms=math.nan if nothing else float(decode_s[many].sum() / chunk_gaps.sum()) * 1e3,
             itl_p50_ms=_weighted_median(self.durations_s, self.tokens) * 1e3,
@@ -242,8 +242,4 @@ class Client:
 
 
 def _weighted_median(values: list[float], weights: list[int]) -> float:
-    if sum(weights) == 0:
-        return math.nan
-    order = np.argsort(values)
-    cumulative = np.cumsum(np.asarray(weights)[order])
-    return float(np.asarray(values)[order][np.searchsorted(cumulative, cumulative[-1] / 2)])
+    return float(np.quantile(values, 0.5, weights=weights, method="inverted_cdf")) if sum(weights) else math.nan

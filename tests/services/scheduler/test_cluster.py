@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from motet.services.scheduler.cluster import WatchedCluster
+from motet.services.scheduler.events import Accepted, Assigning, Heard, LeaseLost, Mark, Marked, NotTaken, Tick
 from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import RequestBrief, Residency
 from motet.shared.telemetry import REGISTRY
 from tests.support_worker import PERF, brief_of, generate_request, worker_limits
+
+MARKS = get_args(Mark)
 
 
 def brief(request_id: str, *, epoch: int = 0, rank: int = 8, phase="waiting") -> RequestBrief:
@@ -50,24 +55,9 @@ def delta(
     )
 
 
-class Leases:
-    """Whose lease is held."""
-
-    def __init__(self) -> None:
-        self.held: set[str] = set()
-
-    def alive(self, worker_id: str) -> bool:
-        return worker_id in self.held
-
-
 @pytest.fixture
-def leases() -> Leases:
-    return Leases()
-
-
-@pytest.fixture
-def cluster(leases: Leases) -> WatchedCluster:
-    return WatchedCluster(stale_s=3.0, drop_s=10.0, in_flight_s=3.0, lease_held=leases.alive)
+def cluster() -> WatchedCluster:
+    return WatchedCluster(stale_s=3.0, drop_s=10.0, in_flight_s=3.0)
 
 
 def has(cluster: WatchedCluster) -> list[str]:
@@ -79,11 +69,11 @@ def gaps() -> float:
 
 
 def test_deltas_upon_a_snapshot_keep_the_copy_true(cluster):
-    cluster.on_state(snapshot(1, brief("a")), 0.0)
-    cluster.on_state(delta(2, brief("b"), brief("a", phase="running")), 0.1)
+    cluster.on(Heard(snapshot(1, brief("a")), 0.0))
+    cluster.on(Heard(delta(2, brief("b"), brief("a", phase="running")), 0.1))
     (status,) = cluster.status(0.1)
     assert (status.running, status.waiting, status.kv_blocks_free) == (1, 1, 50)
-    cluster.on_state(delta(3, removed=["a", "unknown"], evicted=["d2"], resident=[Residency("d3", 8, 1, "device")]), 0.2)
+    cluster.on(Heard(delta(3, removed=["a", "unknown"], evicted=["d2"], resident=[Residency("d3", 8, 1, "device")]), 0.2))
     (status,) = cluster.status(0.2)
     assert has(cluster) == ["b"]
     assert (status.adapters_on_device, status.adapters_on_host, status.in_flight) == (2, 0, 0)
@@ -91,154 +81,152 @@ def test_deltas_upon_a_snapshot_keep_the_copy_true(cluster):
 
 def test_after_a_gap_requests_stay_as_known_until_the_next_snapshot(cluster):
     before = gaps()
-    cluster.on_state(snapshot(1, brief("a")), 0.0)
-    cluster.on_state(delta(3, brief("c"), removed=["a"], draining=True), 1.0)
-    cluster.on_state(delta(4, brief("d")), 2.0)
+    cluster.on(Heard(snapshot(1, brief("a")), 0.0))
+    cluster.on(Heard(delta(3, brief("c"), removed=["a"], draining=True), 1.0))
+    cluster.on(Heard(delta(4, brief("d")), 2.0))
     assert has(cluster) == ["a"] and gaps() == before + 1
     assert cluster.status(2.0)[0].age_ms == 0 and not cluster.status(2.0)[0].draining
-    cluster.on_state(snapshot(5, brief("c"), brief("d")), 2.5)
-    cluster.on_state(delta(6, brief("e")), 2.6)
+    cluster.on(Heard(snapshot(5, brief("c"), brief("d")), 2.5))
+    cluster.on(Heard(delta(6, brief("e")), 2.6))
     assert has(cluster) == ["c", "d", "e"] and gaps() == before + 1
 
 
 def test_a_snapshot_after_lost_deltas_counts_the_gap_and_heals_it(cluster):
     before = gaps()
-    cluster.on_state(snapshot(1), 0.0)
-    cluster.on_state(snapshot(4, brief("a")), 0.5)
+    cluster.on(Heard(snapshot(1), 0.0))
+    cluster.on(Heard(snapshot(4, brief("a")), 0.5))
     assert has(cluster) == ["a"] and gaps() == before + 1
 
 
 def test_repeated_and_late_messages_change_nothing(cluster):
-    cluster.on_state(snapshot(5, brief("a")), 0.0)
-    cluster.on_state(snapshot(4, brief("old")), 0.1)
-    cluster.on_state(delta(5, brief("old")), 0.1)
+    cluster.on(Heard(snapshot(5, brief("a")), 0.0))
+    cluster.on(Heard(snapshot(4, brief("old")), 0.1))
+    cluster.on(Heard(delta(5, brief("old")), 0.1))
     assert has(cluster) == ["a"]
 
 
 def test_only_a_snapshot_introduces_a_worker(cluster):
     before = gaps()
-    cluster.on_state(delta(7, brief("a")), 0.0)
+    cluster.on(Heard(delta(7, brief("a")), 0.0))
     assert not cluster.knows("w") and gaps() == before + 1
-    cluster.on_state(snapshot(8), 0.1)
+    cluster.on(Heard(snapshot(8), 0.1))
     assert cluster.knows("w")
 
 
 def test_a_restart_forgets_the_old_incarnation_and_its_late_words(cluster):
-    cluster.on_state(snapshot(50, brief("a")), 0.0)
-    cluster.on_state(snapshot(1, brief("b"), incarnation="two"), 1.0)
-    cluster.on_state(delta(51, brief("late")), 1.1)
-    cluster.on_state(snapshot(52, brief("late")), 1.2)
+    cluster.on(Heard(snapshot(50, brief("a")), 0.0))
+    cluster.on(Heard(snapshot(1, brief("b"), incarnation="two"), 1.0))
+    cluster.on(Heard(delta(51, brief("late")), 1.1))
+    cluster.on(Heard(snapshot(52, brief("late")), 1.2))
     assert has(cluster) == ["b"]
-    cluster.on_state(delta(2, brief("c"), incarnation="two"), 1.3)
+    cluster.on(Heard(delta(2, brief("c"), incarnation="two"), 1.3))
     assert has(cluster) == ["b", "c"]
 
 
 def test_a_new_incarnations_delta_ends_the_old_one_even_before_its_snapshot(cluster):
-    cluster.on_state(snapshot(50, brief("a")), 0.0)
-    cluster.on_state(delta(2, incarnation="two"), 1.0)
+    cluster.on(Heard(snapshot(50, brief("a")), 0.0))
+    cluster.on(Heard(delta(2, incarnation="two"), 1.0))
     assert not cluster.knows("w")
 
 
-def test_a_lost_lease_removes_the_worker_for_good_unless_it_is_held_again(cluster, leases):
-    cluster.on_state(snapshot(1), 0.0)
-    cluster.lease_lost("w")
-    cluster.lease_lost("w")
-    cluster.on_state(snapshot(2), 0.1)
+def test_a_lost_lease_removes_the_worker_for_good_unless_it_is_held_again(cluster):
+    cluster.on(Heard(snapshot(1), 0.0))
+    cluster.on(LeaseLost("w"))
+    cluster.on(LeaseLost("w"))
+    cluster.on(Heard(snapshot(2), 0.1))
     assert not cluster.knows("w")
-    leases.held.add("w")
-    cluster.on_state(snapshot(3), 0.2)
+    cluster.on(Heard(snapshot(3), 0.2, lease_held=True))
     assert cluster.knows("w")
 
 
 def test_silent_workers_turn_stale_then_are_forgotten_and_may_come_back(cluster):
-    cluster.on_state(snapshot(1), 0.0)
+    cluster.on(Heard(snapshot(1), 0.0))
     assert (cluster.stale(2.9), cluster.stale(3.1)) == (0, 1)
     assert cluster.status(3.1)[0].stale
-    cluster.expire(9.9)
+    cluster.on(Tick(9.9))
     assert cluster.knows("w")
-    cluster.expire(10.1)
+    cluster.on(Tick(10.1))
     assert not cluster.knows("w") and len(cluster.state) == 0
-    cluster.on_state(snapshot(2), 11.0)
+    cluster.on(Heard(snapshot(2), 11.0))
     assert cluster.knows("w")
 
 
 def test_without_a_connection_nobodys_silence_counts(cluster):
-    cluster.on_state(snapshot(1), 0.0)
-    cluster.excuse_silence(60.0)
-    cluster.expire(60.0)
+    cluster.on(Heard(snapshot(1), 0.0))
+    cluster.on(Tick(60.0, connected=False))
     assert cluster.knows("w") and cluster.stale(62.0) == 0 and cluster.stale(64.0) == 1
 
 
 def test_an_assignment_counts_at_once_and_exactly_once(cluster):
-    cluster.on_state(snapshot(1, brief("a")), 0.0)
-    cluster.expect("w", brief("b"), 100.0)
+    cluster.on(Heard(snapshot(1, brief("a")), 0.0))
+    cluster.on(Assigning("w", brief("b"), 100.0))
     assert has(cluster) == ["a", "b"] and cluster.in_flight() == 1
-    cluster.on_state(snapshot(2, brief("a")), 0.1)  # sent before it arrived there
+    cluster.on(Heard(snapshot(2, brief("a")), 0.1))  # sent before it arrived there
     assert has(cluster) == ["a", "b"]
-    cluster.accepted("w", "b", 0.1)
-    cluster.on_state(delta(3, brief("b", phase="running")), 0.2)
+    cluster.on(Accepted("w", "b", 0.1))
+    cluster.on(Heard(delta(3, brief("b", phase="running")), 0.2))
     assert has(cluster) == ["a", "b"] and cluster.in_flight() == 0
     assert cluster.status(0.2)[0].running == 1
-    cluster.on_state(snapshot(4, brief("a")), 0.3)
+    cluster.on(Heard(snapshot(4, brief("a")), 0.3))
     assert has(cluster) == ["a"]
 
 
 def test_a_refused_assignment_stops_counting(cluster):
-    cluster.on_state(snapshot(1), 0.0)
-    cluster.expect("w", brief("b"), 100.0)
-    cluster.withdraw("w", "b")
-    cluster.withdraw("w", "b")
-    cluster.withdraw("gone", "b")
+    cluster.on(Heard(snapshot(1), 0.0))
+    cluster.on(Assigning("w", brief("b"), 100.0))
+    cluster.on(NotTaken("w", "b"))
+    cluster.on(NotTaken("w", "b"))
+    cluster.on(NotTaken("gone", "b"))
     assert has(cluster) == [] and cluster.in_flight() == 0
 
 
 def test_an_accepted_assignment_that_two_snapshots_do_not_show_came_and_went(cluster):
-    cluster.on_state(snapshot(1), 0.0)
-    cluster.expect("w", brief("b"), 100.0)
+    cluster.on(Heard(snapshot(1), 0.0))
+    cluster.on(Assigning("w", brief("b"), 100.0))
     for seq in (2, 3, 4):
-        cluster.on_state(snapshot(seq), 0.1)
+        cluster.on(Heard(snapshot(seq), 0.1))
     assert has(cluster) == ["b"]  # the worker has not answered: it may still come
-    cluster.accepted("w", "b", 0.2)
-    cluster.on_state(snapshot(5), 0.3)
+    cluster.on(Accepted("w", "b", 0.2))
+    cluster.on(Heard(snapshot(5), 0.3))
     assert has(cluster) == ["b"]
-    cluster.on_state(snapshot(6), 0.4)
+    cluster.on(Heard(snapshot(6), 0.4))
     assert has(cluster) == [] and cluster.in_flight() == 0
 
 
 def test_an_assignment_that_never_shows_up_times_out(cluster):
-    cluster.on_state(snapshot(1), 0.0)
-    cluster.expect("w", brief("b"), 100.0)
-    cluster.accepted("w", "b", 0.0)
-    cluster.expire(2.9)
+    cluster.on(Heard(snapshot(1), 0.0))
+    cluster.on(Assigning("w", brief("b"), 100.0))
+    cluster.on(Accepted("w", "b", 0.0))
+    cluster.on(Tick(2.9))
     assert has(cluster) == ["b"]
-    cluster.expire(3.1)
+    cluster.on(Tick(3.1))
     assert has(cluster) == [] and cluster.in_flight() == 0
 
 
 def test_a_request_that_ended_between_two_states_stops_counting_when_its_removal_is_told(cluster):
-    cluster.on_state(snapshot(1), 0.0)
-    cluster.expect("w", brief("b"), 100.0)
-    cluster.on_state(delta(2, removed=["b"]), 0.1)
+    cluster.on(Heard(snapshot(1), 0.0))
+    cluster.on(Assigning("w", brief("b"), 100.0))
+    cluster.on(Heard(delta(2, removed=["b"]), 0.1))
     assert has(cluster) == [] and cluster.in_flight() == 0
 
 
 def test_an_older_epoch_in_the_state_does_not_hide_the_new_assignment(cluster):
-    cluster.on_state(snapshot(1, brief("b", epoch=0)), 0.0)
-    cluster.expect("w", brief("b", epoch=1), 100.0)
-    cluster.on_state(delta(2, brief("b", epoch=0, phase="running")), 0.1)
-    cluster.on_state(snapshot(3, brief("b", epoch=0)), 0.2)
+    cluster.on(Heard(snapshot(1, brief("b", epoch=0)), 0.0))
+    cluster.on(Assigning("w", brief("b", epoch=1), 100.0))
+    cluster.on(Heard(delta(2, brief("b", epoch=0, phase="running")), 0.1))
+    cluster.on(Heard(snapshot(3, brief("b", epoch=0)), 0.2))
     assert cluster.in_flight() == 1 and cluster.state.requests("w")["b"].epoch == 1
-    cluster.on_state(delta(4, brief("b", epoch=1)), 0.3)
+    cluster.on(Heard(delta(4, brief("b", epoch=1)), 0.3))
     assert cluster.in_flight() == 0
 
 
 def test_what_is_held_against_a_worker_is_forgiven_with_its_next_word(cluster):
     held = lambda what: cluster.state.table[what][cluster.state.row("w")]  # noqa: E731 - read anew each time
-    cluster.on_state(snapshot(1), 100.0)
-    for offence in (lambda: cluster.unresponsive("w", 100.0), lambda: cluster.refusing("w"), lambda: cluster.unavailable("w")):
-        offence()
+    cluster.on(Heard(snapshot(1), 100.0))
+    for mark in MARKS:
+        cluster.on(Marked("w", mark, 100.0))
     assert cluster.status(100.0)[0].stale and held("refusing") and held("draining")
-    cluster.on_state(delta(2), 100.1)
+    cluster.on(Heard(delta(2), 100.1))
     assert not cluster.status(100.1)[0].stale and not held("refusing") and not held("draining")
-    for offence in (cluster.refusing, cluster.unavailable):
-        offence("never seen")
+    for mark in MARKS:
+        cluster.on(Marked("never seen", mark, 100.1))

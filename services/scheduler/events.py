@@ -1,0 +1,74 @@
+"""Everything that changes what a scheduler knows of the workers, as tagged structs for `WatchedCluster.on`.
+
+Live messages and replayed ones take the same way: the service makes an event of what it hears, the decision log writes it, and
+a replay feeds it to another `WatchedCluster`. Times are seconds on the scheduler's own clock.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from motet.shared.messages import WorkerDelta, WorkerSnapshot
+from motet.shared.model import RequestBrief
+
+Mark = Literal["full", "leaving", "silent"]
+
+
+class Heard(msgspec.Struct, tag="heard", gc=False):
+    """A worker's snapshot or delta. `lease_held`: whether that worker holds a lease now."""
+
+    message: WorkerSnapshot | WorkerDelta
+    now_s: float
+    lease_held: bool = False
+
+
+class LeaseLost(msgspec.Struct, tag="lease_lost"):
+    """The worker is dead or has stopped."""
+
+    worker_id: str
+
+
+class Tick(msgspec.Struct, tag="tick"):
+    """Some time has passed, a fraction of a second. Without a connection nobody could be heard."""
+
+    now_s: float
+    connected: bool = True
+
+
+class Assigning(msgspec.Struct, tag="assigning"):
+    """A request is on its way to a worker: it counts as waiting there from now on."""
+
+    worker_id: str
+    brief: RequestBrief
+    now_s: float
+
+
+class Accepted(msgspec.Struct, tag="accepted"):
+    """The worker accepted the request: its state will show it soon."""
+
+    worker_id: str
+    request_id: str
+    now_s: float
+
+
+class NotTaken(msgspec.Struct, tag="not_taken"):
+    """The worker did not accept the request."""
+
+    worker_id: str
+    request_id: str
+
+
+class Marked(msgspec.Struct, tag="marked"):
+    """The worker gets no requests until its next message.
+
+    It said that it has no room ("full") or takes nothing new ("leaving"), or did not answer ("silent").
+    """
+
+    worker_id: str
+    mark: Mark
+    now_s: float
+
+
+Event = Heard | LeaseLost | Tick | Assigning | Accepted | NotTaken | Marked
