@@ -12,8 +12,6 @@ from motet.services.worker.assemble import assemble
 from motet.services.worker.config import GIB, WorkerConfig, free_host_bytes, kv_blocks_for
 from motet.services.worker.state import START_PERF
 from motet.shared.config import ConfigError, load
-from motet.shared.errors import Overloaded
-from tests.services.worker.support_engine import request
 from tests.support_models import make_checkpoint
 
 MIB = 1 << 20
@@ -85,22 +83,6 @@ def test_a_small_kv_cache_shortens_the_longest_request(tmp_path):
     model = make_checkpoint("llama2", tmp_path)
     assembly = assemble(config(model=str(model), threads=1, kv_blocks=4, block_size=8), model, StepTimes(START_PERF))
     assert assembly.limits.max_model_len == 32
-
-
-def test_an_engine_holds_as_many_requests_as_its_worker_says_running_or_waiting(tmp_path):
-    model = make_checkpoint("llama2", tmp_path)
-    flags = {"threads": 1, "kv_blocks": 40, "max_running": 2, "max_waiting": 3}
-    assembly = assemble(config(model=str(model), **flags), model, StepTimes(START_PERF))
-    engine, limits = assembly.engine, assembly.limits
-    for number in range(limits.max_running):
-        engine.add(request(f"running {number}", [1, 2, 3], max_tokens=50), 0.0)
-    engine.step(0.0)
-    for number in range(limits.max_waiting):
-        engine.add(request(f"waiting {number}", [1, 2, 3], max_tokens=50), 0.0)
-    with pytest.raises(Overloaded):
-        engine.add(request("one more", [1, 2, 3]), 0.0)
-    engine.add(request("running 0", [1, 2, 3], epoch=1), 0.0)  # takes the place of its older self
-    engine.close()
 
 
 def test_a_wrong_model_is_reported_without_importing_torch():
