@@ -90,7 +90,7 @@ class AdapterFiles:
         self._hashed[digest] = stamp
 
     def _remove_cut_off(self) -> None:
-        """Downloads that a crash cut short: nobody holds their lock."""
+        """Remove downloads that a crash cut short: they are not locked."""
         for path in self._dir.glob("*" + PARTIAL):
             with contextlib.suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

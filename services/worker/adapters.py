@@ -6,8 +6,8 @@ Rules:
 - an adapter is its content digest; a file whose content has another digest is deleted and fetched again. `AdapterFiles` says
   when a file is hashed: once, not at every load.
 - a host copy is a mapping of its file, alive also when the file is evicted; files are never written to once named.
-- a download lies in a `.part` file that is locked as long as somebody writes it; unlocked ones are from a crash, and go.
-- a full disk costs files that are not mapped, before the fetch or in the middle of it.
+- a download is a `.part` file, locked while it is written; unlocked ones are left from a crash and are deleted.
+- a full disk evicts files that are not mapped, before the fetch or in the middle of it.
 
 All methods run on the event loop; files are read, hashed and parsed in threads.
 """

@@ -1,6 +1,6 @@
-"""What a request must satisfy before the worker takes it: checked on arrival, answered with the field and the reason.
+"""Checks a request when it arrives at the worker; an error names the field and the reason.
 
-The gateway checks what it can name to its user. This is the one check inside a worker: core and engine rely on it.
+The gateway checks its users' input before. Inside a worker this is the only check: core and engine rely on it.
 """
 
 from __future__ import annotations

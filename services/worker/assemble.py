@@ -114,14 +114,14 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
 
 
 def _copies(config: WorkerConfig, runner: Backend) -> Literal["stall", "wait", "bridged"]:
-    """Whom they hold up, for schedulers."""
+    """Which requests wait for a copy of an adapter to the device, for schedulers."""
     if math.isinf(runner.link.bytes_per_s):
         return "stall"
     return "bridged" if runner.assist is not None and config.cold.cold_start in ("auto", "assist") else "wait"
 
 
 def _check_copies(config: WorkerConfig, runner: Backend, link_bytes_per_s: float) -> None:
-    """What is asked for beside the steps must be there."""
+    """Raise ConfigError when a link or processes were asked for and cannot be had."""
     if config.cold.assist_processes and runner.assist is None:
         raise ConfigError(f"--assist-processes: {config.cold.assist_processes} asked for, which need the compiled CPU kernels")
     if link_bytes_per_s and math.isinf(runner.link.bytes_per_s):

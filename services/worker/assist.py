@@ -1,14 +1,14 @@
 """CPU LoRA processes: started, pinned, watched, replaced; and the profile that says how much of a step each can take over.
 
-    engine's thread    helpers(loading, rows) before a step with adapters on their way; observe(..) after every step
+    engine's thread    helpers(loading, rows) before a step with adapters under way; observe(..) after every step
     watching thread    process exits, channels that failed (the step's watchdog): kill, new memory, new process
 
-The engine's thread never waits for the other one: it takes the channels that are alive as they are. A process and its
-channel live and die together, so that a late write of an old process can only meet memory that nobody reads any more.
+The engine's thread never waits for the other one: it uses the channels that are alive. A process and its channel begin and end
+together, so that a late write of an old process goes to memory that is not read any more.
 
-The profile: what one process needs to read an element of an adapter and to compute with it for a row, first from requests of
-zeros, then from its own clock in every step; and what a layer takes the base, as a line in the rows of a step. A core's share
-is what it computes within a base layer's time (CaraServe, section 4: c tokens per core, ceil(L / c) cores).
+The profile: the time that one process needs to read an element of an adapter and to compute with it for a row, first from
+requests of zeros, then from its own clock in every step; and the time of a base layer, as a line in the rows of a step. A core
+takes as many rows as it computes within a base layer's time (CaraServe, section 4: c tokens per core, ceil(L / c) cores).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Guarded:
         self._since = {channel: (-1, 0.0) for channel in channels}
 
     def look(self) -> float:
-        """Fail what is late; seconds until somebody should look again."""
+        """Fail late channels; seconds until the next look."""
         now = now_s()
         for channel, (number, since_s) in self._since.items():
             pending = channel.pending

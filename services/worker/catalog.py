@@ -1,4 +1,4 @@
-"""What the registry knows of adapters, for one worker."""
+"""The registry's adapters as one worker knows them."""
 
 from __future__ import annotations
 

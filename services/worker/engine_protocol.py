@@ -1,4 +1,4 @@
-"""What an engine is to a worker: commands in, one report per step out. `docs/engines.md` says what each engine can do.
+"""The interface of an engine: commands in, one report per step out. `docs/engines.md` says what each engine can do.
 
     commands    start, add, cancel, load_adapter, unload_adapter, abort_all, stop          none of them waits for a step
     reports     `engine_thread.StepReport`, in the order of steps: items for gateways, requests in a new phase, adapters that

@@ -8,8 +8,8 @@ Rules:
 - it does wait for a loop that is `MAX_AHEAD` reports behind. Tokens are never dropped here; a loop that far behind has
   no use for more of them, and the pause is counted (`motet_worker_engine_paused_seconds`).
 - the loop never waits for the engine: commands only append.
-- while there is nothing to do the thread sleeps on the event; while everybody waits for an adapter's copy, with a timeout.
-- no exception ends the thread. What a command's failure concerns is answered; when a step fails as a whole, its
+- while there is nothing to do the thread sleeps on the event; while all requests wait for an adapter's copy, with a timeout.
+- no exception ends the thread. A failed command is answered for its request; when a step fails as a whole, its
   requests end with an error. `StepReport.failures` counts failing steps since the last good one.
 """
 
@@ -88,7 +88,7 @@ class EngineThread:
         await self._built
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; when the engine refuses it, its error comes as an item. Raises Overloaded when nobody drains."""
+        """Queue a request; when the engine refuses it, its error comes as an item. Raises Overloaded when the queue is full."""
         if len(self._commands) >= MAX_COMMANDS:
             raise Overloaded("the engine is not taking commands", retry_after_s=1.0)
         self._post(lambda engine: _add(engine, request))
@@ -213,7 +213,7 @@ class EngineThread:
     def _on_loop(self, call: Callable[..., None], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(call, *args)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
+        except RuntimeError:  # the loop is closed
             self._stopping = True
 
 
@@ -227,7 +227,7 @@ def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
 
 
 def _ignore(_: object) -> None:
-    """What a command returns beyond its effect; the next step reports that."""
+    """The result of a command is not needed: the next step reports its effect."""
 
 
 def _add(engine: Engine, request: EngineRequest) -> StepOutput | None:

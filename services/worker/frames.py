@@ -1,8 +1,8 @@
 """Token frames on their way to the gateways: one message per gateway per engine step, encoded on the loop.
 
-What the bus cannot take (disconnected for longer than its buffer lasts) is given up: the engine's memory must not depend
-on the network's health. The requests concerned are cancelled at once, and when the bus takes messages again their
-gateways hear `worker_lost` for them, so that they resubmit also those whose very last frame was lost.
+A frame that the bus cannot take (it was disconnected for longer than its buffer lasts) is dropped, so that memory stays bounded
+while the network is away. Its requests are cancelled at once. When the bus takes messages again, their gateways are told
+`worker_lost` and resubmit them, also those whose last frame was lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sends a worker's view to all who listen: a delta soon after each change, and on heartbeats what `Cadence` says."""
+"""Publishes a worker's view: a delta soon after each change, and a snapshot or a delta on each heartbeat (`Cadence`)."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class WorkerService:
         return self.assembly.engine
 
     async def start(self) -> None:
-        """Load the model, then tell everybody. A failure is told as well."""
+        """Load the model, then announce the worker. A failure is announced as well."""
         try:
             self._model_dir = await asyncio.to_thread(resolve_model, self.config.base.model)
             bus = await self._connect()
@@ -215,7 +215,7 @@ class WorkerService:
         await self._exit.aclose()
 
     async def _notify(self, event: Literal["starting", "failed", "stopped"], reason: str = "") -> None:
-        """Tell the gateways what becomes of us; nobody has to hear it."""
+        """Tell the gateways of a start, a failure or a stop. Best effort: losing the notice is harmless."""
         notice = WorkerNotice(
             worker_id=self.worker_id,
             incarnation=self.incarnation,

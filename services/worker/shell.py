@@ -1,4 +1,4 @@
-"""Carries out what the worker's core decides, and tells it what came of that.
+"""Carries out the decisions of the worker's core, and tells it the results.
 
     WorkerService ──events──► Shell.on ──► WorkerCore ──actions──► engine thread, adapter store, frames
     adapter store ──loads that ended──► events
@@ -60,7 +60,7 @@ class Shell:
         self.idle.set()
 
     def on(self, event: Event[EngineRequest]) -> Refuse | None:
-        """Something happened: do what the core makes of it.
+        """Pass an event to the core and carry out its actions.
 
         A refusal is the caller's to pass on. Raises what the engine says when it takes no more requests, and the one that
         was assigned is not here then.
@@ -128,7 +128,7 @@ class Shell:
         self._count_adapters()
 
     def failed(self, digest: str, error: Exception) -> None:
-        """It could not be loaded, for all who wait for it now."""
+        """It could not be loaded: all requests that wait for it now fail."""
         self.on(LoadFailed(digest, error))
 
     def file_lost(self, digest: str) -> None:

@@ -1,4 +1,4 @@
-"""What a worker tells the schedulers about itself: snapshots, and deltas between them.
+"""The state messages of a worker to the schedulers: snapshots, and deltas between them.
 
     snapshot seq=7 ── delta 8 ── delta 9 ── ... ── snapshot seq=23        seq counts both
 
@@ -28,7 +28,7 @@ START_PERF = PerfModel(
 
 
 class WorkerView(View):
-    """The view with what makes messages of it."""
+    """The worker's view, and the messages made from it."""
 
     def __init__(self, worker_id: str, incarnation: str, limits: WorkerLimits) -> None:
         super().__init__(limits)

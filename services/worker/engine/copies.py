@@ -1,4 +1,4 @@
-"""Adapters on their way to the device: the runner's link as `policies.batch_core` sees it, and what is told of it.
+"""Adapters that are being copied to the device: the backend's link as `policies.batch_core` sees it, and reports of it.
 
 begin      a slot was granted: its copy starts, and is whole at once where nothing copies beside the steps
 whole      it is there
@@ -20,7 +20,7 @@ from motet.services.worker.engine.request import CopyStats, ResidencyChange
 from motet.services.worker.engine.seats import LiveSequence
 from motet.shared.model import PerfModel, Residency
 
-PAUSE_S = (0.0002, 0.02)  # shortest and longest, while everybody waits for a copy
+PAUSE_S = (0.0002, 0.02)  # shortest and longest pause while every request waits for a copy
 
 
 class DeviceAdapters:
@@ -70,7 +70,7 @@ class DeviceAdapters:
         return modes, rows
 
     def pause_s(self, wait_ms: float) -> float:
-        """How long to wait for copies when nobody can join for `wait_ms`; 0 without copies under way."""
+        """How long to wait for copies when no request can join for `wait_ms`; 0 without copies under way."""
         return min(max(wait_ms / 1e3, PAUSE_S[0]), PAUSE_S[1]) if self._slots.loading else 0.0
 
     # ---- the link, for decisions

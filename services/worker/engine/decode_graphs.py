@@ -5,7 +5,7 @@
 A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step
 that fits; steps without a row of any adapter have graphs of their own, without LoRA. What differs between such steps (tokens,
 tables, which adapters, how much work) lies in the buffers. A padding row is token 0 of the base alone; it writes and reads the
-scratch block, which belongs to nobody.
+scratch block, which no sequence uses.
 """
 
 from __future__ import annotations

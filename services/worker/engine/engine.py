@@ -5,9 +5,9 @@
     postprocess   append tokens, end sequences, write items for the gateways and briefs for the schedulers
 
 Single-threaded: every method is called from the engine's thread; nothing here waits for anything but the device. Adapters
-are copied to the device beside the steps where the runner can do that: their requests wait with a slot, or join before the
-copy is whole (policies/cold_start), and nobody else waits. A copy whose last user left goes on until its slot is wanted.
-What one request or adapter does wrong ends that request. A forward pass that fails ends the requests in it.
+are copied to the device beside the steps where the backend can do that: their requests wait with a slot, or join before the
+copy is whole (policies/cold_start), and other requests go on. A copy whose last user left continues until its slot is needed.
+An error of one request or adapter ends that request only. A forward pass that fails ends the requests in it.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class Engine:
         out.residency, self._adapters.changes = self._adapters.changes, []
         out.changed = list(self._changed.values())
         self._changed.clear()
-        if not out.empty:  # nobody hears of an empty one, so what was copied is told with the next
+        if not out.empty:  # an empty output is not reported, so its copies are reported with the next one
             out.stats.copies = self._adapters.stats()
         out.stats.adapters_loaded, self._adapters.arrived = self._adapters.arrived, 0
         return out
@@ -304,7 +304,7 @@ class Engine:
     # ---- requests
 
     def _sequences(self) -> list[LiveSequence]:
-        """Every request here. One is looked up by its id only to be cancelled, so nobody keeps an index."""
+        """Every request here. The engine looks a request up by its id only to cancel it, so it keeps no index."""
         return [*self._state.waiting, *self._state.running]
 
     def _make_live(self, request: EngineRequest) -> LiveSequence:

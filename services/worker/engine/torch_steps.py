@@ -1,7 +1,7 @@
-"""Steps of the torch model: enqueued on a device, and over when somebody reads their logits.
+"""Steps of the torch model: enqueued on a device, and complete when their logits are read.
 
 decode alone                      a CUDA graph
-some adapters are on their way    beside CPU processes and copies (kernels/device), to its end
+some adapters are being copied    beside CPU processes and copies (kernels/device), to its end
 anything else                     launch by launch
 """
 
@@ -79,10 +79,10 @@ class TorchSteps:
             self._beside.close()
 
     def _assisted(self, batch: StepBatch, helpers: Helpers) -> torch.Tensor:
-        """A process may fail meanwhile, or be late: then the step is run again, and waits for the copies instead.
+        """A process may fail or be late: then the step runs again and waits for the copies instead.
 
-        Copies may stand still, too: what this thread asks of a device's driver can wait until the device is idle, and keep the
-        loader waiting for the driver. Then they are given up, and made before the step is run again.
+        Copies may stand still, too: a driver call of this thread can wait until the device is idle, and the loader then waits
+        for the driver. Such copies are given up, and made again before the step runs again.
         """
         assert self._beside is not None and self._loader is not None, "only a DeviceLoader has adapters on their way"
         processes, step = self._processes, self._beside.begin(batch.row_slot, helpers)

@@ -169,7 +169,9 @@ def latest(worker: Running) -> WorkerSnapshot:
     known: WorkerSnapshot | None = None
     for state in worker.mesh.states:
         if isinstance(state, WorkerSnapshot):
-            known = state
+            on_disk = [] if known is None or state.lists_disk else [held for held in known.adapters if held.tier == "disk"]
+            adapters = {held.digest: held for held in (*on_disk, *state.adapters)}
+            known = msgspec.structs.replace(state, adapters=list(adapters.values()))
         elif known is not None:
             known = apply(known, state)
     assert known is not None

@@ -27,9 +27,8 @@ def reference(options: BackendOptions) -> ModelRunner:
     memory = reserve(options)
     library = lora_library() if options.assist_cores or options.link_bytes_per_s else None
     streams = host_streams(library) if library is not None else None
-    runner = torch_runner(options, memory, streams, library)
-    runner.assist_relief = 1.0 / (options.threads or len(step_cores(options.assist_cores)))
-    return runner
+    relief = 1.0 / (options.threads or len(step_cores(options.assist_cores)))
+    return torch_runner(options, memory, streams, library, assist_relief=relief)
 
 
 def torch_runner(
@@ -39,6 +38,7 @@ def torch_runner(
     library: CpuEngine | None,
     *,
     graphs: Callable[[Model], DecodeGraphs] | None = None,
+    assist_relief: float = 0.0,
 ) -> ModelRunner:
     """The torch model on the memory's device. Without `streams` copies of adapters stop the steps."""
     if options.quantization != "none":
@@ -68,6 +68,7 @@ def torch_runner(
         steps=steps,
         loader=loader or LoadsBetweenSteps(memory.pool),
         assist=assist,
+        assist_relief=assist_relief,
         cores=step_cores(options.assist_cores) if assist is not None else None,
     )
 
