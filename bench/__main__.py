@@ -1,4 +1,7 @@
-"""`python -m bench NAME [--quick] ...`: runs `bench.<NAME>.run`, records the result, ends with one line of JSON."""
+"""`python -m bench NAME [--quick] ...`: runs `bench.<NAME>.run`, records the result, ends with one line of JSON.
+
+Every bench ends within ten minutes and says when the machine did not hold still (`bench.watch`).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import sys
 from pathlib import Path
 
 from bench import report
+from bench.watch import Watch
 
-HIDDEN = {"__init__", "__main__", "report"}
+HIDDEN = {"__init__", "__main__", "report", "watch"}
 
 
 def main() -> int:
@@ -27,9 +31,11 @@ def main() -> int:
         add_arguments(parser)
     args = parser.parse_args()
     bench = importlib.import_module(f"bench.{args.name}")
+    args.watch = watch = Watch()
     figures = bench.run(args)
+    print(watch.says())
     if not args.quick and getattr(bench, "RECORDED", True):
-        report.append(args.name, figures)
+        report.append(args.name, figures | {"watch": watch.figures()})
     print(json.dumps(figures))
     return 0
 

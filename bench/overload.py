@@ -18,14 +18,13 @@ import json
 import os
 import statistics
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.mesh_parts import wait_for
 from bench.overload_parts import Asking, Kind, Request, play, poisson
 from motet.cli.stack import Stack, StackOptions
 from motet.examples.demo import BASE, DEMO
@@ -58,10 +57,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     capacity = 0.0
     for admission in ("objective", "room"):
         with _mesh(admission) as port:
-            _wait_for(port, models)
+            wait_for(port, models, {"authorization": f"Bearer key-{QUIET[0]}"})
             measured = _capacity(port, asking, 4 if args.quick else 8)
             capacity = capacity or measured
-            for number, load in enumerate(loads):
+            for number in args.watch.rounds(len(loads), f"loads, {admission}"):
+                load = loads[number]
                 times = poisson(load * capacity, seconds, seed=number)
                 requests = asking.mixed(times, KINDS, QUIET[0], seed=100 + number)
                 play(port, requests)
@@ -112,17 +112,6 @@ class _Quiet:
     def changed(self, name: str, state: str, note: str) -> None:
         if state in ("restarting", "failed"):
             print(f"{name}: {state} {note}")
-
-
-def _wait_for(port: int, models: Sequence[str]) -> None:
-    """Until the gateway knows all `models`."""
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers={"authorization": f"Bearer key-{QUIET[0]}"})
-    for _ in range(600):
-        with urllib.request.urlopen(asked, timeout=10) as answer:
-            if set(models) <= {card["id"] for card in json.load(answer)["data"]}:
-                return
-        time.sleep(0.1)
-    raise RuntimeError(f"the mesh does not serve {', '.join(models)}")
 
 
 def _capacity(port: int, asking: Asking, turns: int) -> float:
