@@ -43,6 +43,7 @@ ADAPTERS = 32
 ROWS = (1, 8, 32, 256)
 BATCH = 32  # rows of the figure
 COLD_BYTES = 1 << 30  # weights of one kind: more than the last-level cache of any server, so that nothing is found there
+QUICK_BYTES = 1 << 24  # may be found there: a quick run says little
 DTYPE = torch.bfloat16
 
 
@@ -51,11 +52,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     repeats, watch = 1 if args.quick else 7, args.watch
     engine = CpuEngine()
     torch.manual_seed(0)
-    limits = _Limits(engine)
+    cold_bytes = QUICK_BYTES if args.quick else COLD_BYTES
+    limits = _Limits(engine, cold_bytes)
     products: list[list[object]] = []
     gemm_fractions, lora_fractions = [], []
     adapters: list[list[object]] = []
-    for model, (layers, shapes, modules) in SHAPES.items():
+    for model, (layers, shapes, modules) in list(SHAPES.items())[-1 if args.quick else 0 :]:
         for name, (fan_in, fan_out) in shapes.items():
             for rows, (gbps, gflops, fraction) in _product(engine, limits, fan_in, fan_out, repeats, watch).items():
                 products.append([f"{model} {name} {fan_in}x{fan_out}", rows, gbps, gflops, fraction])
@@ -80,9 +82,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 class _Limits:
     """What reading and multiplying reach at best, probed again beside every measurement: the machine may be shared."""
 
-    def __init__(self, engine: CpuEngine) -> None:
-        self._engine = engine
-        self._memory = lazy_zeros([COLD_BYTES], dtype=torch.uint8)
+    def __init__(self, engine: CpuEngine, cold_bytes: int) -> None:
+        self._engine, self.cold_bytes = engine, cold_bytes
+        self._memory = lazy_zeros([cold_bytes], dtype=torch.uint8)
         self._memory.fill_(1)
         self.bandwidths: list[float] = []
         self.peak = 0.0
@@ -106,7 +108,7 @@ def _product(
 ) -> dict[int, tuple[float, float, float]]:
     """{rows: (GB/s, GFLOP/s, fraction of the limit)} of one shape, over copies of its weights."""
     nbytes = fan_in * fan_out * DTYPE.itemsize
-    copies = COLD_BYTES // nbytes
+    copies = limits.cold_bytes // nbytes
     pack = Packer(engine)
     weight = torch.randn(fan_out, fan_in).to(DTYPE)
     packed = [pack(weight) for _ in range(copies)]
@@ -129,7 +131,7 @@ def _lora(
     shapes = modules | {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp), "down_proj": (mlp, hidden)}
     ranks = sum(RANKS[i % len(RANKS)] for i in range(ADAPTERS))
     per_set = ranks * sum(fan_in + fan_out for fan_in, fan_out in modules.values()) * layers * DTYPE.itemsize
-    sets = max(1, COLD_BYTES // per_set)
+    sets = max(1, limits.cold_bytes // per_set)
     pool = LoraPool(
         shapes, layers=layers, slots=sets * ADAPTERS, max_rank=max(RANKS), bytes_total=sets * per_set + (1 << 20), dtype=DTYPE
     )

@@ -45,8 +45,8 @@ QUIET_LOAD, TIMES = 0.5, 20.0  # of the capacity, all of them; what the loud one
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table, return the figures."""
-    seconds = args.seconds or (6.0 if args.quick else SECONDS)
-    loads = (1.0, 3.0) if args.quick else LOADS
+    seconds = args.seconds or (2.0 if args.quick else SECONDS)
+    loads = (3.0,) if args.quick else LOADS
     warm_s = min(WARM_S, seconds / 4)
     rows: list[dict[str, Any]] = []
     refusals: list[Request] = []
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for admission in ("objective", "room"):
         with _mesh(admission) as port:
             wait_for(port, models, {"authorization": f"Bearer key-{QUIET[0]}"})
-            measured = _capacity(port, asking, 4 if args.quick else 8)
+            measured = _capacity(port, asking, 2 if args.quick else 8)
             capacity = capacity or measured
             for number in args.watch.rounds(len(loads), f"loads, {admission}"):
                 load = loads[number]
