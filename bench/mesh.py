@@ -166,7 +166,7 @@ class Bench:
         """(mesh, engine), taking turns; the first lap of each warms up and is not counted."""
         mesh, alone = Side(), Side()
         chosen = [i % load.adapters if load.adapters else -1 for i in range(load.streams)]
-        for number in self.watch.rounds(laps + 1, f"laps of {load.name}"):
+        for number in self.watch.rounds(laps + 1, f"laps of {load.name}", at_least=2):
             asked = prompts(load.streams, PROMPT_TOKENS, seed=1000 * load.streams + number)
             if number % 2:
                 of_mesh, of_engine = self._in_mesh(asked, chosen), self._in_engine(asked, chosen)
