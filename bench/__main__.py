@@ -17,15 +17,20 @@ from bench.watch import Watch
 HIDDEN = {"__init__", "__main__", "report", "watch"}
 
 
+def names() -> list[str]:
+    """Of all benches."""
+    here = Path(__file__).parent
+    return sorted(p.stem for p in here.glob("*.py") if p.stem not in HIDDEN and "def run(args" in p.read_text())
+
+
 def main() -> int:
     """Exit status 0 when the bench ran to its end."""
-    here = Path(__file__).parent
-    names = sorted(p.stem for p in here.glob("*.py") if p.stem not in HIDDEN and "def run(args" in p.read_text())
+    benches = names()
     parser = argparse.ArgumentParser(prog="python -m bench", description="Reproducible measurements.")
-    parser.add_argument("name", choices=names, help="what to measure")
+    parser.add_argument("name", choices=benches, help="what to measure")
     parser.add_argument("--quick", action="store_true", help="a short run, to see that it works; not recorded")
     parser.add_argument("--seconds", type=float, default=0.0, help="length of each measurement; 0 for the bench's own")
-    chosen = next((word for word in sys.argv[1:] if word in names), None)
+    chosen = next((word for word in sys.argv[1:] if word in benches), None)
     add_arguments = getattr(importlib.import_module(f"bench.{chosen}"), "arguments", None) if chosen else None
     if add_arguments is not None:  # the bench has options of its own
         add_arguments(parser)

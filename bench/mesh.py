@@ -65,10 +65,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     output_tokens = 16 if args.quick else OUTPUT_TOKENS
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
         model, data = Path(directory) / "bench", Path(directory) / "data"
-        write_model(model, SHAPES["S"], dtype=args.dtype)
+        shape = SHAPES["XS" if args.quick else "S"]
+        write_model(model, shape, dtype=args.dtype)
         adapters = [Path(directory) / "adapters" / f"lora-{i:02}" for i in range(ADAPTERS)]
         for i, path in enumerate(adapters):
-            write_adapter(path, SHAPES["S"], rank=RANKS[i % len(RANKS)], modules=adapter_modules(i), seed=i + 1)
+            write_adapter(path, shape, rank=RANKS[i % len(RANKS)], modules=adapter_modules(i), seed=i + 1)
         options = StackOptions(
             model=str(model), served_model_name=BASE, adapters_dir=str(adapters[0].parent), data_dir=data, port=0, drain_s=2.0
         )

@@ -40,20 +40,20 @@ class Share:
     limit: float
 
 
-def probe(threads: int) -> Limits:
-    """Measure both; the best of some repetitions."""
+def probe(threads: int, *, vector: int = VECTOR, matrix: int = MATRIX) -> Limits:
+    """Measure both; the best of some repetitions. `vector` has float32 elements, `matrix` rows and columns."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        a, b, c = (torch.ones(VECTOR) for _ in range(3))
-        x = torch.ones(MATRIX, MATRIX, dtype=torch.bfloat16)
+        a, b, c = (torch.ones(vector) for _ in range(3))
+        x = torch.ones(matrix, matrix, dtype=torch.bfloat16)
         y = torch.empty_like(x)
         triad_s = _best_s(lambda: torch.add(b, c, alpha=2.0, out=a))
         read_s = _best_s(lambda: torch.sum(a))
         gemm_s = _best_s(lambda: torch.mm(x, x, out=y))
     finally:
         torch.set_num_threads(before)
-    found = Limits(max(3 * a.nbytes / triad_s, a.nbytes / read_s), 2 * MATRIX**3 / gemm_s)
+    found = Limits(max(3 * a.nbytes / triad_s, a.nbytes / read_s), 2 * matrix**3 / gemm_s)
     try:
         engine = CpuEngine(threads=threads)
     except BuildError:

@@ -54,7 +54,7 @@ from motet.twin.profile import Profile, read_profile
 from motet.twin.steps import Batch
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
 
-MODEL = "SM"
+MODEL, QUICK_MODEL = "SM", "XS"
 RANKS = (8, 16, 32, 64)
 OPTIONS = {
     "threads": "1",  # the other core is for everybody else
@@ -68,6 +68,7 @@ ROUNDS, MOST_ROUNDS = 2, 3
 RUN_S = 20.0
 QUICK_RUN_S = 4.0
 PROFILE_RUNS = 2  # the profile takes as long as so many runs
+SPARE_S, SHORTEST_S = 45.0, 5.0  # for starts and warm-ups; a run is not shorter
 QUIET_CORES = 0.05
 STILL = 0.06
 PACE_ROWS = (1, 2, 4, 8, 16, 32)  # of the decodes by which the pace of two profiles is compared
@@ -105,22 +106,29 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
         run_s = args.seconds or (QUICK_RUN_S if args.quick else RUN_S)
         rounds, most = (1, 1) if args.quick else (ROUNDS, MOST_ROUNDS)
-        model, _ = model_and_adapters(MODEL)
+        name = QUICK_MODEL if args.quick else MODEL
+        model, _ = model_and_adapters(name)
         figures = asyncio.run(compare(model, OPTIONS, Path(directory), run_s, rounds, most, args.watch))
-    return figures | {"options": {"model": MODEL, **OPTIONS}}
+    return figures | {"options": {"model": name, **OPTIONS}}
 
 
 async def compare(
     model: Path, options: Mapping[str, str], directory: Path, run_s: float, rounds: int, most: int, watch: Watch | None = None
 ) -> dict[str, Any]:
     """The figures for the model in a directory, served by a worker with MOTET_* `options`."""
+    watch = watch or Watch()
+    began_s = watch.left_s
     profiles = [await _profile(model, options, directory / "0", PROFILE_RUNS * run_s)]
+    fits_s = (2 * watch.left_s - began_s - SPARE_S) / sum(shape.runs for shape in SHAPES)  # beside another profile
+    if fits_s < run_s:
+        run_s = max(SHORTEST_S, fits_s)
+        watch.skip(f"arrivals for {run_s:.0f} s where {RUN_S:.0f} were planned: a profile takes long")
     rate = _capacity(profiles[0])
     outcomes: list[dict[str, tuple[Outcome, Outcome]]] = []
     counted: list[dict[str, tuple[Outcome, Outcome]]] = []
     elsewhere: list[float] = []
     drifts: list[float] = []
-    for number in (watch or Watch()).rounds(most):
+    for number in watch.rounds(most):
         round_ = number + 1
         others = report.Elsewhere()
         live = await _live(model, options, directory / f"live-{round_}", round_, rate, run_s)
