@@ -3,6 +3,8 @@
 340 requests/s for adapters with the popularity of Azure Functions, Alpaca lengths, ranks 8 to 128, and an SLO on the time per
 output token of 1.5 times that of a request alone. `--data DIR` (or MOTET_DATA) holds the recorded popularity and lengths;
 without it a power law and log-normal lengths of the same shape are drawn. Then the load is raised until each policy breaks.
+More runs: every adapter cached on every worker (the paper's own case), Motet's policy with one part of it off, and `--minutes`
+of the recorded trace with their own popularity and arrivals per minute; nothing was tuned on these. Runs go side by side.
 
 The worker is the paper's, a Llama-2-7B on an A10 (24 GB). Decode: the four latencies around its Fig. 5. Prefill: an
 iteration of its own, a pass over the weights and 0.2 ms per token. A copy to the device stops the engine, as loading on
@@ -15,10 +17,13 @@ Up to 32 requests run together, as in Punica.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,11 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from bench import report
+from bench.watch import Watch
+from motet.policies import shared_cost
+from motet.policies.candidates import Ask
+from motet.policies.choice import Choice, Choose
+from motet.policies.cluster_state import ClusterState
 from motet.policies.dispatch import POLICIES
 from motet.policies.perf_model import MIB
 from motet.shared.model import PerfModel, Slo, WorkerLimits
@@ -37,7 +47,7 @@ from motet.twin.memory import LLAMA2_7B
 from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import A10_BGMV, A10_MBGMV, PerfSteps
-from motet.twin.traces import read_lengths, read_popularity
+from motet.twin.traces import Popularity, read_lengths, read_popularity
 from motet.twin.worker import WorkerSpec
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
 
@@ -48,6 +58,7 @@ LOAD_BASE_MS, LOAD_MS_PER_MIB = 1.0, 0.28
 KV_BLOCKS, BLOCK_SIZE, ADAPTER_MIB, MAX_RUNNING = 512, 16, 2048, 32
 WARM_S = 15.0  # until the batches have their usual size; requests of that time are not counted
 BROKEN = 0.9  # attainment below which a policy has broken
+MINUTES = "958-960"
 PAPER = "mbgmv"  # the kernel of the paper's three comparisons, and of the figures
 POPULARITY, LENGTHS = "maf2019_sample_invocations_per_minute.csv.gz", "alpaca_text.jsonl.gz"
 
@@ -56,6 +67,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """This bench's own options."""
     parser.add_argument("--seed", type=int, default=0, help="another draw of arrivals, lengths, and adapters' ranks")
     parser.add_argument("--data", type=Path, default=os.environ.get("MOTET_DATA"), help=f"directory of {POPULARITY} and so on")
+    parser.add_argument("--minutes", default=MINUTES, help=f"of the recorded popularity, replayed as well (default {MINUTES})")
+
+
+def _minutes(text: str) -> range:
+    """ "958-960" includes both ends."""
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,8 @@ class Setting:
     workers: int
     seconds: float
     seed: int = 0
+    minutes: str = ""
+    window: Popularity | None = None  # of these minutes alone
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Setting:
@@ -74,7 +94,9 @@ class Setting:
         seconds = args.seconds or (5.0 if args.quick else 45.0)
         if args.data is not None:
             shares = read_popularity(Path(args.data) / POPULARITY).shares
-            return cls(shares, read_lengths(Path(args.data) / LENGTHS), workers, seconds, args.seed)
+            lengths = read_lengths(Path(args.data) / LENGTHS)
+            window = read_popularity(Path(args.data) / POPULARITY, minutes=_minutes(args.minutes)) if args.minutes else None
+            return cls(shares, lengths, workers, seconds, args.seed, args.minutes, window)
         rng = np.random.default_rng(7)
         lengths = Lengths.lognormal(rng, prompt_mean=20.7, output_mean=65.8, prompt_cv=0.7, output_cv=0.95)
         return cls(zipf(ADAPTERS, 1.27), lengths, workers, seconds, args.seed)
@@ -92,11 +114,19 @@ class Setting:
         ranks[np.argsort(-self.shares, kind="stable")] = in_order
         return ranks
 
-    def workload(self, rate: float, tpot_slo_ms: float, *, rank: int = 0, shared: bool = True) -> Workload:
-        """So many requests per second for the adapters; not `shared`: each for an adapter of its own, of this rank."""
+    def workload(
+        self, rate: float, tpot_slo_ms: float, *, rank: int = 0, shared: bool = True, recorded: bool = False
+    ) -> Workload:
+        """So many requests per second for the adapters; not `shared`: each for an adapter of its own, of this rank.
+
+        `recorded`: with the popularity of `window`, and in time as there, at this rate on average.
+        """
         times, choices, pairs = self._draws(1, 2, 3)  # alike at every rate
-        at = arrivals(times, Intensity.constant(rate, WARM_S + self.seconds))
-        adapter = pick(choices, self.shares, len(at)) if shared else np.arange(len(at))
+        shares, intensity = self.shares, Intensity.constant(rate, WARM_S + self.seconds)
+        if recorded and self.window is not None:
+            shares, intensity = self.window.shares, self.window.scaled(rate)
+        at = arrivals(times, intensity)
+        adapter = pick(choices, shares, len(at)) if shared else np.arange(len(at))
         ranks = self.ranks if shared else np.full(max(1, len(at)), rank)
         prompt, output = self.lengths.draw(pairs, len(at))
         slo = Slo(ttft_slo_ms=60_000.0, tpot_slo_ms=tpot_slo_ms)  # the objective is the time per token
@@ -122,19 +152,85 @@ class Outcome:
         shown = (100 * self.attainment, self.tpot_ms, self.tpot_p99_ms, self.per_token_ms, self.ttft_ms, 100 * self.hit_rate)
         return [name, *shown]
 
+    def rounded(self) -> dict[str, float]:
+        """For the record."""
+        return {name: round(value, 4) for name, value in asdict(self).items()}
+
 
 COLUMNS = ("policy", "attainment %", "TPOT ms", "p99", "E2E ms/token", "TTFT ms", "adapter on device %")
 PERFECT = Bus(state_ms=0.0, delta_s=0.0, heartbeat_s=0.05)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run to be made: a policy or an ablation by name, and what differs from the usual setting."""
+
+    policy: str
+    kernel: str = PAPER
+    rate: float = RATE  # of 60 workers
+    schedulers: int = 1
+    oracle: bool = False
+    cached: bool = False
+    recorded: bool = False  # arrivals and popularity of `Setting.window`
+
+
+def measure(setting: Setting, case: Case) -> Outcome:
+    """Make one run."""
+    perf = _perf(case.kernel)
+    slo_ms = SLO_FACTOR * perf.decode_base_ms
+    if case.cached:
+        perf = _free(perf)
+    workload = setting.workload(case.rate * setting.workers / WORKERS, slo_ms, recorded=case.recorded)
+    policy = ABLATIONS.get(case.policy, case.policy)
+    outcome = simulate(
+        workload, perf, policy, workers=setting.workers, schedulers=case.schedulers, oracle=case.oracle, cached=case.cached
+    )
+    facts = [f"{case.rate:.0f}/s"]
+    facts += [name for name, there in (("cached", case.cached), ("oracle", case.oracle), ("recorded", case.recorded)) if there]
+    print(f"  {case.kernel} {case.policy} {', '.join(facts)}: {outcome.attainment:.2%}", file=sys.stderr, flush=True)
+    return outcome
+
+
+def _without_shared_prefill(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
+    opened_ms = state.table["opened_ms"]
+    kept = opened_ms.copy()
+    opened_ms[:] = LONG_AGO_MS  # nobody's prefill can be joined any more
+    try:
+        return shared_cost.choose(state, ask, fit, now_s, length)
+    finally:
+        opened_ms[:] = kept
+
+
+def _without_sparing_the_young(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
+    kept, shared_cost.YOUNG = shared_cost.YOUNG, 0.0
+    try:
+        return shared_cost.choose(state, ask, fit, now_s, length)
+    finally:
+        shared_cost.YOUNG = kept
+
+
+def _without_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
+    return shared_cost.choose(state, msgspec.structs.replace(ask, adapter="", adapter_bytes=0), fit, now_s, length)
+
+
+LONG_AGO_MS = -1e15
+ABLATIONS: dict[str, Choose] = {
+    "motet without shared prefills": _without_shared_prefill,
+    "motet without sparing the young": _without_sparing_the_young,
+    "motet without affinity": _without_affinity,
+}
+"""Motet's policy with one part of it off."""
+RIVALS = ("most-idle", "random", "first-fit")  # of the paper's comparisons
+spawn = multiprocessing.get_context("spawn")
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything, print the tables, return the figures."""
     setting = Setting.of(args)
-    _check_setting(setting)
-    kernels = {kernel: _compare(setting, kernel, quick=args.quick) for kernel in ("mbgmv", "bgmv")}
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), spawn) as pool:
+        figures = _measure_all(setting, pool, args.watch, quick=args.quick)
     return {
-        **kernels[PAPER],
-        **{f"{name}_bgmv": value for name, value in kernels["bgmv"].items()},
+        **figures,
         "workers": setting.workers,
         "requests_per_s": RATE * setting.workers / WORKERS,
         "seconds": setting.seconds,
@@ -143,56 +239,131 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _compare(setting: Setting, kernel: str, *, quick: bool) -> dict[str, float]:
-    perf = _perf(kernel)
-    slo_ms = SLO_FACTOR * perf.decode_base_ms
-    scale = setting.workers / WORKERS
+def _measure_all(setting: Setting, pool: Executor, watch: Watch, *, quick: bool) -> dict[str, Any]:
+    """Runs side by side, in the order of their weight: the last ones are left out when time is over."""
+    kernels = ("mbgmv", "bgmv")
+    at_rate = {kernel: [Case(policy=policy, kernel=kernel) for policy in POLICIES] for kernel in kernels}
+    more = {
+        kernel: {
+            "motet, 2 schedulers": Case(policy="motet", kernel=kernel, schedulers=2),
+            "motet, perfect state and lengths": Case(policy="motet", kernel=kernel, oracle=True),
+        }
+        for kernel in kernels
+    }
+    cached = [Case(policy=policy, cached=True) for policy in POLICIES]
+    ablation = [Case(policy=policy) for policy in ABLATIONS]
+    recorded = [Case(policy=policy, recorded=True) for policy in POLICIES] if setting.window is not None else []
+    cases = [*cached, *ablation, *recorded]
+    for kernel in kernels:
+        cases += [*at_rate[kernel], *more[kernel].values()]
+    checks = [pool.submit(_added_by_loads, setting, rate, rank) for rate, rank, _ in PAPER_LOADS]
+    runs = {case: pool.submit(measure, setting, case) for case in cases}
+    until_s = time.time() + watch.left_s
+    searches = [] if quick else [(kernel, policy) for kernel in kernels for policy in POLICIES]
+    breaks = {one: pool.submit(_breaking_rate, _Search(setting, one[0], until_s), one[1]) for one in searches}
 
-    def measure(policy: str, rate: float, **more: Any) -> Outcome:
-        outcome = simulate(setting.workload(rate * scale, slo_ms), perf, policy, workers=setting.workers, **more)
-        print(f"  {kernel} {policy} {rate:.0f}/s: {outcome.attainment:.2%}", file=sys.stderr, flush=True)
-        return outcome
+    paper = [[f"{rate:g} requests/s, rank {rank}", said] for rate, rank, said in PAPER_LOADS]
+    rows: list[list[object]] = [[*row, check.result()] for row, check in zip(paper, checks, strict=True)]
+    print(report.table("setting: time per token, loading on demand over all cached", ("", "paper +%", "twin +%"), rows))
+    found = {case: future.result() for case, future in runs.items()}
+    figures: dict[str, Any] = {}
+    for kernel in kernels:
+        of_kernel = {case.policy: found[case] for case in at_rate[kernel]}
+        of_kernel |= {name: found[case] for name, case in more[kernel].items()}
+        suffix = "" if kernel == PAPER else f"_{kernel}"
+        figures |= {f"{name}{suffix}": value for name, value in _figures(setting, kernel, of_kernel).items()}
+        rates = {policy: breaks[kernel, policy].result() for policy in POLICIES if (kernel, policy) in breaks}
+        unknown = [policy for policy, rate in rates.items() if rate is None]
+        for policy in unknown:
+            watch.skip(f"the breaking load of {policy}, {kernel}")
+        known = {policy: rate for policy, rate in rates.items() if rate is not None}
+        if "motet" in known and not unknown:
+            next_best = max((policy for policy in POLICIES if policy != "motet"), key=lambda policy: known[policy])
+            there = {
+                p: pool.submit(measure, setting, Case(policy=p, kernel=kernel, rate=known[next_best]))
+                for p in ("motet", next_best)
+            }
+            at_break = {policy: future.result() for policy, future in there.items()}
+            title = f"{kernel.upper()}: where the next best breaks, {known[next_best]:.0f} requests/s"
+            print(report.table(title, COLUMNS, [outcome.row(policy) for policy, outcome in at_break.items()]), flush=True)
+            figures |= {
+                f"attainment_when_next_best_is_90{suffix}": round(at_break["motet"].attainment, 4),
+                f"next_best_breaks_at{suffix}": round(known[next_best], 1),
+                f"motet_breaks_at{suffix}": round(known["motet"], 1),
+            }
+        if known:
+            title = f"{kernel.upper()}: requests/s at which attainment falls to {BROKEN:.0%}"
+            print(report.table(title, ("policy", "requests/s"), [[policy, rate] for policy, rate in known.items()]))
+            figures[f"breaks_at{suffix}"] = {policy: round(rate, 1) for policy, rate in known.items()}
+    watch.mark()
+    figures |= _more_figures("cached", "adapters cached", {case.policy: found[case] for case in cached})
+    if recorded:
+        title = f"minutes {setting.minutes} of the trace alone"
+        figures |= _more_figures("recorded", title, {case.policy: found[case] for case in recorded})
+    parts = {"motet": found[at_rate[PAPER][0]]} | {case.policy: found[case] for case in ablation}
+    print(report.table("Motet's policy with one part off", COLUMNS, [outcome.row(name) for name, outcome in parts.items()]))
+    return figures | {"ablation": {name: outcome.rounded() for name, outcome in parts.items()}}
 
-    at_rate = {policy: measure(policy, RATE) for policy in POLICIES}
-    two = measure("motet", RATE, schedulers=2)
-    oracle = measure("motet", RATE, oracle=True)
-    rows = [outcome.row(policy) for policy, outcome in at_rate.items()]
-    rows += [two.row("motet, 2 schedulers"), oracle.row("motet, perfect state and lengths")]
-    title = f"{kernel.upper()}, {setting.workers} workers, {RATE * scale:.0f} requests/s; SLO {slo_ms:.1f} ms per token"
-    print(report.table(title, COLUMNS, rows), flush=True)
-    motet = at_rate["motet"]
-    figures = {
-        "attainment": round(motet.attainment, 4),
-        **{f"tpot_vs_{name.replace('-', '')}": round(motet.tpot_ms / at_rate[name].tpot_ms, 4)
-           for name in ("most-idle", "random", "first-fit")},
-        **{f"least_tpot_vs_{name.replace('-', '')}": round(perf.decode_base_ms / at_rate[name].tpot_ms, 4)
-           for name in ("most-idle", "random", "first-fit")},
-        "oracle_attainment": round(oracle.attainment, 4),
-        "oracle_tpot_vs_mostidle": round(oracle.tpot_ms / at_rate["most-idle"].tpot_ms, 4),
-        "attainment_two_schedulers": round(two.attainment, 4),
-    }  # fmt: skip
-    if quick:
-        return {**figures, "attainment_when_next_best_is_90": round(motet.attainment, 4)}
-    breaks = {policy: _breaking_rate(policy, measure) for policy in POLICIES}
-    next_best = max((policy for policy in POLICIES if policy != "motet"), key=lambda policy: breaks[policy])
-    there = {policy: measure(policy, breaks[next_best]) for policy in ("motet", next_best)}
-    title = f"{kernel.upper()}: requests/s at which attainment falls to {BROKEN:.0%}"
-    print(report.table(title, ("policy", "requests/s"), [[policy, rate] for policy, rate in breaks.items()]))
-    title = f"{kernel.upper()}: where the next best breaks, {breaks[next_best]:.0f} requests/s"
-    print(report.table(title, COLUMNS, [outcome.row(policy) for policy, outcome in there.items()]), flush=True)
+
+def _figures(setting: Setting, kernel: str, found: dict[str, Outcome]) -> dict[str, Any]:
+    """Of one kernel at `RATE`: {policy or variant: outcome}."""
+    perf, scale = _perf(kernel), setting.workers / WORKERS
+    title = f"{kernel.upper()}, {setting.workers} workers, {RATE * scale:.0f} requests/s"
+    title += f"; SLO {SLO_FACTOR * perf.decode_base_ms:.1f} ms per token"
+    print(report.table(title, COLUMNS, [outcome.row(name) for name, outcome in found.items()]), flush=True)
+    motet, ranked, idle = found["motet"], found["rank-aware"], found["most-idle"]
+    two, oracle = found["motet, 2 schedulers"], found["motet, perfect state and lengths"]
     return {
-        **figures,
-        "attainment_when_next_best_is_90": round(there["motet"].attainment, 4),
-        "next_best_breaks_at": round(breaks[next_best], 1),
-        "motet_breaks_at": round(breaks["motet"], 1),
+        "attainment": round(motet.attainment, 4),
+        "rank_aware_attainment": round(ranked.attainment, 4),
+        "rank_aware_tpot_vs_mostidle": round(ranked.tpot_ms / idle.tpot_ms, 4),
+        **{f"tpot_vs_{name.replace('-', '')}": round(motet.tpot_ms / found[name].tpot_ms, 4) for name in RIVALS},
+        **{f"least_tpot_vs_{name.replace('-', '')}": round(perf.decode_base_ms / found[name].tpot_ms, 4) for name in RIVALS},
+        "oracle_attainment": round(oracle.attainment, 4),
+        "oracle_tpot_vs_mostidle": round(oracle.tpot_ms / idle.tpot_ms, 4),
+        "attainment_two_schedulers": round(two.attainment, 4),
+        "policies": {name: outcome.rounded() for name, outcome in found.items()},
     }
 
 
-def _breaking_rate(policy: str, measure: Callable[[str, float], Outcome]) -> float:
-    """The load at which attainment falls to BROKEN: steps up or down by a tenth, then the line between the last two."""
+def _more_figures(name: str, title: str, found: dict[str, Outcome]) -> dict[str, Any]:
+    print(report.table(f"{PAPER.upper()}, {title}", COLUMNS, [outcome.row(policy) for policy, outcome in found.items()]))
+    idle = found["most-idle"]
+    return {
+        f"attainment_{name}": round(found["motet"].attainment, 4),
+        f"tpot_vs_mostidle_{name}": round(found["motet"].tpot_ms / idle.tpot_ms, 4),
+        f"rank_aware_attainment_{name}": round(found["rank-aware"].attainment, 4),
+        f"rank_aware_tpot_vs_mostidle_{name}": round(found["rank-aware"].tpot_ms / idle.tpot_ms, 4),
+        f"policies_{name}": {policy: outcome.rounded() for policy, outcome in found.items()},
+    }
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Runs of one kernel at any rate until a wall-clock time; as a value, so that another process can have it."""
+
+    setting: Setting
+    kernel: str
+    until_s: float
+
+    def __call__(self, policy: str, rate: float) -> Outcome | None:
+        """None when time is over."""
+        if time.time() > self.until_s:
+            return None
+        return measure(self.setting, Case(policy=policy, kernel=self.kernel, rate=rate))
+
+
+def _breaking_rate(search: Callable[[str, float], Outcome | None], policy: str) -> float | None:
+    """The load at which attainment falls to BROKEN: steps up or down by a tenth, then the line between the last two.
+
+    None when time was over first.
+    """
     rate, step, before = RATE, 0.0, (0.0, 1.0)
     while 0.05 * RATE < rate < 4 * RATE:
-        attained = measure(policy, rate).attainment
+        outcome = search(policy, rate)
+        if outcome is None:
+            return None
+        attained = outcome.attainment
         if not step:
             step = 0.1 * RATE if attained >= BROKEN else -0.1 * RATE
         elif (attained >= BROKEN) != (step > 0):
@@ -203,35 +374,36 @@ def _breaking_rate(policy: str, measure: Callable[[str, float], Outcome]) -> flo
     return rate
 
 
-def _check_setting(setting: Setting) -> None:
-    """What loading on demand adds to the time per token on one worker, each request with its own adapter: paper and twin."""
-    rows: list[list[object]] = []
-    for rate, rank, paper in ((9.0, 64, 71.0), (9.0, 32, 28.0), (6.0, 64, 25.0)):
-        workload = setting.workload(rate, 1e6, rank=rank, shared=False)
-        perf = _perf("bgmv")
-        free = msgspec.structs.replace(perf, load_base_ms=0.0, load_ms_per_mib=0.0)
-        with_loads, cached = (simulate(workload, p, "random", workers=1, roomy=True).tpot_ms for p in (perf, free))
-        rows.append([f"{rate:g} requests/s, rank {rank}", paper, 100 * (with_loads / cached - 1)])
-    print(report.table("setting: time per token, loading on demand over all cached", ("", "paper +%", "twin +%"), rows))
+PAPER_LOADS = ((9.0, 64, 71.0), (9.0, 32, 28.0), (6.0, 64, 25.0))
+"""Requests per second, rank, and what loading on demand adds to the time per token in the paper's section 7.2, percent."""
+
+
+def _added_by_loads(setting: Setting, rate: float, rank: int) -> float:
+    """The same in percent on one worker of the twin, each request with its own adapter."""
+    workload, perf = setting.workload(rate, 1e6, rank=rank, shared=False), _perf("bgmv")
+    with_loads, cached = (simulate(workload, p, "random", workers=1, roomy=True).tpot_ms for p in (perf, _free(perf)))
+    return 100 * (with_loads / cached - 1)
 
 
 def simulate(
     workload: Workload,
     perf: PerfModel,
-    policy: str,
+    policy: str | Choose,
     *,
     workers: int,
     schedulers: int = 1,
     oracle: bool = False,
     roomy: bool = False,
+    cached: bool = False,
 ) -> Outcome:
-    """One run. `oracle`: lengths are known and states arrive at once; `roomy`: memory and seats for every request."""
+    """One run. `oracle`: lengths are known and states arrive at once; `roomy`: memory and seats for every request;
+    `cached`: device memory for every adapter."""
     limits = WorkerLimits(
         base_model="llama-2-7b", max_model_len=2048, max_running=256 if roomy else MAX_RUNNING, max_waiting=256,
         block_size=BLOCK_SIZE, kv_blocks_total=16 * KV_BLOCKS if roomy else KV_BLOCKS,
-        adapter_bytes_total=(64 if roomy else 1) * ADAPTER_MIB * int(MIB), max_lora_rank=max(RANKS),
+        adapter_bytes_total=(64 if roomy or cached else 1) * ADAPTER_MIB * int(MIB), max_lora_rank=max(RANKS),
     )  # fmt: skip
-    spec = WorkerSpec(limits=limits, perf=perf, steps=PerfSteps(perf), max_loras=256)
+    spec = WorkerSpec(limits=limits, perf=perf, steps=PerfSteps(perf), max_loras=4096 if cached else 256)
     cluster = Cluster(
         workload,
         [spec] * workers,
@@ -259,3 +431,8 @@ def simulate(
 def _perf(kernel: str) -> PerfModel:
     perf = A10_BGMV if kernel == "bgmv" else A10_MBGMV
     return msgspec.structs.replace(perf, load_base_ms=LOAD_BASE_MS, load_ms_per_mib=LOAD_MS_PER_MIB)
+
+
+def _free(perf: PerfModel) -> PerfModel:
+    """The same with copies that take no time."""
+    return msgspec.structs.replace(perf, load_base_ms=0.0, load_ms_per_mib=0.0)

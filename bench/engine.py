@@ -7,7 +7,8 @@
 
 Every contestant has a process of its own for the whole bench and the same cores. A round asks each of them for each
 configuration, in another order every time and with prompts that none has seen; figures are ratios of medians over the
-rounds. vLLM without LoRA is an engine in which LoRA is off: only then does vLLM compile its model.
+rounds. vLLM without LoRA is an engine in which LoRA is off: only then does vLLM compile its model. Its LoRA path is not
+compiled, so a ratio to it says little: beside every rate stands its share of what the machine can do (bench.roofline).
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from bench import report, vllm_peer
+from bench import report, roofline, vllm_peer
 from bench.engine_parent import Contestant, Lap
 from bench.mesh_parts import prompts
 from bench.models import RANKS, SHAPES, model_and_adapters
+from bench.watch import Watch
 
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 64
 POPULAR = 2  # the adapter that "one" uses, of rank 32
@@ -74,11 +76,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tokens = 16 if args.quick else OUTPUT_TOKENS
     with _contestants(args.model, threads, args.quantization, peers=not args.no_peers) as contestants:
         rounds = 1 if args.quick else ROUNDS
-        measured = _rounds(contestants, args.model, rounds, tokens)
+        measured, limits = _rounds(contestants, args.model, rounds, tokens, args.watch)
         resident = {name: sides["lora"].rss_mib() for name, sides in contestants.items()}
-    _show(args.model, tokens, measured)
+    shares = _shares(measured, limits, args.model, tokens, args.quantization)
+    _show(args.model, tokens, measured, shares)
+    print(
+        f"The machine: {limits.bytes_per_s / 1e9:.1f} GB/s, {limits.flops_per_s / 1e9:.0f} GFLOP/s in bfloat16,"
+        f" {threads} threads"
+    )
     asked = {"model": args.model, "quantization": args.quantization, "output_tokens": tokens, "rounds": rounds}
-    return asked | figures(measured) | {"rss_mib": resident}
+    machine = {"gb_per_s": round(limits.bytes_per_s / 1e9, 1), "gflop_per_s": round(limits.flops_per_s / 1e9)}
+    rounded = {
+        name: {c.name: {k: round(v, 3) for k, v in asdict(shares[name, c.name]).items()} for c in CONFIGURATIONS}
+        for name in contestants
+    }
+    return asked | figures(measured) | {"rss_mib": resident, "machine_limits": machine, "share_of_machine": rounded}
 
 
 Sides = dict[str, Contestant]
@@ -112,23 +124,33 @@ def _contestants(model: str, threads: int, quantization: str, *, peers: bool) ->
         yield contestants
 
 
-def _rounds(contestants: dict[str, Sides], model: str, rounds: int, tokens: int) -> Measured:
-    """All laps. A first round of a few tokens warms up (loads every adapter, compiles) and is not counted."""
+def _rounds(
+    contestants: dict[str, Sides], model: str, rounds: int, tokens: int, watch: Watch
+) -> tuple[Measured, roofline.Limits]:
+    """All laps, and the best that the probes reached between them.
+
+    First laps of a few tokens warm up (load every adapter, compile) and are not counted.
+    """
     measured: dict[tuple[str, str], list[Lap]] = {(name, c.name): [] for name in contestants for c in CONFIGURATIONS}
+    threads = len(os.sched_getaffinity(0))
+    best = roofline.probe(threads)
+    turns = [(0, c) for c in WARM_UP] + [(number, c) for number in range(1, rounds + 1) for c in CONFIGURATIONS]
     order = list(contestants)
-    for number in range(rounds + 1):
-        for configuration in CONFIGURATIONS if number else WARM_UP:
-            seed = 100 * number + CONFIGURATIONS.index(configuration)
-            asked = prompts(len(configuration.adapters), PROMPT_TOKENS, seed=seed)
-            for name in order:
-                side = contestants[name]["base" if configuration.name in BASES else "lora"]
-                lap = side.lap(asked, configuration.adapters, tokens if number else 4)
-                what = f"round {number} of {rounds}" if number else "warm-up"
-                print(f"{what}: {name}, {configuration.shown}: {lap.seconds:.1f} s", file=sys.stderr)
-                if number:
-                    measured[name, configuration.name].append(lap)
+    for turn in watch.rounds(len(turns), "turns", at_least=len(WARM_UP) + len(CONFIGURATIONS)):
+        number, configuration = turns[turn]
+        asked = prompts(len(configuration.adapters), PROMPT_TOKENS, seed=100 * number + CONFIGURATIONS.index(configuration))
+        for name in order:
+            side = contestants[name]["base" if configuration.name in BASES else "lora"]
+            lap = side.lap(asked, configuration.adapters, tokens if number else 4)
+            what = f"round {number} of {rounds}" if number else "warm-up"
+            print(f"{what}: {name}, {configuration.shown}: {lap.seconds:.1f} s", file=sys.stderr)
+            if number:
+                measured[name, configuration.name].append(lap)
         order.append(order.pop(0))
-    return measured
+        if configuration is CONFIGURATIONS[-1]:
+            found = roofline.probe(threads)
+            best = roofline.Limits(max(best.bytes_per_s, found.bytes_per_s), max(best.flops_per_s, found.flops_per_s))
+    return measured, best
 
 
 def rate(laps: Sequence[Lap]) -> float:
@@ -165,7 +187,23 @@ def figures(measured: Measured) -> dict[str, Any]:
     return found | {"tokens_per_s": by_name} | ({"same_first_token": same} if same else {})
 
 
-def _show(model: str, tokens: int, measured: Measured) -> None:
+def _shares(
+    measured: Measured, limits: roofline.Limits, model: str, tokens: int, quantization: str
+) -> dict[tuple[str, str], roofline.Share]:
+    """{(contestant, configuration): its share of the machine}, of the median lap."""
+    by_name = {c.name: c for c in CONFIGURATIONS}
+    found = {}
+    for (name, configuration), laps in measured.items():
+        adapters = by_name[configuration].adapters
+        seconds = len(adapters) * tokens / rate(laps)
+        weight_bytes = 1 if name == "motet" and quantization == "int8" else 2
+        found[name, configuration] = roofline.share(
+            limits, SHAPES[model], adapters, PROMPT_TOKENS, tokens, seconds, weight_bytes=weight_bytes
+        )
+    return found
+
+
+def _show(model: str, tokens: int, measured: Measured, shares: Mapping[tuple[str, str], roofline.Share]) -> None:
     names = list(dict.fromkeys(name for name, _ in measured))
     base = {name: rate(measured[name, "base"]) for name in names}
     rows: list[list[object]] = []
@@ -174,13 +212,15 @@ def _show(model: str, tokens: int, measured: Measured) -> None:
         row: list[object] = [configuration.shown]
         for name in names:
             own = rate(measured[name, configuration.name])
-            row += [own, f"{own / base[name]:.2f}"]
+            share = shares[name, configuration.name]
+            row += [own, f"{own / base[name]:.2f}", *(f"{part:.0%}" for part in astuple(share))]
             if name != "motet":
                 row.append(f"{ours / own:.2f}x")
                 row.append(f"{agreement(measured['motet', configuration.name], measured[name, configuration.name]):.0%}")
         rows.append(row)
-    columns = ["", "motet", "of its base"]
+    parts = ["of bandwidth", "of FLOP/s", "of the limit"]
+    columns = ["", "motet", "of its base", *parts]
     for name in names[1:]:
-        columns += [name, "of its base", f"motet / {name}", "same first token"]
+        columns += [name, "of its base", *parts, f"motet / {name}", "same first token"]
     title = f"{model}: output tokens/s, {REQUESTS} requests of {PROMPT_TOKENS} + {tokens} tokens"
     print(report.table(title, columns, rows))

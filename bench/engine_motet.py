@@ -10,6 +10,8 @@ from bench.engine_child import Generate, serve
 from motet.services.registry.peft import Converted, convert
 from motet.shared.base_shapes import read_shapes
 
+MAX_BYTES = 1 << 30  # of an adapter, as a registry's limit: pages of 8 ranks can be several times as large as the file
+
 
 def make(setup: dict[str, Any]) -> Generate:
     """A warm engine as a worker assembles it, and the adapters in host memory as a worker has them."""
@@ -55,10 +57,9 @@ def _stored(model: Path, adapter: Path, directory: Path) -> Path:
 def stored_adapter(model: Path, adapter: Path) -> Converted:
     """A PEFT directory as the registry stores it."""
     weights = adapter / "adapter_model.safetensors"
-    size = weights.stat().st_size
     with weights.open("rb") as file:
         config = (adapter / "adapter_config.json").read_bytes()
-        return convert(config, file, size, read_shapes(model), max_rank=1024, max_bytes=size)
+        return convert(config, file, weights.stat().st_size, read_shapes(model), max_rank=1024, max_bytes=MAX_BYTES)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from bench import report, vllm_peer
 from bench.engine_parent import end, process_tree, rss_bytes
 from bench.mesh_parts import Lap, prompts, stream
 from bench.models import ADAPTERS, RANKS, model_and_adapters
+from bench.watch import Watch
 from motet.cli.lifeline import dying_with_parent
 from motet.cli.process import free_port
 
@@ -203,7 +204,7 @@ def run_serve(args: argparse.Namespace) -> dict[str, Any]:
                     if number == starts - 1:  # the last one stays
                         stack.push(this_start.pop_all())
             servers.append(server)
-        _latencies(servers, sides, laps, tokens, names)
+        _latencies(servers, sides, laps, tokens, names, args.watch)
         for server in servers:
             sides[server.name].rss_mib = server.rss_mib()
     _show(args.model, tokens, sides)
@@ -211,11 +212,13 @@ def run_serve(args: argparse.Namespace) -> dict[str, Any]:
     return setup | figures(sides)
 
 
-def _latencies(servers: list[Server], sides: dict[str, Side], laps: dict[int, int], tokens: int, names: list[str]) -> None:
+def _latencies(
+    servers: list[Server], sides: dict[str, Side], laps: dict[int, int], tokens: int, names: list[str], watch: Watch
+) -> None:
     for server in servers:  # every adapter once, so that none is loaded while time counts
         stream(server.port, prompts(ADAPTERS, PROMPT_TOKENS, seed=1), 2, names)
     for streams, count in laps.items():
-        for number in range(count):
+        for number in watch.rounds(count, f"laps of {streams}"):
             asked = prompts(streams, PROMPT_TOKENS, seed=1000 * streams + number)
             first = number * streams
             models = [names[(first + i) % len(names)] for i in range(streams)]

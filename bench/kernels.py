@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from bench import report
+from bench.watch import Watch
 from motet.kernels import GROUPS, LoraPool, PackedLora
 from motet.kernels.cpu import CpuEngine, Packer
 from motet.kernels.memory import lazy_zeros
@@ -42,25 +43,27 @@ ADAPTERS = 32
 ROWS = (1, 8, 32, 256)
 BATCH = 32  # rows of the figure
 COLD_BYTES = 1 << 30  # weights of one kind: more than the last-level cache of any server, so that nothing is found there
+QUICK_BYTES = 1 << 24  # may be found there: a quick run says little
 DTYPE = torch.bfloat16
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the tables, return the figures."""
-    repeats = 3 if args.quick else 7
+    repeats, watch = 1 if args.quick else 7, args.watch
     engine = CpuEngine()
     torch.manual_seed(0)
-    limits = _Limits(engine)
+    cold_bytes = QUICK_BYTES if args.quick else COLD_BYTES
+    limits = _Limits(engine, cold_bytes)
     products: list[list[object]] = []
     gemm_fractions, lora_fractions = [], []
     adapters: list[list[object]] = []
-    for model, (layers, shapes, modules) in SHAPES.items():
+    for model, (layers, shapes, modules) in list(SHAPES.items())[-1 if args.quick else 0 :]:
         for name, (fan_in, fan_out) in shapes.items():
-            for rows, (gbps, gflops, fraction) in _product(engine, limits, fan_in, fan_out, repeats).items():
+            for rows, (gbps, gflops, fraction) in _product(engine, limits, fan_in, fan_out, repeats, watch).items():
                 products.append([f"{model} {name} {fan_in}x{fan_out}", rows, gbps, gflops, fraction])
                 if rows == BATCH:
                     gemm_fractions.append(fraction)
-        for name, (gbps, fraction) in _lora(engine, limits, layers, modules, MLP[model], repeats).items():
+        for name, (gbps, fraction) in _lora(engine, limits, layers, modules, MLP[model], repeats, watch).items():
             adapters.append([f"{model} {name}", gbps, fraction])
             lora_fractions.append(fraction)
     print(f"{engine.isa}, {engine.threads} threads: {limits.bandwidth / 1e9:.1f} GB/s, {limits.peak / 1e9:.0f} GFLOP/s bf16")
@@ -79,9 +82,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 class _Limits:
     """What reading and multiplying reach at best, probed again beside every measurement: the machine may be shared."""
 
-    def __init__(self, engine: CpuEngine) -> None:
-        self._engine = engine
-        self._memory = lazy_zeros([COLD_BYTES], dtype=torch.uint8)
+    def __init__(self, engine: CpuEngine, cold_bytes: int) -> None:
+        self._engine, self.cold_bytes = engine, cold_bytes
+        self._memory = lazy_zeros([cold_bytes], dtype=torch.uint8)
         self._memory.fill_(1)
         self.bandwidths: list[float] = []
         self.peak = 0.0
@@ -101,18 +104,18 @@ class _Limits:
 
 
 def _product(
-    engine: CpuEngine, limits: _Limits, fan_in: int, fan_out: int, repeats: int
+    engine: CpuEngine, limits: _Limits, fan_in: int, fan_out: int, repeats: int, watch: Watch
 ) -> dict[int, tuple[float, float, float]]:
     """{rows: (GB/s, GFLOP/s, fraction of the limit)} of one shape, over copies of its weights."""
     nbytes = fan_in * fan_out * DTYPE.itemsize
-    copies = COLD_BYTES // nbytes
+    copies = limits.cold_bytes // nbytes
     pack = Packer(engine)
     weight = torch.randn(fan_out, fan_in).to(DTYPE)
     packed = [pack(weight) for _ in range(copies)]
     found = {}
     for rows in ROWS:
         x, y = torch.randn(rows, fan_in), torch.empty(rows, fan_out + 16)[:, :fan_out]
-        seconds, bandwidth = _beside(limits, lambda x=x, y=y: engine.gemm(packed, x, y, DTYPE), repeats)  # type: ignore[misc]
+        seconds, bandwidth = _beside(limits, lambda x=x, y=y: engine.gemm(packed, x, y, DTYPE), repeats, watch)  # type: ignore[misc]
         seconds /= copies
         flops = 2 * rows * fan_in * fan_out
         limit = max(nbytes / bandwidth, flops / limits.peak)
@@ -121,14 +124,14 @@ def _product(
 
 
 def _lora(
-    engine: CpuEngine, limits: _Limits, layers: int, modules: dict[str, tuple[int, int]], mlp: int, repeats: int
+    engine: CpuEngine, limits: _Limits, layers: int, modules: dict[str, tuple[int, int]], mlp: int, repeats: int, watch: Watch
 ) -> dict[str, tuple[float, float]]:
     """{part: (GB/s, fraction of the bandwidth)} of shrink and expand over all layers."""
     hidden = modules["q_proj"][0]
     shapes = modules | {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp), "down_proj": (mlp, hidden)}
     ranks = sum(RANKS[i % len(RANKS)] for i in range(ADAPTERS))
     per_set = ranks * sum(fan_in + fan_out for fan_in, fan_out in modules.values()) * layers * DTYPE.itemsize
-    sets = max(1, COLD_BYTES // per_set)
+    sets = max(1, limits.cold_bytes // per_set)
     pool = LoraPool(
         shapes, layers=layers, slots=sets * ADAPTERS, max_rank=max(RANKS), bytes_total=sets * per_set + (1 << 20), dtype=DTYPE
     )
@@ -149,16 +152,16 @@ def _lora(
                 for chosen in slots:
                     engine.lora(y, x, pool, 0, number, chosen, layers=layers, which=which)
 
-            seconds, bandwidth = _beside(limits, once, repeats)
+            seconds, bandwidth = _beside(limits, once, repeats, watch)
             found[f"{group} {part}"] = (nbytes / seconds / 1e9, nbytes / seconds / bandwidth)
     return found
 
 
-def _beside(limits: _Limits, call: Callable[[], None], repeats: int) -> tuple[float, float]:
+def _beside(limits: _Limits, call: Callable[[], None], repeats: int, watch: Watch) -> tuple[float, float]:
     """(seconds of one call, bandwidth meanwhile), medians over `repeats` pairs of a call and a probe."""
     call()
     seconds, bandwidths = [], []
-    for _ in range(repeats):
+    for _ in watch.rounds(repeats, within=0.9):
         began = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - began)

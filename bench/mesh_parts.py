@@ -6,7 +6,10 @@ import json
 import random
 import select
 import socket
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
@@ -16,7 +19,9 @@ from typing import Any
 from bench.models import SHAPES
 from motet.shared.clock import now_s
 
+BASE = "bench"
 VOCABULARY = SHAPES["S"].vocabulary
+PATIENT = "x-slo-ttft-ms: 3600000\r\nx-slo-tpot-ms: 3600000\r\n"  # nothing is refused for being late
 
 _laps = count()  # request ids never repeat
 
@@ -45,7 +50,7 @@ class Lap:
         return [(last - first) / (self.tokens - 1) for first, last in zip(self.first_s, self.last_s, strict=True)]
 
 
-def stream(port: int, prompts_: list[list[int]], max_tokens: int, models: Sequence[str] = ("bench",)) -> Lap:
+def stream(port: int, prompts_: list[list[int]], max_tokens: int, models: Sequence[str] = (BASE,)) -> Lap:
     """All prompts at once over HTTP, streamed; plain sockets, because the client shares the machine with the mesh.
 
     Prompt i asks for model i of `models`, which repeat. Raises RuntimeError when an answer is an error or is not
@@ -57,7 +62,8 @@ def stream(port: int, prompts_: list[list[int]], max_tokens: int, models: Sequen
         body: dict[str, Any] = {"model": models[i % len(models)], "prompt": prompt, "max_tokens": max_tokens, "seed": i}
         body |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         text = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{PATIENT}"
+        head += "content-type: application/json\r\n"
         connection = socket.create_connection(("127.0.0.1", port))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         streams[connection.fileno()] = _Stream(connection, f"{head}content-length: {len(text)}\r\n\r\n".encode() + text)
@@ -101,25 +107,48 @@ class _Stream:
         self.gaps_s: list[float] = []
 
 
-def engine_alone(pipe: Connection, model: str, threads: int) -> None:
-    """Serve laps of the engine over a pipe: (prompts, max_tokens) in, Lap out, None to end."""
+def wait_for(port: int, models: Sequence[str], headers: Mapping[str, str] | None = None) -> None:
+    """Until the gateway knows all `models`. Raises RuntimeError when it never does."""
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers=dict(headers or {}))
+    for _ in range(600):
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            if set(models) <= {card["id"] for card in json.load(answer)["data"]}:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"the mesh does not serve {', '.join(models)}")
+
+
+def engine_alone(pipe: Connection, model: str, adapters: Sequence[str], threads: int) -> None:
+    """Serve laps of the engine over a pipe: (prompts, max_tokens, adapter of each or -1) in, Lap out, None to end.
+
+    `adapters` are PEFT directories.
+    """
+    from bench.engine_motet import stored_adapter
     from motet.policies.step_times import StepTimes
     from motet.services.worker.assemble import assemble
     from motet.services.worker.config import WorkerConfig
     from motet.services.worker.state import START_PERF
 
     config = WorkerConfig.of(model=model, threads=threads)
-    engine = assemble(config, Path(model), StepTimes(START_PERF)).engine
+    assembly = assemble(config, Path(model), StepTimes(START_PERF))
+    loaded = []
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:  # mapped: adapters outlive it
+        for adapter in adapters:
+            stored = stored_adapter(Path(model), Path(adapter))
+            file = Path(directory) / stored.digest
+            file.write_bytes(stored.blob)
+            loaded.append(assembly.parse_adapter(file, stored.digest))
     pipe.send("ready")
     while (lap := pipe.recv()) is not None:
-        pipe.send(_engine_lap(engine, *lap))
+        prompts_, max_tokens, chosen = lap
+        pipe.send(_engine_lap(assembly.engine, prompts_, max_tokens, [None if i < 0 else loaded[i] for i in chosen]))
 
 
-def _engine_lap(engine: Any, prompts_: list[list[int]], max_tokens: int) -> Lap:
+def _engine_lap(engine: Any, prompts_: list[list[int]], max_tokens: int, adapters: Sequence[Any]) -> Lap:
     began = now_s()
     first: dict[int, float] = {}
     last: dict[int, float] = {}
-    for i, _ in run_engine(engine, prompts_, max_tokens, [None] * len(prompts_)):
+    for i, _ in run_engine(engine, prompts_, max_tokens, adapters):
         last[i] = now_s() - began
         first.setdefault(i, last[i])
     return Lap(list(first.values()), list(last.values()), max_tokens)

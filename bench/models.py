@@ -47,6 +47,7 @@ class Shape:
 
 
 SHAPES = {
+    "XS": Shape(hidden=256, layers=4, heads=4, kv_heads=2, mlp=704, vocabulary=4096),  # for quick runs
     "S": Shape(hidden=512, layers=8, heads=8, kv_heads=4, mlp=1408, vocabulary=4096),
     "SM": Shape(hidden=1024, layers=8, heads=16, kv_heads=8, mlp=2816, vocabulary=4096),
     "M": Shape(hidden=1536, layers=16, heads=12, kv_heads=4, mlp=4096, vocabulary=8192),

@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     seconds = args.seconds or (0.5 if args.quick else 3.0)
     rows: list[list[object]] = []
     figures: dict[str, Any] = {}
-    for name, make in POLICIES.items():
+    policies = list(POLICIES.items())  # motet's own is the first
+    for number in args.watch.rounds(len(policies), "policies"):
+        name, make = policies[number]
         fleet = _Fleet(workers)
         fleet.live(make(), 0.2 * seconds)  # warm-up, and a mix of states in their usual order
         decisions_s, updates_s = fleet.live(make(), seconds if name == "motet" else 0.3 * seconds)

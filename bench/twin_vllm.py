@@ -58,7 +58,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _print_fit(fitted, time.perf_counter() - began)
     results = []
     slowest_s = 0.0
-    for asked, measured in runs[:: QUICK_EVERY if args.quick else 1]:
+    chosen = runs[:: QUICK_EVERY if args.quick else 1]
+    mixed = np.random.default_rng(0).permutation(len(chosen))  # a bench that is cut short has runs of every kind
+    for number in args.watch.rounds(len(chosen), "runs"):
+        asked, measured = chosen[mixed[number]]
         if asked.model not in fitted:
             raise ValueError(f"run {asked.run_id}: the calibration tables do not know the model {asked.model}")
         started = time.process_time()

@@ -101,6 +101,7 @@ class Copies:
         self.perf, self.assist, self.bytes_per_s = perf, model.assist, model.bytes_per_s
         self.link = DeviceLink(model)
         self._model = model
+        self._assisted: set[str] = set()  # copies under way that processes have begun with
 
     @property
     def bytes_queued(self) -> float:
@@ -140,8 +141,13 @@ class Copies:
                 overlapped[digest] = cold.copies[digest]
         if not assisted and not overlapped:
             return warm_ps
-        cpu_ms = saved_ms = 0.0
+        cpu_ms = saved_ms = begin_ms = 0.0
         if model.assist is not None:
+            new = assisted.keys() - self._assisted
+            self._assisted = (self._assisted & loading.keys()) | new
+            if new:  # processes start, and the copies take their share of a core meanwhile
+                copying_ms = max(assisted[digest].whole_ms for digest in new)
+                begin_ms = model.assist.begin_ms(min(copying_ms, warm_ps / PS_PER_MS))
             work = sum(sizes.values()), mib_rows, model.layers
             cpu_ms, saved_ms = model.assist.layer_ms(*work), model.assist.saved_ms(*work)
         took_ms = step_ms(
@@ -152,4 +158,4 @@ class Copies:
             [(copy, 0.0) for copy in overlapped.values()],
             saved_ms=saved_ms,
         )
-        return to_ps(took_ms)
+        return to_ps(begin_ms + took_ms)

@@ -119,19 +119,21 @@ def read_trace(path: Path) -> Trace | Workload:
     raise FileError(path, 1, "", f"not a known trace: no JSON object, and no header with {known}")
 
 
-def read_popularity(path: Path) -> Popularity:
-    """MAF 2019: invocations per function and minute. Raises FileError."""
+def read_popularity(path: Path, minutes: range | None = None) -> Popularity:
+    """MAF 2019: invocations per function and minute, of some `minutes` or all. Raises FileError."""
     with _opened(path) as lines:
         header = next(csv.reader([_first_line(path, lines)]), [])
-        minutes = [name for name in header if name.startswith("minute_")]
-        if "function" not in header or not minutes:
+        names = [name for name in header if name.startswith("minute_")]
+        if minutes is not None:
+            names = [name for name in names if int(name.removeprefix("minute_")) in minutes]
+        if "function" not in header or not names:
             raise FileError(path, 1, "", "not a table of invocations: no columns function, minute_1, ...")
-        counts = [[_whole(path, at, row, name, 0) for name in minutes] for at, row in _csv(path, header, lines)]
+        counts = [[_whole(path, at, row, name, 0) for name in names] for at, row in _csv(path, header, lines)]
     table = np.array(counts, np.float64)
     if not table.sum():
         raise FileError(path, 1, "", "no invocations")
     per_minute = np.asarray(table.sum(axis=0) / 60.0, np.float64)
-    edges_s = np.arange(len(minutes) + 1, dtype=np.float64) * 60.0
+    edges_s = np.arange(len(names) + 1, dtype=np.float64) * 60.0
     return Popularity(table.sum(axis=1) / table.sum(), Intensity(edges_s, per_minute))
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 
 from bench.live_worker import LiveWorker, Served
 from bench.report import Elsewhere
-from bench.twin_live import SHAPES, Outcome, _workload, pace, replayed
+from bench.twin_live import SHAPES, Outcome, _workload, mean_errors, pace, replayed
 from motet.shared.model import AdapterRef
 from motet.shared.profile import VERSION, Hops
 from motet.twin.profile import Profile
@@ -88,6 +88,16 @@ def test_cold_requests_follow_one_for_each_of_other_adapters() -> None:
     found = _workload(np.random.default_rng(0), cold, adapters, 5.0, 10.0)
     assert found.adapter[: cold.others].tolist() == list(range(cold.adapters, cold.adapters + cold.others))
     assert found.adapter[cold.others :].max() < cold.adapters and (np.diff(found.arrival_s) >= 0).all()
+
+
+def test_errors_of_two_rounds_do_not_cancel() -> None:
+    def outcome(*tpot_ms: float) -> Outcome:
+        return Outcome(np.array([10.0, 10.0]), np.array(tpot_ms), 100, 1.0, 0)
+
+    real = outcome(10.0, 10.0)
+    errors = mean_errors([(real, outcome(11.0, 11.0)), (real, outcome(9.0, 9.0))])
+    assert errors["tpot_p50_ms"] == pytest.approx(10.0) == pytest.approx(errors["tpot_p99_ms"])
+    assert errors["ttft_p50_ms"] == 0 == errors["tokens_per_s"]
 
 
 def test_figures_are_over_all_requests_of_all_rounds() -> None:

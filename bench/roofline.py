@@ -1,0 +1,117 @@
+"""What this machine can do at best, and which share of it a batch of requests uses.
+
+Probes on as many threads as the contestants have: torch reads and adds long vectors (bandwidth) and multiplies large bfloat16
+matrices (arithmetic); Motet's kernels read, and multiply from registers. The better of the two counts.
+
+A batch must read all weights and its adapters once per step, and multiply every token by them. Attention is left out, since it
+is small here. The limit of a step is the slower of reading and multiplying.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.models import RANKS, Shape, adapter_modules
+from motet.kernels.cpu import BuildError, CpuEngine
+
+VECTOR, MATRIX = 1 << 26, 2048  # float32 elements (256 MiB each, more than most caches); rows and columns
+REPEATS = 5
+ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes and floating-point operations per second."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of the machine's bandwidth, of its arithmetic, and of the speed that the two allow together."""
+
+    bandwidth: float
+    flops: float
+    limit: float
+
+
+def probe(threads: int, *, vector: int = VECTOR, matrix: int = MATRIX) -> Limits:
+    """Measure both; the best of some repetitions. `vector` has float32 elements, `matrix` rows and columns."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        a, b, c = (torch.ones(vector) for _ in range(3))
+        x = torch.ones(matrix, matrix, dtype=torch.bfloat16)
+        y = torch.empty_like(x)
+        triad_s = _best_s(lambda: torch.add(b, c, alpha=2.0, out=a))
+        read_s = _best_s(lambda: torch.sum(a))
+        gemm_s = _best_s(lambda: torch.mm(x, x, out=y))
+    finally:
+        torch.set_num_threads(before)
+    found = Limits(max(3 * a.nbytes / triad_s, a.nbytes / read_s), 2 * matrix**3 / gemm_s)
+    try:
+        engine = CpuEngine(threads=threads)
+    except BuildError:
+        return found
+    flops, read = (
+        max(call() for _ in range(REPEATS)) for call in (lambda: engine.peak_flops(x.dtype), lambda: engine.read_bandwidth(a))
+    )
+    return Limits(max(found.bytes_per_s, read), max(found.flops_per_s, flops))
+
+
+def _best_s(call: Callable[[], object]) -> float:
+    call()
+    times_s = []
+    for _ in range(REPEATS):
+        began_s = time.perf_counter()
+        call()
+        times_s.append(time.perf_counter() - began_s)
+    return min(times_s)
+
+
+def share(
+    limits: Limits,
+    shape: Shape,
+    adapters: Sequence[int],
+    prompt_tokens: int,
+    output_tokens: int,
+    seconds: float,
+    *,
+    weight_bytes: int,
+) -> Share:
+    """Of a batch of `len(adapters)` requests that took `seconds`; an adapter is its number (bench.models), -1 for none.
+
+    `weight_bytes` per base weight: 2 for bfloat16, 1 for int8.
+    """
+    layers = sum(out * into for out, into in shape.projections().values()) * shape.layers
+    head = shape.hidden * shape.vocabulary
+    loras = [_elements(shape, number) for number in adapters]
+    step_bytes = weight_bytes * (layers + head) + ELEMENT_BYTES * sum(_elements(shape, one) for one in set(adapters))
+    token_flops = 2 * (layers * len(adapters) + sum(loras))
+    head_flops = 2 * head * len(adapters)
+    prefill_flops, decode_flops = prompt_tokens * token_flops + head_flops, token_flops + head_flops
+    decodes = output_tokens - 1
+    flops = prefill_flops + decodes * decode_flops
+
+    def least_s(step_flops: int) -> float:
+        return max(step_bytes / limits.bytes_per_s, step_flops / limits.flops_per_s)
+
+    at_least_s = least_s(prefill_flops) + decodes * least_s(decode_flops)
+    return Share(
+        bandwidth=(1 + decodes) * step_bytes / seconds / limits.bytes_per_s,
+        flops=flops / seconds / limits.flops_per_s,
+        limit=at_least_s / seconds,
+    )
+
+
+def _elements(shape: Shape, number: int) -> int:
+    """Weights of adapter `number`; 0 for -1."""
+    if number < 0:
+        return 0
+    sizes = shape.projections()
+    return RANKS[number % len(RANKS)] * shape.layers * sum(sum(sizes[module]) for module in adapter_modules(number))

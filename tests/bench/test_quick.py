@@ -1,0 +1,69 @@
+"""Every bench runs to its end in its quick form, as a user starts it, and gives the figures that pages and README name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import names
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {
+    "engine": ["--model", "XS", "--no-peers"],
+    "cpu_assist": ["--model", "XS"],
+    "twin_live": ["--seconds", "1"],
+    "cluster": ["--seconds", "2"],
+}
+FIGURES = {
+    "cluster": {
+        "attainment",
+        "attainment_cached",
+        "rank_aware_attainment",
+        "rank_aware_tpot_vs_mostidle",
+        "policies",
+        "ablation",
+    },
+    "cpu_assist": {"ttft_vs_cached", "ttft_vs_cached_all_cores", "auto_vs_best", "twin"},
+    "engine": {"lora32_vs_own_base", "share_of_machine", "machine_limits"},
+    "gateway": {"gateway_vs_starlette_lockstep_per_cpu_s", "gateway_vs_starlette"},
+    "kernels": {"lora_decode_bandwidth_fraction", "gemm_b32_peak_fraction"},
+    "mesh": {"mesh_vs_engine", "mesh_vs_engine_32"},
+    "overload": {"goodput_at_3x_vs_peak", "refusal_p99_ms"},
+    "quantization": {"exact", "int8_exact"},
+    "scheduler": {"decisions_per_s", "decision_p50_ms", "decision_p99_ms"},
+    "twin_live": {"ttft_p50_error", "tpot_p50_error", "tpot_p99_error", "throughput_error", "decode_r2", "step_r2"},
+    "twin_speed": {"gpu_hour_s", "cluster_10min_s", "rss_mib"},
+}
+ELSEWHERE = {"gpu": "tests/bench/test_gpu.py", "twin_vllm": "tests/twin/test_vllm_calibrate.py"}
+"""Benches that need something to run on, and where their code is tested without it."""
+
+
+def test_every_bench_has_a_test_of_its_quick_form() -> None:
+    assert set(names()) == FIGURES.keys() | ELSEWHERE.keys()
+    assert all((ROOT / place).exists() for place in ELSEWHERE.values())
+
+
+@pytest.mark.parametrize("name", sorted(FIGURES))
+def test_the_quick_form_gives_its_figures_and_says_how_the_machine_was(name: str) -> None:
+    found = bench(name, "--quick", *OPTIONS.get(name, []))
+    assert FIGURES[name] <= json.loads(found[-1]).keys()
+    assert any(line.startswith("The machine ") for line in found)
+
+
+def test_over_http_the_engine_bench_gives_latencies_and_memory() -> None:
+    figures = json.loads(bench("engine", "--quick", "--serve", *OPTIONS["engine"])[-1])
+    assert figures["motet"]["ttft_p50_ms_c32"] > 0 and figures["motet"]["rss_mib"] > 0
+
+
+def bench(*words: str) -> list[str]:
+    """The lines that a bench prints."""
+    environment = {key: value for key, value in os.environ.items() if key != "MOTET_DATA"}
+    command = [sys.executable, "-m", "bench", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()

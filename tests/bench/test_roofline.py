@@ -1,0 +1,33 @@
+"""Shares of the machine follow from what a batch reads and multiplies."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import roofline
+from bench.models import SHAPES
+from bench.roofline import Limits
+
+
+def test_the_probes_find_a_machine() -> None:
+    limits = roofline.probe(1, vector=1 << 20, matrix=256)
+    assert limits.bytes_per_s > 1e8 and limits.flops_per_s > 1e8
+
+
+def test_one_request_reads_all_weights_for_every_token() -> None:
+    shape = SHAPES["S"]
+    weights = shape.layers * sum(a * b for a, b in shape.projections().values()) + shape.hidden * shape.vocabulary
+    limits = Limits(bytes_per_s=2.0 * weights, flops_per_s=1e15)  # a step a second, and arithmetic for nothing
+    found = roofline.share(limits, shape, [-1], 64, 10, 20.0, weight_bytes=2)
+    assert found.bandwidth == pytest.approx(0.5) and found.limit == pytest.approx(0.5) and found.flops < 0.01
+
+
+def test_adapters_are_read_once_each_and_multiplied_by_all_of_their_tokens() -> None:
+    limits, shape = Limits(1e10, 1e12), SHAPES["S"]
+
+    def of(*adapters: int) -> roofline.Share:
+        return roofline.share(limits, shape, adapters, 16, 16, 1.0, weight_bytes=2)
+
+    base, shared, distinct = of(-1, -1), of(3, 3), of(3, 7)
+    assert base.bandwidth < shared.bandwidth < distinct.bandwidth
+    assert base.flops < shared.flops == distinct.flops
