@@ -116,7 +116,6 @@ class Bus:
                     error_cb=bus._on_error,
                     reconnected_cb=bus._on_reconnect,
                     disconnected_cb=bus._on_disconnect,
-                    closed_cb=bus._on_closed,
                     max_reconnect_attempts=-1,
                     ping_interval=PING_S,  # type: ignore[arg-type]
                     max_outstanding_pings=PINGS,
@@ -143,10 +142,6 @@ class Bus:
             if now_s() - self._refused_since_s > REFUSED_S:
                 self._lose(f"NATS refuses the credentials: {error}")
 
-    async def _on_closed(self) -> None:
-        if not self._closing:
-            self._lose(f"NATS closed the connection: {self.nc.last_error}")
-
     def _lose(self, why: str) -> None:
         if not self._lost:
             self._lost = why
@@ -171,6 +166,8 @@ class Bus:
         """Why the connection is closed for good; "" while it is open or can come back."""
         if (why := nats_compat.gave_up(self.nc)) is not None:
             self._lose(f"the client gave up reconnecting: {why!r}")
+        elif self.nc.is_closed and not self._closing:  # its callback is not always called
+            self._lose(f"NATS closed the connection: {self.nc.last_error}")
         return self._lost
 
     @property
