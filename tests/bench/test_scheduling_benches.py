@@ -74,4 +74,4 @@ def test_the_breaking_load_is_found_from_both_sides() -> None:
         return measure
 
     for load in (120.0, 341.0, 500.0):
-        assert abs(cluster._breaking_rate("motet", falls_at(load)) - load) < 1.0
+        assert abs(cluster._breaking_rate(falls_at(load), "motet") - load) < 1.0
