@@ -82,6 +82,8 @@ class OnlineFit:
     SHAPE = 0.002  # weight of the start values' proportions, as a share of the steps that are remembered
     LEAST = 0.25
     MOST = 3.0  # times what is expected: a step that took longer was interrupted, and counts as this
+    SOLVE = 8  # steps from one solution to the next, once there are `EARLY` of them: a solution takes longer than a sum
+    EARLY = 64
     USUAL_MS = (1.0, 0.1, 0.01)  # scale of a coefficient that starts at zero: base, per row or token, per unit of LoRA load
 
     def __init__(self, start: Sequence[float]) -> None:
@@ -91,6 +93,7 @@ class OnlineFit:
         self._shape = self._start / self._scale
         self._products = np.zeros((len(start), len(start)))  # sum of x x, of the steps that are remembered
         self._sums = np.zeros(len(start))  # sum of x * value
+        self._steps = 0
         self.weights = [float(value) for value in start]
         """The coefficients now; any thread may read them."""
 
@@ -110,7 +113,9 @@ class OnlineFit:
         x, value = x / norm, value / norm  # relative errors: a long prefill must not outweigh a thousand decodes
         self._products = self.FORGET * self._products + np.outer(x, x)
         self._sums = self.FORGET * self._sums + x * value
-        self.weights = (self._solve() * self._scale).tolist()
+        self._steps += 1
+        if self._steps <= self.EARLY or not self._steps % self.SOLVE:
+            self.weights = (self._solve() * self._scale).tolist()
 
     def _solve(self) -> Floats:
         shape = self._shape

@@ -72,7 +72,7 @@ async def ask_well_and_badly(facts: StackFacts, key: str) -> None:
             with contextlib.suppress(ApiError):
                 await client.call("POST", "/v1/chat/completions", json=body)
         with contextlib.suppress(ApiError):
-            await client.call("POST", "/v1/chat/completions", data=f'{{"messages": "{MARK}')
+            await client.call("POST", "/v1/chat/completions", content=f'{{"messages": "{MARK}')
     async with Client(facts.urls[0], api_key=WRONG) as client:
         for path in ("/v1/chat/completions", "/v1/keys"):
             with pytest.raises(ApiError):

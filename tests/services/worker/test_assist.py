@@ -154,7 +154,9 @@ def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replac
 ) -> None:
     cold.assist.watchdog_s = 0.15
     draw = random.Random(1)
-    for seed in range(5):
+    for seed in range(20):  # a blow may fall when its process has nothing to do, and is noticed only later
+        if seed >= 5 and sum(cold.assist.failures.values()) > 2:
+            break
         cold.ready(2)
         victim, steps = draw.choice(cold.assist.pids), draw.randrange(12)
 
