@@ -50,7 +50,7 @@ from motet.shared.model import AdapterRef
 from motet.twin.cluster import Bus, Cluster
 from motet.twin.events import PS_PER_MS, PS_PER_S
 from motet.twin.metrics import NEVER
-from motet.twin.profile import Profile, read_profile
+from motet.twin.profile import TwinProfile, read_profile
 from motet.twin.steps import Batch
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
 
@@ -179,7 +179,7 @@ async def _live(
     return found
 
 
-async def _profile(model: Path, options: Mapping[str, str], directory: Path, seconds: float) -> Profile:
+async def _profile(model: Path, options: Mapping[str, str], directory: Path, seconds: float) -> TwinProfile:
     """What `motet profile` says of a worker with `options`. Raises RuntimeError with the end of its output."""
     directory.mkdir()
     out, log = directory / "profile.json", directory / "profile.log"
@@ -191,7 +191,7 @@ async def _profile(model: Path, options: Mapping[str, str], directory: Path, sec
     return read_profile(out)
 
 
-def pace(profile: Profile) -> float:
+def pace(profile: TwinProfile) -> float:
     """What decodes take by this profile: the geometric mean over `PACE_ROWS`, in milliseconds."""
     steps = profile.spec().steps
     batches = [Batch(decode_rows=rows, sampled=rows) for rows in PACE_ROWS]
@@ -203,7 +203,7 @@ def _lengths(draw: Generator) -> Lengths:
     return pool.capped(400, 700)
 
 
-def _capacity(profile: Profile) -> float:
+def _capacity(profile: TwinProfile) -> float:
     """Requests per second of the twin when all places are taken all the time."""
     draw, seats = np.random.default_rng(0), profile.limits.max_running
     count = CAPACITY_TURNS * seats
@@ -287,7 +287,7 @@ class Outcome:
         return dict(zip(FIGURES, [*ttft.tolist(), *tpot.tolist(), self.tokens / self.seconds], strict=True))
 
 
-def replayed(workload: Workload, profile: Profile, skip: int) -> Outcome:
+def replayed(workload: Workload, profile: TwinProfile, skip: int) -> Outcome:
     """What the twin makes of the same requests."""
     hops = profile.hops
     cluster = Cluster(workload, [profile.spec()], None, bus=Bus(submit_ms=hops.assign_ms, stream_ms=hops.frame_ms))
@@ -320,7 +320,7 @@ def mean_errors(rounds: Sequence[tuple[Outcome, Outcome]]) -> dict[str, float]:
     return {figure: float(np.mean([abs(one[figure]) for one in errors])) for figure in FIGURES}
 
 
-def _figures(profiles: Sequence[Profile], rate: float, seen: dict[str, list[tuple[Outcome, Outcome]]]) -> dict[str, Any]:
+def _figures(profiles: Sequence[TwinProfile], rate: float, seen: dict[str, list[tuple[Outcome, Outcome]]]) -> dict[str, Any]:
     rows: list[list[Any]] = []
     shapes: dict[str, Any] = {}
     for name, rounds in seen.items():

@@ -18,7 +18,7 @@ from motet.twin.worker import WorkerSpec
 MIB = 1 << 20
 
 
-class Profile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TwinProfile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A profile that builds simulated workers."""
 
     def spec(self) -> WorkerSpec:
@@ -65,10 +65,10 @@ def _link(facts: profile.LinkFacts) -> LinkModel:
 A10_BYTES = 24_000_000_000
 
 
-def a10_llama2_7b() -> Profile:
+def a10_llama2_7b() -> TwinProfile:
     """CaraServe's worker: Llama-2-7B on an A10, 2 GiB of it for adapters."""
     adapter_bytes = 2 << 30
-    return Profile(
+    return TwinProfile(
         motet_profile=VERSION,
         name="Llama-2-7B on an A10 (CaraServe)",
         limits=WorkerLimits(
@@ -86,6 +86,6 @@ def a10_llama2_7b() -> Profile:
     )
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> TwinProfile:
     """Raises FileError naming the line and the field."""
-    return profile.read_profile(path, Profile)
+    return profile.read_profile(path, TwinProfile)

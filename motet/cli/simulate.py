@@ -20,7 +20,7 @@ from motet.shared.model import Slo
 from motet.twin.cluster import Bus, Cluster
 from motet.twin.figures import Result, table_rows
 from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B
-from motet.twin.profile import Profile, a10_llama2_7b, read_profile
+from motet.twin.profile import TwinProfile, a10_llama2_7b, read_profile
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.traces import FileError, Popularity, Trace, read_lengths, read_popularity, read_trace, write_trace
 from motet.twin.workload import MAX_CV, Intensity, Lengths, Workload, arrivals, rank_mix, zipf
@@ -208,7 +208,7 @@ def _lengths(rng: Generator, options: dict[str, Any]) -> Lengths:
     return Lengths.lognormal(rng, prompt_mean=options["prompt_tokens"], output_mean=options["output_tokens"])
 
 
-def run(policy: str, workload: Workload, profile: Profile, options: dict[str, Any]) -> Result:
+def run(policy: str, workload: Workload, profile: TwinProfile, options: dict[str, Any]) -> Result:
     """One policy on the workload, with a progress bar on a terminal."""
     spec = SchedulerSpec(policy=policy, admission=options["admission"], oracle_lengths=options["oracle_lengths"])
     workers = [profile.spec()] * options["workers"]
@@ -219,7 +219,7 @@ def run(policy: str, workload: Workload, profile: Profile, options: dict[str, An
     return Result(policy, workload, cluster.metrics, cluster.summary())
 
 
-def describe(workload: Workload, profile: Profile, options: dict[str, Any]) -> str:
+def describe(workload: Workload, profile: TwinProfile, options: dict[str, Any]) -> str:
     """One line: what was simulated."""
     rate = len(workload) / workload.duration_s if workload.duration_s else 0.0
     return (

@@ -16,7 +16,7 @@ from bench.report import Elsewhere
 from bench.twin_live import SHAPES, Outcome, _workload, mean_errors, pace, replayed
 from motet.shared.model import AdapterRef
 from motet.shared.profile import VERSION, Hops
-from motet.twin.profile import Profile
+from motet.twin.profile import TwinProfile
 from motet.twin.steps import A10_MBGMV
 from motet.twin.workload import Workload
 from tests.support_models import make_checkpoint
@@ -54,7 +54,7 @@ LIMITS = worker_limits(max_model_len=256, max_running=2, max_waiting=2, kv_block
 
 
 def test_a_machine_that_has_become_slower_shows_in_the_pace_of_its_profile() -> None:
-    profile = Profile(motet_profile=VERSION, limits=LIMITS, perf=A10_MBGMV, engine_steps=STEPS)
+    profile = TwinProfile(motet_profile=VERSION, limits=LIMITS, perf=A10_MBGMV, engine_steps=STEPS)
     slower = {name: value * 1.25 for name, value in asdict(STEPS).items() if name.endswith("_ms") and name != "pass_ms"}
     steps = replace(STEPS, pass_ms=tuple(1.25 * ms for ms in STEPS.pass_ms), **slower)
     assert pace(replace(profile, engine_steps=steps)) == pytest.approx(1.25 * pace(profile))
@@ -62,7 +62,7 @@ def test_a_machine_that_has_become_slower_shows_in_the_pace_of_its_profile() -> 
 
 
 def test_the_twin_serves_as_many_of_the_same_requests() -> None:
-    profile = Profile(motet_profile=VERSION, limits=LIMITS, perf=A10_MBGMV, engine_steps=STEPS, hops=HOPS)
+    profile = TwinProfile(motet_profile=VERSION, limits=LIMITS, perf=A10_MBGMV, engine_steps=STEPS, hops=HOPS)
     outcome = replayed(workload(0, 1 << 16, gap_s=0.0), profile, skip=0)
     assert len(outcome.ttft_ms) == 4 and outcome.refused == REQUESTS - 4 and outcome.tokens == 4 * 20
     assert outcome.ttft_ms.min() > HOPS.assign_ms + HOPS.frame_ms + STEPS.prefill_spread[0] * STEPS.pass_ms[0]
