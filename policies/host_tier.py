@@ -215,8 +215,11 @@ class HostTier(Generic[H]):
         self.disk_used_bytes -= self._files.pop(digest, 0)
 
     def spare_file(self) -> bool:
-        """The file system is full: evict the least recently loaded file whose room that frees, which one that is mapped does
-        not; whether there was one. A copy that nobody holds gives its mapping up for it."""
+        """The file system is full: evict the least recently loaded file that no request uses.
+
+        Files without a host copy go first. A host copy maps its file, and a mapped file frees no space, so the copy is evicted
+        with it. Returns whether there was such a file.
+        """
         unmapped = [digest for digest in self._files if not self.holders(digest) and digest not in self._loads]
         oldest = min(unmapped, key=self._copies.__contains__, default=None)
         if oldest is None:

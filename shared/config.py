@@ -78,7 +78,7 @@ class BusConfig(Config, frozen=True, kw_only=True):
 
 
 class ProcessConfig(Config, frozen=True, kw_only=True):
-    """The process: its id, its health and metrics, its log, its end."""
+    """Options of every service process: instance id, port for health and metrics, logging, time to drain."""
 
     instance_id: Annotated[
         str,

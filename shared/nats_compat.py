@@ -61,7 +61,7 @@ class Client(_Client):
     def next_server(self, servers: list[Server], _: dict[str, Any]) -> tuple[Server, float]:
         """The server to connect to now, and after how many seconds. For the option `reconnect_to_server_handler`."""
         now = now_s()
-        if self._current_server is not None:  # the one that was lost, or the one that was chosen last
+        if self._current_server is not None:  # the lost server, or the one chosen by the previous attempt
             self._failed_s[self._current_server.uri.netloc] = now
         chosen = min(servers, key=lambda server: self._failed_s.get(server.uri.netloc, -math.inf))
         wait_s = max(0.0, self._tried_s.get(chosen.uri.netloc, -math.inf) + RETRY_S - now)

@@ -10,10 +10,10 @@
     upstream    publish requests of one tenant, read and purge its results, read its tokens and dead letters; nothing else
     operator    everything: for people with the `nats` command
 
-Every user receives replies on its own inbox `_INBOX_<user>.>` only. An upstream may not create consumers: a consumer chooses
-the subject that it delivers to, which would bypass its permissions. It subscribes to its results, or fetches a stored one
-with `$JS.API.DIRECT.GET.<stream>.<subject>`: the default tenant's stream is MOTET_RESULTS, that of `acme` is
-MOTET_RESULTS_acme.
+Every user receives replies on its own inbox `_INBOX_<user>.>` only. An upstream may not create consumers, because whoever
+creates a consumer chooses its delivery subject and could choose one that permissions forbid. An upstream subscribes to its
+results, or fetches a stored one with `$JS.API.DIRECT.GET.<stream>.<subject>`: the default tenant's stream is MOTET_RESULTS,
+that of `acme` is MOTET_RESULTS_acme.
 
     account MOTET            the services and the operator, with JetStream
     account TENANT_<tenant>  that tenant's upstream; imports its own subjects from MOTET, one by one

@@ -40,10 +40,10 @@ Record = tuple[str, ...]
 
 
 class Told:
-    """A core that writes down what it is told and what it answers, one record per fact.
+    """A worker core that records its events and actions, one record per fact.
 
-    The live engine tells what a step did when it is over, the twin tells who comes in when it begins. So of a request that
-    comes in and ends with one and the same step only the twin tells that it runs. That record is taken out.
+    The live engine reports a step when the step ends; the twin reports admissions when the step begins. So when a request is
+    admitted and ends in the same step, only the twin reports it as running. That record is left out.
     """
 
     def __init__(self, core: WorkerCore[Any], names: dict[str, str]) -> None:
