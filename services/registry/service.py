@@ -20,7 +20,6 @@ from typing import TypeVar
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
-from motet.services.registry import heap
 from motet.services.registry.archives import read_archive
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.files import CONFIG, PeftFiles, quoted
@@ -129,7 +128,6 @@ class RegistryService:
         self._bus: Bus | None = None
         self._usage = Usage()
         self._waiting = 0
-        self._registered = 0  # attempts that have ended, successful or not
         self._local, self._hub = asyncio.Semaphore(LOCAL_SLOTS), asyncio.Semaphore(HUB_SLOTS)
         self._hub_source = HubSource(config.hub)
         self._starting = "not started"
@@ -346,17 +344,12 @@ class RegistryService:
             yield
         finally:
             self._waiting -= 1
-            self._registered += 1
 
     async def _sweep(self) -> None:
         await asyncio.sleep(SETTLE_S)
         orphans_looked_for_s = -ORPHANS_EVERY_S
-        registered = 0
         while True:
             await asyncio.sleep(SWEEP_S)
-            if self._registered != registered and not self._waiting:
-                registered = self._registered
-                await asyncio.to_thread(heap.give_back)
             try:
                 await self._store.sweep()
                 if now_s() - orphans_looked_for_s > ORPHANS_EVERY_S:
