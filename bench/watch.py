@@ -1,7 +1,7 @@
 """The time that a bench has, and whether the machine held still meanwhile.
 
-A bench ends within ten minutes. What it repeats, it repeats through `Watch.rounds`, which stops early when another round would
-not end in time. Meanwhile a short fixed piece of work is timed again and again, on all cores at once. If its time changes, or
+A bench ends within ten minutes. Its repetitions go through `Watch.rounds`, which stops early when another round would not end
+in time. Meanwhile a short fixed piece of work is timed again and again, on all cores at once. If its time changes, or
 if other processes take a part of the machine, the figures say less than they seem to; the bench then prints so and records it.
 """
 

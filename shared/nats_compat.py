@@ -1,4 +1,4 @@
-"""What Motet needs of nats-py beyond its public interface, and what it does around nats-py's faults.
+"""Private parts of nats-py that Motet uses, and workarounds for faults of nats-py.
 
 `pyproject.toml` allows one minor version of nats-py, because this file depends on details of it.
 `tests/shared/test_nats_compat.py` has a test for each detail, against a real server. Before a new minor version is allowed,

@@ -1,4 +1,6 @@
-"""`MOTET_*` variables that are no options of a service (those are in `services/<kind>/config.py`), and who reads them.
+"""Environment variables `MOTET_*` that are not service options, and the code that reads them.
+
+Service options are in `services/<kind>/config.py`.
 
 docs/configuration.md prints this table, and a test compares it with the sources. They are read where no
 service's configuration is at hand: inside kernels, in clients, in the compose file, in tests and benches.

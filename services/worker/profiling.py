@@ -340,7 +340,7 @@ class _Profiler:
         measured += [(adapter.size_bytes / MIB, ms) for adapter, ms in zip(adapters, times_ms, strict=True)]
 
     async def hop_times(self) -> None:
-        """Time requests on their way to the worker, which refuses them, and frames on their way out."""
+        """Measure how long a request takes to the worker and a frame from it. The worker refuses these requests."""
         asker = await Bus.connect(self._worker.config.bus, "profile")
         heard: dict[int, float] = {}  # step -> when
 

@@ -13,6 +13,7 @@ from motet.shared.config import BusConfig
 from motet.shared.errors import BadRequest, DeadlineExceeded, ErrorInfo, Overloaded, TooLarge, Unavailable, from_info
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.messages import Outcome, Prediction, PredictRequest, Refused
+from tests.shared.relay import recorded
 from tests.support import eventually
 
 ASK = PredictRequest(adapter_digest="", prompt_tokens=3, max_tokens=9)
@@ -30,22 +31,8 @@ async def test_a_request_is_answered_with_the_declared_type(bus, connect):
 
 
 async def test_a_server_is_known_to_the_broker_when_serve_returns(nats_url):
-    sent = bytearray()
-    port = int(nats_url.rsplit(":", 1)[1])
-
-    async def forward(here: asyncio.StreamReader, there: asyncio.StreamWriter, log: bytearray) -> None:
-        while data := await here.read(65_536):
-            log += data
-            there.write(data)
-        there.close()
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(forward(reader, to_server, sent), forward(from_server, writer, bytearray()))
-
-    async with await asyncio.start_server(relay, "127.0.0.1") as between:
-        host, port_between = between.sockets[0].getsockname()
-        bus = await Bus.connect(BusConfig(nats_url=f"nats://{host}:{port_between}"), "predictor-1")
+    async with recorded(nats_url) as (url, sent):
+        bus = await Bus.connect(BusConfig(nats_url=url), "predictor-1")
 
         async def unasked(_: PredictRequest) -> Prediction:
             raise AssertionError("unreachable")

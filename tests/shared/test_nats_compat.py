@@ -24,6 +24,7 @@ from motet.cli.nats_server import NatsServer
 from motet.shared import nats_compat
 from motet.shared.clock import now_s
 from tests.chaos.mesh import ROUTE_PINGS, _free_ports
+from tests.shared.relay import recorded
 from tests.support import eventually
 
 
@@ -47,26 +48,6 @@ def frozen(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-@contextlib.asynccontextmanager
-async def recorded(nats_url: str) -> AsyncIterator[tuple[str, bytearray]]:
-    """A relay to the server: its URL, and what clients have sent."""
-    sent = bytearray()
-    port = int(nats_url.rsplit(":", 1)[1])
-
-    async def forward(here: asyncio.StreamReader, there: asyncio.StreamWriter, log: bytearray) -> None:
-        while data := await here.read(65_536):
-            log += data
-            there.write(data)
-        there.close()
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(forward(reader, to_server, sent), forward(from_server, writer, bytearray()))
-
-    async with await asyncio.start_server(relay, "127.0.0.1") as between:
-        yield f"nats://127.0.0.1:{between.sockets[0].getsockname()[1]}", sent
 
 
 # ---- the connection

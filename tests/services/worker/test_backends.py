@@ -1,4 +1,4 @@
-"""Promise: a backend is one file and one line in a table; one that cannot run here is refused with its name."""
+"""Promise: a backend is one file and one line in a table; a backend that cannot run here is refused by name."""
 
 from __future__ import annotations
 
