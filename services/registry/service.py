@@ -45,6 +45,7 @@ from motet.shared.errors import (
     TooLarge,
     Unavailable,
 )
+from motet.shared.heap import return_large_buffers
 from motet.shared.hub import resolve_model
 from motet.shared.messages import (
     AdapterInfo,
@@ -417,4 +418,5 @@ def peft_directories(root: str) -> list[tuple[str, str]]:
 
 def main(config: RegistryConfig) -> int:
     """Run a registry until it is told to stop; returns the exit status."""
+    return_large_buffers()
     return run(RegistryService(config), config)

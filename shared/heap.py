@@ -1,0 +1,21 @@
+"""The C heap of a process that copies large buffers in threads, as the registry does with adapters.
+
+glibc gives every thread an arena of its own, and after the first large buffer was freed it takes buffers of that size from
+those arenas too. Freed buffers then stay with the process: a registry of 62 MiB wanders between 66 and 72.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
+LARGE_BYTES = 128 * 1024
+
+
+def return_large_buffers() -> bool:
+    """From now on buffers of `LARGE_BYTES` and more go back to the system when they are freed, and threads share one arena.
+
+    Costs page faults for every large buffer: not for a process that computes. False where the C library has no `mallopt`.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)) and bool(mallopt(_M_ARENA_MAX, 1))
