@@ -16,13 +16,13 @@ known to it; times are not.
 A round runs every shape once, with new arrivals, between two profiles. The twin gets the requests twice, once with each
 profile, because the machine's speed drifts within minutes. A round counts if the machine was quiet and steady: other
 processes took less than `QUIET_CORES`, and the two profiles' steps differ by less than `STILL`. The live worker's behaviour
-does not decide this. Rounds continue until `ROUNDS` count or time is over; if none counts then, all do.
+does not decide this. The quick form profiles once. Rounds continue until `Setup.rounds` count or time is over; if none counts then, all do.
 
 An error is the mean of the rounds' absolute errors, so that too fast in one round and too slow in the next do not cancel; a
 figure is the worst of the shapes'. `decode_r2` is how well the schedulers' linear model of decode steps fits those of a profile
 (CaraServe reaches 0.96), `step_r2` the same of the twin's own model, which also charges distinct adapters and contexts.
 
-The model's weights are larger than a cache (`MODEL`). A model that just fits into the last-level cache can take 1.5 times as
+The model's weights are larger than a cache (`FULL`). A model that just fits into the last-level cache can take 1.5 times as
 long for the same batch, depending on what ran before.
 """
 
@@ -54,7 +54,6 @@ from motet.twin.profile import TwinProfile, read_profile
 from motet.twin.steps import Batch
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, zipf
 
-MODEL, QUICK_MODEL = "SM", "XS"
 RANKS = (8, 16, 32, 64)
 OPTIONS = {
     "threads": "1",  # the other core is for everybody else
@@ -64,9 +63,6 @@ OPTIONS = {
     "host_cache_mib": "128",
     "disk_cache_mib": "256",
 }
-ROUNDS, MOST_ROUNDS = 2, 3
-RUN_S = 20.0
-QUICK_RUN_S = 4.0
 PROFILE_RUNS = 2  # the profile takes as long as so many runs
 SPARE_S, SHORTEST_S = 45.0, 5.0  # for starts and warm-ups; a run is not shorter
 QUIET_CORES = 0.05
@@ -81,7 +77,7 @@ FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "tokens_p
 class Shape:
     """Arrivals: `load` is the rate as a share of what the worker can serve, `cv` of the gaps between requests.
 
-    `runs`: how long it goes on, in `RUN_S`. Where requests are few or come in clumps, a 99th percentile needs more of them.
+    `runs`: how long it goes on, in `Setup.run_s`. Where requests are few or come in clumps, a 99th percentile needs more.
     """
 
     name: str
@@ -101,38 +97,64 @@ SHAPES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is compared. `model`: of `bench.models`; `options`: the worker's MOTET_* variables, without the prefix."""
+
+    model: str
+    options: Mapping[str, str]
+    shapes: tuple[Shape, ...]
+    run_s: float
+    rounds: int  # that have to count
+    most_rounds: int
+    profile_again: bool = True  # after every round
+
+
+FULL = Setup("SM", OPTIONS, SHAPES, run_s=20.0, rounds=2, most_rounds=3)
+QUICK = Setup(
+    "XS",
+    OPTIONS | {"max_running": "8", "max_waiting": "8"},  # a profile measures batches of up to `max_running`
+    tuple(replace(shape, adapters=min(shape.adapters, 16), others=min(shape.others, 8)) for shape in SHAPES),
+    run_s=4.0,
+    rounds=1,
+    most_rounds=1,
+    profile_again=False,
+)
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Profile, run live, replay, print the tables, return the figures."""
+    setup = QUICK if args.quick else FULL
+    if args.seconds:
+        setup = replace(setup, run_s=args.seconds)
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
-        run_s = args.seconds or (QUICK_RUN_S if args.quick else RUN_S)
-        rounds, most = (1, 1) if args.quick else (ROUNDS, MOST_ROUNDS)
-        name = QUICK_MODEL if args.quick else MODEL
-        model, _ = model_and_adapters(name)
-        figures = asyncio.run(compare(model, OPTIONS, Path(directory), run_s, rounds, most, args.watch))
-    return figures | {"options": {"model": name, **OPTIONS}}
+        figures = asyncio.run(compare(setup, Path(directory), args.watch))
+    return figures | {"options": {"model": setup.model, **setup.options}}
 
 
-async def compare(
-    model: Path, options: Mapping[str, str], directory: Path, run_s: float, rounds: int, most: int, watch: Watch | None = None
-) -> dict[str, Any]:
-    """The figures for the model in a directory, served by a worker with MOTET_* `options`."""
-    watch = watch or Watch()
+async def compare(setup: Setup, directory: Path, watch: Watch) -> dict[str, Any]:
+    """The figures of a worker and of the twin of its profile."""
+    model, _ = model_and_adapters(setup.model)
+    options, shapes, run_s = setup.options, setup.shapes, setup.run_s
     began_s = watch.left_s
     profiles = [await _profile(model, options, directory / "0", PROFILE_RUNS * run_s)]
-    fits_s = (2 * watch.left_s - began_s - SPARE_S) / sum(shape.runs for shape in SHAPES)  # beside another profile
+    fits_s = (2 * watch.left_s - began_s - SPARE_S) / sum(shape.runs for shape in shapes)  # beside another profile
     if fits_s < run_s:
-        run_s = max(SHORTEST_S, fits_s)
-        watch.skip(f"arrivals for {run_s:.0f} s where {RUN_S:.0f} were planned: a profile takes long")
+        setup = replace(setup, run_s=max(SHORTEST_S, fits_s))
+        watch.skip(f"arrivals for {setup.run_s:.0f} s where {run_s:.0f} were planned: a profile takes long")
     rate = _capacity(profiles[0])
     outcomes: list[dict[str, tuple[Outcome, Outcome]]] = []
     counted: list[dict[str, tuple[Outcome, Outcome]]] = []
     elsewhere: list[float] = []
     drifts: list[float] = []
-    for number in watch.rounds(most):
+    for number in watch.rounds(setup.most_rounds):
         round_ = number + 1
         others = report.Elsewhere()
-        live = await _live(model, options, directory / f"live-{round_}", round_, rate, run_s)
-        profiles.append(await _profile(model, options, directory / str(round_), PROFILE_RUNS * run_s))
+        live = await _live(setup, model, directory / f"live-{round_}", round_, rate)
+        if setup.profile_again:
+            profiles.append(await _profile(model, options, directory / str(round_), PROFILE_RUNS * setup.run_s))
+        else:
+            profiles.append(profiles[-1])
         elsewhere.append(others.cores())
         drifts.append(pace(profiles[-1]) / pace(profiles[-2]) - 1)
         outcomes.append({})
@@ -148,11 +170,11 @@ async def compare(
         )
         if counts:
             counted.append(outcomes[-1])
-        if len(counted) == rounds:
+        if len(counted) == setup.rounds:
             break
     counted_or_all = counted or outcomes
     return {
-        **_figures(profiles, rate, {shape.name: [one[shape.name] for one in counted_or_all] for shape in SHAPES}),
+        **_figures(profiles, rate, {shape.name: [one[shape.name] for one in counted_or_all] for shape in shapes}),
         "rounds": len(outcomes),
         "rounds_counted": len(counted),
         "elsewhere_cores": [round(cores, 3) for cores in elsewhere],
@@ -162,17 +184,17 @@ async def compare(
 
 
 async def _live(
-    model: Path, options: Mapping[str, str], home: Path, round_: int, rate: float, run_s: float
+    setup: Setup, model: Path, home: Path, round_: int, rate: float
 ) -> dict[str, tuple[list[Served], Workload, int]]:
     """{shape: what came of it, its requests at the times they were sent, how many of them only warmed up}."""
     home.mkdir()
     found = {}
-    async with LiveWorker(model, options, home) as worker:
-        for number, shape in enumerate(SHAPES):
+    async with LiveWorker(model, setup.options, home) as worker:
+        for number, shape in enumerate(setup.shapes):
             count = shape.adapters + shape.others
             adapters = [await worker.publish(RANKS[i % len(RANKS)], 1000 * number + i) for i in range(count)]
             draw = np.random.default_rng((number, round_ - 1))
-            workload = _workload(draw, shape, adapters, shape.load * rate, shape.runs * run_s)
+            workload = _workload(draw, shape, adapters, shape.load * rate, shape.runs * setup.run_s)
             served = await worker.run(workload, adapters)
             sent = replace(workload, arrival_s=np.maximum.accumulate([one.sent_s for one in served]))
             found[shape.name] = served, sent, shape.others or shape.adapters

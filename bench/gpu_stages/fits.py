@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from bench.gpu_stages.layers import Layers, batched, make_pool, occupy
 from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import RANKS, projections, write_config
 from bench.live_worker import LiveWorker
-from bench.models import model_and_adapters
+from bench.watch import Watch
 from motet.kernels.triton import LoraBatch, baselines
 from motet.policies.least_squares import not_negative, r_squared
 from motet.twin.workload import Workload
@@ -94,10 +95,10 @@ class Fits:
         """The twin of a live worker on the device: percent off, the worst of four shapes of load."""
         if self._bed.dry:
             return {"skipped": "tests/bench/test_twin_live.py"}
-        model, _ = model_and_adapters("M")
         options = self._options | {"load_format": "auto"}
+        setup = replace(twin_live.FULL, model="M", options=options, run_s=5.0, rounds=1, most_rounds=1)
         with tempfile.TemporaryDirectory(prefix="motet-gpu-") as directory:
-            return asyncio.run(twin_live.compare(model, options, Path(directory), 5.0, 1, 1))
+            return asyncio.run(twin_live.compare(setup, Path(directory), Watch()))
 
     @property
     def _options(self) -> dict[str, str]:

@@ -41,11 +41,15 @@ ACCOUNT = "MOTET"
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
-    """The subjects one user may publish and subscribe to. `responds`: it may also answer requests it received."""
+    """The subjects one user may publish and subscribe to.
+
+    `answers`: the users whose requests it answers, also after it has reconnected, when the server knows no more that it was
+    asked. Whoever else asks (`nats micro ls`) is answered on the connection that was asked, or not at all.
+    """
 
     publish: tuple[str, ...] = ()
     subscribe: tuple[str, ...] = ()
-    responds: bool = False
+    answers: tuple[str, ...] = ()
 
 
 def _read(stream: str) -> tuple[str, ...]:
@@ -136,9 +140,9 @@ SERVICES: dict[str, Grant] = {
     "scheduler": Grant(
         publish=(subjects.PREDICT, subjects.assign("*"), subjects.control("*"), *_kv_read(subjects.KV_LEASES)),
         subscribe=(subjects.SUBMIT, subjects.SCHEDULER_STATUS, subjects.OUTCOME, subjects.WORKER_STATES, "$SRV.>"),
-        responds=True,
+        answers=("gateway",),
     ),
-    "predictor": Grant(subscribe=(subjects.PREDICT, subjects.OUTCOME, "$SRV.>"), responds=True),
+    "predictor": Grant(subscribe=(subjects.PREDICT, subjects.OUTCOME, "$SRV.>"), answers=("scheduler",)),
     "registry": Grant(
         publish=(
             "$JS.API.INFO",
@@ -152,7 +156,7 @@ SERVICES: dict[str, Grant] = {
             *_store_write(subjects.UPLOADS),
         ),
         subscribe=(subjects.registry("*"), subjects.WORKER_STATES, "$SRV.>"),
-        responds=True,
+        answers=("gateway",),
     ),
     "worker": Grant(
         publish=(
@@ -165,7 +169,7 @@ SERVICES: dict[str, Grant] = {
             *_store_read(subjects.BLOBS),
         ),
         subscribe=(subjects.assign("*"), subjects.control("*"), subjects.ping("*"), "$SRV.>"),
-        responds=True,
+        answers=("gateway", "scheduler", "registry"),
     ),
 }
 
@@ -268,17 +272,19 @@ def _account(name: str, *lines: str, **lists: list[str]) -> str:
 
 
 def _entry(user: str, password: str, grant: Grant) -> str:
-    quoted = {key: [json.dumps(s) for s in subs] for key, subs in (("p", grant.publish), ("s", grant.subscribe))}
-    inbox = json.dumps(f"_INBOX_{user}.>")
-    # An empty allow list would mean "everything", so a user that only answers is denied explicitly.
-    publish = f"allow: [{', '.join(quoted['p'])}]" if grant.publish else 'deny: ">"'
+    publish = [json.dumps(subject) for subject in (*grant.publish, *map(_inbox, grant.answers))]
+    subscribe = [json.dumps(subject) for subject in (*grant.subscribe, _inbox(user))]
     # An answer may take as long as the registry's download of an adapter.
-    responses = ', allow_responses: { max: 1, expires: "15m" }' if grant.responds else ""
+    responses = ', allow_responses: { max: 1, expires: "15m" }' if grant.answers else ""
     return (
         f"    {{ user: {json.dumps(user)}, password: {json.dumps(password)}, permissions: {{\n"
-        f"      publish: {{ {publish} }}\n"
-        f"      subscribe: {{ allow: [{', '.join([*quoted['s'], inbox])}] }}{responses}\n    }} }}"
+        f"      publish: {{ allow: [{', '.join(publish)}] }}\n"
+        f"      subscribe: {{ allow: [{', '.join(subscribe)}] }}{responses}\n    }} }}"
     )
+
+
+def _inbox(user: str) -> str:
+    return f"_INBOX_{user}.>"
 
 
 def write_server_config(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -139,6 +140,8 @@ async def _churn(mesh: ChaosMesh, until_s: float, wrong: list[str]) -> int:
             except ApiError as error:
                 wrong.append(f"adapter {name}: {error}")
                 await asyncio.sleep(1.0)
+                with contextlib.suppress(ApiError):  # half done: the name is free again for the next one
+                    await client.call("DELETE", f"/v1/adapters/{name}", params={"force": "true"})
             await asyncio.sleep(0.5)
     return count
 

@@ -174,6 +174,9 @@ MAY_NOT = [
     ("upstream", "subscribe", "_INBOX_upstream-acme.>"),
     ("upstream-acme", "publish", "motet.v1.requests.default"),
     *((user, "publish", "$JS.API.STREAM.DELETE.KV_motet_adapters") for user in ("gateway", "scheduler", "worker")),
+    *(("upstream", "publish", f"_INBOX_{user}.one") for user in credentials.SERVICES),
+    *((user, "publish", "_INBOX_operator.one") for user in (*credentials.SERVICES, "upstream")),
+    ("gateway", "publish", "_INBOX_registry.one"),
     *((user, "subscribe", "_INBOX_operator.>") for user in (*credentials.SERVICES, "upstream")),
 ]
 
@@ -212,6 +215,21 @@ async def test_request_and_answer(bus_of: Callable[[str], Awaitable[Bus]], asks:
 
     await server.serve("it", subject, Ping, pong, queue="q")
     assert (await client.request(subject, Ping(), Ping, timeout_s=2)).text == "pong"
+
+
+async def test_an_answer_arrives_although_its_service_was_disconnected_meanwhile(
+    bus_of: Callable[[str], Awaitable[Bus]],
+) -> None:
+    registry, gateway = await bus_of("registry"), await bus_of("gateway")
+
+    async def pong(_: Ping) -> Ping:
+        before = registry.nc.stats["reconnects"]
+        registry.nc._transport._io_writer.transport.abort()  # type: ignore[attr-defined]
+        await eventually(lambda: registry.nc.stats["reconnects"] > before and registry.connected)
+        return Ping("pong")
+
+    await registry.serve("it", subjects.registry("register"), Ping, pong, queue="q")
+    assert (await gateway.request(subjects.registry("register"), Ping(), Ping, timeout_s=5)).text == "pong"
 
 
 @pytest.mark.parametrize("kind", ["worker", "gateway"])
