@@ -41,7 +41,7 @@ $(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
 serve: $(RUN_STAMP) ## run the full mesh with the demo model on http://127.0.0.1:8000, until Ctrl-C
 	@exec $(BIN)/python -m motet up --demo $(ARGS)
 
-test: $(DEV_STAMP) ## the whole suite, in a process per core
+test: $(DEV_STAMP) ## the whole suite, in three processes for two cores
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 chaos: $(DEV_STAMP) ## kill, freeze and cut off every process of a mesh under load; no answer may be lost or repeated

@@ -17,6 +17,11 @@ from motet.shared.config import BusConfig
 from motet.shared.provision import provision
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Half as many processes again as cores, for `-n auto`: many tests wait for services in processes of their own."""
+    return max(2, (os.cpu_count() or 1) * 3 // 2)
+
+
 @pytest.fixture
 async def nats_server(tmp_path: Path) -> AsyncIterator[NatsServer]:
     """A real nats-server with JetStream on a free port, gone after the test."""
