@@ -80,6 +80,15 @@ class PerfColumns:
         self.load_ms_per_mib: Floats = table["load_ms_per_mib"]
         self.fetch_base_ms: Floats = table["fetch_base_ms"]
         self.fetch_ms_per_mib: Floats = table["fetch_ms_per_mib"]
+        self._added: dict[int, tuple[Floats, Floats]] = {}
+
+    def added_ms(self, rank: int) -> tuple[Floats, Floats]:
+        """What a request of `rank` adds to a decode step, and what its rank adds to a prefill, where nothing is padded."""
+        added = self._added.get(rank)
+        if added is None:
+            added = self.decode_row_ms + self.decode_lora_ms * float(rank), self.prefill_lora_ms * float(rank)
+            self._added[rank] = added
+        return added
 
     def lora_load(self, rows: Floats, rank_sum: Floats, max_rank: Floats) -> Floats:
         """Each worker's LoRA load under its own kernel; the vector form of `perf_model.lora_load`."""
@@ -300,14 +309,13 @@ class ClusterState:
 
     def replace_requests(self, worker_id: str, briefs: Iterable[RequestBrief], now_s: float = 0.0) -> None:
         """These are all the requests the worker has, as heard at `now_s`."""
-        briefs = list(briefs)
+        requests = {brief.request_id: brief for brief in briefs}  # one that is named twice counts once
         load = self._loads[worker_id]
-        if load.progress(briefs):
+        if load.progress(requests):
             self.table["running_left"][self._row[worker_id]] = load.running_left
             return
         new = WorkerLoad()
-        for brief in briefs:
-            new.remove(brief.request_id)  # a snapshot that names one twice must not count it twice
+        for brief in requests.values():
             new.add(brief)
         self._loads[worker_id] = new
         for digest in load.adapters.keys() ^ new.adapters.keys():

@@ -79,12 +79,14 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     rank, out = ask.rank, float(ask.out_tokens) or avg_resp_len
     n, queued, max_rank, queue_max_rank = t["exists"], t["queued"], t["max_rank"], t["queue_max_rank"]
 
-    d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(n, max_rank, rank)
+    d_step, d_prefill = perf.added_ms(rank)
+    if perf.pads:
+        d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(n, max_rank, rank)
     step = decode_ms(perf, n, perf.lora_load(n, t["rank_sum"], max_rank)) + d_step
     now_ms = 1000.0 * now_s
 
     queue = prefill_ms(perf, t["queue_tokens"], perf.lora_load(queued, t["queue_rank_sum"], queue_max_rank))
-    own = perf.prefill_token_ms * ask.tokens + perf.prefill_lora_ms * rank
+    own = perf.prefill_token_ms * float(ask.tokens) + d_prefill
     alone = np.minimum((now_ms - t["opened_ms"]) / step, 1.0)  # how likely r joins nobody's prefill: then it costs its base
     copy, fetch = adapter_ms(state, ask)
     stall = own + alone * perf.prefill_base_ms + t["copies_stall"] * copy

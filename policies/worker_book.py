@@ -159,12 +159,13 @@ class WorkerBook:
 
     def snapshot(self, said: Snapshot, now_s: float) -> bool:
         """A worker told everything; whether it counts."""
-        worker_id = said.worker_id
-        if self._is_over(worker_id, said.incarnation):
-            return False
-        known = self._same(worker_id, said.incarnation)
-        if known is None:
-            known = self._known[worker_id] = Known(worker_id, said.incarnation, said.limits)
+        worker_id, incarnation = said.worker_id, said.incarnation
+        known = self._known.get(worker_id)
+        if known is None or known.incarnation != incarnation:
+            if self._is_over(worker_id, incarnation):
+                return False
+            self.lose(worker_id)  # the incarnation before
+            known = self._known[worker_id] = Known(worker_id, incarnation, said.limits)
         elif said.seq <= known.seq:
             return False  # an older one, late
         elif said.seq != known.seq + 1 and known.in_sync:
@@ -176,11 +177,12 @@ class WorkerBook:
 
     def delta(self, said: Delta, now_s: float) -> bool:
         """A worker told what changed; whether it continues what is known."""
-        if self._is_over(said.worker_id, said.incarnation):
-            return False
-        known = self._same(said.worker_id, said.incarnation)
-        if known is None:
-            self.gaps += 1  # its first snapshot is still to come
+        worker_id, incarnation = said.worker_id, said.incarnation
+        known = self._known.get(worker_id)
+        if known is None or known.incarnation != incarnation:
+            if not self._is_over(worker_id, incarnation):
+                self.lose(worker_id)  # the incarnation before
+                self.gaps += 1  # the first snapshot of this one is still to come
             return False
         if said.seq <= known.seq:
             return False
@@ -193,15 +195,8 @@ class WorkerBook:
             self._reader.change(known, said, now_s)
         return known.in_sync
 
-    def _same(self, worker_id: str, incarnation: str) -> Known | None:
-        """The worker as known, unless this is a new incarnation: then the old one ends."""
-        known = self._known.get(worker_id)
-        if known is not None and known.incarnation != incarnation:
-            self.lose(worker_id)
-            return None
-        return known
-
     def _is_over(self, worker_id: str, incarnation: str) -> bool:
+        """Whether this incarnation, which is not the known one, has ended."""
         if (worker_id, incarnation) not in self._ended:
             return False
         if worker_id in self._known or not self._lease_held(worker_id):

@@ -96,7 +96,7 @@ class WorkerLoad:
     def put(self, brief: RequestBrief) -> RequestBrief | None:
         """A new request, or what is now known of one; what was known before."""
         old = self.requests.get(brief.request_id)
-        if old is None or _kind(old) != _kind(brief):
+        if old is None or not _same_kind(old, brief):
             self.remove(brief.request_id)
             self.add(brief)
             return old
@@ -166,28 +166,23 @@ class WorkerLoad:
             self.tightest = min(self.objectives, default=inf)
         return brief
 
-    def progress(self, briefs: list[RequestBrief]) -> bool:
-        """Take in `briefs` if they are the requests that are here and only made progress; False, and no change, if not."""
+    def progress(self, now: dict[str, RequestBrief]) -> bool:
+        """Take in `now`, by request id, if these are the requests that are here and only made progress; whether it was so."""
         requests = self.requests
-        if len(briefs) != len(requests):
+        if now.keys() != requests.keys():
             return False
         left = 0
-        for brief in briefs:
-            known = requests.get(brief.request_id)
-            if known is None or known.phase != brief.phase:
+        for request_id, brief in now.items():
+            known = requests[request_id]
+            if known.phase != brief.phase or known.epoch != brief.epoch or known.rank != brief.rank:
                 return False
-            if brief.phase != "running":
-                if known != brief:
-                    return False
-                continue
-            if known.epoch != brief.epoch or known.rank != brief.rank or known.adapter_digest != brief.adapter_digest:
+            if known.adapter_digest != brief.adapter_digest or known.tpot_slo_ms != brief.tpot_slo_ms:
                 return False
-            if known.tpot_slo_ms != brief.tpot_slo_ms:
+            if brief.phase == "running":
+                to_come = brief.predicted_tokens - brief.output_tokens
+                left += to_come if to_come > 1 else 1  # `tokens_left`, without a call for each of hundreds
+            elif known != brief:
                 return False
-            left += tokens_left(brief)
-        now = {brief.request_id: brief for brief in briefs}
-        if len(now) != len(requests):  # one was named twice
-            return False
         self.requests, self.running_left = now, left
         return True
 
@@ -203,8 +198,11 @@ def tokens_to_prefill(brief: RequestBrief) -> int:
     return brief.prompt_tokens + brief.output_tokens
 
 
-def _kind(brief: RequestBrief) -> tuple[int, str, float, str]:
-    return brief.rank, brief.adapter_digest, brief.tpot_slo_ms, brief.tenant
+def _same_kind(a: RequestBrief, b: RequestBrief) -> bool:
+    """Whether both count alike in everything that no phase changes."""
+    return (
+        a.rank == b.rank and a.adapter_digest == b.adapter_digest and a.tpot_slo_ms == b.tpot_slo_ms and a.tenant == b.tenant
+    )
 
 
 def _one_less(counts: dict[Key, int], key: Key) -> int:

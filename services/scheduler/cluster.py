@@ -63,8 +63,8 @@ class WatchedCluster:
         before, gaps = book.get(worker_id), book.gaps
         if isinstance(message, WorkerSnapshot):
             book.snapshot(message, now_s)
-        else:
-            book.delta(message, now_s)
+        elif book.delta(message, now_s):
+            return  # it continues what is known
         if book.gaps != gaps:
             STATE_GAPS.inc()
         known = book.get(worker_id)

@@ -24,20 +24,20 @@ class Heard(msgspec.Struct, tag="heard", gc=False):
     lease_held: bool = False
 
 
-class LeaseLost(msgspec.Struct, tag="lease_lost"):
+class LeaseLost(msgspec.Struct, tag="lease_lost", gc=False):
     """The worker is dead or has stopped."""
 
     worker_id: str
 
 
-class Tick(msgspec.Struct, tag="tick"):
+class Tick(msgspec.Struct, tag="tick", gc=False):
     """Some time has passed, a fraction of a second. Without a connection nobody could be heard."""
 
     now_s: float
     connected: bool = True
 
 
-class Assigning(msgspec.Struct, tag="assigning"):
+class Assigning(msgspec.Struct, tag="assigning", gc=False):
     """A request is on its way to a worker: it counts as waiting there from now on."""
 
     worker_id: str
@@ -45,7 +45,7 @@ class Assigning(msgspec.Struct, tag="assigning"):
     now_s: float
 
 
-class Accepted(msgspec.Struct, tag="accepted"):
+class Accepted(msgspec.Struct, tag="accepted", gc=False):
     """The worker accepted the request: its state will show it soon."""
 
     worker_id: str
@@ -53,14 +53,14 @@ class Accepted(msgspec.Struct, tag="accepted"):
     now_s: float
 
 
-class NotTaken(msgspec.Struct, tag="not_taken"):
+class NotTaken(msgspec.Struct, tag="not_taken", gc=False):
     """The worker did not accept the request."""
 
     worker_id: str
     request_id: str
 
 
-class Marked(msgspec.Struct, tag="marked"):
+class Marked(msgspec.Struct, tag="marked", gc=False):
     """The worker gets no requests until its next message.
 
     It said that it has no room ("full") or takes nothing new ("leaving"), or did not answer ("silent").
