@@ -44,7 +44,7 @@ COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). 
     "running_left": ("f8", 0),  # output tokens the running requests are still expected to produce
     "queued": ("f8", 0),
     "queue_tokens": ("f8", 0),  # tokens the queued requests have to prefill
-    "queue_out": ("f8", 0),  # output tokens expected of the queued requests
+    "kv_tokens_promised": ("f8", 0),  # what its requests will still take: see `WorkerLoad.kv_tokens_promised`
     "queue_rank_sum": ("f8", 0),
     "queue_max_rank": ("f8", 0),
     "exists": ("f8", 0),  # running + queued
@@ -312,7 +312,7 @@ class ClusterState:
         requests = {brief.request_id: brief for brief in briefs}  # one that is named twice counts once
         load = self._loads[worker_id]
         if load.progress(requests):
-            self.table["running_left"][self._row[worker_id]] = load.running_left
+            self._write_running_left(worker_id, load)
             return
         new = WorkerLoad()
         for brief in requests.values():
@@ -348,8 +348,14 @@ class ClusterState:
 
     def set_running_left(self, worker_id: str, tokens: int) -> None:
         """The worker's own count of output tokens its running requests are still expected to produce."""
-        self._loads[worker_id].running_left = tokens
-        self.table["running_left"][self._row[worker_id]] = tokens
+        load = self._loads[worker_id]
+        load.running_left = tokens
+        self._write_running_left(worker_id, load)
+
+    def _write_running_left(self, worker_id: str, load: WorkerLoad) -> None:
+        row = self._row[worker_id]
+        self.table["running_left"][row] = load.running_left
+        self.table["kv_tokens_promised"][row] = load.kv_tokens_promised()
 
     def _write(self, worker_id: str, load: WorkerLoad, now_s: float) -> None:
         row, t = self._row[worker_id], self.table
@@ -364,7 +370,7 @@ class ClusterState:
         t["running_left"][row] = load.running_left
         t["queued"][row] = queue.size
         t["queue_tokens"][row] = load.queue_tokens
-        t["queue_out"][row] = load.queue_out
+        t["kv_tokens_promised"][row] = load.kv_tokens_promised()
         t["queue_rank_sum"][row] = queue.sum
         t["queue_max_rank"][row] = queue.max
         t["exists"][row] = exists.size

@@ -103,7 +103,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     beyond = n - t["max_running"]
     if not _within(beyond, -1.0):
         wait += _seat_wait_ms(t, beyond + 1.0, step)
-    spare = t["kv_tokens_free"] - t["queue_tokens"] - t["queue_out"] - 0.5 * t["running_left"]
+    spare = t["kv_tokens_free"] - t["kv_tokens_promised"]
     if spare[spare.argmin()] < ask.tokens + out:
         wait += _memory_wait_ms(t, ask.tokens + out - spare, step)
     cost = others + tpot + wait / out

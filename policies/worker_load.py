@@ -166,6 +166,10 @@ class WorkerLoad:
             self.tightest = min(self.objectives, default=inf)
         return brief
 
+    def kv_tokens_promised(self) -> float:
+        """KV tokens that the queue will take, and half of what the running requests will add: others end meanwhile."""
+        return self.queue_tokens + self.queue_out + 0.5 * self.running_left
+
     def progress(self, now: dict[str, RequestBrief]) -> bool:
         """Take in `now`, by request id, if these are the requests that are here and only made progress; whether it was so."""
         requests = self.requests
@@ -200,9 +204,7 @@ def tokens_to_prefill(brief: RequestBrief) -> int:
 
 def _same_kind(a: RequestBrief, b: RequestBrief) -> bool:
     """Whether both count alike in everything that no phase changes."""
-    return (
-        a.rank == b.rank and a.adapter_digest == b.adapter_digest and a.tpot_slo_ms == b.tpot_slo_ms and a.tenant == b.tenant
-    )
+    return a.rank == b.rank and a.adapter_digest == b.adapter_digest and a.tpot_slo_ms == b.tpot_slo_ms and a.tenant == b.tenant
 
 
 def _one_less(counts: dict[Key, int], key: Key) -> int:

@@ -29,7 +29,8 @@ def assert_aggregates_are_true(state: ClusterState) -> None:
         assert row["queue_max_rank"] == max((r.rank for r in queue), default=0)
         assert row["queue_tokens"] == sum(map(tokens_to_prefill, queue))
         assert row["exists"] == len(requests)
-        assert row["queue_out"] == sum(map(tokens_left, queue))
+        to_come = sum(map(tokens_left, queue)) + sum(map(tokens_left, running)) / 2
+        assert row["kv_tokens_promised"] == row["queue_tokens"] + to_come
         assert row["tightest_tpot_ms"] == min((r.tpot_slo_ms for r in requests if r.tpot_slo_ms), default=inf)
         assert row["running_left"] == sum(map(tokens_left, running))
 
