@@ -16,7 +16,8 @@ known to it; times are not.
 A round runs every shape once, with new arrivals, between two profiles. The twin gets the requests twice, once with each
 profile, because the machine's speed drifts within minutes. A round counts if the machine was quiet and steady: other
 processes took less than `QUIET_CORES`, and the two profiles' steps differ by less than `STILL`. The live worker's behaviour
-does not decide this. The quick form profiles once. Rounds continue until `Setup.rounds` count or time is over; if none counts then, all do.
+does not decide this. The quick form profiles once. Rounds continue until `Setup.rounds` count or time is over; if none counts
+then, all do.
 
 An error is the mean of the rounds' absolute errors, so that too fast in one round and too slow in the next do not cancel; a
 figure is the worst of the shapes'. `decode_r2` is how well the schedulers' linear model of decode steps fits those of a profile
