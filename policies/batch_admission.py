@@ -30,6 +30,8 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.cold_start import ColdChoice, ColdStarts
 from motet.policies.kv_blocks import KvBlocks, chain_key, root_key
@@ -102,18 +104,17 @@ class AdmissionState(Generic[S]):
     running: list[S] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class StepPlan(Generic[S]):
+class StepPlan(msgspec.Struct, Generic[S], eq=False):
     """One step. Every sequence of `decodes` and `prefills` has its `scheduled` rows from `computed` on."""
 
-    decodes: list[S] = field(default_factory=list)
-    prefills: list[S] = field(default_factory=list)
-    admitted: list[S] = field(default_factory=list)  # also in `prefills`; `computed` is what the prefix cache had of them
-    considered: list[S] = field(default_factory=list)  # whose way in past a copy was chosen for the first time
-    preempted: list[S] = field(default_factory=list)
-    grown: list[S] = field(default_factory=list)  # decodes that got one more block
-    evictions: list[tuple[str, int]] = field(default_factory=list)  # (adapter digest, slot), before the loads
-    loads: list[S] = field(default_factory=list)  # whose adapter must be copied to `slot` first
+    decodes: list[S] = []
+    prefills: list[S] = []
+    admitted: list[S] = []  # also in `prefills`; `computed` is what the prefix cache had of them
+    considered: list[S] = []  # whose way in past a copy was chosen for the first time
+    preempted: list[S] = []
+    grown: list[S] = []  # decodes that got one more block
+    evictions: list[tuple[str, int]] = []  # (adapter digest, slot), before the loads
+    loads: list[S] = []  # whose adapter must be copied to `slot` first
     tokens: int = 0
 
 

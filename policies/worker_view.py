@@ -6,14 +6,13 @@ What moves in nearly every step (free memory, tokens so far) is no change of its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from motet.policies.worker_load import tokens_left
 from motet.shared.model import RequestBrief, Residency, WorkerLimits
 
 
-@dataclass(slots=True)
-class Changes:
+class Changes(msgspec.Struct):
     """What changed since the last time. An id is in one list only: what came and went is gone."""
 
     changed: list[RequestBrief]

@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from motet.policies.adapter_slots import AdapterSlots
@@ -96,8 +97,7 @@ class Live(Sequence):
         )
 
 
-@dataclass(slots=True)
-class _Run:
+class _Run(msgspec.Struct, eq=False):
     """Steps under way. `began_ps` is the start of the first one that is not booked."""
 
     plan: StepPlan[Live]
