@@ -104,7 +104,7 @@ class AdmissionState(Generic[S]):
     running: list[S] = field(default_factory=list)
 
 
-class StepPlan(msgspec.Struct, Generic[S], eq=False):
+class StepPlan(msgspec.Struct, Generic[S]):
     """One step. Every sequence of `decodes` and `prefills` has its `scheduled` rows from `computed` on."""
 
     decodes: list[S] = []
@@ -150,7 +150,7 @@ class BatchAdmission(Generic[S]):
                     _preempt(state, state.running[-1], plan)
                 if not seq.blocks:
                     continue
-                seq.blocks += kv.allocate(1)
+                kv.extend(seq.blocks)
                 plan.grown.append(seq)
             seq.scheduled = 1
             decodes.append(seq)
@@ -335,7 +335,7 @@ def advance_steady(state: AdmissionState[S], plan: StepPlan[S], steps: int) -> N
         seq.scheduled = 0
         short = end - len(seq.blocks) * size
         if short > 0:
-            seq.blocks += kv.allocate(1 if short <= size else kv.blocks_for(short))
+            kv.extend(seq.blocks, 1 if short <= size else kv.blocks_for(short))
 
 
 def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
@@ -353,7 +353,7 @@ def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
     bookings.sort(key=_when)
     for _, _, end, seq in bookings:
         if end > len(seq.blocks) * size:
-            seq.blocks += kv.allocate(1)
+            kv.extend(seq.blocks)
         publish_full_blocks(kv, seq, end)
 
 
@@ -373,8 +373,10 @@ def publish_full_blocks(kv: KvBlocks, seq: Sequence, end: int) -> None:
     Done when the rows are scheduled and not when they have run: a layer writes all rows' K and V before any row reads,
     so sequences of the same step share a prompt too.
     """
+    if not kv.prefix_cache:
+        return
     full = end // kv.block_size
-    if not kv.prefix_cache or full <= seq.published:
+    if full <= seq.published:
         return
     _extend_keys(kv, seq, full)
     for index in range(seq.published, full):
