@@ -8,22 +8,21 @@ Where copies run beside the steps (`asynchronous`) an adapter is *loading* from 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from motet.policies.eviction import Eviction, Lru
 
 
-@dataclass(slots=True)
-class Grant:
+class Grant(msgspec.Struct):
     """A slot to run on. `load`: the adapter's weights must be copied in first, after the `evicted` ones are removed."""
 
     slot: int
     load: bool = False
-    evicted: list[tuple[str, int]] = field(default_factory=list)  # (digest, slot)
+    evicted: list[tuple[str, int]] = []  # (digest, slot)
 
 
-@dataclass(slots=True)
-class _Resident:
+class _Resident(msgspec.Struct):
     slot: int
     size_bytes: int
     users: int

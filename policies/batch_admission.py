@@ -30,6 +30,8 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import msgspec
+
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.cold_start import ColdChoice, ColdStarts
 from motet.policies.kv_blocks import KvBlocks, chain_key, root_key
@@ -102,18 +104,17 @@ class AdmissionState(Generic[S]):
     running: list[S] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class StepPlan(Generic[S]):
+class StepPlan(msgspec.Struct, Generic[S]):
     """One step. Every sequence of `decodes` and `prefills` has its `scheduled` rows from `computed` on."""
 
-    decodes: list[S] = field(default_factory=list)
-    prefills: list[S] = field(default_factory=list)
-    admitted: list[S] = field(default_factory=list)  # also in `prefills`; `computed` is what the prefix cache had of them
-    considered: list[S] = field(default_factory=list)  # whose way in past a copy was chosen for the first time
-    preempted: list[S] = field(default_factory=list)
-    grown: list[S] = field(default_factory=list)  # decodes that got one more block
-    evictions: list[tuple[str, int]] = field(default_factory=list)  # (adapter digest, slot), before the loads
-    loads: list[S] = field(default_factory=list)  # whose adapter must be copied to `slot` first
+    decodes: list[S] = []
+    prefills: list[S] = []
+    admitted: list[S] = []  # also in `prefills`; `computed` is what the prefix cache had of them
+    considered: list[S] = []  # whose way in past a copy was chosen for the first time
+    preempted: list[S] = []
+    grown: list[S] = []  # decodes that got one more block
+    evictions: list[tuple[str, int]] = []  # (adapter digest, slot), before the loads
+    loads: list[S] = []  # whose adapter must be copied to `slot` first
     tokens: int = 0
 
 
@@ -149,7 +150,7 @@ class BatchAdmission(Generic[S]):
                     _preempt(state, state.running[-1], plan)
                 if not seq.blocks:
                     continue
-                seq.blocks += kv.allocate(1)
+                kv.extend(seq.blocks)
                 plan.grown.append(seq)
             seq.scheduled = 1
             decodes.append(seq)
@@ -334,7 +335,7 @@ def advance_steady(state: AdmissionState[S], plan: StepPlan[S], steps: int) -> N
         seq.scheduled = 0
         short = end - len(seq.blocks) * size
         if short > 0:
-            seq.blocks += kv.allocate(1 if short <= size else kv.blocks_for(short))
+            kv.extend(seq.blocks, 1 if short <= size else kv.blocks_for(short))
 
 
 def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
@@ -352,7 +353,7 @@ def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
     bookings.sort(key=_when)
     for _, _, end, seq in bookings:
         if end > len(seq.blocks) * size:
-            seq.blocks += kv.allocate(1)
+            kv.extend(seq.blocks)
         publish_full_blocks(kv, seq, end)
 
 
@@ -372,8 +373,10 @@ def publish_full_blocks(kv: KvBlocks, seq: Sequence, end: int) -> None:
     Done when the rows are scheduled and not when they have run: a layer writes all rows' K and V before any row reads,
     so sequences of the same step share a prompt too.
     """
+    if not kv.prefix_cache:
+        return
     full = end // kv.block_size
-    if not kv.prefix_cache or full <= seq.published:
+    if full <= seq.published:
         return
     _extend_keys(kv, seq, full)
     for index in range(seq.published, full):

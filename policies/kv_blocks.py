@@ -89,7 +89,8 @@ class KvBlocks:
 
     def idle_among(self, blocks: Iterable[int]) -> int:
         """The number of `blocks` without users: taking them lowers `free` by this number."""
-        return sum(1 for block in blocks if not self._users[block])
+        users = self._users
+        return len([block for block in blocks if not users[block]])
 
     def take(self, blocks: Iterable[int]) -> None:
         """Add a user to each of these cached blocks."""
@@ -104,10 +105,6 @@ class KvBlocks:
         Blank blocks are used first, then the least recently released cached blocks.
         """
         blank, users = self._blank, self._users
-        if count == 1 and blank:  # nearly always
-            block = blank.pop()
-            users[block] = 1
-            return [block]
         if count <= len(blank):
             taken = blank[: -count - 1 : -1]
             del blank[len(blank) - count :]
@@ -123,6 +120,15 @@ class KvBlocks:
         for block in taken:
             users[block] = 1
         return taken
+
+    def extend(self, blocks: list[int], count: int = 1) -> None:
+        """`allocate` to the end of a sequence's list."""
+        if count == 1 and self._blank:  # nearly always
+            block = self._blank.pop()
+            self._users[block] = 1
+            blocks.append(block)
+        else:
+            blocks += self.allocate(count)
 
     def publish(self, block: int, key: bytes) -> None:
         """The held block is full and its content is `key`. Without effect if another block has it already."""

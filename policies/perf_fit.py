@@ -16,10 +16,11 @@ tried; the better one is the worker's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
+from msgspec.structs import replace
 
 from motet.policies.least_squares import not_negative, r_squared, relative_fit
 from motet.policies.perf_model import Floats, Kernel, batch_load

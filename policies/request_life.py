@@ -10,8 +10,9 @@ cross what it is told, so a leaving request may still be admitted or preempted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
+
+import msgspec
 
 from motet.shared.model import AdapterRef, RequestBrief
 
@@ -30,8 +31,7 @@ TRANSITIONS: dict[Phase, dict[What, Phase]] = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class Entry(Generic[R]):
+class Entry(msgspec.Struct, Generic[R], eq=False):
     """A request in the book. `brief` is as it was when the engine got it; what it became is in the view."""
 
     brief: RequestBrief

@@ -8,13 +8,13 @@ simulated one knows.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+
+import msgspec
 
 from motet.policies.batch_admission import Sequence, pairs
 
 
-@dataclass(slots=True, kw_only=True)
-class Step:
+class Step(msgspec.Struct, kw_only=True):
     """Rows, ranks, context and duration of a step. Rank sums and maxima are over its sequences; the base model counts as 0."""
 
     time_ms: float = 0.0

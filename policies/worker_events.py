@@ -1,14 +1,15 @@
 """What a worker's core is told and what it answers: the vocabulary of `policies.worker_core`.
 
-Events are facts, actions are orders; neither is changed once made (frozen dataclasses cost three times as much to make).
+Events are facts, actions are orders; neither is changed once made. They are structs because some are made in every step.
 Reasons are opaque to the core: who carries out an `Answer` knows what they mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Generic, Literal, Protocol
+
+import msgspec
 
 from motet.policies import host_tier
 from motet.policies.request_life import Entry, Key, R
@@ -17,8 +18,7 @@ from motet.shared.model import AdapterRef, FinishReason, RequestBrief
 # ---- events
 
 
-@dataclass(slots=True)
-class Assign(Generic[R]):
+class Assign(msgspec.Struct, Generic[R], frozen=True):
     """A request for this worker that has been found valid. Answered by `Refuse`, or taken."""
 
     brief: RequestBrief
@@ -27,30 +27,26 @@ class Assign(Generic[R]):
     payload: R
 
 
-@dataclass(slots=True)
-class Cancel:
+class Cancel(msgspec.Struct, frozen=True):
     """Stop a request of this epoch or an older one."""
 
     request_id: str
     epoch: int
 
 
-@dataclass(slots=True)
-class OwnerLost:
+class OwnerLost(msgspec.Struct, frozen=True):
     """A gateway is gone: nobody listens to its requests."""
 
     owner: str
 
 
-@dataclass(slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """Take nothing new. With a `reason`, what the engine does not have yet ends with it."""
 
     reason: object = None
 
 
-@dataclass(slots=True)
-class NotStarted:
+class NotStarted(msgspec.Struct, frozen=True):
     """The engine did not take the request of the last `Start`. With a `reason` it is answered; without, its assignment is
     refused, and it was never here."""
 
@@ -58,8 +54,7 @@ class NotStarted:
     reason: object = None
 
 
-@dataclass(slots=True)
-class Stepped:
+class Stepped(msgspec.Struct, frozen=True):
     """What the engine did. `moved` are its requests that wait or run now and did not before, `ended` those that it let go of,
     `device` the adapters that came to the device (True) or left it."""
 
@@ -68,8 +63,7 @@ class Stepped:
     device: Iterable[tuple[str, bool]] = ()
 
 
-@dataclass(slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """A `Load` is over: the copy takes `size_bytes`, its file `file_bytes`."""
 
     digest: str
@@ -77,42 +71,36 @@ class Loaded:
     file_bytes: int
 
 
-@dataclass(slots=True)
-class LoadFailed:
+class LoadFailed(msgspec.Struct, frozen=True):
     """A `Load` is over."""
 
     digest: str
     reason: object
 
 
-@dataclass(slots=True)
-class FileLost:
+class FileLost(msgspec.Struct, frozen=True):
     """An adapter's file is not on disk, or not what its name says."""
 
     digest: str
 
 
-@dataclass(slots=True)
-class DiskFull:
+class DiskFull(msgspec.Struct, frozen=True):
     """A download needs room: an `Evict` follows if a file can be spared."""
 
 
-@dataclass(slots=True)
-class Prefetch:
+class Prefetch(msgspec.Struct, frozen=True):
     """Bring an adapter to host memory, and to the device if there is room."""
 
     adapter: AdapterRef
 
 
-@dataclass(slots=True)
-class Unload:
+class Unload(msgspec.Struct, frozen=True):
     """Take an adapter out of every tier, each as soon as nothing uses it there."""
 
     digest: str
 
 
-@dataclass(slots=True)
-class Registered:
+class Registered(msgspec.Struct, frozen=True):
     """The registry has these versions and no others, by digest; the mapping may go on changing until the next one."""
 
     versions: Mapping[str, Version]
@@ -149,23 +137,20 @@ Event = (
 # ---- actions, beside those of `policies.host_tier`
 
 
-@dataclass(slots=True)
-class Start(Generic[R]):
+class Start(msgspec.Struct, Generic[R], frozen=True):
     """Give the request to the engine; the host copy of its adapter is held until it ends."""
 
     entry: Entry[R]
 
 
-@dataclass(slots=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True):
     """Tell the engine to let go of a request."""
 
     request_id: str
     epoch: int
 
 
-@dataclass(slots=True)
-class Answer(Generic[R]):
+class Answer(msgspec.Struct, Generic[R], frozen=True):
     """The request has ended without the engine; its owner has to hear of it."""
 
     entry: Entry[R]
@@ -173,8 +158,7 @@ class Answer(Generic[R]):
     reason: object = None
 
 
-@dataclass(slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """The assignment is not taken: a newer epoch is here (`newest`), the worker takes nothing new, or it is full."""
 
     why: Literal["older", "closed", "full"]
@@ -182,22 +166,19 @@ class Refuse:
     retry_after_s: float = 0.0
 
 
-@dataclass(slots=True)
-class CopyIn:
+class CopyIn(msgspec.Struct, frozen=True):
     """Copy an adapter from host memory to the device if there is room without evicting."""
 
     digest: str
 
 
-@dataclass(slots=True)
-class CopyOut:
+class CopyOut(msgspec.Struct, frozen=True):
     """Take an adapter off the device as soon as nothing uses it."""
 
     digest: str
 
 
-@dataclass(slots=True)
-class TooLargeForHost:
+class TooLargeForHost(msgspec.Struct, frozen=True):
     """The reason of an `Answer`: an adapter of so many bytes never fits in host memory."""
 
     size_bytes: int

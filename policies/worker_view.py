@@ -6,14 +6,13 @@ What moves in nearly every step (free memory, tokens so far) is no change of its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from motet.policies.worker_load import tokens_left
 from motet.shared.model import RequestBrief, Residency, WorkerLimits
 
 
-@dataclass(slots=True)
-class Changes:
+class Changes(msgspec.Struct):
     """What changed since the last time. An id is in one list only: what came and went is gone."""
 
     changed: list[RequestBrief]
@@ -73,14 +72,15 @@ class View:
 
     def told(self) -> None:
         """All of it is known, or nobody listens."""
-        self._requests, self._adapters = {}, {}
+        self._requests.clear()
+        self._adapters.clear()
         self._draining_told = self.draining
 
     def loaded(self) -> list[Residency]:
         """The adapters that are in memory. From now on all counts as told but for what came to the disk or left it."""
-        pending = self._adapters
+        pending = [digest for digest in self._adapters if not self._in_memory(digest)]
         self.told()
-        self._adapters = {digest: None for digest in pending if not self._in_memory(digest)}
+        self._adapters.update(dict.fromkeys(pending))
         return [residency for residency in self.adapters.values() if residency.tier != "disk"]
 
     def _in_memory(self, digest: str) -> bool:
@@ -89,11 +89,18 @@ class View:
 
     def take(self) -> Changes:
         """What changed; from now on it counts as told."""
-        requests, adapters = self._requests, self._adapters
+        changes = Changes([], [], [], [])
+        for request_id in self._requests:
+            brief = self.requests.get(request_id)
+            if brief is not None:
+                changes.changed.append(brief)
+            else:
+                changes.removed.append(request_id)
+        for digest in self._adapters:
+            residency = self.adapters.get(digest)
+            if residency is not None:
+                changes.resident.append(residency)
+            else:
+                changes.evicted.append(digest)
         self.told()
-        return Changes(
-            changed=[self.requests[i] for i in requests if i in self.requests],
-            removed=[i for i in requests if i not in self.requests],
-            resident=[self.adapters[d] for d in adapters if d in self.adapters],
-            evicted=[d for d in adapters if d not in self.adapters],
-        )
+        return changes

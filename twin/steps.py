@@ -20,8 +20,7 @@ from motet.shared.model import EngineSteps, PerfModel
 from motet.twin.events import to_ps
 
 
-@dataclass(slots=True, kw_only=True)
-class Batch(Step):
+class Batch(Step, kw_only=True):
     """The step record of a simulated engine. `context_tokens` and the time are the model's to say and stay 0."""
 
     waiting: int = 0  # requests that the step's admission left waiting

@@ -19,7 +19,9 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.batch_admission import (
@@ -38,7 +40,7 @@ from motet.policies.kv_blocks import KvBlocks
 from motet.policies.worker_core import WorkerCore
 from motet.policies.worker_events import Action, Assign, Loaded, Refuse, Registered, Start, Stepped
 from motet.policies.worker_view import View
-from motet.shared.model import AdapterRef, PerfModel, Phase, RequestBrief, WorkerLimits
+from motet.shared.model import AdapterRef, PerfModel, RequestBrief, WorkerLimits
 from motet.twin.events import STEP, Events
 from motet.twin.link import Copies, LinkModel
 from motet.twin.metrics import Metrics
@@ -49,8 +51,6 @@ from motet.twin.workload import Request
 
 FOREVER = 1 << 40
 NO_CONTENT = array("i")
-TOLD: dict[str, Phase] = {"loading": "loading", "waiting": "waiting", "running": "running"}
-"""What schedulers hear of a request, by its phase in the core's book; nobody cancels here, so none is leaving."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,30 +74,12 @@ class Live(Sequence):
     request: Request
     expected_length: int  # prompt and predicted output tokens
     end_length: int  # prompt and output tokens, when it ends
-    request_id: str
-    predicted_tokens: int
+    brief: RequestBrief  # as it was assigned
     decoding: bool = False
     last_token_ps: int = -1  # of the first token, and of the last one before a preemption
 
-    def brief(self, phase: Phase) -> RequestBrief:
-        """The request in this phase as schedulers see it."""
-        request = self.request
-        return RequestBrief(
-            self.request_id,
-            0,
-            self.adapter,
-            self.rank,
-            request.prompt_tokens,
-            self.length - request.prompt_tokens,
-            self.predicted_tokens,
-            phase,
-            request.slo.tpot_slo_ms,
-            request.slo.ttft_slo_ms,
-        )
 
-
-@dataclass(slots=True)
-class _Run:
+class _Run(msgspec.Struct, eq=False):
     """Steps under way. `began_ps` is the start of the first one that is not booked."""
 
     plan: StepPlan[Live]
@@ -137,7 +119,7 @@ class Worker:
             cold=cold,
         )
         self.state = self.batches.state
-        self.view = View(limits)  # messages make their briefs anew: tokens so far are in `core`
+        self.view = View(limits)  # its briefs are as old as their phases; messages add the tokens so far
         self.core: WorkerCore[Live] = WorkerCore(
             view=self.view,
             host=HostTier(spec.storage.host_bytes, spec.storage.disk_bytes),
@@ -159,11 +141,23 @@ class Worker:
         """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all."""
         if request.prompt_tokens >= self._max_length:
             return False
-        now_s = self._events.now_s
+        now_s, slo = self._events.now_s, request.slo
+        brief = RequestBrief(
+            request_id,
+            0,
+            request.digest,
+            request.rank,
+            request.prompt_tokens,
+            0,
+            predicted_tokens,
+            "waiting",
+            slo.tpot_slo_ms,
+            slo.ttft_slo_ms,
+        )
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
             order=0,
-            due_s=due_s(now_s, request.slo.ttft_slo_ms),
+            due_s=due_s(now_s, slo.ttft_slo_ms),
             tokens=_content(request, end_length) if self.spec.prefix_cache else NO_CONTENT,
             length=request.prompt_tokens,
             expected_length=request.prompt_tokens + predicted_tokens,
@@ -172,10 +166,9 @@ class Worker:
             adapter_bytes=request.adapter_bytes,
             request=request,
             end_length=end_length,
-            request_id=request_id,
-            predicted_tokens=predicted_tokens,
+            brief=brief,
         )
-        actions = self.core.on(Assign(live.brief("waiting"), "", self._ref(live), live), now_s)
+        actions = self.core.on(Assign(brief, "", self._ref(live), live), now_s)
         first = actions[0] if actions else None
         if isinstance(first, Refuse):
             return False
@@ -216,7 +209,7 @@ class Worker:
             self.batches.end(live)
             self._metrics.ended(live.request.index, now_ps, live.end_length - live.request.prompt_tokens)
             self._on_end(self, live)
-        if actions := self.core.on(Stepped(ended=[(live.request_id, 0) for live in ended]), self._events.now_s):
+        if actions := self.core.on(Stepped(ended=[(live.brief.request_id, 0) for live in ended]), self._events.now_s):
             self._perform(actions)
 
     # ---- steps
@@ -279,9 +272,9 @@ class Worker:
                 metrics.cold_starts[live.cold.mode] = metrics.cold_starts.get(live.cold.mode, 0) + 1
             if live.adapter:
                 metrics.adapter_admissions += 1
-        moved = [live.brief("running") for live in plan.admitted]
+        moved = [replace(live.brief, phase="running") for live in plan.admitted]
         if plan.preempted:
-            moved = [live.brief("waiting") for live in plan.preempted] + moved
+            moved = [live.brief for live in plan.preempted] + moved
         device = []
         for digest, _ in plan.evictions:
             device.append((digest, False))
@@ -397,7 +390,7 @@ class Worker:
             adapter_bytes_free=self.state.adapters.bytes_free,
             limits=self.spec.limits,
             perf=self.spec.perf,
-            requests=[entry.payload.brief(TOLD[entry.phase]) for entry in self.core.book.values()],
+            requests=[self._told(brief) for brief in view.requests.values()],
             adapters=list(view.adapters.values()),
         )
 
@@ -405,19 +398,23 @@ class Worker:
         """What changed since the last message."""
         self.settle()
         changes = self.view.take()
-        entries = [self.core.book[brief.request_id] for brief in changes.changed]
         self._seq += 1
         return Delta(
             worker_id=self.worker_id,
             seq=self._seq,
             kv_blocks_free=self.view.kv_blocks_free,
             adapter_bytes_free=self.state.adapters.bytes_free,
-            changed=[entry.payload.brief(TOLD[entry.phase]) for entry in entries],
+            changed=[self._told(brief) for brief in changes.changed],
             removed=changes.removed,
             resident=changes.resident,
             evicted=changes.evicted,
             running_left=self._running_left(),
         )
+
+    def _told(self, brief: RequestBrief) -> RequestBrief:
+        """A request of the view with its tokens so far: a copy, since a message is under way while the request goes on."""
+        live = self.core.book[brief.request_id].payload
+        return replace(brief, output_tokens=live.length - live.request.prompt_tokens)
 
     def _running_left(self) -> int:
         """Output tokens that the running requests are still expected to produce."""

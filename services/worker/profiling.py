@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -298,7 +298,7 @@ class _Profiler:
             working = stats.running + stats.waiting > 0  # so the next step began at once
             copying = stats.adapters_loaded or (stats.copies is not None and stats.copies.under_way)
             if stats.time_ms and following is not None and working and not copying:
-                self.measured.steps.append(replace(stats, time_ms=(following.began_s - report.began_s) * 1000))
+                self.measured.steps.append(msgspec.structs.replace(stats, time_ms=(following.began_s - report.began_s) * 1000))
 
     # ---- adapters
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import fields
 
 from motet.policies.cold_start import AssistRates
 from motet.policies.step_record import Step

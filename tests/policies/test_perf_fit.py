@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from motet.policies.perf_fit import fit
 from motet.policies.perf_model import decode_ms, lora_load, prefill_ms
@@ -47,7 +47,7 @@ def measured(perf: PerfModel, count: int, *, noise: float = 0.02, context_ms: fl
 
 @pytest.mark.parametrize("kernel", ["bgmv", "mbgmv"])
 def test_the_kernel_and_the_coefficients_that_made_the_steps_are_found(kernel):
-    perf = msgspec.structs.replace(PERF, kernel=kernel)
+    perf = replace(PERF, kernel=kernel)
     fitted = fit(measured(perf, 1500), [(size, 1.0 + 0.5 * size) for size in (4.0, 8.0, 16.0)])
     assert fitted.perf.kernel == kernel
     assert fitted.r2_decode > 0.96 and fitted.r2_prefill > 0.96

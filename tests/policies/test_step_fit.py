@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from motet.policies.perf_model import MIB
 from motet.policies.step_fit import FEW, fit_steps, undisturbed

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from motet.policies.step_record import Step
 from motet.policies.step_times import StepTimes
@@ -106,7 +106,7 @@ def test_drift_tells_how_far_steps_are_from_the_profile_while_the_estimate_follo
 
 def test_the_padded_kernel_learns_from_rows_times_largest_rank_and_from_a_start_of_zero():
     random_ = random.Random(2)
-    times = StepTimes(msgspec.structs.replace(START_PERF, kernel="bgmv", decode_row_ms=0.0))
+    times = StepTimes(replace(START_PERF, kernel="bgmv", decode_row_ms=0.0))
     for _ in range(2000):
         rows, largest = random_.randrange(1, 33), random_.choice([8, 64])
         stats = Step(decode_rows=rows, decode_rank_sum=8 * rows, decode_max_rank=largest)

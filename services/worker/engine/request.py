@@ -72,15 +72,14 @@ class CopyStats:
         return self.assist.processes if self.assist is not None else 0
 
 
-@dataclass(slots=True, kw_only=True)
-class StepStats(Step):
+class StepStats(Step, kw_only=True):
     """The step record of a live engine: beside what step times depend on, what metrics and requests are told."""
 
     cached_tokens: int = 0  # tokens that admissions found in the prefix cache
     preempted: int = 0
     adapters_loaded: int = 0  # whole since the last step
-    cold_starts: list[tuple[str, str]] = field(default_factory=list)  # mode and reason of those that joined while or after
-    cold_errors_ms: list[tuple[str, float]] = field(default_factory=list)  # mode, time to first token beyond the predicted one
+    cold_starts: list[tuple[str, str]] = []  # mode and reason of those that joined while or after
+    cold_errors_ms: list[tuple[str, float]] = []  # mode, time to first token beyond the predicted one
     copies: CopyStats | None = None
     running: int = 0
     waiting: int = 0
