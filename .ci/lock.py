@@ -1,7 +1,7 @@
 """Writes the lock files: pyproject's pins and everything they need, as installed here, with the hashes PyPI has for them.
 
-    requirements-mesh.txt   every service but the worker: neither torch nor SciPy
-    requirements.txt        that, what torch needs, and SciPy
+    requirements-mesh.txt   every service but the worker: no torch
+    requirements.txt        that and what torch needs
     requirements-torch.txt  torch alone, without hashes: its CPU builds come from an index of their own
     requirements-dev.txt    all but torch, what the extras need, and the tools for tests and checks
 
@@ -34,7 +34,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 INDEX = "https://pypi.org/simple"
 TORCH = "torch"
-WORKER = {TORCH, "scipy"}
+WORKER = {TORCH}
 
 
 def closure(requirements: list[str]) -> dict[str, str]:

@@ -44,6 +44,16 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
 
 
+class Saved(msgspec.Struct, frozen=True, array_like=True):
+    """A histogram as it is kept: the buckets with weight, and their weights relative to the next sample's."""
+
+    adapter_digest: str
+    buckets: list[int]
+    weights: list[float]
+    mean_tokens: float
+    samples: int
+
+
 class _Histogram:
     """Decayed counts. Instead of shrinking the old weights, each new one is larger; only ratios matter.
 
@@ -79,6 +89,21 @@ class _Histogram:
         self.token_weight /= self.weight
         self.weight = 1.0
         self._below = [sum(self.weights[:at]) for at in self._at]
+
+    def saved(self, adapter_digest: str) -> Saved:
+        buckets = [bucket for bucket, weight in enumerate(self.weights) if weight]
+        weights = [self.weights[bucket] / self.weight for bucket in buckets]
+        return Saved(adapter_digest, buckets, weights, self.mean(), self.samples)
+
+    @classmethod
+    def of(cls, saved: Saved) -> _Histogram:
+        histogram = cls()
+        for bucket, weight in zip(saved.buckets, saved.weights, strict=True):
+            histogram.weights[bucket] = weight
+        histogram.all_weight = sum(histogram.weights)
+        histogram.token_weight = saved.mean_tokens * histogram.all_weight
+        histogram.samples = saved.samples
+        return histogram
 
     def quantile(self, which: int) -> int:
         """The length below or at which this one of `_SHARES` of the weight lies, interpolated inside its bucket."""
@@ -135,6 +160,25 @@ class LengthQuantiles:
     def expected_tokens(self, adapter_digest: str, max_tokens: int) -> int:
         """The median alone of the same estimate."""
         return min(max(1, max_tokens), self._best(adapter_digest).quantile(0))
+
+    def samples(self, adapter_digest: str) -> int:
+        """How many requests of this adapter have been observed."""
+        histogram = self._adapters.get(adapter_digest)
+        return histogram.samples if histogram is not None else 0
+
+    def saved(self, most: int) -> list[Saved]:
+        """The histogram over all requests, then those of the `most` adapters used last, least recent first."""
+        if not self._all.samples:
+            return []
+        kept = list(self._adapters.items())[-most:]
+        return [self._all.saved(""), *(histogram.saved(digest) for digest, histogram in kept)]
+
+    def restore(self, saved: list[Saved]) -> None:
+        """Take over what `saved` gave, in place of everything known."""
+        if not saved:
+            return
+        self._all = _Histogram.of(saved[0])
+        self._adapters = OrderedDict((one.adapter_digest, _Histogram.of(one)) for one in saved[1:][-self._max_adapters :])
 
     def _best(self, adapter_digest: str) -> _Histogram:
         histogram = self._adapters.get(adapter_digest)

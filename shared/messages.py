@@ -71,6 +71,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     tenant_weight: float = 1.0  # its share relative to other tenants' while workers are saturated
     exclude_workers: tuple[str, ...] = ()  # lost or refused in earlier epochs
     predicted_tokens: int = 0  # set by the scheduler: expected output length
+    features: bytes = b""  # policies.length_features: for the predictor; not passed on to workers
+    prompt_text: str = ""  # an excerpt, for a predictor that reads text; only with --send-prompts, not passed on to workers
     cache_salt: str = ""  # prompts share KV blocks only with prompts of the same tenant and the same salt
     priority: int = 0  # 0 or more; waiting requests with a smaller one go first
     v: int = VERSION
@@ -309,6 +311,9 @@ class PredictRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     adapter_digest: str  # "" for the base
     prompt_tokens: int
     max_tokens: int
+    min_tokens: int = 0  # as many as max_tokens when the end-of-sequence token is ignored
+    features: bytes = b""  # policies.length_features, packed
+    prompt_text: str = ""
     v: int = VERSION
 
 
@@ -327,6 +332,7 @@ class Outcome(msgspec.Struct, kw_only=True, omit_defaults=True):
     adapter_digest: str
     prompt_tokens: int
     output_tokens: int
+    features: bytes = b""  # policies.length_features, packed
     v: int = VERSION
 
 

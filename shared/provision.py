@@ -37,6 +37,7 @@ AUDIT_BYTES = 64 << 20
 REQUEST_BYTES_MAX = 4 << 20
 ACK_WAIT_S = 30.0  # after so long without a word the server takes a delivery for dead and makes it again
 RECORD_BYTES = 64 << 10  # of an adapter, a key, a lease; how many of them there may be is their writers' limit
+PREDICTOR_BYTES = 128 << 20  # a state and its successor
 UPLOADS_BYTES = 2 << 30  # archives on their way to the registry, for minutes
 
 
@@ -87,6 +88,7 @@ async def provision(
             await bus.js.create_key_value(bucket)
     stores = [
         ObjectStoreConfig(bucket=subjects.BLOBS, replicas=replicas),
+        ObjectStoreConfig(bucket=subjects.PREDICTOR, max_bytes=PREDICTOR_BYTES, replicas=replicas),
         ObjectStoreConfig(bucket=subjects.UPLOADS, ttl=3600.0, max_bytes=UPLOADS_BYTES, replicas=replicas),
     ]
     for store in stores:

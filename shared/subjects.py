@@ -29,6 +29,7 @@ KV_LEASES = "motet_leases"
 KV_INTAKE = "motet_intake"  # <request stream>.<sequence>: how often a request was handed back undone
 CONSUMER_INTAKE = "intake"  # the durable consumer on each request stream
 BLOBS = "motet_blobs"  # object store: validated adapter blobs by content digest
+PREDICTOR = "motet_predictor"  # object store: what predictors have learned
 UPLOADS = "motet_uploads"  # object store: archives on their way to validation, short-lived
 
 

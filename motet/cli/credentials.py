@@ -4,7 +4,7 @@
     gateway     submit, watch workers, control them, ask the registry, own streams, leases `gateway.*`, intake and results,
                 API keys, audit log
     scheduler   answer submit, ask the predictor, assign to workers, watch worker state
-    predictor   answer predictions and receive outcomes; no JetStream
+    predictor   answer predictions, receive outcomes, keep what it has learned in its object store
     registry    provision streams and buckets; the only writer of adapters and blobs
     worker      take assignments, stream tokens, leases `worker.*`; reads adapters and blobs
     upstream    publish requests of one tenant, read and purge its results, read its tokens and dead letters; nothing else
@@ -106,7 +106,7 @@ def _provision_tenant(tenant: str) -> tuple[str, ...]:
 
 BUCKETS = (
     *(f"KV_{bucket}" for bucket in (subjects.KV_ADAPTERS, subjects.KV_KEYS, subjects.KV_LEASES, subjects.KV_INTAKE)),
-    *(f"OBJ_{bucket}" for bucket in (subjects.BLOBS, subjects.UPLOADS)),
+    *(f"OBJ_{bucket}" for bucket in (subjects.BLOBS, subjects.UPLOADS, subjects.PREDICTOR)),
 )
 
 
@@ -142,7 +142,11 @@ SERVICES: dict[str, Grant] = {
         subscribe=(subjects.SUBMIT, subjects.SCHEDULER_STATUS, subjects.OUTCOME, subjects.WORKER_STATES, "$SRV.>"),
         answers=("gateway",),
     ),
-    "predictor": Grant(subscribe=(subjects.PREDICT, subjects.OUTCOME, "$SRV.>"), answers=("scheduler",)),
+    "predictor": Grant(
+        publish=_store_write(subjects.PREDICTOR),
+        subscribe=(subjects.PREDICT, subjects.OUTCOME, "$SRV.>"),
+        answers=("scheduler",),
+    ),
     "registry": Grant(
         publish=(
             "$JS.API.INFO",

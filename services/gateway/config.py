@@ -70,6 +70,13 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
         int, Meta(ge=16, description="maximum tokens buffered for a slow client; then its stream is ended")
     ] = 4096
     intake_concurrency: Annotated[int, Meta(ge=1, le=8192, description="maximum durable requests from NATS in progress")] = 64
+    send_prompts: Annotated[
+        bool,
+        Meta(
+            description="send an excerpt of each prompt's text to the predictor, for a model that reads text (`motet predictor"
+            " train`); otherwise it gets hashed features only"
+        ),
+    ] = False
     max_upload_bytes: Annotated[
         int, Meta(ge=1024, description="largest adapter archive in bytes; see also the registry's --max-adapter-bytes")
     ] = 1024 * MIB

@@ -210,6 +210,8 @@ class Owner:
             adapter=job.adapter,
             tenant=job.tenant,
             tenant_weight=job.tenant_weight,
+            features=job.features,
+            prompt_text=job.prompt_text,
             cache_salt=job.cache_salt,
             exclude_workers=tuple(stream.excluded),
             priority=job.priority,
@@ -443,6 +445,7 @@ class Owner:
                 adapter_digest=adapter.digest if adapter else "",
                 prompt_tokens=len(stream.job.prompt),
                 output_tokens=len(stream.tokens),
+                features=stream.job.features,
             )
             self._bus.spawn(self._publish(subjects.OUTCOME, report))
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from motet.policies import length_features
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.prompt import Prompts
@@ -29,6 +30,7 @@ from motet.shared.tenancy import DEFAULT_TENANT, qualified
 T = TypeVar("T")
 log = logger("motet.planner")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+DECODED_TOKENS = 256  # of a prompt of token ids: as much of it as the predictor looks at
 SLO_MIN_MS = 0.001  # numbers near zero would overflow where objectives are divided by
 SLO_MAX_MS = 3_600_000
 SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms"}
@@ -138,8 +140,9 @@ class Planner:
         seed = (request.seed if request.seed is not None else secrets.randbits(63)) & SEED_MASK
         bad_words = await self._bad_words(request.bad_words or [])
         jobs: list[Job] = []
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             sampling = self._sampling(request, len(prompt), bad_words)
+            features, excerpt = self._for_predictor(request, number, prompt, sampling)
             for _ in range(n):
                 choice_seed = (seed + len(jobs) * SEED_STEP) & SEED_MASK
                 jobs.append(
@@ -156,6 +159,8 @@ class Planner:
                         include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
                         skip_special_tokens=request.skip_special_tokens is not False,
                         continues_text=not chat or bool(request.continue_final_message),  # type: ignore[union-attr]
+                        features=features,
+                        prompt_text=excerpt,
                         cache_salt=request.cache_salt or "",
                         priority=request.priority or 0,
                         timeout_s=timeout_s or self._config.requests.request_timeout_s,
@@ -173,6 +178,27 @@ class Planner:
             jobs=jobs,
             echoes=self._echoes(request, prompts, n),
         )
+
+    def _for_predictor(
+        self, request: ChatRequest | CompletionRequest, number: int, prompt: list[int], sampling: SamplingParams
+    ) -> tuple[bytes, str]:
+        """Packed features of one prompt and of the parameters, and with --send-prompts an excerpt of the prompt's text.
+
+        Of a conversation the text is that of its last message, with the system prompt's identity.
+        """
+        system, turns = "", 0
+        if isinstance(request, ChatRequest):
+            messages = request.conversation()
+            first, text, turns = messages[0], str(messages[-1].get("content") or ""), len(messages)
+            if first.get("role") in ("system", "developer"):
+                system = str(first.get("content") or "")
+        else:
+            given = request.prompts()[number]
+            text = given if isinstance(given, str) else self._prompts.tokenizer.decode(prompt[-DECODED_TOKENS:])
+        found = length_features.text_features(text)
+        found += length_features.request_features(len(prompt), sampling, stops=len(request.stops()), turns=turns, system=system)
+        excerpt = length_features.excerpt(text) if self._config.requests.send_prompts else ""
+        return length_features.pack(found), excerpt
 
     def _named(self, request: ChatRequest | CompletionRequest, tenant: str) -> tuple[str, AdapterRef | None]:
         """The model's name as the client gave it, and the adapter. `model`, `lora_path` and `adapter_id` must not differ."""

@@ -34,6 +34,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None
     tenant: str = "default"
     tenant_weight: float = 1.0
+    features: bytes = b""  # of the prompt and the parameters, for the predictor (policies.length_features)
+    prompt_text: str = ""  # an excerpt, with --send-prompts
     cache_salt: str = ""  # divides the tenant's prefix cache
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # show the stop string or stop token that ended it

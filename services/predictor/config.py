@@ -10,7 +10,7 @@ from motet.shared.config import ServiceConfig
 
 
 class PredictorConfig(ServiceConfig, frozen=True, kw_only=True):
-    """How many adapters the predictor learns lengths for."""
+    """It predicts how many tokens a request will produce, from its prompt and from finished requests."""
 
     max_histograms: Annotated[
         int,
@@ -19,3 +19,17 @@ class PredictorConfig(ServiceConfig, frozen=True, kw_only=True):
             description="maximum adapters with their own length histogram (1.5 KiB each); the least recently used is evicted",
         ),
     ] = 20_000
+    predictor_window: Annotated[
+        int,
+        Meta(
+            ge=64,
+            le=65_536,
+            description="finished requests that the prompt model is fitted on, the last ones (about 200 bytes each)",
+        ),
+    ] = 8192
+    predictor_fit_s: Annotated[
+        float, Meta(gt=0, description="least time between two fits of the prompt model in seconds; a fit takes about a second")
+    ] = 60.0
+    predictor_state: Annotated[
+        bool, Meta(description="keep what was learned in the object store `motet_predictor`, for restarts and other copies")
+    ] = True

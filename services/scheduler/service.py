@@ -172,7 +172,15 @@ class SchedulerService(BusService):
         """Expected output tokens over all epochs: the predictor's if it answers in time, else this scheduler's estimate."""
         digest = request.adapter.digest if request.adapter is not None else ""
         max_tokens = max(1, request.sampling.max_tokens)
-        ask = PredictRequest(adapter_digest=digest, prompt_tokens=len(request.prompt) // TOKEN_BYTES, max_tokens=max_tokens)
+        ask = PredictRequest(
+            adapter_digest=digest,
+            prompt_tokens=len(request.prompt) // TOKEN_BYTES,
+            max_tokens=max_tokens,
+            min_tokens=max_tokens if request.sampling.ignore_eos else request.sampling.min_tokens,
+            features=request.features,
+            prompt_text=request.prompt_text,
+        )
+        request.features, request.prompt_text = b"", ""  # workers do not need them
         tokens = None
         try:
             reply = await self._connected().request(

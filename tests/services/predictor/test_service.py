@@ -1,4 +1,4 @@
-"""Promise: every predictor learns from every outcome and answers within the 2 ms that are its budget."""
+"""Promise: every predictor learns from every outcome, answers within its 2 ms, and a restart forgets nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from motet.policies import length_features
 from motet.services.predictor.config import PredictorConfig
 from motet.services.predictor.service import PredictorService
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.messages import Outcome, Prediction, PredictReply, PredictRequest
+from motet.shared.objects import Objects
+from motet.shared.provision import provision
 from tests.support import eventually
 
 Predict = Callable[..., Awaitable[PredictorService]]
@@ -99,3 +102,89 @@ async def test_an_answer_is_worked_out_in_microseconds_and_back_over_the_bus_in_
     # generous: the machine is shared; typical are 0.02 ms and 0.5 ms
     assert sorted(answers)[150] < 0.002
     assert sorted(round_trips)[150] < 0.01
+
+
+# ---- prompts
+
+
+def features(text: str) -> bytes:
+    return length_features.pack(length_features.text_features(text))
+
+
+async def teach(bus: Bus, count: int = 160) -> None:
+    """Outcomes of requests for one word and of requests for a story."""
+    for number in range(count):
+        text, tokens = (f"say one word about {number}", 3) if number % 2 else (f"tell a story about {number}", 400 + number % 7)
+        outcome = Outcome(adapter_digest="d", prompt_tokens=5, output_tokens=tokens, features=features(text))
+        await bus.publish(subjects.OUTCOME, outcome)
+
+
+async def length(bus: Bus, text: str) -> int:
+    ask = PredictRequest(adapter_digest="d", prompt_tokens=5, max_tokens=9999, features=features(text))
+    reply: Prediction = await bus.request(subjects.PREDICT, ask, PredictReply, timeout_s=5.0)
+    return reply.p50_tokens
+
+
+async def told_apart(bus: Bus) -> bool:
+    return await length(bus, "say one word about owls") < 20 and await length(bus, "tell a story about owls") > 200
+
+
+async def test_the_prompt_decides_once_enough_requests_have_ended_and_a_process_has_fitted_a_model(connect, predictor):
+    bus = await connect()
+    service = await predictor(predictor_fit_s=0.1)
+    assert await length(bus, "tell a story about owls") == 128
+    await teach(bus)
+    await eventually(lambda: service.predictor.model, within_s=60)
+    assert await told_apart(bus)
+
+
+async def test_what_was_learned_survives_a_restart(connect, predictor):
+    bus = await connect()
+    await provision(bus)
+    first = await predictor(predictor_fit_s=0.1)
+    await teach(bus)
+    await eventually(lambda: first.predictor.model, within_s=60)
+    await first.drain()
+    await first.stop()
+    second = await predictor()
+    await eventually(lambda: second.predictor.model, within_s=20)
+    assert await told_apart(bus)
+    assert len(second.predictor.window) == 160 and second.lengths.samples("d") == 160
+
+
+async def test_a_copy_takes_the_model_that_another_copy_has_fitted(connect, predictor):
+    bus = await connect()
+    await provision(bus)
+    first, second = await predictor(predictor_fit_s=0.1), await predictor(predictor_fit_s=0.1)
+    await eventually(lambda: first._store and second._store, within_s=20)
+    second.predictor.since_fit = -1000  # it waits while the first one fits and keeps its model
+    await teach(bus)
+    await eventually(lambda: first._stored, within_s=60)
+    assert second.predictor.model is None
+    second.predictor.since_fit = 1000
+    await eventually(lambda: second.predictor.model, within_s=20)
+    assert second._stored == first._stored and second.predictor.model.fitted_on == first.predictor.model.fitted_on
+
+
+async def test_a_state_that_cannot_be_read_costs_what_it_held_and_nothing_else(connect, predictor):
+    bus = await connect()
+    await provision(bus)
+    store = await Objects.open(bus, subjects.PREDICTOR)
+    await store.put("state", b"motet-predictor/1\nnot what it says")
+    service = await predictor(predictor_fit_s=0.1)
+    await eventually(lambda: service._store, within_s=20)
+    await teach(bus)
+    await eventually(lambda: service._stored, within_s=60)
+    assert await told_apart(bus)
+
+
+async def test_features_that_no_gateway_sends_do_no_harm(connect, predictor):
+    bus = await connect()
+    service = await predictor(predictor_fit_s=0.1)
+    await teach(bus)
+    await eventually(lambda: service.predictor.model, within_s=60)
+    for odd in (b"\xff", b"\xff\xff" * 5000, b"\x00" * 7):
+        await bus.publish(subjects.OUTCOME, Outcome(adapter_digest="d", prompt_tokens=5, output_tokens=-1, features=odd))
+        ask = PredictRequest(adapter_digest="d", prompt_tokens=5, max_tokens=9, features=odd)
+        reply = await bus.request(subjects.PREDICT, ask, PredictReply, timeout_s=5.0)
+        assert 1 <= reply.p50_tokens <= reply.p90_tokens <= 9

@@ -421,6 +421,24 @@ async def test_the_predictors_answer_travels_with_the_request(bus, connect, sche
     assert (await submit(bus, resumed)).predicted_tokens == 10  # it already has 9
 
 
+async def test_the_predictor_gets_what_the_gateway_knows_of_the_prompt_and_the_worker_does_not(bus, connect, schedule, hire):
+    asked: list[PredictRequest] = []
+
+    async def answer(ask: PredictRequest) -> Prediction:
+        asked.append(ask)
+        return Prediction(p50_tokens=5, p90_tokens=9, samples=1)
+
+    await (await connect("predictor-1")).serve("predict", subjects.PREDICT, PredictRequest, answer, queue="predictor")
+    worker = await hire("w1")
+    await schedule(predict_ms=500.0)
+    forced = SamplingParams(max_tokens=64, ignore_eos=True)
+    await submit(bus, generate_request("r1", features=b"\x01\x02", prompt_text="hello"))
+    await submit(bus, generate_request("r2", sampling=forced))
+    assert (asked[0].features, asked[0].prompt_text) == (b"\x01\x02", "hello")
+    assert (asked[0].min_tokens, asked[1].min_tokens) == (0, 64)
+    assert [(r.features, r.prompt_text) for r in worker.assigned] == [(b"", "")] * 2
+
+
 async def test_without_a_predictor_the_schedulers_own_quantiles_decide(bus, schedule, hire):
     await hire("w1")
     service = await schedule()
