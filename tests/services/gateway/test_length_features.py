@@ -21,6 +21,7 @@ async def asked(client: openai.AsyncOpenAI, *contents: str, **options) -> None:
 
 
 async def test_the_outcome_carries_the_features_that_the_scheduler_was_given(mesh: Mesh, client, connect):
+    mesh.say("owls hoot")
     heard: list[Outcome] = []
     await (await connect("predictor")).subscribe(subjects.OUTCOME, Outcome, heard.append)
     await asked(client, STORY)
@@ -31,6 +32,7 @@ async def test_the_outcome_carries_the_features_that_the_scheduler_was_given(mes
 
 
 async def test_other_prompts_and_other_parameters_have_other_features(mesh: Mesh, client):
+    mesh.say("owls hoot")
     await asked(client, STORY)
     await asked(client, "say one word about owls")
     await asked(client, STORY, temperature=0.0)
@@ -41,6 +43,7 @@ async def test_other_prompts_and_other_parameters_have_other_features(mesh: Mesh
 
 
 async def test_prompts_of_token_ids_have_the_features_of_their_text(mesh: Mesh, client):
+    mesh.say("owls hoot")
     tokens = mesh.gateway.prompts.tokenizer.encode(STORY).ids
     for prompt in (STORY, tokens):
         await client.completions.create(model="demo", prompt=prompt, max_tokens=8)
@@ -49,7 +52,8 @@ async def test_prompts_of_token_ids_have_the_features_of_their_text(mesh: Mesh, 
 
 
 async def test_with_send_prompts_the_predictor_may_read_an_excerpt(connect, nats_url, tmp_path, bus):
-    await start_workers(connect, "w1")
+    (worker,) = await start_workers(connect, "w1")
+    worker.speak = lambda _: [5, 6]
     scheduler = FakeScheduler(await connect("scheduler"), ["w1"])
     await scheduler.start()
     async with running_gateway(nats_url, tmp_path, send_prompts=True) as gateway:
