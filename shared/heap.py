@@ -1,4 +1,5 @@
-"""The C heap of a process that copies large buffers in threads, as the registry does with adapters.
+"""The C heap of a process that copies large buffers in threads, as the registry does with adapters and the
+predictor with models.
 
 glibc gives every thread an arena of its own, and after the first large buffer was freed it takes buffers of that size from
 those arenas too. Freed buffers then stay with the process: a registry of 62 MiB wanders between 66 and 72.

@@ -26,6 +26,7 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError
+from motet.shared.heap import return_large_buffers
 from motet.shared.messages import Outcome, Prediction, PredictRequest
 from motet.shared.objects import Objects, read_object
 from motet.shared.service import BusService, run
@@ -226,4 +227,5 @@ async def _fitted(task: bytes) -> Fitted | None:
 
 def main(config: PredictorConfig) -> int:
     """Run a predictor until it is told to stop; returns the exit status."""
+    return_large_buffers()
     return run(PredictorService(config), config)
