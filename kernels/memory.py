@@ -27,8 +27,8 @@ def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
 def give_back(memory: torch.Tensor) -> None:
     """The content of `memory` is not needed any more: a contiguous part of a tensor of `lazy_zeros` on a CPU.
 
-    Its whole pages go back to the system and are zero when they are touched again; small ones then, so that a huge page does
-    not bring its neighbours back as well, until `expect` says otherwise.
+    Its whole pages go back to the system. When they are touched again, small ones come, so that a huge page does not bring its
+    neighbours back as well, until `expect` says otherwise.
     """
     _advise(memory, mmap.MADV_DONTNEED)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -42,11 +42,11 @@ def expect(memory: torch.Tensor) -> None:
 
 
 def _advise(memory: torch.Tensor, advice: int) -> None:
-    """Of the pages that lie in it altogether."""
+    """Of the pages that lie in it altogether. A system that does not follow the advice spends more memory."""
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if start < end and _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice):
-        raise OSError(ctypes.get_errno(), "madvise failed")
+    if start < end:
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)

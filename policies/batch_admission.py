@@ -151,7 +151,7 @@ class BatchAdmission(Generic[S]):
                 continue  # still in its prompt, or preempted a moment ago
             if computed % block_size == 0 and computed == len(seq.blocks) * block_size:
                 if boundary is not None and not kv.blank:
-                    _find_blocks(state, boundary, 1, 0)
+                    _find_blocks(state, plan, 1, 0)
                 # The victim is the last of the running ones: never one that was served before in this loop.
                 while not kv.free and seq.blocks:
                     _preempt(state, state.running[-1], plan)
@@ -203,7 +203,7 @@ class BatchAdmission(Generic[S]):
                     promised += state.kv.blocks_for(seq.length)
                     index += 1
                     continue
-            if not self._book_blocks(state, seq, index):
+            if not self._book_blocks(state, seq, index, plan):
                 return
             self._book_slot(state, seq, plan)
             del state.waiting[index]
@@ -266,7 +266,7 @@ class BatchAdmission(Generic[S]):
             plan.evictions += grant.evicted
 
     @staticmethod
-    def _book_blocks(state: AdmissionState[S], seq: S, index: int) -> bool:
+    def _book_blocks(state: AdmissionState[S], seq: S, index: int, plan: StepPlan[S]) -> bool:
         """Blocks for every known token, shared ones first. The last token is always computed: its logits are wanted.
 
         `index`: of the sequence in `waiting`.
@@ -284,7 +284,7 @@ class BatchAdmission(Generic[S]):
             short = count > kv.free
         else:
             short = not boundary.admits(needed)
-            short = short or (needed > kv.blank and not _find_blocks(state, boundary, count, index + 1, seq))
+            short = short or (needed > kv.blank and not _find_blocks(state, plan, count, index + 1, seq))
         if short:
             return False
         kv.take(cached)
@@ -425,23 +425,26 @@ def wait(state: AdmissionState[S], seq: S) -> None:
     insort(state.waiting, seq, key=_order)
 
 
-def _find_blocks(state: AdmissionState[S], boundary: Boundary, count: int, index: int, seq: S | None = None) -> bool:
+def _find_blocks(state: AdmissionState[S], plan: StepPlan[S], count: int, index: int, seq: S | None = None) -> bool:
     """Whether `count` blocks can be had, for the waiting sequence `seq` or a running one.
 
     The sequences that wait from `index` on let go of adapters that have taken the share of KV blocks.
     """
+    boundary = state.boundary
+    assert boundary is not None, "memory is shared"
     adapter, adapter_bytes = (seq.adapter, seq.adapter_bytes) if seq is not None else ("", 0)
     while not boundary.for_blocks(count, adapter=adapter, adapter_bytes=adapter_bytes):
-        if not boundary.owns(count) or not _let_go(state, index):
+        if not boundary.owns(count) or not _let_go(state, plan, index):
             return False
     return True
 
 
-def _let_go(state: AdmissionState[S], index: int) -> bool:
-    """Whether one of the waiting sequences from `index` on held an adapter: the last of them holds it no longer."""
+def _let_go(state: AdmissionState[S], plan: StepPlan[S], index: int) -> bool:
+    """Whether a waiting sequence from `index` on has held an adapter since before this step: the last of them lets go of it."""
     for at in range(len(state.waiting) - 1, index - 1, -1):
-        if state.waiting[at].slot >= 0:
-            _give_back_slot(state, state.waiting[at])
+        seq = state.waiting[at]
+        if seq.slot >= 0 and not any(seq is one for one in plan.loads):
+            _give_back_slot(state, seq)
             return True
     return False
 
