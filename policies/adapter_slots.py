@@ -38,9 +38,10 @@ class AdapterSlots:
         self.slots = slots
         self.bytes_total = bytes_total
         self.bytes_free = bytes_total
-        self.reuse = Reuse()
+        self.reuse: Reuse | None = None
+        """What becomes of idle adapters, for those who ask."""
         self.clock = 0
-        """Admissions so far, as the owner counts them: the time of `reuse`."""
+        """Admissions so far, as they count them: the time of `reuse`."""
         self._residents: dict[str, _Resident] = {}
         self._eviction: Eviction = eviction or Lru()
         self._idle = 0  # adapters without users
@@ -88,7 +89,8 @@ class AdapterSlots:
             if not resident.users:
                 self._idle -= 1
                 self.idle_bytes -= resident.size_bytes
-                self.reuse.used(self.clock - resident.since)
+                if self.reuse is not None:
+                    self.reuse.used(self.clock - resident.since)
                 self._eviction.use(digest)
             resident.users += 1
             return Grant(resident.slot)
@@ -121,7 +123,8 @@ class AdapterSlots:
 
     def evict(self, digest: str) -> tuple[str, int]:
         """Remove an idle adapter for lack of room; returns it with the freed slot."""
-        self.reuse.left(self.clock - self._residents[digest].since)
+        if self.reuse is not None:
+            self.reuse.left(self.clock - self._residents[digest].since)
         return digest, self.drop(digest)
 
     def resize(self, bytes_total: int) -> None:

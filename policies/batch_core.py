@@ -141,12 +141,12 @@ class BatchCore(Generic[S]):
     def decide(self) -> StepPlan[S]:
         """The next step. Its evictions leave the device and its loads begin, in this order, before it runs."""
         boundary = self.boundary
+        if boundary is None:
+            return self._admission.decide(self.state)
         plan = self._admission.decide(self.state)
-        if boundary is not None:
-            if plan.admitted:
-                boundary.admitted(len(plan.admitted))
-            plan.evictions += boundary.evicted
-            boundary.evicted = []
+        boundary.admitted(len(plan.admitted))
+        plan.evictions += boundary.evicted
+        boundary.evicted = []
         return plan
 
     @property

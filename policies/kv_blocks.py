@@ -56,9 +56,10 @@ class KvBlocks:
         self.capacity = max(total, capacity)
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.reuse = Reuse()
+        self.reuse: Reuse | None = None
+        """What becomes of idle blocks, for those who ask."""
         self.clock = 0
-        """Admissions so far, as the owner counts them: the time of `reuse`."""
+        """Admissions so far, as they count them: the time of `reuse`."""
         self._users = [0] * self.capacity
         self._key_of: list[bytes | None] = [None] * self.capacity
         self._block_of: dict[bytes, int] = {}
@@ -108,7 +109,9 @@ class KvBlocks:
         """Add a user to each of these cached blocks."""
         for block in blocks:
             if not self._users[block]:
-                self.reuse.used(self.clock - self._idle.pop(block))
+                since = self._idle.pop(block)
+                if self.reuse is not None:
+                    self.reuse.used(self.clock - since)
             self._users[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -218,7 +221,8 @@ class KvBlocks:
     def _evict(self) -> int:
         """The least recently released cached block, whose content is forgotten."""
         block, since = self._idle.popitem(last=False)
-        self.reuse.left(self.clock - since)
+        if self.reuse is not None:
+            self.reuse.left(self.clock - since)
         self._unkey(block)
         return block
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.kv_blocks import KvBlocks
 from motet.policies.memory_ledger import Budget
-from motet.policies.memory_worth import ExpectedSavings, Worth
+from motet.policies.memory_worth import ExpectedSavings, Reuse, Worth
 
 GRAINS = 64
 """Steps in which the boundary could cross the whole budget."""
@@ -59,6 +59,7 @@ class Boundary:
     ) -> None:
         self._kv, self._slots, self._budget, self._block_bytes = kv, slots, budget, block_bytes
         self._holders, self._waited = holders, waited
+        slots.reuse, kv.reuse = Reuse(), Reuse()
         self.costs = ExpectedSavings(slots.reuse, kv.reuse, block_size=kv.block_size, block_bytes=block_bytes)
         self._worth: Worth = worth or self.costs
         self.grain = max(1, min(kv.capacity // GRAINS, MAX_GRAIN_BYTES // block_bytes))
