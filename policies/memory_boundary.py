@@ -32,7 +32,7 @@ from motet.policies.memory_worth import ExpectedSavings, Reuse, Worth
 
 GRAINS = 64
 """Steps in which the boundary could cross the whole budget."""
-MAX_GRAIN_BYTES = 16 << 20
+MAX_GRAIN_BYTES = 8 << 20
 """A larger step would copy blocks, and clear pages, for longer than a decode step takes."""
 MARGIN = 1.5
 RESERVE = 4
