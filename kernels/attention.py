@@ -1,6 +1,6 @@
 """Paged attention in plain torch: the KV cache, one step's plan, and the attention of one layer.
 
-    KvCache.data   [layers, blocks + 1, block_size, 2, kv_heads, head_dim]      K is index 0 of the fourth axis, V index 1
+    KvCache.data   [layers, capacity + 1, block_size, 2, kv_heads, head_dim]      K is index 0 of the fourth axis, V index 1
 
 Writing a token is one contiguous row, reading a block one contiguous copy. Two rules keep one sequence's memory out of
 another's result, even when a diverged request left NaN behind (masked scores weigh 0, but 0 * NaN is NaN):
@@ -21,14 +21,14 @@ import torch
 import torch.nn.functional as F
 
 from motet.kernels.library_attention import Library
-from motet.kernels.memory import lazy_zeros
+from motet.kernels.memory import expect, give_back, lazy_zeros
 
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
 """How much context decoding sequences gather at a time, per layer: on a CPU what its L2 cache holds."""
 
 
 class KvCache:
-    """Keys and values of `blocks` blocks of `block_size` tokens for every layer."""
+    """Keys and values of `blocks` blocks of `block_size` tokens for every layer; on a CPU `resize` goes up to `capacity`."""
 
     def __init__(
         self,
@@ -40,19 +40,41 @@ class KvCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        capacity: int = 0,
     ) -> None:
         self.block_size = block_size
+        self.blocks, capacity = blocks, max(blocks, capacity)
         self.library: Library | None = None  # what attends instead of the functions below
-        self.null_block = blocks
+        self.null_block = capacity
         block_bytes = block_size * 2 * kv_heads * head_dim * dtype.itemsize
         self.tile_blocks = max(TILE_BYTES[torch.device(device).type] // block_bytes, 1)
-        self.data = lazy_zeros((layers, blocks + 1, block_size, 2, kv_heads, head_dim), dtype=dtype, device=device)
-        self._blocks = list(self.data)  # [blocks + 1, block_size, 2, kv_heads, head_dim] per layer
+        self.data = lazy_zeros((layers, capacity + 1, block_size, 2, kv_heads, head_dim), dtype=dtype, device=device)
+        self._blocks = list(self.data)  # [capacity + 1, block_size, 2, kv_heads, head_dim] per layer
         self._tokens = [layer.view(-1, 2, kv_heads, head_dim) for layer in self._blocks]
+        self._give_back(blocks, capacity)
 
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero `blocks`, int64 [n], in every layer."""
         self.data.index_fill_(1, blocks, 0)
+
+    def move(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks in every layer, (from, to) one after another."""
+        for block, to in moves:
+            self.data[:, to] = self.data[:, block]
+
+    def resize(self, blocks: int) -> None:
+        """From now on only the first `blocks` blocks are used: the memory of those after them goes back to the system."""
+        if blocks < self.blocks:
+            self._give_back(blocks, self.blocks)
+        else:
+            for layer in self._blocks:
+                expect(layer[self.blocks : blocks])
+        self.blocks = blocks
+
+    def _give_back(self, start: int, end: int) -> None:
+        if start < end:
+            for layer in self._blocks:
+                give_back(layer[start:end])
 
     def write(self, layer: int, kv_slots: torch.Tensor, kv: torch.Tensor) -> None:
         """Store `kv` [rows, 2, kv_heads, head_dim] at `kv_slots`, int64 [rows] (block * block_size + offset)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -21,3 +22,31 @@ def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
+
+
+def give_back(memory: torch.Tensor) -> None:
+    """The content of `memory` is not needed any more: a contiguous part of a tensor of `lazy_zeros` on a CPU.
+
+    Its whole pages go back to the system. When they are touched again, small ones come, so that a huge page does not bring its
+    neighbours back as well, until `expect` says otherwise.
+    """
+    _advise(memory, mmap.MADV_DONTNEED)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        _advise(memory, mmap.MADV_NOHUGEPAGE)
+
+
+def expect(memory: torch.Tensor) -> None:
+    """What was given back will be filled again: in huge pages where the system has them."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        _advise(memory, mmap.MADV_HUGEPAGE)
+
+
+def _advise(memory: torch.Tensor, advice: int) -> None:
+    """Of the pages that lie in it altogether. A system that does not follow the advice spends more memory."""
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end:
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+
+
+_libc = ctypes.CDLL(None)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from motet.kernels.memory import lazy_zeros
+from motet.kernels.memory import expect, give_back, lazy_zeros
 
 PAGE_RANKS = 8
 LINE = 8  # elements; 8 * in and 8 * out are whole numbers of lines for any in and out
@@ -121,8 +121,8 @@ class PoolFull(Exception):
 class LoraPool:
     """Slots 0..slots-1, each empty or holding one adapter (`loaded`) of which the first `loaded_layers` are there.
 
-    `shapes` is {module: (in, out)} of the base model; `bytes_total` is rounded down to whole lines. `version` changes
-    whenever slots or page addresses do, so that a LoraBatch knows when it is out of date.
+    `shapes` is {module: (in, out)} of the base model; `bytes_total` is rounded down to whole lines. On a CPU `resize` changes
+    it, up to `capacity`. `version` changes whenever slots or page addresses do: then a LoraBatch is out of date.
     """
 
     def __init__(
@@ -135,6 +135,7 @@ class LoraPool:
         bytes_total: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        capacity: int = 0,
     ) -> None:
         self.shapes = {module: shapes[module] for module in MODULES}
         self.layers = layers
@@ -142,9 +143,10 @@ class LoraPool:
         self.version = 0
         self._line_bytes = LINE * dtype.itemsize
         self._lines = bytes_total // self._line_bytes
+        self._capacity = max(bytes_total, capacity) // self._line_bytes  # in lines
         # one page of slack behind the end keeps the strided views below inside the storage
         slack = max(fan_in + fan_out for fan_in, fan_out in self.shapes.values()) * layers
-        self.arena = lazy_zeros(((self._lines + slack) * LINE,), dtype=dtype, device=device)
+        self.arena = lazy_zeros(((self._capacity + slack) * LINE,), dtype=dtype, device=device)
         self.page_lines = {m: layers * (fan_in + fan_out) for m, (fan_in, fan_out) in self.shapes.items()}
         max_pages = -(-max_rank // PAGE_RANKS)
         self.table = np.zeros((slots, len(MODULES), max_pages), dtype=np.int64)
@@ -155,6 +157,8 @@ class LoraPool:
         self.still: Callable[[], AbstractContextManager[None]] = nullcontext
         self._holes: list[tuple[int, int]] = [(0, self._lines)] if self._lines else []
         self._views: dict[tuple[int, str, bool], torch.Tensor] = {}
+        if self._lines < self._capacity:
+            give_back(self.arena[self._lines * LINE :])
 
     @property
     def bytes_total(self) -> int:
@@ -219,6 +223,24 @@ class LoraPool:
         self.loaded_layers[slot] = 0
         self.version += 1
 
+    def resize(self, bytes_total: int) -> None:
+        """Change `bytes_total`, between steps. When it falls, pages move down and the end of the arena goes back to the system.
+
+        Raises PoolFull when the adapters that are here need more, or it exceeds the capacity.
+        """
+        lines, old = bytes_total // self._line_bytes, self._lines
+        held = old - sum(end - start for start, end in self._holes)
+        if not held <= lines <= self._capacity:
+            raise PoolFull(f"{held * self._line_bytes} bytes are in use, {bytes_total} are to be left")
+        self._lines = lines
+        if lines >= old:
+            expect(self.arena[old * LINE : lines * LINE])
+            if lines > old:
+                self._release(old, lines - old)
+            return
+        self._clear_above(lines)
+        give_back(self.arena[lines * LINE : old * LINE])
+
     def rows(self, layer: int, module: str, *, b: bool) -> torch.Tensor:
         """A view whose row `table[slot, m, p]` is that page's A [8 * in] of `layer`, or its B^T [8 * out] with `b`."""
         key = (layer, module, b)
@@ -227,13 +249,37 @@ class LoraPool:
             fan_in, fan_out = self.shapes[module]
             offset = layer * (fan_in + fan_out) + (fan_in if b else 0)
             width = PAGE_RANKS * (fan_out if b else fan_in)
-            view = self.arena.as_strided((self._lines, width), (LINE, 1), offset * LINE)
+            view = self.arena.as_strided((self._capacity, width), (LINE, 1), offset * LINE)
             self._views[key] = view
         return view
 
     def _span(self, arena: torch.Tensor, line: int, m: int) -> torch.Tensor:
         """A page of module m that starts at `line`."""
         return arena[line * LINE : (line + self.page_lines[MODULES[m]]) * LINE]
+
+    def _clear_above(self, limit: int) -> None:
+        """Bring the pages that reach beyond `limit` into holes below it; there are enough, but perhaps not in one piece."""
+        self._holes = [(start, min(end, limit)) for start, end in self._holes if start < limit]
+        for start, lines, slot, m, page in reversed(self._owned()):
+            if start + lines <= limit:
+                return
+            hole = next((i for i, (low, high) in enumerate(self._holes) if high - low >= lines), None)
+            if hole is None:
+                self._compact()
+                return
+            low, high = self._holes[hole]
+            self._holes[hole : hole + 1] = [(low + lines, high)] if high - low > lines else []
+            self._move(start, low, lines, slot, m, page)
+            if start < limit:
+                self._release(start, limit - start)
+
+    def _move(self, start: int, to: int, lines: int, slot: int, m: int, page: int) -> None:
+        """A page's content and address, down from `start` to `to`."""
+        with self.still():
+            source = self.arena[start * LINE : (start + lines) * LINE]
+            self.arena[to * LINE : (to + lines) * LINE].copy_(source.clone() if start - to < lines else source)
+            self.table[slot, m, page] = to
+        self.version += 1
 
     def _allocate(self, lines: int) -> int:
         """The start of a piece of the first hole that is large enough. The caller has checked the total."""
@@ -270,9 +316,6 @@ class LoraPool:
         at = 0
         for start, lines, slot, m, page in self._owned():
             if start != at:
-                with self.still():
-                    source = self.arena[start * LINE : (start + lines) * LINE]
-                    self.arena[at * LINE : (at + lines) * LINE].copy_(source.clone() if start - at < lines else source)
-                    self.table[slot, m, page] = at
+                self._move(start, at, lines, slot, m, page)
             at += lines
         self._holes = [(at, self._lines)] if at < self._lines else []

@@ -7,11 +7,12 @@ Where copies run beside the steps (`asynchronous`) an adapter is *loading* from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from motet.policies.eviction import Eviction, Lru
+from motet.policies.memory_worth import Reuse
 
 
 class Grant(msgspec.Struct):
@@ -26,6 +27,7 @@ class _Resident(msgspec.Struct):
     slot: int
     size_bytes: int
     users: int
+    since: int = 0  # `clock` when it became idle
 
 
 class AdapterSlots:
@@ -36,6 +38,10 @@ class AdapterSlots:
         self.slots = slots
         self.bytes_total = bytes_total
         self.bytes_free = bytes_total
+        self.reuse: Reuse | None = None
+        """What becomes of idle adapters, for those who ask."""
+        self.clock = 0
+        """Admissions so far, as they count them: the time of `reuse`."""
         self._residents: dict[str, _Resident] = {}
         self._eviction: Eviction = eviction or Lru()
         self._idle = 0  # adapters without users
@@ -83,6 +89,8 @@ class AdapterSlots:
             if not resident.users:
                 self._idle -= 1
                 self.idle_bytes -= resident.size_bytes
+                if self.reuse is not None:
+                    self.reuse.used(self.clock - resident.since)
                 self._eviction.use(digest)
             resident.users += 1
             return Grant(resident.slot)
@@ -90,8 +98,7 @@ class AdapterSlots:
             return None
         evicted: list[tuple[str, int]] = []
         while not self._free_slots or size_bytes > self.bytes_free:
-            victim = next(iter(self._eviction))
-            evicted.append((victim, self.drop(victim)))
+            evicted.append(self.evict(next(self.victims())))
         slot = self._free_slots.pop()
         self._residents[digest] = _Resident(slot, size_bytes, users=1)
         self._eviction.use(digest)
@@ -107,7 +114,25 @@ class AdapterSlots:
         if not resident.users:
             self._idle += 1
             self.idle_bytes += resident.size_bytes
+            resident.since = self.clock
             self._eviction.release(digest, resident.size_bytes)
+
+    def victims(self) -> Iterator[str]:
+        """Idle adapters, the first to leave first. The caller stops iterating when it takes one out."""
+        return iter(self._eviction)
+
+    def evict(self, digest: str) -> tuple[str, int]:
+        """Remove an idle adapter for lack of room; returns it with the freed slot."""
+        if self.reuse is not None:
+            self.reuse.left(self.clock - self._residents[digest].since)
+        return digest, self.drop(digest)
+
+    def resize(self, bytes_total: int) -> None:
+        """Change the bytes. Raises ValueError when they would not hold what is here."""
+        if bytes_total < self.bytes_total - self.bytes_free:
+            raise ValueError(f"adapters hold {self.bytes_total - self.bytes_free} bytes, more than {bytes_total}")
+        self.bytes_free += bytes_total - self.bytes_total
+        self.bytes_total = bytes_total
 
     def drop(self, digest: str) -> int:
         """Remove an idle adapter, or cancel its copy; returns the freed slot."""

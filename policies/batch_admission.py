@@ -10,6 +10,8 @@ returns the plan of one step; `advance(state, plan)` is called when the step has
 3. Then waiting sequences come in, in their order, while seats, tokens and blocks last. Blocks for all known
    tokens are booked at once, and one block of headroom per running sequence must stay, so that newcomers are not
    preempted in the next step. A sequence short of *blocks* lets nobody pass.
+   Where KV blocks and adapters share a budget (`policies.memory_boundary`), idle adapters make room for blocks and cached
+   blocks for adapters before anybody is preempted or waits.
 4. A sequence whose *adapter* finds no slot lets others pass, `max_bypass` of them; after that only base sequences, which
    cannot prolong its wait for a slot. Slots held by running sequences come free as those end, so nobody starves.
 5. A sequence whose adapter has a slot but is still being copied waits *with* that slot, however many pass, until its copy is
@@ -35,6 +37,7 @@ import msgspec
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.cold_start import ColdChoice, ColdStarts
 from motet.policies.kv_blocks import KvBlocks, chain_key, root_key
+from motet.policies.memory_boundary import Boundary
 
 BYPASS_WINDOW = 128
 """Maximum waiting sequences that are examined behind one without a slot; bounds the work of a step."""
@@ -102,6 +105,8 @@ class AdmissionState(Generic[S]):
     adapters: AdapterSlots
     waiting: list[S] = field(default_factory=list)
     running: list[S] = field(default_factory=list)
+    boundary: Boundary | None = None
+    """Moves room between `kv` and `adapters`; None where each has a region of its own."""
 
 
 class StepPlan(msgspec.Struct, Generic[S]):
@@ -139,12 +144,14 @@ class BatchAdmission(Generic[S]):
 
     def _schedule_decodes(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
         kv, decodes, preempted = state.kv, plan.decodes, plan.preempted
-        block_size, publishing = kv.block_size, kv.prefix_cache
+        block_size, publishing, boundary = kv.block_size, kv.prefix_cache, state.boundary
         for seq in tuple(state.running):
             computed = seq.computed
             if seq.length - computed != 1 or (preempted and not seq.blocks):
                 continue  # still in its prompt, or preempted a moment ago
             if computed % block_size == 0 and computed == len(seq.blocks) * block_size:
+                if boundary is not None and not kv.blank:
+                    _find_blocks(state, plan, 1, 0)
                 # The victim is the last of the running ones: never one that was served before in this loop.
                 while not kv.free and seq.blocks:
                     _preempt(state, state.running[-1], plan)
@@ -174,7 +181,9 @@ class BatchAdmission(Generic[S]):
 
     def _admit(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
         blocked: list[S] = []
-        index = asked = 0
+        index = asked = promised = 0
+        if state.boundary is not None:
+            state.boundary.crowded = False
         closed = False  # a sequence has been passed often enough: only the base may
         while (
             index < len(state.waiting)
@@ -183,7 +192,7 @@ class BatchAdmission(Generic[S]):
             and plan.tokens < self.limits.max_step_tokens
         ):
             seq = state.waiting[index]
-            if seq.adapter and seq.slot < 0 and (closed or not self._has_slot(state, seq)):
+            if seq.adapter and seq.slot < 0 and (closed or not self._has_slot(state, seq, promised)):
                 blocked.append(seq)
                 closed = closed or seq.bypassed >= self.limits.max_bypass
                 index += 1
@@ -191,9 +200,10 @@ class BatchAdmission(Generic[S]):
             if seq.adapter and self._cold is not None and self._under_way(state, seq, plan, self._cold):
                 asked += 1
                 if asked > COLD_WINDOW or not self._joins(seq, plan, self._cold):
+                    promised += state.kv.blocks_for(seq.length)
                     index += 1
                     continue
-            if not self._book_blocks(state, seq):
+            if not self._book_blocks(state, seq, index, plan):
                 return
             self._book_slot(state, seq, plan)
             del state.waiting[index]
@@ -205,8 +215,14 @@ class BatchAdmission(Generic[S]):
             self._schedule_chunk(state.kv, seq, plan)
 
     @staticmethod
-    def _has_slot(state: AdmissionState[S], seq: S) -> bool:
-        return seq.adapter in state.adapters or state.adapters.fits(seq.adapter_bytes)
+    def _has_slot(state: AdmissionState[S], seq: S, promised: int) -> bool:
+        """`promised`: KV blocks that those before it with an adapter on its way are going to need."""
+        adapters, boundary = state.adapters, state.boundary
+        if seq.adapter in adapters:
+            return True
+        if boundary is None:
+            return adapters.fits(seq.adapter_bytes)
+        return boundary.for_adapter(seq.adapter_bytes, blocks=promised + state.kv.blocks_for(seq.length))
 
     def _under_way(self, state: AdmissionState[S], seq: S, plan: StepPlan[S], cold: ColdStarts) -> bool:
         """Whether its adapter is still being copied; if it is, the sequence has its slot from here on."""
@@ -250,8 +266,11 @@ class BatchAdmission(Generic[S]):
             plan.evictions += grant.evicted
 
     @staticmethod
-    def _book_blocks(state: AdmissionState[S], seq: S) -> bool:
-        """Blocks for every known token, shared ones first. The last token is always computed: its logits are wanted."""
+    def _book_blocks(state: AdmissionState[S], seq: S, index: int, plan: StepPlan[S]) -> bool:
+        """Blocks for every known token, shared ones first. The last token is always computed: its logits are wanted.
+
+        `index`: of the sequence in `waiting`.
+        """
         kv = state.kv
         cached: list[int] = []
         if kv.prefix_cache:
@@ -259,7 +278,14 @@ class BatchAdmission(Generic[S]):
             _extend_keys(kv, seq, reusable)
             cached = kv.match(seq.keys[:reusable])
         fresh = kv.blocks_for(seq.length) - len(cached)
-        if fresh + len(state.running) > kv.free - kv.idle_among(cached):
+        needed = fresh + len(state.running)
+        boundary, count = state.boundary, needed + kv.idle_among(cached)
+        if boundary is None:
+            short = count > kv.free
+        else:
+            short = not boundary.admits(needed)
+            short = short or (needed > kv.blank and not _find_blocks(state, plan, count, index + 1, seq))
+        if short:
             return False
         kv.take(cached)
         seq.blocks = cached + kv.allocate(fresh)
@@ -306,9 +332,11 @@ def steady_steps(state: AdmissionState[S], plan: StepPlan[S], limit: int) -> int
         return 1
     kv, size = state.kv, state.kv.block_size
     steps = limit
+    boundary = state.boundary
+    free = kv.blank if boundary is not None and boundary.gives_blocks else kv.free  # the next one is a decision
     if state.waiting and kv.prefix_cache:
         steps = min(steps, min(size - 1 - seq.computed % size or size for seq in plan.decodes))
-    if len(plan.decodes) * (steps // size + 1) <= kv.free:
+    if len(plan.decodes) * (steps // size + 1) <= free:
         return steps
     # How many steps each sequence can do with the blocks it has; then it takes one every `size` steps.
     room = sorted(len(seq.blocks) * size - seq.computed for seq in plan.decodes)
@@ -318,7 +346,7 @@ def steady_steps(state: AdmissionState[S], plan: StepPlan[S], limit: int) -> int
             if left + turn * size >= steps:
                 break
             taken += 1
-            if taken > kv.free:
+            if taken > free:
                 return left + turn * size
     return steps
 
@@ -395,6 +423,30 @@ def _extend_keys(kv: KvBlocks, seq: Sequence, full: int) -> None:
 def wait(state: AdmissionState[S], seq: S) -> None:
     """Queue a sequence in its place."""
     insort(state.waiting, seq, key=_order)
+
+
+def _find_blocks(state: AdmissionState[S], plan: StepPlan[S], count: int, index: int, seq: S | None = None) -> bool:
+    """Whether `count` blocks can be had, for the waiting sequence `seq` or a running one.
+
+    The sequences that wait from `index` on let go of adapters that have taken the share of KV blocks.
+    """
+    boundary = state.boundary
+    assert boundary is not None, "memory is shared"
+    adapter, adapter_bytes = (seq.adapter, seq.adapter_bytes) if seq is not None else ("", 0)
+    while not boundary.for_blocks(count, adapter=adapter, adapter_bytes=adapter_bytes):
+        if not boundary.owns(count) or not _let_go(state, plan, index):
+            return False
+    return True
+
+
+def _let_go(state: AdmissionState[S], plan: StepPlan[S], index: int) -> bool:
+    """Whether a waiting sequence from `index` on has held an adapter since before this step: the last of them lets go of it."""
+    for at in range(len(state.waiting) - 1, index - 1, -1):
+        seq = state.waiting[at]
+        if seq.slot >= 0 and not any(seq is one for one in plan.loads):
+            _give_back_slot(state, seq)
+            return True
+    return False
 
 
 def _preempt(state: AdmissionState[S], seq: S, plan: StepPlan[S]) -> None:

@@ -18,6 +18,7 @@ from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, S, StepPlan, remove, wait
 from motet.policies.cold_start import AssistRates, ColdStarts
 from motet.policies.kv_blocks import KvBlocks
+from motet.policies.memory_boundary import Boundary
 from motet.policies.memory_ledger import Budget, device_budget
 from motet.policies.perf_model import Coefficients
 
@@ -49,7 +50,10 @@ class Link(Protocol):
 
 
 class BatchCore(Generic[S]):
-    """One engine's batches. `cold` is None where copies do not run beside the steps, and then slots are not asynchronous."""
+    """One engine's batches. `cold` is None where copies do not run beside the steps, and then slots are not asynchronous.
+
+    `shared`: KV blocks and adapters are one budget, which needs `kv_block_bytes`, and `kv.capacity` bounds the blocks.
+    """
 
     def __init__(
         self,
@@ -59,15 +63,36 @@ class BatchCore(Generic[S]):
         slots: AdapterSlots,
         cold: ColdStarts | None = None,
         kv_block_bytes: int = 0,
+        shared: bool = False,
     ) -> None:
         self.state: AdmissionState[S] = AdmissionState(kv=kv, adapters=slots)
         self.slots, self.cold = slots, cold
         self.memory: Budget = device_budget(kv, kv_block_bytes, slots)
         """Who holds how much of the device's memory; without `kv_block_bytes` KV counts as nothing."""
+        self.boundary: Boundary | None = None
+        if shared:
+            self.boundary = self.state.boundary = Boundary(
+                kv,
+                slots,
+                self.memory,
+                block_bytes=kv_block_bytes,
+                holders=lambda: [seq.blocks for seq in self.state.running],
+                waited=lambda: {seq.adapter for seq in self.state.waiting},
+            )
         self._admission: BatchAdmission[S] = BatchAdmission(limits, cold)
         self._orders = count()
         self.doomed: set[str] = set()
         """Adapters that leave once nothing uses them."""
+
+    @property
+    def kv_blocks_free(self) -> int:
+        """Blocks that a new sequence could get, cached ones without users and the room of idle adapters included."""
+        return self.state.kv.free if self.boundary is None else self.boundary.blocks_free
+
+    @property
+    def adapter_bytes_free(self) -> int:
+        """Bytes that hold nothing and that adapters may fill."""
+        return self.slots.bytes_free if self.boundary is None else self.boundary.adapter_bytes_free
 
     # ---- sequences
 
@@ -89,7 +114,11 @@ class BatchCore(Generic[S]):
 
     def look(self, link: Link) -> list[str]:
         """How far copies are, before a decision; the adapters that are whole since the last time, in order."""
-        slots, cold = self.slots, self.cold
+        slots, cold, boundary = self.slots, self.cold, self.boundary
+        if boundary is not None and self.state.waiting:
+            boundary.costs.perf = link.perf
+            if cold is not None:
+                boundary.costs.bytes_per_s = link.bytes_per_s
         if cold is None:
             return []
         loading = slots.loading
@@ -111,7 +140,14 @@ class BatchCore(Generic[S]):
 
     def decide(self) -> StepPlan[S]:
         """The next step. Its evictions leave the device and its loads begin, in this order, before it runs."""
-        return self._admission.decide(self.state)
+        boundary = self.boundary
+        if boundary is None:
+            return self._admission.decide(self.state)
+        plan = self._admission.decide(self.state)
+        boundary.admitted(len(plan.admitted))
+        plan.evictions += boundary.evicted
+        boundary.evicted = []
+        return plan
 
     @property
     def wait_ms(self) -> float:
@@ -121,14 +157,22 @@ class BatchCore(Generic[S]):
     # ---- adapters without a request
 
     def load(self, digest: str, size_bytes: int) -> int | None:
-        """The slot to copy a prefetched adapter into; None when it is here or does not fit without evicting."""
+        """The slot to copy a prefetched adapter into; None when it is here or does not fit without evicting.
+
+        It may have taken blank KV blocks, so that the device's memory has to be divided anew first (`boundary`).
+        """
         self.doomed.discard(digest)
-        if digest in self.slots or not self.slots.fits(size_bytes, evicting=False):
+        if digest in self.slots or not self._fits(size_bytes):
             return None
         grant = self.slots.acquire(digest, size_bytes)
         assert grant is not None, "it fits"
         self.slots.release(digest)
         return grant.slot
+
+    def _fits(self, size_bytes: int) -> bool:
+        if self.boundary is not None:
+            return self.boundary.for_adapter(size_bytes, evicting=False)
+        return self.slots.fits(size_bytes, evicting=False)
 
     def unload(self, digest: str) -> None:
         """Take it off the device, whole or on its way, when nothing uses it any more: `sweep` says when."""
@@ -153,3 +197,5 @@ class BatchCore(Generic[S]):
                 users[seq.adapter] = users.get(seq.adapter, 0) + 1
         state.adapters.check(users)
         self.memory.check()
+        if self.boundary is not None:
+            self.boundary.check()

@@ -250,7 +250,7 @@ class ClusterState:
         t["max_running"][row] = limits.max_running
         t["max_requests"][row] = limits.max_running + limits.max_waiting
         t["block_size"][row] = limits.block_size
-        t["kv_tokens_total"][row] = limits.kv_blocks_total * limits.block_size
+        t["kv_tokens_total"][row] = limits.kv_blocks_most * limits.block_size
         t["copies_stall"][row] = limits.copies == "stall"
         t["copies_wait"][row] = limits.copies != "bridged"
         self._forget_derived()

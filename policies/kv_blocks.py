@@ -1,6 +1,7 @@
 """KV block accounting: the owners of blocks, and blocks that can be reused by content (prefix cache).
 
-The cache is `total` blocks of `block_size` tokens. Every block is in exactly one of three places:
+The cache is `total` blocks of `block_size` tokens, of up to `capacity`: `resize` changes it. Every block is in exactly one of
+three places:
 
     blank   no user, content worthless                 a stack; allocated first
     idle    no user, content known under a key         oldest first; allocated when no blank is left; then the key is dropped
@@ -21,6 +22,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+
+from motet.policies.memory_worth import Reuse
 
 
 def cache_scope(tenant: str, cache_salt: str = "", *, shared: bool = False) -> bytes:
@@ -46,17 +49,27 @@ def chain_key(parent: bytes, tokens: bytes) -> bytes:
 class KvBlocks:
     """Block accounting with a prefix cache. Block ids are 0 .. total - 1; all operations are O(blocks touched)."""
 
-    def __init__(self, total: int, block_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(self, total: int, block_size: int, *, prefix_cache: bool = True, capacity: int = 0) -> None:
         if total < 1 or block_size < 1:
             raise ValueError(f"a KV cache of {total} blocks of {block_size} tokens holds nothing")
         self.total = total
+        self.capacity = max(total, capacity)
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self._users = [0] * total
-        self._key_of: list[bytes | None] = [None] * total
+        self.reuse: Reuse | None = None
+        """What becomes of idle blocks, for those who ask."""
+        self.clock = 0
+        """Admissions so far, as they count them: the time of `reuse`."""
+        self._users = [0] * self.capacity
+        self._key_of: list[bytes | None] = [None] * self.capacity
         self._block_of: dict[bytes, int] = {}
         self._blank = list(range(total - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle: OrderedDict[int, int] = OrderedDict()  # block -> `clock` when it became idle
+
+    @property
+    def blank(self) -> int:
+        """Blocks of which nothing is known: allocated without loss."""
+        return len(self._blank)
 
     @property
     def free(self) -> int:
@@ -96,7 +109,9 @@ class KvBlocks:
         """Add a user to each of these cached blocks."""
         for block in blocks:
             if not self._users[block]:
-                del self._idle[block]
+                since = self._idle.pop(block)
+                if self.reuse is not None:
+                    self.reuse.used(self.clock - since)
             self._users[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -114,9 +129,7 @@ class KvBlocks:
             taken = blank[::-1]
             blank.clear()
             while len(taken) < count:
-                block, _ = self._idle.popitem(last=False)
-                self._unkey(block)
-                taken.append(block)
+                taken.append(self._evict())
         for block in taken:
             users[block] = 1
         return taken
@@ -155,18 +168,44 @@ class KvBlocks:
             if self._key_of[block] is None:
                 self._blank.append(block)
             else:
-                self._idle[block] = None
+                self._idle[block] = self.clock
 
     def forget_all(self) -> None:
         """Drop every key, because cached content is no longer valid. Users keep their blocks."""
         self._block_of.clear()
-        self._key_of = [None] * self.total
+        self._key_of = [None] * self.capacity
         self._blank.extend(self._idle)
         self._idle.clear()
 
+    def resize(self, total: int) -> list[tuple[int, int]]:
+        """Change the number of blocks. Returns the (from, to) of blocks whose content has to be copied, in any order: `to` was
+        blank, and users know the block by its new id from now on.
+
+        Raises ValueError when there are fewer blocks that can be given up than are to go. Cached ones go when no blank is left.
+        """
+        old, idle = self.total, self._idle
+        if not 0 < total <= self.capacity or old - total > self.free:
+            raise ValueError(f"{old} KV blocks cannot become {total}: {self.free} are free, {self.capacity} the most")
+        self.total = total
+        if total >= old:
+            self._blank[:0] = range(total - 1, old - 1, -1)
+            return []
+        while len(self._blank) < old - total:
+            self._blank.append(self._evict())
+        self._blank = sorted((block for block in self._blank if block < total), reverse=True)
+        moves = {block: self._blank.pop() for block in range(total, old) if self._users[block] or block in idle}
+        for block, to in moves.items():
+            self._users[to], self._users[block] = self._users[block], 0
+            key = self._key_of[to] = self._key_of[block]
+            if key is not None:
+                self._key_of[block], self._block_of[key] = None, to
+        if idle and not moves.keys().isdisjoint(idle):
+            self._idle = OrderedDict((moves.get(block, block), since) for block, since in idle.items())
+        return list(moves.items())
+
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Assert that every block is in exactly one place and has as many users as `holders` (block lists) say."""
-        users = [0] * self.total
+        users = [0] * self.capacity
         for blocks in holders:
             assert len(set(blocks)) == len(blocks), f"a sequence holds a block twice: {blocks}"
             for block in blocks:
@@ -178,6 +217,14 @@ class KvBlocks:
         assert all(self._key_of[block] is not None for block in self._idle), "an idle block has no key"
         keyed = {key: block for block, key in enumerate(self._key_of) if key is not None}
         assert keyed == self._block_of, "keys and blocks disagree"
+
+    def _evict(self) -> int:
+        """The least recently released cached block, whose content is forgotten."""
+        block, since = self._idle.popitem(last=False)
+        if self.reuse is not None:
+            self.reuse.left(self.clock - since)
+        self._unkey(block)
+        return block
 
     def _unkey(self, block: int) -> None:
         key = self._key_of[block]

@@ -5,8 +5,8 @@
     host budget     |-- claim "adapters" ----------------------------------------------------|
                     | used | loading | idle | free
 
-A `Budget` is one memory; a `Claim` is the part of it that one claimant may fill. Claims are fixed regions today: nothing is
-handed from one to the other yet, but `Claim.resize` is the one place where that happens. A claimant keeps its own books
+A `Budget` is one memory; a `Claim` is the part of it that one claimant may fill. `policies.memory_boundary` moves room between
+the device's claims by `Claim.resize`; without it they are fixed regions. A claimant keeps its own books
 (`KvBlocks`, `AdapterSlots`, `HostTier`) and tells its claim what it holds of each class when asked, so the ledger costs the
 step nothing.
 
@@ -89,7 +89,7 @@ class Budget:
 
 
 def device_budget(kv: KvBlocks, block_bytes: int, adapters: AdapterSlots) -> Budget:
-    """The device's memory as two fixed regions. `block_bytes`: of one KV block over all layers."""
+    """The device's memory, all of it claimed. `block_bytes`: of one KV block over all layers."""
     budget = Budget("device", kv.total * block_bytes + adapters.bytes_total)
     budget.claim(
         "kv",

@@ -177,7 +177,7 @@ def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[
 
     wait = joined + (copy if limits.copies != "bridged" else 0.0) + fetch
     wait += max(0.0, n + 1 - limits.max_running) * step * left / max(1, len(running)) ** 2
-    total, free = limits.kv_blocks_total * limits.block_size, worker.kv_blocks_free * limits.block_size
+    total, free = limits.kv_blocks_most * limits.block_size, worker.kv_blocks_free * limits.block_size
     needed = ask.tokens + out + queue_tokens + sum(map(tokens_left, queue)) + 0.5 * left
     wait += step * max(0.0, needed - free) / max(1, total - free) * 2 * left / max(1, len(running))
 

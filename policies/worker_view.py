@@ -26,8 +26,8 @@ class View:
 
     def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
-        self.kv_blocks_free = limits.kv_blocks_total
-        self.adapter_bytes_free = limits.adapter_bytes_total
+        self.kv_blocks_free = limits.kv_blocks_most
+        self.adapter_bytes_free = limits.adapter_bytes_most
         self.draining = False
         self.requests: dict[str, RequestBrief] = {}
         self.adapters: dict[str, Residency] = {}

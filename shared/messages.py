@@ -195,6 +195,9 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
 
     `incarnation` changes with every process start; `seq` counts snapshots and deltas together from 1. Without `lists_disk` the
     adapters that are on disk alone are left out, and stay as the receiver knew them.
+
+    `kv_blocks_free` are the blocks that a new request could get if all caches left; `adapter_bytes_free` hold nothing. If both
+    share their memory (`WorkerLimits.kv_block_bytes`), the same bytes count in both.
     """
 
     worker_id: str

@@ -174,5 +174,17 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int
     adapter_bytes_total: int
     max_lora_rank: int
+    kv_block_bytes: int = 0
+    """Of one KV block, where KV blocks and adapters share the memory of both totals; 0 where each has a region of its own."""
     copies: Literal["stall", "wait", "bridged"] = "stall"
     """Requests that a copy to the device delays: all; those on the adapter; none, since CPU processes compute meanwhile."""
+
+    @property
+    def kv_blocks_most(self) -> int:
+        """KV blocks that there are while no adapter is on the device."""
+        return self.kv_blocks_total + (self.adapter_bytes_total // self.kv_block_bytes if self.kv_block_bytes else 0)
+
+    @property
+    def adapter_bytes_most(self) -> int:
+        """Bytes for adapters while there is no KV block."""
+        return self.adapter_bytes_total + self.kv_blocks_total * self.kv_block_bytes

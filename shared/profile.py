@@ -146,8 +146,9 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 def _check(path: Path, text: str, profile: Profile) -> None:
     """Checks that the types of `shared.model` do not contain."""
-    for part, least in ((profile.perf, 0.0), (profile.limits, 1)):
+    for part, usual in ((profile.perf, 0.0), (profile.limits, 1)):
         for name, value in msgspec.structs.asdict(part).items():
+            least = 0 if name == "kv_block_bytes" else usual
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not least <= value < float("inf"):
                 field = f"{'perf' if part is profile.perf else 'limits'}.{name}"
                 raise FileError(path, _line_of(text, field), field, f"{value} is not a finite number from {least:g} up")

@@ -114,10 +114,19 @@ class Worker:
         cold = ColdStarts(spec.link.layers, spec.max_step_tokens, spec.link.cold_start) if spec.link is not None else None
         self.batches: BatchCore[Live] = BatchCore(
             admission,
-            kv=KvBlocks(limits.kv_blocks_total, limits.block_size, prefix_cache=spec.prefix_cache),
+            kv=KvBlocks(
+                limits.kv_blocks_total,
+                limits.block_size,
+                prefix_cache=spec.prefix_cache,
+                capacity=limits.kv_blocks_most,
+            ),
             slots=AdapterSlots(spec.max_loras, limits.adapter_bytes_total, asynchronous=cold is not None),
             cold=cold,
+            kv_block_bytes=limits.kv_block_bytes,
+            shared=limits.kv_block_bytes > 0,
         )
+        if self.batches.boundary is not None:
+            self.batches.boundary.costs.perf = spec.perf
         self.state = self.batches.state
         self.view = View(limits)  # its briefs are as old as their phases; messages add the tokens so far
         self.core: WorkerCore[Live] = WorkerCore(
@@ -225,7 +234,9 @@ class Worker:
             if arrived := self.batches.look(copies):
                 self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
         plan = self.batches.decide()
-        if plan.admitted or plan.preempted or plan.loads:
+        if self.batches.boundary is not None:
+            self.batches.boundary.settle()  # there is no memory to divide
+        if plan.admitted or plan.preempted or plan.loads or plan.evictions:
             self._moved(plan, now_ps)
         if not plan.tokens:
             if copies is not None and (wait_ps := copies.wait_ps(self.batches)):
@@ -322,7 +333,7 @@ class Worker:
         steps = min(run.steps - 1, steps_within(run.first_ps, run.growth_ps, self._events.now_ps - run.began_ps))
         if steps:
             self._book(run, steps)
-            self.view.kv_blocks_free = self.state.kv.free
+            self.view.kv_blocks_free = self.batches.kv_blocks_free
             run.began_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
             run.first_ps += run.growth_ps * steps
             run.steps -= steps
@@ -351,7 +362,7 @@ class Worker:
             ended += [live for live in plan.prefills if live.length >= live.end_length]
         if ended:
             self._end(ended, now_ps)
-        self.view.kv_blocks_free = self.state.kv.free
+        self.view.kv_blocks_free = self.batches.kv_blocks_free
         self._run = None
         self._begin()
         if self.view.changed:
@@ -387,7 +398,7 @@ class Worker:
             worker_id=self.worker_id,
             seq=self._seq,
             kv_blocks_free=view.kv_blocks_free,
-            adapter_bytes_free=self.state.adapters.bytes_free,
+            adapter_bytes_free=self.batches.adapter_bytes_free,
             limits=self.spec.limits,
             perf=self.spec.perf,
             requests=[self._told(brief) for brief in view.requests.values()],
@@ -403,7 +414,7 @@ class Worker:
             worker_id=self.worker_id,
             seq=self._seq,
             kv_blocks_free=self.view.kv_blocks_free,
-            adapter_bytes_free=self.state.adapters.bytes_free,
+            adapter_bytes_free=self.batches.adapter_bytes_free,
             changed=[self._told(brief) for brief in changes.changed],
             removed=changes.removed,
             resident=changes.resident,

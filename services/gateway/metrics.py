@@ -163,7 +163,7 @@ class FleetCollector(Collector):
         workers = list(self._fleet.workers())
         held = [self._fleet.held(known.worker_id) for known in workers]
         phases = Tally(brief.phase for one in held for brief in one.requests.values())
-        total = sum(known.limits.kv_blocks_total for known in workers)
+        total = sum(known.limits.kv_blocks_most for known in workers)
         free = sum(known.kv_blocks_free for known in workers)
         for name, text, value in (
             ("vllm:num_requests_waiting", "Sequences waiting on workers.", phases["waiting"] + phases["loading"]),

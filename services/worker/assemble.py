@@ -66,6 +66,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
                 lora_bytes=config.adapters.lora_bytes,
                 max_lora_rank=config.adapters.max_lora_rank,
                 max_loras=config.adapters.max_loras,
+                elastic=config.engine.device_memory == "shared",
                 threads=config.engine_threads,
                 quantization=config.engine.quantization,
                 link_bytes_per_s=link_bytes_per_s,
@@ -103,6 +104,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
         kv_blocks_total=kv_blocks,
         adapter_bytes_total=runner.lora_bytes_total,
         max_lora_rank=config.adapters.max_lora_rank,
+        kv_block_bytes=runner.kv_block_bytes if runner.elastic else 0,
         copies=_copies(config, runner),
     )
     _warm_up(engine, limits, model.vocab_size, times)

@@ -42,6 +42,13 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
         Literal["auto", "dummy"],
         Meta(description="weights: auto (the checkpoint's), or dummy (random ones, for benchmarks)"),
     ] = "auto"
+    device_memory: Annotated[
+        Literal["shared", "fixed"],
+        Meta(
+            description="--kv-memory-gib and --lora-memory-mib: shared (either may use what the other does not need) or fixed;"
+            " always fixed on a GPU"
+        ),
+    ] = "shared"
     enforce_eager: Annotated[bool, Meta(description="no CUDA graphs: launch every decode step kernel by kernel")] = False
     profile: Annotated[
         str,

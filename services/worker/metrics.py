@@ -26,7 +26,11 @@ FINISHED = Counter("motet_worker_finished", "Requests that ended on this worker,
 REFUSED = Counter("motet_worker_refused", "Requests that this worker refused, by error code.", ["code"], registry=REGISTRY)
 PREEMPTIONS = Counter("motet_worker_preemptions", "Requests preempted for lack of KV blocks.", registry=REGISTRY)
 PREFIX_HIT_TOKENS = Counter("motet_worker_prefix_hit_tokens", "Prompt tokens served from the prefix cache.", registry=REGISTRY)
-KV_USAGE = Gauge("motet_worker_kv_usage_ratio", "Share of KV blocks that hold running requests.", registry=REGISTRY)
+KV_USAGE = Gauge(
+    "motet_worker_kv_usage_ratio",
+    "Share of KV blocks that a new request cannot get: running ones hold it, or used adapters.",
+    registry=REGISTRY,
+)
 ADAPTERS_RESIDENT = Gauge(
     "motet_worker_adapters", "Adapter versions resident on this worker, by tier.", ["tier"], registry=REGISTRY
 )

@@ -382,7 +382,7 @@ class WorkerService:
             if change.tier is None:
                 metrics.ADAPTER_EVICTIONS.labels("device").inc()
         metrics.ADAPTERS_RESIDENT.labels("device").set(self.core.on_device)
-        metrics.KV_USAGE.set(1 - view.kv_blocks_free / view.limits.kv_blocks_total)
+        metrics.KV_USAGE.set(1 - view.kv_blocks_free / view.limits.kv_blocks_most)
 
     def _on_control(self, message: Control) -> None:
         match message:

@@ -102,8 +102,9 @@ def simulated(workload: Workload, engine: Engine, recorder: Recorder, *, kv_bloc
         max_waiting=1000,
         block_size=BLOCK_SIZE,
         kv_blocks_total=kv_blocks,
-        adapter_bytes_total=engine._runner.lora_bytes_total,
+        adapter_bytes_total=engine._lora_bytes,
         max_lora_rank=64,
+        kv_block_bytes=engine._runner.kv_block_bytes if engine._runner.elastic else 0,
     )
     cluster = Cluster(workload, [WorkerSpec(limits=limits, perf=QUICK, steps=recorder, **options)], None)
     cluster.workers[0].max_run = 1
@@ -145,13 +146,18 @@ def test_the_twins_worker_runs_the_batches_of_the_live_engine(
 
 
 @pytest.mark.parametrize("cold_start", ["blocking", "assist", "auto"])
-@pytest.mark.parametrize(("kv_blocks", "max_loras", "prefix_cache"), [(600, 16, True), (90, 3, False)])
+@pytest.mark.parametrize(
+    ("kv_blocks", "max_loras", "prefix_cache", "shared_mib"),
+    [(600, 16, True, 0), (90, 3, False, 0), (50, 16, True, 1), (50, 16, False, 1)],
+)
 def test_the_twins_worker_runs_the_batches_of_an_engine_whose_copies_run_beside_its_steps(
-    checkpoint, kv_blocks: int, max_loras: int, prefix_cache: bool, cold_start: str
+    checkpoint, kv_blocks: int, max_loras: int, prefix_cache: bool, shared_mib: int, cold_start: str
 ) -> None:
     model_dir, adapters = checkpoint
     limits = {"kv_blocks": kv_blocks, "max_loras": max_loras, "prefix_cache": prefix_cache, "max_running": 12}
     options = {"perf": lambda: QUICK, "cold_start": cold_start, "runner": PacedRunner}
+    if shared_mib:
+        options |= {"lora_bytes": shared_mib << 20, "runner_options": {"elastic": True}}
     engine = make_engine(model_dir, max_step_tokens=48, **limits, **options)
     runner = engine._runner
     runner.bytes_per_s, runner.processes = 50e6, 1  # a copy takes up to 30 steps

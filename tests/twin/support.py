@@ -60,6 +60,8 @@ def spec(
     host_bytes: int | None = None,
     max_loras: int = 8,
     measured: bool = False,
+    adapter_bytes: int = 1 << 30,
+    kv_block_bytes: int = 0,
 ) -> WorkerSpec:
     limits = WorkerLimits(
         base_model="base",
@@ -68,8 +70,9 @@ def spec(
         max_waiting=max_waiting,
         block_size=16,
         kv_blocks_total=kv_blocks,
-        adapter_bytes_total=1 << 30,
+        adapter_bytes_total=adapter_bytes,
         max_lora_rank=128,
+        kv_block_bytes=kv_block_bytes,
     )
     linear = PerfSteps(A10_MBGMV, waiting_ms=0.01, context_token_ps=context_token_ps)
     return WorkerSpec(

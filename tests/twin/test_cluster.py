@@ -11,6 +11,7 @@ from motet.twin.scheduler import SchedulerSpec
 from motet.twin.workload import Workload
 from tests.twin.support import RANK_BYTES, history, run, spec, workload
 
+SHARED = {"kv_blocks": 64, "adapter_bytes": 160 * RANK_BYTES, "kv_block_bytes": 8 * RANK_BYTES, "max_loras": 16}
 SETTINGS = {
     "plain": ({}, {}),
     "short of memory, with preemptions": ({"kv_blocks": 70}, {}),
@@ -19,6 +20,8 @@ SETTINGS = {
     "prefix cache short of memory": ({"prefix_cache": True, "kv_blocks": 70, "host_bytes": 1 << 30}, {"prefixes": True}),
     "host memory for a few adapters": ({"host_bytes": 512 * RANK_BYTES}, {}),
     "steps by what they read": ({"measured": True}, {}),
+    "shared memory": (SHARED, {}),
+    "shared memory with a prefix cache": (SHARED | {"prefix_cache": True}, {"prefixes": True}),
     "more requests than room": ({"max_running": 4, "max_waiting": 6}, {"rate": 20.0}),
 }
 
@@ -36,8 +39,19 @@ def test_the_settings_of_that_test_do_what_they_say() -> None:
     worker, load = SETTINGS["prefix cache short of memory"]
     metrics = run(workload(0, **load), spec(**worker)).metrics
     assert metrics.preemptions and metrics.prefix_tokens and metrics.host_misses and metrics.evictions
+    for name in ("shared memory", "shared memory with a prefix cache"):
+        worker, load = SETTINGS[name]
+        cluster = run(workload(0, **load), spec(**worker))
+        assert cluster.metrics.preemptions and cluster.metrics.evictions
+        assert any(one.state.kv.total != worker["kv_blocks"] for one in cluster.workers)
     worker, load = SETTINGS["more requests than room"]
     assert run(workload(0, **load), spec(**worker)).metrics.refused.any()
+
+
+def test_overloaded_workers_that_share_their_memory_serve_more_requests() -> None:
+    worker, load = SETTINGS["shared memory"]
+    fixed, shared = (run(workload(0, **load), spec(**worker | change)).summary() for change in ({"kv_block_bytes": 0}, {}))
+    assert shared["finished"] > fixed["finished"]
 
 
 def test_the_same_arguments_give_the_same_history_and_another_seed_does_not() -> None:

@@ -50,6 +50,8 @@ class BackendOptions:
     lora_bytes: int
     max_lora_rank: int
     max_loras: int
+    elastic: bool = False
+    """Room may go from KV blocks to adapters and back, where the device's memory can do that (`Backend.elastic`)."""
     link_bytes_per_s: float = 0.0
     """Emulated pace of adapter copies, 0 for none."""
     assist_cores: Sequence[int] = ()
@@ -87,7 +89,17 @@ class Backend(Protocol):
 
     @property
     def lora_bytes_total(self) -> int:
-        """Device memory for adapters."""
+        """Device memory for adapters; where it is elastic, as of now."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether `divide` can be called: no fixed regions for KV blocks and adapters."""
+
+    def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
+        """From now on there are so many KV blocks and so many bytes for adapters, no more together than at the beginning.
+
+        Before that, the content of blocks is copied, (from, to) in order. What is in use lies within the new limits then.
+        """
 
     def adapter_bytes(self, weights: HostAdapter) -> int:
         """What this adapter occupies on the device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +23,26 @@ class DeviceMemory:
     device: torch.device
     cache: KvCache
     pool: LoraPool
+    elastic: bool = False
+    """Whether room can go from one to the other."""
+
+    def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Between steps: copy blocks, (from, to) in order, then let the cache have so many and the pool so many bytes."""
+        with torch.inference_mode():
+            self.cache.move(moves)
+            self.pool.resize(lora_bytes)
+        self.cache.resize(kv_blocks)
 
 
 def reserve(options: BackendOptions, *, spare_blocks: int = 0) -> DeviceMemory:
-    """The cache has `spare_blocks` more than the engine knows of. Raises UnsupportedModel."""
+    """The cache has `spare_blocks` more than the engine knows of. Raises UnsupportedModel.
+
+    Where the memory is elastic, cache and pool are each as large as both together, of which no more is used than is theirs.
+    """
     config = read_model_config(options.model_dir)
     dtype, device = resolve_dtype(options.dtype, config), numbered(torch.device(options.device))
+    block_bytes = kv_bytes_per_block(config, dtype=options.dtype, block_size=options.block_size)
+    both = options.kv_blocks * block_bytes + options.lora_bytes if options.elastic and device.type == "cpu" else 0
     cache = KvCache(
         layers=config.num_layers,
         blocks=options.kv_blocks + spare_blocks,
@@ -37,6 +51,7 @@ def reserve(options: BackendOptions, *, spare_blocks: int = 0) -> DeviceMemory:
         head_dim=config.head_dim,
         dtype=dtype,
         device=device,
+        capacity=both // block_bytes,
     )
     pool = LoraPool(
         config.projection_shapes(),
@@ -46,8 +61,9 @@ def reserve(options: BackendOptions, *, spare_blocks: int = 0) -> DeviceMemory:
         bytes_total=options.lora_bytes,
         dtype=dtype,
         device=device,
+        capacity=both,
     )
-    return DeviceMemory(config, dtype, device, cache, pool)
+    return DeviceMemory(config, dtype, device, cache, pool, elastic=both > 0)
 
 
 def weights_of(

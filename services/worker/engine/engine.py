@@ -59,14 +59,19 @@ class Engine:
         cold = None
         if runner.link.bytes_per_s < math.inf:
             cold = ColdStarts(runner.config.num_layers, limits.max_step_tokens, cold_start)
-        slots = AdapterSlots(limits.max_loras, runner.lora_bytes_total, asynchronous=cold is not None)
+        self._lora_bytes = runner.lora_bytes_total
+        """What one adapter may occupy."""
+        slots = AdapterSlots(limits.max_loras, self._lora_bytes, asynchronous=cold is not None)
+        blocks = limits.kv_blocks
+        capacity = blocks + self._lora_bytes // runner.kv_block_bytes if runner.elastic else blocks
         self._adapters = DeviceAdapters(runner, slots, perf)
         self._core: BatchCore[LiveSequence] = BatchCore(
             admission,
-            kv=KvBlocks(limits.kv_blocks, limits.block_size, prefix_cache=limits.prefix_cache),
+            kv=KvBlocks(blocks, limits.block_size, prefix_cache=limits.prefix_cache, capacity=capacity),
             slots=slots,
             cold=cold,
             kv_block_bytes=runner.kv_block_bytes,
+            shared=runner.elastic,
         )
         self._state = self._core.state
         self._seats = Seats(
@@ -83,13 +88,13 @@ class Engine:
 
     @property
     def kv_blocks_free(self) -> int:
-        """Blocks that a new sequence could get, cached ones without users included."""
-        return self._state.kv.free
+        """Blocks that a new sequence could get, cached ones without users and the room of idle adapters included."""
+        return self._core.kv_blocks_free
 
     @property
     def adapter_bytes_free(self) -> int:
-        """Device memory for adapters that holds nothing."""
-        return self._state.adapters.bytes_free
+        """Device memory that holds nothing and that adapters may fill."""
+        return self._core.adapter_bytes_free
 
     @property
     def prefill_tokens_waiting(self) -> int:
@@ -130,8 +135,9 @@ class Engine:
         known = len(request.prompt) + len(request.output)
         assert request.prompt and len(request.prompt) < self.max_model_len >= known, "admission lets no such request in"
         live = self._make_live(request)
-        if live.adapter_bytes > (total := self._runner.lora_bytes_total):
-            raise InvalidAdapter(f"the adapter needs {live.adapter_bytes} bytes on the device, which has {total} for all")
+        if live.adapter_bytes > self._lora_bytes:
+            room = self._lora_bytes
+            raise InvalidAdapter(f"the adapter needs {live.adapter_bytes} bytes on the device, which has {room} for adapters")
         finish = _finish_of(live) if request.output else None
         if finish is None and live.output_tokens >= request.sampling.max_tokens:
             finish = "length"
@@ -180,6 +186,7 @@ class Engine:
         slot = self._core.load(digest, self._runner.adapter_bytes(adapter))
         if slot is None:
             return digest in self._core.slots
+        self._divide_memory()
         try:
             self._adapters.begin(slot, adapter)
         except Exception:
@@ -233,6 +240,8 @@ class Engine:
                 stats.cold_starts.append((live.cold.mode, live.cold.reason))
         if plan.loads or plan.evictions:
             self._move_adapters(plan, stats)
+        elif self._core.boundary is not None:
+            self._divide_memory()
         stats.preempted = len(plan.preempted)
         stats.count(plan.decodes, plan.prefills)
         return plan
@@ -352,6 +361,7 @@ class Engine:
         began_s = clock.now_s()
         for digest, slot in plan.evictions:
             self._adapters.left(digest, slot)
+        self._divide_memory()
         for live in plan.loads:
             adapter = live.request.adapter
             assert adapter is not None, "only sequences with an adapter load one"
@@ -360,6 +370,18 @@ class Engine:
             except Exception as error:  # this adapter's requests end, the others of the step go on
                 self._fail_load(plan, live, error)
         stats.load_s = clock.now_s() - began_s
+
+    def _divide_memory(self) -> None:
+        """The boundary between KV blocks and adapters has moved: so does that of the device's memory."""
+        boundary = self._core.boundary
+        if boundary is None or not boundary.moved:
+            return
+        moves = boundary.settle()
+        self._runner.divide(self._state.kv.total, self._state.adapters.bytes_total, moves)
+        if moves:
+            for live in self._state.running:
+                if live.row >= 0:
+                    self._seats.moved(live)
 
     def _fail_load(self, plan: StepPlan[LiveSequence], first: LiveSequence, error: Exception) -> None:
         answer = MotetError(f"adapter {first.adapter} could not be loaded: {type(error).__name__}: {error}", param="model")

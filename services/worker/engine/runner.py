@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,13 +139,22 @@ class ModelRunner:
 
     @property
     def lora_bytes_total(self) -> int:
-        """Device memory for adapters."""
+        """Device memory for adapters; where it is elastic, as of now."""
         return self.pool.bytes_total
 
     @property
     def lora_bytes_free(self) -> int:
         """Of them, those that hold nothing."""
         return self.pool.bytes_free
+
+    @property
+    def elastic(self) -> bool:
+        """Whether room can go from KV blocks to adapters and back."""
+        return self.memory.elastic
+
+    def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
+        """From now on there are so many KV blocks and so many bytes for adapters; before that, blocks are copied."""
+        self.memory.divide(kv_blocks, lora_bytes, moves)
 
     def adapter_bytes(self, weights: HostAdapter) -> int:
         """What this adapter occupies in the pool: whole pages of 8 ranks of each projection it has, over all layers."""

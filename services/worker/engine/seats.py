@@ -77,6 +77,10 @@ class Seats:
         """Its last block is new."""
         self._tables[live.row, len(live.blocks) - 1] = live.blocks[-1]
 
+    def moved(self, live: LiveSequence) -> None:
+        """Its blocks have other ids now."""
+        self._tables[live.row, : len(live.blocks)] = live.blocks
+
     def build(self, plan: StepPlan[LiveSequence], stats: StepStats) -> tuple[StepBatch, np.ndarray, np.ndarray]:
         """The plan as arrays; with it the seats [n] and lengths [n] of the sequences that get a token, decodes first."""
         size, decodes, prefills = self._block_size, plan.decodes, plan.prefills

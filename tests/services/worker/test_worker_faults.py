@@ -14,7 +14,7 @@ from tests.support_models import random_prompts
 
 
 async def test_requests_that_outgrow_the_kv_cache_together_all_end_with_their_own_tokens(start, oracle):
-    worker = await start(kv_blocks=12, block_size=8, max_running=8)
+    worker = await start(kv_blocks=12, block_size=8, max_running=8, device_memory="fixed")
     prompts = random_prompts(6)
     requests = [generate(prompt, max_tokens=30) for prompt in prompts]
     await worker.accepted(*requests)

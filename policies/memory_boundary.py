@@ -1,0 +1,208 @@
+"""Moves the boundary between KV blocks and adapters within one budget of device memory.
+
+    device budget   |-- claim "kv" ------------------------->|<-- claim "adapters" ----------|
+                    | running | prefix | blank               | used | idle | free            |
+                                                             ^ moves by whole KV blocks
+
+Each claim begins with its share. Either may grow beyond it, into memory that the other does not need, and gives that back when
+the other needs it: as long as both want more than there is, it is as if the regions were fixed. What makes room:
+
+    memory that holds nothing     KV takes it freely. Adapters beyond their share leave blank blocks for the running requests
+                                  (`RESERVE`), and for the waiting ones whose adapter is here
+    prefix blocks, idle adapters  in the order of what a byte of them is worth (`policies.memory_worth`); prefix blocks in any
+                                  case when an adapter fits no other way
+    adapters that waiting         for KV within its share alone
+    requests hold or will use
+    running KV, used adapters     never
+
+So that the boundary does not swing, it moves in steps of `grain` blocks where it can, and a cache of the other claim leaves
+only when it is worth clearly less than one of the claim's own (`MARGIN`).
+
+Block ids are 0 .. blocks - 1. With fewer blocks, those in use that lay above get ids below: `settle` says what is to be copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.kv_blocks import KvBlocks
+from motet.policies.memory_ledger import Budget
+from motet.policies.memory_worth import ExpectedSavings, Reuse, Worth
+
+GRAINS = 64
+"""Steps in which the boundary could cross the whole budget."""
+MAX_GRAIN_BYTES = 8 << 20
+"""A larger step would copy blocks, and clear pages, for longer than a decode step takes."""
+MARGIN = 1.5
+RESERVE = 4
+"""One of so many of the KV blocks of the share stays blank when adapters go beyond theirs."""
+
+
+class Boundary:
+    """Both claims of a device's budget. `holders` are the block lists of running sequences, in which blocks are renamed;
+    `waited` are the adapters that waiting sequences will use.
+
+    Without `worth`, `ExpectedSavings` says what a byte is worth, from the step and copy times in `costs`.
+    """
+
+    def __init__(
+        self,
+        kv: KvBlocks,
+        slots: AdapterSlots,
+        budget: Budget,
+        *,
+        block_bytes: int,
+        holders: Callable[[], Iterable[list[int]]],
+        waited: Callable[[], Collection[str]] = tuple,
+        worth: Worth | None = None,
+    ) -> None:
+        self._kv, self._slots, self._budget, self._block_bytes = kv, slots, budget, block_bytes
+        self._holders, self._waited = holders, waited
+        slots.reuse, kv.reuse = Reuse(), Reuse()
+        self.costs = ExpectedSavings(slots.reuse, kv.reuse, block_size=kv.block_size, block_bytes=block_bytes)
+        self._worth: Worth = worth or self.costs
+        self.grain = max(1, min(kv.capacity // GRAINS, MAX_GRAIN_BYTES // block_bytes))
+        self._kv_share, self._lora_share = kv.total, slots.bytes_total
+        self._reserve = kv.total // RESERVE
+        self._prefixes_left = 0  # prefix blocks that leave before worths are compared again
+        self.crowded = False
+        """Whether an adapter has found no room since this was reset."""
+        self._moves: list[tuple[int, int]] = []
+        self.moved = False
+        """Whether the boundary is somewhere else than when `settle` was called last."""
+        self.evicted: list[tuple[str, int]] = []
+        """(digest, slot) of adapters that left, until the owner has taken them."""
+
+    def admitted(self, sequences: int) -> None:
+        """Time goes on by so many admissions."""
+        self._kv.clock += sequences
+        self._slots.clock = self._kv.clock
+
+    @property
+    def gives_blocks(self) -> bool:
+        """Whether KV could get a block from the adapters' claim."""
+        return self._slots.bytes_free + self._slots.idle_bytes >= self._block_bytes
+
+    @property
+    def blocks_free(self) -> int:
+        """KV blocks that a new sequence could get if all caches left."""
+        slots = self._slots
+        return self._kv.free + (slots.bytes_free + slots.idle_bytes) // self._block_bytes
+
+    @property
+    def adapter_bytes_free(self) -> int:
+        """What holds nothing, neither an adapter nor a KV block."""
+        return self._slots.bytes_free + self._kv.blank * self._block_bytes
+
+    def owns(self, count: int) -> bool:
+        """Whether `count` more KV blocks in use are within their share."""
+        return self._kv.total - self._kv.free + count <= self._kv_share
+
+    def admits(self, count: int) -> bool:
+        """Whether a new sequence may use so many blocks: beyond their share only while no adapter lacks room."""
+        return not self.crowded or self.owns(count)
+
+    def for_blocks(self, count: int, *, adapter: str = "", adapter_bytes: int = 0) -> bool:
+        """Make `count` blocks free; False, and no change, when they cannot be had.
+
+        `adapter`: of the sequence that needs them. It does not leave, or if it is not here yet, still fits afterwards.
+        """
+        kv, slots, size = self._kv, self._slots, self._block_bytes
+        if kv.blank >= count:
+            return True
+        if not self.gives_blocks:
+            return kv.free >= count
+        lacking = count - kv.blank
+        if self._prefixes_left >= lacking <= kv.idle:
+            self._prefixes_left -= lacking
+            return True
+        kept = 0 if not adapter or adapter in slots else adapter_bytes
+        waited = () if not slots.idle_bytes or self.owns(count) else self._waited()
+        leaving = [one for one in slots.victims() if one != adapter and one not in waited]
+        if kv.free + max(0, slots.bytes_free - kept + sum(map(slots.size_bytes, leaving))) // size < count:
+            return False
+        leaving.reverse()
+        prefixes = 0  # that will leave when the blocks are allocated
+        while (lacking := count - kv.blank - prefixes) > 0:
+            if (room := (slots.bytes_free - kept) // size) > 0:
+                self._to_kv(min(room, max(lacking, self.grain)))
+            elif prefixes < kv.idle and not (leaving and self._of_adapter(leaving[-1]) * MARGIN < self._worth.of_prefix()):
+                prefixes += min(max(lacking, self.grain), kv.idle - prefixes)
+            else:
+                self.evicted.append(slots.evict(leaving.pop()))
+        self._prefixes_left = max(0, min(prefixes, -lacking))
+        return True
+
+    def for_adapter(self, size_bytes: int, *, blocks: int = 0, evicting: bool = True) -> bool:
+        """Make room so that an adapter of this size, which is not here, fits; False, and no change, when it cannot.
+
+        `blocks`: what the waiting sequences whose adapter is here, and this one, are going to need. Idle adapters are left for
+        `AdapterSlots.acquire` to evict. Without `evicting` no cache leaves.
+        """
+        kv, slots, size = self._kv, self._slots, self._block_bytes
+        lacking = -(-(size_bytes - slots.bytes_free) // size)
+        if lacking <= 0 or not slots.fits(0, evicting=evicting):
+            return slots.fits(0, evicting=evicting)
+        owed, left = max(0, self._lora_share - slots.bytes_total) // size, self._reserve + blocks
+        blank = max(min(kv.blank, owed), kv.blank - left, 0)
+        if not evicting:
+            if lacking <= blank:
+                self._to_adapters(min(blank, max(lacking, self.grain)))
+            return lacking <= blank
+        most = max(min(kv.free, owed), kv.free - left, 0)
+        if size_bytes > slots.bytes_free + slots.idle_bytes + most * size:
+            self.crowded = True
+            return False
+        given = min(blank, lacking)
+        room = slots.bytes_free + given * size
+        victims = slots.victims()
+        victim = next(victims, None)
+        while room < size_bytes:
+            if given < most and (victim is None or self._worth.of_prefix() * MARGIN < self._of_adapter(victim)):
+                more = min(-(-(size_bytes - room) // size), most - given)
+                given, room = given + more, room + more * size
+            else:
+                assert victim is not None, "they were counted"
+                room += slots.size_bytes(victim)
+                victim = next(victims, None)
+        if given:
+            self._to_adapters(max(given, min(self.grain, blank)))
+        return True
+
+    def settle(self) -> list[tuple[int, int]]:
+        """The device's memory is being divided anew: (from, to) of the KV blocks to be copied before that, in order."""
+        moves, self._moves, self.moved = self._moves, [], False
+        return moves
+
+    def check(self) -> None:
+        """Assert that the claims are what their owners were told."""
+        claims = self._budget.claims
+        assert claims["kv"].size_bytes == self._kv.total * self._block_bytes, "the claim of KV blocks"
+        assert claims["adapters"].size_bytes == self._slots.bytes_total, "the claim of adapters"
+
+    def _of_adapter(self, digest: str) -> float:
+        return self._worth.of_adapter(digest, self._slots.size_bytes(digest))
+
+    def _to_kv(self, blocks: int) -> None:
+        self._slots.resize(self._slots.bytes_total - blocks * self._block_bytes)
+        self._kv.resize(self._kv.total + blocks)
+        self._claim("adapters", "kv")
+
+    def _to_adapters(self, blocks: int) -> None:
+        moves = self._kv.resize(self._kv.total - blocks)
+        self._slots.resize(self._slots.bytes_total + blocks * self._block_bytes)
+        self._claim("kv", "adapters")
+        if moves:
+            self._moves += moves
+            renamed = dict(moves)
+            for held in self._holders():
+                if not renamed.keys().isdisjoint(held):
+                    held[:] = [renamed.get(block, block) for block in held]
+
+    def _claim(self, smaller: str, larger: str) -> None:
+        """Book what was moved; the smaller claim first, because the budget has no room for both."""
+        sizes = {"kv": self._kv.total * self._block_bytes, "adapters": self._slots.bytes_total}
+        for name in (smaller, larger):
+            assert self._budget.claims[name].resize(sizes[name]), f"{name} cannot claim {sizes[name]} bytes"
+        self.moved = True

@@ -1,0 +1,103 @@
+"""Promise: a region that shrinks gives its memory back to the system, and what stays in it is not changed."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.kernels import KvCache, LoraPool, PackedLora, PoolFull
+from tests.kernels.test_lora import LAYERS, SHAPES, random_adapter
+
+MIB = 1 << 20
+
+
+def resident_bytes(memory: torch.Tensor) -> int:
+    """Of the mappings in which the tensor lies, as the system counts them."""
+    start, end, total, inside = memory.data_ptr(), memory.data_ptr() + memory.nbytes, 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            low, high = (int(one, 16) for one in found.groups())
+            inside = low < end and high > start
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def kv_cache(blocks: int, capacity: int) -> KvCache:
+    """Blocks of 16 KiB over all layers."""
+    shape = {"layers": 4, "block_size": 8, "kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
+    return KvCache(blocks=blocks, capacity=capacity, **shape)
+
+
+def test_a_smaller_cache_gives_back_its_end_and_grows_again_with_zeros() -> None:
+    cache = kv_cache(4096, 4096)
+    cache.data[:, :4096] = 1.0
+    assert 64 * MIB <= resident_bytes(cache.data) <= 70 * MIB
+    cache.resize(1024)
+    assert 16 * MIB <= resident_bytes(cache.data) <= 22 * MIB
+    assert cache.data[:, :1024].eq(1).all() and cache.data[:, 1024:].eq(0).all()
+    cache.resize(2048)
+    cache.data[:, 1024:2048] = 2.0
+    assert resident_bytes(cache.data) <= 38 * MIB
+    assert cache.data[:, :1024].eq(1).all()
+
+
+def test_a_cache_with_more_capacity_takes_no_more_memory_than_its_blocks() -> None:
+    cache = kv_cache(1000, 8192)
+    cache.data[:, :1000] = 1.0
+    assert resident_bytes(cache.data) <= 17 * MIB
+    assert cache.null_block == 8192 and cache.data[:, 8192].eq(0).all()
+
+
+def test_moved_blocks_are_copied_in_order_in_every_layer() -> None:
+    cache = kv_cache(8, 8)
+    for block in range(8):
+        cache.data[:, block] = float(block)
+    cache.move([(7, 1), (1, 0), (6, 1)])
+    assert [cache.data[layer, block].unique().tolist() for layer in range(4) for block in (0, 1)] == [[7.0], [6.0]] * 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_adapters_stay_what_they_are_while_the_pool_shrinks_and_grows(seed: int) -> None:
+    draw = random.Random(seed)
+    pool = LoraPool(SHAPES, layers=LAYERS, slots=8, max_rank=128, bytes_total=2 * MIB, dtype=torch.float32, capacity=8 * MIB)
+    held: dict[int, PackedLora] = {}
+    for _ in range(80):
+        slot = draw.randrange(8)
+        if slot in held:
+            pool.free(slot)
+            del held[slot]
+        else:
+            packed = PackedLora.pack(random_adapter(draw), pool.shapes, layers=LAYERS)
+            try:
+                pool.load(slot, packed)
+                held[slot] = packed
+            except PoolFull:
+                pass
+        used = pool.bytes_total - pool.bytes_free
+        pool.resize(draw.randint(used, 8 * MIB))
+        assert pool.bytes_total - pool.bytes_free == used
+        if used:
+            with pytest.raises(PoolFull):
+                pool.resize(used - 8 * 4)
+        for slot, packed in held.items():
+            for m, module in enumerate(SHAPES):
+                for page in range(int(packed.pages[0, m])):
+                    lines = pool.page_lines[module]
+                    at, source = int(pool.table[slot, m, page]), int(packed.table[0, m, page])
+                    assert (at + lines) * 8 * 4 <= pool.bytes_total
+                    assert torch.equal(pool.arena[at * 8 : (at + lines) * 8], packed.arena[source * 8 : (source + lines) * 8])
+
+
+def test_a_smaller_pool_gives_back_its_end() -> None:
+    pool = LoraPool(SHAPES, layers=LAYERS, slots=8, max_rank=64, bytes_total=64 * MIB, dtype=torch.float32)
+    pool.arena.fill_(1.0)
+    pool.resize(16 * MIB)
+    assert resident_bytes(pool.arena) <= 19 * MIB
+    pool.resize(32 * MIB)
+    pool.arena[: 8 * MIB] = 2.0
+    assert resident_bytes(pool.arena) <= 35 * MIB
