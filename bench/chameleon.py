@@ -104,6 +104,7 @@ POLICIES = {
     "motet, put off": Policy(eviction="forecast", queues="motet"),
 }
 OURS = ("motet", "motet, put off")
+FREE = "copies that take no time"
 EVICTIONS: tuple[EvictionName, ...] = ("lru", "fair-share", "score", "gdsf", "forecast")
 spawn = multiprocessing.get_context("spawn")
 
@@ -130,6 +131,7 @@ class Case:
     memory_gib: float = MEMORY_GIB
     predict: str = "perfect"  # or "noisy", "none"
     hot: float = 0.0  # this share of all requests is for one adapter
+    copy_ms: float = COPY_MS
     slo_s: float = 5.0
     seconds: float = 300.0
     data: Path | None = None
@@ -206,7 +208,7 @@ def workload(case: Case) -> Workload:
     )  # fmt: skip
 
 
-def worker(policy: Policy, memory_gib: float) -> WorkerSpec:
+def worker(policy: Policy, memory_gib: float, copy_ms: float = COPY_MS) -> WorkerSpec:
     """The worker with one budget for KV blocks and adapters; a third of it is the adapters' at first."""
     block_bytes = BLOCK_SIZE * LLAMA2_7B.kv_token_bytes
     limits = WorkerLimits(
@@ -216,7 +218,7 @@ def worker(policy: Policy, memory_gib: float) -> WorkerSpec:
     )  # fmt: skip
     return WorkerSpec(
         limits=limits, perf=PERF, steps=MeasuredSteps(STEPS, PERF),
-        link=LinkModel(bytes_per_s=256 * MIB / (COPY_MS / 1e3), layers=LLAMA2_7B.layers, cold_start="blocking", drag=1.0),
+        link=LinkModel(bytes_per_s=256 * MIB / (copy_ms / 1e3), layers=LLAMA2_7B.layers, cold_start="blocking", drag=1.0),
         max_step_tokens=STEP_TOKENS, max_loras=4096, eviction=policy.eviction, queues=policy.queues,
         prefetch=policy.prefetch,
     )  # fmt: skip
@@ -236,7 +238,7 @@ def measure(case: Case) -> Outcome:
     """Make one run."""
     load = workload(case)
     predict = _predictor(case.predict, load, case.seed)
-    cluster = Cluster(load, [worker(case.policy, case.memory_gib)], None, predict=predict)
+    cluster = Cluster(load, [worker(case.policy, case.memory_gib, case.copy_ms)], None, predict=predict)
     cluster.run()
     times, metrics = Latencies.of(load, cluster.metrics), cluster.metrics
     counted = load.arrival_s[times.rows] >= WARM_S
@@ -319,9 +321,11 @@ def _run(bench: Bench, watch: Watch) -> dict[str, Any]:
     loads = (HIGH,) if bench.quick else LOADS
     cases = {(name, load): replace(base, policy=POLICIES[name], rate=load) for name in names for load in loads}
     ones = {n: replace(base, adapters=n, only_rank=32, rate=8.0) for n in (1, 50, 500)}
-    breaks = {} if bench.quick else {
-        name: bench.pool.submit(breaking_load, replace(base, policy=POLICIES[name]), bench.seeds[:2]) for name in names
-    }  # fmt: skip
+    searched = {name: replace(base, policy=POLICIES[name]) for name in names}
+    searched[FREE] = replace(base, policy=POLICIES["motet"], copy_ms=1e-3)
+    breaks = {
+        name: bench.pool.submit(breaking_load, case, bench.seeds[:2]) for name, case in searched.items() if not bench.quick
+    }
     found = bench.all(cases, "loads")
     lora = bench.all(ones, "S-LoRA's own figures", 2)
     lost = {name: future.result() for name, future in breaks.items()}
@@ -351,6 +355,7 @@ def _run(bench: Bench, watch: Watch) -> dict[str, Any]:
         rows = [[name, load, load / lost["s-lora"]] for name, load in lost.items()]
         print(report.table(f"requests/s at which P99 TTFT is {bench.slo_s:.2f} s", ("policy", "requests/s", "x S-LoRA"), rows))
         figures |= {"breaks_at": {name: round(load, 2) for name, load in lost.items()}}
+        figures["load_vs_free_copies"] = round(lost["motet"] / lost[FREE], 3)
         figures["load_vs_slora"] = round(lost["motet"] / lost["s-lora"], 3)
         figures["s_lora_load_error"] = round(lost["s-lora"] / PAPER["load"] - 1, 3)
     ours, others = found["motet", HIGH], [found[name, HIGH] for name in names if name not in OURS]

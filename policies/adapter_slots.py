@@ -8,7 +8,6 @@ Where copies run beside the steps (`asynchronous`) an adapter is *loading* from 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import chain
 
 import msgspec
 
@@ -101,11 +100,8 @@ class AdapterSlots:
         if not self.fits(size_bytes):
             return None
         evicted: list[tuple[str, int]] = []
-        if not self._free_slots or size_bytes > self.bytes_free:
-            victims = list(self.victims())
-            victims.reverse()
-            while not self._free_slots or size_bytes > self.bytes_free:
-                evicted.append(self.evict(victims.pop()))
+        while not self._free_slots or size_bytes > self.bytes_free:
+            evicted.append(self.evict(next(self.victims())))
         slot = self._free_slots.pop()
         self._residents[digest] = _Resident(slot, size_bytes, users=1)
         self.eviction.use(digest, size_bytes)
@@ -152,12 +148,13 @@ class AdapterSlots:
         """Idle adapters, the first to leave first: those that nobody waits for, then the others, then pinned ones. The caller
         stops iterating when it takes one out."""
         waited, pinned = self.waited(), self.pinned
-        if not waited and not pinned:
-            return iter(self.eviction)
-        ranks: tuple[list[str], list[str], list[str]] = [], [], []
+        later: list[str] = []
         for digest in self.eviction:
-            ranks[2 if digest in pinned else digest in waited].append(digest)
-        return chain(*ranks)
+            if digest in waited or digest in pinned:
+                later.append(digest)
+            else:
+                yield digest
+        yield from sorted(later, key=pinned.__contains__)
 
     def unwanted(self) -> Iterator[str]:
         """Those of `victims` that are neither pinned nor waited for."""

@@ -90,14 +90,14 @@ class PutOff(Generic[S]):
     `size`: a request of the mean size is put off by so many TTFT objectives, one of twice that size by twice as much. Short
     requests overtake long ones, but none for ever.
     `fair`: a flow is a tenant's requests for one adapter. The engine's rate is divided among tenants that have requests here by
-    weight, and among their adapters equally. A flow that asks for more than its share is put off until its share has caught up
-    (a virtual clock), by at most so many objectives.
+    weight, and among their adapters equally. A virtual clock says when a flow's share will have served all that it has asked
+    for: the flow that is most ahead of its share is put off by so many objectives, the others in proportion.
     `shared`: a request whose adapter is in use needs no memory for it and goes ahead by so many objectives.
     """
 
     size: float = 0.1
-    fair: float = 0.5
-    shared: float = 0.5
+    fair: float = 1.0
+    shared: float = 0.25
     squashes: bool = False
     _flows: dict[tuple[str, str], _Flow] = field(default_factory=dict)
     _tenants: dict[str, tuple[int, float]] = field(default_factory=dict)  # flows with requests here, weight
@@ -112,8 +112,11 @@ class PutOff(Generic[S]):
         tokens = seq.length
         self._mean_tokens += (tokens - self._mean_tokens) * (0.01 if self._mean_tokens else 1.0)
         slo_s = max(0.0, seq.due_s - now_s) / PATIENCE or TTFT_SLO_S
-        off_s = self.size * tokens / self._mean_tokens + min(self.fair, self._ahead_s(seq, tokens, now_s) / slo_s)
-        self._places[seq.order] = seq.due_s + off_s * slo_s, self.shared * slo_s
+        off = self.size * tokens / self._mean_tokens
+        if ahead_s := self._ahead_s(seq, tokens, now_s):
+            most_s = max(flow.until_s for flow in self._flows.values()) - now_s
+            off += self.fair * ahead_s / max(most_s, slo_s)
+        self._places[seq.order] = seq.due_s + off * slo_s, self.shared * slo_s
 
     def _ahead_s(self, seq: S, tokens: int, now_s: float) -> float:
         """By how much its flow has asked for more than its share."""
