@@ -116,7 +116,7 @@ spawn = multiprocessing.get_context("spawn")
 def arguments(parser: argparse.ArgumentParser) -> None:
     """This bench's own options."""
     parser.add_argument("--seed", type=int, default=10, help="the first of the seeds; below 10 are those of the tuning")
-    parser.add_argument("--plots", type=Path, help="only draw the plot of docs/adapter-memory.md into this file")
+    parser.add_argument("--plots", type=Path, help="with --quick: only draw the plot of docs/adapter-memory.md into this file")
     parser.add_argument(
         "--data", type=Path, default=os.environ.get("MOTET_DATA"), help=f"directory of {TRACE} and {POPULARITY}"
     )
@@ -290,7 +290,7 @@ class Bench:
         data = Path(args.data) if args.data is not None else None
         seconds = args.seconds or (8.0 if args.quick else 300.0)
         self.base = Case(policy=POLICIES["s-lora"], seconds=seconds, data=data, seed=args.seed)
-        alone = replace(self.base, rate=0.05, seconds=200.0 if args.quick else 10_000.0)
+        alone = replace(self.base, rate=0.05, seconds=200.0 if args.quick and args.plots is None else 10_000.0)
         self.slo_s = SLO_FACTOR * measure(alone).e2e / 1e3
         self.base = replace(self.base, slo_s=self.slo_s)
 
@@ -447,7 +447,7 @@ def _plot(bench: Bench, path: Path) -> None:
         copied.set(title="requests that need a copy, %", xlabel="requests/s", ylim=(0.0, 100.0))
         queued.set(title=f"requests waiting, {HIGH:g} requests/s", xlabel="s")
         late.legend(frameon=False)
-        figure.savefig(path, format="svg", metadata={"Date": None})
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def waiting(case: Case) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
