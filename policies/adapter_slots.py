@@ -7,7 +7,7 @@ Where copies run beside the steps (`asynchronous`) an adapter is *loading* from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 
@@ -43,7 +43,10 @@ class AdapterSlots:
         self.clock = 0
         """Admissions so far, as they count them: the time of `reuse`."""
         self._residents: dict[str, _Resident] = {}
-        self._eviction: Eviction = eviction or Lru()
+        self.eviction: Eviction = eviction or Lru()
+        self.waited: Callable[[], Collection[str]] = tuple
+        """Adapters of requests that wait; they leave after the others."""
+        self.pinned: set[str] = set()
         self._idle = 0  # adapters without users
         self.idle_bytes = 0
         """Of the adapters without users."""
@@ -91,7 +94,7 @@ class AdapterSlots:
                 self.idle_bytes -= resident.size_bytes
                 if self.reuse is not None:
                     self.reuse.used(self.clock - resident.since)
-                self._eviction.use(digest)
+            self.eviction.use(digest, resident.size_bytes)
             resident.users += 1
             return Grant(resident.slot)
         if not self.fits(size_bytes):
@@ -101,11 +104,29 @@ class AdapterSlots:
             evicted.append(self.evict(next(self.victims())))
         slot = self._free_slots.pop()
         self._residents[digest] = _Resident(slot, size_bytes, users=1)
-        self._eviction.use(digest)
+        self.eviction.use(digest, size_bytes)
         if self.asynchronous:
             self._loading[digest] = slot
         self.bytes_free -= size_bytes
         return Grant(slot, load=True, evicted=evicted)
+
+    def prefetch(self, digest: str, size_bytes: int) -> Grant | None:
+        """A slot for an adapter that nobody uses yet; only idle ones that nobody waits for make room. None without room."""
+        leaving: list[str] = []
+        slots, room = len(self._free_slots), self.bytes_free
+        if not slots or size_bytes > room:
+            for idle in self.unwanted():
+                leaving.append(idle)
+                slots, room = slots + 1, room + self._residents[idle].size_bytes
+                if size_bytes <= room:
+                    break
+            else:
+                return None
+        evicted = [self.evict(idle) for idle in leaving]
+        grant = self.acquire(digest, size_bytes)
+        assert grant is not None, "it fits"
+        self.release(digest)
+        return Grant(grant.slot, load=True, evicted=evicted)
 
     def release(self, digest: str) -> None:
         """Remove a user. Without users the adapter stays until its place is needed."""
@@ -115,11 +136,30 @@ class AdapterSlots:
             self._idle += 1
             self.idle_bytes += resident.size_bytes
             resident.since = self.clock
-            self._eviction.release(digest, resident.size_bytes)
+            self.eviction.release(digest)
+
+    def unkept(self) -> list[tuple[str, int]]:
+        """Drop the idle adapters that the policy does not keep; returns them with their slots."""
+        if self.eviction.keeps or not self._idle:
+            return []
+        return [self.evict(digest) for digest in list(self.unwanted())]
 
     def victims(self) -> Iterator[str]:
-        """Idle adapters, the first to leave first. The caller stops iterating when it takes one out."""
-        return iter(self._eviction)
+        """Idle adapters, the first to leave first: those that nobody waits for, then the others, then pinned ones. The caller
+        stops iterating when it takes one out."""
+        waited, pinned = self.waited(), self.pinned
+        later: list[str] = []
+        for digest in self.eviction:
+            if digest in waited or digest in pinned:
+                later.append(digest)
+            else:
+                yield digest
+        yield from sorted(later, key=pinned.__contains__)
+
+    def unwanted(self) -> Iterator[str]:
+        """Those of `victims` that are neither pinned nor waited for."""
+        waited, pinned = self.waited(), self.pinned
+        return (digest for digest in self.eviction if digest not in waited and digest not in pinned)
 
     def evict(self, digest: str) -> tuple[str, int]:
         """Remove an idle adapter for lack of room; returns it with the freed slot."""
@@ -142,7 +182,7 @@ class AdapterSlots:
         self._loading.pop(digest, None)
         self._idle -= 1
         self.idle_bytes -= resident.size_bytes
-        self._eviction.forget(digest)
+        self.eviction.forget(digest)
         self.bytes_free += resident.size_bytes
         self._free_slots.append(resident.slot)
         return resident.slot
@@ -157,5 +197,5 @@ class AdapterSlots:
         assert self.bytes_free == self.bytes_total - held >= 0, "bytes do not add up"
         assert all(self._residents[digest].slot == slot for digest, slot in self._loading.items()), "a copy without a slot"
         idle = set(self._residents) - set(used)
-        assert set(self._eviction) == idle and self._idle == len(idle), "victims differ from adapters without users"
+        assert set(self.eviction) == idle and self._idle == len(idle), "victims differ from adapters without users"
         assert self.idle_bytes == sum(self._residents[digest].size_bytes for digest in idle), "idle bytes"

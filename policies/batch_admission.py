@@ -14,6 +14,8 @@ returns the plan of one step; `advance(state, plan)` is called when the step has
    blocks for adapters before anybody is preempted or waits.
 4. A sequence whose *adapter* finds no slot lets others pass, `max_bypass` of them; after that only base sequences, which
    cannot prolong its wait for a slot. Slots held by running sequences come free as those end, so nobody starves.
+   Where `queues` say so, others pass only if they are predicted to end before it finds room (Chameleon section 4.3.3); who
+   passed is preempted when the room comes sooner.
 5. A sequence whose adapter has a slot but is still being copied waits *with* that slot, however many pass, until its copy is
    whole or `policies.cold_start` lets it join before. It holds neither a seat nor blocks meanwhile.
 
@@ -30,7 +32,7 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -55,6 +57,7 @@ class AdmissionLimits:
     max_running: int
     max_step_tokens: int
     max_bypass: int = 64
+    prefetch: int = 0  # waiting requests whose adapters are copied before their turn, where copies run beside the steps
 
     @property
     def seats(self) -> int:
@@ -74,6 +77,9 @@ class Sequence:
     adapter: str = ""  # digest, "" for the base
     adapter_bytes: int = 0  # on the device
     rank: int = 0  # of its adapter
+    expected_length: int = 0  # prompt and predicted output; 0 for unknown
+    tenant: str = ""
+    tenant_weight: float = 1.0
     cache_scope: bytes = b""  # who may share its KV blocks (policies.kv_blocks.cache_scope)
     computed: int = 0  # tokens whose K and V are in the cache
     scheduled: int = 0  # rows in the step being run
@@ -120,26 +126,63 @@ class StepPlan(msgspec.Struct, Generic[S]):
     grown: list[S] = []  # decodes that got one more block
     evictions: list[tuple[str, int]] = []  # (adapter digest, slot), before the loads
     loads: list[S] = []  # whose adapter must be copied to `slot` first
+    prefetched: list[tuple[S, int]] = []  # that wait on, and the slot to copy their adapter to
     tokens: int = 0
+
+
+class Queues(Protocol[S]):
+    """Which waiting sequences may come in, and in which order (`policies.request_queues`)."""
+
+    squashes: bool
+    """Whether sequences pass one without adapter memory by predicted ends, and are preempted when that was wrong."""
+
+    def arrived(self, seq: S, now_s: float) -> None:
+        """It waits from now on."""
+
+    def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
+        """Those of `state.waiting` that may come in with this step, in the order in which room is looked for."""
+
+    def began(self, seq: S, now_s: float) -> None:
+        """It runs."""
+
+    def stopped(self, seq: S, now_s: float) -> None:
+        """It ran and does not any more: preempted, or ended."""
+
+    def left(self, seq: S) -> None:
+        """It has ended."""
 
 
 class BatchAdmission(Generic[S]):
     """The policy: limits fixed, everything else in the state it is given.
 
-    `cold` decides about adapters under way; it is needed when the state's slots are asynchronous.
+    `cold` decides about adapters under way; it is needed when the state's slots are asynchronous. `queues` decides whose turn
+    it is; without it sequences come in by `order_of`.
     """
 
-    def __init__(self, limits: AdmissionLimits, cold: ColdStarts | None = None) -> None:
+    def __init__(self, limits: AdmissionLimits, cold: ColdStarts | None = None, queues: Queues[S] | None = None) -> None:
         self.limits = limits
+        self.queues = queues
+        self.squashed = 0
+        """Sequences that passed another one and were preempted for it."""
         self._cold = cold
+        self._now_s = 0.0
+        self._passed: list[tuple[S, list[S]]] = []  # sequences without adapter memory, and who passed them by prediction
 
-    def decide(self, state: AdmissionState[S]) -> StepPlan[S]:
+    def decide(self, state: AdmissionState[S], now_s: float = 0.0) -> StepPlan[S]:
         """The next step's plan. Changes the state as if the step were already under way."""
         plan: StepPlan[S] = StepPlan()
+        self._now_s = now_s
+        if not state.adapters.eviction.keeps:
+            plan.evictions += state.adapters.unkept()
+        if self._passed:
+            self._squash(state, plan)
         self._schedule_decodes(state, plan)
         self._schedule_prefills(state, plan)
         if state.waiting:
-            self._admit(state, plan)
+            candidates = state.waiting if self.queues is None else self.queues.candidates(state, now_s)
+            self._admit(state, plan, candidates)
+            if self.limits.prefetch and state.adapters.asynchronous:
+                self._prefetch(state, plan, candidates)
         return plan
 
     def _schedule_decodes(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
@@ -154,7 +197,7 @@ class BatchAdmission(Generic[S]):
                     _find_blocks(state, plan, 1, 0)
                 # The victim is the last of the running ones: never one that was served before in this loop.
                 while not kv.free and seq.blocks:
-                    _preempt(state, state.running[-1], plan)
+                    self._preempt(state, state.running[-1], plan)
                 if not seq.blocks:
                     continue
                 kv.extend(seq.blocks)
@@ -179,40 +222,90 @@ class BatchAdmission(Generic[S]):
             plan.prefills.append(seq)
             publish_full_blocks(kv, seq, seq.computed + seq.scheduled)
 
-    def _admit(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
+    def _admit(self, state: AdmissionState[S], plan: StepPlan[S], candidates: list[S]) -> None:
+        """Let candidates in and take them out of their list."""
+        queues = self.queues
         blocked: list[S] = []
         index = asked = promised = 0
         if state.boundary is not None:
             state.boundary.crowded = False
         closed = False  # a sequence has been passed often enough: only the base may
         while (
-            index < len(state.waiting)
+            index < len(candidates)
             and len(blocked) < BYPASS_WINDOW
             and len(state.running) < self.limits.seats
             and plan.tokens < self.limits.max_step_tokens
         ):
-            seq = state.waiting[index]
+            seq = candidates[index]
             if seq.adapter and seq.slot < 0 and (closed or not self._has_slot(state, seq, promised)):
                 blocked.append(seq)
                 closed = closed or seq.bypassed >= self.limits.max_bypass
                 index += 1
                 continue
+            if blocked and seq.adapter and queues is not None and queues.squashes:
+                if steps_left(seq) + 1 >= steps_until_room(state, blocked[0].adapter_bytes):
+                    index += 1
+                    continue
+                self._passed += [(one, [seq]) for one in blocked]
             if seq.adapter and self._cold is not None and self._under_way(state, seq, plan, self._cold):
                 asked += 1
                 if asked > COLD_WINDOW or not self._joins(seq, plan, self._cold):
                     promised += state.kv.blocks_for(seq.length)
                     index += 1
                     continue
-            if not self._book_blocks(state, seq, index, plan):
+            if not self._book_blocks(state, seq, index if queues is None else state.waiting.index(seq), plan):
                 return
             self._book_slot(state, seq, plan)
-            del state.waiting[index]
-            insort(state.running, seq, key=_order)
+            del candidates[index]
+            if queues is not None:
+                state.waiting.remove(seq)
+                queues.began(seq, self._now_s)
+            insort(state.running, seq, key=order_of)
             for passed in blocked:
                 passed.bypassed += 1
                 closed = closed or passed.bypassed >= self.limits.max_bypass
             plan.admitted.append(seq)
             self._schedule_chunk(state.kv, seq, plan)
+
+    def _prefetch(self, state: AdmissionState[S], plan: StepPlan[S], candidates: list[S]) -> None:
+        """Begin the copies that the next ones will need, where that takes nothing from those who run or wait."""
+        slots = state.adapters
+        for seq in candidates[: self.limits.prefetch]:
+            if not seq.adapter or seq.adapter in slots:
+                continue
+            if state.boundary is not None:
+                state.boundary.for_adapter(seq.adapter_bytes, evicting=False)
+            grant = slots.prefetch(seq.adapter, seq.adapter_bytes)
+            if grant is None:
+                return  # later ones may not take the room that the first of them waits for
+            plan.evictions += grant.evicted
+            plan.prefetched.append((seq, grant.slot))
+            if self._cold is not None:
+                self._cold.begun(seq.adapter, seq.adapter_bytes)
+
+    def _squash(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
+        """Preempt those who passed a sequence by prediction if their adapters' memory is what it still lacks."""
+        slots = state.adapters
+        waiting = {id(seq) for seq in state.waiting}
+        self._passed = [
+            (seq, passing)
+            for seq, others in self._passed
+            if id(seq) in waiting and seq.slot < 0 and (passing := [one for one in others if one.slot >= 0 and one.blocks])
+        ]
+        for seq in dict.fromkeys(seq for seq, _ in self._passed):
+            passing = [one for waits, others in self._passed if waits is seq for one in others]
+            mine = {one.adapter for one in passing if slots.users(one.adapter) == 1}
+            if slots.fits(seq.adapter_bytes) or not slots.fits(seq.adapter_bytes - sum(map(slots.size_bytes, mine))):
+                continue
+            for one in passing:
+                if one.adapter in mine and one.blocks and not slots.fits(seq.adapter_bytes):
+                    self._preempt(state, one, plan)
+                    self.squashed += 1
+
+    def _preempt(self, state: AdmissionState[S], seq: S, plan: StepPlan[S]) -> None:
+        _preempt(state, seq, plan)
+        if self.queues is not None:
+            self.queues.stopped(seq, self._now_s)
 
     @staticmethod
     def _has_slot(state: AdmissionState[S], seq: S, promised: int) -> bool:
@@ -377,7 +470,7 @@ def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
         start, end = seq.computed, seq.computed + steps
         grows = range(len(seq.blocks) * size, end, size)
         fills = range(start + size - 1 - start % size, end, size)
-        bookings += [(at - start, _order(seq), at + 1, seq) for at in (*grows, *fills)]
+        bookings += [(at - start, order_of(seq), at + 1, seq) for at in (*grows, *fills)]
     bookings.sort(key=_when)
     for _, _, end, seq in bookings:
         if end > len(seq.blocks) * size:
@@ -420,9 +513,29 @@ def _extend_keys(kv: KvBlocks, seq: Sequence, full: int) -> None:
         keys.append(chain_key(parent, seq.tokens[start : start + kv.block_size].tobytes()))
 
 
+def steps_left(seq: Sequence) -> int:
+    """Steps until it is predicted to end: a token each. At least 1."""
+    return max(1, seq.expected_length - seq.length)
+
+
+def steps_until_room(state: AdmissionState[S], size_bytes: int) -> float:
+    """Steps until running sequences are predicted to have left enough adapter memory; infinite when they never do."""
+    slots = state.adapters
+    ends: dict[str, int] = {}
+    for seq in state.running:
+        if seq.slot >= 0:
+            ends[seq.adapter] = max(ends.get(seq.adapter, 0), steps_left(seq))
+    short = size_bytes
+    for digest, steps in sorted(ends.items(), key=lambda end: end[1]):
+        short -= slots.size_bytes(digest)
+        if slots.fits(max(0, short)) or (short <= 0 and slots.fits(0)):
+            return steps
+    return float("inf")
+
+
 def wait(state: AdmissionState[S], seq: S) -> None:
     """Queue a sequence in its place."""
-    insort(state.waiting, seq, key=_order)
+    insort(state.waiting, seq, key=order_of)
 
 
 def _find_blocks(state: AdmissionState[S], plan: StepPlan[S], count: int, index: int, seq: S | None = None) -> bool:
@@ -473,5 +586,6 @@ def _when(booking: tuple[int, tuple[int, float, int], int, object]) -> tuple[int
     return booking[:2]
 
 
-def _order(seq: Sequence) -> tuple[int, float, int]:
+def order_of(seq: Sequence) -> tuple[int, float, int]:
+    """The place of a sequence in the order."""
     return seq.priority, seq.due_s, seq.order

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Generic, Protocol
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, S, StepPlan, remove, wait
+from motet.policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Queues, S, StepPlan, remove, wait
 from motet.policies.cold_start import AssistRates, ColdStarts
 from motet.policies.kv_blocks import KvBlocks
 from motet.policies.memory_boundary import Boundary
@@ -64,8 +64,10 @@ class BatchCore(Generic[S]):
         cold: ColdStarts | None = None,
         kv_block_bytes: int = 0,
         shared: bool = False,
+        queues: Queues[S] | None = None,
     ) -> None:
         self.state: AdmissionState[S] = AdmissionState(kv=kv, adapters=slots)
+        slots.waited = self._waited
         self.slots, self.cold = slots, cold
         self.memory: Budget = device_budget(kv, kv_block_bytes, slots)
         """Who holds how much of the device's memory; without `kv_block_bytes` KV counts as nothing."""
@@ -79,7 +81,7 @@ class BatchCore(Generic[S]):
                 holders=lambda: [seq.blocks for seq in self.state.running],
                 waited=lambda: {seq.adapter for seq in self.state.waiting},
             )
-        self._admission: BatchAdmission[S] = BatchAdmission(limits, cold)
+        self._admission: BatchAdmission[S] = BatchAdmission(limits, cold, queues)
         self._orders = count()
         self.doomed: set[str] = set()
         """Adapters that leave once nothing uses them."""
@@ -101,13 +103,28 @@ class BatchCore(Generic[S]):
         """Whether a sequence waits or runs."""
         return bool(self.state.running or self.state.waiting)
 
-    def start(self, seq: S) -> None:
+    def start(self, seq: S, now_s: float = 0.0) -> None:
         """A sequence waits from now on, behind those of equal priority and due time that came before."""
         seq.order = next(self._orders)
         wait(self.state, seq)
+        if self._admission.queues is not None:
+            self._admission.queues.arrived(seq, now_s)
+
+    def _waited(self) -> set[str]:
+        return {seq.adapter for seq in self.state.waiting}
+
+    @property
+    def squashed(self) -> int:
+        """Sequences that passed another one and were preempted for it, so far."""
+        return self._admission.squashed
 
     def end(self, seq: S, *, spoiled: bool = False) -> None:
         """It gives back what it holds, wherever it is. `spoiled`: its K and V are not to be reused."""
+        queues = self._admission.queues
+        if queues is not None:
+            if seq.blocks:
+                queues.stopped(seq, self.slots.eviction.now_s)
+            queues.left(seq)
         remove(self.state, seq, spoiled=spoiled)
 
     # ---- a step
@@ -138,12 +155,13 @@ class BatchCore(Generic[S]):
             )
         return whole
 
-    def decide(self) -> StepPlan[S]:
+    def decide(self, now_s: float = 0.0) -> StepPlan[S]:
         """The next step. Its evictions leave the device and its loads begin, in this order, before it runs."""
+        self.slots.eviction.now_s = now_s
         boundary = self.boundary
         if boundary is None:
-            return self._admission.decide(self.state)
-        plan = self._admission.decide(self.state)
+            return self._admission.decide(self.state, now_s)
+        plan = self._admission.decide(self.state, now_s)
         boundary.admitted(len(plan.admitted))
         plan.evictions += boundary.evicted
         boundary.evicted = []

@@ -1,46 +1,75 @@
-"""Which of the entries that nobody uses leaves first when a tier is full.
+"""Which adapter leaves first when a tier is full.
 
-A tier tells its eviction what becomes of its entries and asks for a victim; whether room is needed is the tier's business.
-One instance belongs to one tier. Entries in use are never victims.
+A tier tells its eviction what becomes of its adapters and asks for an order; whether room is needed is the tier's business.
+One instance belongs to one tier. Adapters in use are never in the order; adapters that queued requests wait for come after the
+others, and pinned ones last (`AdapterSlots.victims`). So everything leaves before a request that is here has to wait for ever.
+
+    lru          least recently released
+    score        .45 F + .10 R + .45 S, the lowest first (Chameleon section 4.2): keeps what is used often and large
+    fair-share   the same with equal weights (section 5.3)
+    gdsf         F * cost / bytes + age (Greedy Dual Size Frequency): the age is the value of the last victim
+    forecast     seconds of copying that keeping a byte is expected to save: P(next use in time) * cost / bytes
+    none         nothing is kept that no request runs with or waits for (S-LoRA)
+
+Times are seconds on the clock of `now_s`, which the tier's owner sets.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Protocol
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop
+from typing import Literal, Protocol
+
+from motet.policies.load_forecast import Forecast
+
+EvictionName = Literal["lru", "score", "fair-share", "gdsf", "forecast", "none"]
+REFRESH_S = 300.0
+"""T_refresh: uses before that count no more."""
+Cost = Callable[[str, int], float]
+"""Seconds to bring an adapter of so many bytes back, from the tier that it would come from."""
+FIRST_LIFE_S = 60.0
+LIFE_SHARE = 0.05
+"""Weight of the newest victim in the mean time that an idle adapter survives."""
 
 
 class Eviction(Protocol):
-    """The order in which idle entries leave. Keys are adapter digests."""
+    """The order in which idle adapters leave. Keys are adapter digests."""
 
-    def use(self, digest: str) -> None:
-        """Somebody uses the entry from now on, new or idle before."""
+    now_s: float
+    keeps: bool
+    """Whether idle adapters that nobody waits for may stay."""
 
-    def release(self, digest: str, size_bytes: int) -> None:
-        """Nobody uses the entry any more: it may be a victim."""
+    def use(self, digest: str, size_bytes: int) -> None:
+        """One request more uses the adapter from now on."""
+
+    def release(self, digest: str) -> None:
+        """Nobody uses the adapter any more: it may be a victim."""
 
     def forget(self, digest: str) -> None:
-        """The entry has left the tier."""
+        """The adapter has left the tier."""
 
     def __iter__(self) -> Iterator[str]:
-        """Idle entries, the first victim first. The caller stops iterating when it takes one out."""
+        """Idle adapters, the first victim first. The caller stops iterating when it takes one out."""
 
 
 class Lru:
-    """The least recently released entry leaves first."""
+    """The least recently released adapter leaves first."""
+
+    keeps = True
 
     def __init__(self) -> None:
+        self.now_s = 0.0
         self._idle: OrderedDict[str, None] = OrderedDict()
 
-    def use(self, digest: str) -> None:
+    def use(self, digest: str, size_bytes: int) -> None:
         """No victim any more."""
         self._idle.pop(digest, None)
 
-    def release(self, digest: str, size_bytes: int) -> None:
+    def release(self, digest: str) -> None:
         """The last victim of all."""
         self._idle[digest] = None
-        self._idle.move_to_end(digest)
 
     def forget(self, digest: str) -> None:
         """It has left."""
@@ -49,3 +78,164 @@ class Lru:
     def __iter__(self) -> Iterator[str]:
         """Least recently released first."""
         return iter(self._idle)
+
+
+class KeepNothing(Lru):
+    """Adapters leave as soon as no request runs with them or waits for them."""
+
+    keeps = False
+
+
+@dataclass(eq=False)
+class _Ranked:
+    """Idle adapters by a value that subclasses give, the lowest first; among equals the one that was used longest ago."""
+
+    now_s: float = 0.0
+    keeps: bool = True
+    _sizes: dict[str, int] = field(default_factory=dict)  # of all adapters in the tier
+    _used_s: dict[str, float] = field(default_factory=dict)  # when each of them was last used
+    _idle: dict[str, None] = field(default_factory=dict)
+
+    def use(self, digest: str, size_bytes: int) -> None:
+        """No victim; one use more."""
+        self._idle.pop(digest, None)
+        self._sizes[digest] = size_bytes
+        self._used_s[digest] = self.now_s
+
+    def release(self, digest: str) -> None:
+        """It may be a victim; it was in use up to now."""
+        self._idle[digest] = None
+        self._used_s[digest] = self.now_s
+
+    def forget(self, digest: str) -> None:
+        """It has left."""
+        self._idle.pop(digest, None)
+        self._sizes.pop(digest, None)
+        self._used_s.pop(digest, None)
+
+    def __iter__(self) -> Iterator[str]:
+        """The least valuable first."""
+        value = self._value()
+        heap = [(value(digest), self._used_s[digest], turn, digest) for turn, digest in enumerate(self._idle)]
+        heapify(heap)
+        while heap:
+            yield heappop(heap)[-1]
+
+    def _value(self) -> Callable[[str], float]:
+        """What an idle adapter is worth now."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Score(_Ranked):
+    """Chameleon's score (section 4.2), each term over its maximum among the residents.
+
+    Frequency is the number of uses within `refresh_s`; recency falls from 1 for an adapter used just now to 0 for the one used
+    longest ago; size is in bytes.
+    """
+
+    frequency: float = 0.45
+    recency: float = 0.10
+    size: float = 0.45
+    refresh_s: float = REFRESH_S
+    _uses: deque[tuple[float, str]] = field(default_factory=deque)
+    _counts: Counter[str] = field(default_factory=Counter)
+
+    def use(self, digest: str, size_bytes: int) -> None:
+        """Count it."""
+        super().use(digest, size_bytes)
+        self._uses.append((self.now_s, digest))
+        self._counts[digest] += 1
+
+    def _value(self) -> Callable[[str], float]:
+        counts, uses = self._counts, self._uses
+        while uses and uses[0][0] < self.now_s - self.refresh_s:
+            _, digest = uses.popleft()
+            counts[digest] -= 1
+            if not counts[digest]:
+                del counts[digest]
+        most = max((counts[digest] for digest in self._sizes), default=0) or 1
+        largest = max(self._sizes.values(), default=0) or 1
+        oldest_s = max(self.now_s - min(self._used_s.values(), default=0.0), 1e-9)
+
+        def value(digest: str) -> float:
+            recency = 1 - (self.now_s - self._used_s[digest]) / oldest_s
+            return self.frequency * counts[digest] / most + self.recency * recency + self.size * self._sizes[digest] / largest
+
+        return value
+
+
+@dataclass(eq=False)
+class Gdsf(_Ranked):
+    """Greedy Dual Size Frequency: uses since it came * cost / bytes, on top of the last victim's value when it was used."""
+
+    cost: Cost = lambda digest, size_bytes: 1.0
+    _age: float = 0.0
+    _counts: Counter[str] = field(default_factory=Counter)
+    _values: dict[str, float] = field(default_factory=dict)
+
+    def use(self, digest: str, size_bytes: int) -> None:
+        """Count it, at the present age."""
+        super().use(digest, size_bytes)
+        self._counts[digest] += 1
+        self._values[digest] = self._age + self._counts[digest] * self.cost(digest, size_bytes) / max(1, size_bytes)
+
+    def forget(self, digest: str) -> None:
+        """The cache has aged to its value."""
+        super().forget(digest)
+        self._counts.pop(digest, None)
+        self._age = max(self._age, self._values.pop(digest, 0.0))
+
+    def _value(self) -> Callable[[str], float]:
+        return self._values.__getitem__
+
+
+@dataclass(eq=False)
+class ForecastValue(_Ranked):
+    """Expected seconds of copying saved per byte: P(used again while it would survive) * cost / bytes.
+
+    An idle adapter survives for about as long as the last victims did, from their last use to their eviction (the
+    characteristic time of a cache). The chance of a use within that time is `load_forecast`'s, which also knows adapters that
+    are not here.
+    """
+
+    cost: Cost = lambda digest, size_bytes: 1.0
+    forecast: Forecast = field(default_factory=Forecast)
+    _life_s: float = FIRST_LIFE_S
+
+    def use(self, digest: str, size_bytes: int) -> None:
+        """The forecast learns of it."""
+        super().use(digest, size_bytes)
+        self.forecast.used(digest, self.now_s)
+
+    def forget(self, digest: str) -> None:
+        """How long it survived."""
+        if digest in self._idle:
+            self._life_s += LIFE_SHARE * (self.now_s - self._used_s[digest] - self._life_s)
+        super().forget(digest)
+
+    def _value(self) -> Callable[[str], float]:
+        now_s, life_s, sizes = self.now_s, self._life_s, self._sizes
+
+        def value(digest: str) -> float:
+            size_bytes = sizes[digest]
+            return self.forecast.chance(digest, now_s, life_s) * self.cost(digest, size_bytes) / max(1, size_bytes)
+
+        return value
+
+
+def make_eviction(name: EvictionName, cost: Cost = lambda digest, size_bytes: 1.0 + size_bytes) -> Eviction:
+    """The policy of this name for one tier. `cost` is by default a copy's bytes and a little for the copy itself."""
+    match name:
+        case "lru":
+            return Lru()
+        case "score":
+            return Score()
+        case "fair-share":
+            return Score(frequency=1 / 3, recency=1 / 3, size=1 / 3)
+        case "gdsf":
+            return Gdsf(cost=cost)
+        case "forecast":
+            return ForecastValue(cost=cost)
+        case "none":
+            return KeepNothing()

@@ -22,10 +22,13 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from motet.policies.eviction import Eviction, Lru
+from motet.policies.eviction import Eviction, EvictionName, make_eviction
 from motet.shared.model import AdapterRef, Tier
 
 LOADS_AT_ONCE = 4
+DISK_S, DISK_BYTES_PER_S = 0.001, 2e9
+STORE_S, STORE_BYTES_PER_S = 0.005, 125e6
+"""Assumed links, to tell what a copy is worth: from disk, and from the object store through the network."""
 H = TypeVar("H", bound=Hashable)
 
 
@@ -81,10 +84,11 @@ class HostTier(Generic[H]):
         disk_bytes: int | None,
         *,
         files: Iterable[tuple[str, int]] = (),
-        eviction: Eviction | None = None,
+        eviction: EvictionName = "lru",
     ) -> None:
         self.host_bytes, self.disk_bytes = host_bytes, disk_bytes
-        self._eviction: Eviction = eviction or Lru()
+        self.eviction: Eviction = make_eviction(eviction, self.reload_s)
+        self.pinned: set[str] = set()
         self._copies: dict[str, _Copy] = {}
         self._files: OrderedDict[str, int] = OrderedDict(files)  # digest -> bytes, least recently loaded first
         self._loads: dict[str, _Loading[H]] = {}
@@ -125,6 +129,12 @@ class HostTier(Generic[H]):
         copy = self._copies.get(digest)
         return copy.holders if copy is not None else 0
 
+    def reload_s(self, digest: str, size_bytes: int) -> float:
+        """About how long a copy takes to come back once it is gone: from disk if its file is there."""
+        if digest in self._files:
+            return DISK_S + size_bytes / DISK_BYTES_PER_S
+        return STORE_S + size_bytes / STORE_BYTES_PER_S
+
     def fits(self, size_bytes: int) -> bool:
         """Whether a copy of this size could ever be here."""
         return self.host_bytes is None or size_bytes <= self.host_bytes
@@ -146,7 +156,7 @@ class HostTier(Generic[H]):
         if copy is not None:
             if not copy.holders:
                 self.idle_bytes -= copy.size_bytes
-                self._eviction.use(digest)
+            self.eviction.use(digest, copy.size_bytes)
             copy.holders += 1
             return True
         load = self._loads.get(digest)
@@ -193,7 +203,7 @@ class HostTier(Generic[H]):
         self.reserved_bytes -= load.adapter.size_bytes
         self._copies[digest] = _Copy(size_bytes, len(load.waiters))
         self.host_used_bytes += size_bytes
-        self._eviction.use(digest)
+        self.eviction.use(digest, size_bytes)
         self._keep_file(digest, file_bytes)
         if not load.waiters:
             self._rest(digest, size_bytes)
@@ -251,11 +261,13 @@ class HostTier(Generic[H]):
         return self.host_used_bytes + self.reserved_bytes + more_bytes > self.host_bytes
 
     def _evict_copy(self) -> bool:
-        victim = next(iter(self._eviction), None)
-        if victim is None:
+        leaving = next((digest for digest in self.eviction if digest not in self.pinned), None) or next(
+            iter(self.eviction), None
+        )
+        if leaving is None:
             return False
-        self._remove_copy(victim)
-        self.actions.append(Evict(victim, "host"))
+        self._remove_copy(leaving)
+        self.actions.append(Evict(leaving, "host"))
         return True
 
     def _remove_copy(self, digest: str) -> None:
@@ -263,7 +275,7 @@ class HostTier(Generic[H]):
         size_bytes = self._copies.pop(digest).size_bytes
         self.host_used_bytes -= size_bytes
         self.idle_bytes -= size_bytes
-        self._eviction.forget(digest)
+        self.eviction.forget(digest)
 
     def _keep_file(self, digest: str, file_bytes: int) -> None:
         self.file_lost(digest)
@@ -277,7 +289,7 @@ class HostTier(Generic[H]):
     def _rest(self, digest: str, size_bytes: int) -> None:
         """Nobody holds the copy any more."""
         self.idle_bytes += size_bytes
-        self._eviction.release(digest, size_bytes)
+        self.eviction.release(digest)
         if digest in self._doomed:
             self._forget(digest)
 
@@ -297,7 +309,7 @@ class HostTier(Generic[H]):
             "reserved bytes"
         )
         assert self.disk_used_bytes == sum(self._files.values()), "disk bytes"
-        assert set(self._eviction) == set(idle), "idle copies"
+        assert set(self.eviction) == set(idle), "idle copies"
         assert not self._copies.keys() & self._loads.keys(), "a copy that is here is loaded"
         assert [digest for digest, load in self._loads.items() if not load.begun] == list(self._queue), "queue"
         assert len(self._loads) - len(self._queue) <= LOADS_AT_ONCE, "too many loads"

@@ -121,7 +121,7 @@ class WorkerCore(Generic[R]):
 
     def on(self, event: Event[R], now_s: float) -> list[Action[R]]:
         """Something happened; what is to be done now, in order."""
-        self._now_s = now_s
+        self._now_s = self.host.eviction.now_s = now_s
         match event:
             case Stepped():
                 self._on_stepped(event)

@@ -57,7 +57,8 @@ class _Attempt:
 
 
 class Cluster:
-    """Build it, `run` it, read `metrics` or `summary`. Without a scheduler, one worker gets every request at once."""
+    """Build it, `run` it, read `metrics` or `summary`. Without a scheduler, one worker gets every request at once, with the
+    output length that `predict` says: by default the true one."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Cluster:
         schedulers: int = 1,
         bus: Bus = Bus(),
         seed: int = 0,
+        predict: Callable[[Request], int] | None = None,
     ) -> None:
         if scheduler is None and len(workers) != 1:
             raise ValueError(f"{len(workers)} workers need a scheduler")
@@ -75,6 +77,7 @@ class Cluster:
             _check_adapters(workload, spec)
         self.workload, self.events = workload, Events()
         self.metrics = Metrics(len(workload), to_ps(bus.stream_ms))
+        self._predict = predict or _true_length
         on_change = self._on_change if scheduler is not None else _nobody_listens
         self.workers = [
             Worker(i, spec, self.events, self.metrics, on_change=on_change, on_end=self._on_end)
@@ -126,7 +129,7 @@ class Cluster:
     def _arrive(self, request: Request) -> None:
         self._next_arrival()
         if not self.schedulers:
-            if self.workers[0].assign(request, str(request.index), request.output_tokens):
+            if self.workers[0].assign(request, str(request.index), self._predict(request)):
                 self.metrics.worker[request.index] = 0
             else:
                 self._refuse(request)
@@ -205,6 +208,10 @@ def _check_adapters(workload: Workload, spec: WorkerSpec) -> None:
     for name, room in (("device", spec.limits.adapter_bytes_total), ("host", host_bytes)):
         if room is not None and largest > room:
             raise ValueError(f"an adapter of {largest} bytes does not fit in the {room} bytes of {name} memory for adapters")
+
+
+def _true_length(request: Request) -> int:
+    return request.output_tokens
 
 
 def _nobody_listens(worker: Worker) -> None:

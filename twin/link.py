@@ -14,16 +14,22 @@ from motet.shared.model import PerfModel
 from motet.twin.events import PS_PER_MS, PS_PER_S, to_ps
 
 SHORTEST_WAIT_MS = 0.01
+FOREVER_PS = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkModel:
-    """The link of one worker, its CPU LoRA processes, and the rules for joining before a copy is complete."""
+    """The link of one worker, its CPU LoRA processes, and the rules for joining before a copy is complete.
+
+    `drag`: how much longer a step takes per time that a copy passes beside it. 0: copies cost steps nothing; 1: steps stand
+    still meanwhile.
+    """
 
     bytes_per_s: float
     layers: int
     assist: AssistRates | None = None
     cold_start: Forced = "auto"
+    drag: float = 0.0
 
 
 @dataclass(slots=True)
@@ -83,7 +89,12 @@ class DeviceLink:
 
     @property
     def queued_bytes(self) -> float:
-        return sum(copy.left_ps for copy in self._queue) / self._ps_per_byte
+        return self.queued_ps / self._ps_per_byte
+
+    @property
+    def queued_ps(self) -> int:
+        """Time until all copies are complete."""
+        return sum(copy.left_ps for copy in self._queue)
 
     @property
     def first_whole_ps(self) -> int:
@@ -128,6 +139,11 @@ class Copies:
         loading, cold, model = core.slots.loading, core.cold, self._model
         if cold is None or not loading:
             return warm_ps
+        if model.drag:
+            warm_ps = min(
+                warm_ps + round(model.drag * self.link.queued_ps),
+                round(warm_ps / (1 - model.drag)) if model.drag < 1 else FOREVER_PS,
+            )
         mib_rows, sizes, assisted, overlapped = 0.0, dict[str, float](), dict[str, Copy](), dict[str, Copy]()
         for live in lives:
             digest = live.adapter

@@ -46,6 +46,7 @@ class Metrics:
     admissions: int = 0  # into a batch, again after a preemption
     adapter_admissions: int = 0
     device_loads: int = 0
+    prefetches: int = 0  # copies that began before a request's turn
     evictions: int = 0
     cold_starts: dict[str, int] = field(default_factory=dict)  # requests that found their adapter under way, by mode
     host_misses: int = 0  # requests that waited for their adapter to reach host memory

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.batch_admission import (
     AdmissionLimits,
+    Queues,
     Sequence,
     StepPlan,
     advance,
@@ -35,8 +36,10 @@ from motet.policies.batch_admission import (
 )
 from motet.policies.batch_core import BatchCore
 from motet.policies.cold_start import ColdStarts
+from motet.policies.eviction import EvictionName, make_eviction
 from motet.policies.host_tier import HostTier, Load
 from motet.policies.kv_blocks import KvBlocks
+from motet.policies.request_queues import QueuesName, make_queues
 from motet.policies.worker_core import WorkerCore
 from motet.policies.worker_events import Action, Assign, Loaded, Refuse, Registered, Start, Stepped
 from motet.policies.worker_view import View
@@ -65,6 +68,9 @@ class WorkerSpec:
     max_step_tokens: int = 512
     max_loras: int = 64
     prefix_cache: bool = False
+    eviction: EvictionName = "lru"
+    queues: QueuesName = "fcfs"
+    prefetch: int = 0  # waiting requests whose adapters are copied before their turn
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -72,7 +78,6 @@ class Live(Sequence):
     """A request inside the engine."""
 
     request: Request
-    expected_length: int  # prompt and predicted output tokens
     end_length: int  # prompt and output tokens, when it ends
     brief: RequestBrief  # as it was assigned
     decoding: bool = False
@@ -109,9 +114,15 @@ class Worker:
         limits = spec.limits
         self.index, self.spec, self.worker_id = index, spec, f"worker-{index:04d}"
         self._events, self._metrics, self._on_change, self._on_end = events, metrics, on_change, on_end
-        admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=spec.max_step_tokens)
+        admission = AdmissionLimits(
+            max_running=limits.max_running, max_step_tokens=spec.max_step_tokens, prefetch=spec.prefetch
+        )
         self._copies = Copies(spec.link, spec.perf) if spec.link is not None else None
         cold = ColdStarts(spec.link.layers, spec.max_step_tokens, spec.link.cold_start) if spec.link is not None else None
+        token_bytes = limits.kv_block_bytes / limits.block_size
+        queues: Queues[Live] | None = make_queues(
+            spec.queues, total_tokens=limits.kv_blocks_most * limits.block_size, token_bytes=token_bytes
+        )
         self.batches: BatchCore[Live] = BatchCore(
             admission,
             kv=KvBlocks(
@@ -120,10 +131,16 @@ class Worker:
                 prefix_cache=spec.prefix_cache,
                 capacity=limits.kv_blocks_most,
             ),
-            slots=AdapterSlots(spec.max_loras, limits.adapter_bytes_total, asynchronous=cold is not None),
+            slots=AdapterSlots(
+                spec.max_loras,
+                limits.adapter_bytes_total,
+                asynchronous=cold is not None,
+                eviction=make_eviction(spec.eviction),
+            ),
             cold=cold,
             kv_block_bytes=limits.kv_block_bytes,
             shared=limits.kv_block_bytes > 0,
+            queues=queues,
         )
         if self.batches.boundary is not None:
             self.batches.boundary.costs.perf = spec.perf
@@ -131,7 +148,7 @@ class Worker:
         self.view = View(limits)  # its briefs are as old as their phases; messages add the tokens so far
         self.core: WorkerCore[Live] = WorkerCore(
             view=self.view,
-            host=HostTier(spec.storage.host_bytes, spec.storage.disk_bytes),
+            host=HostTier(spec.storage.host_bytes, spec.storage.disk_bytes, eviction=spec.eviction),
             max_requests=limits.max_running + limits.max_waiting,
         )
         self.storage = Storage(spec.storage, events, self._loaded)
@@ -199,7 +216,7 @@ class Worker:
         started = False
         for action in actions:
             if isinstance(action, Start):
-                self.batches.start(action.entry.payload)
+                self.batches.start(action.entry.payload, self._events.now_s)
                 started = True
             elif isinstance(action, Load):
                 self.storage.load(action)
@@ -233,10 +250,10 @@ class Worker:
             copies.link.advance(now_ps)
             if arrived := self.batches.look(copies):
                 self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
-        plan = self.batches.decide()
+        plan = self.batches.decide(self._events.now_s)
         if self.batches.boundary is not None:
             self.batches.boundary.settle()  # there is no memory to divide
-        if plan.admitted or plan.preempted or plan.loads or plan.evictions:
+        if plan.admitted or plan.preempted or plan.loads or plan.prefetched or plan.evictions:
             self._moved(plan, now_ps)
         if not plan.tokens:
             if copies is not None and (wait_ps := copies.wait_ps(self.batches)):
@@ -296,7 +313,11 @@ class Worker:
                 self._copies.link.begin(live.adapter, live.adapter_bytes, now_ps)
             else:
                 device.append((live.adapter, True))
+        for live, _ in plan.prefetched:
+            if self._copies is not None:
+                self._copies.link.begin(live.adapter, live.adapter_bytes, now_ps)
         self.core.on(Stepped(moved, device=device), self._events.now_s)
+        metrics.prefetches += len(plan.prefetched)
         metrics.preemptions += len(plan.preempted)
         metrics.admissions += len(plan.admitted)
         metrics.device_loads += len(plan.loads)

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from motet.policies.cold_start import Forced
+from motet.policies.eviction import EvictionName
+from motet.policies.request_queues import QueuesName
 from motet.shared.config import MAX_LORA_RANK, BaseModelConfig, Config, ConfigError, MaxLoraRank, ServiceConfig
 
 GIB = 1 << 30
@@ -67,6 +69,14 @@ class BatchConfig(Config, frozen=True, kw_only=True):
         int, Meta(ge=16, description="maximum tokens per engine step; longer prompts are split into chunks")
     ] = 512
     max_model_len: Annotated[int, Meta(ge=0, description="maximum prompt plus output tokens; 0: the model's own limit")] = 0
+    queues: Annotated[
+        QueuesName,
+        Meta(
+            description="which waiting request goes next: fcfs (by priority, TTFT objective and arrival), motet (also by size,"
+            " by what its tenant and adapter have had, and whether its adapter is in use), chameleon (queues by size with"
+            " quotas), static (four fixed queues), sjf (shortest predicted output)"
+        ),
+    ] = "fcfs"
 
     @property
     def max_requests(self) -> int:
@@ -104,6 +114,19 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
         int,
         Meta(ge=1, description="maximum size of --adapter-cache-dir in MiB; the least recently used adapter is evicted first"),
     ] = 8192
+    adapter_eviction: Annotated[
+        EvictionName,
+        Meta(
+            description="which idle adapter leaves a full memory first: lru, score (Chameleon's), fair-share, gdsf, forecast"
+            " (least copying time expected to be saved per byte), none (nothing is kept)"
+        ),
+    ] = "lru"
+    adapter_prefetch: Annotated[
+        int,
+        Meta(
+            ge=0, description="waiting requests whose adapters are copied to the device before their turn; needs a GPU's link"
+        ),
+    ] = 0
     adapter_cache_dir: Annotated[
         str, Meta(description="directory for downloaded adapters, kept over restarts; empty: a temporary one, removed at exit")
     ] = ""

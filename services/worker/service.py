@@ -155,7 +155,12 @@ class WorkerService:
         files = AdapterFiles(config.adapters.adapter_cache_dir)
         self.core: WorkerCore[EngineRequest] = WorkerCore(
             view=self.view,
-            host=HostTier(config.adapters.host_cache_mib * MIB, config.adapters.disk_cache_mib * MIB, files=files.found),
+            host=HostTier(
+                config.adapters.host_cache_mib * MIB,
+                config.adapters.disk_cache_mib * MIB,
+                files=files.found,
+                eviction=config.adapters.adapter_eviction,
+            ),
             max_requests=config.batch.max_requests,
         )
         self.shell = Shell(self.core, self.engine, self.frames, self.reporter)

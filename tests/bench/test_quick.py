@@ -17,6 +17,7 @@ OPTIONS = {
     "engine": ["--model", "XS", "--no-peers"],
     "cpu_assist": ["--model", "XS"],
     "twin_live": ["--seconds", "1"],
+    "chameleon": ["--seconds", "4"],
     "cluster": ["--seconds", "2"],
 }
 FIGURES = {
@@ -27,6 +28,13 @@ FIGURES = {
         "rank_aware_tpot_vs_mostidle",
         "policies",
         "ablation",
+    },
+    "chameleon": {
+        "load_vs_slora",
+        "ttft_p99_vs_slora",
+        "ttft_p50_vs_slora",
+        "hit_rate",
+        "best_other_policy_p99_vs_ours",
     },
     "cpu_assist": {"ttft_vs_cached", "ttft_vs_cached_all_cores", "auto_vs_best", "twin"},
     "engine": {"lora32_vs_own_base", "share_of_machine", "machine_limits"},

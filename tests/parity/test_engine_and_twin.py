@@ -89,7 +89,9 @@ def served(engine: Engine, workload: Workload, prompts: list[list[int]], adapter
     requests = []
     for i, prompt in enumerate(prompts):
         adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
-        requests.append(request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i])))
+        one = request(str(i), prompt, adapter, max_tokens=int(workload.output_tokens[i]))
+        one.predicted_tokens = int(workload.output_tokens[i])
+        requests.append(one)
     return run(engine, requests, per_step=1)
 
 
@@ -145,16 +147,19 @@ def test_the_twins_worker_runs_the_batches_of_the_live_engine(
     assert metrics.output_tokens.tolist() == [ends[i] for i in range(REQUESTS)]
 
 
+@pytest.mark.parametrize(
+    "policies", [{}, {"queues": "sjf", "eviction": "gdsf", "prefetch": 3}, {"eviction": "none", "prefetch": 2}]
+)
 @pytest.mark.parametrize("cold_start", ["blocking", "assist", "auto"])
 @pytest.mark.parametrize(
     ("kv_blocks", "max_loras", "prefix_cache", "shared_mib"),
     [(600, 16, True, 0), (90, 3, False, 0), (50, 16, True, 1), (50, 16, False, 1)],
 )
 def test_the_twins_worker_runs_the_batches_of_an_engine_whose_copies_run_beside_its_steps(
-    checkpoint, kv_blocks: int, max_loras: int, prefix_cache: bool, shared_mib: int, cold_start: str
+    checkpoint, kv_blocks: int, max_loras: int, prefix_cache: bool, shared_mib: int, cold_start: str, policies: dict[str, Any]
 ) -> None:
     model_dir, adapters = checkpoint
-    limits = {"kv_blocks": kv_blocks, "max_loras": max_loras, "prefix_cache": prefix_cache, "max_running": 12}
+    limits = {"kv_blocks": kv_blocks, "max_loras": max_loras, "prefix_cache": prefix_cache, "max_running": 12, **policies}
     options = {"perf": lambda: QUICK, "cold_start": cold_start, "runner": PacedRunner}
     if shared_mib:
         options |= {"lora_bytes": shared_mib << 20, "runner_options": {"elastic": True}}
@@ -176,6 +181,7 @@ def test_the_twins_worker_runs_the_batches_of_an_engine_whose_copies_run_beside_
         max_loras=max_loras,
         prefix_cache=prefix_cache,
         link=LinkModel(bytes_per_s=50e6, layers=3, assist=rates, cold_start=cold_start),
+        **policies,
     )
 
     batches, steps = recorder.batches, live.steps

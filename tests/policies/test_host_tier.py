@@ -121,13 +121,24 @@ def test_without_a_size_of_host_memory_every_adapter_is_there() -> None:
 def test_lru_forgets_what_is_used_again() -> None:
     order = Lru()
     for digest in "abc":
-        order.use(digest)
-        order.release(digest, SIZE)
-    order.use("a")
+        order.use(digest, SIZE)
+        order.release(digest)
+    order.use("a", SIZE)
     assert list(order) == ["b", "c"]
-    order.release("a", SIZE)
+    order.release("a")
     order.forget("b")
     assert list(order) == ["c", "a"]
+
+
+def test_a_copy_whose_file_is_gone_is_worth_more_than_one_that_is_on_disk() -> None:
+    tier: HostTier[int] = HostTier(2 * SIZE, None, eviction="forecast")
+    for holder, digest in enumerate("ab"):
+        tier.hold(ref(digest), holder)
+        tier.loaded(digest, SIZE, SIZE)
+    tier.file_lost("a")
+    for digest in "ab":
+        tier.release(digest)
+    assert list(tier.eviction) == ["b", "a"]
 
 
 @pytest.mark.parametrize("seed", range(10))

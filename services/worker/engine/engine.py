@@ -20,7 +20,9 @@ from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.batch_admission import AdmissionLimits, StepPlan, advance, due_s
 from motet.policies.batch_core import BatchCore
 from motet.policies.cold_start import ColdStarts, Forced
+from motet.policies.eviction import make_eviction
 from motet.policies.kv_blocks import KvBlocks
+from motet.policies.request_queues import make_queues
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.backend import Backend
 from motet.services.worker.engine.copies import DeviceAdapters
@@ -32,6 +34,9 @@ from motet.shared import clock
 from motet.shared.errors import BadRequest, InvalidAdapter, MotetError
 from motet.shared.messages import StreamItem
 from motet.shared.model import FinishReason, PerfModel, RequestBrief, Residency, SamplingParams
+from motet.shared.telemetry import logger
+
+log = logger("motet.worker.engine")
 
 
 class Engine:
@@ -55,13 +60,17 @@ class Engine:
         # The KV cache may be smaller than the model's context: a sequence alone in it must fit.
         model_len = limits.max_model_len or runner.config.max_model_len
         self.max_model_len = min(model_len, runner.config.max_model_len, limits.kv_blocks * limits.block_size)
-        admission = AdmissionLimits(max_running=limits.max_running, max_step_tokens=limits.max_step_tokens)
+        admission = AdmissionLimits(
+            max_running=limits.max_running, max_step_tokens=limits.max_step_tokens, prefetch=limits.prefetch
+        )
         cold = None
         if runner.link.bytes_per_s < math.inf:
             cold = ColdStarts(runner.config.num_layers, limits.max_step_tokens, cold_start)
         self._lora_bytes = runner.lora_bytes_total
         """What one adapter may occupy."""
-        slots = AdapterSlots(limits.max_loras, self._lora_bytes, asynchronous=cold is not None)
+        slots = AdapterSlots(
+            limits.max_loras, self._lora_bytes, asynchronous=cold is not None, eviction=make_eviction(limits.eviction)
+        )
         blocks = limits.kv_blocks
         capacity = blocks + self._lora_bytes // runner.kv_block_bytes if runner.elastic else blocks
         self._adapters = DeviceAdapters(runner, slots, perf)
@@ -72,6 +81,11 @@ class Engine:
             cold=cold,
             kv_block_bytes=runner.kv_block_bytes,
             shared=runner.elastic,
+            queues=make_queues(
+                limits.queues,
+                total_tokens=blocks * limits.block_size + self._lora_bytes / (runner.kv_block_bytes / limits.block_size),
+                token_bytes=runner.kv_block_bytes / limits.block_size,
+            ),
         )
         self._state = self._core.state
         self._seats = Seats(
@@ -145,7 +159,7 @@ class Engine:
             stop_token = live.tokens[-1] if finish == "stop" else None
             self._emit(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], finish, stop_token))
             return
-        self._core.start(live)
+        self._core.start(live, now_s)
         self._changed[request.request_id] = live.brief()
 
     def cancel(self, request_id: str, epoch: int) -> bool:
@@ -220,7 +234,7 @@ class Engine:
     # ---- the three verbs
 
     def _schedule(self, now_s: float, stats: StepStats) -> StepPlan[LiveSequence]:
-        plan = self._core.decide()
+        plan = self._core.decide(now_s)
         for live in plan.preempted:
             self._leave(live)
             self._changed[live.request.request_id] = live.brief()
@@ -238,7 +252,7 @@ class Engine:
             self._changed[live.request.request_id] = live.brief()
             if live.cold is not None and not live.reported:
                 stats.cold_starts.append((live.cold.mode, live.cold.reason))
-        if plan.loads or plan.evictions:
+        if plan.loads or plan.evictions or plan.prefetched:
             self._move_adapters(plan, stats)
         elif self._core.boundary is not None:
             self._divide_memory()
@@ -330,6 +344,9 @@ class Engine:
             max_length=min(self.max_model_len, len(request.prompt) + sampling.max_tokens),
             ending=self._ending(sampling),
             rank=adapter.rank if adapter else 0,
+            expected_length=len(request.prompt) + request.predicted_tokens,
+            tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
             cache_scope=request.cache_scope,
         )
 
@@ -369,6 +386,14 @@ class Engine:
                 self._adapters.begin(live.slot, adapter)
             except Exception as error:  # this adapter's requests end, the others of the step go on
                 self._fail_load(plan, live, error)
+        for live, slot in plan.prefetched:
+            adapter = live.request.adapter
+            assert adapter is not None, "only sequences with an adapter have one copied"
+            try:
+                self._adapters.begin(slot, adapter)
+            except Exception:  # its request finds out in its turn
+                log.exception("an adapter was not copied ahead", extra={"adapter": adapter.digest})
+                self._state.adapters.drop(adapter.digest)
         stats.load_s = clock.now_s() - began_s
 
     def _divide_memory(self) -> None:

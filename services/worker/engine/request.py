@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from motet.policies.cold_start import AssistRates
+from motet.policies.eviction import EvictionName
+from motet.policies.request_queues import QueuesName
 from motet.policies.step_record import Step
 from motet.shared.messages import StreamItem
 from motet.shared.model import RequestBrief, SamplingParams, Slo, Tier
@@ -25,6 +27,9 @@ class EngineLimits:
     max_loras: int  # adapters on the device at once
     prefix_cache: bool = True
     max_model_len: int = 0  # longest prompt plus output; 0 for the model's own
+    eviction: EvictionName = "lru"  # of adapters on the device
+    queues: QueuesName = "fcfs"
+    prefetch: int = 0  # waiting requests whose adapters are copied before their turn
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,0 +1,105 @@
+"""How likely an adapter is asked for again soon: its rate, and a histogram of the times between its requests.
+
+    rate      requests per second, of which old ones fade within RATE_S: what steady popularity says
+    gaps      times between requests in bins that double from 1/4 s on; old ones fade: what bursts say
+    pooled    the gaps of all adapters together: what is likely for an adapter of which little is known
+    age       time since its last request: gaps shorter than that are out of the question
+
+    by rate (t) = 1 - exp(-rate * t)
+    by gaps (t) = (own gaps in (age, age + t] + PRIOR * pooled chance) / (own gaps above age + PRIOR)
+    chance (t)  = geometric mean of both
+
+Histograms per function are the technique of "Serverless in the Wild", which Chameleon sections 4.2 and 5.3 use. Alone they need
+many requests of an adapter; a rate alone misses that requests come in bursts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from math import exp, expm1, sqrt
+
+SHORTEST_S = 0.25
+BINS = 20  # up to 36 hours
+EDGES = [0.0, *(SHORTEST_S * 2**i for i in range(BINS))]
+"""Bin i holds gaps of EDGES[i] <= gap < EDGES[i + 1]; the last one is open."""
+RATE_S = 900.0
+PRIOR = 2.0
+"""How many own gaps the pooled histogram counts for."""
+FADE_AT = 64.0
+"""With so many gaps a histogram is halved."""
+MAX_ADAPTERS = 16_384
+
+
+@dataclass(slots=True)
+class _Gaps:
+    last_s: float
+    weight: float = 1.0  # of its requests at `last_s`, each faded by its age
+    counts: list[float] = field(default_factory=lambda: [0.0] * len(EDGES))
+    total: float = 0.0
+
+    def add(self, gap_s: float, fade_at: float) -> None:
+        self.counts[bisect_right(EDGES, gap_s) - 1] += 1.0
+        self.total += 1.0
+        if self.total >= fade_at:
+            self.counts = [count / 2 for count in self.counts]
+            self.total /= 2
+
+    def above(self, age_s: float) -> float:
+        """Gaps longer than that; inside a bin they are spread evenly."""
+        at = bisect_right(EDGES, age_s) - 1
+        inside = 1.0
+        if at < len(EDGES) - 1:
+            inside = (EDGES[at + 1] - age_s) / (EDGES[at + 1] - EDGES[at])
+        return inside * self.counts[at] + sum(self.counts[at + 1 :])
+
+
+@dataclass
+class Forecast:
+    """Learns from requests, answers for any adapter. Keeps at most MAX_ADAPTERS, the most recently asked for."""
+
+    _adapters: OrderedDict[str, _Gaps] = field(default_factory=OrderedDict)
+    _pooled: _Gaps = field(default_factory=lambda: _Gaps(0.0))
+    _since_s: float | None = None
+
+    def used(self, digest: str, now_s: float) -> None:
+        """A request for the adapter began."""
+        gaps = self._adapters.get(digest)
+        if self._since_s is None:
+            self._since_s = now_s
+        if gaps is None:
+            self._adapters[digest] = _Gaps(now_s)
+            if len(self._adapters) > MAX_ADAPTERS:
+                self._adapters.popitem(last=False)
+            return
+        self._adapters.move_to_end(digest)
+        gaps.weight = 1.0 + gaps.weight * exp((gaps.last_s - now_s) / RATE_S)
+        gap_s = max(0.0, now_s - gaps.last_s)
+        gaps.add(gap_s, FADE_AT)
+        self._pooled.add(gap_s, FADE_AT * 64)
+        gaps.last_s = now_s
+
+    def chance(self, digest: str, now_s: float, within_s: float) -> float:
+        """The probability of a request for it within that time, from 0 to 1."""
+        gaps = self._adapters.get(digest)
+        age_s = max(0.0, now_s - gaps.last_s) if gaps is not None else 0.0
+        left = self._pooled.above(age_s)
+        pooled = 1 - self._pooled.above(age_s + within_s) / left if left else 0.5
+        if gaps is None:
+            return pooled
+        own = gaps.above(age_s)
+        by_gaps = (own - gaps.above(age_s + within_s) + PRIOR * pooled) / (own + PRIOR)
+        return sqrt(by_gaps * -expm1(-self.rate(digest, now_s) * within_s))
+
+    def rate(self, digest: str, now_s: float) -> float:
+        """Its requests per second lately."""
+        gaps = self._adapters.get(digest)
+        if gaps is None or self._since_s is None:
+            return 0.0
+        span_s = max(-expm1((self._since_s - now_s) / RATE_S) * RATE_S, SHORTEST_S)
+        return gaps.weight * exp((gaps.last_s - now_s) / RATE_S) / span_s
+
+    def adapters(self) -> list[str]:
+        """All that it knows, the most recently used last."""
+        return list(self._adapters)

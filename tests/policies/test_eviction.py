@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import random
+from typing import get_args
+
+import pytest
+
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.eviction import REFRESH_S, Eviction, EvictionName, ForecastValue, Gdsf, Score, make_eviction
+
+NAMES = get_args(EvictionName)
+
+
+def used(order: Eviction, digest: str, *, at: float, size_bytes: int = 10) -> None:
+    """Somebody uses it for a moment."""
+    order.now_s = at
+    order.use(digest, size_bytes)
+    order.release(digest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_policy_orders_the_idle_adapters_and_no_others(name: EvictionName, seed: int) -> None:
+    chance = random.Random(seed)
+    slots = AdapterSlots(6, 100, eviction=make_eviction(name))
+    users: dict[str, int] = {}
+    for turn in range(300):
+        slots.eviction.now_s = turn / 10
+        digest = chance.choice("abcdefghij")
+        if chance.random() < 0.5 and users.get(digest):
+            slots.release(digest)
+            users[digest] -= 1
+        elif slots.acquire(digest, 10 + ord(digest) - ord("a")):
+            users[digest] = users.get(digest, 0) + 1
+        for gone, _ in slots.unkept():
+            assert name == "none" and not users.get(gone)
+        slots.check({digest: count for digest, count in users.items() if count})
+
+
+def test_the_score_keeps_what_is_used_often_recently_and_large() -> None:
+    order = Score()
+    for at in range(10):
+        used(order, "often", at=at)
+    used(order, "once", at=10.0)
+    assert list(order) == ["once", "often"]
+    used(order, "large", at=11.0, size_bytes=100)
+    assert next(iter(order)) == "once", "small and rare"
+    # .45 * 1/10 + .10 * 0 + .45 * 10/100 = .09 for "once" were it used longest ago; see the terms one by one:
+    value = order._value()
+    assert value("often") == pytest.approx(0.45 * 1 + 0.10 * 0 + 0.45 * 0.1)
+    assert value("large") == pytest.approx(0.45 * 0.1 + 0.10 * 1 + 0.45 * 1)
+
+
+def test_uses_before_the_refresh_time_count_no_more() -> None:
+    order = Score()
+    for _ in range(5):
+        used(order, "before", at=0.0)
+    used(order, "now", at=REFRESH_S + 1)
+    assert list(order) == ["before", "now"]
+
+
+def test_fair_share_weighs_its_terms_alike() -> None:
+    order = make_eviction("fair-share")
+    assert isinstance(order, Score) and order.frequency == order.recency == order.size == 1 / 3
+
+
+def test_gdsf_ages_so_that_what_was_popular_once_leaves() -> None:
+    order = Gdsf()
+    for _ in range(3):
+        used(order, "popular", at=0.0)
+    for turn in range(6):  # each of them leaves, and the age grows with it
+        used(order, f"new-{turn}", at=1.0)
+        if turn < 5:
+            order.forget(f"new-{turn}")
+    assert list(order) == ["popular", "new-5"]
+
+
+def test_the_forecast_keeps_what_comes_again_soon_and_is_costly_to_bring_back() -> None:
+    order = ForecastValue(cost=lambda digest, size_bytes: 10.0 if digest.startswith("far") else 1.0)
+    for at in range(0, 100, 10):
+        used(order, "steady", at=at)
+    used(order, "rare", at=5.0)
+    used(order, "far-rare", at=5.0)
+    order.now_s = 101.0
+    assert next(iter(order)) == "rare"
+    assert list(order).index("far-rare") > 0
+
+
+def test_adapters_that_requests_wait_for_leave_after_the_others_and_pinned_ones_last() -> None:
+    slots = AdapterSlots(3, 100)
+    for digest in "abc":
+        assert slots.acquire(digest, 10)
+        slots.release(digest)
+    slots.pinned.add("a")
+    slots.waited = lambda: {"b"}
+    gone = []
+    for digest in "xyz":
+        grant = slots.acquire(digest, 10)
+        assert grant is not None, "nobody waits for ever behind a pin"
+        gone += [one for one, _ in grant.evicted]
+    assert gone == ["c", "b", "a"]
+
+
+def test_a_prefetch_takes_no_room_from_what_is_waited_for_or_pinned() -> None:
+    slots = AdapterSlots(3, 100)
+    for digest in "abc":
+        assert slots.acquire(digest, 10)
+        slots.release(digest)
+    slots.pinned.add("a")
+    slots.waited = lambda: {"b"}
+    grant = slots.prefetch("x", 10)
+    assert grant is not None and [digest for digest, _ in grant.evicted] == ["c"]
+    slots.waited = lambda: {"b", "x"}
+    assert slots.prefetch("y", 10) is None
+    slots.check({})
+
+
+def test_without_a_cache_adapters_leave_unless_somebody_waits_for_them() -> None:
+    slots = AdapterSlots(3, 100, eviction=make_eviction("none"))
+    for digest in "ab":
+        assert slots.acquire(digest, 10)
+        slots.release(digest)
+    slots.waited = lambda: {"a"}
+    assert [digest for digest, _ in slots.unkept()] == ["b"]
+    assert slots.digests() == ["a"]

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from motet.policies.load_forecast import Forecast
+
+
+def test_an_adapter_that_is_asked_for_more_often_is_more_likely_to_come_again() -> None:
+    forecast = Forecast()
+    rng = np.random.default_rng(0)
+    for name, mean_s in (("often", 2.0), ("seldom", 40.0)):
+        for at in np.cumsum(rng.exponential(mean_s, int(600 / mean_s))).tolist():
+            forecast.used(name, at)
+    assert forecast.chance("often", 600.0, 10.0) > 3 * forecast.chance("seldom", 600.0, 10.0)
+
+
+def test_the_rate_is_that_of_a_steady_adapter() -> None:
+    forecast = Forecast()
+    for turn in range(2000):
+        forecast.used("a", turn / 2)
+    assert forecast.rate("a", 1000.0) == pytest.approx(2.0, rel=0.01)
+    assert forecast.rate("b", 1000.0) == 0.0
+
+
+def test_after_a_burst_the_chance_falls_faster_than_the_rate() -> None:
+    forecast = Forecast()
+    for burst in range(10):
+        for turn in range(10):
+            forecast.used("bursty", burst * 300.0 + turn * 0.5)
+    end_s = 9 * 300.0 + 4.5
+    assert forecast.chance("bursty", end_s + 0.1, 5.0) > 2 * forecast.chance("bursty", end_s + 30.0, 5.0)
+
+
+def test_of_an_unknown_adapter_it_believes_what_others_do_and_all_chances_are_between_0_and_1() -> None:
+    forecast = Forecast()
+    assert forecast.chance("new", 0.0, 10.0) == 0.5
+    for turn in range(200):
+        forecast.used(f"a{turn % 7}", float(turn))
+    for name in ("a0", "new"):
+        for now_s in (200.0, 1e3, 1e6):
+            assert 0.0 <= forecast.chance(name, now_s, 10.0) <= 1.0

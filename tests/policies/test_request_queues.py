@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import random
+from array import array
+from itertools import count, pairwise
+
+import numpy as np
+import pytest
+
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.batch_admission import (
+    AdmissionLimits,
+    Sequence,
+    StepPlan,
+    advance,
+    due_s,
+    steps_until_room,
+)
+from motet.policies.batch_core import BatchCore
+from motet.policies.kv_blocks import KvBlocks
+from motet.policies.request_queues import (
+    FIRST,
+    PutOff,
+    QueuesName,
+    ShortestFirst,
+    SizeQueues,
+    clusters,
+    cut_offs,
+    least_quota,
+    make_queues,
+    quotas,
+    silhouette,
+)
+
+TOKEN_BYTES = 1.0
+
+
+class World:
+    """A batch core with one of the queue policies; a second per step, and a token per step and request."""
+
+    def __init__(self, queues: object = None, *, room: int = 1000, slots: int = 4, seats: int = 8, prefetch: int = 0) -> None:
+        limits = AdmissionLimits(max_running=seats, max_step_tokens=64, prefetch=prefetch)
+        self.core: BatchCore[Sequence] = BatchCore(
+            limits,
+            kv=KvBlocks(200, 4),
+            slots=AdapterSlots(slots, room),
+            queues=queues,  # type: ignore[arg-type]
+        )
+        self.ends: dict[int, int] = {}
+        self.tokens = count(1000)
+        self.now_s = 0.0
+        self.began: list[Sequence] = []
+
+    def add(
+        self, prompt: int, output: int, *, predicted: int = 0, adapter: str = "", size: int = 10, **more: object
+    ) -> Sequence:
+        """A request that ends after `output` tokens."""
+        seq = Sequence(
+            order=0,
+            due_s=due_s(self.now_s, 5000.0),
+            tokens=array("i", [next(self.tokens) for _ in range(prompt)]),
+            expected_length=prompt + (predicted or output),
+            adapter=adapter,
+            adapter_bytes=size if adapter else 0,
+            **more,  # type: ignore[arg-type]
+        )
+        self.core.start(seq, self.now_s)
+        self.ends[seq.order] = prompt + output
+        return seq
+
+    def step(self) -> StepPlan[Sequence]:
+        """One step; what is complete ends."""
+        self.now_s += 1.0
+        plan = self.core.decide(self.now_s)
+        self.began += plan.admitted
+        for seq in advance(plan):
+            seq.append(next(self.tokens))
+            if seq.length >= self.ends[seq.order]:
+                self.core.end(seq)
+        self.core.check()
+        return plan
+
+    def run(self, steps: int = 5000) -> None:
+        """Until nobody is left."""
+        for _ in range(steps):
+            if not self.core.busy:
+                return
+            self.step()
+        raise AssertionError("somebody starves")
+
+
+# ---- clusters
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_k_means_in_one_dimension_is_exact(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    points = np.sort(rng.random(9))
+
+    def within(begins: list[int]) -> float:
+        return sum(float(((part - part.mean()) ** 2).sum()) for part in np.split(points, begins[1:]))
+
+    best = min(within([0, i, j]) for i in range(1, 8) for j in range(i + 1, 9))
+    assert within(clusters(points, 3)) == pytest.approx(best)
+
+
+def test_as_many_queues_as_there_are_sizes_apart_and_the_cuts_lie_midway() -> None:
+    rng = np.random.default_rng(0)
+    for centres in ([1.0, 5.0], [1.0, 5.0, 9.0], [1.0, 5.0, 9.0, 20.0]):
+        sizes = np.concatenate([rng.normal(centre, 0.1, 100) for centre in centres])
+        assert cut_offs(sizes) == pytest.approx([(a + b) / 2 for a, b in pairwise(centres)], abs=0.1)
+
+
+def test_one_queue_for_sizes_that_are_all_alike() -> None:
+    assert cut_offs(np.full(100, 3.0)) == []
+
+
+def test_the_silhouette_is_one_for_points_far_apart_and_low_within_one_heap() -> None:
+    apart = np.array([0.0, 0.0, 100.0, 100.0])
+    assert silhouette(apart, [0, 2]) == pytest.approx(1.0)
+    heap = np.sort(np.random.default_rng(1).normal(0.0, 1.0, 200))
+    assert silhouette(heap, clusters(heap, 4)) < 0.6
+
+
+# ---- quotas
+
+
+def test_quotas_are_the_minima_of_the_m_m_1_bound_and_the_rest_in_proportion() -> None:
+    assert least_quota(tokens=100, duration_s=2.0, slo_s=5.0, rate=0.3) == pytest.approx(100 * 2 * (0.2 + 0.3))
+    assert quotas([100.0, 300.0], 800.0) == [200.0, 600.0]
+    assert quotas([100.0, 300.0], 200.0) == [50.0, 150.0], "scaled down"
+    assert quotas([0.0, 0.0], 10.0) == [5.0, 5.0]
+
+
+def test_short_requests_have_a_lane_of_their_own_and_long_ones_do_not_starve() -> None:
+    queues: SizeQueues[Sequence] = SizeQueues(400.0, TOKEN_BYTES, refresh_s=20.0)
+    world = World(queues, seats=64)
+    chance = random.Random(0)
+    for _ in range(60):
+        for _ in range(4):
+            short = chance.random() < 0.8
+            world.add(4 if short else 60, 3 if short else 40, adapter="s" if short else "l", size=5 if short else 100)
+        world.step()
+    assert len(queues.lanes) >= 2 and queues.cuts == sorted(queues.cuts)
+    assert sum(lane.quota for lane in queues.lanes) == pytest.approx(400.0)
+    world.run()
+    assert len(world.began) >= 240
+    assert all(lane.used == pytest.approx(0.0) and not lane.running for lane in queues.lanes), "everything was given back"
+    assert queues._borrowed == pytest.approx(0.0) and not queues._facts
+
+
+def test_what_empty_queues_spare_goes_to_those_with_requests() -> None:
+    queues: SizeQueues[Sequence] = SizeQueues(100.0, TOKEN_BYTES)
+    world = World(queues, seats=64)
+    small, large = [world.add(4, 6) for _ in range(3)], [world.add(14, 14) for _ in range(3)]
+    queues.cuts = [queues._size(queues._facts[small[0].order]) * 1.5]
+    queues.lanes = [type(queues.lanes[0])(30.0), type(queues.lanes[0])(60.0)]
+    for facts in queues._facts.values():
+        facts.lane = int(facts.prompt > 4)
+    chosen = queues.candidates(world.core.state, 0.0)
+    assert chosen == [*small, *large[:2]], "the small ones take their 30 tokens, two large ones 56 of 60"
+    for seq in small:
+        world.core.end(seq)
+    assert queues.candidates(world.core.state, 0.0) == large, "the 30 tokens of the empty queue pay for a third"
+
+
+def test_higher_priorities_go_first_whatever_their_size() -> None:
+    for name in ("sjf", "chameleon", "motet"):
+        world = World(make_queues(name, total_tokens=1000.0, token_bytes=TOKEN_BYTES), seats=1)
+        world.add(4, 2)
+        urgent = world.add(40, 20, priority=-1)
+        world.step()
+        assert world.began == [urgent], name
+
+
+@pytest.mark.parametrize("name", ["sjf", "static", "chameleon", "motet"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_request_ends_and_the_books_add_up_in_random_histories(name: QueuesName, seed: int) -> None:
+    chance = random.Random(seed)
+    queues = make_queues(name, total_tokens=500.0, token_bytes=TOKEN_BYTES)
+    world = World(queues, room=60, slots=4, seats=6, prefetch=2)
+    here: list[Sequence] = []
+    for turn in range(FIRST + 100):
+        adapter = chance.choice(["", *"abcdefgh"])
+        seq = world.add(
+            chance.randint(1, 60),
+            chance.randint(1, 30),
+            predicted=chance.randint(1, 40),
+            adapter=adapter,
+            size=5 + 5 * "abcdefgh".find(adapter),
+            tenant=chance.choice("xy"),
+            priority=chance.choice([0, 0, 1]),
+        )
+        here.append(seq)
+        world.step()
+        if turn % 9 == 0 and (left := [one for one in here if one in world.core.state.waiting]):
+            world.core.end(left[0])
+    world.run()
+    for name_of, book in vars(queues).items():
+        if name_of in ("_facts", "_flows", "_tenants", "_places"):
+            assert not book, name_of
+
+
+# ---- order
+
+
+def test_shortest_first_takes_the_least_predicted_output() -> None:
+    world = World(ShortestFirst(), seats=1)
+    world.add(4, 9)
+    short = world.add(30, 2)
+    world.step()
+    assert world.began == [short]
+
+
+def test_a_long_request_is_put_off_but_not_for_ever() -> None:
+    world = World(PutOff(size=1.0, fair=0.0, shared=0.0), seats=1)
+    for _ in range(3):
+        world.add(10, 1)
+    long = world.add(60, 1)
+    for _ in range(100):
+        world.add(10, 1)
+        world.step()
+        if long in world.began:
+            break
+    place = world.began.index(long)
+    assert 5 < place < 60
+
+
+def test_a_request_whose_adapter_is_in_use_goes_ahead() -> None:
+    world = World(PutOff(size=0.0, fair=0.0, shared=0.5), seats=2)
+    world.add(4, 50, adapter="a")
+    world.add(4, 2)
+    world.step()
+    other, same = world.add(4, 2, adapter="b"), world.add(4, 2, adapter="a")
+    for _ in range(8):
+        world.step()
+    assert world.began.index(same) < world.began.index(other)
+
+
+def test_a_hot_adapter_does_not_starve_the_others() -> None:
+    def wait_of_the_tail(queues: object) -> float:
+        world = World(queues, seats=2, slots=8)
+        chance = random.Random(0)
+        came: dict[int, float] = {}
+        waits = []
+        for turn in range(300):
+            for _ in range(3):
+                world.add(16, 4, adapter="hot", size=5)
+            if turn % 5 == 0:
+                seq = world.add(16, 4, adapter=chance.choice("bcd"), size=5)
+                came[seq.order] = world.now_s
+            admitted = world.step().admitted
+            waits += [world.now_s - came[seq.order] for seq in admitted if seq.order in came]
+        return max(waits, default=float("inf"))
+
+    assert wait_of_the_tail(PutOff(size=0.0, fair=50.0, shared=0.0)) < 0.5 * wait_of_the_tail(None)
+
+
+# ---- passing by prediction
+
+
+def test_others_pass_only_if_they_end_before_the_one_without_adapter_memory_finds_room() -> None:
+    world = World(SizeQueues(10_000.0, TOKEN_BYTES), room=100, slots=8)
+    world.add(4, 10, adapter="large", size=80)
+    world.step()
+    blocked = world.add(4, 5, adapter="other", size=70)
+    late, early = world.add(4, 40, adapter="a", size=10), world.add(4, 3, adapter="b", size=10)
+    world.step()
+    assert early in world.began and late not in world.began and blocked not in world.began
+    assert steps_until_room(world.core.state, 70) < 10
+    world.run()
+    assert world.began.index(blocked) < world.began.index(late)
+
+
+def test_who_passed_by_a_wrong_prediction_is_squashed_and_loses_no_token() -> None:
+    world = World(SizeQueues(10_000.0, TOKEN_BYTES), room=100, slots=8)
+    large = world.add(4, 30, adapter="large", size=60)
+    world.step()
+    blocked = world.add(4, 5, adapter="other", size=90)
+    wrong = world.add(4, 40, predicted=3, adapter="a", size=20)
+    for _ in range(5):
+        world.step()
+    assert wrong in world.began and blocked not in world.began
+    tokens = wrong.tokens.tolist()
+    world.core.end(large)
+    plan = world.step()
+    assert plan.preempted == [wrong] and blocked in plan.admitted and world.core.squashed == 1
+    assert wrong.tokens.tolist() == tokens, "recomputed later, not drawn again"
+    world.run()
+    assert wrong.length == world.ends[wrong.order]
