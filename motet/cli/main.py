@@ -44,6 +44,12 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "worker": ("", "Run one engine on one device."),
     },
 }
+SUBCOMMANDS = {
+    "predictor": {
+        "train": ("motet.cli.predictor:train", "Fine-tune a proxy model to finished requests."),
+        "evaluate": ("motet.cli.predictor:evaluate", "Judge length models on finished requests."),
+    }
+}
 EXIT_CONFIG = 2
 
 
@@ -83,11 +89,31 @@ def cli() -> None:
     """
 
 
+class ServiceGroup(click.Group):
+    """A service's command that has subcommands; without one of them it runs the service."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(SUBCOMMANDS[self.name or ""])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in SUBCOMMANDS[self.name or ""]:
+            return None
+        module, attribute = SUBCOMMANDS[self.name or ""][cmd_name][0].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, short) for name, (_, short) in SUBCOMMANDS[self.name or ""].items()])
+
+
 def service_command(kind: str) -> click.Command:
     """The command of one service (`motet gateway`, ...), from `services.<kind>.config`."""
     config_type = config_of(kind)
 
     def run(**flags: Any) -> None:
+        if click.get_current_context().invoked_subcommand is not None:
+            return
         try:
             config = load(config_type, flags)
             status: int = importlib.import_module(f"motet.services.{kind}.service").main(config)
@@ -98,7 +124,10 @@ def service_command(kind: str) -> click.Command:
 
     short, about = COMMANDS["Single services"][kind][1], (config_type.__doc__ or "").strip()
     shared = {option.name for option in fields(ServiceConfig)}
-    return click.Command(
+    more: dict[str, Any] = (
+        {"cls": ServiceGroup, "invoke_without_command": True} if kind in SUBCOMMANDS else {"cls": click.Command}
+    )
+    return more.pop("cls")(  # type: ignore[no-any-return]
         kind,
         callback=run,
         params=[option_for(option) for option in sorted(fields(config_type), key=lambda option: option.name in shared)],
