@@ -124,16 +124,16 @@ def service_command(kind: str) -> click.Command:
 
     short, about = COMMANDS["Single services"][kind][1], (config_type.__doc__ or "").strip()
     shared = {option.name for option in fields(ServiceConfig)}
-    more: dict[str, Any] = (
-        {"cls": ServiceGroup, "invoke_without_command": True} if kind in SUBCOMMANDS else {"cls": click.Command}
+    params: list[click.Parameter] = [
+        option_for(option) for option in sorted(fields(config_type), key=lambda option: option.name in shared)
+    ]
+    text = (
+        f"{short}\n\n{about}\n\nEvery option is also an environment variable: --ops-port is MOTET_OPS_PORT. A flag goes"
+        " before the variable, and the variable before the default."
     )
-    return more.pop("cls")(  # type: ignore[no-any-return]
-        kind,
-        callback=run,
-        params=[option_for(option) for option in sorted(fields(config_type), key=lambda option: option.name in shared)],
-        help=f"{short}\n\n{about}\n\nEvery option is also an environment variable: --ops-port is MOTET_OPS_PORT. A flag goes"
-        " before the variable, and the variable before the default.",
-    )
+    if kind in SUBCOMMANDS:
+        return ServiceGroup(kind, callback=run, params=params, help=text, invoke_without_command=True)
+    return click.Command(kind, callback=run, params=params, help=text)
 
 
 def main() -> int:
