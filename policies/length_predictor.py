@@ -48,7 +48,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """Quantiles of a request's length, and what they are from."""
 
     estimate: Estimate
-    basis: str  # prompt: the model's; learned: a histogram's; default: nothing was seen yet
+    basis: str  # proxy: a model's that reads text; prompt: this one's; learned: a histogram's; default: nothing was seen yet
 
 
 class LengthPredictor:

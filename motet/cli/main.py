@@ -44,6 +44,12 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "worker": ("", "Run one engine on one device."),
     },
 }
+SUBCOMMANDS = {
+    "predictor": {
+        "train": ("motet.cli.predictor:train", "Fine-tune a proxy model to finished requests."),
+        "evaluate": ("motet.cli.predictor:evaluate", "Judge length models on finished requests."),
+    }
+}
 EXIT_CONFIG = 2
 
 
@@ -83,11 +89,31 @@ def cli() -> None:
     """
 
 
+class ServiceGroup(click.Group):
+    """A service's command that has subcommands; without one of them it runs the service."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(SUBCOMMANDS[self.name or ""])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in SUBCOMMANDS[self.name or ""]:
+            return None
+        module, attribute = SUBCOMMANDS[self.name or ""][cmd_name][0].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, short) for name, (_, short) in SUBCOMMANDS[self.name or ""].items()])
+
+
 def service_command(kind: str) -> click.Command:
     """The command of one service (`motet gateway`, ...), from `services.<kind>.config`."""
     config_type = config_of(kind)
 
     def run(**flags: Any) -> None:
+        if click.get_current_context().invoked_subcommand is not None:
+            return
         try:
             config = load(config_type, flags)
             status: int = importlib.import_module(f"motet.services.{kind}.service").main(config)
@@ -98,13 +124,16 @@ def service_command(kind: str) -> click.Command:
 
     short, about = COMMANDS["Single services"][kind][1], (config_type.__doc__ or "").strip()
     shared = {option.name for option in fields(ServiceConfig)}
-    return click.Command(
-        kind,
-        callback=run,
-        params=[option_for(option) for option in sorted(fields(config_type), key=lambda option: option.name in shared)],
-        help=f"{short}\n\n{about}\n\nEvery option is also an environment variable: --ops-port is MOTET_OPS_PORT. A flag goes"
-        " before the variable, and the variable before the default.",
+    params: list[click.Parameter] = [
+        option_for(option) for option in sorted(fields(config_type), key=lambda option: option.name in shared)
+    ]
+    text = (
+        f"{short}\n\n{about}\n\nEvery option is also an environment variable: --ops-port is MOTET_OPS_PORT. A flag goes"
+        " before the variable, and the variable before the default."
     )
+    if kind in SUBCOMMANDS:
+        return ServiceGroup(kind, callback=run, params=params, help=text, invoke_without_command=True)
+    return click.Command(kind, callback=run, params=params, help=text)
 
 
 def main() -> int:

@@ -30,6 +30,13 @@ class PredictorConfig(ServiceConfig, frozen=True, kw_only=True):
     predictor_fit_s: Annotated[
         float, Meta(gt=0, description="least time between two fits of the prompt model in seconds; a fit takes about a second")
     ] = 60.0
+    predictor_proxy: Annotated[
+        str,
+        Meta(
+            description="directory of a proxy model that reads prompts (`motet predictor train`); gateways need --send-prompts,"
+            " and schedulers a --predict-ms that the model can keep"
+        ),
+    ] = ""
     predictor_state: Annotated[
         bool, Meta(description="keep what was learned in the object store `motet_predictor`, for restarts and other copies")
     ] = True

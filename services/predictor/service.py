@@ -2,6 +2,7 @@
 
     Outcome ──► LengthPredictor.observe ──► window ──fit_due──► a process with scikit-learn ──► adopt ──► object store
     PredictRequest ──► LengthPredictor.estimate ──► Prediction
+          └──► with text and --predictor-proxy: ProxyLane, in batches ──┘
 
 Every copy receives every outcome (no queue group), so any copy can answer any request. What was learned is kept in the object
 store `motet_predictor`. A new copy starts from it, and a copy that finds a newer model there takes it instead of fitting one.
@@ -22,6 +23,7 @@ from motet.policies.length_predictor import LengthPredictor, State
 from motet.services.predictor import coding
 from motet.services.predictor.coding import Fitted, Task
 from motet.services.predictor.config import PredictorConfig
+from motet.services.predictor.lane import ProxyLane
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
@@ -40,8 +42,8 @@ STATE_WAIT_S = 2.0  # for the object store, at the start: a mesh that starts has
 
 PREDICTIONS = Counter(
     "motet_predictor_predictions",
-    "Answers by basis: prompt (the model over the request's features), learned (its adapter's past lengths) or default"
-    " (no outcomes yet).",
+    "Answers by basis: proxy (a model that reads text), prompt (the model over hashed features), learned (the adapter's"
+    " past lengths) or default (no outcomes yet).",
     ["basis"],
     registry=REGISTRY,
 )
@@ -75,6 +77,7 @@ class PredictorService(BusService):
         self._config = config
         self.predictor = LengthPredictor(config.max_histograms, config.predictor_window)
         self.lengths = self.predictor.lengths
+        self.lane = ProxyLane.load(config.predictor_proxy) if config.predictor_proxy else None
         self._store: Objects | None = None
         self._stored = ""  # the id of the state in the store that this copy has read or written last
         self._learned = 0  # outcomes since then
@@ -97,6 +100,8 @@ class PredictorService(BusService):
 
     async def stop(self) -> None:
         await self._stop_keeper()
+        if self.lane is not None:
+            await self.lane.close()
         await super().stop()
 
     async def _stop_keeper(self) -> None:
@@ -112,6 +117,8 @@ class PredictorService(BusService):
         level = self.predictor.observe(outcome.adapter_digest, outcome.features, outcome.output_tokens)
         if level is not None:
             LEVEL.observe(level)
+        if self.lane is not None:
+            self.lane.observe(outcome.adapter_digest, outcome.features, outcome.output_tokens)
         self._learned += 1
         OUTCOMES.inc()
         ADAPTERS.set(self.lengths.adapters)
@@ -120,6 +127,8 @@ class PredictorService(BusService):
         began = now_s()
         found = self.predictor.estimate(ask.adapter_digest, ask.features, ask.max_tokens, ask.min_tokens)
         PREDICT_S.observe(now_s() - began)
+        if self.lane is not None and ask.prompt_text:
+            found = await self.lane.estimate(ask, found)
         PREDICTIONS.labels(found.basis).inc()
         estimate = found.estimate
         return Prediction(p50_tokens=estimate.p50_tokens, p90_tokens=estimate.p90_tokens, samples=estimate.samples)

@@ -42,6 +42,7 @@ FIGURES = {
     "kernels": {"lora_decode_bandwidth_fraction", "gemm_b32_peak_fraction"},
     "mesh": {"mesh_vs_engine", "mesh_vs_engine_32"},
     "overload": {"goodput_at_3x_vs_peak", "refusal_p99_ms"},
+    "predictor": {"accuracy_3", "accuracy_3_default", "accuracy_3_baseline", "spearman", "p99_ms_batch32"},
     "quantization": {"exact", "int8_exact"},
     "scheduler": {"decisions_per_s", "decision_p50_ms", "decision_p99_ms"},
     "twin_live": {"ttft_p50_error", "tpot_p50_error", "tpot_p99_error", "throughput_error", "decode_r2", "step_r2"},
