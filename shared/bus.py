@@ -403,6 +403,7 @@ class Bus:
             try:
                 await asyncio.wait_for(self.nc.drain(), timeout=5.0)
             except (nats_errors.Error, TimeoutError):
+                nats_compat.drop_unsent(self.nc)
                 await self.nc.close()
 
 

@@ -98,6 +98,11 @@ async def flush(client: _Client) -> None:
     await client.flush()
 
 
+def drop_unsent(client: _Client) -> None:
+    """Forget what waits to be sent. A client that closes would give it to its connection, and fail if that one is lost."""
+    client._pending, client._pending_data_size = [], 0
+
+
 def outbox_full(client: _Client, limit_bytes: int) -> bool:
     """Whether more than `limit_bytes` wait to be sent. The library refuses messages only while it reconnects, and would let the
     buffer grow for a server that is connected and does not read."""
