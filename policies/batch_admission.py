@@ -172,8 +172,7 @@ class BatchAdmission(Generic[S]):
         """The next step's plan. Changes the state as if the step were already under way."""
         plan: StepPlan[S] = StepPlan()
         self._now_s = now_s
-        if not state.adapters.eviction.keeps:
-            plan.evictions += state.adapters.unkept()
+        plan.evictions += state.adapters.unkept()
         if self._passed:
             self._squash(state, plan)
         self._schedule_decodes(state, plan)

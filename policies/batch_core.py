@@ -79,7 +79,7 @@ class BatchCore(Generic[S]):
                 self.memory,
                 block_bytes=kv_block_bytes,
                 holders=lambda: [seq.blocks for seq in self.state.running],
-                waited=lambda: {seq.adapter for seq in self.state.waiting},
+                waited=self._waited,
             )
         self._admission: BatchAdmission[S] = BatchAdmission(limits, cold, queues)
         self._orders = count()

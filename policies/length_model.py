@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from motet.policies.length_features import SPACE, TEXT_IDS
+from motet.policies.length_features import TEXT_IDS
 
 SIDE_WEIGHT = 0.15
 LONGEST_FACTOR = 1.5  # the distribution ends at so many times the longest length that the model was fitted on
@@ -89,10 +89,3 @@ class Curve:
         part = np.clip((ends - self._x[at]) / (self._x[at + 1] - self._x[at]), 0.0, 1.0)
         below = cumulative[:, at] + part * (cumulative[:, at + 1] - cumulative[:, at])
         return np.diff(np.concatenate((0 * ones, below, ones), axis=1), axis=1)
-
-
-def zero_features() -> np.ndarray:
-    """The rarity of a model before a fit: nothing in the text block, SIDE_WEIGHT in the side block."""
-    rarity = np.zeros(SPACE, np.float32)
-    rarity[TEXT_IDS:] = SIDE_WEIGHT
-    return rarity

@@ -99,7 +99,3 @@ class Forecast:
             return 0.0
         span_s = max(-expm1((self._since_s - now_s) / RATE_S) * RATE_S, SHORTEST_S)
         return gaps.weight * exp((gaps.last_s - now_s) / RATE_S) / span_s
-
-    def adapters(self) -> list[str]:
-        """All that it knows, the most recently used last."""
-        return list(self._adapters)

@@ -99,7 +99,7 @@ async def flush(client: _Client) -> None:
 
 
 def drop_unsent(client: _Client) -> None:
-    """Forget what waits to be sent. A client that closes would give it to its connection, and fail if that one is lost."""
+    """Forget what waits to be sent: `close` would write it to the connection, and raise when the connection is lost."""
     client._pending, client._pending_data_size = [], 0
 
 

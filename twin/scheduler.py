@@ -120,16 +120,4 @@ class Scheduler:
 
     def expect(self, worker_id: str, request: Request, request_id: str, predicted_tokens: int, now_s: float) -> None:
         """Count a request as assigned to a worker."""
-        brief = RequestBrief(
-            request_id,
-            0,
-            request.digest,
-            request.rank,
-            request.prompt_tokens,
-            0,
-            predicted_tokens,
-            "waiting",
-            request.slo.tpot_slo_ms,
-            request.slo.ttft_slo_ms,
-        )
-        self.flights.expect(worker_id, brief, now_s)
+        self.flights.expect(worker_id, request.brief(request_id, predicted_tokens), now_s)

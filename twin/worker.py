@@ -168,18 +168,7 @@ class Worker:
         if request.prompt_tokens >= self._max_length:
             return False
         now_s, slo = self._events.now_s, request.slo
-        brief = RequestBrief(
-            request_id,
-            0,
-            request.digest,
-            request.rank,
-            request.prompt_tokens,
-            0,
-            predicted_tokens,
-            "waiting",
-            slo.tpot_slo_ms,
-            slo.ttft_slo_ms,
-        )
+        brief = request.brief(request_id, predicted_tokens)
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
             order=0,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from motet.shared.model import Slo
+from motet.shared.model import RequestBrief, Slo
 from motet.twin.events import PS_PER_S
 
 _AT_ONCE = 4096  # requests made of columns
@@ -40,6 +40,21 @@ class Request(msgspec.Struct, frozen=True):
     slo: Slo
     prefix: tuple[int, ...] = ()  # ids of its first blocks of `prefix_tokens` tokens; equal ids are equal content
     prefix_tokens: int = 0
+
+    def brief(self, request_id: str, predicted_tokens: int) -> RequestBrief:
+        """What schedulers and workers tell each other of it before it has run."""
+        return RequestBrief(
+            request_id,
+            0,
+            self.digest,
+            self.rank,
+            self.prompt_tokens,
+            0,
+            predicted_tokens,
+            "waiting",
+            self.slo.tpot_slo_ms,
+            self.slo.ttft_slo_ms,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
