@@ -181,7 +181,7 @@ async def _subscriptions(mesh: ChaosMesh) -> dict[int, int]:
 
 
 def report(samples: Samples) -> int:
-    """The table; returns how many values have grown. Memory counts by process; the rest by role, since load moves between copies."""
+    """The table; returns how many values have grown: memory by process, the rest by role, since load moves between copies."""
     grown, rows = 0, by_role(samples)
     print(f"{'service':<14}" + "".join(f"{kind:>22}" for kind in KINDS))
     for name in sorted({name for name, _ in rows}):
