@@ -42,7 +42,7 @@ serve: $(RUN_STAMP) ## run the full mesh with the demo model on http://127.0.0.1
 	@exec $(BIN)/python -m motet up --demo $(ARGS)
 
 test: $(DEV_STAMP) ## the whole suite, in three processes for two cores
-	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 chaos: $(DEV_STAMP) ## kill, freeze and cut off every process of a mesh under load; no answer may be lost or repeated
 	@$(BIN)/python -m tests.chaos $(ARGS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 if not Path("/dev/nvidiactl").exists():  # read when triton is first imported, by whichever test
@@ -20,6 +22,20 @@ from motet.shared.provision import provision
 def pytest_xdist_auto_num_workers() -> int:
     """Half as many processes again as cores, for `-n auto`: many tests wait for services in processes of their own."""
     return max(2, (os.cpu_count() or 1) * 3 // 2)
+
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one stands still now and then
+hypothesis.settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Every test finds the log levels as they were: some commands, called in this process, silence what they start."""
+    loggers = [logging.getLogger(), logging.getLogger("motet")]
+    levels = [each.level for each in loggers]
+    yield
+    for each, level in zip(loggers, levels, strict=True):
+        each.setLevel(level)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import sys
 from types import ModuleType
@@ -92,8 +91,6 @@ def test_a_reserved_plan_attends_like_plain_torch_step_after_step(monkeypatch: p
 
 
 def test_a_library_that_differs_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "motet")  # a command that ran in this process before may have silenced it
-
     class Blind(Wrapper):
         def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             return super().run(q, (kv[0], kv[1].roll(1, 0)))

@@ -187,7 +187,7 @@ async def test_thousands_of_idle_connections_fit_a_memory_bound_and_disturb_nobo
             held.append(transport)
         server = mesh.gateway._server
         assert server is not None
-        await eventually(lambda: len(server.server_state.connections) >= count, within_s=30)
+        await eventually(lambda: len(server.server_state.connections) >= count, within_s=90)
         async with http.post(f"{mesh.url}/v1/completions", json={"prompt": "x"}) as answer:
             assert answer.status == 200
         assert resident_bytes() - before < 60_000 * count, "bytes per connection, both ends"

@@ -239,7 +239,6 @@ async def test_an_exposed_gateway_without_keys_does_not_start(mesh: Mesh, nats_u
 async def test_an_exposed_gateway_starts_without_keys_when_that_is_said(
     mesh: Mesh, nats_url: str, tmp_path: Path, http, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("WARNING", logger="motet")  # `motet profile` in another test of this process had it quieter
     async with running_gateway(nats_url, tmp_path, instance_id="g2", host="0.0.0.0", api_keys="off") as gateway:
         assert (await Door(gateway, http).ask("GET", "/v1/keys", ""))[0] == 200
     assert any("no API keys" in record.message and record.host == "0.0.0.0" for record in caplog.records)
