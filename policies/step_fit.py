@@ -48,16 +48,23 @@ def undisturbed(steps: Sequence[Step]) -> list[Step]:
 def fit_steps(steps: Sequence[Step]) -> EngineSteps:
     """The model of `steps`. Raises ValueError for too few of them, times that are not finite and positive, or such that no
     model fits."""
-    features, times, knots = _equations(steps)
-    weights = relative_fit(features, times)
-    expected = features @ weights
+    all_features, times, knots = _equations(steps)
     passes = len(knots)
-    sampled, prefill, adapter_mib, row_rank, context_token, longest_token, pair = weights[passes : passes + 7].tolist()
-    falls = weights[passes + 7 :]
-    weights[1 : len(falls) + 1] -= falls
-    pass_ms = weights[0] + np.concatenate([[0.0], np.cumsum(weights[1:passes] * np.diff(knots))])
-    if pass_ms.min() <= 0:
+    count = passes + 7  # weights without those of the falls
+    for features in (
+        all_features,
+        all_features[:, :count],
+    ):  # of disturbed measurements a pass may fall to nothing: then none falls
+        weights = relative_fit(features, times)
+        expected = features @ weights
+        falls = weights[count:]
+        weights[1 : len(falls) + 1] -= falls
+        pass_ms = weights[0] + np.concatenate([[0.0], np.cumsum(weights[1:passes] * np.diff(knots))])
+        if pass_ms.min() > 0:
+            break
+    else:
         raise ValueError("by its fit a step would take no time: the measured ones have too little in common")
+    sampled, prefill, adapter_mib, row_rank, context_token, longest_token, pair = weights[passes:count].tolist()
     return EngineSteps(
         rows=tuple(knots),
         pass_ms=tuple(pass_ms.tolist()),

@@ -16,7 +16,7 @@ from tests.chaos.mesh import BASE, TENANTS, ChaosMesh, MeshOptions
 from tests.support import eventually
 
 QUIET_LIMIT = 48  # questions at once in the quiet run
-SETTLE_S = 1.0  # between a mesh that is whole again and the next fault
+SETTLE_S = 3.0  # between a mesh that is whole again and the next fault: what has just started warms up on the same cores
 RESUMED_TOKENS = 115  # what a resumed request of this load has to compute again, on average
 BREAK_S = 3.0  # a connection of a dead gateway breaks within this
 _RESUMING = re.compile(r"resuming request_id=(?:chat)?cmpl-(\S+)-\d+ ")  # the prefix is not in X-Request-Id

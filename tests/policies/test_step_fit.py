@@ -101,11 +101,17 @@ def test_a_pass_never_falls_at_its_end_from_where_it_goes_on():
     assert fitted.rows[-1] == FEW and fitted.pass_ms[-1] >= fitted.pass_ms[-2]
 
 
-def test_steps_by_which_a_pass_would_take_no_time_are_refused():
+def test_a_pass_does_not_fall_where_it_would_fall_to_nothing():
     one = [Step(time_ms=10.0 + 2 * mib, decode_rows=1, adapter_bytes=mib * MIB) for mib in range(10) for _ in range(5)]
     four = [Step(time_ms=5.0, decode_rows=4, adapter_bytes=5 * MIB)] * 5
+    fitted = fit_steps(one + four)
+    assert list(fitted.pass_ms) == sorted(fitted.pass_ms) and fitted.pass_ms[0] > 0
+
+
+def test_steps_by_which_a_pass_would_take_no_time_are_refused():
+    steps = [Step(time_ms=float(mib**2), decode_rows=1, adapter_bytes=mib * MIB) for mib in range(1, 10) for _ in range(5)]
     with pytest.raises(ValueError, match="would take no time"):
-        fit_steps(one + four)
+        fit_steps(steps)
 
 
 def test_the_fit_ends_at_the_most_rows_that_were_measured():
