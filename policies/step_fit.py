@@ -51,10 +51,7 @@ def fit_steps(steps: Sequence[Step]) -> EngineSteps:
     all_features, times, knots = _equations(steps)
     passes = len(knots)
     count = passes + 7  # weights without those of the falls
-    for features in (
-        all_features,
-        all_features[:, :count],
-    ):  # of disturbed measurements a pass may fall to nothing: then none falls
+    for features in (all_features, all_features[:, :count]):  # where a pass would fall to nothing, none may fall
         weights = relative_fit(features, times)
         expected = features @ weights
         falls = weights[count:]
