@@ -305,7 +305,7 @@ class RegistryService:
         """Pin or unpin a name. Raises AdapterNotFound, BadRequest (unknown workers) or Conflict (no room for another pin)."""
         if ask.tenant:
             check_tenant(ask.tenant)
-        workers = tuple(dict.fromkeys(ask.workers))
+        workers = (EVERY_WORKER,) if EVERY_WORKER in ask.workers else tuple(dict.fromkeys(ask.workers))
         if workers:
             self._check_pin(ask, workers)
         info, changed = await self._store.pin(ask.name, workers, ask.tenant)
