@@ -35,8 +35,13 @@ Times are in seconds, sizes in bytes. The [glossary](glossary.md) explains the w
 
 The gateway also exposes, over all workers, the names that Kubernetes inference gateways scrape: `vllm:num_requests_waiting`,
 `vllm:num_requests_running`, `vllm:kv_cache_usage_perc` and
-`vllm:lora_requests_info{{max_lora,running_lora_adapters,waiting_lora_adapters}}`. A running adapter is one that is resident
-on a device.
+`vllm:lora_requests_info{{max_lora,running_lora_adapters,waiting_lora_adapters}}`, as the model-server protocol of the Gateway
+API inference extension defines it: a running adapter is resident on a device, a waiting one is on none and a request waits
+for it.
+
+Where adapters are: `motet_adapter_workers{{adapter,tier}}` is the number of workers that hold an adapter, by its fastest tier
+there (device, host, disk), and `motet_adapter_pins{{adapter}}` the number of workers that it is pinned to. Named are adapters
+that had requests at this gateway, at most 100, and pinned ones; `other` is the sum of all others.
 """
 CONFIGURATION_PAGE = """# Configuration
 

@@ -46,7 +46,8 @@ class AdapterSlots:
         self.eviction: Eviction = eviction or Lru()
         self.waited: Callable[[], Collection[str]] = tuple
         """Adapters of requests that wait; they leave after the others."""
-        self.pinned: set[str] = set()
+        self.pinned: Collection[str] = ()
+        """They leave after all others, and no prefetch takes their room."""
         self._idle = 0  # adapters without users
         self.idle_bytes = 0
         """Of the adapters without users."""
@@ -110,12 +111,12 @@ class AdapterSlots:
         self.bytes_free -= size_bytes
         return Grant(slot, load=True, evicted=evicted)
 
-    def prefetch(self, digest: str, size_bytes: int) -> Grant | None:
+    def prefetch(self, digest: str, size_bytes: int, *, evicting: bool = True) -> Grant | None:
         """A slot for an adapter that nobody uses yet; only idle ones that nobody waits for make room. None without room."""
         leaving: list[str] = []
         slots, room = len(self._free_slots), self.bytes_free
         if not slots or size_bytes > room:
-            for idle in self.unwanted():
+            for idle in self.unwanted() if evicting else ():
                 leaving.append(idle)
                 slots, room = slots + 1, room + self._residents[idle].size_bytes
                 if size_bytes <= room:

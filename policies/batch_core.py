@@ -14,7 +14,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Generic, Protocol
 
-from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.adapter_slots import AdapterSlots, Grant
 from motet.policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Queues, S, StepPlan, remove, wait
 from motet.policies.cold_start import AssistRates, ColdStarts
 from motet.policies.kv_blocks import KvBlocks
@@ -174,23 +174,19 @@ class BatchCore(Generic[S]):
 
     # ---- adapters without a request
 
-    def load(self, digest: str, size_bytes: int) -> int | None:
-        """The slot to copy a prefetched adapter into; None when it is here or does not fit without evicting.
+    def load(self, digest: str, size_bytes: int) -> Grant | None:
+        """The slot to copy a prefetched adapter into; None when it is here or does not fit without evicting. For a pinned
+        one idle adapters leave that are neither pinned nor waited for, and cached KV blocks.
 
-        It may have taken blank KV blocks, so that the device's memory has to be divided anew first (`boundary`).
+        It may have taken KV blocks, so that the device's memory has to be divided anew first (`boundary`).
         """
         self.doomed.discard(digest)
-        if digest in self.slots or not self._fits(size_bytes):
+        if digest in self.slots:
             return None
-        grant = self.slots.acquire(digest, size_bytes)
-        assert grant is not None, "it fits"
-        self.slots.release(digest)
-        return grant.slot
-
-    def _fits(self, size_bytes: int) -> bool:
+        pinned = digest in self.slots.pinned
         if self.boundary is not None:
-            return self.boundary.for_adapter(size_bytes, evicting=False)
-        return self.slots.fits(size_bytes, evicting=False)
+            self.boundary.for_adapter(size_bytes, evicting=pinned)
+        return self.slots.prefetch(digest, size_bytes, evicting=pinned)
 
     def unload(self, digest: str) -> None:
         """Take it off the device, whole or on its way, when nothing uses it any more: `sweep` says when."""

@@ -89,6 +89,7 @@ class HostTier(Generic[H]):
         self.host_bytes, self.disk_bytes = host_bytes, disk_bytes
         self.eviction: Eviction = make_eviction(eviction, self.reload_s)
         self.pinned: set[str] = set()
+        """They leave both after all others."""
         self._copies: dict[str, _Copy] = {}
         self._files: OrderedDict[str, int] = OrderedDict(files)  # digest -> bytes, least recently loaded first
         self._loads: dict[str, _Loading[H]] = {}
@@ -227,11 +228,11 @@ class HostTier(Generic[H]):
     def spare_file(self) -> bool:
         """The file system is full: evict the least recently loaded file that no request uses.
 
-        Files without a host copy go first. A host copy maps its file, and a mapped file frees no space, so the copy is evicted
-        with it. Returns whether there was such a file.
+        Files without a host copy go first, and pinned ones last. A host copy maps its file, and a mapped file frees no space,
+        so the copy is evicted with it. Returns whether there was such a file.
         """
         unmapped = [digest for digest in self._files if not self.holders(digest) and digest not in self._loads]
-        oldest = min(unmapped, key=self._copies.__contains__, default=None)
+        oldest = min(unmapped, key=lambda digest: (digest in self.pinned, digest in self._copies), default=None)
         if oldest is None:
             return False
         if oldest in self._copies:
@@ -282,7 +283,7 @@ class HostTier(Generic[H]):
         self._files[digest] = file_bytes
         self.disk_used_bytes += file_bytes
         while self.disk_bytes is not None and self.disk_used_bytes > self.disk_bytes and len(self._files) > 1:
-            oldest = next(iter(self._files))
+            oldest = min(self._files, key=self.pinned.__contains__)  # of equals the first
             self.file_lost(oldest)
             self.actions.append(Evict(oldest, "disk"))
 

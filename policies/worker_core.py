@@ -16,13 +16,13 @@ engine never for the core. One thread at a time calls `on`; nothing here knows w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal
 
 import msgspec
 
-from motet.policies import host_tier
+from motet.policies import host_tier, pins
 from motet.policies.host_tier import HostTier
 from motet.policies.memory_ledger import Budget, host_budget
 from motet.policies.request_life import Entry, Key, R
@@ -41,12 +41,15 @@ from motet.policies.worker_events import (
     LoadFailed,
     NotStarted,
     OwnerLost,
+    Pin,
+    Pinned,
     Prefetch,
     Refuse,
     Registered,
     Start,
     Stepped,
     Stop,
+    Tick,
     TooLargeForHost,
     Unload,
     Version,
@@ -55,6 +58,8 @@ from motet.policies.worker_view import View
 from motet.shared.model import AdapterRef, FinishReason, Residency
 
 MAX_PREFETCHES = 64
+PIN_RETRY_S = 10.0
+"""A pinned adapter that could not be loaded is tried again after this time."""
 
 
 class Departures:
@@ -95,6 +100,8 @@ class WorkerCore(Generic[R]):
     _device: set[str] = field(default_factory=set)  # adapters that the engine has told to be there
     _versions: Mapping[str, Version] = field(default_factory=dict)
     _prefetching: set[str] = field(default_factory=set)
+    _pinned: Mapping[str, AdapterRef] = field(default_factory=dict)
+    _retry_s: dict[str, float] = field(default_factory=dict)  # when pinned adapters are tried again that could not be loaded
     _departures: Departures = field(default_factory=Departures)
     _actions: list[Action[R]] = field(default_factory=list)
     _now_s: float = 0.0
@@ -151,6 +158,10 @@ class WorkerCore(Generic[R]):
                 self.host.spare_file()
             case Prefetch(adapter):
                 self._prefetch(adapter)
+            case Pinned(adapters):
+                self._pin(adapters)
+            case Tick():
+                self._bring_pinned()
             case Unload(digest):
                 self._unload(digest)
             case Registered(versions):
@@ -281,6 +292,8 @@ class WorkerCore(Generic[R]):
                 self.host.release(digest)
 
     def _on_load_failed(self, digest: str, reason: object) -> None:
+        if digest in self._pinned:
+            self._retry_s[digest] = self._now_s + PIN_RETRY_S
         for holder in self.host.failed(digest):
             if isinstance(holder, Entry):
                 self._answer(holder, "error", reason)
@@ -297,6 +310,23 @@ class WorkerCore(Generic[R]):
             self.host.release(digest)
         else:
             self._prefetching.add(digest)
+
+    def _pin(self, adapters: Sequence[AdapterRef]) -> None:
+        self._pinned = pins.within(adapters, self.view.limits)
+        self._retry_s.clear()
+        self.host.pinned = set(self._pinned)
+        self._actions.append(Pin(self._pinned.keys()))
+        self._bring_pinned()
+
+    def _bring_pinned(self) -> None:
+        """Load the pinned adapters that are not in both memories: they are new, or had to leave for a request."""
+        for digest, adapter in self._pinned.items():
+            if (digest in self._device and digest in self.host) or digest not in self._versions:
+                continue
+            if digest in self.host:
+                self._actions.append(CopyIn(digest))
+            elif self._now_s >= self._retry_s.get(digest, 0.0):
+                self._prefetch(adapter)
 
     def _unload(self, digest: str) -> None:
         self._actions.append(CopyOut(digest))

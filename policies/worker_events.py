@@ -6,7 +6,7 @@ Reasons are opaque to the core: who carries out an `Answer` knows what they mean
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Generic, Literal, Protocol
 
 import msgspec
@@ -94,6 +94,16 @@ class Prefetch(msgspec.Struct, frozen=True):
     adapter: AdapterRef
 
 
+class Pinned(msgspec.Struct, frozen=True):
+    """These adapters are pinned to this worker, the oldest pin first, and no others."""
+
+    adapters: Sequence[AdapterRef]
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Some time has passed."""
+
+
 class Unload(msgspec.Struct, frozen=True):
     """Take an adapter out of every tier, each as soon as nothing uses it there."""
 
@@ -130,6 +140,8 @@ Event = (
     | FileLost
     | DiskFull
     | Prefetch
+    | Pinned
+    | Tick
     | Unload
     | Registered
 )
@@ -167,9 +179,15 @@ class Refuse(msgspec.Struct, frozen=True):
 
 
 class CopyIn(msgspec.Struct, frozen=True):
-    """Copy an adapter from host memory to the device if there is room without evicting."""
+    """Copy an adapter from host memory to the device if there is room without evicting; for a pinned one, idle ones leave."""
 
     digest: str
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """These adapters, and no others, leave the device after all others."""
+
+    digests: Collection[str]
 
 
 class CopyOut(msgspec.Struct, frozen=True):
@@ -185,4 +203,4 @@ class TooLargeForHost(msgspec.Struct, frozen=True):
     room_bytes: int
 
 
-Action = Start[R] | Stop | Answer[R] | Refuse | CopyIn | CopyOut | host_tier.Action
+Action = Start[R] | Stop | Answer[R] | Refuse | CopyIn | Pin | CopyOut | host_tier.Action

@@ -16,7 +16,7 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.kv_watch import KvWatch
 from motet.shared.messages import AdapterInfo
-from motet.shared.model import AdapterEntry, AdapterVersion
+from motet.shared.model import AdapterEntry, AdapterRef, AdapterVersion
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED
 
@@ -31,6 +31,12 @@ def entry_key(name: str, tenant: str = SHARED) -> str:
     return f"{PRIVATE}{tenant}.{name}" if tenant else NAME + name
 
 
+def ref_of(info: AdapterInfo) -> AdapterRef:
+    """The version that a name points at, as messages and policies carry it."""
+    entry, version = info.entry, info.version
+    return AdapterRef(name=entry.name, digest=entry.digest, rank=version.rank, size_bytes=version.size_bytes)
+
+
 class AdapterWatch:
     """Follows all adapters, through restarts of NATS as well (deletions that happened meanwhile included).
 
@@ -42,6 +48,7 @@ class AdapterWatch:
         self._on_change = on_change
         self._entries: dict[tuple[str, str], AdapterEntry] = {}  # by (name, tenant)
         self._versions: dict[str, AdapterVersion] = {}
+        self._pinned: set[tuple[str, str]] = set()  # of the entries, those with a pin
         self._started = False
         self._watch = KvWatch(
             bus, subjects.KV_ADAPTERS, ">", on_put=self._put, on_delete=self._delete, on_synced=self._reconcile
@@ -92,6 +99,11 @@ class AdapterWatch:
         found = (self.resolve(name, tenant) for name in names)
         return [info for info in found if info is not None]
 
+    def pinned(self) -> list[AdapterInfo]:
+        """The names with a pin, of every tenant, the oldest pin first."""
+        found = [info for name, owner in self._pinned if (info := self.exactly(name, owner)) is not None]
+        return sorted(found, key=_pinned_since)
+
     def names(self) -> int:
         """The number of names of all tenants."""
         return len(self._entries)
@@ -119,6 +131,7 @@ class AdapterWatch:
                 entry = _entry.decode(value)
                 changed = self._entries.get(owned) != entry
                 self._entries[owned] = entry
+                (self._pinned.discard if entry.pin is None else self._pinned.add)(owned)
             elif key.startswith(VERSION):
                 version = _version.decode(value)
                 changed = self._versions.get(version.digest) != version
@@ -135,6 +148,7 @@ class AdapterWatch:
         gone: object = None
         if (owned := _owned(key)) is not None:
             gone = self._entries.pop(owned, None)
+            self._pinned.discard(owned)
         elif key.startswith(VERSION):
             gone = self._versions.pop(key.removeprefix(VERSION), None)
         if gone is not None:
@@ -149,6 +163,11 @@ class AdapterWatch:
     def _changed(self) -> None:
         if self._started and self._on_change is not None:
             self._on_change()
+
+
+def _pinned_since(info: AdapterInfo) -> tuple[int, str, str]:
+    assert info.entry.pin is not None, "it is pinned"
+    return info.entry.pin.since_unix_ms, info.entry.tenant, info.entry.name
 
 
 def _owned(key: str) -> tuple[str, str] | None:

@@ -23,7 +23,8 @@ PAGE = 1000
 class AuditEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One change. JSON on `motet.v1.audit.<kind>`, where the kind is the action's first word."""
 
-    action: str  # adapter.registered, adapter.replaced, adapter.aliased, adapter.deleted, key.created, key.revoked, key.rotated
+    action: str
+    """adapter.registered, .replaced, .aliased, .pinned, .unpinned, .deleted; key.created, .revoked, .rotated."""
     actor: str  # the id of the API key that asked; "" where no keys are used
     object: str  # the adapter's name or the key's id
     tenant: str = ""  # of the object; "" is shared by all

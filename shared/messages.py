@@ -379,6 +379,19 @@ class DeleteAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     v: int = VERSION
 
 
+class PinAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Let these workers keep what `tenant`'s `name` points at loaded; `model.EVERY_WORKER` means all of them. None: unpin.
+
+    Refused when a worker is unknown (BadRequest), or has no room for another pin (Conflict).
+    """
+
+    name: str
+    workers: tuple[str, ...] = ()
+    tenant: str = ""
+    actor: str = ""
+    v: int = VERSION
+
+
 class ListAdapters(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The names that `tenant` may see ("": the shared ones) after `after`, in order, at most `limit` of them; the next page
     starts after the last name received."""

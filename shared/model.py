@@ -11,7 +11,8 @@ from msgspec import Meta
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers an adapter may target, in the order in which a layer runs them."""
 
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
+ADAPTER_NAME = re.compile(r"(?!.*/pin\Z)[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
+"""`/v1/adapters/<name>/pin` is the pin of an adapter, so no name ends like that."""
 ADAPTER_NAME_CHARS = 128
 
 Tier = Literal["device", "host", "disk"]
@@ -75,6 +76,21 @@ class AdapterVersion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     created_unix_ms: int
 
 
+EVERY_WORKER = "*"
+"""In a pin: all workers, also those that come later. No worker has this id."""
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers that keep an adapter loaded: their ids, or EVERY_WORKER alone. Older pins come first where room is short."""
+
+    workers: tuple[str, ...]
+    since_unix_ms: int
+
+    def covers(self, worker_id: str) -> bool:
+        """Whether this worker is one of them."""
+        return worker_id in self.workers or EVERY_WORKER in self.workers
+
+
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A name and the version it points at (KV `motet_adapters`, JSON). Aliases are entries too.
 
@@ -89,6 +105,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     hold: str = ""  # the registry's own: this entry's claim on the version's blob
     tenant: str = ""  # who alone may see and use it; "" is shared by all
     source: str = ""  # where this name's content came from; a version's is where its content was first seen, by whomever
+    pin: Pin | None = None  # of the name: it goes on to the name's next version
 
 
 class RequestBrief(msgspec.Struct, array_like=True, gc=False):
@@ -178,6 +195,10 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Of one KV block, where KV blocks and adapters share the memory of both totals; 0 where each has a region of its own."""
     copies: Literal["stall", "wait", "bridged"] = "stall"
     """Requests that a copy to the device delays: all; those on the adapter; none, since CPU processes compute meanwhile."""
+    pin_slots: int = 0
+    """Adapters that may be pinned here."""
+    pin_bytes: int = 0
+    """The bytes that they may have together."""
 
     @property
     def kv_blocks_most(self) -> int:

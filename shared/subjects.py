@@ -64,7 +64,7 @@ def stream(gateway_id: str) -> str:
 
 
 def registry(verb: str) -> str:
-    """any -> registry: register, delete, alias, list."""
+    """any -> registry: register, delete, alias, pin, list."""
     return f"{REGISTRY}.{verb}"
 
 

@@ -1,4 +1,4 @@
-"""`motet adapters`: add, list, show, alias and remove adapters of a running mesh."""
+"""`motet adapters`: add, list, show, alias, pin and remove adapters of a running mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 @click.group()
 def adapters() -> None:
-    """Add, list, show and remove adapters of a running mesh.
+    """Add, list, show, pin and remove adapters of a running mesh.
 
     An adapter's name is the `model` of a request. Each version is identified by the digest of its content. Requests that run
     on a replaced or removed version finish on it.
@@ -56,7 +56,7 @@ def list_(tenant: str | None, url: str, as_json: bool) -> None:
     if as_json:
         return print_json(answer)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("name", "tenant", "rank", "size", "version", "digest", "modules", "resident"):
+    for title in ("name", "tenant", "rank", "size", "version", "digest", "modules", "resident", "pinned"):
         table.add_column(title, justify="right" if title in ("rank", "size", "version") else "left")
     for card in answer["data"]:
         table.add_row(*_row(card))
@@ -69,7 +69,7 @@ def list_(tenant: str | None, url: str, as_json: bool) -> None:
 @click.argument("name")
 def show(name: str, url: str, as_json: bool) -> None:
     """Show one adapter: rank, modules, size, digest, version and where it is resident."""
-    card = _ask(url, lambda client: client.call("GET", f"/v1/adapters/{quote(name, safe='')}"))
+    card = _ask(url, lambda client: client.call("GET", _path(name)))
     if as_json:
         return print_json(card)
     for key, value in card.items():
@@ -136,8 +136,41 @@ def alias(name: str, target: str, url: str, as_json: bool) -> None:
 def rm(name: str, force: bool, tenant: str | None, url: str) -> None:
     """Remove an adapter's name, and its weights if no other name uses them."""
     params = ({"force": "true"} if force else {}) | ({"tenant": tenant} if tenant is not None else {})
-    _ask(url, lambda client: client.call("DELETE", f"/v1/adapters/{quote(name, safe='')}", params=params))
+    _ask(url, lambda client: client.call("DELETE", _path(name), params=params))
     click.echo(f"removed {name}")
+
+
+@adapters.command()
+@connection
+@as_json_option
+@click.option("--workers", help="Ids of the workers, comma-separated (see `motet status`); by default all, also later ones.")
+@_of_tenant("Tenant that the adapter belongs to; empty: shared by all.")
+@click.argument("name")
+def pin(name: str, workers: str | None, tenant: str | None, url: str, as_json: bool) -> None:
+    """Keep an adapter loaded on workers, whether it is used or not.
+
+    Workers load it now and give up all other idle adapters before it. The pin belongs to the name: it goes on to new versions,
+    and ends when the name is removed. Pinning again changes the workers.
+
+    \b
+      motet adapters pin summaries
+      motet adapters pin sql --workers worker-0,worker-1
+    """
+    params = {"tenant": tenant} if tenant is not None else {}
+    body = {} if workers is None else {"workers": [one.strip() for one in workers.split(",") if one.strip()]}
+    card = _ask(url, lambda client: client.call("POST", _path(name, "/pin"), params=params, json=body))
+    print_json(card) if as_json else click.echo(f"pinned {name} to {_workers(card)}")
+
+
+@adapters.command()
+@connection
+@_of_tenant("Tenant that the adapter belongs to; empty: shared by all.")
+@click.argument("name")
+def unpin(name: str, tenant: str | None, url: str) -> None:
+    """Let workers give up an adapter like any other."""
+    params = {"tenant": tenant} if tenant is not None else {}
+    _ask(url, lambda client: client.call("DELETE", _path(name, "/pin"), params=params))
+    click.echo(f"unpinned {name}")
 
 
 async def upload(client: Client, name: str, path: Path, *, replace: bool = False, tenant: str | None = None) -> Any:
@@ -172,6 +205,16 @@ def _ask(url: str, work: Callable[[Client], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
+def _path(name: str, rest: str = "") -> str:
+    return f"/v1/adapters/{quote(name, safe='')}{rest}"
+
+
+def _workers(card: dict[str, Any]) -> str:
+    """Where an adapter is pinned, in words."""
+    pinned = card.get("pinned_to") or []
+    return "all workers" if pinned == ["*"] else ", ".join(pinned)
+
+
 def _row(card: dict[str, Any]) -> tuple[str, ...]:
     resident = card.get("resident") or {}
     return (
@@ -183,4 +226,5 @@ def _row(card: dict[str, Any]) -> tuple[str, ...]:
         str(card["digest"])[:12],
         " ".join(str(module).removesuffix("_proj") for module in card["modules"]),
         ", ".join(f"{worker}: {tier}" for worker, tier in sorted(resident.items())),
+        _workers(card),
     )

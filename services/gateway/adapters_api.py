@@ -39,8 +39,8 @@ from motet.shared.errors import (
     bounded,
     from_info,
 )
-from motet.shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, Refused, RegisterAdapter, RegistryReply
-from motet.shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS
+from motet.shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, PinAdapter, Refused, RegisterAdapter, RegistryReply
+from motet.shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS, EVERY_WORKER
 from motet.shared.objects import Objects
 from motet.shared.tenancy import SHARED, check_tenant
 
@@ -55,7 +55,7 @@ CHUNK_BYTES = 1 << 17
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-_NAME_TEXT = "letters, digits, '_' and '-', single '.' and '/' between them, at most 128 characters"
+_NAME_TEXT = "letters, digits, '_' and '-', single '.' and '/' between them, at most 128 characters, and no '/pin' at the end"
 
 
 class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +70,18 @@ class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     replace: Annotated[bool, Meta(description="take over a name in use; running requests finish on the old version")] = False
     tenant: (
         Annotated[str, Meta(description="whose it becomes, empty for all; by default the key's tenant, for an admin key all")]
+        | None
+    ) = None
+
+
+class PinRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/adapters/{name}/pin."""
+
+    workers: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=128)]],
+            Meta(min_length=1, max_length=1000, description="ids of the workers; by default all, also those that come later"),
+        ]
         | None
     ) = None
 
@@ -94,6 +106,7 @@ class UnloadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 _adapter = msgspec.json.Decoder(AdapterRequest)
+_pin = msgspec.json.Decoder(PinRequest)
 _load = msgspec.json.Decoder(LoadRequest)
 _unload = msgspec.json.Decoder(UnloadRequest)
 
@@ -132,6 +145,21 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
             asked: AdapterRequest = protocol.decode(await read_body(request, max_body), _adapter)
             info = await registry.add(asked, caller)
         return json_answer(_resource(gateway, info), 201)
+
+    @api.post("/v1/adapters/{name:path}/pin")
+    async def pin_adapter(name: str, request: Request, tenant: str | None = None) -> Response:
+        caller = caller_of(request)
+        caller.check("adapters", "pinning an adapter")
+        given = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
+        asked: PinRequest = protocol.decode(await read_body(request, max_body), _pin) if given else PinRequest()
+        workers = (EVERY_WORKER,) if asked.workers is None else tuple(asked.workers)
+        return json_answer(_resource(gateway, await registry.pin(name, workers, caller, tenant)))
+
+    @api.delete("/v1/adapters/{name:path}/pin")
+    async def unpin_adapter(name: str, request: Request, tenant: str | None = None) -> Response:
+        caller = caller_of(request)
+        caller.check("adapters", "unpinning an adapter")
+        return json_answer(_resource(gateway, await registry.pin(name, (), caller, tenant)))
 
     @api.delete("/v1/adapters/{name:path}")
     async def delete_adapter(name: str, request: Request, force: bool = False, tenant: str | None = None) -> Response:
@@ -238,15 +266,31 @@ class _Registry:
         await self._ask("delete", message, CHANGE_TIMEOUT_S)
         await self._gateway.settled(lambda: adapters.exactly(name, owner) is None, SETTLE_S)
 
-    def _owner(self, name: str, caller: Caller, tenant: str | None) -> str:
-        """The tenant whose adapter is deleted. Raises Forbidden for a shared one unless an administrator asks."""
+    async def pin(self, name: str, workers: tuple[str, ...], caller: Caller, tenant: str | None) -> AdapterInfo:
+        """Pin what `name` means for `caller` to these workers; without any, unpin it. An administrator may name its tenant."""
+        if not _possible(name):
+            raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
+        adapters = self._gateway.adapters
+        owner = self._owner(name, caller, tenant, "pinning")
+        message = PinAdapter(name=name, workers=workers, tenant=owner, actor=caller.key_id)
+        (info,) = await self._ask("pin", message, CHANGE_TIMEOUT_S)
+
+        def visible() -> bool:
+            seen = adapters.exactly(name, owner)
+            return seen is not None and seen.entry.pin == info.entry.pin
+
+        await self._gateway.settled(visible, SETTLE_S)
+        return info
+
+    def _owner(self, name: str, caller: Caller, tenant: str | None, doing: str = "deleting") -> str:
+        """The tenant whose adapter is changed. Raises Forbidden for a shared one unless an administrator asks."""
         if tenant is not None:
             return _new_owner(caller, tenant)
         adapters = self._gateway.adapters
         if adapters.exactly(name, caller.tenant) is not None:
             return caller.tenant
         if adapters.exactly(name, SHARED) is not None:
-            caller.check("admin", "deleting an adapter that all tenants share")
+            caller.check("admin", f"{doing} an adapter that all tenants share")
         return SHARED if caller.may("admin") else caller.tenant
 
     async def _put(self, verb: str, message: RegisterAdapter | AliasAdapter, timeout_s: float) -> AdapterInfo:
@@ -384,7 +428,7 @@ def created_unix_ms(info: AdapterInfo) -> int:
 
 
 def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
-    """An adapter as JSON; `resident` says where: worker id -> fastest tier that holds it."""
+    """An adapter as JSON; `resident` says where: worker id -> fastest tier that holds it; `pinned_to` where it stays."""
     entry, version = info.entry, info.version
     return {
         "name": entry.name,
@@ -403,6 +447,7 @@ def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
         "created": created_unix_ms(info) // 1000,
         "updated": entry.updated_unix_ms // 1000,
         "resident": gateway.fleet.tiers(entry.digest),
+        "pinned_to": list(entry.pin.workers) if entry.pin is not None else [],
     }
 
 

@@ -1,7 +1,7 @@
 """API keys: maps each key to a caller with a tenant and a role.
 
     use         generate, see the models and adapters of its tenant and the shared ones
-    adapters    also add, replace and delete its tenant's adapters
+    adapters    also add, replace, pin and delete its tenant's adapters
     admin       everything: shared and other tenants' adapters, keys, status, metrics, the audit log
 
 Keys come from the key store, which `motet keys` changes at run time, and from `--api-keys-file`. Without keys every client is

@@ -1,7 +1,8 @@
 """The gateway's metrics: `motet_*`, and the `vllm:*` names that Kubernetes inference gateways scrape.
 
 Tenants choose adapter names, so the `adapter` label is bounded: it keeps the first `ADAPTERS_MAX` names and calls all others
-"other". The base model is "base". The `tenant` label is bounded in the same way.
+"other". The base model is "base". The `tenant` label is bounded in the same way. Where adapters are is told of those names, and
+of pinned ones.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from motet.policies.worker_book import Held, Known
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.stream import Stream
 from motet.shared.clock import now_s, unix_ms
+from motet.shared.messages import AdapterInfo
 from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY
+from motet.shared.tenancy import qualified
 
 ADAPTERS_MAX = TENANTS_MAX = 100
 _LABELS = ["adapter", "slo_class"]
@@ -146,14 +150,15 @@ def _yes(met: bool) -> str:
 
 
 class FleetCollector(Collector):
-    """`vllm:*` gauges over all workers, computed at each scrape.
+    """`vllm:*` gauges over all workers and the adapters' residency, computed at each scrape. `adapters()` are all names.
 
-    A "running" adapter is resident on a device; a "waiting" one is on no device and a request waits for it. `max_lora` is the
-    number of adapters of the present average size that fit on the devices. `names()` maps digests to adapter names.
+    `vllm:lora_requests_info` is what the Gateway API inference extension's model-server protocol says of LoRA: a "running"
+    adapter is resident on a device; a "waiting" one is on no device and a request waits for it. Each is listed by every name
+    that requests may use. `max_lora` is the number of adapters of the present average size that fit on the devices.
     """
 
-    def __init__(self, fleet: Fleet, model_name: str, names: Callable[[], dict[str, str]]) -> None:
-        self._fleet, self._model_name, self._names = fleet, model_name, names
+    def __init__(self, fleet: Fleet, model_name: str, adapters: Callable[[], list[AdapterInfo]]) -> None:
+        self._fleet, self._model_name, self._adapters = fleet, model_name, adapters
 
     def describe(self) -> list[Metric]:
         """Nothing ahead of the scrape: what is there depends on the workers."""
@@ -173,11 +178,15 @@ class FleetCollector(Collector):
             family = GaugeMetricFamily(name, text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
-        yield self._lora_info()
+        adapters = self._adapters()
+        names: dict[str, list[str]] = {}
+        for info in adapters:
+            names.setdefault(info.entry.digest, []).append(_name(info))
+        yield self._lora_info(workers, held, names)
+        yield self._resident(held, names, pinned={_name(info) for info in adapters if info.entry.pin is not None})
+        yield self._pins(workers, adapters)
 
-    def _lora_info(self) -> Metric:
-        workers = list(self._fleet.workers())
-        views = [self._fleet.held(known.worker_id) for known in workers]
+    def _lora_info(self, workers: list[Known], views: list[Held], names: dict[str, list[str]]) -> Metric:
         held = [resident for view in views for resident in view.adapters.values()]
         running = {resident.digest for resident in held if resident.tier == "device"}
         waiting = {
@@ -189,12 +198,40 @@ class FleetCollector(Collector):
         capacity = sum(resident.tier == "device" for resident in held)
         if mean_bytes := sum(resident.size_bytes for resident in held) // max(len(held), 1):
             capacity += sum(known.adapter_bytes_free for known in workers) // mean_bytes
-        names = self._names()
         family = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "Adapters on the device and adapters waited for; the value is the time of the scrape.",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
-        listed = [",".join(sorted(names.get(digest, digest[:12]) for digest in digests)) for digests in (running, waiting)]
+        listed = [
+            ",".join(sorted(name for digest in digests for name in names.get(digest, [digest[:12]])))
+            for digests in (running, waiting)
+        ]
         family.add_metric([str(max(capacity, len(workers))), *listed], unix_ms() / 1000)
         return family
+
+    def _resident(self, views: list[Held], names: dict[str, list[str]], pinned: set[str]) -> Metric:
+        """Counts of workers by adapter and tier; adapters that are neither pinned nor in other metrics are "other"."""
+        shown = _adapters_met | pinned
+        counts = Tally[tuple[str, str]]()
+        for view in views:
+            for one in view.adapters.values():
+                known = [name for name in names.get(one.digest, ()) if name in shown]
+                counts.update((name, one.tier) for name in known or ["other"])
+        family = GaugeMetricFamily(
+            "motet_adapter_workers", "Workers that hold an adapter, by its fastest tier there.", labels=["adapter", "tier"]
+        )
+        for (name, tier), count in sorted(counts.items()):
+            family.add_metric([name, tier], count)
+        return family
+
+    def _pins(self, workers: list[Known], adapters: list[AdapterInfo]) -> Metric:
+        family = GaugeMetricFamily("motet_adapter_pins", "Workers that an adapter is pinned to.", labels=["adapter"])
+        for info in adapters:
+            if (pin := info.entry.pin) is not None:
+                family.add_metric([_name(info)], sum(pin.covers(known.worker_id) for known in workers))
+        return family
+
+
+def _name(info: AdapterInfo) -> str:
+    return qualified(info.entry.name, info.entry.tenant)

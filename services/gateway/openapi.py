@@ -15,7 +15,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import FileResponse, Response
 
 from motet.services.gateway import fields, protocol, schemas
-from motet.services.gateway.adapters_api import AdapterRequest, LoadRequest, UnloadRequest
+from motet.services.gateway.adapters_api import AdapterRequest, LoadRequest, PinRequest, UnloadRequest
 from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
 from motet.services.gateway.http import json_answer
 from motet.services.gateway.keys_api import KeyRequest, RotateRequest
@@ -30,6 +30,7 @@ _REQUESTS = (
     protocol.TokenizeRequest,
     protocol.DetokenizeRequest,
     AdapterRequest,
+    PinRequest,
     LoadRequest,
     UnloadRequest,
     KeyRequest,
@@ -62,7 +63,8 @@ _ERRORS = {
     403: "The API key's role does not allow this, or the `Host` or `Origin` header is not allowed.",
     404: "The model or adapter does not exist.",
     408: "The request came too slowly.",
-    409: "The adapter's name is taken, or requests run on it; or the answer to the `Idempotency-Key` was streamed.",
+    409: "The adapter's name is taken, requests run on it, or there is no room for another pin; or the answer to the"
+    " `Idempotency-Key` was streamed.",
     413: "The body is larger than {max_body_bytes} bytes, an upload larger than {max_upload_bytes}.",
     415: "The body is not sent as application/json.",
     422: "The `Idempotency-Key` was used with another body.",
@@ -210,6 +212,7 @@ def _operation(
     *statuses: int,
     status: int = 200,
     body: dict[str, Any] | None = None,
+    body_required: bool = True,
     parameters: tuple[dict[str, Any], ...] = (),
     open_to_all: bool = False,
 ) -> dict[str, Any]:
@@ -217,7 +220,7 @@ def _operation(
     operation: dict[str, Any] = {"summary": summary, "responses": {str(status): answer}, "parameters": [*parameters]}
     operation["parameters"].append({"name": "X-Request-Id", "in": "header"} | _PARAMETERS["X-Request-Id"])
     if body is not None:
-        operation["requestBody"] = {"required": True, "content": body}
+        operation["requestBody"] = {"required": body_required, "content": body}
         statuses = (400, 413, 415, *statuses)
     operation["x-errors"], operation["x-open"] = sorted({*_ALWAYS, *statuses}), open_to_all
     return operation
@@ -288,6 +291,17 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
         "/v1/adapters/{name}": {
             "get": _operation("One adapter.", _ok("Adapter"), 404, parameters=(name, tenant)),
             "delete": _operation("Remove an adapter.", _ok("Deleted"), 400, 404, 409, 504, parameters=(name, force, tenant)),
+        },
+        "/v1/adapters/{name}/pin": {
+            "post": _operation(
+                "Keep an adapter loaded on workers.",
+                _ok("Adapter"),
+                *(404, 409, 504),
+                body=_body("PinRequest"),
+                body_required=False,
+                parameters=(name, tenant),
+            ),
+            "delete": _operation("Unpin an adapter.", _ok("Adapter"), 400, 404, 409, 504, parameters=(name, tenant)),
         },
         "/v1/load_lora_adapter": {
             "post": _operation("vLLM's way to add an adapter.", text, 404, 429, 504, body=_body("LoadRequest"))

@@ -169,7 +169,10 @@ class Adapter(_Answer):
     source: str
     created: int
     updated: int
-    resident: Annotated[dict[str, str], Meta(description="Map from worker id to the fastest tier that holds the adapter.")]
+    resident: Annotated[
+        dict[str, str], Meta(description="Map from worker id to the fastest tier that holds the adapter: device, host or disk.")
+    ]
+    pinned_to: Annotated[list[str], Meta(description="Ids of the workers that keep the adapter loaded; `*`: all.")]
 
 
 class Adapters(_Answer):

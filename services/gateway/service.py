@@ -38,7 +38,6 @@ from motet.shared.hub import resolve_model
 from motet.shared.service import run
 from motet.shared.sockets import bound_socket
 from motet.shared.telemetry import REGISTRY, logger
-from motet.shared.tenancy import qualified
 
 log = logger("motet.gateway")
 KEEP_ALIVE_S = 75  # longer than what clients and balancers keep idle connections for
@@ -157,11 +156,7 @@ class GatewayService:
 
     def _observe(self) -> None:
         metrics.INFLIGHT.set_function(lambda: self.owner.inflight)
-
-        def names() -> dict[str, str]:
-            return {info.entry.digest: qualified(info.entry.name, info.entry.tenant) for info in reversed(self.adapters.all())}
-
-        collector = metrics.FleetCollector(self.fleet, self.config.base.name, names)
+        collector = metrics.FleetCollector(self.fleet, self.config.base.name, self.adapters.all)
         REGISTRY.register(collector)
         self._stack.callback(REGISTRY.unregister, collector)
 

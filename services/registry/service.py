@@ -3,6 +3,7 @@
     register   claim a slot -> fetch (path | hub | upload) -> validate -> blob, version, name -> watchers see it
     delete     refused while requests run on it unless forced; the weights are removed when no other name points at them
     alias      a second name for the version that another name points at now
+    pin        workers keep what a name points at loaded, in this version and the next ones
     list       every name, in pages
 
 Files are read and checked in threads, with a small limit per kind of source, so a slow hub delays hub adapters only.
@@ -20,6 +21,7 @@ from typing import TypeVar
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
+from motet.policies import pins
 from motet.services.registry.archives import read_archive
 from motet.services.registry.config import RegistryConfig
 from motet.services.registry.files import CONFIG, PeftFiles, quoted
@@ -30,13 +32,14 @@ from motet.services.registry.store import AdapterStore, check_name
 from motet.services.registry.unpack import MAX_OTHER_BYTES
 from motet.services.registry.usage import IDLE_S, Usage
 from motet.shared import subjects
-from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.audit import Audit, AuditEvent
 from motet.shared.base_shapes import BaseShapes, read_shapes
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import (
     AdapterExists,
+    AdapterNotFound,
     BadRequest,
     Conflict,
     InvalidAdapter,
@@ -52,11 +55,12 @@ from motet.shared.messages import (
     AliasAdapter,
     DeleteAdapter,
     ListAdapters,
+    PinAdapter,
     RegisterAdapter,
     RegistryOk,
     WorkerState,
 )
-from motet.shared.model import AdapterVersion
+from motet.shared.model import EVERY_WORKER, AdapterVersion, Pin
 from motet.shared.provision import provision
 from motet.shared.service import run
 from motet.shared.telemetry import LATENCY_BUCKETS_S, REGISTRY, logger
@@ -162,6 +166,7 @@ class RegistryService:
             ("register", RegisterAdapter, self.register),
             ("delete", DeleteAdapter, self.delete),
             ("alias", AliasAdapter, self.alias),
+            ("pin", PinAdapter, self.pin),
             ("list", ListAdapters, self.page),
         ):
             await bus.serve(verb, subjects.registry(verb), kind, handler, queue="registry")
@@ -296,6 +301,20 @@ class RegistryService:
         await self._note("adapter.aliased", ask, info)
         return RegistryOk(adapters=[info])
 
+    async def pin(self, ask: PinAdapter) -> RegistryOk:
+        """Pin or unpin a name. Raises AdapterNotFound, BadRequest (unknown workers) or Conflict (no room for another pin)."""
+        if ask.tenant:
+            check_tenant(ask.tenant)
+        workers = (EVERY_WORKER,) if EVERY_WORKER in ask.workers else tuple(dict.fromkeys(ask.workers))
+        if workers:
+            self._check_pin(ask, workers)
+        info, changed = await self._store.pin(ask.name, workers, ask.tenant)
+        if changed:
+            log.info("adapter pinned" if workers else "adapter unpinned", extra={"adapter": ask.name, "tenant": ask.tenant})
+            where = f"workers {', '.join(workers)}; " if workers else ""
+            await self._note("adapter.pinned" if workers else "adapter.unpinned", ask, info, where)
+        return RegistryOk(adapters=[info])
+
     async def page(self, ask: ListAdapters) -> RegistryOk:
         """One page of names."""
         found = [info for info in self._adapters.visible(ask.tenant) if info.entry.name > ask.after]
@@ -331,9 +350,40 @@ class RegistryService:
         if ask.tenant and self._adapters.owned_bytes(ask.tenant) + version.size_bytes > limit_mib << 20:
             raise Conflict(f"this tenant's adapters would take more than {limit_mib} MiB, which is its limit: delete one first")
 
-    async def _note(self, action: str, ask: RegisterAdapter | AliasAdapter | DeleteAdapter, info: AdapterInfo | None) -> None:
+    def _check_pin(self, ask: PinAdapter, workers: tuple[str, ...]) -> None:
+        """Raises what stands in the way of a pin: a worker that is not there or has no room, or the tenant's limit."""
+        info = self._adapters.exactly(ask.name, ask.tenant)
+        if info is None:
+            raise AdapterNotFound(f"there is no adapter {quoted(ask.name)}", param="name")
+        pinned = [one for one in self._adapters.pinned() if (one.entry.name, one.entry.tenant) != (ask.name, ask.tenant)]
+        limit = self._config.limits.max_tenant_pins
+        if ask.tenant and sum(one.entry.tenant == ask.tenant for one in pinned) >= limit:
+            raise Conflict(f"this tenant has {limit} pinned adapters, which is its limit: unpin one first", param="name")
+        present = self._usage.workers(now_s())
+        if unknown := sorted(set(workers) - present.keys() - {EVERY_WORKER}):
+            known = ", ".join(sorted(present)) or "none"
+            raise BadRequest(f"workers: {', '.join(map(quoted, unknown))} not found; there are: {known}", param="workers")
+        asked = Pin(workers=workers, since_unix_ms=0)
+        for worker_id, limits in sorted(present.items()):
+            if not asked.covers(worker_id):
+                continue
+            others = [one for one in pinned if one.entry.pin is not None and one.entry.pin.covers(worker_id)]
+            if info.entry.digest not in pins.within([*map(ref_of, others), ref_of(info)], limits):
+                raise Conflict(
+                    f"workers: {worker_id} has room for {limits.pin_slots} pins of {limits.pin_bytes} bytes together, and"
+                    f" {len(others)} are there: unpin one first",
+                    param="workers",
+                )
+
+    async def _note(
+        self,
+        action: str,
+        ask: RegisterAdapter | AliasAdapter | DeleteAdapter | PinAdapter,
+        info: AdapterInfo | None,
+        detail: str = "",
+    ) -> None:
         """Add an entry to the audit log."""
-        detail = f"version {info.entry.version}, digest {info.entry.digest[:12]}" if info is not None else ""
+        detail += f"version {info.entry.version}, digest {info.entry.digest[:12]}" if info is not None else ""
         await self._audit.record(AuditEvent(action=action, actor=ask.actor, tenant=ask.tenant, object=ask.name, detail=detail))
 
     @asynccontextmanager

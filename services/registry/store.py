@@ -47,7 +47,7 @@ from motet.shared.errors import (
 from motet.shared.kv import Bucket
 from motet.shared.kv_watch import KvWatch
 from motet.shared.messages import AdapterInfo
-from motet.shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS, AdapterEntry, AdapterVersion
+from motet.shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS, AdapterEntry, AdapterVersion, Pin
 from motet.shared.objects import Objects, read_object
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED, qualified
@@ -105,7 +105,7 @@ def check_name(name: str, base_model: str) -> None:
     if not is_name(name):
         raise BadRequest(
             f"adapter name {quoted(name)}: letters, digits, '_' and '-', single '.' and '/' between them, "
-            f"at most {ADAPTER_NAME_CHARS} characters",
+            f"at most {ADAPTER_NAME_CHARS} characters, and no '/pin' at the end",
             param="name",
         )
     if name == base_model:
@@ -231,6 +231,26 @@ class AdapterStore:
                     return AdapterInfo(entry=entry, version=version)
                 await self._release(aimed.digest, hold)
         raise Conflict(f"adapter {quoted(target)} keeps being changed by other clients", param="target")
+
+    async def pin(self, name: str, workers: tuple[str, ...], tenant: str = SHARED) -> tuple[AdapterInfo, bool]:
+        """Pin `tenant`'s `name` to these workers, or unpin it without any; what is there now, and whether that is new.
+
+        Raises AdapterNotFound.
+        """
+        with reachable():
+            for _ in range(ATTEMPTS):
+                entry, revision = await self._read(entry_key(name, tenant), AdapterEntry) if is_name(name) else (None, 0)
+                version, _ = await self._read(VERSION + entry.digest, AdapterVersion) if entry is not None else (None, 0)
+                if entry is None or version is None:
+                    raise AdapterNotFound(f"there is no adapter {quoted(name)}", param="name")
+                if workers == (entry.pin.workers if entry.pin is not None else ()):
+                    return AdapterInfo(entry=entry, version=version), False
+                since_unix_ms = entry.pin.since_unix_ms if entry.pin is not None else unix_ms()
+                pin = Pin(workers=workers, since_unix_ms=since_unix_ms) if workers else None
+                entry = msgspec.structs.replace(entry, pin=pin)
+                if await self._point(entry, revision):
+                    return AdapterInfo(entry=entry, version=version), True
+        raise Conflict(f"adapter {quoted(name)} keeps being changed by other clients", param="name")
 
     async def remove(
         self, name: str, *, requests: Callable[[str], int], force: bool, tenant: str = SHARED
@@ -407,9 +427,9 @@ class AdapterStore:
 
 
 def _entry(present: AdapterEntry | None, **facts: Any) -> AdapterEntry:
-    """The entry that replaces `present`."""
-    version = present.version + 1 if present is not None else 1
-    return AdapterEntry(version=version, updated_unix_ms=unix_ms(), **facts)
+    """The entry that replaces `present`, and is pinned where that was."""
+    version, pin = (present.version + 1, present.pin) if present is not None else (1, None)
+    return AdapterEntry(version=version, updated_unix_ms=unix_ms(), pin=pin, **facts)
 
 
 def _exists(name: str) -> AdapterExists:

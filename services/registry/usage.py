@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from motet.policies.worker_book import Delta, Known, Shelf, Snapshot, WorkerBook
 from motet.shared.messages import WorkerSnapshot, WorkerState
-from motet.shared.model import RequestBrief
+from motet.shared.model import RequestBrief, WorkerLimits
 
 STALE_S = 5.0
 IDLE_S = 60.0  # a gateway tries for half as long to find another worker for a request whose worker is gone
@@ -37,6 +37,10 @@ class Usage:
         """Requests queued or running on the version `digest`."""
         fresh = [known for known in self._book if now_s - known.heard_s <= STALE_S]
         return sum(used == digest for known in fresh for used in self._digests(known))
+
+    def workers(self, now_s: float) -> dict[str, WorkerLimits]:
+        """The workers that are heard, by id."""
+        return {known.worker_id: known.limits for known in self._book if now_s - known.heard_s <= STALE_S}
 
     def idle(self, digest: str, now_s: float) -> bool:
         """Whether no worker has had a request on the version `digest` for `IDLE_S`, so that none will be resumed."""

@@ -10,8 +10,9 @@ from typing import Literal
 
 import torch
 
+from motet.policies.pins import PIN_SHARE
 from motet.policies.step_times import StepTimes
-from motet.services.worker.config import WorkerConfig, free_host_bytes, kv_blocks_for
+from motet.services.worker.config import MIB, WorkerConfig, free_host_bytes, kv_blocks_for
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.backend import Backend, BackendOptions
 from motet.services.worker.engine.backends import open_backend
@@ -109,6 +110,8 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
         max_lora_rank=config.adapters.max_lora_rank,
         kv_block_bytes=runner.kv_block_bytes if runner.elastic else 0,
         copies=_copies(config, runner),
+        pin_slots=config.adapters.max_loras // PIN_SHARE,
+        pin_bytes=min(runner.lora_bytes_total, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
     )
     _warm_up(engine, limits, model.vocab_size, times)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from motet.shared.adapter_watch import AdapterWatch
+from motet.shared.adapter_watch import AdapterWatch, ref_of
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import AdapterNotFound
@@ -15,10 +15,18 @@ GRACE_S = 0.25  # a gateway may know a new adapter a moment before this worker d
 
 
 class Catalog:
-    """`on_change(versions)` is called with every version, by digest, at the start and after each change."""
+    """`on_change(versions)` is called with every version, by digest, at the start and after each change; `on_pinned(adapters)`
+    with those that are pinned to this worker, the oldest pin first, when that changes."""
 
-    def __init__(self, bus: Bus, on_change: Callable[[Mapping[str, AdapterVersion]], None]) -> None:
-        self._on_change = on_change
+    def __init__(
+        self,
+        bus: Bus,
+        worker_id: str,
+        on_change: Callable[[Mapping[str, AdapterVersion]], None],
+        on_pinned: Callable[[Sequence[AdapterRef]], None],
+    ) -> None:
+        self._worker_id, self._on_change, self._on_pinned = worker_id, on_change, on_pinned
+        self._pinned: list[AdapterRef] = []
         self._watch = AdapterWatch(bus, self._changed)
 
     async def start(self) -> None:
@@ -28,6 +36,10 @@ class Catalog:
 
     def _changed(self) -> None:
         self._on_change(self._watch.digests)
+        pinned = [ref_of(one) for one in self._watch.pinned() if one.entry.pin and one.entry.pin.covers(self._worker_id)]
+        if pinned != self._pinned:
+            self._pinned = pinned
+            self._on_pinned(pinned)
 
     async def check(self, ref: AdapterRef) -> None:
         """Raises AdapterNotFound when the registry does not have this version."""

@@ -1,6 +1,6 @@
 """The interface of an engine: commands in, one report per step out. `docs/engines.md` says what each engine can do.
 
-    commands    start, add, cancel, load_adapter, unload_adapter, abort_all, stop          none of them waits for a step
+    commands    start, add, cancel, load_adapter, pin_adapters, unload_adapter, abort_all, stop      none waits for a step
     reports     `engine_thread.StepReport`, in the order of steps: items for gateways, requests in a new phase, adapters that
                 came to the device or left it, free memory
 
@@ -10,6 +10,7 @@ ends with one item that has `finish`, whatever happens. `tests/engines` holds ev
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -56,7 +57,11 @@ class EngineProtocol(Protocol):
         """End a request of this epoch or an older one; its last item says "cancelled". Unknown ones are ignored."""
 
     def load_adapter(self, adapter: HostAdapter) -> None:
-        """Copy an adapter to the device if there is room without evicting; a report tells when it is there."""
+        """Copy an adapter to the device if there is room without evicting; a report tells when it is there. For a pinned one
+        idle adapters leave."""
+
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        """These adapters, and no others, leave the device after all others."""
 
     def unload_adapter(self, digest: str) -> None:
         """Take an adapter off the device as soon as nothing uses it; a report tells when it is gone."""

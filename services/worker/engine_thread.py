@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,6 +98,9 @@ class EngineThread:
 
     def load_adapter(self, adapter: HostAdapter) -> None:
         self._post(lambda engine: _ignore(engine.load_adapter(adapter)))
+
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        self._post(lambda engine: engine.pin_adapters(digests))
 
     def unload_adapter(self, digest: str) -> None:
         self._post(lambda engine: _ignore(engine.unload_adapter(digest)))

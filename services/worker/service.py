@@ -18,7 +18,7 @@ import os
 import resource
 import secrets
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,7 +27,7 @@ from motet.policies.host_tier import HostTier
 from motet.policies.kv_blocks import cache_scope
 from motet.policies.step_times import StepTimes
 from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import Assign, Close, OwnerLost, Prefetch, Registered, Stepped, Unload
+from motet.policies.worker_events import Assign, Close, OwnerLost, Pinned, Prefetch, Registered, Stepped, Tick, Unload
 from motet.policies.worker_events import Cancel as CancelRequest
 from motet.services.worker import admission, metrics
 from motet.services.worker.adapter_files import AdapterFiles
@@ -59,7 +59,7 @@ from motet.shared.messages import (
     UnloadAdapter,
     WorkerNotice,
 )
-from motet.shared.model import AdapterVersion, PerfModel, RequestBrief
+from motet.shared.model import AdapterRef, AdapterVersion, PerfModel, RequestBrief
 from motet.shared.profile import FileError, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
@@ -72,6 +72,7 @@ MAX_FAILURES = 3  # failing steps in a row before the worker gives its requests 
 STALLED_S = 60.0  # one step longer than this makes the worker not ready
 HAND_BACK_S = 3.0
 NOTIFY_S = 1.0
+TICK_S = 0.5
 LAST_WORDS = 500  # characters
 
 
@@ -166,7 +167,7 @@ class WorkerService:
         self.shell = Shell(self.core, self.engine, self.frames, self.reporter)
         self.shell.store = AdapterStore(bus, files, self.shell, parse=self.assembly.parse_adapter)
         self._exit.callback(self.shell.store.close)
-        self.catalog = Catalog(bus, self._on_registered)
+        self.catalog = Catalog(bus, self.worker_id, self._on_registered, self._on_pinned)
         await self.catalog.start()
         lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
         await LeaseWatch(bus, "gateway", self._gateway_lost, lease).start()
@@ -177,6 +178,7 @@ class WorkerService:
         await lease.start()
         self._started = True
         self.reporter.start()
+        bus.spawn(self._tick())
         log.info(
             "serving",
             extra={
@@ -318,6 +320,14 @@ class WorkerService:
 
     def _on_registered(self, versions: Mapping[str, AdapterVersion]) -> None:
         self.shell.on(Registered(versions))
+
+    def _on_pinned(self, adapters: Sequence[AdapterRef]) -> None:
+        self.shell.on(Pinned(adapters))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.shell.on(Tick())
 
     def _gateway_lost(self, gateway_id: str) -> None:
         self.shell.on(OwnerLost(gateway_id))

@@ -24,6 +24,7 @@ from motet.policies.worker_events import (
     Loaded,
     LoadFailed,
     NotStarted,
+    Pin,
     Refuse,
     Start,
     Stop,
@@ -92,6 +93,8 @@ class Shell:
                 self._answer(action)
             case CopyIn(digest):
                 self.engine.load_adapter(self.store.copy(digest))
+            case Pin(digests):
+                self.engine.pin_adapters(digests)
             case CopyOut(digest):
                 self.engine.unload_adapter(digest)
             case Load(adapter, source):

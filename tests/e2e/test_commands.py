@@ -10,6 +10,7 @@ from pathlib import Path
 
 from motet.examples.demo.tasks import TASKS
 from tests.e2e.live import BASE, DEMO, ROOT, LiveStack
+from tests.support import eventually
 
 
 def motet(stack: LiveStack, *words: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -66,6 +67,20 @@ def test_an_adapter_is_added_shown_aliased_and_removed(stack: LiveStack) -> None
         assert motet(stack, "adapters", "rm", name).returncode == 0
     gone = motet(stack, "adapters", "show", "cli-added")
     assert gone.returncode == 1 and "cli-added" in gone.stderr
+
+
+async def test_an_adapter_is_pinned_to_workers_and_unpinned(stack: LiveStack) -> None:
+    name = TASKS[0].adapter
+    pinned = motet(stack, "adapters", "pin", name, "--workers", "worker-1,worker-2")
+    assert pinned.stdout.strip() == f"pinned {name} to worker-1, worker-2", pinned.stderr
+    assert motet(stack, "adapters", "pin", name).stdout.strip() == f"pinned {name} to all workers"
+
+    def resident() -> set[str]:
+        return set(json.loads(motet(stack, "adapters", "show", name, "--json").stdout)["resident"].values())
+
+    await eventually(lambda: asyncio.to_thread(lambda: resident() == {"device"}))
+    assert "worker-9" in motet(stack, "adapters", "pin", name, "--workers", "worker-9").stderr
+    assert motet(stack, "adapters", "unpin", name).stdout.strip() == f"unpinned {name}"
 
 
 def test_a_path_on_the_server_begins_where_the_stack_was_started_and_is_shown_as_it_was_sent(stack: LiveStack) -> None:

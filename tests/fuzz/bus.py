@@ -45,7 +45,13 @@ SPOKEN: dict[str, tuple[type[msgspec.Struct], ...]] = {
     ".stream.": (messages.TokenFrame,),
     subjects.PREDICT: (messages.PredictRequest,),
     subjects.OUTCOME: (messages.Outcome,),
-    ".registry.": (messages.RegisterAdapter, messages.AliasAdapter, messages.DeleteAdapter, messages.ListAdapters),
+    ".registry.": (
+        messages.RegisterAdapter,
+        messages.AliasAdapter,
+        messages.PinAdapter,
+        messages.DeleteAdapter,
+        messages.ListAdapters,
+    ),
     subjects.KV_LEASES: (messages.Lease,),
 }
 """What belongs on a subject that contains the word."""

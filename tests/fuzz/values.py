@@ -23,6 +23,7 @@ MESSAGES: tuple[Any, ...] = (
         messages.Outcome,
         messages.RegisterAdapter,
         messages.AliasAdapter,
+        messages.PinAdapter,
         messages.DeleteAdapter,
     ),
     *(messages.ListAdapters, messages.RegistryOk),

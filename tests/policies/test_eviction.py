@@ -91,7 +91,7 @@ def test_adapters_that_requests_wait_for_leave_after_the_others_and_pinned_ones_
     for digest in "abc":
         assert slots.acquire(digest, 10)
         slots.release(digest)
-    slots.pinned.add("a")
+    slots.pinned = {"a"}
     slots.waited = lambda: {"b"}
     gone = []
     for digest in "xyz":
@@ -106,7 +106,7 @@ def test_a_prefetch_takes_no_room_from_what_is_waited_for_or_pinned() -> None:
     for digest in "abc":
         assert slots.acquire(digest, 10)
         slots.release(digest)
-    slots.pinned.add("a")
+    slots.pinned = {"a"}
     slots.waited = lambda: {"b"}
     grant = slots.prefetch("x", 10)
     assert grant is not None and [digest for digest, _ in grant.evicted] == ["c"]

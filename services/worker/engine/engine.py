@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.batch_admission import AdmissionLimits, StepPlan, advance, due_s
@@ -192,21 +192,28 @@ class Engine:
         return self._take_output()
 
     def load_adapter(self, adapter: HostAdapter) -> bool:
-        """Prefetch to the device if there is room without evicting; whether it is there or on its way. A step reports it.
+        """Prefetch to the device if there is room (`BatchCore.load`); whether it is there or on its way. A step reports it.
 
         Raises what the runner raises when it cannot take the weights.
         """
         digest = adapter.digest
-        slot = self._core.load(digest, self._runner.adapter_bytes(adapter))
-        if slot is None:
-            return digest in self._core.slots
+        grant = self._core.load(digest, self._runner.adapter_bytes(adapter))
+        if grant is not None:
+            for evicted, slot in grant.evicted:
+                self._adapters.left(evicted, slot)
         self._divide_memory()
+        if grant is None:
+            return digest in self._core.slots
         try:
-            self._adapters.begin(slot, adapter)
+            self._adapters.begin(grant.slot, adapter)
         except Exception:
             self._core.slots.drop(digest)
             raise
         return True
+
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        """These adapters, and no others, leave the device after all others."""
+        self._core.slots.pinned = digests
 
     def unload_adapter(self, digest: str) -> bool:
         """Drop from the device, copied or not, now or when the last request on it has ended; whether it is gone already."""

@@ -14,7 +14,7 @@ from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import MotetError, Overloaded, Unavailable
 from motet.shared.messages import AdapterInfo, Assigned, AssignReply, Cancel, GenerateRequest, Refused, SubmitReply
-from motet.shared.model import AdapterEntry, AdapterVersion
+from motet.shared.model import AdapterEntry, AdapterVersion, Pin
 from tests.services.gateway.support_tokenizers import write_model_dir
 from tests.support import eventually
 from tests.support_worker import FakeWorker, worker_limits
@@ -79,7 +79,14 @@ async def cancelled(worker: FakeWorker, request_id: str, epoch: int | None = Non
 
 
 async def put_adapter(
-    bus: Bus, name: str, *, digest: str = "", rank: int = 8, version: int = 1, alias_of: str | None = None
+    bus: Bus,
+    name: str,
+    *,
+    digest: str = "",
+    rank: int = 8,
+    version: int = 1,
+    alias_of: str | None = None,
+    pin: Pin | None = None,
 ) -> AdapterInfo:
     """What the registry writes for an adapter."""
     digest = digest or f"digest-of-{name}"
@@ -95,7 +102,8 @@ async def put_adapter(
         source=f"path:/adapters/{name}",
         created_unix_ms=1_700_000_000_000,
     )
-    entry = AdapterEntry(name=name, digest=digest, version=version, alias_of=alias_of, updated_unix_ms=1_700_000_000_000)
+    facts = {"name": name, "digest": digest, "version": version, "alias_of": alias_of, "pin": pin}
+    entry = AdapterEntry(updated_unix_ms=1_700_000_000_000, **facts)
     await kv.put(f"version.{digest}", msgspec.json.encode(stored))
     await kv.put(f"name.{name}", msgspec.json.encode(entry))
     return AdapterInfo(entry=entry, version=stored)

@@ -146,6 +146,7 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "created": 1_700_000_000,
         "updated": 1_700_000_000,
         "resident": {"w1": "device"},
+        "pinned_to": [],
     }
     async with http.get(f"{mesh.url}/v1/adapters") as answer:
         assert [adapter["name"] for adapter in (await answer.json())["data"]] == ["upper"]

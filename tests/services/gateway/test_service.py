@@ -20,7 +20,7 @@ from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import Overloaded, Unavailable
 from motet.shared.keys import read_key_file
-from motet.shared.model import RequestBrief, Residency
+from motet.shared.model import Pin, RequestBrief, Residency
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import assigned, cancelled, put_adapter, running_gateway
 from tests.services.gateway.support_tokenizers import write_model_dir
@@ -184,6 +184,48 @@ async def test_kubernetes_gateways_find_the_names_they_scrape(mesh: Mesh, http: 
     assert info, text
     assert int(info[1]) > 1
     assert float(info[2]) > 1.7e9
+
+
+async def test_an_adapter_is_listed_by_every_name_that_requests_use(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    await put_adapter(mesh.bus, "capitals", digest="digest-of-upper", alias_of="upper")
+    await eventually(lambda: mesh.gateway.adapters.resolve("capitals"))
+    mesh.first.adapters = [Residency("digest-of-upper", 8, 4096, "device")]
+
+    async def shown() -> bool:
+        return 'running_lora_adapters="capitals,upper"' in await scrape(http, mesh.url)
+
+    await eventually(shown)
+
+
+async def test_metrics_tell_where_known_adapters_are_and_where_they_are_pinned(
+    mesh: Mesh, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "_adapters_met", {"upper"})
+    await put_adapter(mesh.bus, "kept", pin=Pin(workers=("*",), since_unix_ms=0))
+    await put_adapter(mesh.bus, "lower")
+    await eventually(lambda: mesh.gateway.adapters.resolve("lower"))
+    tiers = {"upper": "device", "kept": "host", "lower": "disk"}
+    for worker in mesh.workers:
+        worker.adapters = [Residency(f"digest-of-{name}", 8, 4096, tier) for name, tier in tiers.items()]  # type: ignore[arg-type]
+    first, second = mesh.workers[:2]
+    assert len(mesh.workers) == 2
+    second.adapters.pop(0)
+    await first.snapshot()
+    await second.snapshot()
+    every = {(name, tier): 2.0 for name, tier in tiers.items()} | {("upper", "device"): 1.0, ("other", "disk"): 2.0}
+    del every["lower", "disk"]
+
+    async def shown() -> dict[tuple[str, str], float]:
+        found = re.findall(
+            r'^motet_adapter_workers\{adapter="(.+)",tier="(.+)"\} (\S+)$', await scrape(http, mesh.url), re.MULTILINE
+        )
+        return {(name, tier): float(count) for name, tier, count in found}
+
+    async def settled() -> bool:
+        return await shown() == every
+
+    await eventually(settled)
+    assert value(await scrape(http, mesh.url), 'motet_adapter_pins{adapter="kept"}') == 2
 
 
 async def test_tokens_and_texts_convert_both_ways(mesh: Mesh, http: aiohttp.ClientSession) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from motet.services.gateway import metrics
@@ -37,6 +38,7 @@ class Tenants(Door):
     """The gateway's callers, by the names in KEYS, and adapters to upload."""
 
     roots: Path
+    mesh: Mesh
 
     def archive(self, seed: int) -> bytes:
         directory = self.roots / f"seed-{seed}"
@@ -86,7 +88,7 @@ async def door(mesh: Mesh, http: aiohttp.ClientSession, nats_url: str, tmp_path:
         async with running_gateway(nats_url, tmp_path, instance_id="g2", api_keys_file=str(keys)) as gateway:
             await eventually(lambda: not gateway.not_ready())
             tenants = Tenants(gateway, http)
-            tenants.roots = roots
+            tenants.roots, tenants.mesh = roots, mesh
             yield tenants
     finally:
         await registry.stop()
@@ -141,6 +143,37 @@ async def test_shared_adapters_are_an_administrators(door: Tenants) -> None:
         assert (await door.upload("acme", "mine", 2, tenant=tenant))[0] == 403
     assert (await door.ask("DELETE", "/v1/adapters/everyones?tenant=", "acme"))[0] == 403
     assert (await door.ask("DELETE", "/v1/adapters/everyones", "admin"))[0] == 200
+
+
+async def test_an_owner_pins_its_own_adapters_and_only_an_administrator_shared_ones(door: Tenants) -> None:
+    await door.upload("acme", "sql", 1)
+    await door.upload("admin", "everyones", 2)
+    status, card = await door.ask("POST", "/v1/adapters/sql/pin", "acme")
+    assert (status, card.get("pinned_to")) == (409, None) and "w1 has room for 0 pins" in card["error"]["message"]
+    for worker in door.mesh.workers:
+        worker.limits = msgspec.structs.replace(worker.limits, pin_slots=2, pin_bytes=1 << 20)
+        await worker.snapshot()
+    for body, pinned in ((None, ["*"]), ({"workers": ["w1"]}, ["w1"]), ({}, ["*"])):
+        status, card = await door.ask("POST", "/v1/adapters/sql/pin", "acme", json=body)
+        assert (status, card["pinned_to"]) == (200, pinned), card
+    assert (await door.ask("GET", "/v1/adapters/sql", "acme-user"))[1]["pinned_to"] == ["*"]
+    for key, name, status in (
+        ("acme-user", "sql", 403),
+        ("globex", "sql", 404),
+        ("acme", "everyones", 403),
+        ("acme", "nobody", 404),
+        ("admin", "everyones", 200),
+        ("admin", "sql?tenant=acme", 200),
+    ):
+        name, _, query = name.partition("?")
+        for method in ("POST", "DELETE"):
+            assert (await door.ask(method, f"/v1/adapters/{name}/pin?{query}", key))[0] == status, (key, name, method)
+    assert (await door.ask("GET", "/v1/adapters/sql", "acme"))[1]["pinned_to"] == []
+    for body, param in (({"workers": ["w9"]}, "workers"), ({"workers": []}, "workers"), ({"worker": ["w1"]}, "worker")):
+        status, answer = await door.ask("POST", "/v1/adapters/sql/pin", "acme", json=body)
+        assert (status, answer["error"]["param"]) == (400, param)
+    actions = [one["action"] for one in (await door.ask("GET", "/v1/audit?limit=20", "admin"))[1]["data"]]
+    assert "adapter.pinned" in actions and "adapter.unpinned" in actions
 
 
 async def test_an_administrator_acts_for_a_tenant_by_naming_it(door: Tenants) -> None:

@@ -1,0 +1,25 @@
+"""Which pinned adapters a worker keeps.
+
+A pin says that an adapter is to be in device and host memory whether it is used or not. Pinned adapters have half of a worker's
+adapter memory and slots at most (`WorkerLimits.pin_bytes`, `pin_slots`), so that they never take all room from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from motet.shared.model import AdapterRef, WorkerLimits
+
+PIN_SHARE = 2
+"""One of so many slots, and bytes, of a worker may be pinned."""
+
+
+def within(pinned: Iterable[AdapterRef], limits: WorkerLimits) -> dict[str, AdapterRef]:
+    """Those that fit, by digest. They are asked for in the order given; one that does not fit leaves its room to later ones."""
+    kept: dict[str, AdapterRef] = {}
+    left = limits.pin_bytes
+    for ref in pinned:
+        if ref.digest not in kept and len(kept) < limits.pin_slots and ref.size_bytes <= left:
+            kept[ref.digest] = ref
+            left -= ref.size_bytes
+    return kept

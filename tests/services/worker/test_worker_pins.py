@@ -1,0 +1,94 @@
+"""Promise: a pinned adapter is on its workers without a request, from their start on, until it is unpinned."""
+
+from __future__ import annotations
+
+import msgspec
+
+from motet.shared import subjects
+from motet.shared.model import AdapterEntry, AdapterRef, Pin
+from tests.services.worker.support_service import Mesh, Running, generate, latest
+from tests.support import eventually
+
+
+async def pin(mesh: Mesh, ref: AdapterRef, *workers: str, version: int = 1, name: str = "") -> None:
+    """What the registry writes; without workers the name is unpinned."""
+    kv = await mesh.bus.key_value(subjects.KV_ADAPTERS)
+    pinned = Pin(workers=workers, since_unix_ms=1) if workers else None
+    entry = AdapterEntry(name=name or ref.name, digest=ref.digest, version=version, updated_unix_ms=0, pin=pinned)
+    await kv.put(f"name.{entry.name}", msgspec.json.encode(entry))
+
+
+def tiers(worker: Running) -> dict[str, str]:
+    return {held.digest: held.tier for held in latest(worker).adapters}
+
+
+async def on_device(worker: Running, ref: AdapterRef) -> None:
+    await eventually(lambda: worker.mesh.states and tiers(worker).get(ref.digest) == "device")
+
+
+async def test_a_pinned_adapter_stays_while_others_come_and_go(start, adapters):
+    worker = await start(max_loras=2)
+    pinned, *others = [await worker.mesh.publish_adapter(adapter) for adapter in adapters[:4]]
+    await pin(worker.mesh, pinned, "*")
+    await on_device(worker, pinned)
+    for ref in (*others, *others):
+        request = generate([1, 2], adapter=ref)
+        await worker.accepted(request)
+        await worker.mesh.ended(request.request_id)
+        await on_device(worker, ref)
+        assert tiers(worker)[pinned.digest] == "device"
+    await pin(worker.mesh, pinned)
+    for ref in others[:2]:
+        request = generate([1, 2], adapter=ref)
+        await worker.accepted(request)
+        await worker.mesh.ended(request.request_id)
+    await eventually(lambda: tiers(worker)[pinned.digest] == "host")
+
+
+async def test_a_pin_displaces_idle_adapters_and_one_for_another_worker_nothing(start, adapters):
+    worker = await start(max_loras=2)
+    first, second, pinned, elsewhere = [await worker.mesh.publish_adapter(adapter) for adapter in adapters[:4]]
+    for ref in (first, second):
+        request = generate([1, 2], adapter=ref)
+        await worker.accepted(request)
+        await worker.mesh.ended(request.request_id)
+    await pin(worker.mesh, elsewhere, "another")
+    await pin(worker.mesh, pinned, "another", worker.service.worker_id)
+    await on_device(worker, pinned)
+    assert sorted(tiers(worker).values()) == ["device", "device", "host"] and elsewhere.digest not in tiers(worker)
+
+
+async def test_a_restarted_worker_loads_what_is_pinned_to_it(start, adapters, tmp_path):
+    first = await start(instance_id="w1")
+    ref = await first.mesh.publish_adapter(adapters[0])
+    await pin(first.mesh, ref, "w1")
+    await on_device(first, ref)
+    await first.service.stop()
+    second = await start(instance_id="w1")
+    await on_device(second, ref)
+
+
+async def test_the_pin_of_a_replaced_adapter_goes_on_to_the_new_version(start, adapters):
+    worker = await start(max_loras=2)  # one of them may be pinned
+    old = await worker.mesh.publish_adapter(adapters[0])
+    new = await worker.mesh.publish_adapter(adapters[1])
+    await pin(worker.mesh, old, "*")
+    await on_device(worker, old)
+    await pin(worker.mesh, new, "*", version=2, name=old.name)
+    await on_device(worker, new)
+    assert list(worker.service.core.host.pinned) == [new.digest]
+
+
+async def test_a_request_for_another_adapter_never_waits_for_a_pin_and_the_pinned_one_comes_back(start, adapters):
+    worker = await start(max_loras=2)
+    refs = [await worker.mesh.publish_adapter(adapter) for adapter in adapters[:3]]
+    await pin(worker.mesh, refs[0], "*")
+    await on_device(worker, refs[0])
+    running = [generate([1, 2], adapter=ref, max_tokens=30) for ref in refs[1:]]
+    worker.slow_down(0.02)
+    await worker.accepted(*running)
+    await eventually(lambda: tiers(worker)[refs[0].digest] == "host")
+    for request in running:
+        await worker.mesh.ended(request.request_id)
+    await on_device(worker, refs[0])
+    worker.engine.check()
