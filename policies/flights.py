@@ -88,6 +88,8 @@ class Flights:
                 if not _shows(brief, flight):
                     continue
                 del flights[brief.request_id]
+                if brief == flight.brief:
+                    continue  # it counts as that already
             self._state.put_request(worker_id, brief, now_s)
         for request_id in removed:
             flights.pop(request_id, None)
