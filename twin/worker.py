@@ -4,7 +4,7 @@
     ┌────────────────────────────────────────────────────────────────────────┘
     └─> decide ─> one step, or a run of equal ones ─> advance, draw tokens, end sequences ─> decide ...
 
-A *run* is a number of decode steps that `policies.batch_admission.steady_steps` says are all alike. It is one event. An
+A *run* is a number of decode steps that `policies.batch_state.steady_steps` says are all alike. It is one event. An
 arrival in the middle shortens it to the end of the step it falls into, where the live engine would see it; a report in the
 middle books the steps that have ended by then:
 
@@ -24,17 +24,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import (
-    AdmissionLimits,
-    Queues,
-    Sequence,
-    StepPlan,
-    advance,
-    advance_steady,
-    due_s,
-    steady_steps,
-)
+from motet.policies.batch_admission import AdmissionLimits, Queues
 from motet.policies.batch_core import BatchCore
+from motet.policies.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, steady_steps
 from motet.policies.cold_start import ColdStarts
 from motet.policies.eviction import EvictionName, make_eviction
 from motet.policies.host_tier import HostTier, Load
@@ -97,7 +89,8 @@ class _Run(msgspec.Struct, eq=False):
 
 
 class Worker:
-    """One engine in one cluster. `adapters` are those that there are, by digest. `on_change` is called when there is news for schedulers, `on_end` when a request ended."""
+    """One engine in one cluster. `adapters` are all of the workload, by digest. `on_change` is called when there is news for
+    schedulers, `on_end` when a request ended."""
 
     max_run = FOREVER  # steps advanced in one go; 1 simulates every step
 
