@@ -32,7 +32,7 @@ TRANSITIONS: dict[Phase, dict[What, Phase]] = {
 
 
 class Entry(msgspec.Struct, Generic[R], eq=False):
-    """A request in the book. `brief` is the request as the engine got it; the view has its present state."""
+    """A request in the book. `brief` is the request as the view shows it."""
 
     brief: RequestBrief
     owner: str  # gateway id

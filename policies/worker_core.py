@@ -266,6 +266,7 @@ class WorkerCore(Generic[R]):
             entry = self.book.get(brief.request_id)
             if entry is not None and entry.brief.epoch == brief.epoch and entry.phase != "loading":
                 entry.move("admit" if brief.phase == "running" else "preempt")
+                entry.brief = brief
                 self.view.put(brief)
         for key in said.ended:
             entry = self.entry(key)

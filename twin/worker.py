@@ -71,7 +71,7 @@ class Live(Sequence):
 
     request: Request
     end_length: int  # prompt and output tokens, when it ends
-    brief: RequestBrief  # as the view has it
+    brief: RequestBrief  # as the view shows it
     decoding: bool = False
     last_token_ps: int = -1  # of the first token, and of the last one before a preemption
 
