@@ -114,7 +114,7 @@ class LiveWorker:
         asking = []
         for one in workload:
             await asyncio.sleep(max(0.0, self._began_s + workload.arrival_s[one.index] - now_s()))
-            adapter = adapters[workload.adapter[one.index]] if one.digest else None
+            adapter = adapters[workload.adapter[one.index]] if one.adapter.digest else None
             asking.append(asyncio.create_task(self._ask(str(one.index), one.prompt_tokens, one.output_tokens, adapter)))
         await asyncio.gather(*asking)
         await self._over()

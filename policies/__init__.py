@@ -7,6 +7,7 @@ services and the simulator run the same code, and a logged decision can be repla
 Choosing a worker, in reading order: `perf_model` (step times), `step_times` and `perf_fit` (fitting them, online and
 offline), `worker_load` and `cluster_state` (the workers' state), `flights` (assignments that no state shows yet), `candidates`
 (workers that can take a request), `choice` (a policy's answer), `shared_cost`, `rank_aware` and `baselines` (the policies),
-`dispatch` (the whole decision), `length_quantiles` (expected output length). Inside a worker: `batch_admission` (what the next
-step computes), `kv_blocks` and `adapter_slots` (memory), `step_record` (a step in numbers).
+`dispatch` (the whole decision), `length_quantiles` (expected output length). Inside a worker: `batch_state` (sequences and
+plans), `batch_admission` (what the next step computes), `kv_blocks` and `adapter_slots` (memory), `step_record` (a step in
+numbers).
 """

@@ -1,8 +1,8 @@
-"""The adapters on the device: slots and bytes, reference counts, and an eviction policy for the idle ones.
+"""Accounts for the adapters on the device: slots, bytes, reference counts, and an eviction policy for idle adapters.
 
-A slot holds one adapter version. It is *used* while running sequences hold it and *idle* after; only idle ones are
-evicted, in the order of `policies.eviction`. Sizes are the adapters' own: nothing is padded to the largest rank.
-Where copies run beside the steps (`asynchronous`) an adapter is *loading* from its grant on until it has `arrived`.
+A slot holds one adapter version. The adapter is *used* while sequences hold it and *idle* afterwards; only idle adapters are
+evicted, in the order of `policies.eviction`. An adapter takes its own size: no slot is padded to the largest rank. Where copies
+run beside the steps (`asynchronous`), an adapter is *loading* from its grant until `arrived`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class AdapterSlots:
         self.bytes_total = bytes_total
         self.bytes_free = bytes_total
         self.reuse: Reuse | None = None
-        """What becomes of idle adapters, for those who ask."""
+        """Counts what becomes of idle adapters, if set."""
         self.clock = 0
-        """Admissions so far, as they count them: the time of `reuse`."""
+        """The time of `reuse`: admissions so far, set by the owner."""
         self._residents: dict[str, _Resident] = {}
         self.eviction: Eviction = eviction or Lru()
         self.waited: Callable[[], Collection[str]] = tuple
-        """Adapters of requests that wait; they leave after the others."""
+        """Returns the adapters that waiting requests need; these are evicted after the others."""
         self.pinned: Collection[str] = ()
         """They leave after all others, and no prefetch takes their room."""
         self._idle = 0  # adapters without users
         self.idle_bytes = 0
-        """Of the adapters without users."""
+        """Bytes of the adapters without users."""
         self._loading: dict[str, int] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
 
@@ -112,7 +112,7 @@ class AdapterSlots:
         return Grant(slot, load=True, evicted=evicted)
 
     def prefetch(self, digest: str, size_bytes: int, *, evicting: bool = True) -> Grant | None:
-        """A slot for an adapter that nobody uses yet; only idle ones that nobody waits for make room. None without room."""
+        """A slot for an adapter without a user. Only idle adapters that no request waits for make room; None without room."""
         leaving: list[str] = []
         slots, room = len(self._free_slots), self.bytes_free
         if not slots or size_bytes > room:
@@ -140,14 +140,14 @@ class AdapterSlots:
             self.eviction.release(digest)
 
     def unkept(self) -> list[tuple[str, int]]:
-        """Drop the idle adapters that the policy does not keep; returns them with their slots."""
+        """Drop the idle adapters that the eviction policy does not keep; returns them with their slots."""
         if self.eviction.keeps or not self._idle:
             return []
         return [self.evict(digest) for digest in list(self.unwanted())]
 
     def victims(self) -> Iterator[str]:
-        """Idle adapters, the first to leave first: those that nobody waits for, then the others, then pinned ones. The caller
-        stops iterating when it takes one out."""
+        """Idle adapters in the order of eviction: those that no request waits for, then the others, then pinned ones. The
+        caller stops iterating when it removes one."""
         waited, pinned = self.waited(), self.pinned
         later: list[str] = []
         for digest in self.eviction:
@@ -158,7 +158,7 @@ class AdapterSlots:
         yield from sorted(later, key=pinned.__contains__)
 
     def unwanted(self) -> Iterator[str]:
-        """Those of `victims` that are neither pinned nor waited for."""
+        """Idle adapters that are neither pinned nor waited for, in the order of eviction."""
         waited, pinned = self.waited(), self.pinned
         return (digest for digest in self.eviction if digest not in waited and digest not in pinned)
 

@@ -27,7 +27,7 @@ def most_idle(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: floa
 def first_fit(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
     """First-fit bin packing (CaraServe section 7.5: FirstFit; Punica section 5): the first worker with a seat and memory.
 
-    A seat is a place in the running batch, memory is for the prompt. When nobody has both: the shortest queue.
+    A seat is a place in the running batch, memory is for the prompt. When no worker has both: the shortest queue.
     """
     t = state.table
     seat = fit & (t["exists"] < t["max_running"]) & (t["kv_tokens_free"] - t["queue_tokens"] > ask.tokens)
@@ -39,8 +39,8 @@ def first_fit(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: floa
 def least_pending(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
     """The shortest estimated pending time (dLoRA section 5.1): loading the adapter, if it is not there, and queuing.
 
-    Queuing is the prefill of what is queued; a request that finds no free seat also waits for so many to end as are
-    before it, one every `steps left / running` decode steps.
+    Queuing is the prefill of the queued requests. A request without a free seat also waits until as many requests have ended as
+    are before it, one every `steps left / running` decode steps.
     """
     t = state.table
     perf = state.perf

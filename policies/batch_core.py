@@ -5,8 +5,8 @@
     load, unload ──────────────>    └── memory: who holds how many bytes of the device
 
 The live engine calls it in its own thread, the twin under its clock. `policies.worker_core` is the other half, which never
-waits for a step. `look` and `decide` make a step's plan; when it has run, `policies.batch_admission.advance` says which
-sequences draw a token. What came to the device or left it is told by the return values, in order.
+waits for a step. `look` and `decide` make a step's plan; when it has run, `policies.batch_state.advance` says which sequences
+draw a token. Return values name the adapters that came to the device or left it, in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from itertools import count
 from typing import Generic, Protocol
 
 from motet.policies.adapter_slots import AdapterSlots, Grant
-from motet.policies.batch_admission import AdmissionLimits, AdmissionState, BatchAdmission, Queues, S, StepPlan, remove, wait
+from motet.policies.batch_admission import AdmissionLimits, BatchAdmission, Queues
+from motet.policies.batch_state import AdmissionState, S, StepPlan, remove, wait
 from motet.policies.cold_start import AssistRates, ColdStarts
 from motet.policies.kv_blocks import KvBlocks
 from motet.policies.memory_boundary import Boundary
@@ -24,35 +25,35 @@ from motet.policies.perf_model import Coefficients
 
 
 class Link(Protocol):
-    """What brings adapters to the device beside the steps, as it is now."""
+    """The link that copies adapters to the device beside the steps, as it is now."""
 
     @property
     def perf(self) -> Coefficients[float]:
-        """What steps take."""
+        """Coefficients of step times."""
 
     @property
     def assist(self) -> AssistRates | None:
-        """What CPU processes can do; None without any, or before they have been measured."""
+        """Rates of the CPU LoRA processes; None without any, or before they have been measured."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Its speed."""
+        """Bandwidth."""
 
     @property
     def bytes_queued(self) -> float:
-        """What is still to pass, of all copies."""
+        """Bytes of all copies that are still to pass."""
 
     def layers_loaded(self, digest: str, slot: int) -> int:
-        """Layers of a copy under way that are on the device."""
+        """Layers of an unfinished copy that are on the device."""
 
     def bytes_ahead(self, digest: str, slot: int) -> float:
-        """What passes until this copy is whole."""
+        """Bytes that pass until this copy is complete, its own and those queued before it."""
 
 
 class BatchCore(Generic[S]):
-    """One engine's batches. `cold` is None where copies do not run beside the steps, and then slots are not asynchronous.
+    """One engine's batches. `cold` is None where steps wait for copies; slots are not asynchronous then.
 
-    `shared`: KV blocks and adapters are one budget, which needs `kv_block_bytes`, and `kv.capacity` bounds the blocks.
+    `shared`: KV blocks and adapters share one budget. It needs `kv_block_bytes`, and `kv.capacity` bounds the blocks.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class BatchCore(Generic[S]):
         slots.waited = self._waited
         self.slots, self.cold = slots, cold
         self.memory: Budget = device_budget(kv, kv_block_bytes, slots)
-        """Who holds how much of the device's memory; without `kv_block_bytes` KV counts as nothing."""
+        """The device's memory by claim and class; without `kv_block_bytes` KV counts as nothing."""
         self.boundary: Boundary | None = None
         if shared:
             self.boundary = self.state.boundary = Boundary(
@@ -84,7 +85,7 @@ class BatchCore(Generic[S]):
         self._admission: BatchAdmission[S] = BatchAdmission(limits, cold, queues)
         self._orders = count()
         self.doomed: set[str] = set()
-        """Adapters that leave once nothing uses them."""
+        """Adapters that leave as soon as no sequence uses them."""
 
     @property
     def kv_blocks_free(self) -> int:
@@ -93,7 +94,7 @@ class BatchCore(Generic[S]):
 
     @property
     def adapter_bytes_free(self) -> int:
-        """Bytes that hold nothing and that adapters may fill."""
+        """Empty bytes that adapters may fill."""
         return self.slots.bytes_free if self.boundary is None else self.boundary.adapter_bytes_free
 
     # ---- sequences
@@ -104,7 +105,7 @@ class BatchCore(Generic[S]):
         return bool(self.state.running or self.state.waiting)
 
     def start(self, seq: S, now_s: float = 0.0) -> None:
-        """A sequence waits from now on, behind those of equal priority and due time that came before."""
+        """A sequence begins to wait, behind earlier ones of equal priority and due time."""
         seq.order = next(self._orders)
         wait(self.state, seq)
         if self._admission.queues is not None:
@@ -115,11 +116,11 @@ class BatchCore(Generic[S]):
 
     @property
     def squashed(self) -> int:
-        """Sequences that passed another one and were preempted for it, so far."""
+        """Sequences that overtook another one and were preempted for it, so far."""
         return self._admission.squashed
 
     def end(self, seq: S, *, spoiled: bool = False) -> None:
-        """It gives back what it holds, wherever it is. `spoiled`: its K and V are not to be reused."""
+        """A sequence ends and gives back what it holds. `spoiled`: its K and V must not be reused."""
         queues = self._admission.queues
         if queues is not None:
             if seq.blocks:
@@ -130,7 +131,7 @@ class BatchCore(Generic[S]):
     # ---- a step
 
     def look(self, link: Link) -> list[str]:
-        """How far copies are, before a decision; the adapters that are whole since the last time, in order."""
+        """Read how far the copies are, before a decision; the adapters completed since the last call, in order."""
         slots, cold, boundary = self.slots, self.cold, self.boundary
         if boundary is not None and self.state.waiting:
             boundary.costs.perf = link.perf
@@ -142,7 +143,7 @@ class BatchCore(Generic[S]):
         whole = [digest for digest, slot in loading.items() if link.layers_loaded(digest, slot) >= cold.layers]
         for digest in whole:
             slots.arrived(digest)
-        if loading or self.state.waiting:  # else nobody can be admitted by what is known after this
+        if loading or self.state.waiting:  # otherwise the decision needs none of it
             cold.observe(
                 perf=link.perf,
                 bytes_per_s=link.bytes_per_s,
@@ -156,7 +157,7 @@ class BatchCore(Generic[S]):
         return whole
 
     def decide(self, now_s: float = 0.0) -> StepPlan[S]:
-        """The next step. Its evictions leave the device and its loads begin, in this order, before it runs."""
+        """The next step's plan. Before the step runs, its evictions leave the device and then its loads begin."""
         self.slots.eviction.now_s = now_s
         boundary = self.boundary
         if boundary is None:
@@ -169,7 +170,7 @@ class BatchCore(Generic[S]):
 
     @property
     def wait_ms(self) -> float:
-        """How long nobody can join, when nobody runs, as of the last decision; 0 without copies under way."""
+        """Time until a waiting sequence may join, as of the last decision, for an idle engine; 0 without unfinished copies."""
         return self.cold.wait_ms if self.cold is not None and self.slots.loading else 0.0
 
     # ---- adapters without a request
@@ -189,11 +190,11 @@ class BatchCore(Generic[S]):
         return self.slots.prefetch(digest, size_bytes, evicting=pinned)
 
     def unload(self, digest: str) -> None:
-        """Take it off the device, whole or on its way, when nothing uses it any more: `sweep` says when."""
+        """Take an adapter off the device, complete or not, as soon as no sequence uses it: `sweep` says when."""
         self.doomed.add(digest)
 
     def sweep(self) -> list[tuple[str, int]]:
-        """The adapters that leave for `unload`, with the slots that are free now."""
+        """The adapters that leave now because of `unload`, with the slots that they free."""
         if not self.doomed:
             return []
         used = {seq.adapter for seq in (*self.state.waiting, *self.state.running)}

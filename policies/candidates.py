@@ -33,13 +33,13 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     out_tokens: int = 0  # predicted, still to be produced; 0 for unknown
     adapter: str = ""  # digest, "" for the base
     adapter_bytes: int = 0
-    key: int = 0  # hash of the request's id: the only source of chance, so that a logged decision can be repeated
-    avoid: tuple[str, ...] = ()  # worker ids: only if nobody else can
+    key: int = 0  # hash of the request's id: the only random input, so that a logged decision can be repeated
+    avoid: tuple[str, ...] = ()  # worker ids: only if there is no other candidate
     tried: tuple[str, ...] = ()  # worker ids: not again
     begun: bool = False  # it was admitted before and lost its worker: its objectives do not refuse it now
     tenant: str = ""
     tenant_weight: float = 1.0  # its share relative to other tenants'
-    demand: float = 0.0  # of the tenant, lately (policies.demand.Standing); 0 for unknown
+    demand: float = 0.0  # recent demand of the tenant (policies.demand.Standing); 0 for unknown
     largest_demand: float = 0.0
 
 

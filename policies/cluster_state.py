@@ -27,12 +27,14 @@ _PERF = (
     "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
     "load_base_ms", "load_ms_per_mib", "fetch_base_ms", "fetch_ms_per_mib",
 )  # fmt: skip
-COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). Counts are floats: they meet times.
+COLUMNS: dict[
+    str, tuple[str, float]
+] = {  # name: (type, value in a free row). Counts are floats, since they are multiplied with times.
     "base": ("i8", -1),  # index of the base model's name; -1: a free row
     "key": ("u8", 0),  # hash of the worker's id
     "heard_s": ("f8", 0),
     "draining": ("?", 0),
-    "refusing": ("?", 0),  # it refused for lack of room since its last word
+    "refusing": ("?", 0),  # it refused for lack of room since its last message
     "max_model_len": ("i8", 0),
     "max_lora_rank": ("i8", 0),
     "max_running": ("f8", inf),
@@ -50,11 +52,11 @@ COLUMNS: dict[str, tuple[str, float]] = {  # name: (type, value in a free row). 
     "exists": ("f8", 0),  # running + queued
     "rank_sum": ("f8", 0),  # over exists
     "max_rank": ("f8", 0),
-    "opened_ms": ("f8", -inf),  # when the first of the queued requests came; without any, long ago
-    "began_ms": ("f8", -inf),  # when the last one was heard to have begun to run; without any, long ago
+    "opened_ms": ("f8", -inf),  # when the first of the queued requests came; without one, long ago
+    "began_ms": ("f8", -inf),  # when a request was last reported to run; without requests, long ago
     "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
     "copies_stall": ("f8", 0),  # 1 where steps wait for adapter copies
-    "copies_wait": ("f8", 0),  # 1 where requests wait for their own
+    "copies_wait": ("f8", 0),  # 1 where a request waits for its own adapter's copy
     "bgmv": ("?", 0),
     **dict.fromkeys(_PERF, ("f8", 0)),
 }
@@ -69,7 +71,7 @@ class PerfColumns:
 
     def __init__(self, table: Mapping[str, NDArray]) -> None:
         self.bgmv: NDArray[np.bool_] = table["bgmv"]
-        self.pads = bool(self.bgmv.any())  # some worker does
+        self.pads = bool(self.bgmv.any())  # whether some worker's kernel pads
         self.prefill_base_ms: Floats = table["prefill_base_ms"]
         self.prefill_token_ms: Floats = table["prefill_token_ms"]
         self.prefill_lora_ms: Floats = table["prefill_lora_ms"]
@@ -102,12 +104,12 @@ class PerfColumns:
 
 
 class Holders:
-    """Where one adapter is, in columns without an order: `rows` of the table, and for each what is known there."""
+    """The workers that hold one adapter, in unordered columns: `rows` of the table, and the adapter's state on each."""
 
     __slots__ = ("_at", "_bits", "_loaded", "_rows")
 
     def __init__(self) -> None:
-        self._at: dict[int, int] = {}  # row -> its place in the columns, which have some room behind
+        self._at: dict[int, int] = {}  # row -> its place in the columns, which have spare room at the end
         self._rows, self._bits, self._loaded = np.empty(4, np.intp), np.empty(4, np.uint8), np.empty(4, bool)
 
     def __len__(self) -> int:
@@ -129,7 +131,7 @@ class Holders:
         return self._loaded[: len(self._at)]
 
     def mark(self, row: int, bits: int) -> None:
-        """It is there so; 0 for not at all."""
+        """Set the adapter's bits on this row; 0 when it is not there."""
         place = self._at.get(row)
         if not bits:
             if place is not None:
@@ -165,7 +167,7 @@ class ClusterState:
         self._holders: dict[str, Holders] = {}
         self._bases: dict[str, int] = {}
         self.held_back: set[int] = set()  # the rows that are draining or refusing
-        self._perf: PerfColumns | None = None  # this and the next two are made when asked for, see `_forget_derived`
+        self._perf: PerfColumns | None = None  # this and the next two are computed on demand, see `_forget_derived`
         self._least: tuple[int, int] | None = None
         self._serving: dict[int, NDArray[np.bool_]] = {}
 
@@ -209,7 +211,7 @@ class ClusterState:
         return self._row.get(worker_id, -1)
 
     def requests(self, worker_id: str) -> Mapping[str, RequestBrief]:
-        """What the worker has, by request id."""
+        """The worker's requests by id."""
         return self._loads[worker_id].requests
 
     def load(self, row: int) -> WorkerLoad:
@@ -308,8 +310,8 @@ class ClusterState:
     # ---- their requests
 
     def replace_requests(self, worker_id: str, briefs: Iterable[RequestBrief], now_s: float = 0.0) -> None:
-        """These are all the requests the worker has, as heard at `now_s`."""
-        requests = {brief.request_id: brief for brief in briefs}  # one that is named twice counts once
+        """Replace the worker's requests by these, reported at `now_s`."""
+        requests = {brief.request_id: brief for brief in briefs}  # a request that is listed twice counts once
         load = self._loads[worker_id]
         if load.progress(requests):
             self._write_running_left(worker_id, load)
@@ -323,7 +325,7 @@ class ClusterState:
         self._write(worker_id, new, now_s)
 
     def put_request(self, worker_id: str, brief: RequestBrief, now_s: float = 0.0) -> None:
-        """The worker has this request, new or changed at `now_s`."""
+        """Add or change one of the worker's requests, as of `now_s`."""
         load = self._loads[worker_id]
         digest = brief.adapter_digest
         in_use = digest in load.adapters
@@ -337,7 +339,7 @@ class ClusterState:
         self._write(worker_id, load, now_s)
 
     def drop_request(self, worker_id: str, request_id: str) -> None:
-        """The worker does not have this request any more; unknown ids are ignored."""
+        """Remove one of the worker's requests; unknown ids are ignored."""
         load = self._loads[worker_id]
         old = load.remove(request_id)
         if old is None:
@@ -381,7 +383,7 @@ class ClusterState:
     # ---- their adapters
 
     def replace_adapters(self, worker_id: str, tiers: Mapping[str, Tier]) -> None:
-        """These are all the adapters the worker holds."""
+        """Replace the worker's adapters by these."""
         old = self._adapters[worker_id]
         if old == tiers:
             return
@@ -391,12 +393,12 @@ class ClusterState:
                 self._locate(worker_id, digest)
 
     def put_adapter(self, worker_id: str, digest: str, tier: Tier) -> None:
-        """An adapter is now fastest in this tier of the worker."""
+        """Set the fastest tier of an adapter on the worker."""
         self._adapters[worker_id][digest] = tier
         self._locate(worker_id, digest)
 
     def drop_adapter(self, worker_id: str, digest: str) -> None:
-        """The worker holds the adapter in no tier any more; unknown ones are ignored."""
+        """Remove an adapter that the worker holds in no tier any more; unknown ones are ignored."""
         if self._adapters[worker_id].pop(digest, None) is not None:
             self._locate(worker_id, digest)
 
@@ -420,7 +422,7 @@ class ClusterState:
     # ---- rows
 
     def _forget_derived(self) -> None:
-        """A worker came or went, or has other limits."""
+        """A worker came or left, or its limits changed."""
         self._perf = self._least = None
         self._serving.clear()
 

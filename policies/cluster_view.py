@@ -1,7 +1,7 @@
-"""What one scheduler knows of the workers, live and in the twin: their words and its own assignments in one `ClusterState`.
+"""The state of the cluster as one scheduler knows it, live and in the twin: workers' messages and its own assignments.
 
-what workers say ──> WorkerBook ──> ClusterView ──> ClusterState (what policies read)
-own assignments ──────────────────> Flights ───────┘
+messages of workers ──> WorkerBook ──> ClusterView ──> ClusterState (read by policies)
+own assignments ─────────────────────> Flights ───────┘
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ClusterView:
         self.flights = Flights(self.state, in_flight_s)
 
     def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
-        """Limits, coefficients, adapters and requests as they are now."""
+        """Replace limits, coefficients, adapters and requests by those of a snapshot."""
         worker_id = known.worker_id
         self.state.put_worker(worker_id, said.limits, said.perf)
         tiers = {held.digest: held.tier for held in said.adapters}
@@ -30,7 +30,7 @@ class ClusterView:
         self.flights.snapshot(worker_id, said.requests, now_s)
 
     def change(self, known: Known, said: Delta, now_s: float) -> None:
-        """Requests and adapters that came, changed or went."""
+        """Take in a delta: requests and adapters that came, changed or left."""
         worker_id, state = known.worker_id, self.state
         self.flights.delta(worker_id, said.changed, said.removed, now_s)
         for held in said.resident:
@@ -41,10 +41,10 @@ class ClusterView:
             state.set_running_left(worker_id, said.running_left)
 
     def facts(self, known: Known, now_s: float) -> None:
-        """It was heard: whatever was held against it is forgiven."""
+        """Take in the facts of any message; marks against the worker (refusing, draining) end."""
         self.state.heard(known.worker_id, now_s, kv_blocks_free=known.kv_blocks_free, draining=known.draining)
 
     def ended(self, known: Known) -> None:
-        """All it had is gone."""
+        """Remove the worker and all that it had."""
         self.state.drop_worker(known.worker_id)
         self.flights.forget(known.worker_id)

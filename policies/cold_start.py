@@ -1,10 +1,10 @@
 """Decides how a request starts while its adapter is being copied: wait, overlap, or compute on CPU cores meanwhile.
 
     blocking     it joins the batch when the copy is complete
-    layerwise    it joins when the copy is predicted to stay ahead of the layers, so that no step waits for it
+    layerwise    it joins as soon as the copy is predicted to stay ahead of the layers, so that no step waits
     assist       it joins at once; missing layers are computed by CPU processes (CaraServe section 4)
 
-A copy fills layer after layer behind what was queued on the link before it. All times are milliseconds from now:
+A copy brings layer after layer, after the copies queued before it on the link. All times are milliseconds from now:
 
     layer i arrives at   queue + (i + 1 - loaded) * each          (0 for the `loaded` ones)
     layer i begins at    wait + i * base                          one layer of the first chunk takes `base`
@@ -31,9 +31,9 @@ Forced = Literal["auto", "blocking", "layerwise", "assist"]
 Reason = Literal["forced", "no_processes", "copy_ahead", "cpu_slower", "others", "cpu_ahead", "one_layer"]
 
 TOLERANCE = 0.02
-"""Share of a step; a shorter wait inside the layers counts as none."""
+"""Share of a step; a wait inside the layers that is shorter counts as none."""
 MARGIN = 0.01
-"""Minimum share that assist must be predicted to save. Predictions are not more accurate, and waiting costs others nothing."""
+"""Minimum share that assist must be predicted to save: predictions are no more accurate, and waiting costs others nothing."""
 LOOK_MS = 0.3
 """Minimum re-check interval in an idle engine."""
 HOP_MS = 0.05
@@ -45,8 +45,8 @@ class Copy:
     """A copy under way over a link of `layers` layers."""
 
     layers: int
-    loaded: int  # layers that are there
-    queue_ms: float  # until its next layer begins to be copied; negative when that has begun
+    loaded: int  # layers on the device
+    queue_ms: float  # until the copy of the next layer begins; negative when it has begun
     each_ms: float  # per layer
 
     @property
@@ -65,7 +65,7 @@ class Copy:
 
     @staticmethod
     def of(size_bytes: int, ahead_bytes: float, *, layers: int, loaded: int, bytes_per_s: float) -> Copy:
-        """`ahead_bytes` pass the link until it is whole, its own ones included."""
+        """`ahead_bytes` pass the link until the copy is complete, its own bytes included."""
         ms_per_byte = 1e3 / bytes_per_s
         each = size_bytes / layers
         return Copy(layers, loaded, (ahead_bytes - each * (layers - loaded)) * ms_per_byte, each * ms_per_byte)
@@ -80,8 +80,8 @@ class AssistRates:
     hop_ms: float = HOP_MS  # per layer: there and back
     mib_ms: float = 0.0  # a core's time to read one MiB of adapter, whatever the rows
     start_ms: float = 0.0  # once: until a process has woken up and found the adapter
-    core_share: float = 0.0  # of a core that copying takes while something is copied
-    relief: float = 0.0  # what the device is spared, of the time that a process takes: next to nothing where it is a GPU
+    core_share: float = 0.0  # share of a core that a running copy takes
+    relief: float = 0.0  # time that the device saves per time that a process takes; near 0 on a GPU
 
     def begin_ms(self, copying_ms: float) -> float:
         """A request's cost beyond the time of its layers: the start of a process, and a copy of `copying_ms` beside it.
@@ -104,14 +104,14 @@ class AssistRates:
 
 @dataclass(frozen=True, slots=True)
 class ColdChoice:
-    """`joins`: in the next step; if not, it joins `wait_ms` from now unless something changes."""
+    """How one request starts. It joins the next step (`joins`), or `wait_ms` from now unless something changes."""
 
     mode: Mode
     reason: Reason
     joins: bool
     wait_ms: float
-    ttft_ms: Mapping[Mode, float]  # predicted, of each mode that can be had
-    cost_ms: Mapping[Mode, float]  # with what others are held up
+    ttft_ms: Mapping[Mode, float]  # predicted, of each possible mode
+    cost_ms: Mapping[Mode, float]  # ttft_ms plus the delay of others
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class CpuTimes:
     """How CPU processes would compute the missing layers of one request's steps."""
 
     layer_ms: list[float]  # of each step that prefills it: one layer on the processes
-    saved_ms: list[float] | None = None  # what such a layer spares the device; None for nothing
+    saved_ms: list[float] | None = None  # time that such a layer saves the device; None for none
     decode: tuple[float, float] = (0.0, 0.0)  # a decode step that follows on the device, and one layer of it on the processes
     start_ms: float = 0.0  # until the processes begin
 
@@ -133,11 +133,11 @@ def choose(
     between_ms: float = 0.0,
     forced: Forced = "auto",
 ) -> ColdChoice:
-    """The way in which one request starts.
+    """Choose how one request starts.
 
-    `chunks_ms` is the time of each step that prefills it were its adapter there, what these steps do for others included;
-    `others` are the sequences in them. `cpu` is None when no process is alive. `between_ms` is a step of the others without
-    it, 0 when nobody runs.
+    `chunks_ms`: the time of each step that prefills the request if its adapter was complete, with what these steps do for other
+    sequences; `others`: the number of these. `cpu` is None when no process is alive. `between_ms`: a step of the others
+    without the request, 0 when no sequence runs.
     """
     prefill = sum(chunks_ms)
     base_ms = chunks_ms[0] / copy.layers
@@ -161,7 +161,7 @@ def choose(
 
 
 def _until(wait_ms: float, between_ms: float) -> float:
-    """How long somebody waits who has to wait so long and joins between two steps."""
+    """The wait of a request that may join after `wait_ms`, but only between two steps."""
     if wait_ms <= 0:
         return 0.0
     return ceil(wait_ms / between_ms) * between_ms if between_ms else max(wait_ms, LOOK_MS)
@@ -172,7 +172,7 @@ def _forced(forced: Mode, ttft: Mapping[Mode, float]) -> tuple[Mode, Reason]:
 
 
 def _least(ttft: Mapping[Mode, float], cost: Mapping[Mode, float], waiting: Mode, *, ahead: bool) -> tuple[Mode, Reason]:
-    """Ties go to what costs nobody else anything; `waiting` is the better way to wait."""
+    """The cheapest mode. Ties go to a mode that costs other requests nothing; `waiting` is the better way to wait."""
     if "assist" in cost and cost["assist"] < cost[waiting] * (1 - MARGIN):
         return "assist", "cpu_ahead"
     if waiting == "blocking":
@@ -185,7 +185,7 @@ def _least(ttft: Mapping[Mode, float], cost: Mapping[Mode, float], waiting: Mode
 
 
 def assisted_ms(copy: Copy, chunks_ms: list[float], cpu_ms: list[float], saved_ms: list[float] | None = None) -> float:
-    """How long steps of `chunks_ms` take together when CPU processes compute what is not there yet."""
+    """The total time of steps of `chunks_ms` when CPU processes compute the missing layers."""
     now = 0.0
     for chunk, cpu, saved in zip(chunks_ms, cpu_ms, saved_ms or [0.0] * len(cpu_ms), strict=True):
         now += step_ms(chunk, copy.layers, [(copy, now)], cpu, [], saved_ms=saved)
@@ -193,7 +193,7 @@ def assisted_ms(copy: Copy, chunks_ms: list[float], cpu_ms: list[float], saved_m
 
 
 def _held_ms(copy: Copy, since_ms: float, decode_ms: float, cpu_ms: float) -> float:
-    """How much longer decode steps take together from `since_ms` until the copy is whole: fewer layers are missing in each."""
+    """The total delay of decode steps from `since_ms` until the copy is complete; each step misses fewer layers."""
     left_ms = copy.whole_ms - since_ms
     slower_ms = copy.layers * max(0.0, cpu_ms - decode_ms / copy.layers)
     if left_ms <= 0 or not slower_ms:
@@ -211,10 +211,10 @@ def step_ms(
     *,
     saved_ms: float = 0.0,
 ) -> float:
-    """One step of `chunk_ms` with adapters under way, each as (copy, how long ago that was its state).
+    """The time of a step of `chunk_ms` with unfinished copies, each as (copy, age of that state in ms).
 
-    A layer waits for the `overlapped` ones. When one of the `assisted` is not there it takes `cpu_ms` at least, and the device
-    is spared `saved_ms`.
+    A layer waits for the `overlapped` copies. While a layer of an `assisted` copy is missing, the layer takes at least `cpu_ms`
+    and the device saves `saved_ms`.
     """
     base = chunk_ms / layers
     bridged = max(base - saved_ms, cpu_ms)
@@ -232,9 +232,9 @@ def step_ms(
 
 @dataclass(slots=True)
 class ColdStarts:
-    """The choices of one engine: rates and copies as they are before a step, modes as they were chosen.
+    """The choices of one engine: rates and copies as observed before a step, and the chosen modes.
 
-    `modes` has the adapters under way that somebody runs with.
+    `modes` has the adapters whose copy is not complete and that a running sequence uses.
     """
 
     layers: int
@@ -246,7 +246,7 @@ class ColdStarts:
     assist: AssistRates | None = None
     copies: dict[str, Copy] = field(default_factory=dict)
     modes: dict[str, Mode] = field(default_factory=dict)
-    wait_ms: float = 0.0  # until the first of those who wait may join, as of the last decision
+    wait_ms: float = 0.0  # until the first waiting request may join, as of the last decision
 
     def observe(
         self,
@@ -257,7 +257,7 @@ class ColdStarts:
         under_way: Mapping[str, tuple[int, float, int]],
         assist: AssistRates | None,
     ) -> None:
-        """How things are before a decision. `under_way` is {digest: (bytes, bytes ahead on the link, layers loaded)}."""
+        """Take in the state before a decision. `under_way` is {digest: (bytes, bytes ahead on the link, layers loaded)}."""
         self.perf, self.bytes_per_s, self.queued_bytes, self.assist = perf, bytes_per_s, queued_bytes, assist
         self.copies = {
             digest: Copy.of(size, ahead, layers=self.layers, loaded=loaded, bytes_per_s=bytes_per_s)
@@ -267,7 +267,7 @@ class ColdStarts:
         self.wait_ms = float("inf")
 
     def begun(self, digest: str, size_bytes: int) -> None:
-        """A copy begins with this step: it is the last one on the link."""
+        """A copy begins with this step, as the last one on the link."""
         self.queued_bytes += size_bytes
         copy = Copy.of(size_bytes, self.queued_bytes, layers=self.layers, loaded=0, bytes_per_s=self.bytes_per_s)
         self.copies[digest] = copy
@@ -283,9 +283,9 @@ class ColdStarts:
         others: int,
         assisted: tuple[int, int] = (0, 0),
     ) -> ColdChoice:
-        """Whether a request joins the step to come, which has `room` tokens left and `others` in it already.
+        """Whether a request joins the next step, which has room for `room` tokens and already has `others` sequences.
 
-        `assisted`: bytes, and rows * bytes, of adapters that CPU processes are to compute in that step without it.
+        `assisted`: bytes, and rows * bytes, of the adapters that CPU processes compute in that step for other requests.
         """
         assert self.perf is not None, "rates are observed before decisions"
         copy = self.copies[digest]

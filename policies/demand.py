@@ -1,7 +1,7 @@
-"""How much each tenant asks for, lately: what tells a loud tenant from one that had a few requests at once.
+"""Counts how much each tenant asks for, which tells a loud tenant from one that sent a few requests at once.
 
-What a tenant holds says little about that. A loud one is held down, so it may hold no more than a quiet one that had three
-requests in a row. So asks are counted, refused ones too, and forgotten over `MEMORY_S`.
+The requests that a tenant has on the workers do not show this: a loud tenant is limited, so it may have no more of them than a
+quiet one that sent three in a row. So asks are counted, refused ones too, and fade over `MEMORY_S`.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ FORGET_EVERY_S = 1.0
 
 
 class Standing(NamedTuple):
-    """Asks per weight, relative to the mean of all tenants that asked lately."""
+    """A tenant's asks per weight, relative to the mean of all tenants with recent asks."""
 
     own: float
     largest: float
 
 
 class Demand:
-    """Counts asks per tenant. Times are seconds on any one clock.
+    """Counts asks per tenant. Times are seconds on one clock.
 
-    An ask costs the same however many tenants there are, except the first one in a second, which forgets, and the ask by
-    which the loudest tenant's weight grows.
+    The cost of an ask does not depend on the number of tenants, with two exceptions: the first ask in a second forgets old
+    tenants, and an ask that changes the loudest tenant's weight searches for the loudest again.
     """
 
     def __init__(self) -> None:
-        self._asks: dict[str, float] = {}  # as of `_since_s`, and still to be decayed from there on
+        self._asks: dict[str, float] = {}  # as of `_since_s`, before the decay since then
         self._weights: dict[str, float] = {}
         self._since_s = 0.0
         self._all_asks = self._all_weights = 0.0
-        self._largest, self._loudest = 0.0, ""  # most asks per weight, and whose they are
+        self._largest, self._loudest = 0.0, ""  # the most asks per weight, and the tenant that has them
 
     def asked(self, tenant: str, weight: float, now_s: float) -> Standing:
-        """Count one ask of `tenant`; where that leaves it."""
+        """Count one ask of `tenant`; returns its standing."""
         if now_s - self._since_s > FORGET_EVERY_S:
             self._forget(now_s)
         count = self._asks[tenant] = self._asks.get(tenant, 0.0) + 1.0
@@ -47,7 +47,7 @@ class Demand:
         if own >= self._largest:
             self._largest, self._loudest = own, tenant
         elif tenant == self._loudest:
-            self._sum_up()  # its weight grew, so another one may be the loudest
+            self._sum_up()  # its weight grew, so another tenant may be the loudest
         mean = self._all_asks / self._all_weights
         return Standing(own / mean, self._largest / mean)
 
@@ -59,7 +59,7 @@ class Demand:
         self._sum_up()
 
     def _sum_up(self) -> None:
-        """Sums and maximum over all tenants, from the start."""
+        """Compute sums and maximum over all tenants anew."""
         self._all_asks, self._all_weights = sum(self._asks.values()), sum(self._weights.values())
         self._largest, self._loudest = max(
             ((count / self._weights[tenant], tenant) for tenant, count in self._asks.items()), default=(0.0, "")

@@ -1,8 +1,8 @@
 """Which adapter leaves first when a tier is full.
 
-A tier tells its eviction what becomes of its adapters and asks for an order; whether room is needed is the tier's business.
-One instance belongs to one tier. Adapters in use are never in the order; adapters that queued requests wait for come after the
-others, and pinned ones last (`AdapterSlots.victims`). So everything leaves before a request that is here has to wait for ever.
+A tier tells its eviction policy when adapters are used, released or removed, and asks for an order. The tier decides when room
+is needed. One instance belongs to one tier. Adapters in use are never in the order. Adapters that queued requests need come
+after the others, and pinned ones last (`AdapterSlots.victims`). No adapter is exempt, so no request waits for ever.
 
     lru          least recently released
     score        .45 F + .10 R + .45 S, the lowest first (Chameleon section 4.2): keeps what is used often and large
@@ -23,6 +23,7 @@ from heapq import heapify, heappop
 from typing import Literal, Protocol
 
 from motet.policies.load_forecast import Forecast
+from motet.policies.memory_worth import LIFE_SHARE
 
 EvictionName = Literal["lru", "score", "fair-share", "gdsf", "forecast", "none"]
 REFRESH_S = 300.0
@@ -30,8 +31,7 @@ REFRESH_S = 300.0
 Cost = Callable[[str, int], float]
 """Seconds to bring an adapter of so many bytes back, from the tier that it would come from."""
 FIRST_LIFE_S = 60.0
-LIFE_SHARE = 0.05
-"""Weight of the newest victim in the mean time that an idle adapter survives."""
+"""Time that an idle adapter is taken to survive until one was evicted."""
 
 
 class Eviction(Protocol):
@@ -39,13 +39,13 @@ class Eviction(Protocol):
 
     now_s: float
     keeps: bool
-    """Whether idle adapters that nobody waits for may stay."""
+    """Whether idle adapters may stay that no request waits for."""
 
     def use(self, digest: str, size_bytes: int) -> None:
-        """One request more uses the adapter from now on."""
+        """One more request uses the adapter."""
 
     def release(self, digest: str) -> None:
-        """Nobody uses the adapter any more: it may be a victim."""
+        """The last request that used the adapter has ended: it may be evicted."""
 
     def forget(self, digest: str) -> None:
         """The adapter has left the tier."""
@@ -64,15 +64,15 @@ class Lru:
         self._idle: OrderedDict[str, None] = OrderedDict()
 
     def use(self, digest: str, size_bytes: int) -> None:
-        """No victim any more."""
+        """An adapter in use is not evicted."""
         self._idle.pop(digest, None)
 
     def release(self, digest: str) -> None:
-        """The last victim of all."""
+        """The adapter goes to the end of the order."""
         self._idle[digest] = None
 
     def forget(self, digest: str) -> None:
-        """It has left."""
+        """The adapter has left the tier."""
         self._idle.pop(digest, None)
 
     def __iter__(self) -> Iterator[str]:
@@ -88,7 +88,7 @@ class KeepNothing(Lru):
 
 @dataclass(eq=False)
 class _Ranked:
-    """Idle adapters by a value that subclasses give, the lowest first; among equals the one that was used longest ago."""
+    """Idle adapters by a value that subclasses define, the lowest first; of equal ones the least recently used."""
 
     now_s: float = 0.0
     keeps: bool = True
@@ -97,18 +97,18 @@ class _Ranked:
     _idle: dict[str, None] = field(default_factory=dict)
 
     def use(self, digest: str, size_bytes: int) -> None:
-        """No victim; one use more."""
+        """Record the use; an adapter in use is not evicted."""
         self._idle.pop(digest, None)
         self._sizes[digest] = size_bytes
         self._used_s[digest] = self.now_s
 
     def release(self, digest: str) -> None:
-        """It may be a victim; it was in use up to now."""
+        """The adapter may be evicted; it was in use until now."""
         self._idle[digest] = None
         self._used_s[digest] = self.now_s
 
     def forget(self, digest: str) -> None:
-        """It has left."""
+        """The adapter has left the tier."""
         self._idle.pop(digest, None)
         self._sizes.pop(digest, None)
         self._used_s.pop(digest, None)
@@ -142,7 +142,7 @@ class Score(_Ranked):
     _counts: Counter[str] = field(default_factory=Counter)
 
     def use(self, digest: str, size_bytes: int) -> None:
-        """Count it."""
+        """Count the use."""
         super().use(digest, size_bytes)
         self._uses.append((self.now_s, digest))
         self._counts[digest] += 1
@@ -175,13 +175,13 @@ class Gdsf(_Ranked):
     _values: dict[str, float] = field(default_factory=dict)
 
     def use(self, digest: str, size_bytes: int) -> None:
-        """Count it, at the present age."""
+        """Count the use, at the cache's present age."""
         super().use(digest, size_bytes)
         self._counts[digest] += 1
         self._values[digest] = self._age + self._counts[digest] * self.cost(digest, size_bytes) / max(1, size_bytes)
 
     def forget(self, digest: str) -> None:
-        """The cache has aged to its value."""
+        """The cache's age becomes the value of the adapter that left."""
         super().forget(digest)
         self._counts.pop(digest, None)
         self._age = max(self._age, self._values.pop(digest, 0.0))
@@ -204,12 +204,12 @@ class ForecastValue(_Ranked):
     _life_s: float = FIRST_LIFE_S
 
     def use(self, digest: str, size_bytes: int) -> None:
-        """The forecast learns of it."""
+        """The forecast counts the use."""
         super().use(digest, size_bytes)
         self.forecast.used(digest, self.now_s)
 
     def forget(self, digest: str) -> None:
-        """How long it survived."""
+        """Learn how long the adapter survived."""
         if digest in self._idle:
             self._life_s += LIFE_SHARE * (self.now_s - self._used_s[digest] - self._life_s)
         super().forget(digest)

@@ -1,11 +1,11 @@
-"""Flights: assignments that the workers' states do not show yet. They count as load from the moment they are made.
+"""Flights: assignments that the workers' states do not show yet. A flight counts as load from the moment of the assignment.
 
 A scheduler's states are slightly old. Without flights, a burst between two states would go to one worker. A flight counts in
 `ClusterState` as a waiting request and ends
 
 - when the worker's state shows the request in this epoch or a newer one (from then on the state counts);
 - when the worker refuses (`withdraw`), or is removed;
-- when the worker accepted it, but two snapshots or `in_flight_s` later no state has shown it: it came and went unseen.
+- when the worker accepted it, but two snapshots or `in_flight_s` later no state has shown it: it began and ended in between.
 
 Pure: the live scheduler and the twin's scheduler pass in what they receive.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from motet.policies.cluster_state import ClusterState
 from motet.shared.model import RequestBrief
 
-SNAPSHOTS_WITHOUT = 2  # one may have been on its way when the worker accepted
+SNAPSHOTS_WITHOUT = 2  # one may have been sent before the worker accepted
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Flights:
         """Flights to one worker."""
         return len(self._flights.get(worker_id, ()))
 
-    # ---- what we promise
+    # ---- assignments
 
     def expect(self, worker_id: str, brief: RequestBrief, now_s: float) -> None:
         """Count a request as waiting on a worker, before it is assigned."""
@@ -88,6 +88,8 @@ class Flights:
                 if not _shows(brief, flight):
                     continue
                 del flights[brief.request_id]
+                if brief == flight.brief:
+                    continue  # the state counts it so already
             self._state.put_request(worker_id, brief, now_s)
         for request_id in removed:
             flights.pop(request_id, None)
@@ -106,5 +108,5 @@ class Flights:
 
 
 def _shows(brief: RequestBrief | None, flight: _Flight) -> bool:
-    """Whether the worker's word is about this assignment and not about an older epoch of the request."""
+    """Whether the worker's message is about this assignment and not about an older epoch of the request."""
     return brief is not None and brief.epoch >= flight.brief.epoch

@@ -1,18 +1,18 @@
-"""Adapters in a worker's host memory and on its disk: what is held, what is loaded next, what leaves.
+"""Decides which adapters are in a worker's host memory and on its disk: which are held, loaded next, and evicted.
 
     object store ──Load("store")──> file on disk ──Load("disk")──> copy in host memory ──held by requests──> device
                                     least recently loaded out      eviction policy among copies nobody holds
 
-`HostTier` decides; whoever drives it carries out the actions that `take_actions` returns, in order, and says what came of
-them: the live worker with files and an object store, the twin with a model of their links.
+The caller carries out the actions that `take_actions` returns, in order, and reports the results: the live worker with files
+and an object store, the twin with a model of their links.
 
 Rules:
-- One load per adapter, however many wait for it. A load that fails fails for those who wait now; the next one tries again.
+- One load per adapter serves all requests that wait for it, and fails for all of them. The next request tries again.
 - At most LOADS_AT_ONCE loads run, first come, first served. A load reserves its bytes in host memory before it begins. When
-  held copies fill the budget, loads wait for one to be let go: requests wait, memory does not grow. A request holds at most
+  held copies fill the budget, loads wait until one is released: requests wait, memory does not grow. A request holds at most
   one adapter, so some request always finishes.
-- A copy with holders stays. A copy stays valid when its file leaves the disk, so files leave whoever holds their copies.
-- `drop` takes a version out of both as soon as nobody holds it or loads it; a new holder calls that off.
+- A copy with holders stays. It remains valid when its file leaves the disk, so files may leave while their copies are held.
+- `drop` removes a version from both tiers as soon as it is neither held nor being loaded; a new holder cancels the removal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from motet.shared.model import AdapterRef, Tier
 LOADS_AT_ONCE = 4
 DISK_S, DISK_BYTES_PER_S = 0.001, 2e9
 STORE_S, STORE_BYTES_PER_S = 0.005, 125e6
-"""Assumed links, to tell what a copy is worth: from disk, and from the object store through the network."""
+"""Assumed latency and bandwidth of the disk and of the object store, from which the worth of a copy is computed."""
 H = TypeVar("H", bound=Hashable)
 
 
@@ -42,7 +42,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """For lack of room: let go of the copy in host memory, or delete the file."""
+    """For lack of room: free the copy in host memory, or delete the file."""
 
     digest: str
     tier: Literal["host", "disk"]
@@ -50,7 +50,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Let go of the copy and delete the file, whichever are there."""
+    """Free the copy and delete the file, whichever exist."""
 
     digest: str
 
@@ -66,7 +66,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Loading(Generic[H]):
-    adapter: AdapterRef  # its bytes are reserved from the time when it has begun
+    adapter: AdapterRef  # its bytes are reserved once the load has begun
     waiters: list[H] = field(default_factory=list)
     begun: bool = False
 
@@ -75,7 +75,7 @@ class HostTier(Generic[H]):
     """Host memory of `host_bytes` before a disk of `disk_bytes`; `files` are on the disk already, oldest first.
 
     `host_bytes` None: every adapter is in host memory, and nothing is counted. `disk_bytes` None: a disk that is never full.
-    `H` tells apart those who wait for a copy.
+    `H` identifies the requests that wait for a copy.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class HostTier(Generic[H]):
         self._queue: deque[str] = deque()  # loads that have not begun
         self._doomed: set[str] = set()
         self.actions: list[Action] = []
-        """What is to be done since `take_actions`, in order."""
+        """Actions since the last `take_actions`, in order."""
         self.host_used_bytes = 0
-        """Of the copies that are there."""
+        """Bytes of all copies."""
         self.reserved_bytes = 0
-        """Promised to the loads under way."""
+        """Bytes promised to unfinished loads."""
         self.idle_bytes = 0
-        """Of the copies that nobody holds."""
+        """Bytes of the copies without a holder."""
         self.disk_used_bytes = sum(self._files.values())
 
     # ---- what is here
@@ -112,26 +112,26 @@ class HostTier(Generic[H]):
         return digest in self._copies
 
     def tier(self, digest: str) -> Tier | None:
-        """The faster of the two that has it; None for neither."""
+        """The faster of the two tiers that have the adapter; None for neither."""
         return "host" if digest in self._copies else "disk" if digest in self._files else None
 
     @property
     def copies(self) -> list[str]:
-        """What is in host memory."""
+        """The adapters in host memory."""
         return list(self._copies)
 
     @property
     def files(self) -> list[str]:
-        """What is on disk, least recently loaded first."""
+        """The adapters on disk, least recently loaded first."""
         return list(self._files)
 
     def holders(self, digest: str) -> int:
-        """How many hold the copy; 0 also without one."""
+        """The number of holders of the copy; 0 also without a copy."""
         copy = self._copies.get(digest)
         return copy.holders if copy is not None else 0
 
     def reload_s(self, digest: str, size_bytes: int) -> float:
-        """About how long a copy takes to come back once it is gone: from disk if its file is there."""
+        """Estimated time to load an evicted copy again: from disk if its file is there, else from the store."""
         if digest in self._files:
             return DISK_S + size_bytes / DISK_BYTES_PER_S
         return STORE_S + size_bytes / STORE_BYTES_PER_S
@@ -141,14 +141,14 @@ class HostTier(Generic[H]):
         return self.host_bytes is None or size_bytes <= self.host_bytes
 
     def take_actions(self) -> list[Action]:
-        """What is to be done since the last time, in order."""
+        """The actions since the last call, in order."""
         actions, self.actions = self.actions, []
         return actions
 
     # ---- holding
 
     def hold(self, adapter: AdapterRef, holder: H) -> bool:
-        """Hold the copy. True: it is here. False: `loaded` names `holder` when it has come and is held. It must fit."""
+        """Hold the copy, which must fit. True: it is here. False: it is loaded, and `loaded` will name `holder`."""
         if self.host_bytes is None:
             return True
         digest = adapter.digest
@@ -179,7 +179,7 @@ class HostTier(Generic[H]):
             self._begin()
 
     def give_up(self, digest: str, holder: H) -> None:
-        """One who waits does not want it any more; its load goes on if it has begun."""
+        """A waiting holder gives up; the load goes on if it has begun."""
         load = self._loads[digest]
         load.waiters.remove(holder)
         if not load.waiters and not load.begun:
@@ -190,7 +190,7 @@ class HostTier(Generic[H]):
             self._begin()
 
     def drop(self, digest: str) -> None:
-        """Take a version out of both tiers, now or as soon as nobody holds or loads it."""
+        """Remove a version from both tiers, now or as soon as it is neither held nor being loaded."""
         if digest in self._loads or self.holders(digest):
             self._doomed.add(digest)
         else:
@@ -199,7 +199,7 @@ class HostTier(Generic[H]):
     # ---- what came of the actions
 
     def loaded(self, digest: str, size_bytes: int, file_bytes: int) -> list[H]:
-        """A copy that takes `size_bytes` is in host memory, and its file of `file_bytes` on disk. Who waited holds it now."""
+        """A load has succeeded: the copy takes `size_bytes`, its file `file_bytes`. Returns its holders: those that waited."""
         load = self._loads.pop(digest)
         self.reserved_bytes -= load.adapter.size_bytes
         self._copies[digest] = _Copy(size_bytes, len(load.waiters))
@@ -208,13 +208,13 @@ class HostTier(Generic[H]):
         self._keep_file(digest, file_bytes)
         if not load.waiters:
             self._rest(digest, size_bytes)
-        while self._over(0) and self._evict_copy():  # it may take more than was promised, cast to a wider type
+        while self._over(0) and self._evict_copy():  # a copy cast to a wider type is larger than promised
             pass
         self._begin()
         return load.waiters
 
     def failed(self, digest: str) -> list[H]:
-        """The load failed, for all of these."""
+        """A load has failed, for the returned waiting holders."""
         load = self._loads.pop(digest)
         self.reserved_bytes -= load.adapter.size_bytes
         self._doomed.discard(digest)
@@ -222,7 +222,7 @@ class HostTier(Generic[H]):
         return load.waiters
 
     def file_lost(self, digest: str) -> None:
-        """The file is not there, or not what its name says."""
+        """The file is missing, or its content does not match its digest."""
         self.disk_used_bytes -= self._files.pop(digest, 0)
 
     def spare_file(self) -> bool:
@@ -245,7 +245,7 @@ class HostTier(Generic[H]):
     # ---- room
 
     def _begin(self) -> None:
-        """Begin loads in their order, as far as there is room for them."""
+        """Begin queued loads in their order while there is room."""
         while self._queue and len(self._loads) - len(self._queue) < LOADS_AT_ONCE:
             digest = self._queue[0]
             load = self._loads[digest]
@@ -272,7 +272,7 @@ class HostTier(Generic[H]):
         return True
 
     def _remove_copy(self, digest: str) -> None:
-        """Nobody holds it."""
+        """Remove a copy without holders."""
         size_bytes = self._copies.pop(digest).size_bytes
         self.host_used_bytes -= size_bytes
         self.idle_bytes -= size_bytes
@@ -288,7 +288,7 @@ class HostTier(Generic[H]):
             self.actions.append(Evict(oldest, "disk"))
 
     def _rest(self, digest: str, size_bytes: int) -> None:
-        """Nobody holds the copy any more."""
+        """The last holder has released the copy."""
         self.idle_bytes += size_bytes
         self.eviction.release(digest)
         if digest in self._doomed:

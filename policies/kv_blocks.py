@@ -57,9 +57,9 @@ class KvBlocks:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.reuse: Reuse | None = None
-        """What becomes of idle blocks, for those who ask."""
+        """Counts what becomes of idle blocks, if set."""
         self.clock = 0
-        """Admissions so far, as they count them: the time of `reuse`."""
+        """The time of `reuse`: admissions so far, set by the owner."""
         self._users = [0] * self.capacity
         self._key_of: list[bytes | None] = [None] * self.capacity
         self._block_of: dict[bytes, int] = {}
@@ -68,7 +68,7 @@ class KvBlocks:
 
     @property
     def blank(self) -> int:
-        """Blocks of which nothing is known: allocated without loss."""
+        """Blocks without cached content, which are allocated first."""
         return len(self._blank)
 
     @property
@@ -78,7 +78,7 @@ class KvBlocks:
 
     @property
     def idle(self) -> int:
-        """Of the free ones, those whose content can still be found by key."""
+        """Free blocks whose content can still be found by key."""
         return len(self._idle)
 
     @property
@@ -144,7 +144,7 @@ class KvBlocks:
             blocks += self.allocate(count)
 
     def publish(self, block: int, key: bytes) -> None:
-        """The held block is full and its content is `key`. Without effect if another block has it already."""
+        """Key a held block that is full. No effect if another block has this key already."""
         if self.prefix_cache and key not in self._block_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -154,7 +154,7 @@ class KvBlocks:
 
         The last blocks become idle first, so that prefixes, which more sequences share, are evicted last.
         """
-        if not self.prefix_cache:  # nobody shares a block, and none has a key
+        if not self.prefix_cache:  # no block is shared, none has a key
             for block in blocks:
                 self._users[block] = 0
             self._blank.extend(reversed(blocks))

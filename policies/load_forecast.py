@@ -1,9 +1,9 @@
-"""How likely an adapter is asked for again soon: its rate, and a histogram of the times between its requests.
+"""Predicts the chance that an adapter is asked for again soon, from its rate and a histogram of the gaps between requests.
 
-    rate      requests per second, of which old ones fade within RATE_S: what steady popularity says
-    gaps      times between requests in bins that double from 1/4 s on; old ones fade: what bursts say
-    pooled    the gaps of all adapters together: what is likely for an adapter of which little is known
-    age       time since its last request: gaps shorter than that are out of the question
+    rate      requests per second, where old requests fade within RATE_S: this shows steady popularity
+    gaps      times between requests, in bins that double from 1/4 s on, where old gaps fade: this shows bursts
+    pooled    the gaps of all adapters together, used for an adapter with few gaps of its own
+    age       time since the adapter's last request; gaps shorter than this are ruled out
 
     by rate (t) = 1 - exp(-rate * t)
     by gaps (t) = (own gaps in (age, age + t] + PRIOR * pooled chance) / (own gaps above age + PRIOR)
@@ -26,16 +26,16 @@ EDGES = [0.0, *(SHORTEST_S * 2**i for i in range(BINS))]
 """Bin i holds gaps of EDGES[i] <= gap < EDGES[i + 1]; the last one is open."""
 RATE_S = 900.0
 PRIOR = 2.0
-"""How many own gaps the pooled histogram counts for."""
+"""Weight of the pooled histogram, in gaps of the adapter."""
 FADE_AT = 64.0
-"""With so many gaps a histogram is halved."""
+"""A histogram with this many gaps is halved."""
 MAX_ADAPTERS = 16_384
 
 
 @dataclass(slots=True)
 class _Gaps:
     last_s: float
-    weight: float = 1.0  # of its requests at `last_s`, each faded by its age
+    weight: float = 1.0  # requests until `last_s`, each faded by its age
     counts: list[float] = field(default_factory=lambda: [0.0] * len(EDGES))
     total: float = 0.0
 
@@ -47,7 +47,7 @@ class _Gaps:
             self.total /= 2
 
     def above(self, age_s: float) -> float:
-        """Gaps longer than that; inside a bin they are spread evenly."""
+        """The number of gaps longer than `age_s`; gaps count as evenly spread within their bin."""
         at = bisect_right(EDGES, age_s) - 1
         inside = 1.0
         if at < len(EDGES) - 1:
@@ -81,7 +81,7 @@ class Forecast:
         gaps.last_s = now_s
 
     def chance(self, digest: str, now_s: float, within_s: float) -> float:
-        """The probability of a request for it within that time, from 0 to 1."""
+        """The probability of a request for the adapter within that time, from 0 to 1."""
         gaps = self._adapters.get(digest)
         age_s = max(0.0, now_s - gaps.last_s) if gaps is not None else 0.0
         left = self._pooled.above(age_s)
@@ -93,7 +93,7 @@ class Forecast:
         return sqrt(by_gaps * -expm1(-self.rate(digest, now_s) * within_s))
 
     def rate(self, digest: str, now_s: float) -> float:
-        """Its requests per second lately."""
+        """Recent requests per second for the adapter."""
         gaps = self._adapters.get(digest)
         if gaps is None or self._since_s is None:
             return 0.0

@@ -4,21 +4,22 @@
                     | running | prefix | blank               | used | idle | free            |
                                                              ^ moves by whole KV blocks
 
-Each claim begins with its share. Either may grow beyond it, into memory that the other does not need, and gives that back when
-the other needs it: as long as both want more than there is, it is as if the regions were fixed. What makes room:
+Each claim begins with its share. A claim may grow beyond its share into memory that the other claim does not need, and gives
+that memory back when the other needs it. While both need their whole shares, the regions are as if fixed. What makes room:
 
-    memory that holds nothing     KV takes it freely. Adapters beyond their share leave blank blocks for the running requests
-                                  (`RESERVE`), and for the waiting ones whose adapter is here
-    prefix blocks, idle adapters  in the order of what a byte of them is worth (`policies.memory_worth`); prefix blocks in any
-                                  case when an adapter fits no other way
-    adapters that waiting         for KV within its share alone
+    empty memory                  KV takes it freely. Adapters beyond their share leave blank blocks for the running requests
+                                  (`RESERVE`), and for waiting requests whose adapter is on the device
+    prefix blocks, idle adapters  the one of which a byte is worth less leaves first (`policies.memory_worth`); prefix blocks
+                                  leave in any case when an adapter fits no other way
+    adapters that waiting         leave only for KV within its share
     requests hold or will use
-    running KV, used adapters     never
+    running KV, used adapters     never leave
 
-So that the boundary does not swing, it moves in steps of `grain` blocks where it can, and a cache of the other claim leaves
-only when it is worth clearly less than one of the claim's own (`MARGIN`).
+The boundary should not swing. So it moves in steps of `grain` blocks where it can, and an entry of the other claim's cache
+leaves only if it is worth clearly less than one of the claim's own (`MARGIN`).
 
-Block ids are 0 .. blocks - 1. With fewer blocks, those in use that lay above get ids below: `settle` says what is to be copied.
+Block ids are 0 .. blocks - 1. When the number of blocks shrinks, used blocks above the end get ids below it; `settle` says
+which blocks to copy.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from motet.policies.memory_ledger import Budget
 from motet.policies.memory_worth import ExpectedSavings, Reuse, Worth
 
 GRAINS = 64
-"""Steps in which the boundary could cross the whole budget."""
+"""Number of steps that would move the boundary through the whole budget."""
 MAX_GRAIN_BYTES = 8 << 20
 """A larger step would copy blocks, and clear pages, for longer than a decode step takes."""
 MARGIN = 1.5
 RESERVE = 4
-"""One of so many of the KV blocks of the share stays blank when adapters go beyond theirs."""
+"""One in this many KV blocks of the share stays blank when adapters grow beyond their share."""
 
 
 class Boundary:
@@ -70,12 +71,12 @@ class Boundary:
         """Whether an adapter has found no room since this was reset."""
         self._moves: list[tuple[int, int]] = []
         self.moved = False
-        """Whether the boundary is somewhere else than when `settle` was called last."""
+        """Whether the boundary has moved since the last `settle`."""
         self.evicted: list[tuple[str, int]] = []
-        """(digest, slot) of adapters that left, until the owner has taken them."""
+        """(digest, slot) of adapters that left; the owner takes them out of the list."""
 
     def admitted(self, sequences: int) -> None:
-        """Time goes on by so many admissions."""
+        """Advance the clock of both caches by so many admissions."""
         self._kv.clock += sequences
         self._slots.clock = self._kv.clock
 
@@ -92,7 +93,7 @@ class Boundary:
 
     @property
     def adapter_bytes_free(self) -> int:
-        """What holds nothing, neither an adapter nor a KV block."""
+        """Bytes that hold neither an adapter nor a KV block."""
         return self._slots.bytes_free + self._kv.blank * self._block_bytes
 
     def owns(self, count: int) -> bool:
@@ -100,13 +101,13 @@ class Boundary:
         return self._kv.total - self._kv.free + count <= self._kv_share
 
     def admits(self, count: int) -> bool:
-        """Whether a new sequence may use so many blocks: beyond their share only while no adapter lacks room."""
+        """Whether a new sequence may use `count` blocks: beyond the KV share only while no adapter lacks room."""
         return not self.crowded or self.owns(count)
 
     def for_blocks(self, count: int, *, adapter: str = "", adapter_bytes: int = 0) -> bool:
         """Make `count` blocks free; False, and no change, when they cannot be had.
 
-        `adapter`: of the sequence that needs them. It does not leave, or if it is not here yet, still fits afterwards.
+        `adapter`: the one of the sequence that needs the blocks. It stays on the device, or still fits afterwards.
         """
         kv, slots, size = self._kv, self._slots, self._block_bytes
         if kv.blank >= count:
@@ -137,8 +138,8 @@ class Boundary:
     def for_adapter(self, size_bytes: int, *, blocks: int = 0, evicting: bool = True) -> bool:
         """Make room so that an adapter of this size, which is not here, fits; False, and no change, when it cannot.
 
-        `blocks`: what the waiting sequences whose adapter is here, and this one, are going to need. Idle adapters are left for
-        `AdapterSlots.acquire` to evict. Without `evicting` no cache leaves.
+        `blocks`: the blocks that this sequence and the waiting ones with a resident adapter are going to need. Idle adapters
+        are left for `AdapterSlots.acquire` to evict. Without `evicting` no cached entry leaves.
         """
         kv, slots, size = self._kv, self._slots, self._block_bytes
         lacking = -(-(size_bytes - slots.bytes_free) // size)
@@ -171,12 +172,12 @@ class Boundary:
         return True
 
     def settle(self) -> list[tuple[int, int]]:
-        """The device's memory is being divided anew: (from, to) of the KV blocks to be copied before that, in order."""
+        """Called when the device's memory is divided anew: (from, to) of the KV blocks to copy before, in order."""
         moves, self._moves, self.moved = self._moves, [], False
         return moves
 
     def check(self) -> None:
-        """Assert that the claims are what their owners were told."""
+        """Assert that claims and owners agree on sizes."""
         claims = self._budget.claims
         assert claims["kv"].size_bytes == self._kv.total * self._block_bytes, "the claim of KV blocks"
         assert claims["adapters"].size_bytes == self._slots.bytes_total, "the claim of adapters"
@@ -201,7 +202,7 @@ class Boundary:
                     held[:] = [renamed.get(block, block) for block in held]
 
     def _claim(self, smaller: str, larger: str) -> None:
-        """Book what was moved; the smaller claim first, because the budget has no room for both."""
+        """Resize both claims; the one that shrinks first, because the budget has no room for both otherwise."""
         sizes = {"kv": self._kv.total * self._block_bytes, "adapters": self._slots.bytes_total}
         for name in (smaller, larger):
             assert self._budget.claims[name].resize(sizes[name]), f"{name} cannot claim {sizes[name]} bytes"

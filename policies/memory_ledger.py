@@ -7,11 +7,10 @@
 
 A `Budget` is one memory; a `Claim` is the part of it that one claimant may fill. `policies.memory_boundary` moves room between
 the device's claims by `Claim.resize`; without it they are fixed regions. A claimant keeps its own books
-(`KvBlocks`, `AdapterSlots`, `HostTier`) and tells its claim what it holds of each class when asked, so the ledger costs the
-step nothing.
+(`KvBlocks`, `AdapterSlots`, `HostTier`) and states the bytes of each class only when asked, so the ledger costs a step nothing.
 
-Classes, from what must stay to what may go: `running` KV and `used` adapters belong to requests and are only given back by
-them; copies that are `loading` are promised; `prefix` blocks and `idle` adapters are caches and leave when room is wanted.
+Classes: `running` KV and `used` adapters belong to requests and stay until these give them back. Memory of `loading` copies is
+promised. `prefix` blocks and `idle` adapters are caches and leave when room is needed.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ CACHES: frozenset[Class] = frozenset({"prefix", "idle"})
 
 
 class Claim:
-    """A claimant's part of a budget, in bytes. `held()` is what its books say it holds, by class."""
+    """A claimant's part of a budget, in bytes. `held()` returns the bytes held by class, from the claimant's books."""
 
     def __init__(self, budget: Budget, name: str, size_bytes: int, held: Callable[[], Mapping[Class, int]]) -> None:
         self._budget, self.name, self.size_bytes, self.held = budget, name, size_bytes, held
 
     @property
     def held_bytes(self) -> int:
-        """Of all classes."""
+        """Bytes of all classes."""
         return sum(self.held().values())
 
     @property
     def cached_bytes(self) -> int:
-        """What would leave if the room was wanted."""
+        """Bytes that would leave if room was needed."""
         return sum(size for kind, size in self.held().items() if kind in CACHES)
 
     @property
     def free_bytes(self) -> int:
-        """What the claimant may still fill."""
+        """Bytes that the claimant may still fill."""
         return self.size_bytes - self.held_bytes
 
     def resize(self, size_bytes: int) -> bool:
@@ -65,7 +64,7 @@ class Budget:
 
     @property
     def unclaimed_bytes(self) -> int:
-        """What nobody may fill yet."""
+        """Bytes that belong to no claim."""
         return self.total_bytes - sum(claim.size_bytes for claim in self.claims.values())
 
     def claim(self, name: str, size_bytes: int, held: Callable[[], Mapping[Class, int]]) -> Claim:
@@ -89,7 +88,7 @@ class Budget:
 
 
 def device_budget(kv: KvBlocks, block_bytes: int, adapters: AdapterSlots) -> Budget:
-    """The device's memory, all of it claimed. `block_bytes`: of one KV block over all layers."""
+    """The device's memory, all of it claimed. `block_bytes`: bytes of one KV block over all layers."""
     budget = Budget("device", kv.total * block_bytes + adapters.bytes_total)
     budget.claim(
         "kv",

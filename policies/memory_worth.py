@@ -15,9 +15,9 @@ from typing import Protocol
 from motet.policies.perf_model import Coefficients, load_ms
 
 LIFE_SHARE = 0.05
-"""Weight of the newest entry that left, in the mean time that idle entries survive."""
+"""Weight of the entry that left last, in the mean time that idle entries survive."""
 REMEMBERED = 256.0
-"""Old entries whose fate is remembered; with more of them the counts are halved."""
+"""Old entries that are counted; with more of them the counts are halved."""
 
 
 class Reuse:
@@ -31,7 +31,7 @@ class Reuse:
 
     @property
     def chance(self) -> float:
-        """That an idle entry which is next to leave would be used again, between 0 and 1."""
+        """The chance that the next idle entry to leave would be used again, between 0 and 1."""
         return self._used / (self._used + self._left)
 
     def used(self, age: int) -> None:
@@ -52,7 +52,7 @@ class Reuse:
 
 
 class Worth(Protocol):
-    """Seconds saved per byte, of the entry of each cache that would leave next."""
+    """Seconds saved per byte by keeping the entry that would leave its cache next."""
 
     def of_adapter(self, digest: str, size_bytes: int) -> float:
         """Of an idle adapter."""
@@ -62,8 +62,8 @@ class Worth(Protocol):
 
 
 class ExpectedSavings:
-    """The worth above. `perf` is what steps take now. Copies pass a link of `bytes_per_s`; without one (0) they stop the steps,
-    as `perf` says."""
+    """The formulas above. `perf` is the current model of step times. Copies pass a link of `bytes_per_s`; without a link (0)
+    steps wait for copies, for the time that `perf` states."""
 
     def __init__(self, adapters: Reuse, prefixes: Reuse, *, block_size: int, block_bytes: int) -> None:
         self._adapters, self._prefixes = adapters, prefixes
@@ -72,7 +72,7 @@ class ExpectedSavings:
         self.bytes_per_s = 0.0
 
     def of_adapter(self, digest: str, size_bytes: int) -> float:
-        """An adapter is as likely to be used again as any."""
+        """All idle adapters have the same chance of another use."""
         if self.bytes_per_s:
             return self._adapters.chance / self.bytes_per_s
         if self.perf is None:
@@ -80,7 +80,7 @@ class ExpectedSavings:
         return self._adapters.chance * load_ms(self.perf, size_bytes) / 1e3 / size_bytes
 
     def of_prefix(self) -> float:
-        """A block is as likely to be found again as any."""
+        """All idle blocks have the same chance of another use."""
         if self.perf is None:
             return 0.0
         return self._prefixes.chance * self.perf.prefill_token_ms / 1e3 * self._tokens_per_byte

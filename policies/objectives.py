@@ -17,10 +17,9 @@ come later and overtake r.
 An objective that a worker would miss even when idle is no reason to refuse. An idle worker takes every request. Part of a
 worker's room is reserved for urgent requests (ROOM).
 
-Fair shares: a tenant above its share gets only free seats, and not the last of them (OVER_SHARE). It is above if it holds by
-far the most requests for its weight and asked for more than its share lately (`demand`). So the queue belongs to the other
-tenants, who get all they ask for up to their share: the running urgent requests are not theirs, so none is expected to
-overtake them (u = 0).
+Fair shares: a tenant above its share gets only free seats, and not the last of them (OVER_SHARE). A tenant is above its share
+if it has by far the most requests for its weight and recently asked for more than its share (`demand`). So the queue belongs to
+the other tenants, up to their shares. The running urgent requests are not theirs, so none is expected to overtake (u = 0).
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from motet.policies.worker_load import Share, WorkerLoad, band_of
 
 Admission = Literal["objective", "room"]
 TTFT_MARGIN, TPOT_MARGIN = (0.9, 0.7, 0.6), 0.95
-"""Share of an objective that an estimate may use, per band for the first token: the rest is for what the estimate does not
-know, which is more where others overtake."""
+"""Share of an objective that an estimate may use, per band for the first token. The rest covers the estimate's error, which is
+larger where other requests overtake."""
 OVER_SHARE = 0.125
-"""What a tenant above its share leaves to the others of the seats, and of a time per token."""
+"""Share of the seats, and of a time per token, that a tenant above its share leaves to the others."""
 ABOVE_MEAN, OF_LARGEST = 1.25, 0.75
-"""A tenant is above its share with so many times the requests per weight of all, and with so many of the largest's."""
+"""A tenant is above its share with this many times the mean requests per weight, and this share of the largest tenant's."""
 ROOM = (1.0, 0.875, 0.75)
-"""Share that each band may use of a worker's waiting places, and of the strictest time per token of those that are there: the
-rest is for more urgent requests."""
+"""Share that each band may use of a worker's waiting places, and of the strictest time per token among its requests. The rest
+is for more urgent requests."""
 LOOKED = 32
-"""Maximum workers examined, those with the fewest requests per seat; bounds the time of a refusal."""
+"""Maximum workers examined, beginning with the fewest requests per seat; bounds the time of a refusal."""
 FEW = 1.0
 """Rows added to the non-urgent ones: among few rows the urgent share is uncertain."""
 
@@ -82,13 +81,13 @@ def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len:
     pace = _pace(t, ask, avg_resp_len)
     share = share_of((load.tenants for load in loads), ask)
     own, ttft = _ttft(state, ask, rows, t, loads, pace, overtaken=share != "below")
-    alone = pace.base + pace.row  # a step of nobody but r
+    alone = pace.base + pace.row  # a step with r alone
 
     over = share == "above"
     tpot_margin = TPOT_MARGIN - OVER_SHARE if over else TPOT_MARGIN
     late = np.where(own + alone <= ask.ttft_slo_ms, ttft - TTFT_MARGIN[band] * ask.ttft_slo_ms, 0.0)
     np.maximum(late, pace.until(tpot_margin * ask.tpot_slo_ms), out=late, where=alone <= tpot_margin * ask.tpot_slo_ms)
-    tightest = t["tightest_tpot_ms"]  # of those that are there, which r slows down unless it only waits
+    tightest = t["tightest_tpot_ms"]  # of the requests there; r slows them down unless it only waits
     slows = (t["exists"] < pace.seats) & (alone <= TPOT_MARGIN * tightest)
     np.maximum(late, pace.until(room * tpot_margin * tightest), out=late, where=slows)
     places = t["max_running"] + np.ceil(room * (t["max_requests"] - t["max_running"]))
@@ -101,11 +100,11 @@ def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len:
 
 @dataclass(slots=True)
 class _Pace:
-    """Times of each worker's steps once r is there, in milliseconds."""
+    """Step times of each worker with r, in milliseconds."""
 
     exists: Floats  # requests, with r
     held: Floats  # KV tokens that one of them holds on average
-    seats: Floats  # of the engine, or of its memory if that has fewer
+    seats: Floats  # in the engine, or sequences that fit in memory if fewer
     rows: Floats  # requests in a step
     base: Floats  # a step takes base + rows * row, and a token base + rows * row_tpot
     row: Floats
@@ -113,7 +112,7 @@ class _Pace:
     turn: Floats
 
     def until(self, objective_ms: Floats | float) -> Floats:
-        """Until enough requests have ended for this time per token; 0 where it is kept."""
+        """Time until enough requests have ended to meet this time per token; 0 where it is met now."""
         allowed = np.floor(np.maximum((objective_ms - self.base) / self.row_tpot, 1.0))
         return np.where(self.rows > allowed, (self.exists - allowed) * self.turn, 0.0)
 
@@ -144,7 +143,7 @@ def _ttft(
     *,
     overtaken: bool,
 ) -> tuple[Floats, Floats]:
-    """(what r itself needs before its first step, its time to first token)."""
+    """(time that r itself needs before its first step, time to first token of r)."""
     band = band_of(ask.ttft_slo_ms)
     before = [load.bands[: band + 1] for load in loads]
     ahead = np.array([sum([one.queued for one in bands]) for bands in before], dtype=float)
@@ -162,7 +161,7 @@ def _ttft(
 
 def share_of(tenants: Iterable[Mapping[str, Share]], ask: Ask) -> Literal["above", "fair", "below"]:
     """Where the tenant of `ask` would stand: above its weighted share of all requests, near it, or well below it while
-    another one is above. Fair when it is alone. Above is only who also asked for more than its share lately."""
+    another tenant is above. A tenant alone is fair. Above also requires that it recently asked for more than its share."""
     have: dict[str, float] = {ask.tenant: 1.0}
     weights: dict[str, float] = {}
     for shares in tenants:

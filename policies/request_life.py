@@ -1,11 +1,11 @@
 """The life of a request on a worker, as a table.
 
-    new ──> loading ──> waiting <──> running ──> gone          the engine has it while it waits, runs or leaves
-                │          └──> leaving <──┘ ──> gone          leaving: it was told to stop and has not answered
+    new ──> loading ──> waiting <──> running ──> gone          the engine has waiting, running and leaving ones
+                │          └──> leaving <──┘ ──> gone          leaving: the engine was told to stop it
                 └────────────────────────────> gone
 
-loading: its adapter is on its way to host memory. Requests that need no load are waiting at once. What the engine says may
-cross what it is told, so a leaving request may still be admitted or preempted.
+A request is loading while its adapter is loaded into host memory. A request that needs no load is waiting at once. Messages to
+and from the engine may cross, so a leaving request may still be admitted or preempted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRANSITIONS: dict[Phase, dict[What, Phase]] = {
 
 
 class Entry(msgspec.Struct, Generic[R], eq=False):
-    """A request in the book. `brief` is as it was when the engine got it; what it became is in the view."""
+    """A request in the book. `brief` is the request as the view shows it."""
 
     brief: RequestBrief
     owner: str  # gateway id

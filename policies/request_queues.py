@@ -1,13 +1,13 @@
 """Which waiting requests may join the batch next: the order of the queue, or several queues by size with quotas.
 
-`policies.batch_admission` asks for candidates before every step and lets them in while seats, tokens, KV blocks and adapter
-memory last. Everything here is about order and shares; memory is looked at there.
+`policies.batch_admission` asks for candidates before every step and admits them while seats, tokens, KV blocks and adapter
+memory last. This module decides about order and shares, that one about memory.
 
     fcfs        by priority, due time and arrival (no object: `batch_admission` does it)
     sjf         least predicted output first (uServe): long requests starve when too much comes
     static      four queues of equal ranges and equal quotas between the smallest and the largest size (Chameleon section 5.4)
     chameleon   queues by K-means on the weighted size, quotas by the M/M/1 bound, two-phase admission (section 4.3)
-    motet       one queue: due time, put off in proportion to the request's own size and to what its tenant and adapter have had
+    motet       one queue by due time, delayed in proportion to the request's size and to the service of its tenant and adapter
 
 Weighted request size (section 4.3.1), with maxima of the last T_refresh; a base request counts as the smallest adapter:
 
@@ -30,7 +30,8 @@ from typing import Generic, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.batch_admission import PATIENCE, AdmissionState, Queues, S, steps_left
+from motet.policies.batch_admission import Queues, steps_left
+from motet.policies.batch_state import PATIENCE, AdmissionState, S
 
 QueuesName = Literal["fcfs", "sjf", "static", "chameleon", "motet"]
 Floats = NDArray[np.float64]
@@ -47,7 +48,7 @@ STRUCTURE = 0.5
 WINDOW = 128
 """Maximum candidates per step of an order without quotas."""
 TTFT_SLO_S = 5.0
-"""For requests without an objective."""
+"""Assumed objective of requests without one."""
 
 
 # ---- one queue
@@ -71,28 +72,28 @@ class ShortestFirst(Generic[S]):
         """Nothing to remember."""
 
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
-        """The shortest ones that wait."""
+        """The shortest waiting requests."""
         return nsmallest(WINDOW, state.waiting, key=lambda seq: (seq.priority, steps_left(seq), seq.order))
 
 
 @dataclass
 class _Flow:
-    """What one tenant has asked of one adapter. `until_s`: when its share of the engine will have served that."""
+    """The requests of one tenant for one adapter. `until_s`: when the flow's share of the engine will have served them."""
 
-    requests: int = 0  # that wait or run
+    requests: int = 0  # waiting or running
     until_s: float = 0.0
 
 
 @dataclass(eq=False)
 class PutOff(Generic[S]):
-    """One queue by due time + what the request is put off by: for its own size, and for its flow's use.
+    """One queue by due time plus a delay for the request's size and for its flow's use.
 
-    `size`: a request of the mean size is put off by so many TTFT objectives, one of twice that size by twice as much. Short
-    requests overtake long ones, but none for ever.
-    `fair`: a flow is a tenant's requests for one adapter. The engine's rate is divided among tenants that have requests here by
-    weight, and among their adapters equally. A virtual clock says when a flow's share will have served all that it has asked
-    for: the flow that is most ahead of its share is put off by so many objectives, the others in proportion.
-    `shared`: a request whose adapter is in use needs no memory for it and goes ahead by so many objectives.
+    `size`: the delay of a request of mean size, in TTFT objectives; twice the size is delayed twice as much. Short requests
+    overtake long ones, but no request waits for ever.
+    `fair`: a flow is a tenant's requests for one adapter. The engine's rate is divided by weight among tenants with requests
+    here, and equally among the adapters of each. A virtual clock says when a flow's share will have served all its requests.
+    The flow that is most ahead of its share is delayed by `fair` objectives, the others in proportion.
+    `shared`: a request whose adapter is in use needs no memory for it and goes ahead by `shared` objectives.
     """
 
     size: float = 0.1
@@ -101,14 +102,16 @@ class PutOff(Generic[S]):
     squashes: bool = False
     _flows: dict[tuple[str, str], _Flow] = field(default_factory=dict)
     _tenants: dict[str, tuple[int, float]] = field(default_factory=dict)  # flows with requests here, weight
-    _places: dict[int, tuple[float, float]] = field(default_factory=dict)  # put off until, and how much sooner if shared
+    _places: dict[int, tuple[float, float]] = field(
+        default_factory=dict
+    )  # due time with its delay, and how much sooner if shared
     _mean_tokens: float = 0.0
     _rate: float = 0.0  # tokens per second, as requests began lately
     _begun: float = 0.0
     _since_s: float = 0.0
 
     def arrived(self, seq: S, now_s: float) -> None:
-        """It gets its place."""
+        """Give the request its place."""
         tokens = seq.length
         self._mean_tokens += (tokens - self._mean_tokens) * (0.01 if self._mean_tokens else 1.0)
         slo_s = max(0.0, seq.due_s - now_s) / PATIENCE or TTFT_SLO_S
@@ -119,7 +122,7 @@ class PutOff(Generic[S]):
         self._places[seq.order] = seq.due_s + off * slo_s, self.shared * slo_s
 
     def _ahead_s(self, seq: S, tokens: int, now_s: float) -> float:
-        """By how much its flow has asked for more than its share."""
+        """Time by which the flow is ahead of its share."""
         key = seq.tenant, seq.adapter
         flow = self._flows.get(key)
         if flow is None:
@@ -136,7 +139,7 @@ class PutOff(Generic[S]):
         return ahead_s
 
     def began(self, seq: S, now_s: float) -> None:
-        """The engine's rate is measured by what begins."""
+        """Measure the engine's rate, by the requests that begin to run."""
         self._begun += seq.length
         if now_s - self._since_s >= 1.0:
             rate = self._begun / (now_s - self._since_s)
@@ -144,10 +147,10 @@ class PutOff(Generic[S]):
             self._begun, self._since_s = 0.0, now_s
 
     def stopped(self, seq: S, now_s: float) -> None:
-        """It keeps its place when it was preempted."""
+        """A preempted request keeps its place."""
 
     def left(self, seq: S) -> None:
-        """Its flow may be over."""
+        """The request has ended, and its flow with it if it was the last one."""
         if self._places.pop(seq.order, None) is None:
             return
         key = seq.tenant, seq.adapter
@@ -177,12 +180,12 @@ class PutOff(Generic[S]):
 
 @dataclass(slots=True)
 class _Facts:
-    """A request's size as it was when it came."""
+    """A request's size on arrival."""
 
     prompt: int
     output: int
     size_bytes: int
-    tokens: float  # its cost: what a quota is charged
+    tokens: float  # cost that is charged to a quota
     slo_s: float
     at_s: float
     lane: int = 0
@@ -193,7 +196,7 @@ class _Facts:
 @dataclass(slots=True)
 class _Lane:
     quota: float
-    used: float = 0.0  # by running requests, without what they borrowed
+    used: float = 0.0  # by running requests, without borrowed tokens
     running: int = 0
     duration_s: float = 1.0  # mean time from admission to end
 
@@ -212,8 +215,8 @@ class SizeQueues(Generic[S]):
     squashes: bool = True
     cuts: list[float] = field(default_factory=list)  # upper ends of all queues but the last
     lanes: list[_Lane] = field(default_factory=list)
-    _facts: dict[int, _Facts] = field(default_factory=dict)  # of requests that are here, by order
-    _recent: deque[_Facts] = field(default_factory=deque)  # that came within `refresh_s`
+    _facts: dict[int, _Facts] = field(default_factory=dict)  # of waiting and running requests, by order
+    _recent: deque[_Facts] = field(default_factory=deque)  # of requests that arrived within `refresh_s`
     _maxima: tuple[float, float, float] = (1.0, 1.0, 1.0)  # prompt, output, adapter bytes
     _smallest_bytes: int = 0  # of an adapter
     _borrowed: float = 0.0
@@ -223,7 +226,7 @@ class SizeQueues(Generic[S]):
         self.lanes = [_Lane(self.total_tokens)]
 
     def arrived(self, seq: S, now_s: float) -> None:
-        """It gets its queue."""
+        """Put the request into its queue."""
         if seq.adapter_bytes and (seq.adapter_bytes < self._smallest_bytes or not self._smallest_bytes):
             self._smallest_bytes = seq.adapter_bytes
         facts = self._facts[seq.order] = _Facts(
@@ -243,7 +246,7 @@ class SizeQueues(Generic[S]):
         return (INPUT * facts.prompt / prompt + OUTPUT * facts.output / output) * own_bytes / size_bytes
 
     def began(self, seq: S, now_s: float) -> None:
-        """Its quota is charged, or the common pool."""
+        """Charge the quota, or the common pool."""
         facts = self._facts[seq.order]
         lane = self.lanes[facts.lane]
         facts.began_s = now_s
@@ -255,7 +258,7 @@ class SizeQueues(Generic[S]):
             lane.used += facts.tokens
 
     def stopped(self, seq: S, now_s: float) -> None:
-        """What it was charged comes back."""
+        """Give back the charged tokens."""
         facts = self._facts[seq.order]
         if facts.began_s < 0:
             return
@@ -269,13 +272,13 @@ class SizeQueues(Generic[S]):
         facts.began_s = -1.0
 
     def left(self, seq: S) -> None:
-        """It is not here any more."""
+        """Forget the request."""
         self._facts.pop(seq.order, None)
 
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
-        """Algorithm 1: each queue within its quota, small requests first; then what empty queues spare, in the same order.
+        """Algorithm 1: each queue within its quota, small requests first; then the tokens of empty queues, in the same order.
 
-        Higher priorities go before. A queue of which nothing runs has one request let in, however large.
+        Higher priorities go first. A queue without running requests may admit one request, however large.
         """
         if now_s >= self._refresh_at_s and (len(self._recent) >= FIRST or self._refresh_at_s):
             self._refresh(now_s)
@@ -293,7 +296,7 @@ class SizeQueues(Generic[S]):
             left: list[list[S]] = []
             for index, queue in enumerate(queues):
                 taken = self._within(queue, free[index], chosen)
-                if queue and not taken and not self.lanes[index].running:  # larger than the quota, and the queue's only one
+                if queue and not taken and not self.lanes[index].running:  # larger than the quota, and no other runs
                     chosen.append(queue[0])
                     taken = 1
                 free[index] -= sum(facts[seq.order].tokens for seq in queue[:taken])
@@ -303,11 +306,11 @@ class SizeQueues(Generic[S]):
                 taken = self._within(queue, spare, chosen)
                 spare -= sum(facts[seq.order].tokens for seq in queue[:taken])
             if any(left):
-                break  # lower priorities do not pass
+                break  # lower priorities do not overtake
         return chosen
 
     def _within(self, queue: list[S], tokens: float, chosen: list[S]) -> int:
-        """Choose the first ones of a queue that these tokens pay for; how many."""
+        """Choose the first requests of a queue that these tokens pay for; returns their number."""
         for index, seq in enumerate(queue):
             tokens -= self._facts[seq.order].tokens
             if tokens < 0:
@@ -338,7 +341,7 @@ class SizeQueues(Generic[S]):
         durations = [lane.duration_s for lane in self.lanes]
         mean_s = sum(durations) / len(durations)
         self.lanes = [_Lane(0.0, duration_s=durations[i] if i < len(durations) else mean_s) for i in range(len(self.cuts) + 1)]
-        for facts in self._facts.values():  # those that run are charged anew
+        for facts in self._facts.values():  # running requests are charged anew
             if facts.began_s >= 0:
                 self.lanes[facts.lane].running += 1
                 if not facts.borrowed:

@@ -11,7 +11,7 @@ from collections import abc
 
 import msgspec
 
-from motet.policies.batch_admission import Sequence, pairs
+from motet.policies.batch_state import Sequence, pairs
 
 
 class Step(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""The online estimator of step times: it follows a live worker, step by step. The offline estimator is `least_squares`."""
+"""The online estimator of step times, which follows a live worker step by step. The offline estimator is `least_squares`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepTimes:
         """How much longer recent steps take than the start values say, as a share; negative when they are shorter."""
 
     def observe(self, step: Step) -> None:
-        """One step with its time. A step with cold rows is ignored: what a copy costs is no property of the engine."""
+        """Take in one step. Steps with cold rows are ignored, because the cost of a copy is no property of the engine."""
         if step.cold_rows or not step.decode_rows + step.prefill_requests:
             return
         kernel = self._start.kernel
@@ -51,7 +51,7 @@ class StepTimes:
 
     @property
     def model(self) -> PerfModel:
-        """The estimate now; adapter loads and fetches are those of the start values. Any thread may read it."""
+        """The present estimate; adapter loads and fetches are the start values'. Any thread may read it."""
         decode, prefill = self._decode.weights, self._prefill.weights
         return PerfModel(
             kernel=self._start.kernel,
@@ -95,14 +95,14 @@ class OnlineFit:
         self._sums = np.zeros(len(start))  # sum of x * value
         self._steps = 0
         self.weights = [float(value) for value in start]
-        """The coefficients now; any thread may read them."""
+        """The present coefficients; any thread may read them."""
 
     def start(self, features: Sequence[float]) -> float:
-        """What the start values say."""
+        """The value by the start coefficients."""
         return float(np.dot(self._start, features))
 
     def predict(self, features: Sequence[float]) -> float:
-        """What the coefficients say now."""
+        """The value by the present coefficients."""
         return sum(weight * feature for weight, feature in zip(self.weights, features, strict=True))
 
     def observe(self, features: Sequence[float], value: float) -> None:

@@ -1,23 +1,22 @@
-"""What others know of the workers, folded from the snapshots and deltas that workers publish.
+"""The state of the workers as other services know it, from the snapshots and deltas that workers publish.
 
     snapshot seq=7 ── delta 8 ── delta 9 ── ... ── snapshot seq=23        seq counts both
         │                │
         └── WorkerBook ──┴── incarnation? seq? ──> Reader: whole, change, facts, ended
 
-`WorkerBook` decides which words count and keeps what every reader needs of a worker (`Known`). What is kept of requests and
-adapters is the reader's: `Shelf` keeps them as they are told, `cluster_view` keeps the columns that scheduling reads.
+`WorkerBook` decides which messages count and keeps the facts that every reader needs (`Known`). Each reader keeps requests and
+adapters in its own form: `Shelf` by id and digest, `cluster_view` in the columns that scheduling reads.
 
 Rules:
 - A snapshot replaces everything, but for the adapters that are on the worker's disk alone: there may be thousands, and deltas
   tell what becomes of them. Only some snapshots list them (`lists_disk`); the others leave them as they were known.
 - A delta counts only directly after the message before it; after a gap the requests stay as they were known until the next
   snapshot, while the facts that a delta states in full (memory, draining) are still taken.
-- Only a snapshot introduces a worker or an incarnation. A new incarnation at once ends the one before, whose late words are
-  ignored. The same goes for a worker that was lost (`lose`), unless its lease turns out to be held again.
-- A worker that was only silent (`forget`) may speak again under the same incarnation.
+- Only a snapshot introduces a worker or an incarnation. A new incarnation ends the one before at once, and late messages of the
+  old one are ignored. So are messages of a worker that was lost (`lose`), unless its lease is held again.
+- A worker that was only silent (`forget`) may send messages again under the same incarnation.
 
-`Cadence` is the other end of the same conversation: how often a worker speaks, and how often it tells everything.
-Pure: the caller says who said what, and when on its own clock.
+`Cadence` is the sender's side: how often a worker sends a message, and how often a snapshot. Times are on the caller's clock.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ HEARTBEAT_S = 0.5
 DELTA_S = 0.02
 """Shortest time between a message and a delta that follows it."""
 SNAPSHOT_REQUESTS = 64
-"""A snapshot on every heartbeat up to so many requests, on every second one up to twice as many, and so on."""
+"""With up to this many requests every heartbeat carries a snapshot, with up to twice as many every second one, and so on."""
 MAX_BEATS = 4
 """Heartbeats from one snapshot to the next, at most."""
 DISK_SNAPSHOTS = 10
-"""One snapshot of so many lists the adapters on disk, for readers that came late or missed a delta."""
+"""One in this many snapshots lists the adapters on disk, for readers that started later or missed a delta."""
 ENDED_MEMORY = 4096
 """Ended incarnations that are remembered, the oldest forgotten first."""
 
 
 @dataclass(slots=True)
 class Cadence:
-    """Which heartbeats carry a snapshot. What a snapshot costs all who listen grows with its requests, so busy workers
-    send fewer: with a thousand workers of 256 requests each a scheduler would otherwise do little else than read them."""
+    """Which heartbeats carry a snapshot. The cost of reading a snapshot grows with its requests, so busy workers send fewer:
+    otherwise a scheduler with a thousand workers of 256 requests each would do little else than read them."""
 
     beats_left: int = 0
     snapshots: int = 0
@@ -65,7 +64,7 @@ class Cadence:
 
 
 class Word(Protocol):
-    """What every message of a worker says (`shared.messages`: WorkerSnapshot and WorkerDelta)."""
+    """The facts that every message of a worker states (`shared.messages`: WorkerSnapshot and WorkerDelta)."""
 
     worker_id: str
     incarnation: str
@@ -97,7 +96,7 @@ class Delta(Word, Protocol):
 
 @dataclass(slots=True)
 class Known:
-    """What is known of one worker whoever reads."""
+    """The facts of one worker that every reader needs."""
 
     worker_id: str
     incarnation: str
@@ -111,36 +110,36 @@ class Known:
     draining: bool = False
 
     def take(self, word: Word, now_s: float) -> None:
-        """The facts that every message states in full."""
+        """Take in the facts that every message states in full."""
         self.seq, self.heard_s, self.draining = word.seq, now_s, word.draining
         self.kv_blocks_free, self.adapter_bytes_free = word.kv_blocks_free, word.adapter_bytes_free
 
 
 class Reader(Protocol):
-    """What somebody makes of the words that count."""
+    """Takes in the messages that count."""
 
     def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
-        """This replaces everything; `known` is up to date."""
+        """A snapshot replaces everything; `known` is up to date."""
 
     def change(self, known: Known, said: Delta, now_s: float) -> None:
-        """This continues what was told before."""
+        """A delta continues the messages before it."""
 
     def facts(self, known: Known, now_s: float) -> None:
         """A delta was heard, whose facts are in `known`. `change` follows unless something is missing before it."""
 
     def ended(self, known: Known) -> None:
-        """The worker, or this incarnation of it, is no more."""
+        """The worker, or this incarnation of it, has ended."""
 
 
 class WorkerBook:
-    """All workers that were heard and not lost. `lease_held(worker_id)` tells whether a lease is held right now."""
+    """The workers that sent messages and were not lost. `lease_held(worker_id)`: whether the worker's lease is held now."""
 
     def __init__(self, reader: Reader, lease_held: Callable[[str], bool] = lambda _: False) -> None:
         self._reader, self._lease_held = reader, lease_held
         self._known: dict[str, Known] = {}
         self._ended: dict[tuple[str, str], None] = {}  # (worker id, incarnation), in the order in which they ended
         self.gaps = 0
-        """Breaks in the sequence of what was heard."""
+        """Gaps in the sequence numbers of received messages."""
 
     def __contains__(self, worker_id: object) -> bool:
         return worker_id in self._known
@@ -155,10 +154,10 @@ class WorkerBook:
         """One worker; None when it is not known."""
         return self._known.get(worker_id)
 
-    # ---- what workers say
+    # ---- messages
 
     def snapshot(self, said: Snapshot, now_s: float) -> bool:
-        """A worker told everything; whether it counts."""
+        """Take in a snapshot; whether it counts."""
         worker_id, incarnation = said.worker_id, said.incarnation
         known = self._known.get(worker_id)
         if known is None or known.incarnation != incarnation:
@@ -176,7 +175,7 @@ class WorkerBook:
         return True
 
     def delta(self, said: Delta, now_s: float) -> bool:
-        """A worker told what changed; whether it continues what is known."""
+        """Take in a delta; whether it continues the messages before it."""
         worker_id, incarnation = said.worker_id, said.incarnation
         known = self._known.get(worker_id)
         if known is None or known.incarnation != incarnation:
@@ -204,10 +203,10 @@ class WorkerBook:
         del self._ended[worker_id, incarnation]  # its lease lapsed for a moment, or a restart's lease came after its state
         return False
 
-    # ---- who is away
+    # ---- absent workers
 
     def lose(self, worker_id: str) -> bool:
-        """The worker is dead or said goodbye, and what it said last may still arrive; whether it was known."""
+        """The worker died or stopped, and late messages of it may still arrive; whether it was known."""
         known = self._known.get(worker_id)
         if known is None:
             return False
@@ -217,7 +216,7 @@ class WorkerBook:
         return self.forget(worker_id)
 
     def forget(self, worker_id: str) -> bool:
-        """Nobody knows what became of the worker: it is taken out until it speaks again; whether it was known."""
+        """Remove a worker of unknown fate until it sends a message again; whether it was known."""
         known = self._known.pop(worker_id, None)
         if known is None:
             return False
@@ -225,18 +224,18 @@ class WorkerBook:
         return True
 
     def silent(self, since_s: float) -> list[Known]:
-        """The workers that were last heard before `since_s`."""
+        """The workers whose last message came before `since_s`."""
         return [known for known in self._known.values() if known.heard_s < since_s]
 
     def excuse_silence(self, now_s: float) -> None:
-        """Nobody could be heard until now: everybody's silence starts anew."""
+        """No message could arrive until now, so the silence of all workers starts anew."""
         for known in self._known.values():
             known.heard_s = now_s
 
 
 @dataclass(slots=True)
 class Held:
-    """What one worker has, as it was told."""
+    """The requests and adapters of one worker, as its messages state them."""
 
     requests: dict[str, RequestBrief] = field(default_factory=dict)
     adapters: dict[str, Residency] = field(default_factory=dict)
@@ -258,11 +257,11 @@ class Shelf:
         self._held: dict[str, Held] = {}
 
     def of(self, worker_id: str) -> Held:
-        """What the worker has; not to be changed."""
+        """Requests and adapters of the worker; not to be changed."""
         return self._held.get(worker_id, NOTHING)
 
     def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
-        """It has this and nothing else, but for adapters on a disk that is not listed."""
+        """Replace everything, except for adapters on a disk that the snapshot does not list."""
         held, before = Held(), self.of(known.worker_id)
         if not said.lists_disk:
             held.adapters = {digest: one for digest, one in before.adapters.items() if one.tier == "disk"}
@@ -270,7 +269,7 @@ class Shelf:
         self._put(held, said.requests, said.adapters)
 
     def change(self, known: Known, said: Delta, now_s: float) -> None:
-        """This came, changed or went."""
+        """Take in what came, changed or left."""
         held = self._held[known.worker_id]
         for request_id in said.removed:
             held.requests.pop(request_id, None)
@@ -279,10 +278,10 @@ class Shelf:
         self._put(held, said.changed, said.resident)
 
     def facts(self, known: Known, now_s: float) -> None:
-        """Kept in `known` alone."""
+        """Nothing to do: `known` has them."""
 
     def ended(self, known: Known) -> None:
-        """It has nothing any more."""
+        """Forget the worker."""
         del self._held[known.worker_id]
 
     def _put(self, held: Held, requests: Sequence[RequestBrief], adapters: Sequence[Residency]) -> None:

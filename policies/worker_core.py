@@ -1,4 +1,4 @@
-"""What a worker does with requests and adapters: events in, actions out, for the live worker and the twin's alike.
+"""Decides what a worker does with requests and adapters: events in, actions out, for live and simulated workers.
 
     assign, cancel, adapters ──> WorkerCore.on(event, now_s) ──> start, stop, answer     to the engine and the gateways
     loads that ended         ──>   book of requests              load, evict, forget     to files and the object store
@@ -8,9 +8,9 @@
 Every request is in the core's book from its assignment to its end, also while its adapter is loaded. Its life is the table in
 `policies.request_life`; events and actions are in `policies.worker_events`.
 
-The engine plans its steps on its own, in a thread of its own in the live worker (`policies.batch_admission`): it takes
-requests in by *start* and tells of them by `Stepped`, which may cross a *stop*. The core never waits for the engine and the
-engine never for the core. One thread at a time calls `on`; nothing here knows what a request's payload `R` is.
+The engine plans its steps itself (`policies.batch_core`), in the live worker in a thread of its own. It gets requests by
+*start* and reports on them by `Stepped`; a report may cross a *stop*. Neither the core nor the engine waits for the other. One
+thread at a time calls `on`. A request's payload `R` is opaque to the core.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ PIN_RETRY_S = 10.0
 
 
 class Departures:
-    """When requests leave, to say how long a refused one should wait for a place."""
+    """Times at which requests left, which tell a refused request when to try again."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=64)
 
     def left(self, now_s: float) -> None:
-        """A request left."""
+        """A request left at this time."""
         self._times_s.append(now_s)
 
     def retry_after_s(self, now_s: float) -> float:
-        """The mean time between departures lately, between 0.1 and 10 seconds; 1 when little is known."""
+        """The mean time between recent departures, between 0.1 and 10 seconds; 1 when fewer than two are known."""
         if len(self._times_s) < 2:
             return 1.0
         return min(10.0, max(0.1, (now_s - self._times_s[0]) / len(self._times_s)))
@@ -88,7 +88,7 @@ class _Fetch:
 
 @dataclass(eq=False)
 class WorkerCore(Generic[R]):
-    """One worker's requests and adapters. It never has more than `max_requests`."""
+    """One worker's requests, `max_requests` at most, and its adapters."""
 
     view: View
     host: HostTier[Entry[R] | _Fetch]
@@ -96,8 +96,8 @@ class WorkerCore(Generic[R]):
     closed: bool = False
     memory: Budget = field(init=False)  # the host's
     book: dict[str, Entry[R]] = field(default_factory=dict)  # by request id, the newest epoch of each
-    _older: dict[Key, Entry[R]] = field(default_factory=dict)  # leaving, since a newer epoch came
-    _device: set[str] = field(default_factory=set)  # adapters that the engine has told to be there
+    _older: dict[Key, Entry[R]] = field(default_factory=dict)  # leaving, because a newer epoch came
+    _device: set[str] = field(default_factory=set)  # adapters on the device, as the engine reported
     _versions: Mapping[str, Version] = field(default_factory=dict)
     _prefetching: set[str] = field(default_factory=set)
     _pinned: Mapping[str, AdapterRef] = field(default_factory=dict)
@@ -116,18 +116,18 @@ class WorkerCore(Generic[R]):
         return iter([*self.book.values(), *self._older.values()])
 
     def entry(self, key: Key) -> Entry[R] | None:
-        """A request that is here."""
+        """A request in the book, in this epoch; None if it is not there."""
         request_id, epoch = key
         entry = self.book.get(request_id)
         return entry if entry is not None and entry.brief.epoch == epoch else self._older.get(key)
 
     @property
     def on_device(self) -> int:
-        """How many adapters the engine has told to be on the device."""
+        """The number of adapters on the device, as the engine reported."""
         return len(self._device)
 
     def on(self, event: Event[R], now_s: float) -> list[Action[R]]:
-        """Something happened; what is to be done now, in order."""
+        """Take in an event; returns what is to be done now, in order."""
         self._now_s = self.host.eviction.now_s = now_s
         match event:
             case Stepped():
@@ -169,7 +169,7 @@ class WorkerCore(Generic[R]):
         actions = self._actions
         if actions:
             self._actions = []
-        if self.host.actions:  # last: a copy that goes to the device may be one that is evicted now
+        if self.host.actions:  # these come last: a copy that is evicted now may be one that a `CopyIn` above reads
             moves = self.host.take_actions()
             for move in moves:
                 if not isinstance(move, host_tier.Load):
@@ -186,7 +186,7 @@ class WorkerCore(Generic[R]):
         if newest is not None and newest.brief.epoch >= epoch:
             if newest.brief.epoch > epoch and (request_id, epoch) not in self._older:
                 self._actions.append(Refuse("older", newest=newest.brief.epoch))
-            return  # else it is asked twice: the first answer was lost
+            return  # the same assignment again, because the first answer was lost
         if self.closed:
             self._actions.append(Refuse("closed"))
             return
@@ -234,13 +234,13 @@ class WorkerCore(Generic[R]):
             self._actions.append(Stop(*entry.key))
 
     def _answer(self, entry: Entry[R], finish: FinishReason, reason: object = None) -> None:
-        """The request ends here; the engine never had it, or did not take it."""
+        """The request ends without the engine, which never got it or did not take it."""
         self._departures.left(self._now_s)
         self._forget(entry)
         self._actions.append(Answer(entry, finish, reason))
 
     def _give_up(self, entry: Entry[R]) -> None:
-        """It waits for its adapter no longer."""
+        """The request stops waiting for its adapter."""
         assert entry.adapter is not None, "only requests with an adapter are loading"
         self.host.give_up(entry.adapter.digest, entry)
 
@@ -266,6 +266,7 @@ class WorkerCore(Generic[R]):
             entry = self.book.get(brief.request_id)
             if entry is not None and entry.brief.epoch == brief.epoch and entry.phase != "loading":
                 entry.move("admit" if brief.phase == "running" else "preempt")
+                entry.brief = brief
                 self.view.put(brief)
         for key in said.ended:
             entry = self.entry(key)
@@ -333,7 +334,7 @@ class WorkerCore(Generic[R]):
         self.host.drop(digest)
 
     def _on_registered(self, versions: Mapping[str, Version]) -> None:
-        """Versions that are gone leave; running requests keep theirs to the end."""
+        """Remove the versions that are not registered any more; running requests keep theirs to the end."""
         self._versions = versions
         for digest in {*self.host.copies, *self.host.files, *self._device}:
             if digest in versions:
@@ -342,9 +343,9 @@ class WorkerCore(Generic[R]):
                 self._unload(digest)
 
     def _place(self, digest: str) -> None:
-        """The fastest tier of an adapter may have changed."""
+        """Show the fastest tier of an adapter, which may have changed."""
         tier = "device" if digest in self._device else self.host.tier(digest)
-        facts = self._versions.get(digest) or self.view.adapters.get(digest)  # the latter: deleted, still in use
+        facts = self._versions.get(digest) or self.view.adapters.get(digest)  # the second: deleted, but still in use
         if tier is None or facts is None:
             self.view.place(digest, None)
         else:

@@ -1,7 +1,7 @@
-"""What a worker's core is told and what it answers: the vocabulary of `policies.worker_core`.
+"""The events that a worker's core takes in and the actions that it returns (`policies.worker_core`).
 
-Events are facts, actions are orders; neither is changed once made. They are structs because some are made in every step.
-Reasons are opaque to the core: who carries out an `Answer` knows what they mean.
+Events are facts, actions are orders; both are immutable. They are structs because some are made in every step. Reasons are
+opaque to the core: the code that carries out an `Answer` interprets them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from motet.shared.model import AdapterRef, FinishReason, RequestBrief
 
 
 class Assign(msgspec.Struct, Generic[R], frozen=True):
-    """A request for this worker that has been found valid. Answered by `Refuse`, or taken."""
+    """A valid request for this worker. The core refuses it by `Refuse`, or takes it."""
 
     brief: RequestBrief
     owner: str
@@ -35,28 +35,28 @@ class Cancel(msgspec.Struct, frozen=True):
 
 
 class OwnerLost(msgspec.Struct, frozen=True):
-    """A gateway is gone: nobody listens to its requests."""
+    """A gateway is gone, so its requests are cancelled."""
 
     owner: str
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Take nothing new. With a `reason`, what the engine does not have yet ends with it."""
+    """Take no new requests. With a `reason`, requests that the engine does not have yet end with it."""
 
     reason: object = None
 
 
 class NotStarted(msgspec.Struct, frozen=True):
-    """The engine did not take the request of the last `Start`. With a `reason` it is answered; without, its assignment is
-    refused, and it was never here."""
+    """The engine did not take the request of the last `Start`. With a `reason` the request is answered. Without one, its
+    assignment is refused, as if it had never been here."""
 
     key: Key
     reason: object = None
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """What the engine did. `moved` are its requests that wait or run now and did not before, `ended` those that it let go of,
-    `device` the adapters that came to the device (True) or left it."""
+    """A report of the engine. `moved`: requests whose phase changed to waiting or running. `ended`: requests that left the
+    engine. `device`: adapters that came to the device (True) or left it (False)."""
 
     moved: Iterable[RequestBrief] = ()
     ended: Iterable[Key] = ()
@@ -64,7 +64,7 @@ class Stepped(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A `Load` is over: the copy takes `size_bytes`, its file `file_bytes`."""
+    """A `Load` has succeeded: the copy takes `size_bytes`, its file `file_bytes`."""
 
     digest: str
     size_bytes: int
@@ -72,20 +72,20 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class LoadFailed(msgspec.Struct, frozen=True):
-    """A `Load` is over."""
+    """A `Load` has failed."""
 
     digest: str
     reason: object
 
 
 class FileLost(msgspec.Struct, frozen=True):
-    """An adapter's file is not on disk, or not what its name says."""
+    """An adapter's file is missing, or its content does not match its digest."""
 
     digest: str
 
 
 class DiskFull(msgspec.Struct, frozen=True):
-    """A download needs room: an `Evict` follows if a file can be spared."""
+    """A download needs disk space: an `Evict` follows if a file can be spared."""
 
 
 class Prefetch(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class Unload(msgspec.Struct, frozen=True):
-    """Take an adapter out of every tier, each as soon as nothing uses it there."""
+    """Remove an adapter from every tier, from each as soon as it is not used there."""
 
     digest: str
 
@@ -117,7 +117,7 @@ class Registered(msgspec.Struct, frozen=True):
 
 
 class Version(Protocol):
-    """What is known of an adapter version besides its digest."""
+    """Facts of an adapter version."""
 
     @property
     def rank(self) -> int:
@@ -156,14 +156,14 @@ class Start(msgspec.Struct, Generic[R], frozen=True):
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """Tell the engine to let go of a request."""
+    """Tell the engine to stop a request."""
 
     request_id: str
     epoch: int
 
 
 class Answer(msgspec.Struct, Generic[R], frozen=True):
-    """The request has ended without the engine; its owner has to hear of it."""
+    """Tell the owner that the request has ended; the engine does not have it."""
 
     entry: Entry[R]
     finish: FinishReason
@@ -171,7 +171,7 @@ class Answer(msgspec.Struct, Generic[R], frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """The assignment is not taken: a newer epoch is here (`newest`), the worker takes nothing new, or it is full."""
+    """Refuse the assignment: a newer epoch is here (`newest`), the worker takes no new requests, or it is full."""
 
     why: Literal["older", "closed", "full"]
     newest: int = 0
@@ -191,13 +191,13 @@ class Pin(msgspec.Struct, frozen=True):
 
 
 class CopyOut(msgspec.Struct, frozen=True):
-    """Take an adapter off the device as soon as nothing uses it."""
+    """Take an adapter off the device as soon as no sequence uses it."""
 
     digest: str
 
 
 class TooLargeForHost(msgspec.Struct, frozen=True):
-    """The reason of an `Answer`: an adapter of so many bytes never fits in host memory."""
+    """The reason of an `Answer`: an adapter of `size_bytes` never fits in the `room_bytes` of host memory."""
 
     size_bytes: int
     room_bytes: int

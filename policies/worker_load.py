@@ -94,7 +94,7 @@ class WorkerLoad:
         self.tightest = inf  # the smallest of `objectives`
 
     def put(self, brief: RequestBrief) -> RequestBrief | None:
-        """A new request, or what is now known of one; what was known before."""
+        """Add a request, or take in its new state; returns its state before."""
         old = self.requests.get(brief.request_id)
         if old is None or not _same_kind(old, brief):
             self.remove(brief.request_id)
@@ -167,11 +167,11 @@ class WorkerLoad:
         return brief
 
     def kv_tokens_promised(self) -> float:
-        """KV tokens that the queue will take, and half of what the running requests will add: others end meanwhile."""
+        """KV tokens that the queue will take, plus half of those that running requests will add, since others end meanwhile."""
         return self.queue_tokens + self.queue_out + 0.5 * self.running_left
 
     def progress(self, now: dict[str, RequestBrief]) -> bool:
-        """Take in `now`, by request id, if these are the requests that are here and only made progress; whether it was so."""
+        """Take in `now`, by request id, if it has the same requests and these only made progress; whether it was so."""
         requests = self.requests
         if now.keys() != requests.keys():
             return False
@@ -203,12 +203,12 @@ def tokens_to_prefill(brief: RequestBrief) -> int:
 
 
 def _same_kind(a: RequestBrief, b: RequestBrief) -> bool:
-    """Whether both count alike in everything that no phase changes."""
+    """Whether both are equal in everything that is counted independently of the phase."""
     return a.rank == b.rank and a.adapter_digest == b.adapter_digest and a.tpot_slo_ms == b.tpot_slo_ms and a.tenant == b.tenant
 
 
 def _one_less(counts: dict[Key, int], key: Key) -> int:
-    """Count `key` down, forgetting it at zero; what is left."""
+    """Count `key` down, and forget it at zero; returns its count."""
     left = counts[key] - 1
     if left:
         counts[key] = left

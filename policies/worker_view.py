@@ -1,7 +1,7 @@
-"""A worker as schedulers see it, and what they have not heard yet.
+"""A worker as schedulers see it, and the changes that they have not heard yet.
 
-Whoever changes the view need not think of messages: every change is remembered until `take` collects it for the next one.
-What moves in nearly every step (free memory, tokens so far) is no change of its own and rides on whatever goes out next.
+Every change is remembered until `take` collects it for the next message, so code that changes the view sends nothing. Values
+that move in nearly every step (free memory, tokens so far) do not count as changes; the next message carries them.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class View:
         self.requests: dict[str, RequestBrief] = {}
         self.adapters: dict[str, Residency] = {}
         self._draining_told = False
-        self._requests: dict[str, None] = {}  # changed, in the order in which that began
+        self._requests: dict[str, None] = {}  # changed, in the order of their first change
         self._adapters: dict[str, None] = {}
 
     @property
     def changed(self) -> bool:
-        """Whether there is something to tell."""
+        """Whether a message is due."""
         return bool(self._requests or self._adapters or self.draining != self._draining_told)
 
     def put(self, brief: RequestBrief) -> None:
-        """A request came, or is in a new phase."""
+        """Add a request, or show its new phase."""
         self.requests[brief.request_id] = brief
         self._requests[brief.request_id] = None
 
     def remove(self, request_id: str) -> None:
-        """A request is gone; unknown ones are ignored."""
+        """Remove a request; unknown ids are ignored."""
         if self.requests.pop(request_id, None) is not None:
             self._requests[request_id] = None
 
     def progress(self, request_id: str, output_tokens: int) -> None:
-        """A request has this many output tokens now."""
+        """A request has produced this many output tokens; this is no change."""
         brief = self.requests.get(request_id)
         if brief is not None:
             brief.output_tokens = max(brief.output_tokens, output_tokens)
 
     def place(self, digest: str, residency: Residency | None) -> None:
-        """An adapter is now fastest in this tier, or in none."""
+        """Show an adapter's fastest tier; None when it is in no tier."""
         if self.adapters.get(digest) == residency:
             return
         if residency is None:
@@ -71,13 +71,13 @@ class View:
         return sum(tokens_left(brief) for brief in self.requests.values() if brief.phase == "running")
 
     def told(self) -> None:
-        """All of it is known, or nobody listens."""
+        """Forget all changes: a message has told them, or there is no listener."""
         self._requests.clear()
         self._adapters.clear()
         self._draining_told = self.draining
 
     def loaded(self) -> list[Residency]:
-        """The adapters that are in memory. From now on all counts as told but for what came to the disk or left it."""
+        """The adapters in memory, for a snapshot without those on disk. Forgets all changes but those of the disk."""
         pending = [digest for digest in self._adapters if not self._in_memory(digest)]
         self.told()
         self._adapters.update(dict.fromkeys(pending))
@@ -88,7 +88,7 @@ class View:
         return residency is not None and residency.tier != "disk"
 
     def take(self) -> Changes:
-        """What changed; from now on it counts as told."""
+        """The changes since the last message; forgets them."""
         changes = Changes([], [], [], [])
         for request_id in self._requests:
             brief = self.requests.get(request_id)

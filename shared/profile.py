@@ -21,6 +21,8 @@ from msgspec import Meta
 from motet.shared.model import EngineSteps, PerfModel, WorkerLimits
 
 VERSION = 1
+MAY_BE_ZERO = {"kv_block_bytes", "pin_slots", "pin_bytes"}
+"""Limits of which a worker may have none."""
 
 
 class FileError(ValueError):
@@ -148,7 +150,7 @@ def _check(path: Path, text: str, profile: Profile) -> None:
     """Checks that the types of `shared.model` do not contain."""
     for part, usual in ((profile.perf, 0.0), (profile.limits, 1)):
         for name, value in msgspec.structs.asdict(part).items():
-            least = 0 if name == "kv_block_bytes" else usual
+            least = 0 if name in MAY_BE_ZERO else usual
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not least <= value < float("inf"):
                 field = f"{'perf' if part is profile.perf else 'limits'}.{name}"
                 raise FileError(path, _line_of(text, field), field, f"{value} is not a finite number from {least:g} up")

@@ -79,8 +79,9 @@ class Cluster:
         self.metrics = Metrics(len(workload), to_ps(bus.stream_ms))
         self._predict = predict or _true_length
         on_change = self._on_change if scheduler is not None else _nobody_listens
+        adapters = {adapter.digest: adapter for adapter in workload.adapters}
         self.workers = [
-            Worker(i, spec, self.events, self.metrics, on_change=on_change, on_end=self._on_end)
+            Worker(i, spec, self.events, self.metrics, adapters, on_change=on_change, on_end=self._on_end)
             for i, spec in enumerate(workers)
         ]
         self._by_id = {worker.worker_id: worker for worker in self.workers}

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
-from motet.policies.batch_admission import S, Sequence
 from motet.policies.batch_core import BatchCore
+from motet.policies.batch_state import S, Sequence
 from motet.policies.cold_start import AssistRates, Copy, Forced, step_ms
 from motet.policies.perf_model import MIB
 from motet.shared.model import PerfModel

@@ -92,23 +92,23 @@ class Scheduler:
         """Expected output tokens."""
         if self.spec.oracle_lengths:
             return request.output_tokens
-        return self._lengths.expected_tokens(request.digest, self.spec.max_tokens)
+        return self._lengths.expected_tokens(request.adapter.digest, self.spec.max_tokens)
 
     def observe(self, request: Request) -> None:
         """A request has ended; its true length is known."""
-        self._lengths.observe(request.digest, request.output_tokens)
+        self._lengths.observe(request.adapter.digest, request.output_tokens)
 
     def decide(self, request: Request, predicted_tokens: int, tried: tuple[str, ...], now_s: float) -> Decision:
         """Choose a worker."""
         ask = Ask(
             base_model=self._base_model,
-            rank=request.rank,
+            rank=request.adapter.rank,
             tokens=request.prompt_tokens,
             tpot_slo_ms=request.slo.tpot_slo_ms,
             ttft_slo_ms=request.slo.ttft_slo_ms,
             out_tokens=predicted_tokens,
-            adapter=request.digest,
-            adapter_bytes=request.adapter_bytes,
+            adapter=request.adapter.digest,
+            adapter_bytes=request.adapter.size_bytes,
             key=hash_of(str(request.index)),
             tried=tried,
         )

@@ -4,7 +4,7 @@
     ┌────────────────────────────────────────────────────────────────────────┘
     └─> decide ─> one step, or a run of equal ones ─> advance, draw tokens, end sequences ─> decide ...
 
-A *run* is a number of decode steps that `policies.batch_admission.steady_steps` says are all alike. It is one event. An
+A *run* is a number of decode steps that `policies.batch_state.steady_steps` says are all alike. It is one event. An
 arrival in the middle shortens it to the end of the step it falls into, where the live engine would see it; a report in the
 middle books the steps that have ended by then:
 
@@ -16,7 +16,7 @@ middle books the steps that have ended by then:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -24,17 +24,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import (
-    AdmissionLimits,
-    Queues,
-    Sequence,
-    StepPlan,
-    advance,
-    advance_steady,
-    due_s,
-    steady_steps,
-)
+from motet.policies.batch_admission import AdmissionLimits, Queues
 from motet.policies.batch_core import BatchCore
+from motet.policies.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, steady_steps
 from motet.policies.cold_start import ColdStarts
 from motet.policies.eviction import EvictionName, make_eviction
 from motet.policies.host_tier import HostTier, Load
@@ -79,7 +71,7 @@ class Live(Sequence):
 
     request: Request
     end_length: int  # prompt and output tokens, when it ends
-    brief: RequestBrief  # as it was assigned
+    brief: RequestBrief  # as the view shows it
     decoding: bool = False
     last_token_ps: int = -1  # of the first token, and of the last one before a preemption
 
@@ -97,7 +89,8 @@ class _Run(msgspec.Struct, eq=False):
 
 
 class Worker:
-    """One engine in one cluster. `on_change` is called when there is news for schedulers, `on_end` when a request ended."""
+    """One engine in one cluster. `adapters` are all of the workload, by digest. `on_change` is called when there is news for
+    schedulers, `on_end` when a request ended."""
 
     max_run = FOREVER  # steps advanced in one go; 1 simulates every step
 
@@ -107,6 +100,7 @@ class Worker:
         spec: WorkerSpec,
         events: Events,
         metrics: Metrics,
+        adapters: Mapping[str, AdapterRef],
         *,
         on_change: Callable[[Worker], None],
         on_end: Callable[[Worker, Live], None],
@@ -154,8 +148,7 @@ class Worker:
         self.storage = Storage(spec.storage, events, self._loaded)
         self.busy_ps = 0
         self._seq = 0
-        self._refs: dict[str, AdapterRef] = {}  # of every adapter that was asked for
-        self.core.on(Registered(self._refs), 0.0)
+        self.core.on(Registered(adapters), 0.0)
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._chance = np.random.default_rng(index)  # drawn from once per step with prefills, which is never split
         self._run: _Run | None = None
@@ -167,36 +160,29 @@ class Worker:
         """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all."""
         if request.prompt_tokens >= self._max_length:
             return False
-        now_s, slo = self._events.now_s, request.slo
+        now_s, adapter = self._events.now_s, request.adapter
         brief = request.brief(request_id, predicted_tokens)
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
             order=0,
-            due_s=due_s(now_s, slo.ttft_slo_ms),
+            due_s=due_s(now_s, brief.ttft_slo_ms),
             tokens=_content(request, end_length) if self.spec.prefix_cache else NO_CONTENT,
             length=request.prompt_tokens,
             expected_length=request.prompt_tokens + predicted_tokens,
-            rank=request.rank,
-            adapter=request.digest,
-            adapter_bytes=request.adapter_bytes,
+            rank=adapter.rank,
+            adapter=adapter.digest,
+            adapter_bytes=adapter.size_bytes,
             request=request,
             end_length=end_length,
             brief=brief,
         )
-        actions = self.core.on(Assign(brief, "", self._ref(live), live), now_s)
+        actions = self.core.on(Assign(brief, "", adapter if adapter.digest else None, live), now_s)
         first = actions[0] if actions else None
         if isinstance(first, Refuse):
             return False
         self._metrics.host_misses += not isinstance(first, Start)
         self._perform(actions)
         return True
-
-    def _ref(self, live: Live) -> AdapterRef | None:
-        digest = live.adapter
-        ref = self._refs.get(digest)
-        if ref is None and digest:
-            ref = self._refs[digest] = AdapterRef(name=digest, digest=digest, rank=live.rank, size_bytes=live.adapter_bytes)
-        return ref
 
     def _perform(self, actions: list[Action[Live]]) -> None:
         """What the core wants done: requests go on to the batches and loads to their links; nothing else takes time."""
@@ -279,9 +265,11 @@ class Worker:
     def _moved(self, plan: StepPlan[Live], now_ps: int) -> None:
         metrics = self._metrics
         for live in plan.preempted:
+            live.brief = replace(live.brief, phase="waiting")
             if live.decoding:
                 live.decoding, live.last_token_ps = False, now_ps
         for live in plan.admitted:
+            live.brief = replace(live.brief, phase="running")
             if live.last_token_ps < 0:
                 metrics.admitted(live.request.index, now_ps)
             metrics.prefix_tokens += live.computed
@@ -289,9 +277,7 @@ class Worker:
                 metrics.cold_starts[live.cold.mode] = metrics.cold_starts.get(live.cold.mode, 0) + 1
             if live.adapter:
                 metrics.adapter_admissions += 1
-        moved = [replace(live.brief, phase="running") for live in plan.admitted]
-        if plan.preempted:
-            moved = [live.brief for live in plan.preempted] + moved
+        moved = [live.brief for live in plan.preempted + plan.admitted]
         device = []
         for digest, _ in plan.evictions:
             device.append((digest, False))
@@ -411,7 +397,7 @@ class Worker:
             adapter_bytes_free=self.batches.adapter_bytes_free,
             limits=self.spec.limits,
             perf=self.spec.perf,
-            requests=[self._told(brief) for brief in view.requests.values()],
+            requests=_told([entry.payload for entry in self.core.book.values()]),
             adapters=list(view.adapters.values()),
         )
 
@@ -425,22 +411,22 @@ class Worker:
             seq=self._seq,
             kv_blocks_free=self.view.kv_blocks_free,
             adapter_bytes_free=self.batches.adapter_bytes_free,
-            changed=[self._told(brief) for brief in changes.changed],
+            changed=_told([self.core.book[brief.request_id].payload for brief in changes.changed]),
             removed=changes.removed,
             resident=changes.resident,
             evicted=changes.evicted,
             running_left=self._running_left(),
         )
 
-    def _told(self, brief: RequestBrief) -> RequestBrief:
-        """A request of the view with its tokens so far: a copy, since a message is under way while the request goes on."""
-        live = self.core.book[brief.request_id].payload
-        return replace(brief, output_tokens=live.length - live.request.prompt_tokens)
-
     def _running_left(self) -> int:
         """Output tokens that the running requests are still expected to produce."""
         running = self.state.running
         return sum([left if (left := live.expected_length - live.length) > 0 else 1 for live in running])
+
+
+def _told(requests: Iterable[Live]) -> list[RequestBrief]:
+    """Requests with their tokens so far: copies, since a message is under way while they go on."""
+    return [replace(live.brief, output_tokens=live.length - live.brief.prompt_tokens) for live in requests]
 
 
 def _content(request: Request, length: int) -> array[int]:

@@ -17,10 +17,12 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from motet.shared.model import RequestBrief, Slo
+from motet.shared.model import AdapterRef, RequestBrief, Slo
 from motet.twin.events import PS_PER_S
 
 _AT_ONCE = 4096  # requests made of columns
+BASE = AdapterRef(name="", digest="", rank=0, size_bytes=0)
+"""What requests without an adapter name."""
 MAX_CV = 30.0  # beyond that nearly all requests come at the same few instants
 
 Floats = NDArray[np.float64]
@@ -28,13 +30,11 @@ Ints = NDArray[np.int64]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request as engines and schedulers of the twin see it. `digest` is "" for the base."""
+    """One request as engines and schedulers of the twin see it."""
 
     index: int
     arrival_ps: int
-    digest: str
-    rank: int
-    adapter_bytes: int
+    adapter: AdapterRef
     prompt_tokens: int
     output_tokens: int
     slo: Slo
@@ -46,8 +46,8 @@ class Request(msgspec.Struct, frozen=True):
         return RequestBrief(
             request_id,
             0,
-            self.digest,
-            self.rank,
+            self.adapter.digest,
+            self.adapter.rank,
             self.prompt_tokens,
             0,
             predicted_tokens,
@@ -98,13 +98,11 @@ class Workload:
         return float(self.arrival_s[-1]) if len(self) else 0.0
 
     @cached_property
-    def digests(self) -> list[str]:
-        """A name for every adapter."""
-        return [f"adapter-{index:05d}" for index in range(len(self.ranks))]
-
-    @cached_property
-    def _sizes(self) -> list[tuple[int, int]]:
-        return list(zip(self.ranks.tolist(), self.adapter_bytes.tolist(), strict=True))
+    def adapters(self) -> list[AdapterRef]:
+        """Every adapter by its index. The digest is its name."""
+        names = [f"adapter-{index:05d}" for index in range(len(self.ranks))]
+        columns = zip(names, self.ranks.tolist(), self.adapter_bytes.tolist(), strict=True)
+        return [AdapterRef(name=name, digest=name, rank=rank, size_bytes=size_bytes) for name, rank, size_bytes in columns]
 
     def request(self, index: int) -> Request:
         """The request at this place in the order of arrival."""
@@ -116,14 +114,12 @@ class Workload:
         which = self.slo[part].tolist() if self.slo is not None else repeat(0)
         begins = self.prefix[part] if self.prefix is not None else repeat(())
         rows = zip(count(begin), *columns, which, begins, strict=False)  # endless ones among them
+        adapters = self.adapters
         for index, arrival_s, adapter, prompt_tokens, output_tokens, slo, prefix in rows:
-            digest, (rank, size_bytes) = (self.digests[adapter], self._sizes[adapter]) if adapter >= 0 else ("", (0, 0))
             yield Request(
                 index,
                 round(arrival_s * PS_PER_S),
-                digest,
-                rank,
-                size_bytes,
+                adapters[adapter] if adapter >= 0 else BASE,
                 prompt_tokens,
                 output_tokens,
                 self.slos[slo],

@@ -240,7 +240,7 @@ def simulated(workload: Workload, spec: WorkerSpec) -> tuple[list[Record], int]:
     cluster = Cluster(workload, [spec], None)
     worker = cluster.workers[0]
     worker.max_run = 1
-    told = Told(worker.core, {digest: f"adapter {i}" for i, digest in enumerate(workload.digests)})
+    told = Told(worker.core, {adapter.digest: f"adapter {i}" for i, adapter in enumerate(workload.adapters)})
     cluster.run()
     return told.history, cluster.metrics.preemptions
 

@@ -8,10 +8,9 @@ from itertools import count
 import pytest
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import (
-    AdmissionLimits,
+from motet.policies.batch_admission import AdmissionLimits, BatchAdmission
+from motet.policies.batch_state import (
     AdmissionState,
-    BatchAdmission,
     Sequence,
     StepPlan,
     advance,

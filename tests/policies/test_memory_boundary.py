@@ -9,8 +9,9 @@ from array import array
 import pytest
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, Sequence, StepPlan, advance, steady_steps
+from motet.policies.batch_admission import AdmissionLimits
 from motet.policies.batch_core import BatchCore
+from motet.policies.batch_state import Sequence, StepPlan, advance, steady_steps
 from motet.policies.cold_start import ColdStarts
 from motet.policies.kv_blocks import KvBlocks, chain_key, root_key
 from motet.policies.memory_boundary import Boundary

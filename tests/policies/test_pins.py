@@ -6,8 +6,9 @@ from array import array
 
 from motet.policies import pins
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, Sequence
+from motet.policies.batch_admission import AdmissionLimits
 from motet.policies.batch_core import BatchCore
+from motet.policies.batch_state import Sequence
 from motet.policies.host_tier import Evict, HostTier, Load
 from motet.policies.kv_blocks import KvBlocks
 from motet.policies.worker_core import PIN_RETRY_S, WorkerCore

@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import (
-    AdmissionLimits,
-    Sequence,
-    StepPlan,
-    advance,
-    due_s,
-    steps_until_room,
-)
+from motet.policies.batch_admission import AdmissionLimits, steps_until_room
 from motet.policies.batch_core import BatchCore
+from motet.policies.batch_state import Sequence, StepPlan, advance, due_s
 from motet.policies.kv_blocks import KvBlocks
 from motet.policies.request_queues import (
     FIRST,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import StepPlan
+from motet.policies.batch_state import StepPlan
 from motet.policies.cold_start import AssistRates, ColdStarts
 from motet.policies.perf_model import MIB
 from motet.services.worker.engine.adapter_weights import HostAdapter

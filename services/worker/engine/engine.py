@@ -17,8 +17,9 @@ from array import array
 from collections.abc import Callable, Collection
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_admission import AdmissionLimits, StepPlan, advance, due_s
+from motet.policies.batch_admission import AdmissionLimits
 from motet.policies.batch_core import BatchCore
+from motet.policies.batch_state import StepPlan, advance, due_s
 from motet.policies.cold_start import ColdStarts, Forced
 from motet.policies.eviction import make_eviction
 from motet.policies.kv_blocks import KvBlocks

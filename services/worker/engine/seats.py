@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from motet.policies.batch_admission import Sequence, StepPlan
+from motet.policies.batch_state import Sequence, StepPlan
 from motet.services.worker.engine.request import EngineRequest, StepStats
 from motet.services.worker.engine.step_batch import StepBatch
 from motet.shared.model import RequestBrief
