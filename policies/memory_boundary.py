@@ -7,8 +7,9 @@
 Each claim begins with its share. A claim may grow beyond its share into memory that the other claim does not need, and gives
 that memory back when the other needs it. While both need their whole shares, the regions are as if fixed. What makes room:
 
-    empty memory                  KV takes it freely. Adapters beyond their share leave blank blocks for the running requests
-                                  (`RESERVE`), and for waiting requests whose adapter is on the device
+    empty memory                  a claim beyond its share leaves a part of the other's (`RESERVE`): KV leaves room for adapters
+                                  while it has prefix blocks to reuse, adapters leave blank blocks for running requests, and
+                                  for waiting requests whose adapter is on the device
     prefix blocks, idle adapters  the one of which a byte is worth less leaves first (`policies.memory_worth`); prefix blocks
                                   leave in any case when an adapter fits no other way
     adapters that waiting         leave only for KV within its share
@@ -37,7 +38,8 @@ MAX_GRAIN_BYTES = 8 << 20
 """A larger step would copy blocks, and clear pages, for longer than a decode step takes."""
 MARGIN = 1.5
 RESERVE = 4
-"""One in this many KV blocks of the share stays blank when adapters grow beyond their share."""
+"""One in this many bytes of a claim's share is left to it when the other claim grows beyond its own. So a burst of requests, as
+when another worker has died, finds room without a move of the boundary."""
 
 
 class Boundary:
@@ -65,7 +67,7 @@ class Boundary:
         self._worth: Worth = worth or self.costs
         self.grain = max(1, min(kv.capacity // GRAINS, MAX_GRAIN_BYTES // block_bytes))
         self._kv_share, self._lora_share = kv.total, slots.bytes_total
-        self._reserve = kv.total // RESERVE
+        self._reserve, self._lora_reserve = kv.total // RESERVE, slots.bytes_total // RESERVE
         self._prefixes_left = 0  # prefix blocks that leave before worths are compared again
         self.crowded = False
         """Whether an adapter has found no room since this was reset."""
@@ -126,9 +128,15 @@ class Boundary:
         leaving.reverse()
         prefixes = 0  # that will leave when the blocks are allocated
         while (lacking := count - kv.blank - prefixes) > 0:
-            if (room := (slots.bytes_free - kept) // size) > 0:
-                self._to_kv(min(room, max(lacking, self.grain)))
-            elif prefixes < kv.idle and not (leaving and self._of_adapter(leaving[-1]) * MARGIN < self._worth.of_prefix()):
+            reserved = self._lora_reserve - slots.idle_bytes if prefixes < kv.idle else 0
+            spare = (slots.bytes_free - kept - max(0, reserved)) // size
+            if spare > 0:
+                self._to_kv(min(spare, max(lacking, self.grain)))
+            elif prefixes < kv.idle and not (
+                leaving
+                and slots.bytes_free - kept - reserved >= size
+                and self._of_adapter(leaving[-1]) * MARGIN < self._worth.of_prefix()
+            ):
                 prefixes += min(max(lacking, self.grain), kv.idle - prefixes)
             else:
                 self.evicted.append(slots.evict(leaving.pop()))

@@ -109,6 +109,26 @@ def test_idle_adapters_leave_for_kv_blocks_and_used_ones_never() -> None:
     memory.check()
 
 
+def test_kv_beyond_its_share_leaves_room_for_adapters_while_it_has_prefix_blocks_to_reuse() -> None:
+    memory = Memory(8, 80)
+    memory.cache_prefixes(8)
+    assert memory.boundary.for_blocks(12)
+    assert memory.kv.blank == 6 and memory.slots.bytes_free == 20, "a quarter of the adapters' share is left"
+    memory.held.append(memory.kv.allocate(14))
+    assert memory.boundary.for_blocks(2), "without prefix blocks running sequences get that too"
+    assert memory.slots.bytes_free == 0
+    memory.check()
+
+
+def test_idle_adapters_count_as_room_for_adapters() -> None:
+    memory = Memory(8, 60, adapter=1.0, prefix=9.0)
+    memory.keep_adapters("a", "b", "c")
+    memory.cache_prefixes(8)
+    assert memory.boundary.for_blocks(9)
+    assert len(memory.boundary.evicted) == 2 and memory.slots.bytes_total == 20, "worthless, but a quarter is theirs"
+    memory.check()
+
+
 def test_room_for_an_adapter_comes_from_blank_blocks_beyond_the_reserve() -> None:
     memory = Memory(16, 40)
     memory.keep_adapters("a", "b")
