@@ -13,8 +13,8 @@ other requests pass those that wait for one. Requests arrive as a Poisson proces
 exponent EXPONENT, each draw by itself. That is the popularity of adapters in GenTD26 on the base model that is asked most (1.16
 over its first 64). Functions of the Azure 2019 trace, the usual stand-in for adapters, have 1.19. In GenTD26 requests for one
 adapter also come in a row, which a cache gains from and these draws leave out. LOADS are shares of the link's time, if every
-request needed a copy. A load is fair while the rival keeps up with it: its link has pauses, and its queue does not grow. The
-headline is the smallest ratio among fair loads.
+request needed a copy. A load presses the rival and does not drown it when its link is busy for 70 to 95% of the time and its queue
+does not grow. The headline is the smallest ratio among such loads.
 
 The stall is measured first, with a larger model, whose steps are long beside what the system's own jitter takes: streams decode
 with adapters that are there while others are copied, one after another. Each gap between two tokens is counted as one beside a
@@ -65,8 +65,8 @@ WARM_S, WARM_EVERY_S = 4.0, 0.05
 STREAMS, STREAM_TOKENS, COLDS, COLD_EVERY_S, COLD_TOKENS = 4, 200, 10, 0.2, 2
 QUICK_STREAM_TOKENS = 400  # of a smaller model
 STALL_MODEL = "SM"
-BUSY = 0.95
-"""Share of the time above which a link counts as always busy."""
+PRESSED = (0.7, 0.95)
+"""Shares of the time for which the link is busy: below them a load is light, above them the rival is drowned."""
 
 
 @dataclass(slots=True)
@@ -82,12 +82,12 @@ class Cell:
         return float(np.quantile(np.concatenate(self.ttft_ms), q))
 
     @property
-    def keeps_up(self) -> bool:
-        """Whether the link has pauses, and requests of the last third wait no longer than twice as long as earlier ones."""
+    def pressed(self) -> bool:
+        """Whether the link is busy for most of the time, and requests of the last third wait at most twice as long as others."""
         thirds = [np.array_split(one, 3) for one in self.ttft_ms]
         last = float(np.mean([third[2].mean() for third in thirds]))
         early = float(np.mean([np.concatenate(third[:2]).mean() for third in thirds]))
-        return float(np.mean(self.busy)) < BUSY and last < 2 * early
+        return PRESSED[0] <= float(np.mean(self.busy)) <= PRESSED[1] and last < 2 * early
 
 
 @dataclass(slots=True)
@@ -267,7 +267,7 @@ def _figures(
                 "ttft_p99_ms": round(cell.quantile(0.99), 1),
                 "copies_per_request": round(float(np.mean(cell.copies)), 3),
                 "link_busy": round(float(np.mean(cell.busy)), 3),
-                "keeps_up": cell.keeps_up,
+                "pressed": cell.pressed,
                 "ondemand_p99_vs_this": round(ratio, 2),
                 "rounds": [
                     round(float(np.quantile(theirs, 0.99) / np.quantile(one, 0.99)), 2)
@@ -277,7 +277,7 @@ def _figures(
             found[f"{way}@{load:g}"] = figures
             requests = sum(len(one) for one in cell.ttft_ms)
             rows.append([f"{load:g}: {way}", requests, *list(figures.values())[:6]])
-    columns = ["load", "requests", "TTFT p50 ms", "p99 ms", "copies each", "link busy", "keeps up", "on demand p99 / this"]
+    columns = ["load", "requests", "TTFT p50 ms", "p99 ms", "copies each", "link busy", "pressed", "on demand p99 / this"]
     print(report.table(f"{ADAPTERS} adapters, room for {ROOM}; a copy takes {1e3 * COPY_S:.0f} ms", columns, rows))
     stalls = {
         "worst_stall_vs_median_itl": max(gaps.copying, default=0.0),
@@ -296,13 +296,13 @@ def _figures(
     itl_ms = float(np.median(gaps.median_ms))
     title = f"Gaps between tokens over the stream's median ({itl_ms:.2f} ms), {gaps.copies} copies"
     print(report.table(title, ["", "gaps", "p99", "p99.9", "worst"], shown))
-    fair = [load for load in loads if cells[RIVAL, load].keeps_up] or [min(loads)]
+    fair = [load for load in loads if cells[RIVAL, load].pressed] or [max(loads)]
     headline = min(fair, key=lambda load: found[f"{OURS}@{load:g}"]["ondemand_p99_vs_this"])
     return {
         "ttft_p99_ondemand_vs_ours": found[f"{OURS}@{headline:g}"]["ondemand_p99_vs_this"],
         **{name: round(value, 3) for name, value in stalls.items()},
         "median_itl_ms": round(itl_ms, 3),
         "headline_load": headline,
-        "fair_loads": fair,
+        "pressing_loads": fair,
         "loads": found,
     }
