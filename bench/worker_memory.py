@@ -13,8 +13,8 @@ other requests pass those that wait for one. Requests arrive as a Poisson proces
 exponent EXPONENT, each draw by itself. That is the popularity of adapters in GenTD26 on the base model that is asked most (1.16
 over its first 64). Functions of the Azure 2019 trace, the usual stand-in for adapters, have 1.19. In GenTD26 requests for one
 adapter also come in a row, which a cache gains from and these draws leave out. LOADS are shares of the link's time, if every
-request needed a copy. A load presses the rival and does not drown it when its link is busy for 70 to 95% of the time and its queue
-does not grow. The headline is the smallest ratio among such loads.
+request needed a copy. A load presses the rival and does not drown it when its link is busy for 70 to 95% of the time and its
+queue does not grow. The headline is the smallest ratio among such loads.
 
 The stall is measured first, with a larger model, whose steps are long beside what the system's own jitter takes: streams decode
 with adapters that are there while others are copied, one after another. Each gap between two tokens is counted as one beside a
@@ -83,7 +83,7 @@ class Cell:
 
     @property
     def pressed(self) -> bool:
-        """Whether the link is busy for most of the time, and requests of the last third wait at most twice as long as others."""
+        """Whether the link is busy for most of the time, and requests of the last third wait at most twice as long."""
         thirds = [np.array_split(one, 3) for one in self.ttft_ms]
         last = float(np.mean([third[2].mean() for third in thirds]))
         early = float(np.mean([np.concatenate(third[:2]).mean() for third in thirds]))
