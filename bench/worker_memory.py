@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench import report
 from bench.live_worker import BASE, LiveWorker
@@ -194,17 +195,17 @@ async def _bed(
         "lora_memory_mib": str(ceil(ROOM * len(blob) / MIB)),
         "ops_port": str(port),
     }
-    worker = await stack.enter_async_context(LiveWorker(model, options | changed, home, link_bytes_per_s=len(blob) / COPY_S))
+    worker = await stack.enter_async_context(
+        LiveWorker(model, {**options, **changed}, home, link_bytes_per_s=len(blob) / COPY_S)
+    )
     bed = Bed(worker, port, [await worker.publish(RANK, number) for number in range(adapters)])
     await worker.run(_once_each(bed, WARM_EVERY_S), bed.adapters)
     return bed
 
 
-def _workload(
-    bed: Bed, arrival_s: Sequence[float] | Floats, adapter: Ints, prompt_tokens: Ints, output_tokens: Ints
-) -> Workload:
+def _workload(bed: Bed, arrival_s: NDArray[Any], adapter: Ints, prompt_tokens: Ints, output_tokens: Ints) -> Workload:
     return Workload(
-        arrival_s=np.asarray(arrival_s),
+        arrival_s=arrival_s,
         adapter=adapter,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
