@@ -34,10 +34,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import report
+from bench.predictor import made_up_requests
 from bench.watch import Watch
 from motet.policies.eviction import EvictionName
+from motet.policies.length_features import unpack
+from motet.policies.length_model import Curve
 from motet.policies.perf_model import MIB
 from motet.policies.request_queues import QueuesName
+from motet.services.predictor.examples import read_examples
+from motet.services.predictor.fit import fit
 from motet.shared.model import PerfModel, Slo, WorkerLimits
 from motet.shared.profile import EngineSteps
 from motet.twin.cluster import Cluster
@@ -47,7 +52,7 @@ from motet.twin.metrics import Latencies
 from motet.twin.steps import MeasuredSteps
 from motet.twin.traces import read_trace
 from motet.twin.worker import WorkerSpec
-from motet.twin.workload import Intensity, Lengths, Request, Workload, arrivals, pick, zipf
+from motet.twin.workload import Floats, Intensity, Lengths, Request, Workload, arrivals, pick, zipf
 
 RANKS = (8, 16, 32, 64, 128)
 RANK_BYTES = LLAMA2_7B.adapter_rank_bytes(("q_proj", "k_proj", "v_proj", "o_proj"))  # rank 32 is 64 MiB, as in section 3.2
@@ -78,6 +83,8 @@ SLO_FACTOR = 5.0
 LOADS = (6.0, 8.0, 9.0)
 HIGH = 9.0
 TRACE, POPULARITY = "azure_llm_2023_conv.csv.gz", "genai_lora_requests.csv.gz"
+INSTRUCTIONS = "alpaca_text.jsonl.gz"
+PREDICTIONS = ("perfect", "real", "none")
 PAPER = {"load": 8.6, "lora_50": 1.69, "lora_500": 2.60, "slo_s": 5.0}
 
 
@@ -118,7 +125,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=10, help="the first of the seeds; below 10 are those of the tuning")
     parser.add_argument("--plots", type=Path, help="with --quick: only draw the plot of docs/adapter-memory.md into this file")
     parser.add_argument(
-        "--data", type=Path, default=os.environ.get("MOTET_DATA"), help=f"directory of {TRACE} and {POPULARITY}"
+        "--data", type=Path, default=os.environ.get("MOTET_DATA"), help=f"directory of {TRACE}, {POPULARITY} and {INSTRUCTIONS}"
     )
 
 
@@ -133,7 +140,7 @@ class Case:
     popularity: str = "U-P"
     only_rank: int = 0
     memory_gib: float = MEMORY_GIB
-    predict: str = "perfect"  # or "noisy", "none"
+    predict: str = "perfect"  # or "real", "none"
     hot: float = 0.0  # this share of all requests is for one adapter
     copy_ms: float = COPY_MS
     slo_s: float = 5.0
@@ -228,20 +235,47 @@ def worker(policy: Policy, memory_gib: float, copy_ms: float = COPY_MS) -> Worke
     )  # fmt: skip
 
 
-def _predictor(kind: str, load: Workload, seed: int) -> Callable[[Request], int] | None:
+def _predictor(kind: str, load: Workload, case: Case) -> Callable[[Request], int] | None:
+    """The output length that the policies are told: the true one, the length predictor's median, or the mean for all.
+
+    The trace has no prompts. A request of it is told what the shipped model says of an instruction whose true length has the
+    same place among the lengths of its set: the median's place among them, as a length of the trace.
+    """
     if kind == "perfect":
         return None
     mean = max(1, round(float(load.output_tokens.mean())))
     if kind == "none":
         return lambda request: mean
-    factors = np.random.default_rng([seed, 9]).lognormal(0.0, 0.6, len(load))
-    return lambda request: max(1, round(request.output_tokens * float(factors[request.index])))
+    true, predicted = _predicted_places(case.data)
+    lengths = np.sort(load.output_tokens)
+    places = (np.argsort(np.argsort(load.output_tokens, kind="stable")) + 0.5) / len(lengths)
+    jitter = np.random.default_rng([case.seed, 9]).normal(0.0, 0.01, len(lengths))  # not always the same neighbour
+    chosen = np.clip(np.searchsorted(true, places + jitter), 0, len(true) - 1)
+    told = np.maximum(1, np.quantile(lengths, predicted[chosen]).round().astype(np.int64))
+    return lambda request: int(told[request.index])
+
+
+@lru_cache(maxsize=2)
+def _predicted_places(data: Path | None) -> tuple[Floats, Floats]:
+    """Of instructions that the model was not fitted on: the places (0..1) of their true lengths, rising, and of its medians."""
+    if data is not None and (data / INSTRUCTIONS).exists():
+        known = read_examples(data / INSTRUCTIONS)
+        train, test = [one for number, one in enumerate(known) if number % 5], known[::5]
+    else:
+        train, test = made_up_requests(400, 1), made_up_requests(200, 2)
+    model = fit([unpack(one.features) for one in train], [one.tokens for one in train]).model
+    curve = Curve(model.edges, model.longest)
+    medians = [curve.tokens(row, (0.5,))[0] for row in model.above([unpack(one.features) for one in test])]
+    tokens = np.array([one.tokens for one in test], np.float64)
+    order = np.argsort(tokens, kind="stable")
+    lengths = tokens[order]
+    return (np.arange(len(lengths)) + 0.5) / len(lengths), np.searchsorted(lengths, np.array(medians)[order]) / len(lengths)
 
 
 def measure(case: Case) -> Outcome:
     """Make one run."""
     load = workload(case)
-    predict = _predictor(case.predict, load, case.seed)
+    predict = _predictor(case.predict, load, case)
     cluster = Cluster(load, [worker(case.policy, case.memory_gib, case.copy_ms)], None, predict=predict)
     cluster.run()
     times, metrics = Latencies.of(load, cluster.metrics), cluster.metrics
@@ -371,6 +405,7 @@ def _run(bench: Bench, watch: Watch) -> dict[str, Any]:
         "best_other_policy_p99_vs_ours": round(min(one.ttft_p99 for one in others) / ours.ttft_p99, 4),
     }
     figures.setdefault("load_vs_slora", None)
+    figures |= _prediction(bench)
     if not bench.quick:
         figures |= _evictions(bench) | _more(bench)
     return figures
@@ -398,14 +433,33 @@ def _evictions(bench: Bench) -> dict[str, Any]:
     return {"evictions": figures}
 
 
-def _more(bench: Bench) -> dict[str, Any]:
-    """Prediction, prefetch, and one adapter that asks for most."""
-    base = replace(bench.base, rate=HIGH)
-    put_off, ours, chameleon = POLICIES["motet, put off"], POLICIES["motet"], POLICIES["chameleon"]
-    cases: dict[str, Case] = {
-        f"chameleon, {kind} prediction": replace(base, policy=chameleon, predict=kind) for kind in ("perfect", "noisy", "none")
+def _prediction(bench: Bench) -> dict[str, Any]:
+    """The queues that read predictions, with the true lengths, with the length predictor's and with none."""
+    queues: dict[str, QueuesName] = {"sjf": "sjf", "chameleon": "chameleon", "motet": "motet"}
+    if bench.quick:
+        queues = {"chameleon": "chameleon"}
+    cases = {
+        (name, kind): replace(bench.base, rate=HIGH, policy=Policy(eviction="forecast", queues=which), predict=kind)
+        for name, which in queues.items()
+        for kind in PREDICTIONS
     }
-    cases |= {
+    if not bench.quick:
+        cases["fcfs", "none"] = replace(bench.base, rate=HIGH, policy=POLICIES["motet"], predict="none")
+    found = bench.all(cases, "prediction", 2)
+    rows: list[list[object]] = [
+        [f"{name}, {kind}", one.ttft_p50 / 1e3, one.ttft_p99 / 1e3, one.tpot_p99, one.e2e / 1e3]
+        for (name, kind), one in found.items()
+    ]
+    title = f"queues by what they are told of output lengths, {HIGH:g} requests/s"
+    print(report.table(title, ("queue, prediction", "TTFT p50 s", "p99 s", "TPOT p99 ms", "request s"), rows))
+    return {"prediction": {f"{name}, {kind}": _rounded(one) for (name, kind), one in found.items()}}
+
+
+def _more(bench: Bench) -> dict[str, Any]:
+    """Prefetch, and one adapter that asks for most."""
+    base = replace(bench.base, rate=HIGH)
+    put_off, ours = POLICIES["motet, put off"], POLICIES["motet"]
+    cases: dict[str, Case] = {
         "motet, no prefetch": replace(base, policy=replace(ours, prefetch=0)),
         "motet, prefetch, tight": replace(base, policy=ours, rate=8.0, memory_gib=TIGHT_GIB),
         "motet, no prefetch, tight": replace(base, policy=replace(ours, prefetch=0), rate=8.0, memory_gib=TIGHT_GIB),

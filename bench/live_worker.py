@@ -1,4 +1,8 @@
-"""A worker in a process of its own, asked as a scheduler asks and heard as a gateway hears, for `bench.twin_live`."""
+"""A worker in a process of its own, asked as a scheduler asks and heard as a gateway hears.
+
+For `bench.twin_live` and `bench.worker_memory`. `python -m bench.live_worker BYTES_PER_S` is the worker's process where its
+adapter copies take as long as over a link of that speed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -17,15 +21,18 @@ import numpy as np
 from motet.cli.lifeline import dying_with_parent
 from motet.cli.nats_server import NatsServer
 from motet.cli.process import tail
+from motet.services.worker.config import WorkerConfig
 from motet.services.worker.profiling import publish, random_adapter
+from motet.services.worker.service import WorkerService
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
-from motet.shared.config import BusConfig
+from motet.shared.config import BusConfig, load
 from motet.shared.errors import Unavailable
 from motet.shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
 from motet.shared.model import AdapterRef, SamplingParams, Slo
 from motet.shared.provision import provision
+from motet.shared.service import run
 from motet.twin.workload import Workload
 
 BASE = "bench"
@@ -37,22 +44,31 @@ QUIET_S = 60.0  # without a frame, while some are expected
 
 @dataclass(slots=True)
 class Served:
-    """One request as its sender saw it, in seconds from the run's start; `end_s` is that of its last token."""
+    """One request as its sender saw it, in seconds from the run's start."""
 
     sent_s: float
-    first_s: float = 0.0
-    end_s: float = 0.0
+    frames_s: list[float] = field(default_factory=list)  # when tokens came, those of one step together
     tokens: int = 0
     refused: bool = False
     over: bool = False
 
+    @property
+    def first_s(self) -> float:
+        """When the first token came; 0 without one."""
+        return self.frames_s[0] if self.frames_s else 0.0
 
-def command(words: Sequence[str], options: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """`motet WORDS` with MOTET_* variables, output to `log`; ends with this process."""
+    @property
+    def end_s(self) -> float:
+        """When the last token came; 0 without one."""
+        return self.frames_s[-1] if self.frames_s else 0.0
+
+
+def command(words: Sequence[str], options: Mapping[str, str], log: Path, module: str = "motet") -> subprocess.Popen[bytes]:
+    """`python -m MODULE WORDS` with MOTET_* variables, output to `log`; ends with this process."""
     variables = {f"MOTET_{name.upper()}": value for name, value in options.items()}
     with log.open("ab") as sink:
         return subprocess.Popen(
-            [sys.executable, "-m", "motet", *words],
+            [sys.executable, "-m", module, *words],
             env=os.environ | variables,
             stdin=subprocess.DEVNULL,
             stdout=sink,
@@ -62,10 +78,13 @@ def command(words: Sequence[str], options: Mapping[str, str], log: Path) -> subp
 
 
 class LiveWorker:
-    """`async with`: NATS and one worker with MOTET_* `options`, ready to be asked; both gone afterwards."""
+    """`async with`: NATS and one worker with MOTET_* `options`, ready to be asked; both gone afterwards.
 
-    def __init__(self, model: Path, options: Mapping[str, str], directory: Path) -> None:
-        self._model, self._directory = model, directory
+    `link_bytes_per_s`: the pace of adapter copies to the device; 0 for memory's own.
+    """
+
+    def __init__(self, model: Path, options: Mapping[str, str], directory: Path, *, link_bytes_per_s: float = 0.0) -> None:
+        self._model, self._directory, self._link_bytes_per_s = model, directory, link_bytes_per_s
         self._vocabulary: int = json.loads((model / "config.json").read_text())["vocab_size"]
         self._options = {**options, "model": str(model), "served_model_name": BASE, "instance_id": WORKER}
         self._nats = NatsServer(directory / "nats")
@@ -81,7 +100,11 @@ class LiveWorker:
         await provision(self._bus)
         await self._bus.subscribe(subjects.stream(GATEWAY), TokenFrame, self._hear)
         log = self._directory / "worker.log"
-        self._process = command(["worker"], {**self._options, "nats_url": url, "ops_port": "0"}, log)
+        options = {"ops_port": "0", **self._options, "nats_url": url}
+        if self._link_bytes_per_s:
+            self._process = command([str(self._link_bytes_per_s)], options, log, "bench.live_worker")
+        else:
+            self._process = command(["worker"], options, log)
         deadline_s = now_s() + START_S
         while True:
             try:
@@ -164,7 +187,17 @@ class LiveWorker:
             if item.error is not None:
                 raise RuntimeError(f"request {item.request_id}: {item.error.message}")
             if item.tokens:
-                served.first_s = served.first_s or at_s
-                served.end_s, served.tokens = at_s, served.tokens + len(item.tokens)
+                served.frames_s.append(at_s)
+                served.tokens += len(item.tokens)
             served.over = served.over or item.finish is not None
         self._heard.set()
+
+
+def main(link_bytes_per_s: float) -> int:
+    """A worker as `motet worker` runs it, from MOTET_* variables, with an emulated link."""
+    config = load(WorkerConfig, {})
+    return run(WorkerService(config, link_bytes_per_s=link_bytes_per_s), config)
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1])))

@@ -140,9 +140,11 @@ def choose(
     without the request, 0 when no sequence runs.
     """
     prefill = sum(chunks_ms)
-    base_ms = chunks_ms[0] / copy.layers
-    stall = copy.stall_ms(base_ms)
-    ahead = stall <= TOLERANCE * chunks_ms[0]
+    # The step reads the weights once for both of its parts, so it may take no longer than the longer one alone. If the layers
+    # came sooner than expected, everybody in the step would wait.
+    surely_ms = max(between_ms, chunks_ms[0] - between_ms)
+    stall = copy.stall_ms(surely_ms / copy.layers)
+    ahead = stall <= TOLERANCE * surely_ms
     ttft: dict[Mode, float] = {
         "blocking": _until(copy.whole_ms, between_ms) + prefill,
         "layerwise": (stall if ahead else _until(stall, between_ms)) + prefill,

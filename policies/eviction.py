@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop
+from itertools import islice
 from typing import Literal, Protocol
 
 from motet.policies.load_forecast import Forecast
@@ -32,6 +33,8 @@ Cost = Callable[[str, int], float]
 """Seconds to bring an adapter of so many bytes back, from the tier that it would come from."""
 FIRST_LIFE_S = 60.0
 """Time that an idle adapter is taken to survive until one was evicted."""
+WINDOW = 64
+"""So many idle adapters are compared by forecast at a time: those that were released longest ago."""
 
 
 class Eviction(Protocol):
@@ -92,6 +95,8 @@ class _Ranked:
 
     now_s: float = 0.0
     keeps: bool = True
+    window: int | None = None
+    """So many are compared at a time, those that were released longest ago first; None for all."""
     _sizes: dict[str, int] = field(default_factory=dict)  # of all adapters in the tier
     _used_s: dict[str, float] = field(default_factory=dict)  # when each of them was last used
     _idle: dict[str, None] = field(default_factory=dict)
@@ -115,11 +120,11 @@ class _Ranked:
 
     def __iter__(self) -> Iterator[str]:
         """The least valuable first."""
-        value = self._value()
-        heap = [(value(digest), self._used_s[digest], turn, digest) for turn, digest in enumerate(self._idle)]
-        heapify(heap)
-        while heap:
-            yield heappop(heap)[-1]
+        value, idle = self._value(), enumerate(self._idle)
+        while heap := [(value(digest), self._used_s[digest], turn, digest) for turn, digest in islice(idle, self.window)]:
+            heapify(heap)
+            while heap:
+                yield heappop(heap)[-1]
 
     def _value(self) -> Callable[[str], float]:
         """What an idle adapter is worth now."""
@@ -196,9 +201,10 @@ class ForecastValue(_Ranked):
 
     An idle adapter survives for about as long as the last victims did, from their last use to their eviction (the
     characteristic time of a cache). The chance of a use within that time is `load_forecast`'s, which also knows adapters that
-    are not here.
+    are not here. Only WINDOW adapters are compared at a time, since each takes microseconds of a step.
     """
 
+    window: int | None = WINDOW
     cost: Cost = lambda digest, size_bytes: 1.0
     forecast: Forecast = field(default_factory=Forecast)
     _life_s: float = FIRST_LIFE_S

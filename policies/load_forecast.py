@@ -36,23 +36,21 @@ MAX_ADAPTERS = 16_384
 class _Gaps:
     last_s: float
     weight: float = 1.0  # requests until `last_s`, each faded by its age
-    counts: list[float] = field(default_factory=lambda: [0.0] * len(EDGES))
-    total: float = 0.0
+    from_bin: list[float] = field(default_factory=lambda: [0.0] * (len(EDGES) + 1))  # gaps in bin i or a later one
 
     def add(self, gap_s: float, fade_at: float) -> None:
-        self.counts[bisect_right(EDGES, gap_s) - 1] += 1.0
-        self.total += 1.0
-        if self.total >= fade_at:
-            self.counts = [count / 2 for count in self.counts]
-            self.total /= 2
+        for i in range(bisect_right(EDGES, gap_s)):
+            self.from_bin[i] += 1.0
+        if self.from_bin[0] >= fade_at:
+            self.from_bin = [count / 2 for count in self.from_bin]
 
     def above(self, age_s: float) -> float:
         """The number of gaps longer than `age_s`; gaps count as evenly spread within their bin."""
         at = bisect_right(EDGES, age_s) - 1
-        inside = 1.0
-        if at < len(EDGES) - 1:
-            inside = (EDGES[at + 1] - age_s) / (EDGES[at + 1] - EDGES[at])
-        return inside * self.counts[at] + sum(self.counts[at + 1 :])
+        later = self.from_bin[at + 1]
+        if at == len(EDGES) - 1:
+            return self.from_bin[at]
+        return later + (EDGES[at + 1] - age_s) / (EDGES[at + 1] - EDGES[at]) * (self.from_bin[at] - later)
 
 
 @dataclass

@@ -60,7 +60,7 @@ class WorkerSpec:
     max_step_tokens: int = 512
     max_loras: int = 64
     prefix_cache: bool = False
-    eviction: EvictionName = "lru"
+    eviction: EvictionName = "gdsf"
     queues: QueuesName = "fcfs"
     prefetch: int = 0  # waiting requests whose adapters are copied before their turn
 

@@ -117,10 +117,11 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
     adapter_eviction: Annotated[
         EvictionName,
         Meta(
-            description="which idle adapter leaves a full memory first: lru, score (Chameleon's), fair-share, gdsf, forecast"
-            " (least copying time expected to be saved per byte), none (nothing is kept)"
+            description="which idle adapter leaves a full memory first: gdsf (fewest uses, weighted by copying time per byte),"
+            " lru, score (Chameleon's), fair-share, forecast (least copying time expected to be saved per byte), none (nothing"
+            " is kept)"
         ),
-    ] = "lru"
+    ] = "gdsf"
     adapter_prefetch: Annotated[
         int,
         Meta(

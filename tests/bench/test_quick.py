@@ -35,6 +35,7 @@ FIGURES = {
         "ttft_p50_vs_slora",
         "hit_rate",
         "best_other_policy_p99_vs_ours",
+        "prediction",
     },
     "cpu_assist": {"ttft_vs_cached", "ttft_vs_cached_all_cores", "auto_vs_best", "twin"},
     "engine": {"lora32_vs_own_base", "share_of_machine", "machine_limits"},
@@ -47,6 +48,7 @@ FIGURES = {
     "scheduler": {"decisions_per_s", "decision_p50_ms", "decision_p99_ms"},
     "twin_live": {"ttft_p50_error", "tpot_p50_error", "tpot_p99_error", "throughput_error", "decode_r2", "step_r2"},
     "twin_speed": {"gpu_hour_s", "cluster_10min_s", "rss_mib"},
+    "worker_memory": {"ttft_p99_ondemand_vs_ours", "worst_stall_vs_median_itl"},
 }
 ELSEWHERE = {"gpu": "tests/bench/test_gpu.py", "twin_vllm": "tests/twin/test_vllm_calibrate.py"}
 """Benches that need something to run on, and where their code is tested without it."""

@@ -102,7 +102,7 @@ def test_errors_of_two_rounds_do_not_cancel() -> None:
 
 def test_figures_are_over_all_requests_of_all_rounds() -> None:
     def served(sent_s: float, first_s: float, end_s: float) -> Served:
-        return Served(sent_s, first_s, end_s, tokens=11, over=True)
+        return Served(sent_s, [first_s, end_s], tokens=11, over=True)
 
     warm, refused = served(0.0, 9.0, 10.0), Served(2.0, refused=True, over=True)
     one = Outcome.live([warm, served(1.0, 1.1, 2.1), refused, served(2.0, 2.3, 5.3)], 1)

@@ -70,6 +70,16 @@ def test_whoever_joins_layer_by_layer_holds_up_its_step_by_no_more_than_the_tole
     assert took <= chunks[0] * (1 + TOLERANCE) + 1e-9
 
 
+@pytest.mark.parametrize("each_ms", [1.0, 4.0, 10.0])
+def test_others_in_the_step_do_not_wait_in_its_layers_when_it_takes_no_longer_than_its_longer_part(each_ms: float) -> None:
+    decodes_ms, prefill_ms = 20.0, 18.0  # each reads all weights; a step that does both reads them once
+    for loaded in range(LAYERS):
+        copy = Copy(LAYERS, loaded, 0.0, each_ms)
+        choice = choose(copy, [decodes_ms + prefill_ms], None, others=4, between_ms=decodes_ms)
+        if choice.joins:
+            assert step_ms(decodes_ms, LAYERS, [], 0.0, [(copy, 0.0)]) <= decodes_ms * (1 + 2 * TOLERANCE)
+
+
 def test_processes_that_keep_up_with_the_base_let_a_request_in_at_once() -> None:
     choice = choose(Copy(LAYERS, 0, 0.0, 10.0), [16.0], CpuTimes([1.5]))
     assert (choice.mode, choice.reason, choice.joins) == ("assist", "cpu_ahead", True)
