@@ -95,6 +95,7 @@ class Policy:
     eviction: EvictionName
     queues: QueuesName = "fcfs"
     prefetch: int = PREFETCH
+    foresight: bool = False
 
 
 POLICIES = {
@@ -131,7 +132,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run. `popularity`: of ranks and of adapters within a rank, U(niform) or P(ower law); or "trace"."""
+    """One run. `popularity`: of ranks and of adapters within a rank, U(niform) or P(ower law); or "trace"; or "periodic": each
+    adapter is asked for at intervals of its own, give or take 10%."""
 
     policy: Policy
     rate: float = HIGH
@@ -211,12 +213,28 @@ def workload(case: Case) -> Workload:
             of_adapters = of_adapters * (1 - case.hot)
             of_adapters[2 * len(ranks) // 5] += case.hot
         adapter = pick(choices, of_adapters, len(at))
+    if case.popularity == "periodic":
+        at, adapter = _periodic(choices, case)
     prompt, output = _lengths(case.data, int(case.seed >= 10)).draw(pairs, len(at))
     prompt, output = (np.maximum(1, np.rint(tokens * SCALE)).astype(np.int64) for tokens in (prompt, output))
     return Workload(
         arrival_s=at, adapter=adapter, prompt_tokens=prompt, output_tokens=output, ranks=ranks,
         adapter_bytes=ranks * RANK_BYTES, slos=(Slo(ttft_slo_ms=case.slo_s * 1e3, tpot_slo_ms=150.0),),
     )  # fmt: skip
+
+
+def _periodic(rng: np.random.Generator, case: Case) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Arrivals and their adapters. Mean intervals differ by up to a factor of three."""
+    end_s, mean_s = WARM_S + case.seconds, case.adapters / case.rate
+    means = rng.uniform(0.5, 1.5, case.adapters) * mean_s
+    many = int(3 * end_s / mean_s) + 2
+    gaps = means[:, None] * np.maximum(0.1, 1 + 0.1 * rng.standard_normal((case.adapters, many)))
+    times = rng.uniform(0, means)[:, None] + np.cumsum(gaps, axis=1) - gaps
+    adapter = np.broadcast_to(np.arange(case.adapters)[:, None], times.shape)
+    order = np.argsort(times, axis=None)
+    at = times.ravel()[order]
+    within = at < end_s
+    return at[within], adapter.ravel()[order][within]
 
 
 def worker(policy: Policy, memory_gib: float, copy_ms: float = COPY_MS) -> WorkerSpec:
@@ -231,7 +249,7 @@ def worker(policy: Policy, memory_gib: float, copy_ms: float = COPY_MS) -> Worke
         limits=limits, perf=PERF, steps=MeasuredSteps(STEPS, PERF),
         link=LinkModel(bytes_per_s=256 * MIB / (copy_ms / 1e3), layers=LLAMA2_7B.layers, cold_start="blocking", drag=1.0),
         max_step_tokens=STEP_TOKENS, max_loras=4096, eviction=policy.eviction, queues=policy.queues,
-        prefetch=policy.prefetch,
+        prefetch=policy.prefetch, foresight=policy.foresight,
     )  # fmt: skip
 
 
@@ -458,11 +476,15 @@ def _prediction(bench: Bench) -> dict[str, Any]:
 def _more(bench: Bench) -> dict[str, Any]:
     """Prefetch, and one adapter that asks for most."""
     base = replace(bench.base, rate=HIGH)
+    periodic = replace(base, popularity="periodic", rate=3.0, adapters=200, memory_gib=10.0)
     put_off, ours = POLICIES["motet, put off"], POLICIES["motet"]
     cases: dict[str, Case] = {
         "motet, no prefetch": replace(base, policy=replace(ours, prefetch=0)),
         "motet, prefetch, tight": replace(base, policy=ours, rate=8.0, memory_gib=TIGHT_GIB),
         "motet, no prefetch, tight": replace(base, policy=replace(ours, prefetch=0), rate=8.0, memory_gib=TIGHT_GIB),
+        "motet, foresight, tight": replace(base, policy=replace(ours, foresight=True), rate=8.0, memory_gib=TIGHT_GIB),
+        "periodic": replace(periodic, policy=ours),
+        "periodic, foresight": replace(periodic, policy=replace(ours, foresight=True)),
         "hot adapter, first come": replace(base, policy=ours, rate=10.5, hot=0.5),
         "hot adapter, put off": replace(base, policy=put_off, rate=10.5, hot=0.5),
     }

@@ -129,6 +129,31 @@ class AdapterSlots:
         self.release(digest)
         return Grant(grant.slot, load=True, evicted=evicted)
 
+    def foresee(self, digest: str, size_bytes: int, over: Collection[str]) -> Grant | None:
+        """A slot for an adapter that somebody may ask for; of the adapters only those in `over` make room, if they are idle and
+        neither pinned nor waited for. None without room."""
+        leaving: list[str] = []
+        slots, room = len(self._free_slots), self.bytes_free
+        unwanted = set(self.unwanted())
+        for idle in over:
+            if slots and size_bytes <= room:
+                break
+            if idle in unwanted:
+                leaving.append(idle)
+                slots, room = slots + 1, room + self._residents[idle].size_bytes
+        if not slots or size_bytes > room:
+            return None
+        evicted = [self.evict(idle) for idle in leaving]
+        slot = self._free_slots.pop()
+        self._residents[digest] = _Resident(slot, size_bytes, users=0, since=self.clock)
+        self._idle += 1
+        self.idle_bytes += size_bytes
+        self.bytes_free -= size_bytes
+        self.eviction.come(digest, size_bytes)
+        if self.asynchronous:
+            self._loading[digest] = slot
+        return Grant(slot, load=True, evicted=evicted)
+
     def release(self, digest: str) -> None:
         """Remove a user. Without users the adapter stays until its place is needed."""
         resident = self._residents[digest]

@@ -11,6 +11,7 @@ draw a token. Return values name the adapters that came to the device or left it
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import count
 from typing import Generic, Protocol
 
@@ -84,6 +85,7 @@ class BatchCore(Generic[S]):
             )
         self._admission: BatchAdmission[S] = BatchAdmission(limits, cold, queues)
         self._orders = count()
+        self._foreseen = ""  # the last adapter that came without a request
         self.doomed: set[str] = set()
         """Adapters that leave as soon as no sequence uses them."""
 
@@ -160,13 +162,21 @@ class BatchCore(Generic[S]):
         """The next step's plan. Before the step runs, its evictions leave the device and then its loads begin."""
         self.slots.eviction.now_s = now_s
         boundary = self.boundary
-        if boundary is None:
-            return self._admission.decide(self.state, now_s)
         plan = self._admission.decide(self.state, now_s)
-        boundary.admitted(len(plan.admitted))
-        plan.evictions += boundary.evicted
-        boundary.evicted = []
+        if boundary is not None:
+            boundary.admitted(len(plan.admitted))
+            plan.evictions += boundary.evicted
+            boundary.evicted = []
+        if self._foreseen and (plan.loads or plan.prefetched):
+            self._make_way(plan)
         return plan
+
+    def _make_way(self, plan: StepPlan[S]) -> None:
+        """A copy that somebody waits for does not queue behind one that nobody asked for."""
+        digest, self._foreseen = self._foreseen, ""
+        slots = self.slots
+        if digest in slots.loading and not slots.users(digest) and digest not in self._waited():
+            plan.evictions.append(slots.evict(digest))
 
     @property
     def wait_ms(self) -> float:
@@ -188,6 +198,22 @@ class BatchCore(Generic[S]):
         if self.boundary is not None:
             self.boundary.for_adapter(size_bytes, evicting=pinned)
         return self.slots.prefetch(digest, size_bytes, evicting=pinned)
+
+    def foresee(self, digest: str, size_bytes: int, over: Collection[str]) -> Grant | None:
+        """The slot to copy an adapter into that somebody may ask for; None when it is here or has no room, where copies stop
+        the steps, or while anything is copied or waited for. Room is memory that holds nothing, and idle adapters of `over`.
+
+        It may have taken blank KV blocks, as with `load`.
+        """
+        slots = self.slots
+        if digest in slots or not slots.asynchronous or slots.loading or self.state.waiting:
+            return None
+        if self.boundary is not None:
+            self.boundary.for_adapter(size_bytes, evicting=False)
+        grant = slots.foresee(digest, size_bytes, over)
+        if grant is not None:
+            self._foreseen = digest
+        return grant
 
     def unload(self, digest: str) -> None:
         """Take an adapter off the device, complete or not, as soon as no sequence uses it: `sweep` says when."""

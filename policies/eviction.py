@@ -47,6 +47,9 @@ class Eviction(Protocol):
     def use(self, digest: str, size_bytes: int) -> None:
         """One more request uses the adapter."""
 
+    def come(self, digest: str, size_bytes: int) -> None:
+        """The adapter has come without a request. It may be a victim."""
+
     def release(self, digest: str) -> None:
         """The last request that used the adapter has ended: it may be evicted."""
 
@@ -69,6 +72,10 @@ class Lru:
     def use(self, digest: str, size_bytes: int) -> None:
         """An adapter in use is not evicted."""
         self._idle.pop(digest, None)
+
+    def come(self, digest: str, size_bytes: int) -> None:
+        """The last victim of all."""
+        self.release(digest)
 
     def release(self, digest: str) -> None:
         """The adapter goes to the end of the order."""
@@ -106,6 +113,11 @@ class _Ranked:
         self._idle.pop(digest, None)
         self._sizes[digest] = size_bytes
         self._used_s[digest] = self.now_s
+
+    def come(self, digest: str, size_bytes: int) -> None:
+        """Nothing is counted."""
+        self._sizes[digest] = size_bytes
+        self.release(digest)
 
     def release(self, digest: str) -> None:
         """The adapter may be evicted; it was in use until now."""
@@ -184,6 +196,11 @@ class Gdsf(_Ranked):
         super().use(digest, size_bytes)
         self._counts[digest] += 1
         self._values[digest] = self._age + self._counts[digest] * self.cost(digest, size_bytes) / max(1, size_bytes)
+
+    def come(self, digest: str, size_bytes: int) -> None:
+        """Worth as much as one that was used once."""
+        super().come(digest, size_bytes)
+        self._values[digest] = self._age + self.cost(digest, size_bytes) / max(1, size_bytes)
 
     def forget(self, digest: str) -> None:
         """The cache's age becomes the value of the adapter that left."""

@@ -125,6 +125,15 @@ class HostTier(Generic[H]):
         """The adapters on disk, least recently loaded first."""
         return list(self._files)
 
+    @property
+    def loading(self) -> bool:
+        """Whether a load is under way or waits."""
+        return bool(self._loads)
+
+    def has(self, digest: str) -> bool:
+        """Whether an adapter can be copied to the device at once."""
+        return self.host_bytes is None or digest in self._copies
+
     def holders(self, digest: str) -> int:
         """The number of holders of the copy; 0 also without a copy."""
         copy = self._copies.get(digest)
@@ -286,6 +295,24 @@ class HostTier(Generic[H]):
             oldest = min(self._files, key=self.pinned.__contains__)  # of equals the first
             self.file_lost(oldest)
             self.actions.append(Evict(oldest, "disk"))
+
+    def spare(self, size_bytes: int, leaving: Iterable[str]) -> bool:
+        """Make room by evicting copies of `leaving` that nobody holds, in this order; False, and no change, if that is not
+        enough."""
+        going: list[str] = []
+        room = 0
+        for digest in leaving:
+            if not self._over(size_bytes - room):
+                break
+            if not self.holders(digest) and digest not in self.pinned:
+                going.append(digest)
+                room += self._copies[digest].size_bytes
+        if self._over(size_bytes - room):
+            return False
+        for digest in going:
+            self._remove_copy(digest)
+            self.actions.append(Evict(digest, "host"))
+        return True
 
     def _rest(self, digest: str, size_bytes: int) -> None:
         """The last holder has released the copy."""

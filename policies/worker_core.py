@@ -23,6 +23,7 @@ from typing import Generic, Literal
 import msgspec
 
 from motet.policies import host_tier, pins
+from motet.policies.foresight import Foresight
 from motet.policies.host_tier import HostTier
 from motet.policies.memory_ledger import Budget, host_budget
 from motet.policies.request_life import Entry, Key, R
@@ -81,9 +82,10 @@ class Departures:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """Holds the host copy of a prefetched adapter while it is loaded."""
+    """Holds the host copy of a prefetched adapter while it is loaded. A `foreseen` one goes to host memory only."""
 
     adapter: AdapterRef
+    foreseen: bool = False
 
 
 @dataclass(eq=False)
@@ -94,6 +96,8 @@ class WorkerCore(Generic[R]):
     host: HostTier[Entry[R] | _Fetch]
     max_requests: int
     closed: bool = False
+    foresight: Foresight | None = None
+    """Brings adapters one tier up before anybody asks; None: nobody does."""
     memory: Budget = field(init=False)  # the host's
     book: dict[str, Entry[R]] = field(default_factory=dict)  # by request id, the newest epoch of each
     _older: dict[Key, Entry[R]] = field(default_factory=dict)  # leaving, because a newer epoch came
@@ -162,6 +166,7 @@ class WorkerCore(Generic[R]):
                 self._pin(adapters)
             case Tick():
                 self._bring_pinned()
+                self._look_ahead()
             case Unload(digest):
                 self._unload(digest)
             case Registered(versions):
@@ -174,6 +179,8 @@ class WorkerCore(Generic[R]):
             for move in moves:
                 if not isinstance(move, host_tier.Load):
                     self._place(move.digest)
+                    if self.foresight is not None and move.digest not in self._device:
+                        self.foresight.left(move.digest)
             return [*actions, *moves]
         return actions
 
@@ -197,6 +204,8 @@ class WorkerCore(Generic[R]):
             return
         if newest is not None and newest.phase == "leaving":
             self._older[newest.key] = newest
+        if adapter is not None and self.foresight is not None:
+            self.foresight.asked(adapter.digest, self._now_s)
         entry = self.book[request_id] = Entry(brief, said.owner, adapter, said.payload)
         if adapter is None:
             self._start(entry)
@@ -259,8 +268,12 @@ class WorkerCore(Generic[R]):
         for digest, there in said.device:
             if there:
                 self._device.add(digest)
+                if self.foresight is not None:
+                    self.foresight.came(digest)
             else:
                 self._device.discard(digest)
+                if self.foresight is not None:
+                    self.foresight.left(digest)
             self._place(digest)
         for brief in said.moved:
             entry = self.book.get(brief.request_id)
@@ -287,10 +300,13 @@ class WorkerCore(Generic[R]):
         for holder in holders:
             if isinstance(holder, Entry):
                 self._start(holder)
-            else:
+                continue
+            if not holder.foreseen:
                 self._prefetching.discard(digest)
                 self._actions.append(CopyIn(digest))
-                self.host.release(digest)
+            elif self.foresight is not None:
+                self.foresight.came(digest)
+            self.host.release(digest)
 
     def _on_load_failed(self, digest: str, reason: object) -> None:
         if digest in self._pinned:
@@ -328,6 +344,27 @@ class WorkerCore(Generic[R]):
                 self._actions.append(CopyIn(digest))
             elif self._now_s >= self._retry_s.get(digest, 0.0):
                 self._prefetch(adapter)
+
+    def _look_ahead(self) -> None:
+        """Bring an adapter to the device or to host memory that is likely to be asked for soon."""
+        foresight, host, now_s = self.foresight, self.host, self._now_s
+        if foresight is None or host.loading or self.closed:
+            return
+        if any(brief.phase != "running" for brief in self.view.requests.values()):
+            return
+        known = self._versions
+        above = foresight.next(now_s, lambda one: one not in self._device and one in known and host.has(one))
+        if above is not None:
+            self._actions.append(CopyIn(above, foresight.weaker(above, self._device, now_s)))
+        if host.host_bytes is None:
+            return
+        digest = foresight.next(now_s, lambda one: host.tier(one) == "disk" and one in known)
+        if digest is None:
+            return
+        size_bytes = known[digest].size_bytes
+        if host.spare(size_bytes, foresight.weaker(digest, host.copies, now_s)):
+            adapter = AdapterRef(name=digest, digest=digest, rank=known[digest].rank, size_bytes=size_bytes)
+            host.hold(adapter, _Fetch(adapter, foreseen=True))
 
     def _unload(self, digest: str) -> None:
         self._actions.append(CopyOut(digest))

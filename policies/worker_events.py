@@ -179,9 +179,14 @@ class Refuse(msgspec.Struct, frozen=True):
 
 
 class CopyIn(msgspec.Struct, frozen=True):
-    """Copy an adapter from host memory to the device if there is room without evicting; for a pinned one, idle ones leave."""
+    """Copy an adapter from host memory to the device if there is room without evicting; for a pinned one, idle ones leave.
+
+    With `over` it is brought because somebody may ask for it: only if nothing is being copied or waited for, and of the idle
+    adapters those of `over` make room, in this order.
+    """
 
     digest: str
+    over: Collection[str] | None = None
 
 
 class Pin(msgspec.Struct, frozen=True):

@@ -29,14 +29,15 @@ from motet.policies.batch_core import BatchCore
 from motet.policies.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, steady_steps
 from motet.policies.cold_start import ColdStarts
 from motet.policies.eviction import EvictionName, make_eviction
+from motet.policies.foresight import Foresight
 from motet.policies.host_tier import HostTier, Load
 from motet.policies.kv_blocks import KvBlocks
 from motet.policies.request_queues import QueuesName, make_queues
 from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import Action, Assign, Loaded, Refuse, Registered, Start, Stepped
+from motet.policies.worker_events import Action, Assign, CopyIn, Loaded, Refuse, Registered, Start, Stepped, Tick
 from motet.policies.worker_view import View
 from motet.shared.model import AdapterRef, PerfModel, RequestBrief, WorkerLimits
-from motet.twin.events import STEP, Events
+from motet.twin.events import PS_PER_S, STEP, Events
 from motet.twin.link import Copies, LinkModel
 from motet.twin.metrics import Metrics
 from motet.twin.scheduler import Delta, Snapshot
@@ -45,6 +46,7 @@ from motet.twin.storage import EVERYTHING_IN_HOST, Storage, StorageModel
 from motet.twin.workload import Request
 
 FOREVER = 1 << 40
+TICK_PS = PS_PER_S // 2
 NO_CONTENT = array("i")
 
 
@@ -63,6 +65,7 @@ class WorkerSpec:
     eviction: EvictionName = "gdsf"
     queues: QueuesName = "fcfs"
     prefetch: int = 0  # waiting requests whose adapters are copied before their turn
+    foresight: bool = False  # adapters are brought before anybody asks for them
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -144,15 +147,20 @@ class Worker:
             view=self.view,
             host=HostTier(spec.storage.host_bytes, spec.storage.disk_bytes, eviction=spec.eviction),
             max_requests=limits.max_running + limits.max_waiting,
+            foresight=Foresight() if spec.foresight else None,
         )
         self.storage = Storage(spec.storage, events, self._loaded)
         self.busy_ps = 0
         self._seq = 0
+        self._adapters = adapters
         self.core.on(Registered(adapters), 0.0)
         self._max_length = min(limits.max_model_len, limits.kv_blocks_total * limits.block_size)
         self._chance = np.random.default_rng(index)  # drawn from once per step with prefills, which is never split
         self._run: _Run | None = None
         self._serial = 0
+        self._foreseen: list[CopyIn] = []  # to be looked at between two steps
+        if spec.foresight:
+            events.at(events.now_ps + TICK_PS, STEP, self._tick)
 
     # ---- requests
 
@@ -195,11 +203,22 @@ class Worker:
                 started = True
             elif isinstance(action, Load):
                 self.storage.load(action)
+            elif isinstance(action, CopyIn) and self._copies is not None:
+                self._foreseen.append(action)
+        if self._foreseen and not started:
+            if self._run is None:
+                self._begin()
+            else:
+                self._shorten(self._run)
         if started:  # all that one event starts is there when the next step is decided
             if self._run is None:
                 self._begin()
             else:
                 self._shorten(self._run)
+
+    def _tick(self) -> None:
+        self._events.at(self._events.now_ps + TICK_PS, STEP, self._tick)
+        self._perform(self.core.on(Tick(), self._events.now_s))
 
     def _loaded(self, adapter: AdapterRef) -> None:
         size_bytes = adapter.size_bytes
@@ -217,14 +236,16 @@ class Worker:
 
     def _begin(self) -> None:
         """Decide the next step, or the next run of them, and let it take its time."""
-        if not self.core.book:
+        if not self.core.book and not self._foreseen:
             return
         now_ps = self._events.now_ps
         copies = self._copies
         if copies is not None:
-            copies.link.advance(now_ps)
-            if arrived := self.batches.look(copies):
-                self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
+            self._look(copies)
+            if self._foreseen:
+                self._foresee(copies)
+            if not self.core.book:
+                return
         plan = self.batches.decide(self._events.now_s)
         if self.batches.boundary is not None:
             self.batches.boundary.settle()  # there is no memory to divide
@@ -255,6 +276,33 @@ class Worker:
         self._serial += 1
         self._run = _Run(plan, now_ps, first_ps, growth_ps, steps, left, self._serial)
         self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
+
+    def _look(self, copies: Copies) -> None:
+        """Which copies have ended by now."""
+        copies.link.advance(self._events.now_ps)
+        if arrived := self.batches.look(copies):
+            self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
+
+    def _foresee(self, copies: Copies) -> None:
+        """Begin the copies that nobody asked for yet."""
+        foreseen, self._foreseen = self._foreseen, []
+        now_ps = self._events.now_ps
+        for action in foreseen:
+            size_bytes = self._adapters[action.digest].size_bytes
+            grant = self.batches.foresee(action.digest, size_bytes, action.over or ())
+            if grant is None:
+                continue
+            copies.link.begin(action.digest, size_bytes, now_ps)
+            if grant.evicted:
+                self.core.on(Stepped(device=[(digest, False) for digest, _ in grant.evicted]), self._events.now_s)
+            self._metrics.foreseen += 1
+            self._events.at(now_ps + copies.link.queued_ps, STEP, self._landed)
+        if self.batches.boundary is not None:
+            self.batches.boundary.settle()
+
+    def _landed(self) -> None:
+        if self._run is None and self._copies is not None:
+            self._look(self._copies)
 
     def _resume(self, serial: int) -> None:
         """Somebody may join, or a copy is whole."""

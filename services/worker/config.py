@@ -128,6 +128,13 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
             ge=0, description="waiting requests whose adapters are copied to the device before their turn; needs a GPU's link"
         ),
     ] = 0
+    adapter_foresight: Annotated[
+        bool,
+        Meta(
+            description="while nothing else is being copied, bring adapters to host memory and to the device that are likely to"
+            " be asked for soon"
+        ),
+    ] = False
     adapter_cache_dir: Annotated[
         str, Meta(description="directory for downloaded adapters, kept over restarts; empty: a temporary one, removed at exit")
     ] = ""

@@ -56,9 +56,12 @@ class EngineProtocol(Protocol):
     def cancel(self, request_id: str, epoch: int) -> None:
         """End a request of this epoch or an older one; its last item says "cancelled". Unknown ones are ignored."""
 
-    def load_adapter(self, adapter: HostAdapter) -> None:
+    def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> None:
         """Copy an adapter to the device if there is room without evicting; a report tells when it is there. For a pinned one
-        idle adapters leave."""
+        idle adapters leave.
+
+        With `over`: only if no other copy is under way and no request waits, and idle adapters of `over` leave for it.
+        """
 
     def pin_adapters(self, digests: Collection[str]) -> None:
         """These adapters, and no others, leave the device after all others."""

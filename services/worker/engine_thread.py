@@ -96,8 +96,8 @@ class EngineThread:
     def cancel(self, request_id: str, epoch: int) -> None:
         self._post(lambda engine: _ignore(engine.cancel(request_id, epoch)))
 
-    def load_adapter(self, adapter: HostAdapter) -> None:
-        self._post(lambda engine: _ignore(engine.load_adapter(adapter)))
+    def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> None:
+        self._post(lambda engine: _ignore(engine.load_adapter(adapter, over)))
 
     def pin_adapters(self, digests: Collection[str]) -> None:
         self._post(lambda engine: engine.pin_adapters(digests))

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from motet.policies.foresight import Foresight
 from motet.policies.host_tier import HostTier
 from motet.policies.kv_blocks import cache_scope
 from motet.policies.step_times import StepTimes
@@ -163,6 +164,7 @@ class WorkerService:
                 eviction=config.adapters.adapter_eviction,
             ),
             max_requests=config.batch.max_requests,
+            foresight=Foresight() if config.adapters.adapter_foresight else None,
         )
         self.shell = Shell(self.core, self.engine, self.frames, self.reporter)
         self.shell.store = AdapterStore(bus, files, self.shell, parse=self.assembly.parse_adapter)

@@ -91,8 +91,8 @@ class Shell:
                 self.engine.cancel(request_id, epoch)
             case Answer():
                 self._answer(action)
-            case CopyIn(digest):
-                self.engine.load_adapter(self.store.copy(digest))
+            case CopyIn(digest, over):
+                self.engine.load_adapter(self.store.copy(digest), over)
             case Pin(digests):
                 self.engine.pin_adapters(digests)
             case CopyOut(digest):

@@ -192,13 +192,15 @@ class Engine:
         stats.running, stats.waiting = len(self._state.running), len(self._state.waiting)
         return self._take_output()
 
-    def load_adapter(self, adapter: HostAdapter) -> bool:
-        """Prefetch to the device if there is room (`BatchCore.load`); whether it is there or on its way. A step reports it.
+    def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> bool:
+        """Prefetch to the device if there is room (`BatchCore.load`, or with `over` `BatchCore.foresee`); whether it is there
+        or on its way. A step reports it.
 
         Raises what the runner raises when it cannot take the weights.
         """
         digest = adapter.digest
-        grant = self._core.load(digest, self._runner.adapter_bytes(adapter))
+        size_bytes = self._runner.adapter_bytes(adapter)
+        grant = self._core.load(digest, size_bytes) if over is None else self._core.foresee(digest, size_bytes, over)
         if grant is not None:
             for evicted, slot in grant.evicted:
                 self._adapters.left(evicted, slot)

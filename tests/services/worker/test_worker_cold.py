@@ -76,6 +76,22 @@ async def test_a_prefetched_adapter_is_on_the_device_before_anybody_asks(start, 
     await eventually(lambda: [held.tier for held in latest(worker).adapters] == ["device"], within_s=20)
 
 
+async def test_an_adapter_that_is_likely_to_be_asked_for_comes_back_to_the_device(start, adapters):
+    worker = await start(**options("auto"), adapter_foresight=True)
+    ref = await worker.mesh.publish_adapter(adapters[3])
+    for _ in range(3):
+        request = generate([1, 2, 3], adapter=ref)
+        await worker.accepted(request)
+        await worker.mesh.ended(request.request_id)
+    await eventually(lambda: [held.tier for held in latest(worker).adapters] == ["device"], within_s=20)
+    core = worker.service.core
+    foresight, core.foresight = core.foresight, None
+    worker.service.engine.unload_adapter(ref.digest)
+    await eventually(lambda: [held.tier for held in latest(worker).adapters] == ["host"])
+    core.foresight = foresight
+    await eventually(lambda: [held.tier for held in latest(worker).adapters] == ["device"], within_s=20)
+
+
 def test_assistants_have_cores_of_their_own():
     allowed = sorted(os.sched_getaffinity(0))
 
