@@ -186,7 +186,7 @@ def in_the_twin(*, foresight: bool, adapters: int, slots: int, every_s: float) -
         output_tokens=np.full(600, 4),
     )
     link = LinkModel(bytes_per_s=1e9, layers=4, cold_start="blocking")
-    cluster = Cluster(load, [replace(spec(max_loras=slots), link=link, foresight=foresight)], None)
+    cluster = Cluster(load, [replace(spec(max_loras=slots), link=link, eviction="lru", foresight=foresight)], None)
     cluster.run()
     cluster.workers[0].batches.check()
     return cluster
