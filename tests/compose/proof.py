@@ -106,7 +106,7 @@ class Proof:
             except RuntimeError:
                 self._stand_in(image)
         self.project.compose("build", *OURS)
-        sizes = {name: image_mib(f"motet-{name}") for name in ("nats", "mesh", "worker-cpu")}
+        sizes = {name: image_mib(f"motet-{name}") for name in ("nats", "mesh", "predictor", "worker-cpu")}
         self.figures |= {"image_mib_mesh": sizes["mesh"], "image_mib_worker_cpu": sizes["worker-cpu"]}
         promise(sizes["mesh"] <= MESH_MIB and sizes["worker-cpu"] <= WORKER_MIB, f"too large: {sizes}")
         return ", ".join(f"{name} {mib:.0f} MiB" for name, mib in sizes.items())
