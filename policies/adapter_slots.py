@@ -7,7 +7,7 @@ run beside the steps (`asynchronous`), an adapter is *loading* from its grant un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -113,16 +113,9 @@ class AdapterSlots:
 
     def prefetch(self, digest: str, size_bytes: int, *, evicting: bool = True) -> Grant | None:
         """A slot for an adapter without a user. Only idle adapters that no request waits for make room; None without room."""
-        leaving: list[str] = []
-        slots, room = len(self._free_slots), self.bytes_free
-        if not slots or size_bytes > room:
-            for idle in self.unwanted() if evicting else ():
-                leaving.append(idle)
-                slots, room = slots + 1, room + self._residents[idle].size_bytes
-                if size_bytes <= room:
-                    break
-            else:
-                return None
+        leaving = self._leaving(size_bytes, self.unwanted() if evicting else ())
+        if leaving is None:
+            return None
         evicted = [self.evict(idle) for idle in leaving]
         grant = self.acquire(digest, size_bytes)
         assert grant is not None, "it fits"
@@ -130,18 +123,11 @@ class AdapterSlots:
         return Grant(grant.slot, load=True, evicted=evicted)
 
     def foresee(self, digest: str, size_bytes: int, over: Collection[str]) -> Grant | None:
-        """A slot for an adapter that somebody may ask for; of the adapters only those in `over` make room, if they are idle and
-        neither pinned nor waited for. None without room."""
-        leaving: list[str] = []
-        slots, room = len(self._free_slots), self.bytes_free
+        """A slot for an adapter that a request may need soon. Only adapters in `over` make room, in this order, if they are
+        idle and neither pinned nor waited for. None without room."""
         unwanted = set(self.unwanted())
-        for idle in over:
-            if slots and size_bytes <= room:
-                break
-            if idle in unwanted:
-                leaving.append(idle)
-                slots, room = slots + 1, room + self._residents[idle].size_bytes
-        if not slots or size_bytes > room:
+        leaving = self._leaving(size_bytes, (idle for idle in over if idle in unwanted))
+        if leaving is None:
             return None
         evicted = [self.evict(idle) for idle in leaving]
         slot = self._free_slots.pop()
@@ -153,6 +139,18 @@ class AdapterSlots:
         if self.asynchronous:
             self._loading[digest] = slot
         return Grant(slot, load=True, evicted=evicted)
+
+    def _leaving(self, size_bytes: int, candidates: Iterable[str]) -> list[str] | None:
+        """The first idle `candidates` that have to leave for a slot with so many bytes; None when all of them are too few."""
+        leaving: list[str] = []
+        slots, room, rest = len(self._free_slots), self.bytes_free, iter(candidates)
+        while not slots or size_bytes > room:
+            idle = next(rest, None)
+            if idle is None:
+                return None
+            leaving.append(idle)
+            slots, room = slots + 1, room + self._residents[idle].size_bytes
+        return leaving
 
     def release(self, digest: str) -> None:
         """Remove a user. Without users the adapter stays until its place is needed."""

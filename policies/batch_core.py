@@ -172,7 +172,7 @@ class BatchCore(Generic[S]):
         return plan
 
     def _make_way(self, plan: StepPlan[S]) -> None:
-        """A copy that somebody waits for does not queue behind one that nobody asked for."""
+        """The step needs copies: give up the unfinished copy of an adapter that no request has asked for."""
         digest, self._foreseen = self._foreseen, ""
         slots = self.slots
         if digest in slots.loading and not slots.users(digest) and digest not in self._waited():

@@ -181,8 +181,8 @@ class Refuse(msgspec.Struct, frozen=True):
 class CopyIn(msgspec.Struct, frozen=True):
     """Copy an adapter from host memory to the device if there is room without evicting; for a pinned one, idle ones leave.
 
-    With `over` it is brought because somebody may ask for it: only if nothing is being copied or waited for, and of the idle
-    adapters those of `over` make room, in this order.
+    With `over` no request has asked for the adapter yet: it is copied only if no other copy is under way and no request waits,
+    and only idle adapters of `over` make room, in this order.
     """
 
     digest: str

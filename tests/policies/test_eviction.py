@@ -86,13 +86,19 @@ def test_the_forecast_keeps_what_comes_again_soon_and_is_costly_to_bring_back() 
     assert list(order).index("far-rare") > 0
 
 
-def test_adapters_that_requests_wait_for_leave_after_the_others_and_pinned_ones_last() -> None:
+def pinned_waited_and_idle() -> AdapterSlots:
+    """Three slots, all taken: `a` is pinned, a request waits for `b`, and `c` is idle."""
     slots = AdapterSlots(3, 100)
     for digest in "abc":
         assert slots.acquire(digest, 10)
         slots.release(digest)
     slots.pinned = {"a"}
     slots.waited = lambda: {"b"}
+    return slots
+
+
+def test_adapters_that_requests_wait_for_leave_after_the_others_and_pinned_ones_last() -> None:
+    slots = pinned_waited_and_idle()
     gone = []
     for digest in "xyz":
         grant = slots.acquire(digest, 10)
@@ -102,12 +108,7 @@ def test_adapters_that_requests_wait_for_leave_after_the_others_and_pinned_ones_
 
 
 def test_a_prefetch_takes_no_room_from_what_is_waited_for_or_pinned() -> None:
-    slots = AdapterSlots(3, 100)
-    for digest in "abc":
-        assert slots.acquire(digest, 10)
-        slots.release(digest)
-    slots.pinned = {"a"}
-    slots.waited = lambda: {"b"}
+    slots = pinned_waited_and_idle()
     grant = slots.prefetch("x", 10)
     assert grant is not None and [digest for digest, _ in grant.evicted] == ["c"]
     slots.waited = lambda: {"b", "x"}
