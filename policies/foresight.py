@@ -1,4 +1,4 @@
-"""Which adapter is brought one tier up before anybody asks for it, while nothing else is on its way.
+"""Chooses the adapter to bring one tier up before a request asks for it, while no other copy is under way.
 
 It is the likeliest, by `policies.load_forecast`, of some of the adapters that were asked for before; each look goes on with the
 next ones. Room comes from memory that holds nothing, and from adapters that are clearly less likely. A copy takes time in
@@ -31,7 +31,7 @@ Where adapters leave before they are asked for, few copies are made."""
 
 @dataclass
 class Foresight:
-    """Learns from requests, and from what becomes of what it brings. `next` and `weaker` are asked when a link is idle."""
+    """Learns from requests, and from whether the adapters it brought are used. Ask `next` and `weaker` when a link is idle."""
 
     forecast: Forecast = field(default_factory=Forecast)
     _known: set[str] = field(default_factory=set)

@@ -15,7 +15,7 @@ PIN_SHARE = 2
 
 
 def within(pinned: Iterable[AdapterRef], limits: WorkerLimits) -> dict[str, AdapterRef]:
-    """Those that fit, by digest. They are asked for in the order given; one that does not fit leaves its room to later ones."""
+    """The pinned adapters that fit, by digest, tried in the order given. One that is too large is passed over."""
     kept: dict[str, AdapterRef] = {}
     left = limits.pin_bytes
     for ref in pinned:

@@ -51,7 +51,7 @@ def list_(tenant: str | None, url: str, as_json: bool) -> None:
       motet adapters list
       motet adapters list --json | jq -r .data[].id
     """
-    params = {"tenant": tenant} if tenant is not None else {}
+    params = _params(tenant)
     answer = _ask(url, lambda client: client.call("GET", "/v1/adapters", params=params))
     if as_json:
         return print_json(answer)
@@ -135,7 +135,7 @@ def alias(name: str, target: str, url: str, as_json: bool) -> None:
 @click.argument("name")
 def rm(name: str, force: bool, tenant: str | None, url: str) -> None:
     """Remove an adapter's name, and its weights if no other name uses them."""
-    params = ({"force": "true"} if force else {}) | ({"tenant": tenant} if tenant is not None else {})
+    params = ({"force": "true"} if force else {}) | _params(tenant)
     _ask(url, lambda client: client.call("DELETE", _path(name), params=params))
     click.echo(f"removed {name}")
 
@@ -156,9 +156,8 @@ def pin(name: str, workers: str | None, tenant: str | None, url: str, as_json: b
       motet adapters pin summaries
       motet adapters pin sql --workers worker-0,worker-1
     """
-    params = {"tenant": tenant} if tenant is not None else {}
     body = {} if workers is None else {"workers": [one.strip() for one in workers.split(",") if one.strip()]}
-    card = _ask(url, lambda client: client.call("POST", _path(name, "/pin"), params=params, json=body))
+    card = _ask(url, lambda client: client.call("POST", _path(name, "/pin"), params=_params(tenant), json=body))
     print_json(card) if as_json else click.echo(f"pinned {name} to {_workers(card)}")
 
 
@@ -168,14 +167,13 @@ def pin(name: str, workers: str | None, tenant: str | None, url: str, as_json: b
 @click.argument("name")
 def unpin(name: str, tenant: str | None, url: str) -> None:
     """Let workers give up an adapter like any other."""
-    params = {"tenant": tenant} if tenant is not None else {}
-    _ask(url, lambda client: client.call("DELETE", _path(name, "/pin"), params=params))
+    _ask(url, lambda client: client.call("DELETE", _path(name, "/pin"), params=_params(tenant)))
     click.echo(f"unpinned {name}")
 
 
 async def upload(client: Client, name: str, path: Path, *, replace: bool = False, tenant: str | None = None) -> Any:
     """Upload a PEFT directory or an archive of one; the registered adapter's card. Raises ApiError."""
-    form = {"name": name, "replace": "true" if replace else "false"} | ({} if tenant is None else {"tenant": tenant})
+    form = {"name": name, "replace": "true" if replace else "false"} | _params(tenant)
     archive: dict[str, Any]
     if path.is_dir():
         archive = {"file": (f"{path.name}.tar", pack(path), "application/x-tar")}
@@ -207,6 +205,11 @@ def _ask(url: str, work: Callable[[Client], Awaitable[Any]]) -> Any:
 
 def _path(name: str, rest: str = "") -> str:
     return f"/v1/adapters/{quote(name, safe='')}{rest}"
+
+
+def _params(tenant: str | None) -> dict[str, str]:
+    """The parameter that names another tenant, if one is named."""
+    return {} if tenant is None else {"tenant": tenant}
 
 
 def _workers(card: dict[str, Any]) -> str:
