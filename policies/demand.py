@@ -35,12 +35,12 @@ class Demand:
         self._all_asks = self._all_weights = 0.0
         self._largest, self._loudest = 0.0, ""  # the most asks per weight, and the tenant that has them
 
-    def asked(self, tenant: str, weight: float, now_s: float) -> Standing:
-        """Count one ask of `tenant`; returns its standing."""
+    def asked(self, tenant: str, weight: float, now_s: float, asks: int = 1) -> Standing:
+        """Count `asks` of `tenant`; returns its standing."""
         if now_s - self._since_s > FORGET_EVERY_S:
             self._forget(now_s)
-        count = self._asks[tenant] = self._asks.get(tenant, 0.0) + 1.0
-        self._all_asks += 1.0
+        count = self._asks[tenant] = self._asks.get(tenant, 0.0) + asks
+        self._all_asks += asks
         self._all_weights += weight - self._weights.get(tenant, 0.0)
         self._weights[tenant] = weight
         own = count / weight

@@ -75,6 +75,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_text: str = ""  # an excerpt, for a predictor that reads text; only with --send-prompts, not passed on to workers
     cache_salt: str = ""  # prompts share KV blocks only with prompts of the same tenant and the same salt
     priority: int = 0  # 0 or more; waiting requests with a smaller one go first
+    repeated: int = 0  # refusals that the gateway repeated to this tenant by itself since its last submission
     v: int = VERSION
 
 

@@ -90,7 +90,10 @@ STRAYS = Counter(
     "motet_stray_items", "Token items of unknown or outdated requests that were answered with a Cancel.", registry=REGISTRY
 )
 REFUSED = Counter(
-    "motet_gateway_refused", "Requests that this gateway refused by itself, by reason.", ["reason"], registry=REGISTRY
+    "motet_gateway_refused",
+    "Requests that this gateway refused by itself, by reason; repeated: a scheduler refused one like it just now.",
+    ["reason"],
+    registry=REGISTRY,
 )
 HTTP_ERRORS = Counter("motet_http_errors", "HTTP error answers by error code.", ["code"], registry=REGISTRY)
 INFLIGHT = Gauge("motet_gateway_inflight", "Sequences in progress at this gateway.", registry=REGISTRY)

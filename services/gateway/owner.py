@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any
 
+from motet.policies.recent_refusals import Kind, RecentRefusals
 from motet.services.gateway import metrics
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.fleet import Fleet
@@ -83,6 +84,7 @@ class Owner:
         self._idle = asyncio.Event()  # set whenever the last one ends
         self._gaps: dict[Stream, float] = {}  # streams with early items, and since when
         self._strays: dict[tuple[str, str], float] = {}
+        self._refusals = RecentRefusals()
         self._holder = LeaseHolder(bus, "gateway", gateway_id, secrets.token_hex(8))
         self._leases = LeaseWatch(bus, "worker", self._on_lost, self._holder)
         self._pulse = Pulse(bus, self._holders, self._on_lost)
@@ -129,6 +131,13 @@ class Owner:
             metrics.REFUSED.labels("inflight").inc()
             raise Overloaded(f"this gateway is at its limit of {self._max_inflight} sequences", retry_after_s=1.0)
 
+    def check_refusals(self, job: Job) -> None:
+        """Raises Overloaded if a request that asked for no more was refused just now."""
+        again = self._refusals.find(_kind(job), len(job.prompt), job.adapter.rank if job.adapter else 0, now_s())
+        if again is not None:
+            metrics.REFUSED.labels("repeated").inc()
+            raise Overloaded(again[0], retry_after_s=again[1])
+
     async def open(self, job: Job, *, signal: Signal | None = None) -> Stream:
         """Submit `job`; returns when a worker has accepted it. `signal` wakes a caller that has several streams.
 
@@ -140,6 +149,7 @@ class Owner:
         self.check_room()
         if job.request_id in self._active:
             raise Conflict(f"request {job.request_id} is already running")
+        self.check_refusals(job)
         stream = Stream(job, self.detokenizer, self._on_cancel, signal, self._buffer_tokens)
         self._active[job.request_id] = stream
         self._idle.clear()
@@ -148,6 +158,9 @@ class Owner:
         try:
             await self._place(stream, OPEN_PATIENCE_S)
         except MotetError as error:
+            if isinstance(error, Overloaded) and error.retry_after_s is not None:
+                rank = job.adapter.rank if job.adapter else 0
+                self._refusals.add(_kind(job), len(job.prompt), rank, error.message, error.retry_after_s, now_s())
             if isinstance(error, Unavailable) and not self._fleet.workers() and (known := self._fleet.absent.summary(now_s())):
                 error.message += f" (workers: {known}; GET /v1/status tells more)"
             self._abort(stream, error, error.code)
@@ -215,6 +228,7 @@ class Owner:
             cache_salt=job.cache_salt,
             exclude_workers=tuple(stream.excluded),
             priority=job.priority,
+            repeated=self._refusals.take_repeated(job.tenant),
         )
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=timeout_s)
         if isinstance(reply, Refused):
@@ -459,3 +473,7 @@ class Owner:
     async def _publish(self, subject: str, message: Cancel | Outcome) -> None:
         with contextlib.suppress(Unavailable):  # counted by the bus; a lost Cancel is repeated when frames keep coming
             await self._bus.publish(subject, message)
+
+
+def _kind(job: Job) -> Kind:
+    return Kind(job.tenant, job.slo.ttft_slo_ms, job.slo.tpot_slo_ms, job.priority)

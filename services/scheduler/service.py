@@ -204,7 +204,8 @@ class SchedulerService(BusService):
     async def _place(self, request: GenerateRequest) -> Assigned:
         brief = _brief(request)
         failures: dict[str, MotetError] = {}
-        standing = self._demand.asked(request.tenant, request.tenant_weight, now_s())
+        standing = self._demand.asked(request.tenant, request.tenant_weight, now_s(), 1 + max(0, request.repeated))
+        request.repeated = 0
         for _ in range(self._config.attempts):
             ask = _ask(request, brief, tuple(failures), standing)
             decision = self._decide(ask)

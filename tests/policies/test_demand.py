@@ -31,6 +31,15 @@ def test_a_loud_tenant_stands_far_above_the_mean_and_the_others_below_it_also_af
     assert standing.own < 1.0 < 3.0 < standing.largest
 
 
+def test_several_asks_at_once_count_like_as_many_single_ones():
+    at_once, single = Demand(), Demand()
+    at_once.asked("quiet", 1.0, 0.0), single.asked("quiet", 1.0, 0.0)
+    standing = at_once.asked("loud", 1.0, 0.5, 7)
+    for _ in range(7):
+        alone = single.asked("loud", 1.0, 0.5)
+    assert standing == alone
+
+
 def test_shares_go_by_weight():
     demand = Demand()
     for second in range(20):

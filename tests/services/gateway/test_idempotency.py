@@ -61,7 +61,7 @@ async def test_a_client_that_gave_up_finds_its_answer_when_it_asks_again(mesh: M
 
 
 async def test_what_failed_runs_again(mesh: Mesh, http: aiohttp.ClientSession) -> None:
-    mesh.scheduler.refuse = Overloaded("full", retry_after_s=1.0)
+    mesh.scheduler.refuse = Overloaded("full", retry_after_s=0.1)
     assert (await post(http, mesh))[0] == 429
     mesh.scheduler.refuse = None
     mesh.say("a")

@@ -341,6 +341,18 @@ async def test_what_the_scheduler_refuses_a_new_request_for_reaches_the_caller(m
     assert mesh.owner.inflight == 0
 
 
+async def test_a_refusal_is_repeated_without_the_scheduler_and_the_next_ask_tells_how_often(mesh: Mesh) -> None:
+    mesh.scheduler.refuse = Overloaded("too late", retry_after_s=8.0)
+    for name in "abcd":
+        with pytest.raises(Overloaded, match="too late") as refused:
+            await mesh.owner.open(job(name))
+        assert 7.0 < (refused.value.retry_after_s or 0.0) <= 8.0
+    assert [request.request_id for request in mesh.scheduler.submitted] == ["a"]
+    mesh.scheduler.refuse = None
+    (await mesh.owner.open(job("shorter", prompt=[5]))).cancel()
+    assert [request.repeated for request in mesh.scheduler.submitted] == [0, 3]
+
+
 async def test_a_scheduler_that_is_away_for_a_moment_is_waited_for(mesh: Mesh) -> None:
     mesh.scheduler.refuse = Unavailable("no worker yet")
     opening = asyncio.ensure_future(mesh.owner.open(job()))

@@ -1,0 +1,68 @@
+"""Refusals that a gateway repeats for a moment instead of asking the predictor and the scheduler again.
+
+A scheduler that refuses a request for L seconds says how long it will take until a worker may serve such a request. Just after
+that, a request that asks for no less gets the same answer, so under overload most refusals need no other service. A refusal is
+repeated if all of this holds:
+
+- The tenant, the objectives and the priority are equal, and the prompt and the adapter's rank are not smaller.
+- L was at least `LASTING_S`. Two requests of one class differ by less, even if one must wait for its adapter.
+- At most `HOLD_S` have passed. A worker that starts, or requests that are cancelled, are noticed within that time.
+
+Schedulers count what every tenant asks for (`demand`), so repeated refusals are counted and reported with the tenant's next ask.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+LASTING_S = 1.0
+HOLD_S = 0.25
+KEYS_MAX = 1024
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What two requests must have in common."""
+
+    tenant: str
+    ttft_slo_ms: float
+    tpot_slo_ms: float
+    priority: int
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    rank: int
+    message: str
+    at_s: float
+    retry_after_s: float
+
+
+class RecentRefusals:
+    """The last refusal of each kind of request. At most `KEYS_MAX` kinds are known."""
+
+    def __init__(self) -> None:
+        self._last: dict[Kind, _Refusal] = {}
+        self._repeated: dict[str, int] = {}  # per tenant
+
+    def add(self, kind: Kind, prompt_tokens: int, rank: int, message: str, retry_after_s: float, now_s: float) -> None:
+        """A request was refused; it may be served in `retry_after_s`. `rank` is 0 for the base model."""
+        if retry_after_s < LASTING_S:
+            return
+        if kind not in self._last and len(self._last) >= KEYS_MAX:
+            self._last = {k: refusal for k, refusal in self._last.items() if now_s - refusal.at_s < HOLD_S}
+            if len(self._last) >= KEYS_MAX:
+                return
+        self._last[kind] = _Refusal(prompt_tokens, rank, message, now_s, retry_after_s)
+
+    def find(self, kind: Kind, prompt_tokens: int, rank: int, now_s: float) -> tuple[str, float] | None:
+        """The message and the seconds that remain, if this request would be refused too; None if it must be asked."""
+        last = self._last.get(kind)
+        if last is None or now_s - last.at_s >= HOLD_S or prompt_tokens < last.prompt_tokens or rank < last.rank:
+            return None
+        if kind.tenant in self._repeated or len(self._repeated) < KEYS_MAX:
+            self._repeated[kind.tenant] = self._repeated.get(kind.tenant, 0) + 1
+        return last.message, last.retry_after_s - (now_s - last.at_s)
+
+    def take_repeated(self, tenant: str) -> int:
+        """How many refusals were repeated to this tenant since the last call."""
+        return self._repeated.pop(tenant, 0)
