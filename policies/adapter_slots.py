@@ -113,22 +113,27 @@ class AdapterSlots:
 
     def prefetch(self, digest: str, size_bytes: int, *, evicting: bool = True) -> Grant | None:
         """A slot for an adapter without a user. Only idle adapters that no request waits for make room; None without room."""
-        leaving = self._leaving(size_bytes, self.unwanted() if evicting else ())
-        if leaving is None:
-            return None
-        evicted = [self.evict(idle) for idle in leaving]
-        grant = self.acquire(digest, size_bytes)
-        assert grant is not None, "it fits"
-        self.release(digest)
-        return Grant(grant.slot, load=True, evicted=evicted)
+        return self._bring(digest, size_bytes, self.unwanted() if evicting else ())
 
     def foresee(self, digest: str, size_bytes: int, over: Collection[str]) -> Grant | None:
         """A slot for an adapter that a request may need soon. Only adapters in `over` make room, in this order, if they are
         idle and neither pinned nor waited for. None without room."""
         unwanted = set(self.unwanted())
-        leaving = self._leaving(size_bytes, (idle for idle in over if idle in unwanted))
-        if leaving is None:
-            return None
+        return self._bring(digest, size_bytes, (idle for idle in over if idle in unwanted))
+
+    def _bring(self, digest: str, size_bytes: int, candidates: Iterable[str]) -> Grant | None:
+        """A slot without a user. The first idle `candidates` make room; None, and no change, when all of them are too few.
+
+        Nobody has used the adapter yet: the eviction policy counts a use when a request does.
+        """
+        leaving: list[str] = []
+        slots, room, rest = len(self._free_slots), self.bytes_free, iter(candidates)
+        while not slots or size_bytes > room:
+            idle = next(rest, None)
+            if idle is None:
+                return None
+            leaving.append(idle)
+            slots, room = slots + 1, room + self._residents[idle].size_bytes
         evicted = [self.evict(idle) for idle in leaving]
         slot = self._free_slots.pop()
         self._residents[digest] = _Resident(slot, size_bytes, users=0, since=self.clock)
@@ -139,18 +144,6 @@ class AdapterSlots:
         if self.asynchronous:
             self._loading[digest] = slot
         return Grant(slot, load=True, evicted=evicted)
-
-    def _leaving(self, size_bytes: int, candidates: Iterable[str]) -> list[str] | None:
-        """The first idle `candidates` that have to leave for a slot with so many bytes; None when all of them are too few."""
-        leaving: list[str] = []
-        slots, room, rest = len(self._free_slots), self.bytes_free, iter(candidates)
-        while not slots or size_bytes > room:
-            idle = next(rest, None)
-            if idle is None:
-                return None
-            leaving.append(idle)
-            slots, room = slots + 1, room + self._residents[idle].size_bytes
-        return leaving
 
     def release(self, digest: str) -> None:
         """Remove a user. Without users the adapter stays until its place is needed."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from motet.policies.load_forecast import MAX_ADAPTERS, Forecast
+from motet.policies.load_forecast import Forecast
 
 HORIZON_S = 15.0
 """A request counts as soon within this time."""
@@ -34,8 +34,7 @@ class Foresight:
     """Learns from requests, and from whether the adapters it brought are used. Ask `next` and `weaker` when a link is idle."""
 
     forecast: Forecast = field(default_factory=Forecast)
-    _known: set[str] = field(default_factory=set)
-    _turns: deque[str] = field(default_factory=deque)
+    _turns: deque[str] = field(default_factory=deque)  # known adapters that were not looked at in this round
     _tried_s: dict[str, float] = field(default_factory=dict)
     _brought: set[str] = field(default_factory=set)
     _credit: float = CREDIT
@@ -48,11 +47,6 @@ class Foresight:
         if digest in self._brought:
             self._brought.remove(digest)
             self._credit = min(CREDIT, self._credit + CREDIT_PER_HIT)
-        if digest not in self._known:
-            self._known.add(digest)
-            self._turns.append(digest)
-            if len(self._turns) > MAX_ADAPTERS:
-                self._known.remove(self._turns.popleft())
 
     def came(self, digest: str) -> None:
         """The adapter is in a higher tier now, perhaps because `next` said so."""
@@ -73,9 +67,10 @@ class Foresight:
             return None
         best: str | None = None
         most = LEAST
-        for _ in range(min(LOOKED_AT, len(self._turns))):
-            digest = self._turns[0]
-            self._turns.rotate(-1)
+        for _ in range(min(LOOKED_AT, len(self.forecast))):
+            if not self._turns:
+                self._turns.extend(self.forecast)
+            digest = self._turns.popleft()
             if digest not in self._tried_s and may_come(digest):
                 chance = self.forecast.chance(digest, now_s, HORIZON_S)
                 if chance > most:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import exp, expm1, sqrt
 
@@ -60,6 +61,13 @@ class Forecast:
     _adapters: OrderedDict[str, _Gaps] = field(default_factory=OrderedDict)
     _pooled: _Gaps = field(default_factory=lambda: _Gaps(0.0))
     _since_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def __iter__(self) -> Iterator[str]:
+        """The adapters, the least recently asked for first."""
+        return iter(self._adapters)
 
     def used(self, digest: str, now_s: float) -> None:
         """A request for the adapter began."""

@@ -14,10 +14,20 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ADAPTER_NAME = re.compile(r"(?!.*/pin\Z)[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
 """`/v1/adapters/<name>/pin` is the pin of an adapter, so no name ends like that."""
 ADAPTER_NAME_CHARS = 128
+ADAPTER_NAME_RULE = (
+    f"letters, digits, '_' and '-', single '.' and '/' between them, at most {ADAPTER_NAME_CHARS} characters, and no '/pin' at"
+    " the end"
+)
+"""The same for people."""
 
 Tier = Literal["device", "host", "disk"]
 Phase = Literal["loading", "waiting", "running"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether an adapter can have this name."""
+    return len(name) <= ADAPTER_NAME_CHARS and ADAPTER_NAME.fullmatch(name) is not None
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -40,7 +40,7 @@ from motet.shared.errors import (
     from_info,
 )
 from motet.shared.messages import AdapterInfo, AliasAdapter, DeleteAdapter, PinAdapter, Refused, RegisterAdapter, RegistryReply
-from motet.shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS, EVERY_WORKER
+from motet.shared.model import ADAPTER_NAME_CHARS, ADAPTER_NAME_RULE, EVERY_WORKER, is_adapter_name
 from motet.shared.objects import Objects
 from motet.shared.tenancy import SHARED, check_tenant
 
@@ -55,13 +55,10 @@ CHUNK_BYTES = 1 << 17
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-_NAME_TEXT = "letters, digits, '_' and '-', single '.' and '/' between them, at most 128 characters, and no '/pin' at the end"
-
-
 class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/adapters: exactly one of `path`, `hub_id` and `alias_of` says where it comes from."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=128, description=f"its name: {_NAME_TEXT}")]
+    name: Annotated[str, Meta(min_length=1, max_length=ADAPTER_NAME_CHARS, description=f"its name: {ADAPTER_NAME_RULE}")]
     path: (
         Annotated[str, Meta(description="a directory or archive on the server, below one of its `--adapter-roots`")] | None
     ) = None
@@ -89,7 +86,7 @@ class PinRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's POST /v1/load_lora_adapter."""
 
-    lora_name: Annotated[str, Meta(description=f"its name: {_NAME_TEXT}", extra_json_schema={"minLength": 1})] = ""
+    lora_name: Annotated[str, Meta(description=f"its name: {ADAPTER_NAME_RULE}", extra_json_schema={"minLength": 1})] = ""
     lora_path: Annotated[
         str, Meta(description="a path on the server, or a Hugging Face id", extra_json_schema={"minLength": 1})
     ] = ""
@@ -231,7 +228,7 @@ class _Registry:
             source = _Source(kind, location, "path" if kind == "path" else "hub_id")
             return await self.register(asked.name, source, caller, replace=asked.replace, tenant=asked.tenant)
         self.check_name(asked.name, "name")
-        if not _possible(location):
+        if not is_adapter_name(location):
             raise AdapterNotFound(f"there is no adapter {location!r}", param="alias_of")
         owner = _new_owner(caller, asked.tenant)
         message = AliasAdapter(name=asked.name, target=location, tenant=owner, actor=caller.key_id)
@@ -258,7 +255,7 @@ class _Registry:
 
     async def delete(self, name: str, caller: Caller, tenant: str | None, *, force: bool) -> None:
         """Delete the adapter that `name` means for `caller`; an administrator may name its tenant."""
-        if not _possible(name):
+        if not is_adapter_name(name):
             raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
         adapters = self._gateway.adapters
         owner = self._owner(name, caller, tenant)
@@ -268,7 +265,7 @@ class _Registry:
 
     async def pin(self, name: str, workers: tuple[str, ...], caller: Caller, tenant: str | None) -> AdapterInfo:
         """Pin what `name` means for `caller` to these workers; without any, unpin it. An administrator may name its tenant."""
-        if not _possible(name):
+        if not is_adapter_name(name):
             raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
         adapters = self._gateway.adapters
         owner = self._owner(name, caller, tenant, "pinning")
@@ -317,15 +314,10 @@ class _Registry:
 
     def check_name(self, name: str, param: str) -> None:
         """Raises BadRequest for an invalid adapter name."""
-        if not _possible(name):
-            raise BadRequest(f"{param}: {name!r} is not a valid adapter name: {_NAME_TEXT}", param=param)
+        if not is_adapter_name(name):
+            raise BadRequest(f"{param}: {name!r} is not a valid adapter name: {ADAPTER_NAME_RULE}", param=param)
         if name == self._gateway.config.base.name:
             raise BadRequest(f"{name!r} is the base model's name", param=param)
-
-
-def _possible(name: str) -> bool:
-    """Whether an adapter can have this name."""
-    return len(name) <= ADAPTER_NAME_CHARS and ADAPTER_NAME.fullmatch(name) is not None
 
 
 class _Source(msgspec.Struct, frozen=True):

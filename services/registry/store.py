@@ -47,7 +47,7 @@ from motet.shared.errors import (
 from motet.shared.kv import Bucket
 from motet.shared.kv_watch import KvWatch
 from motet.shared.messages import AdapterInfo
-from motet.shared.model import ADAPTER_NAME, ADAPTER_NAME_CHARS, AdapterEntry, AdapterVersion, Pin
+from motet.shared.model import ADAPTER_NAME_RULE, AdapterEntry, AdapterVersion, Pin, is_adapter_name
 from motet.shared.objects import Objects, read_object
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import SHARED, qualified
@@ -95,19 +95,10 @@ class _Seen:
         return self.holds.deleting and now_s() - self.since_s > 3 * DELETING_S
 
 
-def is_name(name: str) -> bool:
-    """Whether `name` is a valid adapter name."""
-    return len(name) <= ADAPTER_NAME_CHARS and ADAPTER_NAME.fullmatch(name) is not None
-
-
 def check_name(name: str, base_model: str) -> None:
     """Raises BadRequest when `name` is not a valid adapter name."""
-    if not is_name(name):
-        raise BadRequest(
-            f"adapter name {quoted(name)}: letters, digits, '_' and '-', single '.' and '/' between them, "
-            f"at most {ADAPTER_NAME_CHARS} characters, and no '/pin' at the end",
-            param="name",
-        )
+    if not is_adapter_name(name):
+        raise BadRequest(f"adapter name {quoted(name)}: {ADAPTER_NAME_RULE}", param="name")
     if name == base_model:
         raise BadRequest(f"adapter name {quoted(name)} is the base model's name", param="name")
 
@@ -208,7 +199,7 @@ class AdapterStore:
         with reachable():
             for _ in range(ATTEMPTS):
                 aimed = None
-                if is_name(target):
+                if is_adapter_name(target):
                     aimed, _ = await self._read(entry_key(target, tenant), AdapterEntry)
                     if aimed is None and tenant:
                         aimed, _ = await self._read(entry_key(target), AdapterEntry)
@@ -239,7 +230,9 @@ class AdapterStore:
         """
         with reachable():
             for _ in range(ATTEMPTS):
-                entry, revision = await self._read(entry_key(name, tenant), AdapterEntry) if is_name(name) else (None, 0)
+                entry, revision = (
+                    await self._read(entry_key(name, tenant), AdapterEntry) if is_adapter_name(name) else (None, 0)
+                )
                 version, _ = await self._read(VERSION + entry.digest, AdapterVersion) if entry is not None else (None, 0)
                 if entry is None or version is None:
                     raise AdapterNotFound(f"there is no adapter {quoted(name)}", param="name")
@@ -264,7 +257,9 @@ class AdapterStore:
         """
         with reachable():
             for _ in range(ATTEMPTS):
-                entry, revision = await self._read(entry_key(name, tenant), AdapterEntry) if is_name(name) else (None, 0)
+                entry, revision = (
+                    await self._read(entry_key(name, tenant), AdapterEntry) if is_adapter_name(name) else (None, 0)
+                )
                 if entry is None:
                     raise AdapterNotFound(f"there is no adapter {quoted(name)}", param="name")
                 version, _ = await self._read(VERSION + entry.digest, AdapterVersion)

@@ -7,6 +7,7 @@ import pytest
 
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.eviction import REFRESH_S, Eviction, EvictionName, ForecastValue, Gdsf, Score, make_eviction
+from motet.policies.load_forecast import Forecast
 
 NAMES = get_args(EvictionName)
 
@@ -114,6 +115,29 @@ def test_a_prefetch_takes_no_room_from_what_is_waited_for_or_pinned() -> None:
     slots.waited = lambda: {"b", "x"}
     assert slots.prefetch("y", 10) is None
     slots.check({})
+
+
+@pytest.mark.parametrize("name", ["score", "gdsf"])
+def test_a_copy_ahead_of_its_request_and_the_request_count_as_one_use(name: EvictionName) -> None:
+    """The adapter that was copied ahead came last. Were its copy a use too, it would leave after the other."""
+    slots = AdapterSlots(2, 100, eviction=make_eviction(name))
+    for digest, ahead in (("twice", False), ("twice", False), ("ahead", True)):
+        slots.eviction.now_s += 1.0
+        if ahead:
+            assert slots.prefetch(digest, 10)
+        assert slots.acquire(digest, 10)
+        slots.release(digest)
+    slots.eviction.now_s += 1.0
+    assert next(iter(slots.eviction)) == "ahead"
+
+
+def test_the_forecast_counts_a_copy_ahead_of_its_request_and_the_request_once() -> None:
+    forecast = Forecast()
+    slots = AdapterSlots(2, 100, eviction=ForecastValue(forecast=forecast))
+    assert slots.prefetch("ahead", 10)
+    for digest in ("ahead", "asked"):
+        assert slots.acquire(digest, 10)
+    assert forecast.rate("ahead", 1.0) == forecast.rate("asked", 1.0) > 0
 
 
 def test_without_a_cache_adapters_leave_unless_somebody_waits_for_them() -> None:
