@@ -156,6 +156,11 @@ The tables list every field that clients of OpenAI's API, vLLM, SGLang and LoRAX
 
 A field that is not in the table is refused as unknown. Durable requests over NATS follow the same tables.
 
+**Structured outputs** need an engine that serves them: without a worker that runs one, the answer is a 400 that names the
+field. A request has one constraint, of at most 65,536 characters. When its worker is lost, a whole answer begins again on another
+worker. A stream begins again while it has shown nothing; after that it ends with the error `worker_lost`, since no engine takes
+up a grammar in the middle of an output.
+
 {tables}
 """
 _SCHEMAS = {"chat": ("ChatRequest", unserved.CHAT), "completions": ("CompletionRequest", unserved.COMPLETION)}

@@ -40,6 +40,8 @@ async def collect(owner: Owner, plan: Plan, *, on_delta: OnDelta | None = None) 
     Raises the MotetError of the first choice that fails; the others are cancelled then.
     """
     streams, signal = await open_all(owner, plan)
+    for stream in streams:
+        stream.retractable = on_delta is None
     gathered = [_Gathered(echo) for echo in plan.echoes]
     running = set(range(len(streams)))
     try:
@@ -76,12 +78,18 @@ class _Gathered:
     """The text, tokens and log-probabilities of one choice so far."""
 
     def __init__(self, echo: str) -> None:
-        self.texts = [echo]
+        self.echo = echo
+        self._begin()
+
+    def _begin(self) -> None:
+        self.texts = [self.echo]
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
+        if delta.again:
+            self._begin()
         self.texts.append(delta.text)
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs or []

@@ -37,7 +37,7 @@ class Unserved(msgspec.Struct, frozen=True):
 _OFF = (None, False)
 _HINT = None  # any value
 
-_GRAMMAR = "output is not constrained to a grammar"
+_GRAMMAR = "use structured_outputs, as in vLLM since it removed this field"
 _TEXT_ONLY = "input and output are text only"
 _NO_TOOLS = "tool calls are not served"
 _ELSEWHERE = "the scheduler decides where a request runs"
@@ -58,14 +58,13 @@ _BOTH: dict[str, Unserved] = {
     "spaces_between_special_tokens": Unserved("it affects slow tokenizers only, which are not used here", _HINT),
     "prompt_logprobs": Unserved("log-probabilities of prompts are not computed"),
     "logprob_token_ids": Unserved("log-probabilities are returned for the most likely tokens only"),
-    "structured_outputs": Unserved(_GRAMMAR),
     "guided_json": Unserved(_GRAMMAR),
     "guided_regex": Unserved(_GRAMMAR),
     "guided_choice": Unserved(_GRAMMAR),
     "guided_grammar": Unserved(_GRAMMAR),
     "guided_decoding_backend": Unserved(_GRAMMAR),
     "guided_whitespace_pattern": Unserved(_GRAMMAR),
-    "structural_tag": Unserved(_GRAMMAR),
+    "structural_tag": Unserved("use structured_outputs.structural_tag"),
     "session_id": Unserved("it is a routing hint", _HINT),
     "return_tokens_as_token_ids": Unserved("log-probabilities name tokens by their text; use return_token_ids", _OFF),
     "routed_experts_prompt_start": Unserved("mixture-of-experts models are not served", (None, 0)),
@@ -78,9 +77,6 @@ _BOTH: dict[str, Unserved] = {
     "thinking_token_budget": Unserved(_THINKING, (None, -1)),
     "stream_interval": Unserved("every token is its own event; events that are ready together leave together", _HINT),
     # SGLang
-    "json_schema": Unserved(_GRAMMAR),
-    "regex": Unserved(_GRAMMAR),
-    "ebnf": Unserved(_GRAMMAR),
     "stop_regex": Unserved("stop takes strings", (None, [])),
     "return_hidden_states": Unserved(_NOT_RETURNED, _OFF),
     "return_routed_experts": Unserved(_NOT_RETURNED, _OFF),

@@ -10,6 +10,7 @@ Rules of this file:
 - Token i has index i over all epochs. Known tokens are dropped. Early tokens wait `GAP_S` for the missing ones; then we resume.
 - An epoch is submitted once. If the answer is lost, a worker may have the request, so the next attempt is the next epoch.
   Frames that arrive before the answer, or instead of it, count as the answer.
+- A request whose output is constrained to a grammar begins again without the tokens so far, or is ended (`_can_go_on`).
 - A request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
 - Nothing here waits for a caller: streams are bounded, and a slow one is ended.
 """
@@ -215,6 +216,7 @@ class Owner:
             cache_salt=job.cache_salt,
             exclude_workers=tuple(stream.excluded),
             priority=job.priority,
+            needs=job.needs,
         )
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=timeout_s)
         if isinstance(reply, Refused):
@@ -240,7 +242,7 @@ class Owner:
             self._done(stream)
         elif stream.losses >= LOSSES_MAX:
             self._abort(stream, WorkerLost(f"{stream.losses} workers in a row were lost with this request"), "worker_lost")
-        else:
+        elif self._can_go_on(stream):
             self._bus.spawn(self._place_again(stream, 0.0))
 
     def _set_back(self, stream: Stream, error: MotetError, worker_id: str) -> None:
@@ -251,6 +253,8 @@ class Owner:
             self._abort(stream, error, error.code, cancel=False)
             return
         self._next_epoch(stream, error.code, worker_id)
+        if not self._can_go_on(stream):
+            return
         # as long again as the trouble has lasted, within the usual bounds
         self._bus.spawn(self._place_again(stream, min(max(now - stream.set_back_s, BACKOFF_S[0]), BACKOFF_S[1])))
 
@@ -264,6 +268,15 @@ class Owner:
         stream.resumed_s = stream.resumed_s or stream.sign_s
         metrics.RESUMED.labels(why).inc()
         log.info("resuming", extra={"request_id": stream.job.request_id, "why": why, "tokens": len(stream.tokens)})
+
+    def _can_go_on(self, stream: Stream) -> bool:
+        """Whether another worker can have the request. No engine takes up a grammar in the middle of an output, so one with a
+        constrained output begins again while nothing of it was shown, and is ended otherwise."""
+        if stream.job.sampling.structured is None or not stream.tokens or stream.begin_again():
+            return True
+        reason = "its worker was lost, and no other can continue an output that is constrained to a grammar"
+        self._abort(stream, WorkerLost(reason), "worker_lost", cancel=False)
+        return False
 
     async def _place_again(self, stream: Stream, pause_s: float) -> None:
         epoch = stream.epoch

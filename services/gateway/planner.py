@@ -23,7 +23,7 @@ from motet.services.gateway.stream import Job
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
 from motet.shared.messages import AdapterInfo
-from motet.shared.model import AdapterRef, SamplingParams, Slo
+from motet.shared.model import AdapterRef, SamplingParams, Slo, StructuredOutput
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
 
@@ -139,9 +139,11 @@ class Planner:
         prefix = "chatcmpl-" if chat else "cmpl-"
         seed = (request.seed if request.seed is not None else secrets.randbits(63)) & SEED_MASK
         bad_words = await self._bad_words(request.bad_words or [])
+        constraint = request.constraint()
+        needs = {"structured": constraint[0]} if constraint else {}
         jobs: list[Job] = []
         for number, prompt in enumerate(prompts):
-            sampling = self._sampling(request, len(prompt), bad_words)
+            sampling = self._sampling(request, len(prompt), bad_words, constraint[1] if constraint else None)
             features, excerpt = self._for_predictor(request, number, prompt, sampling)
             for _ in range(n):
                 choice_seed = (seed + len(jobs) * SEED_STEP) & SEED_MASK
@@ -163,6 +165,7 @@ class Planner:
                         prompt_text=excerpt,
                         cache_salt=request.cache_salt or "",
                         priority=request.priority or 0,
+                        needs=needs,
                         timeout_s=timeout_s or self._config.requests.request_timeout_s,
                         arrived_s=arrived_s,
                     )
@@ -294,7 +297,11 @@ class Planner:
         return tuple(dict.fromkeys(found))
 
     def _sampling(
-        self, request: ChatRequest | CompletionRequest, prompt_tokens: int, bad_words: tuple[tuple[int, ...], ...]
+        self,
+        request: ChatRequest | CompletionRequest,
+        prompt_tokens: int,
+        bad_words: tuple[tuple[int, ...], ...],
+        structured: StructuredOutput | None,
     ) -> SamplingParams:
         room = self.max_model_len - prompt_tokens
         defaults = self._prompts.defaults
@@ -331,6 +338,7 @@ class Planner:
             logprobs=request.logprobs_wanted(),
             allowed_token_ids=self._allowed(request.allowed_token_ids or []),
             bad_words=bad_words,
+            structured=structured,
         )
 
     def _allowed(self, tokens: list[int]) -> tuple[int, ...]:

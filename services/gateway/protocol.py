@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from motet.services.gateway import fields
+from motet.services.gateway import fields, structured
+from motet.services.gateway.structured import ResponseFormat, StructuredOutputs, Text
 from motet.shared.errors import BadRequest
+from motet.shared.model import StructuredOutput
 
 CHOICES_MAX = 64  # n
 SEQUENCES_MAX = 128  # prompts times n
@@ -41,6 +43,7 @@ RequestId = Annotated[
     ),
 ]
 Adapter = Annotated[str, Meta(description="Name of the adapter; `model` may then be missing or the base model's name.")]
+_CONSTRAINED = "needs an engine that serves structured outputs"
 _MESSAGE_SCHEMA = {
     "type": "object",
     "required": ["role"],
@@ -90,13 +93,6 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Annotated[bool, Meta(description="Send the token counts so far in every event (with include_usage).")] | None
     ) = False
     include_obfuscation: Annotated[bool, Meta(description="Accepted without effect: events are not padded.")] | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Text; other formats are refused, since output is not constrained to a grammar."""
-
-    type: Annotated[str, Meta(description='Only "text".', extra_json_schema={"enum": ["text"]})]
-    json_schema: Annotated[Any, Meta(description="Not served.", extra_json_schema={"enum": [None]})] = None
 
 
 class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -150,7 +146,9 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Stop | Annotated[list[Stop], Meta(max_length=STOPS_MAX)] | None,
         Meta(description="Strings that end the text."),
     ] = None
-    response_format: Annotated[ResponseFormat | None, Meta(description="Only the format text is served.")] = None
+    response_format: Annotated[
+        ResponseFormat | None, Meta(description=f"Text, any JSON object, or JSON by a schema ({_CONSTRAINED}).")
+    ] = None
     best_of: Annotated[int, Meta(description="Must equal `n`.")] | None = None
     # vLLM
     top_k: (
@@ -213,6 +211,10 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        Meta(description=f"One of json, regex, choice, grammar, json_object and structural_tag, and options ({_CONSTRAINED})."),
+    ] = None
     cache_salt: (
         Annotated[
             str, Meta(min_length=1, max_length=1024, description="Share cached prefixes only with requests of the same salt.")
@@ -221,6 +223,9 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ) = None
     request_id: RequestId | None = None
     # SGLang
+    regex: Annotated[Text, Meta(description=f"Regular expression for the whole output ({_CONSTRAINED}).")] | None = None
+    ebnf: Annotated[Text, Meta(description=f"Grammar of the output in EBNF ({_CONSTRAINED}).")] | None = None
+    json_schema: Annotated[Text, Meta(description=f"Text of a JSON schema of the output ({_CONSTRAINED}).")] | None = None
     rid: RequestId | None = None
     lora_path: Adapter | None = None
     no_stop_trim: Annotated[bool, Meta(description="The same as include_stop_str_in_output.")] | None = False
@@ -232,12 +237,26 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    def constraint(self) -> tuple[str, StructuredOutput] | None:
+        """What the output must look like, with the field that says so. Raises BadRequest, also for two such fields."""
+        found: list[tuple[str, StructuredOutput]] = []
+        if self.response_format is not None and (wanted := structured.from_response_format(self.response_format)):
+            found.append(("response_format", wanted))
+        if self.structured_outputs is not None:
+            found.append(("structured_outputs", structured.from_structured_outputs(self.structured_outputs)))
+        if self.regex is not None:
+            found.append(("regex", StructuredOutput(kind="regex", value=self.regex)))
+        if self.ebnf is not None:
+            found.append(("ebnf", StructuredOutput(kind="grammar", value=self.ebnf)))
+        if self.json_schema is not None:
+            found.append(("json_schema", structured.schema(self.json_schema, "json_schema")))
+        if len(found) > 1:
+            raise BadRequest(f"{found[1][0]} and {found[0][0]} cannot both constrain the output", param=found[1][0])
+        return found[0] if found else None
+
     def check(self) -> None:
         """Raises BadRequest naming the first field that asks for what is not served."""
-        if self.response_format is not None and (
-            self.response_format.type != "text" or self.response_format.json_schema is not None
-        ):
-            raise _unsupported("response_format", f"type {self.response_format.type!r}")
+        self.constraint()
         if self.best_of not in (None, self.n or 1):
             raise _unsupported("best_of", "other than n")
         if self.truncate_prompt_tokens == 0:

@@ -78,7 +78,7 @@ def test_zero_and_false_are_not_taken_for_each_other() -> None:
 
 
 def test_fields_that_were_ignored_are_refused_or_served() -> None:
-    for name, value in (("regex", "a+"), ("ebnf", "x"), ("json_schema", "{}"), ("reasoning", {"effort": "low"})):
+    for name, value in (("guided_regex", "a+"), ("structural_tag", {}), ("reasoning", {"effort": "low"})):
         with pytest.raises(BadRequest) as refused:
             parse("chat", **{name: value})
         assert refused.value.param == name
