@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from motet.services.gateway.calls import AnswerParser, Parts, body_of
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import Plan
@@ -100,9 +101,25 @@ class _Gathered:
         text = "".join(self.texts)
         wanted = plan.jobs[index].sampling.logprobs is not None
         logprobs = logprobs_body(plan, detokenizer, self.tokens, self.logprobs, 0) if wanted else None
+        finish: str = self.last.finish or ""
         body: dict[str, Any] = {"index": index}
-        body |= {"message": {"role": "assistant", "content": text}} if plan.chat else {"text": text}
-        return body | {"logprobs": logprobs, "finish_reason": self.last.finish, "stop_reason": self.last.stop_reason}
+        if plan.parsing is not None:
+            parser = plan.parsing.open()
+            body["message"] = message(parser.push(text, last=True))
+            finish = parser.finish(finish)
+        else:
+            body |= {"message": {"role": "assistant", "content": text}} if plan.chat else {"text": text}
+        return body | {"logprobs": logprobs, "finish_reason": finish, "stop_reason": self.last.stop_reason}
+
+
+def message(parts: Parts) -> dict[str, Any]:
+    """An assistant's message of these parts."""
+    body: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
+    if parts.reasoning:
+        body["reasoning"] = parts.reasoning
+    if parts.calls:
+        body["tool_calls"] = [body_of(call) for call in parts.calls]
+    return body
 
 
 def add_token_ids(plan: Plan, body: dict[str, Any], streams: list[Stream]) -> None:
@@ -139,11 +156,16 @@ def head(plan: Plan) -> dict[str, Any]:
     }
 
 
-def chunk(plan: Plan, choice: int, delta: Delta) -> dict[str, Any]:
-    """A delta as the streamed chunk that OpenAI clients know, without log-probabilities."""
+def chunk(plan: Plan, choice: int, delta: Delta, parser: AnswerParser | None = None) -> dict[str, Any]:
+    """A delta as the streamed chunk that OpenAI clients know, without log-probabilities. `parser`: the choice's own."""
     body: dict[str, Any] = {"index": choice}
-    body |= {"delta": {"content": delta.text}} if plan.chat else {"text": delta.text}
-    return head(plan) | {"choices": [body | {"logprobs": None, "finish_reason": delta.finish}]}
+    finish: str | None = delta.finish
+    if parser is not None:
+        body["delta"] = parser.delta(delta.text, last=finish is not None)
+        finish = finish and parser.finish(finish)
+    else:
+        body |= {"delta": {"content": delta.text}} if plan.chat else {"text": delta.text}
+    return head(plan) | {"choices": [body | {"logprobs": None, "finish_reason": finish}]}
 
 
 def logprobs_body(

@@ -39,12 +39,12 @@ _HINT = None  # any value
 
 _GRAMMAR = "use structured_outputs, as in vLLM since it removed this field"
 _TEXT_ONLY = "input and output are text only"
-_NO_TOOLS = "tool calls are not served"
+_NO_TOOLS = "use tools and tool_choice"
 _ELSEWHERE = "the scheduler decides where a request runs"
 _ADAPTERS = "register adapters under /v1/adapters and request them by name"
 _NO_BEAMS = "beam search is not served"
 _NOT_RETURNED = "answers do not contain this"
-_THINKING = "reasoning is neither separated from the text nor limited"
+_THINKING = "reasoning is not limited"
 
 _BOTH: dict[str, Unserved] = {
     # OpenAI
@@ -105,9 +105,6 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
     # OpenAI
     "audio": Unserved(_TEXT_ONLY),
     "modalities": Unserved(_TEXT_ONLY, (None, [], ["text"])),
-    "tools": Unserved(_NO_TOOLS, (None, [])),
-    "tool_choice": Unserved(_NO_TOOLS, (None, "none", "auto")),
-    "parallel_tool_calls": Unserved("it limits tool calls, which are not served", _HINT),
     "functions": Unserved(_NO_TOOLS, (None, [])),
     "function_call": Unserved(_NO_TOOLS, (None, "none", "auto")),
     "moderation": Unserved("texts are not moderated"),
@@ -120,7 +117,6 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
     "verbosity": Unserved("state the wanted length in the prompt", (None, "medium")),
     "web_search_options": Unserved("there is no web search"),
     # vLLM
-    "include_reasoning": Unserved("reasoning is not separated from the text", _HINT),
     "echo": Unserved("answers contain the new text only", _OFF),
     "chat_template": Unserved("the model's own template is used"),
     "media_io_kwargs": Unserved(_TEXT_ONLY),
@@ -131,8 +127,7 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
     "return_meta_info": Unserved(_NOT_RETURNED, _OFF),
     "reasoning": Unserved("use reasoning_effort"),
     "task": Unserved("it affects one model family only, which is not served"),
-    "separate_reasoning": Unserved("reasoning is not separated from the text", _HINT),
-    "stream_reasoning": Unserved("reasoning is not separated from the text", _HINT),
+    "stream_reasoning": Unserved("reasoning is streamed as it comes", _HINT),
     "max_dynamic_patch": Unserved(_TEXT_ONLY),
     "min_dynamic_patch": Unserved(_TEXT_ONLY),
     "use_audio_in_video": Unserved(_TEXT_ONLY, _OFF),
@@ -148,8 +143,8 @@ COMPLETION: Mapping[str, Unserved] = _BOTH | {
 }
 
 TOKENIZE: Mapping[str, Unserved] = {
-    name: CHAT[name] for name in ("tools", "chat_template", "media_io_kwargs", "mm_processor_kwargs")
-}
+    name: CHAT[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
+} | {"tools": Unserved("use chat_template_kwargs", (None, []))}
 
 
 def check(fields: dict[str, msgspec.Raw], unserved: Mapping[str, Unserved]) -> dict[str, msgspec.Raw]:

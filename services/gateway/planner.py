@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
 from motet.policies import length_features
+from motet.services.gateway.calls import THINK, Parsing
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.prompt import Prompts
-from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest
+from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest, NamedTool
 from motet.services.gateway.stream import Job
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
@@ -31,6 +32,7 @@ T = TypeVar("T")
 log = logger("motet.planner")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 DECODED_TOKENS = 256  # of a prompt of token ids: as much of it as the predictor looks at
+TAG_TOKENS = 16  # at the end of a prompt, where a chat template may open the reasoning
 SLO_MIN_MS = 0.001  # numbers near zero would overflow where objectives are divided by
 SLO_MAX_MS = 3_600_000
 SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms"}
@@ -53,6 +55,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # as the client named it
     jobs: list[Job]
     echoes: list[str]  # per choice: the prompt's text to show first, "" for none
+    parsing: Parsing | None = None  # what is taken out of the text; None: nothing
 
     @property
     def chat(self) -> bool:
@@ -141,6 +144,8 @@ class Planner:
         bad_words = await self._bad_words(request.bad_words or [])
         constraint = request.constraint()
         needs = {"structured": constraint[0]} if constraint else {}
+        parsing = self._parsing(request, prompts[0]) if isinstance(request, ChatRequest) else None
+        shows_special = parsing is not None and bool(parsing.tools)  # some formats are made of special tokens
         jobs: list[Job] = []
         for number, prompt in enumerate(prompts):
             sampling = self._sampling(request, len(prompt), bad_words, constraint[1] if constraint else None)
@@ -159,7 +164,7 @@ class Planner:
                         tenant_weight=self._weight(tenant),
                         stop=stops,
                         include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
-                        skip_special_tokens=request.skip_special_tokens is not False,
+                        skip_special_tokens=request.skip_special_tokens is not False and not shows_special,
                         continues_text=not chat or bool(request.continue_final_message),  # type: ignore[union-attr]
                         features=features,
                         prompt_text=excerpt,
@@ -180,6 +185,7 @@ class Planner:
             model=model,
             jobs=jobs,
             echoes=self._echoes(request, prompts, n),
+            parsing=parsing,
         )
 
     def _for_predictor(
@@ -231,6 +237,10 @@ class Planner:
         """The chat template's variables. A field that the template does not use is refused by name."""
         effort, documents, reads = request.reasoning_effort, request.documents, self._prompts.template_reads
         given: dict[str, Any] = {}
+        if tools := request.usable_tools():
+            if "tools" not in reads:
+                raise BadRequest("tools: this model's chat template does not read them", param="tools")
+            given["tools"] = msgspec.to_builtins(tools)
         if documents:
             if "documents" not in reads:
                 raise BadRequest("documents: this model's chat template does not read them", param="documents")
@@ -241,6 +251,28 @@ class Planner:
         elif effort is not None:
             given |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         return given | (request.chat_template_kwargs or {}) or None
+
+    def _parsing(self, request: ChatRequest, prompt: list[int]) -> Parsing | None:
+        """What is to be taken out of the answers. Raises BadRequest when the format of tool calls is not known."""
+        options, tools, choice = self._config.answers, request.usable_tools(), request.tool_choice
+        thinks = bool(options.reasoning_parser) and request.separate_reasoning is not False
+        if not tools and not thinks:
+            return None
+        if tools and choice in (None, "auto") and not options.tool_call_parser:
+            raise BadRequest("tools: this gateway has no --tool-call-parser", param="tools")
+        begins_inside = False
+        if thinks:
+            end = self._prompts.tokenizer.decode(prompt[-TAG_TOKENS:], skip_special_tokens=False).rstrip()
+            implied = options.reasoning_parser == "deepseek_r1" and not end.endswith(THINK[1])
+            begins_inside = implied or end.endswith(THINK[0])
+        return Parsing(
+            reasoning=thinks,
+            begins_inside=begins_inside,
+            shows_reasoning=request.include_reasoning is not False,
+            tools="" if not tools else options.tool_call_parser if choice in (None, "auto") else _forced(choice),
+            function=choice.function.name if isinstance(choice, NamedTool) else "",
+            parallel=request.parallel_tool_calls is not False,
+        )
 
     async def _text_prompts(self, request: CompletionRequest) -> list[list[int]]:
         given = request.prompts()
@@ -366,6 +398,10 @@ class Planner:
             for text, tokens in zip(given, prompts, strict=True)
         ]
         return [text for text in texts for _ in range(n)]
+
+
+def _forced(choice: Any) -> Literal["named", "required"]:
+    return "named" if isinstance(choice, NamedTool) else "required"
 
 
 def _first(*values: T | None) -> T:

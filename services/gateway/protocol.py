@@ -30,10 +30,12 @@ BAD_WORDS_MAX = 128
 BAD_WORD_CHARS_MAX = 256
 DETOKENIZE_MAX = 1 << 18
 MESSAGES_MAX = 4096
+TOOLS_MAX = 256
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Stop = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 RequestId = Annotated[
     str,
@@ -93,6 +95,35 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Annotated[bool, Meta(description="Send the token counts so far in every event (with include_usage).")] | None
     ) = False
     include_obfuscation: Annotated[bool, Meta(description="Accepted without effect: events are not padded.")] | None = None
+
+
+class Function(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool of the model."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which function."""
+
+    name: FunctionName
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -298,7 +329,20 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    tools: (
+        Annotated[
+            list[Tool],
+            Meta(max_length=TOOLS_MAX, description="Functions that the model may call (needs --tool-call-parser)."),
+        ]
+        | None
+    ) = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        Meta(description="Whether the model calls tools; required, and a named function, need structured outputs."),
+    ] = None
+    parallel_tool_calls: Annotated[bool, Meta(description="false: at most one call is returned.")] | None = True
     # vLLM
+    include_reasoning: Annotated[bool, Meta(description="Return the reasoning (with --reasoning-parser).")] | None = True
     add_generation_prompt: (
         Annotated[bool, Meta(description="End the prompt with the template's start of an answer.")] | None
     ) = True
@@ -312,6 +356,21 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    # SGLang
+    separate_reasoning: (
+        Annotated[bool, Meta(description="Separate the reasoning from the content (with --reasoning-parser).")] | None
+    ) = True
+
+    def constraint(self) -> tuple[str, StructuredOutput] | None:
+        found = super().constraint()
+        forced = structured.forced_call(self.tools or [], self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        if found and forced:
+            raise BadRequest(f"tool_choice and {found[0]} cannot both constrain the output", param="tool_choice")
+        return ("tool_choice", forced) if forced else found
+
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def check(self) -> None:
         super().check()
@@ -503,10 +562,29 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
                 at = f"{where}.content[{j}]"
                 raise BadRequest(f"{at}: only parts of type text with a text string are supported, not {kind!r}", param=at)
             texts.append(part["text"])
-        return message | {"content": "\n".join(texts)}
+        content = "\n".join(texts)
+        message = message | {"content": content}
+    if message.get("tool_calls"):
+        message = message | {"tool_calls": _calls(message["tool_calls"], f"{where}.tool_calls")}
     if content is None:
         if role != "assistant":
             raise BadRequest(f"{where}.content: expected a string or text parts", param=f"{where}.content")
     elif not isinstance(content, str):
         raise BadRequest(f"{where}.content: expected a string or text parts", param=f"{where}.content")
     return message
+
+
+def _calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """Earlier tool calls with their arguments as objects, which is what chat templates read."""
+    try:
+        calls = msgspec.convert(given, list[dict[str, Any]])
+        return [call | {"function": call["function"] | {"arguments": _arguments(call["function"])}} for call in calls]
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        raise BadRequest(
+            f"{where}: expected calls with a function's name and its arguments as JSON text", param=where
+        ) from None
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    arguments = function.get("arguments") or "{}"
+    return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments

@@ -74,15 +74,33 @@ class TextLogprobs(_Answer):
 
 
 Finish = Literal["stop", "length"]
+ChatFinish = Literal["stop", "length", "tool_calls"]
 StopReason = Annotated[int | str | None, Meta(description="The stop token or stop string that ended the text.")]
 TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
+
+
+class CalledFunction(_Answer):
+    """What is called; the arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Answer):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class ChatMessage(_Answer):
     """The model's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: Annotated[str | None, Meta(description="null beside tool calls.")]
+    reasoning: Annotated[str, Meta(description="With --reasoning-parser.")] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(_Answer):
@@ -91,7 +109,7 @@ class ChatChoice(_Answer):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: ChatFinish
     stop_reason: StopReason
     token_ids: TokenIds | UnsetType = UNSET
 

@@ -6,6 +6,7 @@ Checked here are sizes, and that schemas are JSON. The engine compiles them, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -103,6 +104,32 @@ def schema(given: str | dict[str, Any], name: str) -> StructuredOutput:
     if _depth(given) > DEPTH_MAX:
         raise BadRequest(f"{name}: it is nested deeper than {DEPTH_MAX}", param=name)
     return StructuredOutput(kind="json", value=_json_text(given, name))
+
+
+def forced_call(tools: Sequence[Any], choice: Any, *, parallel: bool) -> StructuredOutput | None:
+    """The calls that `tool_choice` demands: an array of calls for "required", the arguments for a named function.
+
+    Raises BadRequest for a choice without its tool.
+    """
+    if choice in (None, "auto", "none"):
+        return None
+    if not tools:
+        raise BadRequest("tool_choice needs tools", param="tool_choice")
+    arguments = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in tools}
+    if choice != "required":
+        if choice.function.name not in arguments:
+            raise BadRequest(f"tool_choice: {choice.function.name!r} is none of the tools", param="tool_choice")
+        return schema(arguments[choice.function.name], "tools")
+    shapes = [
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string", "enum": [name]}, "parameters": parameters},
+            "required": ["name", "parameters"],
+        }
+        for name, parameters in arguments.items()
+    ]
+    calls = {"type": "array", "minItems": 1, "items": {"anyOf": shapes}}
+    return schema(calls if parallel else calls | {"maxItems": 1}, "tools")
 
 
 def _json_text(value: Any, name: str) -> str:

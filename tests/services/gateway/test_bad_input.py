@@ -69,6 +69,10 @@ BAD_CHAT_FIELDS: list[tuple[str, Any]] = [
     ("messages", "hello"),
     ("model", 7),
     ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {"name": "two words"}}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),  # the template does not read them
+    ("tool_choice", "required"),
+    ("tool_choice", "perhaps"),
     ("response_format", {"type": "json"}),
     ("response_format", {"type": "json_schema"}),
     ("response_format", {"type": "text", "json_schema": {"name": "x", "schema": {}}}),
