@@ -56,7 +56,6 @@ _BOTH: dict[str, Unserved] = {
     "length_penalty": Unserved(_NO_BEAMS, (None, 1, 1.0)),
     "watermarking": Unserved("text is not watermarked", _OFF),
     "spaces_between_special_tokens": Unserved("it affects slow tokenizers only, which are not used here", _HINT),
-    "prompt_logprobs": Unserved("log-probabilities of prompts are not computed"),
     "logprob_token_ids": Unserved("log-probabilities are returned for the most likely tokens only"),
     "guided_json": Unserved(_GRAMMAR),
     "guided_regex": Unserved(_GRAMMAR),

@@ -23,6 +23,8 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from motet.services.gateway import metrics
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.fleet import Fleet
@@ -199,12 +201,16 @@ class Owner:
 
     async def _submit(self, stream: Stream, timeout_s: float) -> None:
         job, epoch = stream.job, stream.epoch
+        sampling, needs = job.sampling, job.needs
+        if stream.prompt_logprobs is not None:  # known from an earlier epoch: any worker can do the rest
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+            needs = {word: field for word, field in needs.items() if word != "prompt_logprobs"}
         request = GenerateRequest(
             request_id=job.request_id,
             gateway_id=self.gateway_id,
             base_model=self._base_model,
             prompt=pack_tokens(job.prompt),
-            sampling=job.sampling,
+            sampling=sampling,
             slo=job.slo,
             epoch=epoch,
             output=pack_tokens(stream.tokens),
@@ -216,7 +222,7 @@ class Owner:
             cache_salt=job.cache_salt,
             exclude_workers=tuple(stream.excluded),
             priority=job.priority,
-            needs=job.needs,
+            needs=needs,
         )
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=timeout_s)
         if isinstance(reply, Refused):

@@ -32,6 +32,7 @@ T = TypeVar("T")
 log = logger("motet.planner")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 DECODED_TOKENS = 256  # of a prompt of token ids: as much of it as the predictor looks at
+SCORES_MAX = 49_152  # log-probabilities of one prompt: 14 bytes each, in a message of at most 1 MiB
 TAG_TOKENS = 16  # at the end of a prompt, where a chat template may open the reasoning
 SLO_MIN_MS = 0.001  # numbers near zero would overflow where objectives are divided by
 SLO_MAX_MS = 3_600_000
@@ -144,11 +145,16 @@ class Planner:
         bad_words = await self._bad_words(request.bad_words or [])
         constraint = request.constraint()
         needs = {"structured": constraint[0]} if constraint else {}
+        if scored := request.prompt_logprobs_wanted():
+            needs["prompt_logprobs"] = scored[0]
+            self._check_scored(scored, max(map(len, prompts)))
         parsing = self._parsing(request, prompts[0]) if isinstance(request, ChatRequest) else None
         shows_special = parsing is not None and bool(parsing.tools)  # some formats are made of special tokens
         jobs: list[Job] = []
         for number, prompt in enumerate(prompts):
             sampling = self._sampling(request, len(prompt), bad_words, constraint[1] if constraint else None)
+            if scored:
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=scored[1])
             features, excerpt = self._for_predictor(request, number, prompt, sampling)
             for _ in range(n):
                 choice_seed = (seed + len(jobs) * SEED_STEP) & SEED_MASK
@@ -315,6 +321,16 @@ class Planner:
                 param=param,
             )
         return tokens
+
+    def _check_scored(self, scored: tuple[str, int], prompt_tokens: int) -> None:
+        """Log-probabilities of a prompt come in one message, whose size is limited."""
+        field, rivals = scored
+        if prompt_tokens * (rivals + 1) > SCORES_MAX:
+            raise BadRequest(
+                f"{field}: {prompt_tokens} tokens with {rivals} log-probabilities beside their own are more than the"
+                f" {SCORES_MAX} that are returned",
+                param=field,
+            )
 
     async def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of words: at the beginning of a text and, where that differs, after a space (as vLLM)."""

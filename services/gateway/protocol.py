@@ -242,6 +242,18 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    prompt_logprobs: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=LOGPROBS_MAX,
+                description="Return log-probabilities of the prompt's tokens and of this many most likely ones"
+                " (not with stream; needs an engine that serves them).",
+            ),
+        ]
+        | None
+    ) = None
     structured_outputs: Annotated[
         StructuredOutputs | None,
         Meta(description=f"One of json, regex, choice, grammar, json_object and structural_tag, and options ({_CONSTRAINED})."),
@@ -285,9 +297,15 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise BadRequest(f"{found[1][0]} and {found[0][0]} cannot both constrain the output", param=found[1][0])
         return found[0] if found else None
 
+    def prompt_logprobs_wanted(self) -> tuple[str, int] | None:
+        """The field that asks for log-probabilities of the prompt and how many rivals; None for none."""
+        return None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs)
+
     def check(self) -> None:
         """Raises BadRequest naming the first field that asks for what is not served."""
         self.constraint()
+        if self.prompt_logprobs is not None and self.stream:
+            raise _unsupported("prompt_logprobs", "with stream: true")
         if self.best_of not in (None, self.n or 1):
             raise _unsupported("best_of", "other than n")
         if self.truncate_prompt_tokens == 0:
@@ -393,7 +411,9 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, Meta(description="One or several prompts, as text or token ids.", extra_json_schema=_PROMPT_SCHEMA)]
-    echo: Annotated[bool, Meta(description="Return the prompt before the new text (not with logprobs).")] | None = False
+    echo: Annotated[bool, Meta(description="Return the prompt before the new text; with logprobs, not streamed.")] | None = (
+        False
+    )
     logprobs: (
         Annotated[
             int,
@@ -408,8 +428,13 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         super().check()
+        if self.echo and self.logprobs is not None and self.stream:
+            raise _unsupported("echo", "together with logprobs and stream: true")
+
+    def prompt_logprobs_wanted(self) -> tuple[str, int] | None:
         if self.echo and self.logprobs is not None:
-            raise _unsupported("echo", "together with logprobs")
+            return "echo", max(self.logprobs, self.prompt_logprobs or 0)
+        return super().prompt_logprobs_wanted()
 
     def logprobs_wanted(self) -> int | None:
         """None for none, else how many rivals."""

@@ -115,6 +115,7 @@ class Stream:
         "on_slow",
         "opened_s",
         "plain",
+        "prompt_logprobs",
         "queue_ms",
         "resumed_s",
         "retractable",
@@ -144,6 +145,7 @@ class Stream:
         self.set_back_s = 0.0  # since when its workers have been unable to serve it; 0 while they are able
         self.cached_tokens = 0
         self.queue_ms = 0.0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.plain = False  # the next tokens may go through `push_plain`
         self.finish: FinishReason | None = None
         self.error: MotetError | None = None
@@ -230,6 +232,7 @@ class Stream:
         if not tokens and new:
             self.first_s = now_s()
             self.cached_tokens, self.queue_ms = item.cached_tokens, item.queue_ms
+            self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
         tokens += new
         finish = item.finish
         reason: int | str | None = None

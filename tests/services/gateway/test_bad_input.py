@@ -87,7 +87,8 @@ BAD_CHAT_FIELDS: list[tuple[str, Any]] = [
     ("modalities", ["audio"]),
     ("chat_template", "{{ 1 }}"),
     ("guided_json", {"type": "object"}),
-    ("prompt_logprobs", 1),
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", -1),
 ]
 BAD_MESSAGES: list[tuple[Any, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -143,7 +144,7 @@ async def test_every_bad_completion_field_is_named(mesh: Mesh, http: aiohttp.Cli
     for field, value in BAD_COMPLETION_FIELDS:
         status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {field: value})
         assert (status, error["param"]) == (400, field), (field, value, error)
-    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {"echo": True, "logprobs": 1})
+    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {"echo": True, "logprobs": 1, "stream": True})
     assert (status, error["param"]) == (400, "echo")
 
 
