@@ -102,7 +102,7 @@ class _Gathered:
         assert self.last is not None
         text = "".join(self.texts)
         wanted = plan.jobs[index].sampling.logprobs is not None
-        tokens, scores = self.tokens, [*self.logprobs]
+        tokens, scores = self.tokens, list[TokenLogprobs | None](self.logprobs)
         if wanted and not plan.chat and plan.echoes[index]:  # the prompt's come first
             tokens = stream.job.prompt + tokens
             scores = (stream.prompt_logprobs or [None] * len(stream.job.prompt)) + scores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,11 +12,14 @@ import pydantic
 import pytest
 
 from motet.services.gateway import protocol
+from motet.services.scheduler.config import SchedulerConfig
+from motet.services.scheduler.service import SchedulerService
+from motet.shared.bus import Bus
 from motet.shared.errors import BadRequest, WorkerLost
 from motet.shared.messages import unpack_tokens
 from motet.shared.model import StructuredOutput
 from tests.services.gateway.conftest import Mesh
-from tests.services.gateway.support import assigned
+from tests.services.gateway.support import Connect, assigned, running_gateway, start_workers
 from tests.support import eventually
 
 Client = openai.AsyncOpenAI
@@ -83,6 +87,29 @@ async def test_where_no_worker_serves_it_the_client_learns_which_field_it_was(me
     with pytest.raises(openai.BadRequestError) as refused:
         await client.completions.create(model="demo", prompt="x", extra_body={"regex": "a+"})
     assert refused.value.param == "regex"
+
+
+async def test_with_a_real_scheduler_a_mesh_without_such_an_engine_answers_400_until_one_comes(
+    connect: Connect, bus: Bus, nats_url: str, tmp_path: Path
+) -> None:
+    [native] = await start_workers(connect, "native")
+    native.speak = lambda _: [40]
+    scheduler = SchedulerService(SchedulerConfig.of(nats_url=nats_url))
+    await scheduler.start()
+    async with running_gateway(nats_url, tmp_path) as gateway:
+        await eventually(lambda: not gateway.not_ready())
+        url = f"http://127.0.0.1:{gateway.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
+            with pytest.raises(openai.BadRequestError, match="no worker of demo serves structured outputs") as refused:
+                await client.completions.create(model="demo", prompt="x", extra_body={"regex": "a+"})
+            assert refused.value.param == "regex"
+            [able] = await start_workers(connect, "able", engine="vllm", capabilities=("structured",))
+            able.speak = lambda _: [40]
+            await eventually(lambda: scheduler.cluster.knows("able"))
+            for _ in range(5):
+                await client.completions.create(model="demo", prompt="x", extra_body={"regex": "a+"})
+            assert (len(able.assigned), len(native.assigned)) == (5, 0)
+    await scheduler.stop()
 
 
 def test_one_request_has_one_constraint() -> None:
