@@ -51,6 +51,7 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
 
     reasoning: bool = False
     begins_inside: bool = False  # the answer's first token is reasoning already
+    constrained: bool = False  # by a grammar, which may begin at once or after the reasoning: only the closing tag tells
     shows_reasoning: bool = True
     tools: Literal["", "hermes", "llama3_json", "mistral", "required", "named"] = ""
     function: str = ""  # with "named"
@@ -127,6 +128,9 @@ class AnswerParser:
             self._thought, self._held = True, ""
             parts.reasoning, parts.content = reasoning, rest.lstrip("\n")
             self._trims = not parts.content
+            return parts
+        if self._parsing.constrained and self._parsing.begins_inside:
+            parts.content, self._held = (self._held, "") if last else ("", self._held)
             return parts
         # a beginning of either tag waits; the first tag may still come where the prompt opened the reasoning
         kept = 0 if last else max(_overlap(self._held, end), len(self._held) if start.startswith(self._held) else 0)

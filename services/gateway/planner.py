@@ -148,7 +148,9 @@ class Planner:
         if scored := request.prompt_logprobs_wanted():
             needs["prompt_logprobs"] = scored[0]
             self._check_scored(scored, max(map(len, prompts)))
-        parsing = self._parsing(request, prompts[0]) if isinstance(request, ChatRequest) else None
+        parsing = None
+        if isinstance(request, ChatRequest):
+            parsing = self._parsing(request, prompts[0], constrained=constraint is not None)
         shows_special = parsing is not None and bool(parsing.tools)  # some formats are made of special tokens
         jobs: list[Job] = []
         for number, prompt in enumerate(prompts):
@@ -258,7 +260,7 @@ class Planner:
             given |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         return given | (request.chat_template_kwargs or {}) or None
 
-    def _parsing(self, request: ChatRequest, prompt: list[int]) -> Parsing | None:
+    def _parsing(self, request: ChatRequest, prompt: list[int], *, constrained: bool) -> Parsing | None:
         """What is to be taken out of the answers. Raises BadRequest when the format of tool calls is not known."""
         options, tools, choice = self._config.answers, request.usable_tools(), request.tool_choice
         thinks = bool(options.reasoning_parser) and request.separate_reasoning is not False
@@ -274,6 +276,7 @@ class Planner:
         return Parsing(
             reasoning=thinks,
             begins_inside=begins_inside,
+            constrained=constrained,
             shows_reasoning=request.include_reasoning is not False,
             tools="" if not tools else options.tool_call_parser if choice in (None, "auto") else _forced(choice),
             function=choice.function.name if isinstance(choice, NamedTool) else "",

@@ -48,6 +48,8 @@ CASES: list[tuple[dict[str, Any], str, Parts]] = [
     (INSIDE, "why</think>so", Parts("so", "why")),
     (INSIDE, "<think>why < 3</think>so", Parts("so", "why < 3")),
     (INSIDE, "cut sho", Parts("", "cut sho")),
+    (INSIDE | {"constrained": True}, '{"a": 1}', Parts('{"a": 1}')),
+    (INSIDE | {"constrained": True}, 'why</think>{"a": 1}', Parts('{"a": 1}', "why")),
     (INSIDE | {"shows_reasoning": False}, "why</think>so", Parts("so")),
     (INSIDE | {"tools": "hermes"}, f"why <tool_call></think>{HERMES}", Parts("", "why <tool_call>", [SUN])),
 ]
