@@ -156,6 +156,22 @@ The tables list every field that clients of OpenAI's API, vLLM, SGLang and LoRAX
 
 A field that is not in the table is refused as unknown. Durable requests over NATS follow the same tables.
 
+**Structured outputs** need an engine that serves them. Where no worker runs one, the answer is a 400 that names the field. A
+request has one constraint, of at most 65,536 characters. When its worker is lost, a whole answer begins again on another
+worker. A stream begins again while it has shown nothing; after that it ends with the error `worker_lost`, since no engine takes
+up a grammar in the middle of an output.
+
+**Log-probabilities of the prompt** (`prompt_logprobs`, and `echo` with `logprobs`) need an engine that serves them too. They
+are not streamed, and at most 49,152 are returned for a prompt: its tokens times one more than the number asked for.
+
+**Tools** are passed to the chat template, and the gateway finds the calls in the model's text: `--tool-call-parser` names the
+format (`hermes`, which Qwen writes too, `llama3_json`, `mistral`). Any engine serves them. Only `tool_choice: "required"` and a
+named function need structured outputs, and no parser. A streamed call is one event, sent when the call is complete. A text
+that only looks like a call stays content.
+
+**Reasoning** is separated from the content with `--reasoning-parser` (`qwen3`, `deepseek_r1`): it is `reasoning` in messages
+and deltas, as in vLLM.
+
 {tables}
 """
 _SCHEMAS = {"chat": ("ChatRequest", unserved.CHAT), "completions": ("CompletionRequest", unserved.COMPLETION)}

@@ -1,13 +1,14 @@
 """Finds the workers that can take a request: CaraServe's "matching the base LLM, adapter, and GPU memory" and our own limits.
 
-A worker is a candidate when it serves the base model, has reported recently, is not draining, has room in its queue, and can
-hold the request: context length, LoRA rank, KV memory. Workers that the owner wants to avoid (they were lost or refused
-before) are candidates only when there is no other, so that a worker which came back under its old id can continue its
-requests.
+A worker is a candidate when it serves the base model, has the capabilities that the request needs, has reported recently, is
+not draining, has room in its queue, and can hold the request: context length, LoRA rank, KV memory. Workers that the owner
+wants to avoid (they were lost or refused before) are candidates only when there is no other, so that a worker which came back
+under its old id can continue its requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Literal
 
@@ -15,10 +16,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.cluster_state import ClusterState
+from motet.policies.cluster_state import ClusterState, capability_bits
 
-Reason = Literal["stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
-PERMANENT: frozenset[Reason] = frozenset({"max_model_len", "kv_memory", "lora_rank"})
+Reason = Literal["capability", "stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
+PERMANENT: frozenset[Reason] = frozenset({"capability", "max_model_len", "kv_memory", "lora_rank"})
 """Reasons that waiting does not change."""
 
 
@@ -36,6 +37,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     key: int = 0  # hash of the request's id: the only random input, so that a logged decision can be repeated
     avoid: tuple[str, ...] = ()  # worker ids: only if there is no other candidate
     tried: tuple[str, ...] = ()  # worker ids: not again
+    needs: Mapping[str, str] = {}  # capabilities that its worker must have, and the client's field for each
     begun: bool = False  # it was admitted before and lost its worker: its objectives do not refuse it now
     tenant: str = ""
     tenant_weight: float = 1.0  # its share relative to other tenants'
@@ -49,6 +51,7 @@ class Screening(msgspec.Struct, frozen=True, kw_only=True):
     rejected: dict[Reason, int]
     longest_context: int = 0  # tokens; the largest that a live worker could take, by context length and KV memory
     largest_rank: int = 0
+    lacking: tuple[str, ...] = ()  # capabilities that the request needs and no live worker has
 
 
 def candidates(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> NDArray[np.bool_]:
@@ -75,12 +78,22 @@ def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Scree
         if count:
             rejected[reason] = count
         left &= ~failing
-    live = np.flatnonzero(serves & ~failures["stale"])
-    if not len(live):
-        return Screening(rejected=rejected)
-    t = state.table
+    t, live = state.table, serves & ~failures["stale"]
+    known = int(np.bitwise_or.reduce(t["capabilities"][live], initial=0))
+    lacking = tuple(word for word in ask.needs if not capability_bits((word,)) & known)
+    if "capability" in failures:
+        live &= ~failures["capability"]
+    if not live.any():
+        return Screening(rejected=rejected, lacking=lacking)
     context = np.minimum(t["max_model_len"], t["kv_tokens_total"])[live]
-    return Screening(rejected=rejected, longest_context=int(context.max()), largest_rank=int(t["max_lora_rank"][live].max()))
+    largest_rank = int(t["max_lora_rank"][live].max())
+    return Screening(rejected=rejected, longest_context=int(context.max()), largest_rank=largest_rank, lacking=lacking)
+
+
+def lacking(state: ClusterState, ask: Ask) -> NDArray[np.bool_]:
+    """The rows of the workers without a capability that the request needs."""
+    needed = np.uint64(capability_bits(ask.needs))
+    return (state.table["capabilities"] & needed) != needed
 
 
 def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> dict[Reason, NDArray[np.bool_]]:
@@ -88,7 +101,10 @@ def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> di
     t = state.table
     needed = ask.tokens + 1  # room for one new token, or there is nothing to generate
     context, rank = state.least
-    failures: dict[Reason, NDArray[np.bool_]] = {"stale": t["heard_s"] < now_s - stale_s}
+    failures: dict[Reason, NDArray[np.bool_]] = {}
+    if ask.needs:
+        failures["capability"] = lacking(state, ask)
+    failures["stale"] = t["heard_s"] < now_s - stale_s
     if needed > context:
         failures["max_model_len"] = t["max_model_len"] < needed
         failures["kv_memory"] = t["kv_tokens_total"] < needed

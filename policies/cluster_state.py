@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import inf
+from typing import get_args
 from zlib import crc32
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from motet.policies.perf_model import Floats
 from motet.policies.worker_load import WorkerLoad
-from motet.shared.model import PerfModel, RequestBrief, Tier, WorkerLimits
+from motet.shared.model import Capability, PerfModel, RequestBrief, Tier, WorkerLimits
 
 _PERF = (
     "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
@@ -37,6 +38,7 @@ COLUMNS: dict[
     "refusing": ("?", 0),  # it refused for lack of room since its last message
     "max_model_len": ("i8", 0),
     "max_lora_rank": ("i8", 0),
+    "capabilities": ("u8", 0),  # one bit per word: `capability_bits`
     "max_running": ("f8", inf),
     "max_requests": ("f8", 0),  # max_running + max_waiting
     "block_size": ("i8", 0),
@@ -63,6 +65,8 @@ COLUMNS: dict[
 ON_DEVICE, IN_USE, ON_HOST = 1, 2, 4  # where an adapter is: one bit each
 MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
 _ANY = 1 << 40  # tokens, or a rank, above all
+CAPABILITY_BITS: dict[str, int] = {word: 1 << bit for bit, word in enumerate(get_args(Capability))}
+_UNKNOWN_BIT = 1 << 63  # no worker has it
 _TIER_BITS: dict[Tier, int] = {"device": ON_DEVICE | ON_HOST, "host": ON_HOST, "disk": 0}
 
 
@@ -249,6 +253,7 @@ class ClusterState:
         t["base"][row] = self._bases.setdefault(limits.base_model, len(self._bases))
         t["max_model_len"][row] = limits.max_model_len
         t["max_lora_rank"][row] = limits.max_lora_rank
+        t["capabilities"][row] = capability_bits(word for word in limits.capabilities if word in CAPABILITY_BITS)
         t["max_running"][row] = limits.max_running
         t["max_requests"][row] = limits.max_running + limits.max_waiting
         t["block_size"][row] = limits.block_size
@@ -434,6 +439,14 @@ class ClusterState:
             self.ids += [""] * used
             self._free = list(range(2 * used - 1, used - 1, -1))
         return self._free.pop()
+
+
+def capability_bits(words: Iterable[str]) -> int:
+    """The words as a bit mask. One that is unknown here is a bit that no worker has."""
+    bits = 0
+    for word in words:
+        bits |= CAPABILITY_BITS.get(word, _UNKNOWN_BIT)
+    return bits
 
 
 def hash_of(text: str) -> int:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from motet.policies import baselines, objectives, rank_aware, shared_cost
-from motet.policies.candidates import Ask, Screening, candidates, screen
+from motet.policies.candidates import Ask, Screening, candidates, lacking, screen
 from motet.policies.choice import Choose
 from motet.policies.cluster_state import ClusterState
 from motet.policies.objectives import Admission
@@ -88,6 +88,8 @@ def seconds_until_room(state: ClusterState, ask: Ask, now_s: float, *, stale_s: 
     """
     t = state.table
     live = state.serving(ask.base_model) & (t["heard_s"] >= now_s - stale_s) & ~t["draining"]
+    if ask.needs:
+        live &= ~lacking(state, ask)
     if not live.any():
         return MIN_RETRY_S
     perf = state.perf

@@ -4,11 +4,12 @@ A scheduler that refuses a request for L seconds says how long it will take unti
 that, a request that asks for no less gets the same answer, so under overload most refusals need no other service. A refusal is
 repeated if all of this holds:
 
-- The tenant, the objectives and the priority are equal, and the prompt and the adapter's rank are not smaller.
+- The tenant, the objectives, the priority and the needed capabilities are equal, and the prompt and the adapter's rank are not
+  smaller.
 - L was at least `LASTING_S`. Two requests of one class differ by less, even if one must wait for its adapter.
 - At most `HOLD_S` have passed. A worker that starts, or requests that are cancelled, are noticed within that time.
 
-Schedulers count what every tenant asks for (`demand`), so repeated refusals are counted and reported with the tenant's next ask.
+Schedulers count what every tenant asks for (`demand`), so repeated refusals are reported with the tenant's next ask.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Kind(msgspec.Struct, frozen=True):
     ttft_slo_ms: float
     tpot_slo_ms: float
     priority: int
+    needs: tuple[str, ...] = ()  # capabilities, sorted
 
 
 class _Refusal(msgspec.Struct, frozen=True):

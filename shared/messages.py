@@ -76,6 +76,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     cache_salt: str = ""  # prompts share KV blocks only with prompts of the same tenant and the same salt
     priority: int = 0  # 0 or more; waiting requests with a smaller one go first
     repeated: int = 0  # refusals that the gateway repeated to this tenant by itself since its last submission
+    needs: dict[str, str] = {}  # capabilities (`model.Capability`) that its worker must have, and the client's field for each
     v: int = VERSION
 
 
@@ -133,6 +134,7 @@ class StreamItem(msgspec.Struct, array_like=True):
     error: ErrorInfo | None = None
     cached_tokens: int = 0  # on the first item: prompt tokens served from the prefix cache
     queue_ms: float = 0.0  # on the first item: from arrival at the worker to its first prefill chunk
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # on the first item: one per prompt token, None for the first
 
 
 class TokenFrame(msgspec.Struct, array_like=True):
@@ -296,6 +298,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     draining: bool
     stale: bool
     age_ms: int
+    capabilities: tuple[str, ...] = ()
 
 
 class ClusterStatus(msgspec.Struct, tag="cluster", kw_only=True):

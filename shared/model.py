@@ -23,6 +23,9 @@ ADAPTER_NAME_RULE = (
 Tier = Literal["device", "host", "disk"]
 Phase = Literal["loading", "waiting", "running"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Capability = Literal["structured", "prompt_logprobs"]
+"""What only some engines can do: constrain the output to a grammar; tell the log-probabilities of the prompt's tokens. Workers
+announce theirs, a request carries those it needs. A word that one side does not know is one that the other lacks."""
 
 
 def is_adapter_name(name: str) -> bool:
@@ -38,11 +41,26 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tpot_slo_ms: float = 200.0
 
 
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the output must look like, for engines with the capability "structured". The options are vLLM's.
+
+    `value`: JSON text of a schema ("json"), of a list of strings ("choice") or of vLLM's structural tags ("structural_tag"),
+    a regular expression, or a grammar in EBNF; empty for "json_object".
+    """
+
+    kind: Literal["json_object", "json", "regex", "choice", "grammar", "structural_tag"]
+    value: str = ""
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str = ""  # "": the engine's own
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters. Validated by the gateway; the worker trusts them.
 
     `seed` is always set (by the gateway if the client gave none): noise is a function of (seed, position), so a resumed
-    request gets the same tokens. `logprobs`: None for none, k >= 0 for the drawn token and the k most likely tokens.
+    request gets the same tokens. `logprobs`: None for none, k >= 0 for the drawn token and the k most likely tokens;
+    `prompt_logprobs`: the same for the prompt's tokens.
     """
 
     max_tokens: int = 16
@@ -61,6 +79,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; empty: no such limit
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    structured: StructuredOutput | None = None  # needs "structured"
+    prompt_logprobs: int | None = None  # needs "prompt_logprobs"
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -209,6 +229,8 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that may be pinned here."""
     pin_bytes: int = 0
     """The bytes that they may have together."""
+    capabilities: tuple[str, ...] = ()
+    """The words of `Capability` that its engine has. Receivers ignore words that they do not know."""
 
     @property
     def kv_blocks_most(self) -> int:

@@ -51,6 +51,7 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
     for title in (
         "worker",
         "state",
+        "engine",
         "device",
         "running",
         "waiting",
@@ -58,11 +59,12 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
         "adapter memory used",
         "adapters on device / host",
     ):
-        table.add_column(title, justify="left" if title in ("worker", "state", "device") else "right")
+        table.add_column(title, justify="left" if title in ("worker", "state", "engine", "device") else "right")
     for worker in answer["workers"]:
         table.add_row(
             worker["worker_id"],
             "draining" if worker["draining"] else "silent" if worker["stale"] else "ready",
+            _engine(worker),
             worker["device"],
             f"{worker['running']} / {worker['max_running']}",
             f"{worker['waiting'] + worker['in_flight']} / {worker['max_waiting']}",
@@ -74,6 +76,11 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
     told = " ".join(reasons)
     for absent in (one for one in answer["absent_workers"] if one["worker_id"] not in told):
         console.print(f"[yellow]not serving:[/] {escape(absent['summary'])}", highlight=False)
+
+
+def _engine(worker: dict[str, Any]) -> str:
+    """Its name, and what it can do that not every engine can."""
+    return " ".join([worker["engine"], *(f"+{word}" for word in worker.get("capabilities", ()))])
 
 
 def _used(worker: dict[str, Any], what: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from motet.services.gateway.calls import AnswerParser, Parts, body_of
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.planner import Plan
@@ -40,6 +41,8 @@ async def collect(owner: Owner, plan: Plan, *, on_delta: OnDelta | None = None) 
     Raises the MotetError of the first choice that fails; the others are cancelled then.
     """
     streams, signal = await open_all(owner, plan)
+    for stream in streams:
+        stream.retractable = on_delta is None
     gathered = [_Gathered(echo) for echo in plan.echoes]
     running = set(range(len(streams)))
     try:
@@ -58,7 +61,7 @@ async def collect(owner: Owner, plan: Plan, *, on_delta: OnDelta | None = None) 
     finally:
         for stream in streams:
             stream.cancel()
-    choices = [g.choice(plan, i, owner.detokenizer) for i, g in enumerate(gathered)]
+    choices = [g.choice(plan, streams[i], i, owner.detokenizer) for i, g in enumerate(gathered)]
     body = {
         "id": plan.request_id,
         "object": "chat.completion" if plan.chat else "text_completion",
@@ -69,6 +72,8 @@ async def collect(owner: Owner, plan: Plan, *, on_delta: OnDelta | None = None) 
     }
     if plan.request.return_token_ids:
         add_token_ids(plan, body, streams)
+    if plan.request.prompt_logprobs is not None:
+        add_prompt_logprobs(plan, body, streams, owner.detokenizer)
     return body
 
 
@@ -76,25 +81,51 @@ class _Gathered:
     """The text, tokens and log-probabilities of one choice so far."""
 
     def __init__(self, echo: str) -> None:
-        self.texts = [echo]
+        self.echo = echo
+        self._begin()
+
+    def _begin(self) -> None:
+        self.texts = [self.echo]
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
+        if delta.again:
+            self._begin()
         self.texts.append(delta.text)
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs or []
         self.last = delta
 
-    def choice(self, plan: Plan, index: int, detokenizer: Detokenizer) -> dict[str, Any]:
+    def choice(self, plan: Plan, stream: Stream, index: int, detokenizer: Detokenizer) -> dict[str, Any]:
         assert self.last is not None
         text = "".join(self.texts)
         wanted = plan.jobs[index].sampling.logprobs is not None
-        logprobs = logprobs_body(plan, detokenizer, self.tokens, self.logprobs, 0) if wanted else None
+        tokens, scores = self.tokens, list[TokenLogprobs | None](self.logprobs)
+        if wanted and not plan.chat and plan.echoes[index]:  # the prompt's come first
+            tokens = stream.job.prompt + tokens
+            scores = (stream.prompt_logprobs or [None] * len(stream.job.prompt)) + scores
+        logprobs = logprobs_body(plan, detokenizer, tokens, scores, 0) if wanted else None
+        finish: str = self.last.finish or ""
         body: dict[str, Any] = {"index": index}
-        body |= {"message": {"role": "assistant", "content": text}} if plan.chat else {"text": text}
-        return body | {"logprobs": logprobs, "finish_reason": self.last.finish, "stop_reason": self.last.stop_reason}
+        if plan.parsing is not None:
+            parser = plan.parsing.open()
+            body["message"] = message(parser.push(text, last=True))
+            finish = parser.finish(finish)
+        else:
+            body |= {"message": {"role": "assistant", "content": text}} if plan.chat else {"text": text}
+        return body | {"logprobs": logprobs, "finish_reason": finish, "stop_reason": self.last.stop_reason}
+
+
+def message(parts: Parts) -> dict[str, Any]:
+    """An assistant's message of these parts."""
+    body: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
+    if parts.reasoning:
+        body["reasoning"] = parts.reasoning
+    if parts.calls:
+        body["tool_calls"] = [body_of(call) for call in parts.calls]
+    return body
 
 
 def add_token_ids(plan: Plan, body: dict[str, Any], streams: list[Stream]) -> None:
@@ -105,6 +136,29 @@ def add_token_ids(plan: Plan, body: dict[str, Any], streams: list[Stream]) -> No
             choice["prompt_token_ids"] = stream.job.prompt
     if plan.chat:
         body["prompt_token_ids"] = plan.jobs[0].prompt
+
+
+def add_prompt_logprobs(plan: Plan, body: dict[str, Any], streams: list[Stream], detokenizer: Detokenizer) -> None:
+    """`prompt_logprobs` in a whole answer, in vLLM's shape: per token a map from ids to what is known of them."""
+    rivals = plan.request.prompt_logprobs or 0
+    for stream, choice in zip(streams, body["choices"], strict=True):
+        known = stream.prompt_logprobs or []
+        told = [_scored(detokenizer, t, lp, rivals) for t, lp in zip(stream.job.prompt, known, strict=False)]
+        if plan.chat:
+            body["prompt_logprobs"] = told
+            return
+        choice["prompt_logprobs"] = told
+
+
+def _scored(detokenizer: Detokenizer, token: int, logprobs: TokenLogprobs | None, rivals: int) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+    ranks = {one: rank for rank, one in enumerate(logprobs.top_ids, 1)}
+    known = {token: logprobs.logprob} | dict(zip(logprobs.top_ids[:rivals], logprobs.top_logprobs, strict=False))
+    return {
+        str(one): {"logprob": _finite(logprob), "rank": ranks.get(one), "decoded_token": detokenizer.token_text(one)}
+        for one, logprob in known.items()
+    }
 
 
 def usage(plan: Plan, streams: list[Stream]) -> dict[str, Any]:
@@ -131,20 +185,26 @@ def head(plan: Plan) -> dict[str, Any]:
     }
 
 
-def chunk(plan: Plan, choice: int, delta: Delta) -> dict[str, Any]:
-    """A delta as the streamed chunk that OpenAI clients know, without log-probabilities."""
+def chunk(plan: Plan, choice: int, delta: Delta, parser: AnswerParser | None = None) -> dict[str, Any]:
+    """A delta as the streamed chunk that OpenAI clients know, without log-probabilities. `parser`: the choice's own."""
     body: dict[str, Any] = {"index": choice}
-    body |= {"delta": {"content": delta.text}} if plan.chat else {"text": delta.text}
-    return head(plan) | {"choices": [body | {"logprobs": None, "finish_reason": delta.finish}]}
+    finish: str | None = delta.finish
+    if parser is not None:
+        body["delta"] = parser.delta(delta.text, last=finish is not None)
+        finish = finish and parser.finish(finish)
+    else:
+        body |= {"delta": {"content": delta.text}} if plan.chat else {"text": delta.text}
+    return head(plan) | {"choices": [body | {"logprobs": None, "finish_reason": finish}]}
 
 
 def logprobs_body(
-    plan: Plan, detokenizer: Detokenizer, tokens: list[int], logprobs: list[TokenLogprobs], offset: int
+    plan: Plan, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> dict[str, Any]:
     """Log-probabilities in the shape of the endpoint; `offset` is where the first token's text begins (completions)."""
     rivals = plan.jobs[0].sampling.logprobs or 0
     if plan.chat:
-        return {"content": [_chat_token(detokenizer, t, lp, rivals) for t, lp in zip(tokens, logprobs, strict=False)]}
+        told = [_chat_token(detokenizer, t, lp, rivals) for t, lp in zip(tokens, logprobs, strict=False) if lp is not None]
+        return {"content": told}
     texts = [detokenizer.token_text(token) for token in tokens]
     offsets = []
     for text in texts:
@@ -152,10 +212,12 @@ def logprobs_body(
         offset += len(text)
     return {
         "text_offset": offsets,
-        "token_logprobs": [_finite(lp.logprob) for lp in logprobs],
+        "token_logprobs": [None if lp is None else _finite(lp.logprob) for lp in logprobs],
         "tokens": texts,
         "top_logprobs": [
-            {detokenizer.token_text(t): _finite(p) for t, p in zip(lp.top_ids[:rivals], lp.top_logprobs, strict=False)}
+            None
+            if lp is None
+            else {detokenizer.token_text(t): _finite(p) for t, p in zip(lp.top_ids[:rivals], lp.top_logprobs, strict=False)}
             | {text: _finite(lp.logprob)}
             for text, lp in zip(texts, logprobs, strict=False)
         ]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from motet.services.gateway.calls import ReasoningParser, ToolParser
 from motet.shared.config import BaseModelConfig, Config, ServiceConfig
 from motet.shared.model import Slo
 
@@ -83,6 +84,19 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
     max_uploads: Annotated[int, Meta(ge=1, description="maximum concurrent adapter uploads; further ones get 429")] = 4
 
 
+class AnswersConfig(Config, frozen=True, kw_only=True):
+    """What is taken out of the model's text."""
+
+    tool_call_parser: Annotated[
+        ToolParser,
+        Meta(description="format in which the model writes tool calls, as vLLM names it; empty: none, so tools are refused"),
+    ] = ""
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        Meta(description="format in which the model writes its reasoning, as vLLM names it; empty: it stays in the text"),
+    ] = ""
+
+
 class TenantsConfig(Config, frozen=True, kw_only=True):
     """Limits of each tenant."""
 
@@ -151,5 +165,6 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
     http: HttpConfig = HttpConfig()
     keys: KeysConfig = KeysConfig()
     requests: RequestsConfig = RequestsConfig()
+    answers: AnswersConfig = AnswersConfig()
     tenants: TenantsConfig = TenantsConfig()
     slo: SloConfig = SloConfig()

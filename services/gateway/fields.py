@@ -37,14 +37,14 @@ class Unserved(msgspec.Struct, frozen=True):
 _OFF = (None, False)
 _HINT = None  # any value
 
-_GRAMMAR = "output is not constrained to a grammar"
+_GRAMMAR = "use structured_outputs, as in vLLM since it removed this field"
 _TEXT_ONLY = "input and output are text only"
-_NO_TOOLS = "tool calls are not served"
+_NO_TOOLS = "use tools and tool_choice"
 _ELSEWHERE = "the scheduler decides where a request runs"
 _ADAPTERS = "register adapters under /v1/adapters and request them by name"
 _NO_BEAMS = "beam search is not served"
 _NOT_RETURNED = "answers do not contain this"
-_THINKING = "reasoning is neither separated from the text nor limited"
+_THINKING = "reasoning is not limited"
 
 _BOTH: dict[str, Unserved] = {
     # OpenAI
@@ -56,16 +56,14 @@ _BOTH: dict[str, Unserved] = {
     "length_penalty": Unserved(_NO_BEAMS, (None, 1, 1.0)),
     "watermarking": Unserved("text is not watermarked", _OFF),
     "spaces_between_special_tokens": Unserved("it affects slow tokenizers only, which are not used here", _HINT),
-    "prompt_logprobs": Unserved("log-probabilities of prompts are not computed"),
     "logprob_token_ids": Unserved("log-probabilities are returned for the most likely tokens only"),
-    "structured_outputs": Unserved(_GRAMMAR),
     "guided_json": Unserved(_GRAMMAR),
     "guided_regex": Unserved(_GRAMMAR),
     "guided_choice": Unserved(_GRAMMAR),
     "guided_grammar": Unserved(_GRAMMAR),
     "guided_decoding_backend": Unserved(_GRAMMAR),
     "guided_whitespace_pattern": Unserved(_GRAMMAR),
-    "structural_tag": Unserved(_GRAMMAR),
+    "structural_tag": Unserved("use structured_outputs.structural_tag"),
     "session_id": Unserved("it is a routing hint", _HINT),
     "return_tokens_as_token_ids": Unserved("log-probabilities name tokens by their text; use return_token_ids", _OFF),
     "routed_experts_prompt_start": Unserved("mixture-of-experts models are not served", (None, 0)),
@@ -78,9 +76,6 @@ _BOTH: dict[str, Unserved] = {
     "thinking_token_budget": Unserved(_THINKING, (None, -1)),
     "stream_interval": Unserved("every token is its own event; events that are ready together leave together", _HINT),
     # SGLang
-    "json_schema": Unserved(_GRAMMAR),
-    "regex": Unserved(_GRAMMAR),
-    "ebnf": Unserved(_GRAMMAR),
     "stop_regex": Unserved("stop takes strings", (None, [])),
     "return_hidden_states": Unserved(_NOT_RETURNED, _OFF),
     "return_routed_experts": Unserved(_NOT_RETURNED, _OFF),
@@ -109,9 +104,6 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
     # OpenAI
     "audio": Unserved(_TEXT_ONLY),
     "modalities": Unserved(_TEXT_ONLY, (None, [], ["text"])),
-    "tools": Unserved(_NO_TOOLS, (None, [])),
-    "tool_choice": Unserved(_NO_TOOLS, (None, "none", "auto")),
-    "parallel_tool_calls": Unserved("it limits tool calls, which are not served", _HINT),
     "functions": Unserved(_NO_TOOLS, (None, [])),
     "function_call": Unserved(_NO_TOOLS, (None, "none", "auto")),
     "moderation": Unserved("texts are not moderated"),
@@ -124,7 +116,6 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
     "verbosity": Unserved("state the wanted length in the prompt", (None, "medium")),
     "web_search_options": Unserved("there is no web search"),
     # vLLM
-    "include_reasoning": Unserved("reasoning is not separated from the text", _HINT),
     "echo": Unserved("answers contain the new text only", _OFF),
     "chat_template": Unserved("the model's own template is used"),
     "media_io_kwargs": Unserved(_TEXT_ONLY),
@@ -135,8 +126,7 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
     "return_meta_info": Unserved(_NOT_RETURNED, _OFF),
     "reasoning": Unserved("use reasoning_effort"),
     "task": Unserved("it affects one model family only, which is not served"),
-    "separate_reasoning": Unserved("reasoning is not separated from the text", _HINT),
-    "stream_reasoning": Unserved("reasoning is not separated from the text", _HINT),
+    "stream_reasoning": Unserved("reasoning is streamed as it comes", _HINT),
     "max_dynamic_patch": Unserved(_TEXT_ONLY),
     "min_dynamic_patch": Unserved(_TEXT_ONLY),
     "use_audio_in_video": Unserved(_TEXT_ONLY, _OFF),
@@ -152,8 +142,8 @@ COMPLETION: Mapping[str, Unserved] = _BOTH | {
 }
 
 TOKENIZE: Mapping[str, Unserved] = {
-    name: CHAT[name] for name in ("tools", "chat_template", "media_io_kwargs", "mm_processor_kwargs")
-}
+    name: CHAT[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
+} | {"tools": Unserved("use chat_template_kwargs", (None, []))}
 
 
 def check(fields: dict[str, msgspec.Raw], unserved: Mapping[str, Unserved]) -> dict[str, msgspec.Raw]:

@@ -330,8 +330,10 @@ class Intake:
     def _live(self, subject: str, plan: Plan) -> answers.OnDelta:
         """Publishes each delta as the chunk that HTTP would have streamed."""
 
+        parsers = [plan.parsing.open() if plan.parsing else None for _ in plan.jobs]
+
         async def publish(choice: int, delta: Delta) -> None:
-            await self._say(subject, orjson.dumps(answers.chunk(plan, choice, delta)))
+            await self._say(subject, orjson.dumps(answers.chunk(plan, choice, delta, parsers[choice])))
 
         return publish
 

@@ -10,6 +10,7 @@ Rules of this file:
 - Token i has index i over all epochs. Known tokens are dropped. Early tokens wait `GAP_S` for the missing ones; then we resume.
 - An epoch is submitted once. If the answer is lost, a worker may have the request, so the next attempt is the next epoch.
   Frames that arrive before the answer, or instead of it, count as the answer.
+- A request whose output is constrained to a grammar begins again without the tokens so far, or is ended (`_can_go_on`).
 - A request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
 - Nothing here waits for a caller: streams are bounded, and a slow one is ended.
 """
@@ -21,6 +22,8 @@ import contextlib
 import secrets
 from collections.abc import Coroutine
 from typing import Any
+
+import msgspec
 
 from motet.policies.recent_refusals import Kind, RecentRefusals
 from motet.services.gateway import metrics
@@ -211,12 +214,16 @@ class Owner:
 
     async def _submit(self, stream: Stream, timeout_s: float) -> None:
         job, epoch = stream.job, stream.epoch
+        sampling, needs = job.sampling, job.needs
+        if stream.prompt_logprobs is not None:  # known from an earlier epoch: any worker can do the rest
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+            needs = {word: field for word, field in needs.items() if word != "prompt_logprobs"}
         request = GenerateRequest(
             request_id=job.request_id,
             gateway_id=self.gateway_id,
             base_model=self._base_model,
             prompt=pack_tokens(job.prompt),
-            sampling=job.sampling,
+            sampling=sampling,
             slo=job.slo,
             epoch=epoch,
             output=pack_tokens(stream.tokens),
@@ -229,6 +236,7 @@ class Owner:
             exclude_workers=tuple(stream.excluded),
             priority=job.priority,
             repeated=self._refusals.take_repeated(job.tenant),
+            needs=needs,
         )
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=timeout_s)
         if isinstance(reply, Refused):
@@ -254,7 +262,7 @@ class Owner:
             self._done(stream)
         elif stream.losses >= LOSSES_MAX:
             self._abort(stream, WorkerLost(f"{stream.losses} workers in a row were lost with this request"), "worker_lost")
-        else:
+        elif self._can_go_on(stream):
             self._bus.spawn(self._place_again(stream, 0.0))
 
     def _set_back(self, stream: Stream, error: MotetError, worker_id: str) -> None:
@@ -265,6 +273,8 @@ class Owner:
             self._abort(stream, error, error.code, cancel=False)
             return
         self._next_epoch(stream, error.code, worker_id)
+        if not self._can_go_on(stream):
+            return
         # as long again as the trouble has lasted, within the usual bounds
         self._bus.spawn(self._place_again(stream, min(max(now - stream.set_back_s, BACKOFF_S[0]), BACKOFF_S[1])))
 
@@ -278,6 +288,15 @@ class Owner:
         stream.resumed_s = stream.resumed_s or stream.sign_s
         metrics.RESUMED.labels(why).inc()
         log.info("resuming", extra={"request_id": stream.job.request_id, "why": why, "tokens": len(stream.tokens)})
+
+    def _can_go_on(self, stream: Stream) -> bool:
+        """Whether another worker can have the request. No engine takes up a grammar in the middle of an output, so one with a
+        constrained output begins again while nothing of it was shown, and is ended otherwise."""
+        if stream.job.sampling.structured is None or not stream.tokens or stream.begin_again():
+            return True
+        reason = "its worker was lost, and no other can continue an output that is constrained to a grammar"
+        self._abort(stream, WorkerLost(reason), "worker_lost", cancel=False)
+        return False
 
     async def _place_again(self, stream: Stream, pause_s: float) -> None:
         epoch = stream.epoch
@@ -476,4 +495,4 @@ class Owner:
 
 
 def _kind(job: Job) -> Kind:
-    return Kind(job.tenant, job.slo.ttft_slo_ms, job.slo.tpot_slo_ms, job.priority)
+    return Kind(job.tenant, job.slo.ttft_slo_ms, job.slo.tpot_slo_ms, job.priority, tuple(sorted(job.needs)))

@@ -10,20 +10,21 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
 from motet.policies import length_features
+from motet.services.gateway.calls import THINK, Parsing
 from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.prompt import Prompts
-from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest
+from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest, NamedTool
 from motet.services.gateway.stream import Job
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
 from motet.shared.messages import AdapterInfo
-from motet.shared.model import AdapterRef, SamplingParams, Slo
+from motet.shared.model import AdapterRef, SamplingParams, Slo, StructuredOutput
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
 
@@ -31,6 +32,8 @@ T = TypeVar("T")
 log = logger("motet.planner")
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 DECODED_TOKENS = 256  # of a prompt of token ids: as much of it as the predictor looks at
+SCORES_MAX = 49_152  # log-probabilities of one prompt: 14 bytes each, in a message of at most 1 MiB
+TAG_TOKENS = 16  # at the end of a prompt, where a chat template may open the reasoning
 SLO_MIN_MS = 0.001  # numbers near zero would overflow where objectives are divided by
 SLO_MAX_MS = 3_600_000
 SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms"}
@@ -53,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # as the client named it
     jobs: list[Job]
     echoes: list[str]  # per choice: the prompt's text to show first, "" for none
+    parsing: Parsing | None = None  # what is taken out of the text; None: nothing
 
     @property
     def chat(self) -> bool:
@@ -139,9 +143,20 @@ class Planner:
         prefix = "chatcmpl-" if chat else "cmpl-"
         seed = (request.seed if request.seed is not None else secrets.randbits(63)) & SEED_MASK
         bad_words = await self._bad_words(request.bad_words or [])
+        constraint = request.constraint()
+        needs = {"structured": constraint[0]} if constraint else {}
+        if scored := request.prompt_logprobs_wanted():
+            needs["prompt_logprobs"] = scored[0]
+            self._check_scored(scored, max(map(len, prompts)))
+        parsing = None
+        if isinstance(request, ChatRequest):
+            parsing = self._parsing(request, prompts[0], constrained=constraint is not None)
+        shows_special = parsing is not None and bool(parsing.tools)  # some formats are made of special tokens
         jobs: list[Job] = []
         for number, prompt in enumerate(prompts):
-            sampling = self._sampling(request, len(prompt), bad_words)
+            sampling = self._sampling(request, len(prompt), bad_words, constraint[1] if constraint else None)
+            if scored:
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=scored[1])
             features, excerpt = self._for_predictor(request, number, prompt, sampling)
             for _ in range(n):
                 choice_seed = (seed + len(jobs) * SEED_STEP) & SEED_MASK
@@ -157,12 +172,13 @@ class Planner:
                         tenant_weight=self._weight(tenant),
                         stop=stops,
                         include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
-                        skip_special_tokens=request.skip_special_tokens is not False,
+                        skip_special_tokens=request.skip_special_tokens is not False and not shows_special,
                         continues_text=not chat or bool(request.continue_final_message),  # type: ignore[union-attr]
                         features=features,
                         prompt_text=excerpt,
                         cache_salt=request.cache_salt or "",
                         priority=request.priority or 0,
+                        needs=needs,
                         timeout_s=timeout_s or self._config.requests.request_timeout_s,
                         arrived_s=arrived_s,
                     )
@@ -177,6 +193,7 @@ class Planner:
             model=model,
             jobs=jobs,
             echoes=self._echoes(request, prompts, n),
+            parsing=parsing,
         )
 
     def _for_predictor(
@@ -228,6 +245,10 @@ class Planner:
         """The chat template's variables. A field that the template does not use is refused by name."""
         effort, documents, reads = request.reasoning_effort, request.documents, self._prompts.template_reads
         given: dict[str, Any] = {}
+        if tools := request.usable_tools():
+            if "tools" not in reads:
+                raise BadRequest("tools: this model's chat template does not read them", param="tools")
+            given["tools"] = msgspec.to_builtins(tools)
         if documents:
             if "documents" not in reads:
                 raise BadRequest("documents: this model's chat template does not read them", param="documents")
@@ -238,6 +259,29 @@ class Planner:
         elif effort is not None:
             given |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         return given | (request.chat_template_kwargs or {}) or None
+
+    def _parsing(self, request: ChatRequest, prompt: list[int], *, constrained: bool) -> Parsing | None:
+        """What is to be taken out of the answers. Raises BadRequest when the format of tool calls is not known."""
+        options, tools, choice = self._config.answers, request.usable_tools(), request.tool_choice
+        thinks = bool(options.reasoning_parser) and request.separate_reasoning is not False
+        if not tools and not thinks:
+            return None
+        if tools and choice in (None, "auto") and not options.tool_call_parser:
+            raise BadRequest("tools: this gateway has no --tool-call-parser", param="tools")
+        begins_inside = False
+        if thinks:
+            end = self._prompts.tokenizer.decode(prompt[-TAG_TOKENS:], skip_special_tokens=False).rstrip()
+            implied = options.reasoning_parser == "deepseek_r1" and not end.endswith(THINK[1])
+            begins_inside = implied or end.endswith(THINK[0])
+        return Parsing(
+            reasoning=thinks,
+            begins_inside=begins_inside,
+            constrained=constrained,
+            shows_reasoning=request.include_reasoning is not False,
+            tools="" if not tools else options.tool_call_parser if choice in (None, "auto") else _forced(choice),
+            function=choice.function.name if isinstance(choice, NamedTool) else "",
+            parallel=request.parallel_tool_calls is not False,
+        )
 
     async def _text_prompts(self, request: CompletionRequest) -> list[list[int]]:
         given = request.prompts()
@@ -281,6 +325,16 @@ class Planner:
             )
         return tokens
 
+    def _check_scored(self, scored: tuple[str, int], prompt_tokens: int) -> None:
+        """Log-probabilities of a prompt come in one message, whose size is limited."""
+        field, rivals = scored
+        if prompt_tokens * (rivals + 1) > SCORES_MAX:
+            raise BadRequest(
+                f"{field}: {prompt_tokens} tokens with {rivals} log-probabilities beside their own are more than the"
+                f" {SCORES_MAX} that are returned",
+                param=field,
+            )
+
     async def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of words: at the beginning of a text and, where that differs, after a space (as vLLM)."""
         if not words:
@@ -294,7 +348,11 @@ class Planner:
         return tuple(dict.fromkeys(found))
 
     def _sampling(
-        self, request: ChatRequest | CompletionRequest, prompt_tokens: int, bad_words: tuple[tuple[int, ...], ...]
+        self,
+        request: ChatRequest | CompletionRequest,
+        prompt_tokens: int,
+        bad_words: tuple[tuple[int, ...], ...],
+        structured: StructuredOutput | None,
     ) -> SamplingParams:
         room = self.max_model_len - prompt_tokens
         defaults = self._prompts.defaults
@@ -331,6 +389,7 @@ class Planner:
             logprobs=request.logprobs_wanted(),
             allowed_token_ids=self._allowed(request.allowed_token_ids or []),
             bad_words=bad_words,
+            structured=structured,
         )
 
     def _allowed(self, tokens: list[int]) -> tuple[int, ...]:
@@ -358,6 +417,10 @@ class Planner:
             for text, tokens in zip(given, prompts, strict=True)
         ]
         return [text for text in texts for _ in range(n)]
+
+
+def _forced(choice: Any) -> Literal["named", "required"]:
+    return "named" if isinstance(choice, NamedTool) else "required"
 
 
 def _first(*values: T | None) -> T:

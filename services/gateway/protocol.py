@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from motet.services.gateway import fields
+from motet.services.gateway import fields, structured
+from motet.services.gateway.structured import ResponseFormat, StructuredOutputs, Text
 from motet.shared.errors import BadRequest
+from motet.shared.model import StructuredOutput
 
 CHOICES_MAX = 64  # n
 SEQUENCES_MAX = 128  # prompts times n
@@ -28,10 +30,12 @@ BAD_WORDS_MAX = 128
 BAD_WORD_CHARS_MAX = 256
 DETOKENIZE_MAX = 1 << 18
 MESSAGES_MAX = 4096
+TOOLS_MAX = 256
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Stop = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 RequestId = Annotated[
     str,
@@ -41,6 +45,7 @@ RequestId = Annotated[
     ),
 ]
 Adapter = Annotated[str, Meta(description="Name of the adapter; `model` may then be missing or the base model's name.")]
+_CONSTRAINED = "needs an engine that serves structured outputs"
 _MESSAGE_SCHEMA = {
     "type": "object",
     "required": ["role"],
@@ -92,11 +97,33 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Annotated[bool, Meta(description="Accepted without effect: events are not padded.")] | None = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Text; other formats are refused, since output is not constrained to a grammar."""
+class Function(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
-    type: Annotated[str, Meta(description='Only "text".', extra_json_schema={"enum": ["text"]})]
-    json_schema: Annotated[Any, Meta(description="Not served.", extra_json_schema={"enum": [None]})] = None
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool of the model."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which function."""
+
+    name: FunctionName
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -150,7 +177,9 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Stop | Annotated[list[Stop], Meta(max_length=STOPS_MAX)] | None,
         Meta(description="Strings that end the text."),
     ] = None
-    response_format: Annotated[ResponseFormat | None, Meta(description="Only the format text is served.")] = None
+    response_format: Annotated[
+        ResponseFormat | None, Meta(description=f"Text, any JSON object, or JSON by a schema ({_CONSTRAINED}).")
+    ] = None
     best_of: Annotated[int, Meta(description="Must equal `n`.")] | None = None
     # vLLM
     top_k: (
@@ -213,6 +242,22 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    prompt_logprobs: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=LOGPROBS_MAX,
+                description="Return log-probabilities of the prompt's tokens and of this many most likely ones"
+                " (not with stream; needs an engine that serves them).",
+            ),
+        ]
+        | None
+    ) = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        Meta(description=f"One of json, regex, choice, grammar, json_object and structural_tag, and options ({_CONSTRAINED})."),
+    ] = None
     cache_salt: (
         Annotated[
             str, Meta(min_length=1, max_length=1024, description="Share cached prefixes only with requests of the same salt.")
@@ -221,6 +266,9 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ) = None
     request_id: RequestId | None = None
     # SGLang
+    regex: Annotated[Text, Meta(description=f"Regular expression for the whole output ({_CONSTRAINED}).")] | None = None
+    ebnf: Annotated[Text, Meta(description=f"Grammar of the output in EBNF ({_CONSTRAINED}).")] | None = None
+    json_schema: Annotated[Text, Meta(description=f"Text of a JSON schema of the output ({_CONSTRAINED}).")] | None = None
     rid: RequestId | None = None
     lora_path: Adapter | None = None
     no_stop_trim: Annotated[bool, Meta(description="The same as include_stop_str_in_output.")] | None = False
@@ -232,12 +280,32 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    def constraint(self) -> tuple[str, StructuredOutput] | None:
+        """What the output must look like, with the field that says so. Raises BadRequest, also for two such fields."""
+        found: list[tuple[str, StructuredOutput]] = []
+        if self.response_format is not None and (wanted := structured.from_response_format(self.response_format)):
+            found.append(("response_format", wanted))
+        if self.structured_outputs is not None:
+            found.append(("structured_outputs", structured.from_structured_outputs(self.structured_outputs)))
+        if self.regex is not None:
+            found.append(("regex", StructuredOutput(kind="regex", value=self.regex)))
+        if self.ebnf is not None:
+            found.append(("ebnf", StructuredOutput(kind="grammar", value=self.ebnf)))
+        if self.json_schema is not None:
+            found.append(("json_schema", structured.schema(self.json_schema, "json_schema")))
+        if len(found) > 1:
+            raise BadRequest(f"{found[1][0]} and {found[0][0]} cannot both constrain the output", param=found[1][0])
+        return found[0] if found else None
+
+    def prompt_logprobs_wanted(self) -> tuple[str, int] | None:
+        """The field that asks for log-probabilities of the prompt and how many rivals; None for none."""
+        return None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs)
+
     def check(self) -> None:
         """Raises BadRequest naming the first field that asks for what is not served."""
-        if self.response_format is not None and (
-            self.response_format.type != "text" or self.response_format.json_schema is not None
-        ):
-            raise _unsupported("response_format", f"type {self.response_format.type!r}")
+        self.constraint()
+        if self.prompt_logprobs is not None and self.stream:
+            raise _unsupported("prompt_logprobs", "with stream: true")
         if self.best_of not in (None, self.n or 1):
             raise _unsupported("best_of", "other than n")
         if self.truncate_prompt_tokens == 0:
@@ -279,7 +347,20 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    tools: (
+        Annotated[
+            list[Tool],
+            Meta(max_length=TOOLS_MAX, description="Functions that the model may call (needs --tool-call-parser)."),
+        ]
+        | None
+    ) = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        Meta(description="Whether the model calls tools; required, and a named function, need structured outputs."),
+    ] = None
+    parallel_tool_calls: Annotated[bool, Meta(description="false: at most one call is returned.")] | None = True
     # vLLM
+    include_reasoning: Annotated[bool, Meta(description="Return the reasoning (with --reasoning-parser).")] | None = True
     add_generation_prompt: (
         Annotated[bool, Meta(description="End the prompt with the template's start of an answer.")] | None
     ) = True
@@ -293,6 +374,21 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    # SGLang
+    separate_reasoning: (
+        Annotated[bool, Meta(description="Separate the reasoning from the content (with --reasoning-parser).")] | None
+    ) = True
+
+    def constraint(self) -> tuple[str, StructuredOutput] | None:
+        found = super().constraint()
+        forced = structured.forced_call(self.tools or [], self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        if found and forced:
+            raise BadRequest(f"tool_choice and {found[0]} cannot both constrain the output", param="tool_choice")
+        return ("tool_choice", forced) if forced else found
+
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def check(self) -> None:
         super().check()
@@ -315,7 +411,9 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, Meta(description="One or several prompts, as text or token ids.", extra_json_schema=_PROMPT_SCHEMA)]
-    echo: Annotated[bool, Meta(description="Return the prompt before the new text (not with logprobs).")] | None = False
+    echo: Annotated[bool, Meta(description="Return the prompt before the new text; with logprobs, not streamed.")] | None = (
+        False
+    )
     logprobs: (
         Annotated[
             int,
@@ -330,8 +428,13 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         super().check()
+        if self.echo and self.logprobs is not None and self.stream:
+            raise _unsupported("echo", "together with logprobs and stream: true")
+
+    def prompt_logprobs_wanted(self) -> tuple[str, int] | None:
         if self.echo and self.logprobs is not None:
-            raise _unsupported("echo", "together with logprobs")
+            return "echo", max(self.logprobs, self.prompt_logprobs or 0)
+        return super().prompt_logprobs_wanted()
 
     def logprobs_wanted(self) -> int | None:
         """None for none, else how many rivals."""
@@ -484,10 +587,29 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
                 at = f"{where}.content[{j}]"
                 raise BadRequest(f"{at}: only parts of type text with a text string are supported, not {kind!r}", param=at)
             texts.append(part["text"])
-        return message | {"content": "\n".join(texts)}
+        content = "\n".join(texts)
+        message = message | {"content": content}
+    if message.get("tool_calls"):
+        message = message | {"tool_calls": _calls(message["tool_calls"], f"{where}.tool_calls")}
     if content is None:
         if role != "assistant":
             raise BadRequest(f"{where}.content: expected a string or text parts", param=f"{where}.content")
     elif not isinstance(content, str):
         raise BadRequest(f"{where}.content: expected a string or text parts", param=f"{where}.content")
     return message
+
+
+def _calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """Earlier tool calls with their arguments as objects, which is what chat templates read."""
+    try:
+        calls = msgspec.convert(given, list[dict[str, Any]])
+        return [call | {"function": call["function"] | {"arguments": _arguments(call["function"])}} for call in calls]
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        raise BadRequest(
+            f"{where}: expected calls with a function's name and its arguments as JSON text", param=where
+        ) from None
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    arguments = function.get("arguments") or "{}"
+    return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments

@@ -68,21 +68,53 @@ class TextLogprobs(_Answer):
     """Log-probabilities of a completion choice."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]] | None
+    top_logprobs: list[dict[str, float] | None] | None
 
 
 Finish = Literal["stop", "length"]
+ChatFinish = Literal["stop", "length", "tool_calls"]
 StopReason = Annotated[int | str | None, Meta(description="The stop token or stop string that ended the text.")]
+
+
+class PromptLogprob(_Answer):
+    """A possible token of the prompt; its rank is null below the most likely ones that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None],
+    Meta(description="With prompt_logprobs: per token of the prompt a map from token ids; null for the first."),
+]
 TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
+
+
+class CalledFunction(_Answer):
+    """What is called; the arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Answer):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class ChatMessage(_Answer):
     """The model's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: Annotated[str | None, Meta(description="null beside tool calls.")]
+    reasoning: Annotated[str, Meta(description="With --reasoning-parser.")] | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(_Answer):
@@ -91,7 +123,7 @@ class ChatChoice(_Answer):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: ChatFinish
     stop_reason: StopReason
     token_ids: TokenIds | UnsetType = UNSET
 
@@ -106,6 +138,7 @@ class ChatCompletion(_Answer):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: TokenIds | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TextChoice(_Answer):
@@ -118,6 +151,7 @@ class TextChoice(_Answer):
     stop_reason: StopReason
     token_ids: TokenIds | UnsetType = UNSET
     prompt_token_ids: TokenIds | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(_Answer):

@@ -44,7 +44,8 @@ class SseResponse(Response):
         self._running_usage = bool(options and options.continuous_usage_stats) and self._usage
         self._logprobs = plan.jobs[0].sampling.logprobs is not None
         self._token_ids = bool(plan.request.return_token_ids)
-        self._plain = not self._logprobs and not self._running_usage and not self._token_ids
+        self._parsers = [plan.parsing.open() for _ in streams] if plan.parsing is not None else []
+        self._plain = not (self._logprobs or self._running_usage or self._token_ids or self._parsers)
         self._told = [0] * len(streams)  # token ids that events have shown
         self._frames = [self._frame(i) for i in range(len(streams))]
         self._offsets = [len(echo) for echo in plan.echoes]
@@ -107,8 +108,10 @@ class SseResponse(Response):
                         parts += self._quick(i, texts)
                     else:
                         for delta in stream.take():
-                            quick = self._plain and delta.finish is None
-                            parts += self._quick(i, [delta.text]) if quick else [self._full(i, delta)]
+                            if self._plain and delta.finish is None:
+                                parts += self._quick(i, [delta.text])
+                            elif event := self._full(i, delta):
+                                parts.append(event)
                     if stream.ended:
                         stream.take()  # raises what ended it
                         running.remove(i)
@@ -163,9 +166,16 @@ class SseResponse(Response):
         return before, between.join(encoded), after
 
     def _full(self, i: int, delta: Delta) -> bytes:
-        """Any other chunk, encoded as a whole: the last one, and those with log-probabilities or running usage."""
+        """Any other chunk, encoded as a whole: the last one, and those with log-probabilities, running usage, tool calls or
+        reasoning. Nothing while it is open what the text is."""
         body: dict[str, Any] = {"index": i}
-        if self._plan.chat:
+        finish: str | None = delta.finish
+        if self._parsers:
+            body["delta"] = self._parsers[i].delta(delta.text, last=finish is not None)
+            if not (body["delta"] or finish or self._logprobs or self._token_ids):
+                return b""
+            finish = finish and self._parsers[i].finish(finish)
+        elif self._plan.chat:
             body["delta"] = {"content": delta.text} if delta.text or not delta.finish else {}
         else:
             body["text"] = delta.text
@@ -180,7 +190,7 @@ class SseResponse(Response):
             # the last delta hides the token that ended the text; the others show all theirs
             self._told[i] = len(stream.tokens) if delta.finish else begin + len(delta.tokens)
             body["token_ids"] = stream.tokens[begin : self._told[i]]
-        body["finish_reason"] = delta.finish
+        body["finish_reason"] = finish
         if delta.finish is not None:
             body["stop_reason"] = delta.stop_reason
         event = answers.head(self._plan) | {"choices": [body]}

@@ -42,6 +42,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     continues_text: bool = False  # the output is glued to the prompt's text: keep a leading space
     priority: int = 0
+    needs: dict[str, str] = {}  # capabilities that its worker must have, and the client's field for each
     timeout_s: float = 600.0
     arrived_s: float = 0.0  # `now_s()` when the client's request came; 0 for when it is opened
 
@@ -55,6 +56,7 @@ class Delta(msgspec.Struct, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     finish: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it (never the model's own EOS)
+    again: bool = False  # the deltas before are void: the sequence begins again (only where `Stream.retractable`)
 
 
 class Signal:
@@ -92,6 +94,7 @@ class Stream:
     """An owned request, made by `Owner.open`. The upper half of this class is for the caller, the lower half for the Owner."""
 
     __slots__ = (
+        "_detokenizer",
         "_filter",
         "_limit",
         "_on_cancel",
@@ -112,8 +115,10 @@ class Stream:
         "on_slow",
         "opened_s",
         "plain",
+        "prompt_logprobs",
         "queue_ms",
         "resumed_s",
+        "retractable",
         "set_back_s",
         "sign_s",
         "signal",
@@ -140,17 +145,24 @@ class Stream:
         self.set_back_s = 0.0  # since when its workers have been unable to serve it; 0 while they are able
         self.cached_tokens = 0
         self.queue_ms = 0.0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.plain = False  # the next tokens may go through `push_plain`
         self.finish: FinishReason | None = None
         self.error: MotetError | None = None
         self.on_slow: Callable[[], None] | None = None  # for callers that may be stuck in a write
         self.deadline: asyncio.TimerHandle | None = None
-        self._text = detokenizer.stream(skip_special_tokens=job.skip_special_tokens, continues_text=job.continues_text)
-        self._filter = StopFilter(job.stop, job.include_stop) if job.stop else None
+        self.retractable = False  # the caller shows nothing before the end, and heeds `Delta.again`
+        self._detokenizer = detokenizer
+        self._begin()
         self._on_cancel = on_cancel
         self._ready: list[Delta] = []  # not taken yet, and after these:
         self._texts: list[str] = []  # the texts of the last tokens, one each, when there is nothing to tell but their text
         self._limit = limit
+
+    def _begin(self) -> None:
+        job = self.job
+        self._text = self._detokenizer.stream(skip_special_tokens=job.skip_special_tokens, continues_text=job.continues_text)
+        self._filter = StopFilter(job.stop, job.include_stop) if job.stop else None
 
     # ---- the caller's half
 
@@ -220,6 +232,7 @@ class Stream:
         if not tokens and new:
             self.first_s = now_s()
             self.cached_tokens, self.queue_ms = item.cached_tokens, item.queue_ms
+            self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
         tokens += new
         finish = item.finish
         reason: int | str | None = None
@@ -243,6 +256,16 @@ class Stream:
     def see_plain(self) -> None:
         """Whether the next tokens are plain: not the first, no log-probabilities, no stop strings, nothing early."""
         self.plain = bool(self.tokens) and self._filter is None and self.job.sampling.logprobs is None and not self.early
+
+    def begin_again(self) -> bool:
+        """Forget the output so far; False when the caller has some of it and cannot take it back."""
+        taken = len(self.tokens) > len(self._texts) + sum(len(delta.tokens) for delta in self._ready)
+        if taken and not self.retractable:
+            return False
+        self.tokens, self._texts, self._ready = [], [], [Delta("", [], again=True)] if taken else []
+        self.plain = False
+        self._begin()
+        return True
 
     def end(self, finish: FinishReason) -> None:
         """Finish without a new token."""

@@ -141,4 +141,5 @@ class WatchedCluster:
             draining=worker.draining,
             stale=self._is_stale(worker_id, now_s),
             age_ms=round((now_s - worker.heard_s) * 1000),
+            capabilities=worker.limits.capabilities,
         )

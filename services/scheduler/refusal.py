@@ -1,6 +1,8 @@
 """The error for a request that no worker takes.
 
 no live worker serves the base model      -> Unavailable (503)   a worker must be started
+none has a capability that it needs       -> BadRequest (400)    with the field that asks for it; Unavailable (503) for one that
+                                                                 had begun, or while a worker that has it is silent
 some are full                             -> Overloaded (429)    with the time until one has room
 none would meet its objectives            -> Overloaded (429)    with the time until one would (`too_late`)
 the rest are draining or did not answer   -> Unavailable (503)   another worker may serve it soon
@@ -12,6 +14,8 @@ from __future__ import annotations
 from motet.policies.candidates import PERMANENT, Ask, Screening
 from motet.shared.errors import BadRequest, MotetError, Overloaded, PromptTooLong, Unavailable
 
+MEANINGS: dict[str, str] = {"structured": "structured outputs", "prompt_logprobs": "log-probabilities of prompts"}
+"""Capabilities, for people."""
 RETRY_S = 1.0
 """Retry-After for clients while no worker is there."""
 
@@ -19,7 +23,9 @@ RETRY_S = 1.0
 def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
     """The error for a request without candidates. `room_in_s`: when a full worker is likely to have room."""
     rejected = screening.rejected
-    live = sum(count for reason, count in rejected.items() if reason != "stale")
+    live = sum(count for reason, count in rejected.items() if reason not in ("stale", "capability"))
+    if not live and "capability" in rejected:
+        return _incapable(ask, screening)
     if not live:
         silent = f" ({rejected['stale']} went silent)" if "stale" in rejected else ""
         return Unavailable(f"nobody serves base model {ask.base_model}{silent}", param="model", retry_after_s=RETRY_S)
@@ -40,6 +46,17 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
         f"workers of {ask.base_model} hold {screening.longest_context} tokens per request",
         param="prompt",
     )
+
+
+def _incapable(ask: Ask, screening: Screening) -> MotetError:
+    """No live worker has what the request needs."""
+    lacking = screening.lacking or tuple(ask.needs)  # each is there, but on different workers
+    wanted = " and ".join(MEANINGS.get(word, word) for word in lacking)
+    field = ask.needs[lacking[0]]
+    reason = f"{field}: no worker of {ask.base_model} serves {wanted}"
+    if ask.begun or "stale" in screening.rejected:
+        return Unavailable(f"{reason} now", param=field, retry_after_s=RETRY_S)
+    return BadRequest(reason, param=field)
 
 
 def too_late(ask: Ask, late_s: float) -> Overloaded:

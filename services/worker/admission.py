@@ -22,12 +22,17 @@ class Acceptable:
     eos_token_ids: frozenset[int]
     max_model_len: int
     max_lora_rank: int
+    serves: frozenset[str] = frozenset()
+    """Its engine's capabilities."""
 
 
 def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], list[int]]:
     """(prompt, output) as token ids. Raises ModelNotFound, BadRequest or PromptTooLong."""
     if request.base_model != acceptable.base_model:
         raise ModelNotFound(f"this worker serves {acceptable.base_model!r}, not {request.base_model!r}", param="model")
+    for word, field in request.needs.items():
+        if word not in acceptable.serves:
+            raise BadRequest(f"{field}: this worker's engine has no {word!r}", param=field)
     prompt = _tokens(request.prompt, "prompt", acceptable.vocab_size)
     output = _tokens(request.output, "output", acceptable.vocab_size)
     _check_sampling(request.sampling, acceptable)

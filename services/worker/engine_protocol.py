@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from motet.services.worker.engine.request import EngineRequest
 from motet.shared.errors import MotetError
+from motet.shared.model import Capability
 
 if TYPE_CHECKING:
     from motet.services.worker.engine.adapter_weights import HostAdapter
@@ -34,6 +35,8 @@ class Capabilities:
     """Data types of the KV cache; "model" is the type of the weights."""
     preempts: Literal["worker", "engine"]
     """Whose rules choose the request that gives way when KV memory is short: `policies.batch_admission` or the engine's."""
+    serves: frozenset[Capability] = frozenset()
+    """What it can do that not every engine can. The worker announces it; requests that need more go to others."""
 
 
 class EngineProtocol(Protocol):

@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from motet.policies.foresight import Foresight
 from motet.policies.host_tier import HostTier
 from motet.policies.kv_blocks import cache_scope
@@ -143,13 +145,15 @@ class WorkerService:
         config = self.config
         self._exit.push_async_callback(self.engine.stop)
         await self.engine.start()
-        limits = self.assembly.limits
+        serves = self.engine.capabilities.serves
+        limits = msgspec.structs.replace(self.assembly.limits, capabilities=tuple(sorted(serves)))
         self._acceptable = admission.Acceptable(
             base_model=limits.base_model,
             vocab_size=self.assembly.vocab_size,
             eos_token_ids=self.assembly.eos_token_ids,
             max_model_len=limits.max_model_len,
             max_lora_rank=limits.max_lora_rank,
+            serves=serves,
         )
         self.view = WorkerView(self.worker_id, self.incarnation, limits)
         self.reporter = StateReporter(bus, self.view, self._times)

@@ -101,6 +101,29 @@ def test_workers_to_avoid_are_the_last_resort():
     assert who(state, ask(avoid=("ok",), tried=("ok",))) == []
 
 
+def test_a_request_goes_only_to_workers_with_the_capabilities_that_it_needs():
+    state = cluster(capabilities=("structured", "a word of a newer version"))
+    assert who(state, ask(needs={"structured": "regex"})) == ["odd"]
+    assert who(state, ask(needs={"structured": "regex", "prompt_logprobs": "echo"})) == []
+    assert who(state, ask(needs={"a word of a newer version": "x"})) == []  # this side cannot know what it means
+    assert who(state, ask()) == ["odd", "ok"]
+    state.drop_worker("odd")
+    assert who(state, ask(needs={"structured": "regex"})) == []
+
+
+def test_screening_names_the_capabilities_that_no_live_worker_has():
+    state = cluster(capabilities=("structured",), max_lora_rank=4)
+    both = ask(needs={"structured": "regex", "prompt_logprobs": "echo"})
+    assert screen(state, both, NOW_S, STALE_S).lacking == ("prompt_logprobs",)
+    assert screen(state, both, NOW_S, STALE_S).rejected == {"capability": 2}
+    found = screen(state, ask(needs={"structured": "regex"}), NOW_S, STALE_S)
+    assert (found.rejected, found.lacking) == ({"capability": 1, "lora_rank": 1}, ())
+    assert found.largest_rank == 4  # of the workers that have it
+    state.set_heard("odd", NOW_S - 10)
+    found = screen(state, ask(needs={"structured": "regex"}), NOW_S, STALE_S)
+    assert (found.rejected, found.lacking) == ({"capability": 1, "stale": 1}, ("structured",))
+
+
 def test_screening_names_the_best_limits_of_live_workers():
     state = cluster(max_model_len=50, max_lora_rank=4, kv_blocks_total=2)
     state.set_heard("ok", NOW_S - 10)
@@ -123,11 +146,15 @@ def test_whatever_the_limits_and_however_they_change_the_candidates_are_those_th
                 max_model_len=draw.choice([64, 1024]),
                 kv_blocks_total=draw.choice([4, 512]),
                 max_lora_rank=draw.choice([8, 64]),
+                capabilities=draw.choice([(), ("structured",), ("prompt_logprobs", "structured")]),
             )
             state.put_worker(worker_id, limits[worker_id], PERF)
             state.heard(worker_id, NOW_S, kv_blocks_free=4, draining=False)
         request = ask(
-            tokens=draw.choice([40, 63, 64, 1023]), rank=draw.choice([0, 8, 9, 64]), base_model=draw.choice(["demo", "x"])
+            tokens=draw.choice([40, 63, 64, 1023]),
+            rank=draw.choice([0, 8, 9, 64]),
+            base_model=draw.choice(["demo", "x"]),
+            needs=draw.choice([{}, {}, {"structured": "regex"}, {"structured": "regex", "prompt_logprobs": "echo"}]),
         )
         needed = request.tokens + 1
         assert who(state, request) == sorted(
@@ -136,4 +163,5 @@ def test_whatever_the_limits_and_however_they_change_the_candidates_are_those_th
             if its.base_model == request.base_model
             and needed <= min(its.max_model_len, its.kv_blocks_total * its.block_size)
             and request.rank <= its.max_lora_rank
+            and request.needs.keys() <= set(its.capabilities)
         )

@@ -29,10 +29,11 @@ def test_a_request_that_asks_for_as_much_or_more_is_refused_again_with_the_time_
         (Kind("acme", 500.0, 2000.0, 0), 50, 8),
         (Kind("acme", 10_000.0, 50.0, 0), 50, 8),
         (Kind("acme", 10_000.0, 2000.0, 1), 50, 8),
+        (Kind("acme", 10_000.0, 2000.0, 0, ("structured",)), 50, 8),
         (BATCH, 49, 8),
         (BATCH, 50, 0),
     ],
-    ids=["tenant", "ttft", "tpot", "priority", "shorter prompt", "smaller rank"],
+    ids=["tenant", "ttft", "tpot", "priority", "needs", "shorter prompt", "smaller rank"],
 )
 def test_a_request_that_might_be_served_is_asked_for(kind: Kind, prompt_tokens: int, rank: int):
     assert refused().find(kind, prompt_tokens, rank, 100.0) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -53,7 +54,7 @@ class FakeScheduler:
         raise Unavailable("no worker is left")
 
 
-async def start_workers(connect: Connect, *names: str, pings: bool = True, **limits: int) -> list[FakeWorker]:
+async def start_workers(connect: Connect, *names: str, pings: bool = True, **limits: Any) -> list[FakeWorker]:
     given = worker_limits(**({"max_model_len": 256} | limits))
     workers = [FakeWorker(await connect(name), name, limits=given) for name in names]
     for worker in workers:

@@ -69,14 +69,26 @@ BAD_CHAT_FIELDS: list[tuple[str, Any]] = [
     ("messages", "hello"),
     ("model", 7),
     ("tools", [{"type": "function"}]),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "text", "json_schema": {}}),
+    ("tools", [{"type": "function", "function": {"name": "two words"}}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),  # the template does not read them
+    ("tool_choice", "required"),
+    ("tool_choice", "perhaps"),
+    ("response_format", {"type": "json"}),
+    ("response_format", {"type": "json_schema"}),
+    ("response_format", {"type": "text", "json_schema": {"name": "x", "schema": {}}}),
+    ("structured_outputs", {}),
+    ("structured_outputs", {"regex": "a", "json": {}}),
+    ("structured_outputs", {"json": "no JSON"}),
+    ("regex", "x" * 70_000),
+    ("json_schema", "[1]"),
+    ("json_schema", "{"),
     ("functions", [{}]),
     ("audio", {"voice": "x"}),
     ("modalities", ["audio"]),
     ("chat_template", "{{ 1 }}"),
     ("guided_json", {"type": "object"}),
-    ("prompt_logprobs", 1),
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", -1),
 ]
 BAD_MESSAGES: list[tuple[Any, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -132,7 +144,7 @@ async def test_every_bad_completion_field_is_named(mesh: Mesh, http: aiohttp.Cli
     for field, value in BAD_COMPLETION_FIELDS:
         status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {field: value})
         assert (status, error["param"]) == (400, field), (field, value, error)
-    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {"echo": True, "logprobs": 1})
+    status, error = await post(http, f"{mesh.url}/v1/completions", TEXT | {"echo": True, "logprobs": 1, "stream": True})
     assert (status, error["param"]) == (400, "echo")
 
 

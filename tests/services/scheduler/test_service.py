@@ -182,12 +182,14 @@ async def test_status_lists_every_worker(bus, schedule, hire):
 
     await hire("w1", prepare=prepare)
     service = await schedule(instance_id="brain")
-    await hire("w0", limits=worker_limits(base_model="other"), lease=False)
+    limits = worker_limits(base_model="other", engine="vllm", capabilities=("structured",))
+    await hire("w0", limits=limits, lease=False)
     await knows(service, "w0", "w1")
     status = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=5)
     assert isinstance(status, ClusterStatus) and status.scheduler_id == "brain"
     other, demo = status.workers
     assert (other.worker_id, other.base_model, other.running) == ("w0", "other", 0)
+    assert (other.engine, other.capabilities, demo.engine, demo.capabilities) == ("vllm", ("structured",), "native", ())
     assert (demo.worker_id, demo.running, demo.adapters_on_device, demo.adapters_on_host) == ("w1", 1, 1, 1)
     assert (demo.kv_blocks_free, demo.kv_blocks_total, demo.stale, demo.draining) == (512, 512, False, False)
 
@@ -313,6 +315,29 @@ async def test_what_no_worker_can_ever_hold_is_a_bad_request_with_both_numbers(b
     assert isinstance(answer, PromptTooLong) and "100 tokens" in answer.message and answer.param == "prompt"
     answer = await submit(bus, generate_request(rank=32))
     assert type(answer) is BadRequest and "32" in answer.message and "16" in answer.message and answer.param == "model"
+
+
+async def test_a_request_that_needs_a_capability_goes_to_a_worker_that_has_it(bus, schedule, hire):
+    await hire("a-native")
+    await hire("b-vllm", limits=worker_limits(engine="vllm", capabilities=("structured",)))
+    await schedule(policy="rank-aware")
+    assert (await submit(bus, generate_request())).worker_id == "a-native"
+    assert (await submit(bus, generate_request(needs={"structured": "regex"}))).worker_id == "b-vllm"
+
+
+async def test_a_capability_that_no_worker_has_is_a_bad_request_that_names_the_field(bus, schedule, hire):
+    await hire("w1")
+    service = await schedule()
+    answer = await submit(bus, generate_request(needs={"structured": "response_format"}))
+    assert type(answer) is BadRequest and answer.param == "response_format" and "structured outputs" in answer.message
+    # where a worker had begun it there was one that has it, and there may be one again
+    answer = await submit(bus, generate_request(needs={"structured": "response_format"}, epoch=1))
+    assert type(answer) is Unavailable and answer.param == "response_format" and answer.retry_after_s
+    await hire("w2", limits=worker_limits(capabilities=("structured",), max_running=1, max_waiting=0))
+    await knows(service, "w2")
+    assert (await submit(bus, generate_request(needs={"structured": "response_format"}))).worker_id == "w2"
+    answer = await submit(bus, generate_request(needs={"structured": "response_format"}))
+    assert isinstance(answer, Overloaded) and "all 1 workers" in answer.message
 
 
 # ---- workers that come and go

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,15 @@ def asked(
         slo=Slo(),
         sampling=SamplingParams(**{"max_tokens": 4} | sampling),
     )
+
+
+def test_what_the_engine_cannot_do_is_refused_with_the_field_that_asks_for_it() -> None:
+    request = asked([1, 2, 3])
+    request.needs = {"structured": "regex"}
+    with pytest.raises(BadRequest) as refused:
+        check(request, ACCEPTABLE)
+    assert refused.value.param == "regex"
+    assert check(request, replace(ACCEPTABLE, serves=frozenset({"structured"})))[0] == [1, 2, 3]
 
 
 def test_what_fits_comes_back_as_token_ids() -> None:
