@@ -136,7 +136,7 @@ def test_layers_come_in_order_and_each_is_whole_when_it_is_announced(make_loader
     pairs = adapter(16, seed=2)
     pool, host = make_pool(30), in_host_memory(pairs)
     want = at_once(30, host)
-    loader = make_loader(pool, link_bytes_per_s=5e6)
+    loader = make_loader(pool, link_bytes_per_s=1e6)
     begin(loader, pool, 0, host)
     seen = [0]
     while not whole(pool, 0):
