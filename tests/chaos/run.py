@@ -173,12 +173,14 @@ async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault) -> tuple[Inje
 
 
 def _pauses(one: Injected, row: Row, attempts: list[Attempt]) -> None:
-    """Of the streams that were resumed; where none had to be, of all. A few resumed requests may have no pause: durable ones, and
-    streams that began while the fault was made."""
+    """Of the streams that were resumed; where none had to be, of all. A few resumed requests may have no pause: durable ones,
+    and streams that began while the fault was made."""
     affected = [a for a in attempts if a.in_flight(one.at_s) and (not one.resumed or a.request_id in one.resumed)]
     found = [attempt.pause_s(one.at_s, one.until_s) for attempt in affected]
     row.pauses_s = [s for s in found if s is not None]
-    assert row.pauses_s or len(one.resumed) <= row.in_flight // 4, f"{row.fault}: {row.resumed} streams were resumed and none of them was watched"
+    assert row.pauses_s or len(one.resumed) <= row.in_flight // 4, (
+        f"{row.fault}: {row.resumed} streams were resumed and none of them was watched"
+    )
 
 
 def _judge_streams(mesh: ChaosMesh, books: _Books, right: dict[int, Answer], attempts: list[Attempt]) -> None:

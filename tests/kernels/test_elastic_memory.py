@@ -49,7 +49,7 @@ def test_a_smaller_cache_gives_back_its_end_and_grows_again_with_zeros() -> None
 def test_a_cache_with_more_capacity_takes_no_more_memory_than_its_blocks() -> None:
     cache = kv_cache(1000, 8192)
     cache.data[:, :1000] = 1.0
-    assert resident_bytes(cache.data) <= 24 * MIB  # of 128: 16 of blocks, and huge pages where a layer's blocks end
+    assert resident_bytes(cache.data) <= 24 * MIB  # 16 of blocks, and huge pages at their ends
     assert cache.null_block == 8192 and cache.data[:, 8192].eq(0).all()
 
 
