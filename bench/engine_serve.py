@@ -139,6 +139,7 @@ def motet_server(model: Path, adapters: list[Path], data: Path, quantization: st
     argv += ["--quantization", quantization]
     environment = os.environ | {"PYTHONPATH": str(vllm_peer.ROOT), "MOTET_KV_MEMORY_GIB": str(KV_GIB)}
     environment |= {"MOTET_LORA_MEMORY_MIB": str(size_mib + 16), "MOTET_MAX_LORA_RANK": str(max(RANKS))}
+    environment["MOTET_ADMISSION"] = "room"  # as its peers, which refuse nothing by objective
     return Server("motet", argv, environment, port, adapters[-1].name)
 
 
