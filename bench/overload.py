@@ -3,8 +3,8 @@
 One of each service, the worker with the demo model. Requests arrive as a Poisson process that waits for no answer, at 0.5
 to 3 times the capacity; a fifth of them is interactive, three tenths standard, half batch. The capacity is measured first, with
 every seat taken all the time; where a load shows more goodput, that counts for the loads after it. Batch requests have 10 s to
-their first token here, so that a run ends soon. Twice: with admission by objective and with admission
-by room. Then five tenants share half the capacity with and without a sixth that sends 20 times what one of them sends.
+their first token here, so that a run ends soon. Twice: with admission by objective and with admission by room. Then five
+tenants share half the capacity with and without a sixth that sends 20 times what one of them sends.
 
 Goodput counts the requests that ended inside their objectives within the measured part of a run, per second. Attainment is of
 all requests that were sent in that part, refused ones included. The engine computes on one core: with both of two it would

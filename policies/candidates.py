@@ -80,14 +80,14 @@ def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Scree
         left &= ~failing
     t, live = state.table, serves & ~failures["stale"]
     known = int(np.bitwise_or.reduce(t["capabilities"][live], initial=0))
-    lacking = tuple(word for word in ask.needs if not capability_bits((word,)) & known)
+    nobody_has = tuple(word for word in ask.needs if not capability_bits((word,)) & known)
     if "capability" in failures:
         live &= ~failures["capability"]
     if not live.any():
-        return Screening(rejected=rejected, lacking=lacking)
+        return Screening(rejected=rejected, lacking=nobody_has)
     context = np.minimum(t["max_model_len"], t["kv_tokens_total"])[live]
     largest_rank = int(t["max_lora_rank"][live].max())
-    return Screening(rejected=rejected, longest_context=int(context.max()), largest_rank=largest_rank, lacking=lacking)
+    return Screening(rejected=rejected, longest_context=int(context.max()), largest_rank=largest_rank, lacking=nobody_has)
 
 
 def lacking(state: ClusterState, ask: Ask) -> NDArray[np.bool_]:

@@ -442,7 +442,7 @@ class ClusterState:
 
 
 def capability_bits(words: Iterable[str]) -> int:
-    """The words as a bit mask. One that is unknown here is a bit that no worker has."""
+    """The words as a bit mask. An unknown word becomes a bit that no worker sets."""
     bits = 0
     for word in words:
         bits |= CAPABILITY_BITS.get(word, _UNKNOWN_BIT)

@@ -25,7 +25,7 @@ Phase = Literal["loading", "waiting", "running"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Capability = Literal["structured", "prompt_logprobs"]
 """What only some engines can do: constrain the output to a grammar; tell the log-probabilities of the prompt's tokens. Workers
-announce theirs, a request carries those it needs. A word that one side does not know is one that the other lacks."""
+announce theirs, and a request lists those that it needs. A worker does not have a capability that it does not announce."""
 
 
 def is_adapter_name(name: str) -> bool:

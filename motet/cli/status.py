@@ -79,7 +79,7 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
 
 
 def _engine(worker: dict[str, Any]) -> str:
-    """Its name, and what it can do that not every engine can."""
+    """The engine's name and the worker's capabilities."""
     return " ".join([worker["engine"], *(f"+{word}" for word in worker.get("capabilities", ()))])
 
 

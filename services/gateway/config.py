@@ -93,7 +93,9 @@ class AnswersConfig(Config, frozen=True, kw_only=True):
     ] = ""
     reasoning_parser: Annotated[
         ReasoningParser,
-        Meta(description="format in which the model writes its reasoning, as vLLM names it; empty: it stays in the text"),
+        Meta(
+            description="format of the reasoning in the model's text, by vLLM's name for it; empty: reasoning stays in the text"
+        ),
     ] = ""
 
 

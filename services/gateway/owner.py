@@ -134,9 +134,9 @@ class Owner:
             metrics.REFUSED.labels("inflight").inc()
             raise Overloaded(f"this gateway is at its limit of {self._max_inflight} sequences", retry_after_s=1.0)
 
-    def check_refusals(self, job: Job) -> None:
+    def _repeat_refusal(self, job: Job) -> None:
         """Raises Overloaded if a request that asked for no more was refused just now."""
-        again = self._refusals.find(_kind(job), len(job.prompt), job.adapter.rank if job.adapter else 0, now_s())
+        again = self._refusals.find(*_demands(job), now_s())
         if again is not None:
             metrics.REFUSED.labels("repeated").inc()
             raise Overloaded(again[0], retry_after_s=again[1])
@@ -152,7 +152,7 @@ class Owner:
         self.check_room()
         if job.request_id in self._active:
             raise Conflict(f"request {job.request_id} is already running")
-        self.check_refusals(job)
+        self._repeat_refusal(job)
         stream = Stream(job, self.detokenizer, self._on_cancel, signal, self._buffer_tokens)
         self._active[job.request_id] = stream
         self._idle.clear()
@@ -162,8 +162,7 @@ class Owner:
             await self._place(stream, OPEN_PATIENCE_S)
         except MotetError as error:
             if isinstance(error, Overloaded) and error.retry_after_s is not None:
-                rank = job.adapter.rank if job.adapter else 0
-                self._refusals.add(_kind(job), len(job.prompt), rank, error.message, error.retry_after_s, now_s())
+                self._refusals.add(*_demands(job), error.message, error.retry_after_s, now_s())
             if isinstance(error, Unavailable) and not self._fleet.workers() and (known := self._fleet.absent.summary(now_s())):
                 error.message += f" (workers: {known}; GET /v1/status tells more)"
             self._abort(stream, error, error.code)
@@ -494,5 +493,7 @@ class Owner:
             await self._bus.publish(subject, message)
 
 
-def _kind(job: Job) -> Kind:
-    return Kind(job.tenant, job.slo.ttft_slo_ms, job.slo.tpot_slo_ms, job.priority, tuple(sorted(job.needs)))
+def _demands(job: Job) -> tuple[Kind, int, int]:
+    """What `RecentRefusals` compares: the kind, the prompt's tokens, the adapter's rank."""
+    kind = Kind(job.tenant, job.slo.ttft_slo_ms, job.slo.tpot_slo_ms, job.priority, tuple(sorted(job.needs)))
+    return kind, len(job.prompt), job.adapter.rank if job.adapter else 0

@@ -1,7 +1,7 @@
 """Fields that constrain the output to a grammar: OpenAI's `response_format`, vLLM's `structured_outputs`, SGLang's `regex`,
 `ebnf` and `json_schema`. One request may have one constraint.
 
-Checked here are sizes, and that schemas are JSON. The engine compiles them, and refuses what it cannot compile.
+Checked here are sizes, and that schemas are JSON. The engine compiles the grammar, and refuses one that it cannot compile.
 """
 
 from __future__ import annotations

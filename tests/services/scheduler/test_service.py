@@ -330,7 +330,7 @@ async def test_a_capability_that_no_worker_has_is_a_bad_request_that_names_the_f
     service = await schedule()
     answer = await submit(bus, generate_request(needs={"structured": "response_format"}))
     assert type(answer) is BadRequest and answer.param == "response_format" and "structured outputs" in answer.message
-    # where a worker had begun it there was one that has it, and there may be one again
+    # a capable worker began the request, so a capable worker may come back
     answer = await submit(bus, generate_request(needs={"structured": "response_format"}, epoch=1))
     assert type(answer) is Unavailable and answer.param == "response_format" and answer.retry_after_s
     await hire("w2", limits=worker_limits(capabilities=("structured",), max_running=1, max_waiting=0))
