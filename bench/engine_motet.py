@@ -27,7 +27,7 @@ def make(setup: dict[str, Any]) -> Generate:
         threads=setup["threads"],
         kv_memory_gib=setup["kv_gib"],
         max_lora_rank=setup["max_rank"],
-        max_loras=len(setup["adapters"]),
+        max_loras=max(1, len(setup["adapters"])),
         lora_memory_mib=setup["lora_mib"],
         quantization=setup["quantization"],
     )

@@ -101,8 +101,12 @@ class Server:
                 return
         raise RuntimeError(f"{self.name} is still busy {SETTLE_S:.0f} s after its last answer")
 
+    def processes(self) -> list[int]:
+        """It and all below it."""
+        return process_tree(self._process.pid)
+
     def _cpu_s(self) -> float:
-        return sum(report.cpu_s(pid) for pid in process_tree(self._process.pid))
+        return sum(report.cpu_s(pid) for pid in self.processes())
 
     def rss_mib(self) -> tuple[int, int]:
         """Resident memory: of the largest process, which holds the model, and of all together."""
@@ -139,7 +143,6 @@ def motet_server(model: Path, adapters: list[Path], data: Path, quantization: st
     argv += ["--quantization", quantization]
     environment = os.environ | {"PYTHONPATH": str(vllm_peer.ROOT), "MOTET_KV_MEMORY_GIB": str(KV_GIB)}
     environment |= {"MOTET_LORA_MEMORY_MIB": str(size_mib + 16), "MOTET_MAX_LORA_RANK": str(max(RANKS))}
-    environment["MOTET_ADMISSION"] = "room"  # as its peers, which refuse nothing by objective
     return Server("motet", argv, environment, port, adapters[-1].name)
 
 

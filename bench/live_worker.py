@@ -1,7 +1,7 @@
 """A worker in a process of its own, asked as a scheduler asks and heard as a gateway hears.
 
-For `bench.twin_live` and `bench.worker_memory`. `python -m bench.live_worker BYTES_PER_S` is the worker's process where its
-adapter copies take as long as over a link of that speed.
+For `bench.twin_live`, `bench.worker_memory` and `bench.merge`. `python -m bench.live_worker BYTES_PER_S [FILE]` is the worker's
+process where adapter copies take as long as over a link of that speed (0: memory's own), or its steps are recorded in a file.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from motet.cli.lifeline import dying_with_parent
 from motet.cli.nats_server import NatsServer
 from motet.cli.process import tail
 from motet.services.worker.config import WorkerConfig
+from motet.services.worker.engine_thread import StepReport
 from motet.services.worker.profiling import publish, random_adapter
 from motet.services.worker.service import WorkerService
 from motet.shared import subjects
@@ -63,6 +65,17 @@ class Served:
         return self.frames_s[-1] if self.frames_s else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """A step as the worker saw it. `merge_s`: before it, the merged copy was made for so long."""
+
+    began_s: float
+    time_ms: float
+    merge_s: float
+    merged: bool
+    resting: int  # requests that it left out
+
+
 def command(words: Sequence[str], options: Mapping[str, str], log: Path, module: str = "motet") -> subprocess.Popen[bytes]:
     """`python -m MODULE WORDS` with MOTET_* variables, output to `log`; ends with this process."""
     variables = {f"MOTET_{name.upper()}": value for name, value in options.items()}
@@ -80,10 +93,19 @@ def command(words: Sequence[str], options: Mapping[str, str], log: Path, module:
 class LiveWorker:
     """`async with`: NATS and one worker with MOTET_* `options`, ready to be asked; both gone afterwards.
 
-    `link_bytes_per_s`: the pace of adapter copies to the device; 0 for memory's own.
+    `link_bytes_per_s`: the pace of adapter copies to the device; 0 for memory's own. `records`: `steps` tells of them.
     """
 
-    def __init__(self, model: Path, options: Mapping[str, str], directory: Path, *, link_bytes_per_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: Path,
+        options: Mapping[str, str],
+        directory: Path,
+        *,
+        link_bytes_per_s: float = 0.0,
+        records: bool = False,
+    ) -> None:
+        self._records = directory / "steps.jsonl" if records else None
         self._model, self._directory, self._link_bytes_per_s = model, directory, link_bytes_per_s
         self._vocabulary: int = json.loads((model / "config.json").read_text())["vocab_size"]
         self._options = {**options, "model": str(model), "served_model_name": BASE, "instance_id": WORKER}
@@ -101,8 +123,9 @@ class LiveWorker:
         await self._bus.subscribe(subjects.stream(GATEWAY), TokenFrame, self._hear)
         log = self._directory / "worker.log"
         options = {"ops_port": "0", **self._options, "nats_url": url}
-        if self._link_bytes_per_s:
-            self._process = command([str(self._link_bytes_per_s)], options, log, "bench.live_worker")
+        if self._link_bytes_per_s or self._records:
+            words = [str(self._link_bytes_per_s), *([str(self._records)] if self._records else [])]
+            self._process = command(words, options, log, "bench.live_worker")
         else:
             self._process = command(["worker"], options, log)
         deadline_s = now_s() + START_S
@@ -140,16 +163,42 @@ class LiveWorker:
             adapter = adapters[workload.adapter[one.index]] if one.adapter.digest else None
             asking.append(asyncio.create_task(self._ask(str(one.index), one.prompt_tokens, one.output_tokens, adapter)))
         await asyncio.gather(*asking)
-        await self._over()
+        await self._over(*self._served.values())
         return list(self._served.values())
+
+    async def keep_busy(
+        self, streams: int, seconds: float, draw: Callable[[], tuple[int, int, AdapterRef | None]]
+    ) -> list[Served]:
+        """Keep so many requests here for some time, each with the prompt and output tokens and the adapter of a draw; then wait
+        for their last tokens."""
+        self._start()
+
+        async def stream() -> None:
+            while now_s() - self._began_s < seconds:
+                name = str(len(self._served))
+                await self._ask(name, *draw())
+                await self._over(self._served[name])
+
+        await asyncio.gather(*(stream() for _ in range(streams)))
+        return list(self._served.values())
+
+    @property
+    def began_s(self) -> float:
+        """When the last run began, by the clock of `StepSeen`."""
+        return self._began_s
+
+    def steps(self) -> list[StepSeen]:
+        """All steps so far that computed something."""
+        assert self._records is not None, "they are not recorded"
+        return [StepSeen(*json.loads(line)) for line in self._records.read_text().splitlines()]
 
     def _start(self) -> None:
         self._runs += 1
         self._served = {}
         self._began_s = now_s()
 
-    async def _over(self) -> None:
-        while not all(one.over for one in self._served.values()):
+    async def _over(self, *served: Served) -> None:
+        while not all(one.over for one in served):
             self._heard.clear()
             await asyncio.wait_for(self._heard.wait(), QUIET_S)
 
@@ -193,11 +242,27 @@ class LiveWorker:
         self._heard.set()
 
 
-def main(link_bytes_per_s: float) -> int:
-    """A worker as `motet worker` runs it, from MOTET_* variables, with an emulated link."""
+def main(link_bytes_per_s: float, records: str = "") -> int:
+    """A worker as `motet worker` runs it, from MOTET_* variables, with an emulated link or records of its steps."""
     config = load(WorkerConfig, {})
-    return run(WorkerService(config, link_bytes_per_s=link_bytes_per_s), config)
+    with open(records or os.devnull, "w", buffering=1) as file:
+
+        def record(report: StepReport) -> None:
+            stats = report.output.stats
+            if stats.time_ms:
+                merging = stats.merging
+                seen = StepSeen(
+                    report.began_s,
+                    stats.time_ms,
+                    stats.merge_s,
+                    merging is not None and merging.merged,
+                    merging.resting if merging is not None else 0,
+                )
+                file.write(json.dumps(astuple(seen)) + "\n")
+
+        observe: dict[str, Any] = {"observe": record} if records else {}
+        return run(WorkerService(config, link_bytes_per_s=link_bytes_per_s, **observe), config)
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1])))
+    sys.exit(main(float(sys.argv[1]), *sys.argv[2:]))

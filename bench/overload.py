@@ -14,22 +14,16 @@ share them with the gateway, the broker and the client, whose work grows with th
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import os
 import statistics
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from bench import report
 from bench.mesh_parts import wait_for
-from bench.overload_parts import Asking, Kind, Request, play, poisson
-from motet.cli.stack import Stack, StackOptions
+from bench.overload_parts import Asking, Kind, Request, demo_mesh, play, poisson
 from motet.examples.demo import BASE, DEMO
 
 KINDS = (
@@ -55,11 +49,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     refusals: list[Request] = []
     tenants: dict[str, float] = {}
     vocabulary = json.loads((DEMO / "model" / "config.json").read_text())["vocab_size"]
+    keys = "".join(f"key-{tenant} {tenant}\n" for tenant in (*QUIET, LOUD))
     models = (BASE, "upper-case", "reverse", "rot13")
     asking = Asking(vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS, models=models)
     capacity = 0.0
     for admission in ("objective",) if args.quick else ("objective", "room"):
-        with _mesh(admission) as port:
+        with demo_mesh({"MOTET_ADMISSION": admission, "MOTET_MAX_RUNNING": str(SEATS)}, keys) as port:
             wait_for(port, models, {"authorization": f"Bearer key-{QUIET[0]}"})
             measured = _capacity(port, asking, 2 if args.quick else 8)
             capacity = capacity or measured
@@ -78,44 +73,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 print(json.dumps(tenants), flush=True)
     print(_table(rows, capacity))
     return _figures(rows, refusals, tenants, capacity)
-
-
-@contextmanager
-def _mesh(admission: str) -> Iterator[int]:
-    """A stack with one worker; yields the port of its gateway."""
-    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory, asyncio.Runner() as runner:
-        keys = Path(directory) / "keys"
-        keys.write_text("".join(f"key-{tenant} {tenant}\n" for tenant in (*QUIET, LOUD)))
-        given = {"MOTET_ADMISSION": admission, "MOTET_MAX_RUNNING": str(SEATS)}
-        before = dict(os.environ)
-        os.environ |= given  # the services take what no flag says from their environment
-        options = StackOptions(
-            model=str(DEMO / "model"),
-            served_model_name=BASE,
-            adapters_dir=str(DEMO / "adapters"),
-            data_dir=Path(directory) / "data",
-            api_keys_file=str(keys),
-            threads=1,
-            port=0,
-            drain_s=2.0,
-        )
-        stack = Stack(options, _Quiet())
-        try:
-            runner.run(stack.start())
-            yield int(stack.urls[0].rsplit(":", 1)[1])
-        finally:
-            for name in given:
-                os.environ.pop(name)
-            os.environ |= {name: value for name, value in before.items() if name in given}
-            runner.run(stack.stop())
-
-
-class _Quiet:
-    """Hears of state changes of the stack's services and only passes on trouble."""
-
-    def changed(self, name: str, state: str, note: str) -> None:
-        if state in ("restarting", "failed"):
-            print(f"{name}: {state} {note}")
 
 
 def _capacity(port: int, asking: Asking, turns: int) -> float:

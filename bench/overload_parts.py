@@ -1,15 +1,22 @@
-"""The client of the overload bench: requests at given times whatever became of the earlier ones, over plain sockets."""
+"""The client of the benches overload and rebalance: requests at given times whatever became of others, over plain sockets."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
 import re
 import select
 import socket
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from motet.cli.stack import Stack, StackOptions
+from motet.examples.demo import BASE, DEMO
 from motet.shared.clock import now_s
 
 PATIENCE_S = 120.0  # after the last request was sent
@@ -41,6 +48,14 @@ class Request:
     tokens: int = 0
     retry_after_s: float = 0.0
     data: bytearray = field(default_factory=bytearray)
+    keep: bool = False  # the answer's text, for `text`
+
+    @property
+    def text(self) -> str:
+        """The text of the whole answer."""
+        lines = bytes(self.data).decode().splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        return "".join(event["choices"][0]["text"] for event in events if event.get("choices"))
 
     @property
     def kept(self) -> bool:
@@ -68,10 +83,10 @@ class Asking:
         self._draw = random.Random(1)
         self._count = 0
 
-    def request(self, at_s: float, kind: Kind, tenant: str) -> Request:
+    def request(self, at_s: float, kind: Kind, tenant: str, model: str = "") -> Request:
         self._count += 1
         body = {
-            "model": self._models[self._count % len(self._models)],
+            "model": model or self._models[self._count % len(self._models)],
             "prompt": [self._draw.randrange(2, self._vocabulary) for _ in range(self._prompt)],
             "max_tokens": self._output, "temperature": 0, "ignore_eos": True, "stream": True,
         }  # fmt: skip
@@ -122,8 +137,9 @@ def play(port: int, requests: Sequence[Request]) -> None:
 
 
 def _read(request: Request, data: bytes, at_s: float) -> None:
-    if not request.status:
+    if request.keep or not request.status:
         request.data += data
+    if not request.status:
         if b"\r\n\r\n" not in request.data:
             return
         data = bytes(request.data)
@@ -133,3 +149,42 @@ def _read(request: Request, data: bytes, at_s: float) -> None:
     if request.status == 200 and (events := data.count(b'"text"')):
         request.first_s = request.first_s or at_s
         request.last_s, request.tokens = at_s, request.tokens + events
+
+
+@contextmanager
+def demo_mesh(variables: Mapping[str, str], keys: str, *, workers: int = 1) -> Iterator[int]:
+    """A stack with the demo model and `MOTET_*` variables; yields the port of its gateway. `keys`: lines of its key file."""
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory, asyncio.Runner() as runner:
+        key_file = Path(directory) / "keys"
+        key_file.write_text(keys)
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ |= variables  # the services take what no flag says from their environment
+        options = StackOptions(
+            model=str(DEMO / "model"),
+            served_model_name=BASE,
+            adapters_dir=str(DEMO / "adapters"),
+            data_dir=Path(directory) / "data",
+            workers=workers,
+            api_keys_file=str(key_file),
+            threads=1,
+            port=0,
+            drain_s=2.0,
+        )
+        stack = Stack(options, _Quiet())
+        try:
+            runner.run(stack.start())
+            yield int(stack.urls[0].rsplit(":", 1)[1])
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+            runner.run(stack.stop())
+
+
+class _Quiet:
+    """Hears of state changes of the stack's services and only passes on trouble."""
+
+    def changed(self, name: str, state: str, note: str) -> None:
+        if state in ("restarting", "failed"):
+            print(f"{name}: {state} {note}")

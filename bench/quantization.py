@@ -1,8 +1,9 @@
-"""`python -m bench quantization`: what int8 base weights change in the demo model's answers, adapters included.
+"""`python -m bench quantization`: what base weights of 8 and 4 bits change in the demo model's answers, adapters included.
 
-Every adapter reads prompts that were not trained on, each followed by the right answer, once with the checkpoint's weights
-and once with int8. An answer is exact when each of its tokens is the most likely one, so that greedy decoding produces it.
-For speed, run `python -m bench engine --quantization int8`.
+Every adapter reads prompts that were not trained on, each followed by the right answer: with the checkpoint's weights, with
+int8, with int4. An answer is exact when each of its tokens is the most likely one, so that greedy decoding produces it. The
+perplexity is that of the answers: prompts of this model are drawn, not written, so nothing predicts them.
+For speed, run `python -m bench engine --bits`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from bench import report
 from motet.examples.demo import DEMO
 
+KINDS = ("none", "int8", "int4")
 TEXTS, QUICK_TEXTS = 100, 1  # per adapter
 BLOCK = 16
 LONGEST = 512
@@ -36,10 +38,12 @@ class Case:
 
 @dataclass(slots=True)
 class Score:
-    """Sums over the cases of one kind of weights."""
+    """Sums over the cases of one kind of weights; `same` and `error` compare with the own weights'."""
 
     exact: int = 0
     nll: float = 0.0
+    same: int = 0
+    error: float = 0.0
 
     def perplexity(self, tokens: int) -> float:
         return math.exp(self.nll / tokens)
@@ -48,39 +52,42 @@ class Score:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table, return the figures."""
     cases = list(_cases(QUICK_TEXTS if args.quick else TEXTS))
-    runners = {kind: _runner(kind) for kind in ("none", "int8")}
-    scores = {kind: Score() for kind in runners}
-    tokens = same = done = 0
-    error = power = 0.0
+    runners = {kind: _runner(kind) for kind in KINDS}
+    scores = {kind: Score() for kind in KINDS}
+    tokens = done = 0
+    power = 0.0
     for number in args.watch.rounds(len(cases), "answers"):
         case = cases[number]
         wanted = torch.tensor(case.tokens[case.start :])
         logits = {kind: _logits(runner, case) for kind, runner in runners.items()}
+        own = logits["none"]
         for kind, score in scores.items():
-            score.exact += int((logits[kind].argmax(1) == wanted).all())
+            best = logits[kind].argmax(1)
+            score.exact += int((best == wanted).all())
             score.nll += torch.nn.functional.cross_entropy(logits[kind], wanted, reduction="sum").item()
-        same += int((logits["none"].argmax(1) == logits["int8"].argmax(1)).sum())
+            score.same += int((best == own.argmax(1)).sum())
+            score.error += (logits[kind] - own).square().sum().item()
         tokens += len(wanted)
         done += 1
-        centred = logits["none"] - logits["none"].mean(1, keepdim=True)
-        error += (logits["int8"] - logits["none"]).square().sum().item()
-        power += centred.square().sum().item()
-    rows: list[list[object]] = [
+        power += (own - own.mean(1, keepdim=True)).square().sum().item()
+    own_perplexity = scores["none"].perplexity(tokens)
+    table: list[list[object]] = [
         ["exact answers", *(f"{score.exact / done:.2%}" for score in scores.values())],
         ["perplexity of the right answers", *(f"{score.perplexity(tokens):.4f}" for score in scores.values())],
-        ["same most likely token", "", f"{same / tokens:.2%}"],
-        ["logit error, RMS / RMS of centred logits", "", f"{math.sqrt(error / power):.2%}"],
+        ["same most likely token", *(f"{score.same / tokens:.2%}" for score in scores.values())],
+        ["logit error, RMS / RMS of centred logits", *(f"{math.sqrt(score.error / power):.2%}" for score in scores.values())],
     ]
-    print(report.table(f"Demo model, {done} answers of {tokens} tokens over all adapters", ["", "own", "int8"], rows))
-    return {
-        "answers": done,
-        "exact": round(scores["none"].exact / done, 4),
-        "int8_exact": round(scores["int8"].exact / done, 4),
-        "perplexity": round(scores["none"].perplexity(tokens), 5),
-        "int8_perplexity": round(scores["int8"].perplexity(tokens), 5),
-        "int8_same_token": round(same / tokens, 5),
-        "int8_logit_error": round(math.sqrt(error / power), 5),
-    }
+    title = f"Demo model, {done} answers of {tokens} tokens over all adapters"
+    print(report.table(title, ["", "own", *KINDS[1:]], table))
+    found: dict[str, Any] = {"answers": done, "perplexity": round(own_perplexity, 5)}
+    found["exact"] = round(scores["none"].exact / done, 4)
+    for kind in KINDS[1:]:
+        score = scores[kind]
+        found[f"exact_{kind}"] = round(score.exact / done, 4)
+        found[f"perplexity_ratio_{kind}"] = round(score.perplexity(tokens) / own_perplexity, 5)
+        found[f"same_token_{kind}"] = round(score.same / tokens, 5)
+        found[f"logit_error_{kind}"] = round(math.sqrt(score.error / power), 5)
+    return found
 
 
 def _cases(texts: int) -> Iterator[Case]:

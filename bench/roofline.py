@@ -82,11 +82,11 @@ def share(
     output_tokens: int,
     seconds: float,
     *,
-    weight_bytes: int,
+    weight_bytes: float,
 ) -> Share:
     """Of a batch of `len(adapters)` requests that took `seconds`; an adapter is its number (bench.models), -1 for none.
 
-    `weight_bytes` per base weight: 2 for bfloat16, 1 for int8.
+    `weight_bytes` per base weight: 2 for bfloat16, 1 for int8, 9/16 for int4 with its scales.
     """
     layers = sum(out * into for out, into in shape.projections().values()) * shape.layers
     head = shape.hidden * shape.vocabulary

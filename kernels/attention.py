@@ -62,6 +62,22 @@ class KvCache:
         for block, to in moves:
             self.data[:, to] = self.data[:, block]
 
+    def copy_out(self, blocks: Sequence[int]) -> np.ndarray:
+        """The content of `blocks` in host memory, uint8 [n * bytes of a block]: block after block, each layer after layer."""
+        found = torch.index_select(self.data.transpose(0, 1), 0, self._index(blocks))
+        return found.cpu().view(torch.uint8).numpy().reshape(-1)
+
+    def copy_in(self, blocks: Sequence[int], content: bytearray) -> None:
+        """Write what `copy_out` of a cache of the same shape and type gave. Raises ValueError when it is not as long."""
+        layers, _, *shape = self.data.shape
+        if len(content) != len(blocks) * self.data[:, 0].nbytes:
+            raise ValueError(f"{len(content)} bytes are not {len(blocks)} KV blocks")
+        host = torch.frombuffer(content, dtype=self.data.dtype).view(len(blocks), layers, *shape)
+        self.data.transpose(0, 1).index_copy_(0, self._index(blocks), host.to(self.data.device))
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
+
     def resize(self, blocks: int) -> None:
         """From now on only the first `blocks` blocks are used: the memory of those after them goes back to the system."""
         if blocks < self.blocks:

@@ -4,4 +4,5 @@ import sys
 
 from motet.cli.main import main
 
-sys.exit(main())
+if __name__ == "__main__":  # a spawned child process imports this file as well
+    sys.exit(main())

@@ -141,6 +141,7 @@ class AdapterSlots:
         self.idle_bytes += size_bytes
         self.bytes_free -= size_bytes
         self.eviction.come(digest, size_bytes)
+        self.eviction.release(digest)
         if self.asynchronous:
             self._loading[digest] = slot
         return Grant(slot, load=True, evicted=evicted)

@@ -19,6 +19,9 @@ returns the plan of one step. State and plan are in `policies.batch_state`. The 
 5. A sequence whose adapter has a slot but is still being copied waits *with* that slot, however many sequences overtake it,
    until the copy is complete or `policies.cold_start` lets the sequence join earlier. It holds neither a seat nor blocks
    meanwhile.
+6. Where the engine can merge an adapter into its weights, `policies.merge_decision` says before every step which adapters'
+   sequences it may compute. The other running sequences rest with their blocks, and the other waiting ones wait. Resting
+   sequences are preempted first when blocks are lacking.
 
 The first running sequence is never preempted while another one runs, so every step makes progress.
 """
@@ -26,6 +29,7 @@ The first running sequence is never preempted while another one runs, so every s
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, Protocol
 
@@ -39,9 +43,11 @@ from motet.policies.batch_state import (
     order_of,
     preempt,
     publish_full_blocks,
+    turn,
 )
 from motet.policies.cold_start import ColdStarts
 from motet.policies.kv_blocks import KvBlocks
+from motet.policies.merge_decision import Modes
 
 BYPASS_WINDOW = 128
 """Maximum waiting sequences without a slot that a step examines; bounds the work of the step."""
@@ -90,12 +96,20 @@ class BatchAdmission(Generic[S]):
     """The policy: limits fixed, everything else in the state it is given.
 
     `cold` decides about adapters that are being copied; it is needed when the state's slots are asynchronous. `queues` chooses
-    the candidates; without it waiting sequences join in the order of `order_of`.
+    the candidates; without it waiting sequences join in the order of `order_of`. `modes` chooses between merged and unmerged
+    steps.
     """
 
-    def __init__(self, limits: AdmissionLimits, cold: ColdStarts | None = None, queues: Queues[S] | None = None) -> None:
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        cold: ColdStarts | None = None,
+        queues: Queues[S] | None = None,
+        modes: Modes | None = None,
+    ) -> None:
         self.limits = limits
         self.queues = queues
+        self.modes = modes
         self.squashed = 0
         """Sequences that overtook another one and were preempted for it, so far."""
         self._cold = cold
@@ -111,19 +125,53 @@ class BatchAdmission(Generic[S]):
         plan.evictions += state.adapters.unkept()
         if self._passed:
             self._squash(state, plan)
-        self._schedule_decodes(state, plan)
-        self._schedule_prefills(state, plan)
-        if state.waiting:
-            candidates = state.waiting if self.queues is None else self.queues.candidates(state, now_s)
-            self._admit(state, plan, candidates)
-            if self.limits.prefetch and state.adapters.asynchronous:
-                self._prefetch(state, plan, candidates)
+        if self.modes is None:
+            self._fill(state, plan, None)
+        elif state.running or state.waiting:
+            self._fill_by_mode(state, plan, self.modes)
         return plan
 
-    def _schedule_decodes(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
+    def _fill_by_mode(self, state: AdmissionState[S], plan: StepPlan[S], modes: Modes) -> None:
+        """Fill the step as the mode says, or with any sequences when that leaves it empty."""
+        before = modes.merged
+        fcfs, here, most = _demand(state, self.limits.seats)
+        mode = modes.choose(fcfs, here, most)
+        turn(state, modes.merged)
+        self._fill(state, plan, mode.only, mode.first)
+        if mode.only is not None and not plan.tokens:
+            modes.unmerge()
+            turn(state, "")
+            self._fill(state, plan, None)
+        elif mode.only is not None:
+            plan.resting = sum([seq.adapter not in mode.only for seq in state.running])
+        plan.merged, plan.wanted = modes.merged, mode.wanted
+        plan.switched = modes.merged != before
+
+    def _fill(
+        self, state: AdmissionState[S], plan: StepPlan[S], only: Collection[str] | None, first: Collection[str] = ()
+    ) -> None:
+        """Running sequences, then waiting ones; only those of the adapters in `only`, if given, and those of `first` first."""
+        rows = tuple(state.running) if only is None else tuple([seq for seq in state.running if seq.adapter in only])
+        self._schedule_decodes(state, plan, rows, only)
+        if len(plan.decodes) < len(rows):
+            self._schedule_prefills(state, plan, rows)
+        if state.waiting:
+            candidates = state.waiting if self.queues is None else self.queues.candidates(state, self._now_s)
+            if first:
+                candidates = sorted(candidates[:BYPASS_WINDOW], key=lambda seq: seq.adapter not in first)
+            if only is not None:
+                candidates = [seq for seq in candidates[:BYPASS_WINDOW] if seq.adapter in only]
+            self._admit(state, plan, candidates)
+            plan.short = plan.short or (state.boundary is not None and state.boundary.crowded)
+            if self.limits.prefetch and state.adapters.asynchronous:
+                self._prefetch(state, plan, candidates)
+
+    def _schedule_decodes(
+        self, state: AdmissionState[S], plan: StepPlan[S], rows: tuple[S, ...], only: Collection[str] | None
+    ) -> None:
         kv, decodes, preempted = state.kv, plan.decodes, plan.preempted
         block_size, publishing, boundary = kv.block_size, kv.prefix_cache, state.boundary
-        for seq in tuple(state.running):
+        for seq in rows:
             computed = seq.computed
             if seq.length - computed != 1 or (preempted and not seq.blocks):
                 continue  # still in its prompt, or preempted a moment ago
@@ -132,7 +180,7 @@ class BatchAdmission(Generic[S]):
                     _find_blocks(state, plan, 1, 0)
                 # The victim is the last running sequence, so never one that this loop has scheduled already.
                 while not kv.free and seq.blocks:
-                    self._preempt(state, state.running[-1], plan)
+                    self._preempt(state, state.running[-1] if only is None else _last_resting(state, only), plan)
                 if not seq.blocks:
                     continue
                 kv.extend(seq.blocks)
@@ -143,11 +191,9 @@ class BatchAdmission(Generic[S]):
                 publish_full_blocks(kv, seq, computed + 1)
         plan.tokens = len(plan.decodes)
 
-    def _schedule_prefills(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
-        if len(plan.decodes) == len(state.running):
-            return
-        for seq in state.running:
-            if not seq.scheduled:
+    def _schedule_prefills(self, state: AdmissionState[S], plan: StepPlan[S], rows: tuple[S, ...]) -> None:
+        for seq in rows:
+            if not seq.scheduled and seq.blocks:
                 self._schedule_chunk(state.kv, seq, plan)
 
     def _schedule_chunk(self, kv: KvBlocks, seq: S, plan: StepPlan[S]) -> None:
@@ -159,7 +205,7 @@ class BatchAdmission(Generic[S]):
 
     def _admit(self, state: AdmissionState[S], plan: StepPlan[S], candidates: list[S]) -> None:
         """Admit candidates and take them out of their list."""
-        queues = self.queues
+        queues, in_order = self.queues, candidates is state.waiting
         blocked: list[S] = []
         index = asked = promised = 0
         if state.boundary is not None:
@@ -188,12 +234,14 @@ class BatchAdmission(Generic[S]):
                     promised += state.kv.blocks_for(seq.length)
                     index += 1
                     continue
-            if not self._book_blocks(state, seq, index if queues is None else state.waiting.index(seq), plan):
+            if not self._book_blocks(state, seq, index if in_order else state.waiting.index(seq), plan):
+                plan.short = True
                 return
             self._book_slot(state, seq, plan)
             del candidates[index]
-            if queues is not None:
+            if not in_order:
                 state.waiting.remove(seq)
+            if queues is not None:
                 queues.began(seq, self._now_s)
             insort(state.running, seq, key=order_of)
             for passed in blocked:
@@ -304,6 +352,9 @@ class BatchAdmission(Generic[S]):
         kv = state.kv
         cached: list[int] = []
         if kv.prefix_cache:
+            merged = bool(seq.adapter) and seq.adapter == state.merged
+            if merged != seq.merged:
+                seq.merged, seq.keys = merged, []
             reusable = (seq.length - 1) // kv.block_size
             extend_keys(kv, seq, reusable)
             cached = kv.match(seq.keys[:reusable])
@@ -322,6 +373,41 @@ class BatchAdmission(Generic[S]):
         seq.computed = len(cached) * kv.block_size
         seq.published = len(cached)
         return True
+
+
+def _demand(state: AdmissionState[S], seats: int) -> tuple[dict[str, int], dict[str, int], int]:
+    """What `Modes.choose` asks for: requests by adapter that first come, first served would compute, all that could be
+    computed without the other adapters', and the most that fit. Looks at BYPASS_WINDOW waiting sequences at most. Those whose
+    adapter is still to be copied beside the steps could not be computed yet."""
+    fcfs: dict[str, int] = {}
+    for seq in state.running:
+        fcfs[seq.adapter] = fcfs.get(seq.adapter, 0) + 1
+    here, kv, slots = dict(fcfs), state.kv, state.adapters
+    room, blocks = max(0, seats - len(state.running)), kv.free - len(state.running)
+    fitting = 0
+    waiting: dict[str, int] = {}
+    for seq in state.waiting[:BYPASS_WINDOW]:
+        adapter = seq.adapter
+        waiting[adapter] = waiting.get(adapter, 0) + 1
+        if room > fitting:
+            blocks -= kv.blocks_for(seq.length)
+            if blocks < 0:
+                room = fitting
+            else:
+                fitting += 1
+                fcfs[adapter] = fcfs.get(adapter, 0) + 1
+    for adapter, count in waiting.items():
+        count = min(count, fitting)
+        ready = not slots.asynchronous or not adapter or (adapter in slots and adapter not in slots.loading)
+        if count and ready:
+            here[adapter] = here.get(adapter, 0) + count
+    return fcfs, here, len(state.running) + fitting
+
+
+def _last_resting(state: AdmissionState[S], only: Collection[str]) -> S:
+    """The last running sequence that the step leaves out; the last one of all when there is none."""
+    running = state.running
+    return next((seq for seq in reversed(running) if seq.adapter not in only), running[-1])
 
 
 def steps_left(seq: Sequence) -> int:

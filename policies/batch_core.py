@@ -17,12 +17,16 @@ from typing import Generic, Protocol
 
 from motet.policies.adapter_slots import AdapterSlots, Grant
 from motet.policies.batch_admission import AdmissionLimits, BatchAdmission, Queues
-from motet.policies.batch_state import AdmissionState, S, StepPlan, remove, wait
+from motet.policies.batch_state import AdmissionState, S, StepPlan, remove, turn, wait
 from motet.policies.cold_start import AssistRates, ColdStarts
 from motet.policies.kv_blocks import KvBlocks
+from motet.policies.kv_travel import HeldBlocks
 from motet.policies.memory_boundary import Boundary
 from motet.policies.memory_ledger import Budget, device_budget
+from motet.policies.merge_decision import Merging, Modes
+from motet.policies.merged_copy import MergedCopy
 from motet.policies.perf_model import Coefficients
+from motet.shared.model import PerfModel
 
 
 class Link(Protocol):
@@ -55,6 +59,9 @@ class BatchCore(Generic[S]):
     """One engine's batches. `cold` is None where steps wait for copies; slots are not asynchronous then.
 
     `shared`: KV blocks and adapters share one budget. It needs `kv_block_bytes`, and `kv.capacity` bounds the blocks.
+    `modes`: the engine can merge an adapter into its weights, and this decides when; steps that have run are told to it.
+    `copies`: a merged copy of the weights is made beside the steps (`copy`), and its costs are estimated from these times. It
+    needs a `Merging` as `modes`, and `shared`.
     """
 
     def __init__(
@@ -67,12 +74,16 @@ class BatchCore(Generic[S]):
         kv_block_bytes: int = 0,
         shared: bool = False,
         queues: Queues[S] | None = None,
+        modes: Modes | None = None,
+        copies: PerfModel | None = None,
     ) -> None:
         self.state: AdmissionState[S] = AdmissionState(kv=kv, adapters=slots)
         slots.waited = self._waited
         self.slots, self.cold = slots, cold
         self.memory: Budget = device_budget(kv, kv_block_bytes, slots)
         """The device's memory by claim and class; without `kv_block_bytes` KV counts as nothing."""
+        self.travelling = HeldBlocks(kv, lambda: len(self.state.running))
+        """KV blocks that are on their way to another worker, or from one."""
         self.boundary: Boundary | None = None
         if shared:
             self.boundary = self.state.boundary = Boundary(
@@ -80,10 +91,16 @@ class BatchCore(Generic[S]):
                 slots,
                 self.memory,
                 block_bytes=kv_block_bytes,
-                holders=lambda: [seq.blocks for seq in self.state.running],
+                holders=self._block_lists,
                 waited=self._waited,
             )
-        self._admission: BatchAdmission[S] = BatchAdmission(limits, cold, queues)
+        self._admission: BatchAdmission[S] = BatchAdmission(limits, cold, queues, modes)
+        self.modes = modes
+        self.copy: MergedCopy | None = None
+        if copies is not None:
+            assert isinstance(modes, Merging) and self.boundary is not None, "a copy needs a policy and shared memory"
+            self.copy = MergedCopy(modes, self.boundary, copies)
+        self._copy_leaves = False  # with the next decision: sequences lack memory, or its adapter is gone
         self._orders = count()
         self._foreseen = ""  # the last adapter that came without a request
         self.doomed: set[str] = set()
@@ -112,6 +129,9 @@ class BatchCore(Generic[S]):
         wait(self.state, seq)
         if self._admission.queues is not None:
             self._admission.queues.arrived(seq, now_s)
+
+    def _block_lists(self) -> list[list[int]]:
+        return [*[seq.blocks for seq in self.state.running], *self.travelling.lists]
 
     def _waited(self) -> set[str]:
         return {seq.adapter for seq in self.state.waiting}
@@ -161,8 +181,12 @@ class BatchCore(Generic[S]):
     def decide(self, now_s: float = 0.0) -> StepPlan[S]:
         """The next step's plan. Before the step runs, its evictions leave the device and then its loads begin."""
         self.slots.eviction.now_s = now_s
-        boundary = self.boundary
+        boundary, copy = self.boundary, self.copy
+        dropped = copy is not None and self._before(copy)
         plan = self._admission.decide(self.state, now_s)
+        if copy is not None:
+            plan.dropped = dropped
+            self._after(copy, plan)
         if boundary is not None:
             boundary.admitted(len(plan.admitted))
             plan.evictions += boundary.evicted
@@ -170,6 +194,27 @@ class BatchCore(Generic[S]):
         if self._foreseen and (plan.loads or plan.prefetched):
             self._make_way(plan)
         return plan
+
+    def _before(self, copy: MergedCopy) -> bool:
+        """Give the merged copy up when sequences lack memory, or its adapter is gone; whether it was given up."""
+        state = self.state
+        copy.weigh(state.running)
+        if not copy.adapter or not (self._copy_leaves or state.kv.free < len(state.running)):
+            return False
+        copy.drop()
+        turn(state, "")
+        return True
+
+    def _after(self, copy: MergedCopy, plan: StepPlan[S]) -> None:
+        """Claim memory for the copy that the step would have liked to have."""
+        self._copy_leaves = plan.short or bool(plan.preempted)
+        if not plan.wanted or self._copy_leaves:
+            return
+        before, state = copy.adapter, self.state
+        size_bytes = next(seq.merged_bytes for seq in (*state.running, *state.waiting) if seq.adapter == plan.wanted)
+        if copy.want(plan.wanted, size_bytes):
+            plan.making = plan.wanted
+        plan.dropped = plan.dropped or before not in ("", plan.wanted)
 
     def _make_way(self, plan: StepPlan[S]) -> None:
         """The step needs copies: give up the unfinished copy of an adapter that no request has asked for."""
@@ -226,12 +271,14 @@ class BatchCore(Generic[S]):
         used = {seq.adapter for seq in (*self.state.waiting, *self.state.running)}
         idle = self.doomed - used
         self.doomed -= idle
+        if self.copy is not None and self.copy.adapter in idle:
+            self._copy_leaves = True
         return [(digest, self.slots.drop(digest)) for digest in sorted(idle) if digest in self.slots]
 
     def check(self) -> None:
         """Assert that blocks, slots and bytes add up (tests, and idle moments)."""
         state = self.state
-        state.kv.check(seq.blocks for seq in state.running)
+        state.kv.check(self._block_lists())
         users: dict[str, int] = {}
         for seq in (*state.waiting, *state.running):
             if seq.slot >= 0:

@@ -58,6 +58,9 @@ class Sequence:
     published: int = 0  # blocks whose key the cache has been told
     slot: int = -1  # adapter slot, -1 for the base
     bypassed: int = 0  # sequences that overtook this one while it found no slot
+    merged: bool = False  # the prefix keys are those of its adapter merged into the weights
+    mixed: bool = False  # its K and V are of both modes, so no more of its blocks get keys
+    merged_bytes: int = 0  # of a copy of the weights with its adapter merged; 0 where none is made
     cold: ColdChoice | None = None  # how it starts while its adapter is copied, as last chosen
 
     def __post_init__(self) -> None:
@@ -83,6 +86,8 @@ class AdmissionState(Generic[S]):
     running: list[S] = field(default_factory=list)
     boundary: Boundary | None = None
     """Moves room between `kv` and `adapters`; None where each has a region of its own."""
+    merged: str = ""
+    """The adapter in the weights."""
 
 
 class StepPlan(msgspec.Struct, Generic[S]):
@@ -98,6 +103,23 @@ class StepPlan(msgspec.Struct, Generic[S]):
     loads: list[S] = []  # whose adapter must be copied to `slot` first
     prefetched: list[tuple[S, int]] = []  # still waiting, with the slot to copy the adapter to
     tokens: int = 0
+    merged: str = ""  # the adapter in the weights: the step has its sequences alone, and computes them without LoRA
+    switched: bool = False  # another one than in the step before, so the weights are changed first
+    resting: int = 0  # running sequences that the step leaves out, because of the merged adapter
+    wanted: str = ""  # would be the merged adapter if a copy of the weights had it
+    making: str = ""  # whose copy of the weights may be made beside the steps from now on; the memory for it is free
+    dropped: bool = False  # the copy of the weights is to be given up before memory is divided
+    short: bool = False  # a waiting sequence found no KV blocks, or its adapter no room
+
+
+def turn(state: AdmissionState[S], merged: str) -> None:
+    """The steps from now on have this adapter in the weights."""
+    if merged == state.merged:
+        return
+    for seq in state.running:
+        if seq.adapter and seq.adapter in (merged, state.merged):
+            seq.mixed = True
+    state.merged = merged
 
 
 def due_s(arrival_s: float, ttft_slo_ms: float, *, begun: bool = False) -> float:
@@ -134,7 +156,7 @@ def steady_steps(state: AdmissionState[S], plan: StepPlan[S], limit: int) -> int
     """
     if state.adapters.loading:
         return 1
-    if limit <= 1 or not plan.decodes or len(plan.decodes) < len(state.running) or plan.preempted:
+    if limit <= 1 or not plan.decodes or len(plan.decodes) + plan.resting < len(state.running) or plan.preempted:
         return 1
     kv, size = state.kv, state.kv.block_size
     steps = limit
@@ -216,6 +238,7 @@ def _give_back(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> No
     state.kv.release(seq.blocks, spoiled=spoiled)
     seq.blocks = []
     seq.computed = seq.scheduled = seq.published = 0
+    seq.mixed = False
     give_back_slot(state, seq)
 
 
@@ -231,7 +254,7 @@ def publish_full_blocks(kv: KvBlocks, seq: Sequence, end: int) -> None:
     This happens when the rows are scheduled, not when they have run: a layer writes the K and V of all rows before any row
     reads them, so sequences of the same step share a prompt too.
     """
-    if not kv.prefix_cache:
+    if not kv.prefix_cache or seq.mixed:
         return
     full = end // kv.block_size
     if full <= seq.published:
@@ -246,7 +269,7 @@ def extend_keys(kv: KvBlocks, seq: Sequence, full: int) -> None:
     keys = seq.keys
     while len(keys) < full:
         start = len(keys) * kv.block_size
-        parent = keys[-1] if keys else root_key(seq.adapter, seq.cache_scope)
+        parent = keys[-1] if keys else root_key(seq.adapter, seq.cache_scope, merged=seq.merged)
         keys.append(chain_key(parent, seq.tokens[start : start + kv.block_size].tobytes()))
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from motet.policies.candidates import Ask
 from motet.policies.cluster_state import ClusterState
-from motet.policies.perf_model import Floats, fetch_ms, load_ms
+from motet.policies.perf_model import Floats
 
 
 class Choice(NamedTuple):
@@ -54,15 +54,16 @@ def adapter_ms(state: ClusterState, ask: Ask) -> tuple[Floats, Floats]:
     """Time to copy the request's adapter onto each worker's device, and to fetch it into the worker's memory before.
 
     The copy is 0 where the adapter is on the device, or is about to be for another request; the fetch where it is in any
-    tier. Both are 0 for the base.
+    tier. Both are 0 for the base. Not to be changed: other requests get the same arrays.
     """
     count = len(state.ids)
     if not ask.adapter:
         return np.zeros(count), np.zeros(count)
-    copy, fetch = load_ms(state.perf, ask.adapter_bytes), fetch_ms(state.perf, ask.adapter_bytes)
+    copy, fetch = state.perf.transfer_ms(ask.adapter_bytes)
     held = state.holders(ask.adapter)
     if held is not None:
         rows = held.rows
+        copy, fetch = copy.copy(), fetch.copy()
         copy[rows[held.loaded]] = 0.0
         fetch[rows] = 0.0
     return copy, fetch

@@ -20,7 +20,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.perf_model import Floats
+from motet.policies.perf_model import Floats, fetch_ms, load_ms
 from motet.policies.worker_load import WorkerLoad
 from motet.shared.model import Capability, PerfModel, RequestBrief, Tier, WorkerLimits
 
@@ -66,6 +66,7 @@ ON_DEVICE, IN_USE, ON_HOST = 1, 2, 4  # where an adapter is: one bit each
 MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
 _ANY = 1 << 40  # tokens, or a rank, above all
 CAPABILITY_BITS: dict[str, int] = {word: 1 << bit for bit, word in enumerate(get_args(Capability))}
+_SIZES_KEPT = 64  # sizes of adapters, which are those of a few ranks
 _UNKNOWN_BIT = 1 << 63  # no worker has it
 _TIER_BITS: dict[Tier, int] = {"device": ON_DEVICE | ON_HOST, "host": ON_HOST, "disk": 0}
 
@@ -87,6 +88,7 @@ class PerfColumns:
         self.fetch_base_ms: Floats = table["fetch_base_ms"]
         self.fetch_ms_per_mib: Floats = table["fetch_ms_per_mib"]
         self._added: dict[int, tuple[Floats, Floats]] = {}
+        self._transfers: dict[int, tuple[Floats, Floats]] = {}
 
     def added_ms(self, rank: int) -> tuple[Floats, Floats]:
         """What a request of `rank` adds to a decode step, and what its rank adds to a prefill, where nothing is padded."""
@@ -95,6 +97,15 @@ class PerfColumns:
             added = self.decode_row_ms + self.decode_lora_ms * float(rank), self.prefill_lora_ms * float(rank)
             self._added[rank] = added
         return added
+
+    def transfer_ms(self, size_bytes: int) -> tuple[Floats, Floats]:
+        """Times to copy an adapter of this size to each worker's device, and to fetch it into its memory. Not to be changed."""
+        found = self._transfers.get(size_bytes)
+        if found is None:
+            if len(self._transfers) >= _SIZES_KEPT:
+                self._transfers.clear()
+            found = self._transfers[size_bytes] = load_ms(self, size_bytes), fetch_ms(self, size_bytes)
+        return found
 
     def lora_load(self, rows: Floats, rank_sum: Floats, max_rank: Floats) -> Floats:
         """Each worker's LoRA load under its own kernel; the vector form of `perf_model.lora_load`."""
@@ -194,6 +205,10 @@ class ClusterState:
             self._serving[base] = self.table["base"] == base
         return self._serving[base]
 
+    def base_model(self, base: int) -> str:
+        """The name behind a number in the column `base`."""
+        return next(name for name, number in self._bases.items() if number == base)
+
     @property
     def perf(self) -> PerfColumns:
         """The coefficients in `table`."""
@@ -247,6 +262,10 @@ class ClusterState:
             self._put_limits(row, limits)
         if perf != old_perf:
             self._put_perf(row, perf)
+
+    def terms(self, worker_id: str) -> tuple[WorkerLimits, PerfModel]:
+        """Limits and coefficients of a known worker."""
+        return self._terms[worker_id]
 
     def _put_limits(self, row: int, limits: WorkerLimits) -> None:
         t = self.table

@@ -131,18 +131,19 @@ def choose(
     *,
     others: int = 0,
     between_ms: float = 0.0,
+    weights_ms: float = 0.0,
     forced: Forced = "auto",
 ) -> ColdChoice:
     """Choose how one request starts.
 
     `chunks_ms`: the time of each step that prefills the request if its adapter was complete, with what these steps do for other
     sequences; `others`: the number of these. `cpu` is None when no process is alive. `between_ms`: a step of the others
-    without the request, 0 when no sequence runs.
+    without the request, 0 when no sequence runs. `weights_ms`: the part of a prefill's time that does not depend on its tokens.
     """
     prefill = sum(chunks_ms)
-    # The step reads the weights once for both of its parts, so it may take no longer than the longer one alone. If the layers
-    # came sooner than expected, everybody in the step would wait.
-    surely_ms = max(between_ms, chunks_ms[0] - between_ms)
+    # The step reads the weights once for both of its parts, so it may take no longer than the others' part, or than the rows of
+    # the prefill alone. If the layers came sooner than expected, everybody in the step would wait.
+    surely_ms = max(between_ms, chunks_ms[0] - between_ms - weights_ms) if between_ms else chunks_ms[0]
     stall = copy.stall_ms(surely_ms / copy.layers)
     ahead = stall <= TOLERANCE * surely_ms
     ttft: dict[Mode, float] = {
@@ -309,7 +310,15 @@ class ColdStarts:
                 decode=(decode_ms(self.perf, others + 1.0, float(rank)), layer_ms(mib, mib, self.layers)),
                 start_ms=self.assist.begin_ms(min(copy.whole_ms, sum(chunks_ms))),
             )
-        choice = choose(copy, chunks_ms, cpu, others=others, between_ms=beside, forced=self.forced)
+        choice = choose(
+            copy,
+            chunks_ms,
+            cpu,
+            others=others,
+            between_ms=beside,
+            weights_ms=self.perf.prefill_base_ms,
+            forced=self.forced,
+        )
         if choice.joins:
             if self.modes.get(digest) != "assist":
                 self.modes[digest] = choice.mode

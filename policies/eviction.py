@@ -48,10 +48,10 @@ class Eviction(Protocol):
         """One more request uses the adapter."""
 
     def come(self, digest: str, size_bytes: int) -> None:
-        """The adapter has come without a request. It may be a victim."""
+        """The adapter has come without a request, which counts as no use. It may be evicted once it is released."""
 
     def release(self, digest: str) -> None:
-        """The last request that used the adapter has ended: it may be evicted."""
+        """No request uses the adapter any more, or yet: it may be evicted."""
 
     def forget(self, digest: str) -> None:
         """The adapter has left the tier."""
@@ -74,8 +74,7 @@ class Lru:
         self._idle.pop(digest, None)
 
     def come(self, digest: str, size_bytes: int) -> None:
-        """The last victim of all."""
-        self.release(digest)
+        """Once released, the last victim of all."""
 
     def release(self, digest: str) -> None:
         """The adapter goes to the end of the order."""
@@ -117,7 +116,7 @@ class _Ranked:
     def come(self, digest: str, size_bytes: int) -> None:
         """Nothing is counted."""
         self._sizes[digest] = size_bytes
-        self.release(digest)
+        self._used_s[digest] = self.now_s
 
     def release(self, digest: str) -> None:
         """The adapter may be evicted; it was in use until now."""

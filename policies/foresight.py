@@ -16,6 +16,7 @@ from motet.policies.load_forecast import Forecast
 
 HORIZON_S = 15.0
 """A request counts as soon within this time."""
+LATER_S = 60.0
 LEAST = 0.2
 """No adapter is brought that is less likely than this."""
 MARGIN = 1.5
@@ -80,7 +81,13 @@ class Foresight:
         return best
 
     def weaker(self, digest: str, others: Iterable[str], now_s: float) -> list[str]:
-        """Of `others`, those that may leave for this adapter, the least likely first."""
+        """Of `others`, in whatever order, those that may leave for this adapter, the least likely first.
+
+        Of those that nobody will ask for within HORIZON_S, the least likely within LATER_S leaves first.
+        """
         limit = self.forecast.chance(digest, now_s, HORIZON_S) / MARGIN
         chances = {one: self.forecast.chance(one, now_s, HORIZON_S) for one in others}
-        return sorted((one for one, chance in chances.items() if chance < limit), key=chances.__getitem__)
+        leaving = [
+            (chance, self.forecast.chance(one, now_s, LATER_S), one) for one, chance in chances.items() if chance < limit
+        ]
+        return [one for _, _, one in sorted(leaving)]

@@ -68,6 +68,7 @@ class _Copy:
 class _Loading(Generic[H]):
     adapter: AdapterRef  # its bytes are reserved once the load has begun
     waiters: list[H] = field(default_factory=list)
+    asked: int = 0  # requests that came for it meanwhile
     begun: bool = False
 
 
@@ -157,7 +158,7 @@ class HostTier(Generic[H]):
     # ---- holding
 
     def hold(self, adapter: AdapterRef, holder: H) -> bool:
-        """Hold the copy, which must fit. True: it is here. False: it is loaded, and `loaded` will name `holder`."""
+        """Hold the copy for a request; it must fit. True: it is here. False: it is loaded, and `loaded` will name `holder`."""
         if self.host_bytes is None:
             return True
         digest = adapter.digest
@@ -169,13 +170,23 @@ class HostTier(Generic[H]):
             self.eviction.use(digest, copy.size_bytes)
             copy.holders += 1
             return True
-        load = self._loads.get(digest)
-        if load is None:
-            load = self._loads[digest] = _Loading(adapter)
-            self._queue.append(digest)
-        load.waiters.append(holder)
+        self._wait(adapter, holder).asked += 1
         self._begin()
         return False
+
+    def fetch(self, adapter: AdapterRef, holder: H) -> None:
+        """Load a copy that is not here, and must fit, although no request asks for it; `loaded` will name `holder`."""
+        self._doomed.discard(adapter.digest)
+        self._wait(adapter, holder)
+        self._begin()
+
+    def _wait(self, adapter: AdapterRef, holder: H) -> _Loading[H]:
+        load = self._loads.get(adapter.digest)
+        if load is None:
+            load = self._loads[adapter.digest] = _Loading(adapter)
+            self._queue.append(adapter.digest)
+        load.waiters.append(holder)
+        return load
 
     def release(self, digest: str) -> None:
         """Give back one hold."""
@@ -213,7 +224,9 @@ class HostTier(Generic[H]):
         self.reserved_bytes -= load.adapter.size_bytes
         self._copies[digest] = _Copy(size_bytes, len(load.waiters))
         self.host_used_bytes += size_bytes
-        self.eviction.use(digest, size_bytes)
+        self.eviction.come(digest, size_bytes)
+        for _ in range(load.asked):
+            self.eviction.use(digest, size_bytes)
         self._keep_file(digest, file_bytes)
         if not load.waiters:
             self._rest(digest, size_bytes)

@@ -11,10 +11,11 @@ three places:
 
 A key names a *full* block's content: a chain over (adapter digest, scope, all tokens up to the block's end), so equal keys
 mean equal K and V. The chain starts from the adapter's digest, not its name, so two adapters, or two versions of one name,
-share nothing. The scope limits sharing (`cache_scope`): a hit shows in a client's usage and time to first token, so a cache
-shared by all would reveal one tenant's prompts to another. Keys are BLAKE2b and not Python's hash, because tenants choose the
-tokens and must not be able to create collisions. Only the first of two blocks with equal content is keyed; blocks with a key
-are never written again.
+share nothing. An adapter that is merged into the weights has other K and V than the same adapter beside them, by rounding, so
+its merged sequences have chains of their own. The scope limits sharing (`cache_scope`): a hit shows in a client's usage and
+time to first token, so a cache shared by all would reveal one tenant's prompts to another. Keys are BLAKE2b and not Python's
+hash, because tenants choose the tokens and must not be able to create collisions. Only the first of two blocks with equal
+content is keyed; blocks with a key are never written again.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ def cache_scope(tenant: str, cache_salt: str = "", *, shared: bool = False) -> b
     return len(owner).to_bytes(4, "little") + owner + cache_salt.encode()
 
 
-def root_key(adapter_digest: str, scope: bytes = b"") -> bytes:
-    """Where the chain of an adapter's sequences starts within a scope; the digest "" is the base model."""
-    digest = adapter_digest.encode()
-    return blake2b(len(digest).to_bytes(4, "little") + digest + scope, digest_size=16, person=b"motet-kv-root").digest()
+def root_key(adapter_digest: str, scope: bytes = b"", *, merged: bool = False) -> bytes:
+    """Where the chain of an adapter's sequences starts within a scope; the digest "" is the base model. `merged`: their K and
+    V are computed with the adapter merged into the weights."""
+    digest, person = adapter_digest.encode(), b"motet-kv-merged" if merged else b"motet-kv-root"
+    return blake2b(len(digest).to_bytes(4, "little") + digest + scope, digest_size=16, person=person).digest()
 
 
 def chain_key(parent: bytes, tokens: bytes) -> bytes:
@@ -89,6 +91,10 @@ class KvBlocks:
     def blocks_for(self, tokens: int) -> int:
         """The number of blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)
+
+    def key_of(self, block: int) -> bytes | None:
+        """The key under which a block can be found, if any."""
+        return self._key_of[block]
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """The cached blocks of the longest known beginning of `keys`. Takes none of them yet."""

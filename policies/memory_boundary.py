@@ -19,17 +19,20 @@ that memory back when the other needs it. While both need their whole shares, th
 The boundary should not swing. So it moves in steps of `grain` blocks where it can, and an entry of the other claim's cache
 leaves only if it is worth clearly less than one of the claim's own (`MARGIN`).
 
+A merged copy of the weights (`policies.merged_copy`) may borrow KV blocks: `lend`. It is a third claim, a cache that leaves as
+a whole and at once when KV is short. The KV share is smaller by what is lent.
+
 Block ids are 0 .. blocks - 1. When the number of blocks shrinks, used blocks above the end get ids below it; `settle` says
 which blocks to copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.kv_blocks import KvBlocks
-from motet.policies.memory_ledger import Budget
+from motet.policies.memory_ledger import Budget, Class
 from motet.policies.memory_worth import ExpectedSavings, Reuse, Worth
 
 GRAINS = 64
@@ -43,7 +46,7 @@ when another worker has died, finds room without a move of the boundary."""
 
 
 class Boundary:
-    """Both claims of a device's budget. `holders` are the block lists of running sequences, in which blocks are renamed;
+    """Both claims of a device's budget. `holders` are the lists of blocks in use, in which blocks are renamed;
     `waited` are the adapters that waiting sequences will use.
 
     Without `worth`, `ExpectedSavings` says what a byte is worth, from the step and copy times in `costs`.
@@ -68,6 +71,7 @@ class Boundary:
         self.grain = max(1, min(kv.capacity // GRAINS, MAX_GRAIN_BYTES // block_bytes))
         self._kv_share, self._lora_share = kv.total, slots.bytes_total
         self._reserve, self._lora_reserve = kv.total // RESERVE, slots.bytes_total // RESERVE
+        self._lent = 0  # blocks
         self._prefixes_left = 0  # prefix blocks that leave before worths are compared again
         self.crowded = False
         """Whether an adapter has found no room since this was reset."""
@@ -91,7 +95,12 @@ class Boundary:
     def blocks_free(self) -> int:
         """KV blocks that a new sequence could get if all caches left."""
         slots = self._slots
-        return self._kv.free + (slots.bytes_free + slots.idle_bytes) // self._block_bytes
+        return self._kv.free + self._lent + (slots.bytes_free + slots.idle_bytes) // self._block_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """Of the merged copy."""
+        return self._lent * self._block_bytes
 
     @property
     def adapter_bytes_free(self) -> int:
@@ -179,6 +188,27 @@ class Boundary:
             self._to_adapters(max(given, min(self.grain, blank)))
         return True
 
+    def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
+        """A merged copy may borrow blocks from now on. `held`: its bytes by class."""
+        self._budget.claim("merged", 0, held)
+
+    def lend(self, size_bytes: int) -> bool:
+        """Lend the merged copy this much instead of what it has, at most a step of the boundary more at a time; whether it
+        has that much now. Nothing is lent that would leave less than a part of the KV share free (`RESERVE`)."""
+        kv, blocks = self._kv, -(-size_bytes // self._block_bytes)
+        more = blocks - self._lent
+        if more > 0:
+            if kv.free - more < self._reserve:
+                return False
+            self._shrink_kv(min(more, self.grain))
+            self._lend(min(more, self.grain))
+            self._claim("kv", "merged")
+        elif more < 0:
+            kv.resize(kv.total - more)
+            self._lend(more)
+            self._claim("merged", "kv")
+        return self._lent == blocks
+
     def settle(self) -> list[tuple[int, int]]:
         """Called when the device's memory is divided anew: (from, to) of the KV blocks to copy before, in order."""
         moves, self._moves, self.moved = self._moves, [], False
@@ -189,6 +219,7 @@ class Boundary:
         claims = self._budget.claims
         assert claims["kv"].size_bytes == self._kv.total * self._block_bytes, "the claim of KV blocks"
         assert claims["adapters"].size_bytes == self._slots.bytes_total, "the claim of adapters"
+        assert "merged" not in claims or claims["merged"].size_bytes == self.lent_bytes, "the claim of the merged copy"
 
     def _of_adapter(self, digest: str) -> float:
         return self._worth.of_adapter(digest, self._slots.size_bytes(digest))
@@ -199,9 +230,16 @@ class Boundary:
         self._claim("adapters", "kv")
 
     def _to_adapters(self, blocks: int) -> None:
-        moves = self._kv.resize(self._kv.total - blocks)
+        self._shrink_kv(blocks)
         self._slots.resize(self._slots.bytes_total + blocks * self._block_bytes)
         self._claim("kv", "adapters")
+
+    def _lend(self, blocks: int) -> None:
+        self._lent += blocks
+        self._kv_share -= blocks
+
+    def _shrink_kv(self, blocks: int) -> None:
+        moves = self._kv.resize(self._kv.total - blocks)
         if moves:
             self._moves += moves
             renamed = dict(moves)
@@ -211,7 +249,11 @@ class Boundary:
 
     def _claim(self, smaller: str, larger: str) -> None:
         """Resize both claims; the one that shrinks first, because the budget has no room for both otherwise."""
-        sizes = {"kv": self._kv.total * self._block_bytes, "adapters": self._slots.bytes_total}
+        sizes = {
+            "kv": self._kv.total * self._block_bytes,
+            "adapters": self._slots.bytes_total,
+            "merged": self.lent_bytes,
+        }
         for name in (smaller, larger):
             assert self._budget.claims[name].resize(sizes[name]), f"{name} cannot claim {sizes[name]} bytes"
         self.moved = True

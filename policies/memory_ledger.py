@@ -2,6 +2,7 @@
 
     device budget   |-- claim "kv" -----------------------|-- claim "adapters" --------------|-- unclaimed --|
                     | running | prefix | free             | used | idle | free               |
+                    a merged copy of the weights is a third claim: used while an adapter is merged, else idle
     host budget     |-- claim "adapters" ----------------------------------------------------|
                     | used | loading | idle | free
 

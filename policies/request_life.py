@@ -4,8 +4,9 @@
                 │          └──> leaving <──┘ ──> gone          leaving: the engine was told to stop it
                 └────────────────────────────> gone
 
-A request is loading while its adapter is loaded into host memory. A request that needs no load is waiting at once. Messages to
-and from the engine may cross, so a leaving request may still be admitted or preempted.
+A request is loading while its adapter is loaded into host memory, or its KV blocks come from another worker. A request that
+needs neither is waiting at once. Messages to and from the engine may cross, so a leaving request may still be admitted or
+preempted.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Entry(msgspec.Struct, Generic[R], eq=False):
     payload: R
     phase: Phase = "new"
     holds: bool = False  # a host copy of its adapter
+    fetching: bool = False  # KV blocks from another worker
 
     @property
     def key(self) -> Key:

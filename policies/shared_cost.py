@@ -109,9 +109,10 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     cost = others + tpot + wait / out
 
     ttft = wait + 0.5 * step
-    slowing = tpot / t["tightest_tpot_ms"]
-    if _within(ttft, ask.ttft_slo_ms) and _within(tpot, ask.tpot_slo_ms) and _within(slowing, 1.0):
+    tightest = t["tightest_tpot_ms"]  # of the requests there
+    if _within(ttft, ask.ttft_slo_ms) and _within(tpot, min(ask.tpot_slo_ms, tightest[tightest.argmin()])):
         return cost, np.zeros(len(cost), dtype=bool)
+    slowing = tpot / tightest
     ttft_excess, tpot_excess = ttft / ask.ttft_slo_ms - 1.0, tpot / ask.tpot_slo_ms - 1.0
     excess = np.maximum(ttft_excess, 0.0) + np.maximum(tpot_excess, 0.0) + np.maximum(slowing - 1.0, 0.0)
     return cost + PENALTY_MS * excess, excess > 0

@@ -34,6 +34,11 @@ class Step(msgspec.Struct, kw_only=True):
     sampled: int = 0  # sequences that drew a token
     cold_rows: int = 0  # of adapters that were still being copied
 
+    def without_lora(self) -> None:
+        """Its adapter is merged: it computes as the base model does."""
+        self.prefill_rank_sum = self.prefill_max_rank = self.decode_rank_sum = self.decode_max_rank = 0
+        self.row_rank_sum = self.distinct_adapters = self.adapter_bytes = 0
+
     def count(self, decodes: abc.Sequence[Sequence], prefills: abc.Sequence[Sequence], *, adapters: bool = True) -> None:
         """Fill in what a plan says before it runs: all but time, context, sampled sequences and cold rows.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from motet.policies.kv_travel import LinkTimes
 from motet.policies.perf_model import Floats, batch_load
 from motet.policies.step_record import Step
 from motet.shared.model import PerfModel
@@ -25,6 +26,8 @@ class StepTimes:
         self._start = start
         self._decode = OnlineFit([start.decode_base_ms, start.decode_row_ms, start.decode_lora_ms])
         self._prefill = OnlineFit([start.prefill_base_ms, start.prefill_token_ms, start.prefill_lora_ms])
+        self.link = LinkTimes()
+        """From other workers to this one; the worker tells it what it measures."""
         self.drift = {"decode": 0.0, "prefill": 0.0}
         """How much longer recent steps take than the start values say, as a share; negative when they are shorter."""
 
@@ -65,6 +68,8 @@ class StepTimes:
             load_ms_per_mib=self._start.load_ms_per_mib,
             fetch_base_ms=self._start.fetch_base_ms,
             fetch_ms_per_mib=self._start.fetch_ms_per_mib,
+            kv_base_ms=self.link.base_ms,
+            kv_ms_per_mib=self.link.ms_per_mib,
         )
 
 
@@ -86,8 +91,9 @@ class OnlineFit:
     EARLY = 64
     USUAL_MS = (1.0, 0.1, 0.01)  # scale of a coefficient that starts at zero: base, per row or token, per unit of LoRA load
 
-    def __init__(self, start: Sequence[float]) -> None:
-        """`start` [3]: the coefficients to begin with, as in `USUAL_MS`."""
+    def __init__(self, start: Sequence[float], *, shape: float = SHAPE) -> None:
+        """`start` [3]: the coefficients to begin with, as in `USUAL_MS`. `shape`: instead of `SHAPE`."""
+        self._share = shape
         self._start = np.array(start)
         self._scale = np.where(self._start > 0, self._start, self.USUAL_MS)
         self._shape = self._start / self._scale
@@ -121,7 +127,7 @@ class OnlineFit:
         shape = self._shape
         prior = self.PRIOR * float(shape @ shape)
         speed = (float(shape @ self._sums) + prior) / (float(shape @ self._products @ shape) + prior)
-        ridge = self.PRIOR + self.SHAPE * float(self._products.trace())
+        ridge = self.PRIOR + self._share * float(self._products.trace())
         least = self.LEAST * speed * shape
         products = self._products + ridge * np.eye(len(shape))
         return least + _not_negative(products, self._sums + ridge * speed * shape - products @ least)

@@ -37,6 +37,8 @@ from motet.policies.worker_events import (
     CopyOut,
     DiskFull,
     Event,
+    Fetch,
+    Fetched,
     FileLost,
     Loaded,
     LoadFailed,
@@ -44,7 +46,6 @@ from motet.policies.worker_events import (
     OwnerLost,
     Pin,
     Pinned,
-    Prefetch,
     Refuse,
     Registered,
     Start,
@@ -52,13 +53,11 @@ from motet.policies.worker_events import (
     Stop,
     Tick,
     TooLargeForHost,
-    Unload,
     Version,
 )
 from motet.policies.worker_view import View
 from motet.shared.model import AdapterRef, FinishReason, Residency
 
-MAX_PREFETCHES = 64
 PIN_RETRY_S = 10.0
 """A pinned adapter that could not be loaded is tried again after this time."""
 
@@ -82,7 +81,7 @@ class Departures:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """Holds the host copy of a prefetched adapter while it is loaded. A `foreseen` one goes to host memory only."""
+    """Holds the host copy of a pinned adapter while it is loaded. A `foreseen` one goes to host memory only."""
 
     adapter: AdapterRef
     foreseen: bool = False
@@ -103,7 +102,7 @@ class WorkerCore(Generic[R]):
     _older: dict[Key, Entry[R]] = field(default_factory=dict)  # leaving, because a newer epoch came
     _device: set[str] = field(default_factory=set)  # adapters on the device, as the engine reported
     _versions: Mapping[str, Version] = field(default_factory=dict)
-    _prefetching: set[str] = field(default_factory=set)
+    _fetching: set[str] = field(default_factory=set)  # pinned adapters that are loaded into host memory
     _pinned: Mapping[str, AdapterRef] = field(default_factory=dict)
     _retry_s: dict[str, float] = field(default_factory=dict)  # when pinned adapters are tried again that could not be loaded
     _departures: Departures = field(default_factory=Departures)
@@ -155,20 +154,18 @@ class WorkerCore(Generic[R]):
                 self._on_loaded(digest, self.host.loaded(digest, size_bytes, file_bytes))
             case LoadFailed(digest, reason):
                 self._on_load_failed(digest, reason)
+            case Fetched(key):
+                self._on_fetched(key)
             case FileLost(digest):
                 self.host.file_lost(digest)
                 self._place(digest)
             case DiskFull():
                 self.host.spare_file()
-            case Prefetch(adapter):
-                self._prefetch(adapter)
             case Pinned(adapters):
                 self._pin(adapters)
             case Tick():
                 self._bring_pinned()
                 self._look_ahead()
-            case Unload(digest):
-                self._unload(digest)
             case Registered(versions):
                 self._on_registered(versions)
         actions = self._actions
@@ -206,20 +203,36 @@ class WorkerCore(Generic[R]):
             self._older[newest.key] = newest
         if adapter is not None and self.foresight is not None:
             self.foresight.asked(adapter.digest, self._now_s)
-        entry = self.book[request_id] = Entry(brief, said.owner, adapter, said.payload)
-        if adapter is None:
-            self._start(entry)
-        elif not self.host.fits(adapter.size_bytes):
+        entry = self.book[request_id] = Entry(brief, said.owner, adapter, said.payload, fetching=said.fetch)
+        if adapter is not None and not self.host.fits(adapter.size_bytes):
             self._answer(entry, "error", TooLargeForHost(adapter.size_bytes, self.host.host_bytes or 0))
-        elif self.host.hold(adapter, entry):
-            self._start(entry)
+            return
+        if said.fetch:
+            self._actions.append(Fetch(entry))
+        if adapter is None or self.host.hold(adapter, entry):
+            self._ready(entry)
         else:
             entry.move("load")
             self._show(entry, "loading")
 
+    def _ready(self, entry: Entry[R]) -> None:
+        """Its adapter is in host memory, if it has one."""
+        entry.holds = entry.adapter is not None
+        if not entry.fetching:
+            self._start(entry)
+        elif entry.phase == "new":
+            entry.move("load")
+            self._show(entry, "loading")
+
+    def _on_fetched(self, key: Key) -> None:
+        entry = self.entry(key)
+        if entry is not None and entry.fetching:
+            entry.fetching = False
+            if entry.phase == "loading" and entry.holds == (entry.adapter is not None):
+                self._start(entry)
+
     def _start(self, entry: Entry[R]) -> None:
         entry.move("start")
-        entry.holds = entry.adapter is not None
         self._show(entry, "waiting")
         self._actions.append(Start(entry))
 
@@ -249,9 +262,9 @@ class WorkerCore(Generic[R]):
         self._actions.append(Answer(entry, finish, reason))
 
     def _give_up(self, entry: Entry[R]) -> None:
-        """The request stops waiting for its adapter."""
-        assert entry.adapter is not None, "only requests with an adapter are loading"
-        self.host.give_up(entry.adapter.digest, entry)
+        """The request stops waiting for its adapter, if it does."""
+        if entry.adapter is not None and not entry.holds:
+            self.host.give_up(entry.adapter.digest, entry)
 
     def _forget(self, entry: Entry[R]) -> None:
         entry.move("end")
@@ -299,10 +312,10 @@ class WorkerCore(Generic[R]):
         self._place(digest)
         for holder in holders:
             if isinstance(holder, Entry):
-                self._start(holder)
+                self._ready(holder)
                 continue
             if not holder.foreseen:
-                self._prefetching.discard(digest)
+                self._fetching.discard(digest)
                 self._actions.append(CopyIn(digest))
             elif self.foresight is not None:
                 self.foresight.came(digest)
@@ -315,18 +328,8 @@ class WorkerCore(Generic[R]):
             if isinstance(holder, Entry):
                 self._answer(holder, "error", reason)
             else:
-                self._prefetching.discard(digest)
+                self._fetching.discard(digest)
         self._place(digest)
-
-    def _prefetch(self, adapter: AdapterRef) -> None:
-        digest = adapter.digest
-        if digest in self._prefetching or len(self._prefetching) >= MAX_PREFETCHES or not self.host.fits(adapter.size_bytes):
-            return
-        if self.host.hold(adapter, _Fetch(adapter)):
-            self._actions.append(CopyIn(digest))
-            self.host.release(digest)
-        else:
-            self._prefetching.add(digest)
 
     def _pin(self, adapters: Sequence[AdapterRef]) -> None:
         self._pinned = pins.within(adapters, self.view.limits)
@@ -342,8 +345,13 @@ class WorkerCore(Generic[R]):
                 continue
             if digest in self.host:
                 self._actions.append(CopyIn(digest))
-            elif self._now_s >= self._retry_s.get(digest, 0.0):
-                self._prefetch(adapter)
+            elif (
+                digest not in self._fetching
+                and self.host.fits(adapter.size_bytes)
+                and self._now_s >= self._retry_s.get(digest, 0.0)
+            ):
+                self._fetching.add(digest)
+                self.host.fetch(adapter, _Fetch(adapter))
 
     def _look_ahead(self) -> None:
         """Bring an adapter to the device or to host memory that is likely to be asked for soon."""
@@ -364,11 +372,7 @@ class WorkerCore(Generic[R]):
         size_bytes = known[digest].size_bytes
         if host.spare(size_bytes, foresight.weaker(digest, host.copies, now_s)):
             adapter = AdapterRef(name=digest, digest=digest, rank=known[digest].rank, size_bytes=size_bytes)
-            host.hold(adapter, _Fetch(adapter, foreseen=True))
-
-    def _unload(self, digest: str) -> None:
-        self._actions.append(CopyOut(digest))
-        self.host.drop(digest)
+            host.fetch(adapter, _Fetch(adapter, foreseen=True))
 
     def _on_registered(self, versions: Mapping[str, Version]) -> None:
         """Remove the versions that are not registered any more; running requests keep theirs to the end."""
@@ -377,7 +381,8 @@ class WorkerCore(Generic[R]):
             if digest in versions:
                 self._place(digest)
             else:
-                self._unload(digest)
+                self._actions.append(CopyOut(digest))
+                self.host.drop(digest)
 
     def _place(self, digest: str) -> None:
         """Show the fastest tier of an adapter, which may have changed."""

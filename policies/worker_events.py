@@ -25,6 +25,8 @@ class Assign(msgspec.Struct, Generic[R], frozen=True):
     owner: str
     adapter: AdapterRef | None
     payload: R
+    fetch: bool = False
+    """Another worker holds its KV blocks, and they are worth waiting for: `Fetched` says when the wait is over."""
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -78,6 +80,12 @@ class LoadFailed(msgspec.Struct, frozen=True):
     reason: object
 
 
+class Fetched(msgspec.Struct, frozen=True):
+    """The request of a `Fetch` waits for KV blocks no longer, whether they came or not."""
+
+    key: Key
+
+
 class FileLost(msgspec.Struct, frozen=True):
     """An adapter's file is missing, or its content does not match its digest."""
 
@@ -88,12 +96,6 @@ class DiskFull(msgspec.Struct, frozen=True):
     """A download needs disk space: an `Evict` follows if a file can be spared."""
 
 
-class Prefetch(msgspec.Struct, frozen=True):
-    """Bring an adapter to host memory, and to the device if there is room."""
-
-    adapter: AdapterRef
-
-
 class Pinned(msgspec.Struct, frozen=True):
     """These adapters are pinned to this worker, the oldest pin first, and no others."""
 
@@ -102,12 +104,6 @@ class Pinned(msgspec.Struct, frozen=True):
 
 class Tick(msgspec.Struct, frozen=True):
     """Some time has passed."""
-
-
-class Unload(msgspec.Struct, frozen=True):
-    """Remove an adapter from every tier, from each as soon as it is not used there."""
-
-    digest: str
 
 
 class Registered(msgspec.Struct, frozen=True):
@@ -137,12 +133,11 @@ Event = (
     | Stepped
     | Loaded
     | LoadFailed
+    | Fetched
     | FileLost
     | DiskFull
-    | Prefetch
     | Pinned
     | Tick
-    | Unload
     | Registered
 )
 
@@ -151,6 +146,12 @@ Event = (
 
 class Start(msgspec.Struct, Generic[R], frozen=True):
     """Give the request to the engine; the host copy of its adapter is held until it ends."""
+
+    entry: Entry[R]
+
+
+class Fetch(msgspec.Struct, Generic[R], frozen=True):
+    """Fetch the request's KV blocks from the worker that holds them."""
 
     entry: Entry[R]
 
@@ -208,4 +209,4 @@ class TooLargeForHost(msgspec.Struct, frozen=True):
     room_bytes: int
 
 
-Action = Start[R] | Stop | Answer[R] | Refuse | CopyIn | Pin | CopyOut | host_tier.Action
+Action = Start[R] | Fetch[R] | Stop | Answer[R] | Refuse | CopyIn | Pin | CopyOut | host_tier.Action

@@ -51,6 +51,13 @@ def unpack_tokens(data: bytes) -> list[int]:
 # ---- submit (gateway -> scheduler) and assign (scheduler -> worker): the same request, the scheduler adds its estimate
 
 
+class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that holds the KV blocks of a moved request for its next worker. Whoever has the token may read them, once."""
+
+    worker_id: str
+    token: str
+
+
 class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One sequence to generate. `n` choices are n of these. A resumed request carries the tokens that it already has.
 
@@ -77,6 +84,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int = 0  # 0 or more; waiting requests with a smaller one go first
     repeated: int = 0  # refusals that the gateway repeated to this tenant by itself since its last submission
     needs: dict[str, str] = {}  # capabilities (`model.Capability`) that its worker must have, and the client's field for each
+    move_to: str = ""  # the worker that a Move named: it is tried first; not passed on to workers
+    kv: KvOffer | None = None  # of a moved request: its worker may fetch KV blocks instead of computing them again
+    losses: int = 0  # workers lost with it in a row, without a new token
     v: int = VERSION
 
 
@@ -146,33 +156,91 @@ class TokenFrame(msgspec.Struct, array_like=True):
     v: int = VERSION
 
 
-# ---- control (gateway, scheduler, registry -> worker)
+# ---- control (gateway, scheduler -> worker)
 
 
 class Cancel(msgspec.Struct, tag="cancel", kw_only=True):
-    """Stop a request of this epoch or an older one. Unknown ids are ignored."""
+    """Stop a request of this epoch or an older one. Unknown ids are ignored. With `kv_token`, its KV blocks are held for a
+    moment for the worker that knows the token."""
 
     request_id: str
     epoch: int
+    kv_token: str = ""
 
 
 class Drain(msgspec.Struct, tag="drain", kw_only=True):
     """Refuse new work, finish running requests, then stop."""
 
 
-class LoadAdapter(msgspec.Struct, tag="load", kw_only=True):
-    """Bring an adapter version close (host memory, and the device when there is room)."""
-
-    adapter: AdapterRef
+Control = Cancel | Drain
 
 
-class UnloadAdapter(msgspec.Struct, tag="unload", kw_only=True):
-    """Drop an adapter version from every tier once nothing running uses it."""
-
-    digest: str
+# ---- move (scheduler -> gateways): only the owner of the request acts
 
 
-Control = Cancel | Drain | LoadAdapter | UnloadAdapter
+class Move(msgspec.Struct, kw_only=True):
+    """Hand a request of this epoch to the worker `to`, with its tokens so far, in the next epoch. Ignored by all but its owner,
+    and by the owner when the request is in another epoch, is not on a worker, or is there already. `kv`: fetching its KV blocks
+    is predicted to be faster than computing them again."""
+
+    request_id: str
+    epoch: int
+    to: str
+    kv: bool = False
+    v: int = VERSION
+
+
+# ---- KV blocks of a moved request (its new worker -> its old worker)
+
+
+class OpenKv(msgspec.Struct, tag="open", kw_only=True):
+    """Asks for the KV blocks that are held under a token. `kv_format` is `WorkerLimits.kv_format`; `keys` name the content of
+    the request's full blocks in order (`policies.kv_blocks`). The blocks are held for `within_s` longer."""
+
+    token: str
+    kv_format: str
+    keys: list[bytes]
+    within_s: float
+    v: int = VERSION
+
+
+class ReadKv(msgspec.Struct, tag="read", kw_only=True):
+    """Asks for `size` bytes of the opened blocks from byte `offset` on. They must not lie in two pieces (`KvOpened`)."""
+
+    token: str
+    offset: int
+    size: int
+    v: int = VERSION
+
+
+class ProbeKv(msgspec.Struct, tag="probe", kw_only=True):
+    """Asks for `size` zero bytes, to measure how long they take."""
+
+    size: int
+    v: int = VERSION
+
+
+KvRequest = OpenKv | ReadKv | ProbeKv
+
+
+class KvOpened(msgspec.Struct, tag="opened", kw_only=True):
+    """The first `blocks` of the keys can be read, as `block_bytes` each, block after block. The engine gives them out in pieces
+    of `piece_blocks`."""
+
+    blocks: int
+    block_bytes: int
+    piece_blocks: int
+    v: int = VERSION
+
+
+class KvPart(msgspec.Struct, tag="part", kw_only=True):
+    """The bytes that were asked for."""
+
+    data: bytes
+    v: int = VERSION
+
+
+KvReply = KvOpened | KvPart | Refused
 
 
 # ---- ping (gateway -> worker): asked of workers that hold requests and are quiet
@@ -268,8 +336,9 @@ class Lease(msgspec.Struct, kw_only=True):
 
 
 class StatusRequest(msgspec.Struct, kw_only=True):
-    """Asks a scheduler for its view of the workers."""
+    """Asks a scheduler for its view of the workers. `plan`: and which requests it would move."""
 
+    plan: bool = False
     v: int = VERSION
 
 
@@ -299,13 +368,38 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     stale: bool
     age_ms: int
     capabilities: tuple[str, ...] = ()
+    quantization: str = "none"
+
+
+class MoveStatus(msgspec.Struct, kw_only=True):
+    """A request that would move, from and to worker ids. `adapter` is a digest, "" for the base model."""
+
+    request_id: str
+    adapter: str
+    source: str
+    to: str
+
+
+class PlanStatus(msgspec.Struct, kw_only=True):
+    """What a scheduler would move between the workers of a base model now. The waits are what a new request would wait on the
+    worker with the longest queue and on the one with the shortest; `late_workers` have queued requests that miss an objective.
+    `before_ms` and `after_ms`: the longest running time of a worker, without and with the moves."""
+
+    base_model: str
+    most_wait_ms: float
+    least_wait_ms: float
+    late_workers: int
+    before_ms: float
+    after_ms: float
+    moves: list[MoveStatus]
 
 
 class ClusterStatus(msgspec.Struct, tag="cluster", kw_only=True):
-    """All workers that a scheduler knows, by id."""
+    """All workers that a scheduler knows, by id, and the plans that were asked for."""
 
     scheduler_id: str
     workers: list[WorkerStatus]
+    plans: list[PlanStatus] = []
     v: int = VERSION
 
 

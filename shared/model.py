@@ -24,8 +24,9 @@ Tier = Literal["device", "host", "disk"]
 Phase = Literal["loading", "waiting", "running"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Capability = Literal["structured", "prompt_logprobs"]
-"""What only some engines can do: constrain the output to a grammar; tell the log-probabilities of the prompt's tokens. Workers
-announce theirs, and a request lists those that it needs. A worker does not have a capability that it does not announce."""
+"""What only some engines can do: constrain the output to a grammar; tell the log-probabilities of the prompt's tokens. A worker
+announces the capabilities of its engine. A request lists the capabilities that it needs, and goes to a worker that announces
+them all."""
 
 
 def is_adapter_name(name: str) -> bool:
@@ -173,6 +174,7 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     A fetch into host memory takes fetch_base_ms + fetch_ms_per_mib * MiB; only the adapter's requests wait for it.
     A copy to the device takes load_base_ms + load_ms_per_mib * MiB; no step runs meanwhile, unless the worker copies
     beside its steps.
+    KV blocks from another worker take kv_base_ms + kv_ms_per_mib * MiB, beside its steps; 0 for unknown.
     """
 
     kernel: Literal["bgmv", "mbgmv"] = "mbgmv"
@@ -186,6 +188,8 @@ class PerfModel(msgspec.Struct, frozen=True, kw_only=True):
     load_ms_per_mib: float
     fetch_base_ms: float = 0.0
     fetch_ms_per_mib: float = 0.0
+    kv_base_ms: float = 0.0
+    kv_ms_per_mib: float = 0.0
 
 
 _Ms = Annotated[float, Meta(ge=0)]
@@ -214,6 +218,8 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     engine: str = "native"
     device: str = "cpu"
+    quantization: str = "none"
+    """Of the base's weights in memory, as the engine's option names it."""
     max_model_len: int
     max_running: int
     max_waiting: int
@@ -231,6 +237,11 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes that they may have together."""
     capabilities: tuple[str, ...] = ()
     """The words of `Capability` that its engine has. Receivers ignore words that they do not know."""
+    kv_format: str = ""
+    """What the bytes of its KV blocks depend on, besides their content. Workers with the same one can take over each other's
+    blocks; "" for an engine that cannot."""
+    kv_token_bytes: int = 0
+    """KV bytes of one token, where blocks can be taken over."""
 
     @property
     def kv_blocks_most(self) -> int:

@@ -21,7 +21,7 @@ from msgspec import Meta
 from motet.shared.model import EngineSteps, PerfModel, WorkerLimits
 
 VERSION = 1
-MAY_BE_ZERO = {"kv_block_bytes", "pin_slots", "pin_bytes"}
+MAY_BE_ZERO = {"kv_block_bytes", "kv_token_bytes", "pin_slots", "pin_bytes"}
 """Limits of which a worker may have none."""
 
 

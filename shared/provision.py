@@ -79,6 +79,7 @@ async def provision(
         KeyValueConfig(bucket=subjects.KV_ADAPTERS, history=1, max_value_size=RECORD_BYTES, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_KEYS, history=1, max_value_size=RECORD_BYTES, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_LEASES, history=1, ttl=30.0, max_value_size=RECORD_BYTES, replicas=replicas),
+        KeyValueConfig(bucket=subjects.KV_PLACEMENT, history=1, max_value_size=RECORD_BYTES, replicas=replicas),
         KeyValueConfig(bucket=subjects.KV_INTAKE, history=1, ttl=30 * DAY_S, max_bytes=16 << 20, replicas=replicas),
     ]
     for bucket in buckets:

@@ -7,6 +7,7 @@ from motet.shared.tenancy import DEFAULT_TENANT
 SUBMIT = "motet.v1.submit"  # request/reply, queue group: gateway -> scheduler
 PREDICT = "motet.v1.predict"  # request/reply, queue group: scheduler -> predictor
 SCHEDULER_STATUS = "motet.v1.scheduler.status"  # request/reply, queue group: any -> one scheduler's view of the workers
+MOVE = "motet.v1.move"  # core: the scheduler that plans -> gateways, a request that should go on elsewhere
 OUTCOME = "motet.v1.outcome"  # core: gateway -> predictors, the true length of a finished request
 REGISTRY = "motet.v1.registry"  # request/reply, queue group: one subject per verb below it
 WORKER_STATES = "motet.v1.worker.*.state"
@@ -27,6 +28,7 @@ KV_KEYS = "motet_keys"  # API keys by id, as digests
 KV_ADAPTERS = "motet_adapters"
 KV_LEASES = "motet_leases"
 KV_INTAKE = "motet_intake"  # <request stream>.<sequence>: how often a request was handed back undone
+KV_PLACEMENT = "motet_placement"  # <worker id>: the adapters that it is to keep loaded, by the scheduler that plans
 CONSUMER_INTAKE = "intake"  # the durable consumer on each request stream
 BLOBS = "motet_blobs"  # object store: validated adapter blobs by content digest
 PREDICTOR = "motet_predictor"  # object store: what predictors have learned
@@ -41,6 +43,11 @@ def assign(worker_id: str) -> str:
 def ping(worker_id: str) -> str:
     """gateway -> worker, request/reply: is it alive?"""
     return f"motet.v1.worker.{worker_id}.ping"
+
+
+def kv(worker_id: str) -> str:
+    """worker -> worker, request/reply: KV blocks of a request that has moved."""
+    return f"motet.v1.worker.{worker_id}.kv"
 
 
 def control(worker_id: str) -> str:

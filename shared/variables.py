@@ -33,6 +33,8 @@ VARIABLES: dict[str, dict[str, str]] = {
     },
     "Tests and benches": {
         "MOTET_TEST_ISAS": "instruction sets on which the kernels' tests run; default: all that this machine has",
+        "MOTET_TEST_VLLM": "set by `make test-vllm`: the engine suite runs on vLLM instead of the native engine",
+        "MOTET_LLAMA_PYTHON": "Python of an environment with llama-cpp-python and gguf, for `bench engine`",
         "MOTET_VLLM_PYTHON": "Python of an environment with vLLM, for benches that compare with it",
         "MOTET_DATA": "directory of traces for `python -m bench cluster`",
     },

@@ -10,12 +10,15 @@ arguments give the same history to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from motet.policies.migration_plan import Plan
+from motet.policies.rebalance import RebalanceConfig, Rebalancer
 from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, Cadence
 from motet.twin.events import ARRIVAL, HEARTBEAT, MESSAGE, PS_PER_S, Events, to_ps
 from motet.twin.metrics import Metrics, summary
@@ -36,6 +39,16 @@ class Bus:
     delta_s: float = DELTA_S
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceSpec:
+    """A planner beside the first scheduler that moves requests (`policies.rebalance`). `clock_s`: real seconds, to measure how
+    long plans take; they take no virtual time."""
+
+    config: RebalanceConfig = field(default_factory=RebalanceConfig)
+    every_s: float = 0.25
+    clock_s: Callable[[], float] = lambda: 0.0
+
+
 @dataclass(slots=True)
 class _Reporter:
     """The time of a worker's last report, and whether the next one is due."""
@@ -54,11 +67,14 @@ class _Attempt:
     scheduler: Scheduler
     predicted_tokens: int
     tried: tuple[str, ...] = field(default=())
+    before: Live | None = None  # as another worker handed it over
+    fetch_at: str = ""  # the worker that fetches its KV blocks if it gets the request
 
 
 class Cluster:
     """Build it, `run` it, read `metrics` or `summary`. Without a scheduler, one worker gets every request at once, with the
-    output length that `predict` says: by default the true one."""
+    output length that `predict` says: by default the true one. `balance`: requests move. `preload`: adapters that are on the
+    device at the start, by worker id."""
 
     def __init__(
         self,
@@ -70,6 +86,8 @@ class Cluster:
         bus: Bus = Bus(),
         seed: int = 0,
         predict: Callable[[Request], int] | None = None,
+        balance: BalanceSpec | None = None,
+        preload: Mapping[str, Iterable[str]] | None = None,
     ) -> None:
         if scheduler is None and len(workers) != 1:
             raise ValueError(f"{len(workers)} workers need a scheduler")
@@ -85,6 +103,8 @@ class Cluster:
             for i, spec in enumerate(workers)
         ]
         self._by_id = {worker.worker_id: worker for worker in self.workers}
+        for worker_id, digests in (preload or {}).items():
+            self._by_id[worker_id].preload(digests)
         self.schedulers = [Scheduler(scheduler) for _ in range(schedulers)] if scheduler is not None else []
         self._turn = np.random.default_rng(seed).integers(schedulers, size=len(workload), dtype=np.int16)
         self._reporters = [_Reporter(worker) for worker in self.workers]
@@ -98,6 +118,11 @@ class Cluster:
                     one.hear(first, 0.0)
                 # spread over the interval: workers do not start at the same instant
                 self.events.at(self._heartbeat_ps * worker.index // len(self.workers), HEARTBEAT, self._heartbeat, reporter)
+        self.plans: list[tuple[float, Plan]] = []
+        """What the planner decided, and the real seconds that each plan took."""
+        if balance is not None:
+            self._rebalancer = Rebalancer(balance.config)
+            self.events.at(round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)
         self._coming = iter(workload)
         self._next_arrival()
 
@@ -105,13 +130,17 @@ class Cluster:
         """Simulate until every request has ended, or until `until_s`. Calls `progress(now_s)` from time to time."""
         events, every = self.events, PS_PER_S
         until_ps = None if until_s is None else round(until_s * PS_PER_S)
-        while self._open and (until_ps is None or events.now_ps < until_ps):
-            if not len(events):
-                raise RuntimeError(f"{self._open} requests are waiting for nothing")
-            ahead = events.now_ps + every
-            events.run(ahead if until_ps is None else min(ahead, until_ps))
-            if progress is not None:
-                progress(events.now_s)
+        gc.freeze()  # the collector need not look at the workload and its adapters again and again
+        try:
+            while self._open and (until_ps is None or events.now_ps < until_ps):
+                if not len(events):
+                    raise RuntimeError(f"{self._open} requests are waiting for nothing")
+                ahead = events.now_ps + every
+                events.run(ahead if until_ps is None else min(ahead, until_ps))
+                if progress is not None:
+                    progress(events.now_s)
+        finally:
+            gc.unfreeze()
 
     def summary(self) -> dict[str, Any]:
         """The figures up to the present time, or to the last token."""
@@ -142,10 +171,16 @@ class Cluster:
         request, scheduler = attempt.request, attempt.scheduler
         chosen = None
         if len(attempt.tried) < scheduler.spec.attempts:
-            chosen = scheduler.decide(request, attempt.predicted_tokens, attempt.tried, self.events.now_s).worker_id
+            chosen = scheduler.decide(
+                request, attempt.predicted_tokens, attempt.tried, self.events.now_s, begun=attempt.before is not None
+            ).worker_id
         if chosen is None:
             self._refuse(request)
             return
+        self._send(attempt, chosen)
+
+    def _send(self, attempt: _Attempt, chosen: str) -> None:
+        request, scheduler = attempt.request, attempt.scheduler
         scheduler.expect(chosen, request, str(request.index), attempt.predicted_tokens, self.events.now_s)
         if self._assign_ps:
             self.events.at(self.events.now_ps + self._assign_ps, ARRIVAL, self._assign, attempt, chosen)
@@ -155,7 +190,8 @@ class Cluster:
     def _assign(self, attempt: _Attempt, worker_id: str) -> None:
         request, scheduler = attempt.request, attempt.scheduler
         worker, request_id = self._by_id[worker_id], str(request.index)
-        if worker.assign(request, request_id, attempt.predicted_tokens):
+        fetch = worker_id == attempt.fetch_at
+        if worker.assign(request, request_id, attempt.predicted_tokens, attempt.before, fetch=fetch):
             self.metrics.worker[request.index] = worker.index
             scheduler.flights.accepted(worker_id, request_id, self.events.now_s)
             return
@@ -164,6 +200,41 @@ class Cluster:
         scheduler.state.set_refusing(worker_id)
         attempt.tried += (worker_id,)
         self._place(attempt)
+
+    def move(self, request_id: str, to: str, *, fetch: bool = False) -> None:
+        """Hand a request from the worker that has it to another one. Ignored when no worker has it, or the other one is it.
+        `fetch`: its KV blocks go with it, where workers have a prefix cache."""
+        index = int(request_id)
+        worker = self.workers[self.metrics.worker[index]]
+        if self.metrics.worker[index] >= 0 and worker.worker_id != to:
+            fetch = fetch and worker.spec.prefix_cache
+            worker.give(request_id, lambda live: self._handed(live, to, fetch))
+
+    def _handed(self, live: Live, to: str, fetch: bool) -> None:
+        self.metrics.moves += 1
+        scheduler = self.schedulers[self._turn[live.request.index]]
+        predicted = live.expected_length - live.request.prompt_tokens
+        self._send(_Attempt(live.request, scheduler, predicted, before=live, fetch_at=to if fetch else ""), to)
+
+    def _look(self, balance: BalanceSpec) -> None:
+        """The planner of the first scheduler looks at the cluster, moves requests, and looks again later."""
+        self._find_moves(balance)
+        if self._open:
+            self.events.at(self.events.now_ps + round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)
+
+    def _find_moves(self, balance: BalanceSpec) -> None:
+        scheduler, now_s = self.schedulers[0], self.events.now_s
+        questions = self._rebalancer.questions(
+            scheduler.state, now_s, stale_s=scheduler.spec.stale_s, avg_resp_len=scheduler.mean_tokens()
+        )
+        for question in questions:
+            began_s = balance.clock_s()
+            plan = question.answer(balance.config.plan)
+            self.plans.append((balance.clock_s() - began_s, plan))
+            self._rebalancer.moved([plan], now_s)
+            for moved in plan.moves:
+                fetch = self._rebalancer.travels(scheduler.state, moved.request_id, moved.source, moved.to)
+                self.move(moved.request_id, moved.to, fetch=fetch)
 
     def _refuse(self, request: Request) -> None:
         self.metrics.refused[request.index] = True

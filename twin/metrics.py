@@ -53,6 +53,12 @@ class Metrics:
     host_misses: int = 0  # requests that waited for their adapter to reach host memory
     prefix_tokens: int = 0  # prompt tokens found in the prefix cache
     retries: int = 0  # assignments that a worker refused
+    merged_steps: int = 0  # in which an adapter was merged, of an engine that can merge; the next are its other steps
+    unmerged_steps: int = 0
+    switches: int = 0  # times that the merged adapter changed
+    switch_ps: int = 0  # time that the changes took
+    moves: int = 0  # requests handed from one worker to another
+    kv_travels: int = 0  # of those, with their KV blocks
 
     def __post_init__(self) -> None:
         n = self.requests

@@ -94,12 +94,18 @@ class Scheduler:
             return request.output_tokens
         return self._lengths.expected_tokens(request.adapter.digest, self.spec.max_tokens)
 
+    def mean_tokens(self) -> float:
+        """The average output length so far."""
+        return self._lengths.mean_tokens()
+
     def observe(self, request: Request) -> None:
         """A request has ended; its true length is known."""
         self._lengths.observe(request.adapter.digest, request.output_tokens)
 
-    def decide(self, request: Request, predicted_tokens: int, tried: tuple[str, ...], now_s: float) -> Decision:
-        """Choose a worker."""
+    def decide(
+        self, request: Request, predicted_tokens: int, tried: tuple[str, ...], now_s: float, *, begun: bool = False
+    ) -> Decision:
+        """Choose a worker. `begun`: another one has handed the request over."""
         ask = Ask(
             base_model=self._base_model,
             rank=request.adapter.rank,
@@ -111,6 +117,7 @@ class Scheduler:
             adapter_bytes=request.adapter.size_bytes,
             key=hash_of(str(request.index)),
             tried=tried,
+            begun=begun,
         )
         avg_resp_len = self._lengths.mean_tokens()
         spec = self.spec

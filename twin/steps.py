@@ -81,6 +81,28 @@ class PerfSteps:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraShare:
+    """Steps of which LoRA takes the same share, whatever the adapters: dense products of all rows with all adapters, as with
+    einsum (dLoRA section 4.1). `base`: the steps without LoRA; `share`: what LoRA adds to their part without attention."""
+
+    base: PerfSteps
+    share: float
+    reads_adapters = False
+
+    @property
+    def context_token_ps(self) -> int:
+        return self.base.context_token_ps
+
+    @property
+    def longest_token_ps(self) -> int:
+        return self.base.longest_token_ps
+
+    def fixed_ps(self, batch: Batch) -> int:
+        fixed_ps = self.base.fixed_ps(batch)
+        return round(fixed_ps * (1.0 + self.share)) if batch.row_rank_sum else fixed_ps
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredSteps:
     """Step times by what steps read and compute: the model of `policies.step_fit`, which explains the terms."""
 

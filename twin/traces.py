@@ -121,6 +121,14 @@ def read_trace(path: Path) -> Trace | Workload:
 
 def read_popularity(path: Path, minutes: range | None = None) -> Popularity:
     """MAF 2019: invocations per function and minute, of some `minutes` or all. Raises FileError."""
+    table = read_invocations(path, minutes)
+    per_minute = np.asarray(table.sum(axis=0) / 60.0, np.float64)
+    edges_s = np.arange(table.shape[1] + 1, dtype=np.float64) * 60.0
+    return Popularity(table.sum(axis=1) / table.sum(), Intensity(edges_s, per_minute))
+
+
+def read_invocations(path: Path, minutes: range | None = None) -> Floats:
+    """MAF 2019: invocations [functions, minutes], of some `minutes` or all. Raises FileError."""
     with _opened(path) as lines:
         header = next(csv.reader([_first_line(path, lines)]), [])
         names = [name for name in header if name.startswith("minute_")]
@@ -132,9 +140,7 @@ def read_popularity(path: Path, minutes: range | None = None) -> Popularity:
     table = np.array(counts, np.float64)
     if not table.sum():
         raise FileError(path, 1, "", "no invocations")
-    per_minute = np.asarray(table.sum(axis=0) / 60.0, np.float64)
-    edges_s = np.arange(len(names) + 1, dtype=np.float64) * 60.0
-    return Popularity(table.sum(axis=1) / table.sum(), Intensity(edges_s, per_minute))
+    return table
 
 
 def read_lengths(path: Path) -> Lengths:

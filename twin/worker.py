@@ -16,8 +16,8 @@ middle books the steps that have ended by then:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -26,18 +26,36 @@ from msgspec.structs import replace
 from motet.policies.adapter_slots import AdapterSlots
 from motet.policies.batch_admission import AdmissionLimits, Queues
 from motet.policies.batch_core import BatchCore
-from motet.policies.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, steady_steps
+from motet.policies.batch_state import Sequence, StepPlan, advance, advance_steady, due_s, extend_keys, steady_steps
 from motet.policies.cold_start import ColdStarts
 from motet.policies.eviction import EvictionName, make_eviction
 from motet.policies.foresight import Foresight
 from motet.policies.host_tier import HostTier, Load
 from motet.policies.kv_blocks import KvBlocks
+from motet.policies.kv_travel import travel
+from motet.policies.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Modes
+from motet.policies.request_life import Entry
 from motet.policies.request_queues import QueuesName, make_queues
 from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import Action, Assign, CopyIn, Loaded, Refuse, Registered, Start, Stepped, Tick
+from motet.policies.worker_events import (
+    Action,
+    Answer,
+    Assign,
+    Cancel,
+    CopyIn,
+    Fetch,
+    Fetched,
+    Loaded,
+    Refuse,
+    Registered,
+    Start,
+    Stepped,
+    Stop,
+    Tick,
+)
 from motet.policies.worker_view import View
 from motet.shared.model import AdapterRef, PerfModel, RequestBrief, WorkerLimits
-from motet.twin.events import PS_PER_S, STEP, Events
+from motet.twin.events import MESSAGE, PS_PER_S, STEP, Events, to_ps
 from motet.twin.link import Copies, LinkModel
 from motet.twin.metrics import Metrics
 from motet.twin.scheduler import Delta, Snapshot
@@ -48,6 +66,19 @@ from motet.twin.workload import Request
 FOREVER = 1 << 40
 TICK_PS = PS_PER_S // 2
 NO_CONTENT = array("i")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeSpec:
+    """An engine with merged weights. `config` None: a rival that always computes one adapter merged, `turn` steps in a row."""
+
+    costs: MergeCosts
+    config: MergeConfig | None = field(default_factory=MergeConfig)
+    turn: int = 300
+
+    def modes(self) -> Modes:
+        """The policy of one worker."""
+        return Merging(self.costs, self.config) if self.config is not None else AlwaysMerged(self.turn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +97,7 @@ class WorkerSpec:
     queues: QueuesName = "fcfs"
     prefetch: int = 0  # waiting requests whose adapters are copied before their turn
     foresight: bool = False  # adapters are brought before anybody asks for them
+    merging: MergeSpec | None = None  # the engine can merge an adapter into its weights
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -76,7 +108,8 @@ class Live(Sequence):
     end_length: int  # prompt and output tokens, when it ends
     brief: RequestBrief  # as the view shows it
     decoding: bool = False
-    last_token_ps: int = -1  # of the first token, and of the last one before a preemption
+    last_token_ps: int = -1  # of the first token, and of the last one before a preemption or a move
+    rested_ps: int = -1  # when it began to rest, since another adapter is merged
 
 
 class _Run(msgspec.Struct, eq=False):
@@ -138,7 +171,9 @@ class Worker:
             kv_block_bytes=limits.kv_block_bytes,
             shared=limits.kv_block_bytes > 0,
             queues=queues,
+            modes=spec.merging.modes() if spec.merging is not None else None,
         )
+        self._modes = self.batches.modes
         if self.batches.boundary is not None:
             self.batches.boundary.costs.perf = spec.perf
         self.state = self.batches.state
@@ -159,23 +194,33 @@ class Worker:
         self._run: _Run | None = None
         self._serial = 0
         self._foreseen: list[CopyIn] = []  # to be looked at between two steps
+        self._leaving: list[tuple[Live, Callable[[Live], None]]] = []  # requests that are handed over after the present step
+        self._landing: list[Entry[Live]] = []  # requests whose KV blocks have come
         if spec.foresight:
             events.at(events.now_ps + TICK_PS, STEP, self._tick)
 
     # ---- requests
 
-    def assign(self, request: Request, request_id: str, predicted_tokens: int) -> bool:
-        """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all."""
+    def assign(
+        self, request: Request, request_id: str, predicted_tokens: int, before: Live | None = None, *, fetch: bool = False
+    ) -> bool:
+        """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all. `before`: as another
+        worker handed it over. Its tokens so far are computed again, or with `fetch` their KV blocks come from there."""
         if request.prompt_tokens >= self._max_length:
             return False
         now_s, adapter = self._events.now_s, request.adapter
         brief = request.brief(request_id, predicted_tokens)
+        length = request.prompt_tokens
+        if before is not None:
+            length = before.length
+            brief.output_tokens = length - request.prompt_tokens
         end_length = min(request.prompt_tokens + request.output_tokens, self._max_length)
         live = Live(
             order=0,
-            due_s=due_s(now_s, brief.ttft_slo_ms),
+            due_s=due_s(now_s, brief.ttft_slo_ms) if before is None else before.due_s,
             tokens=_content(request, end_length) if self.spec.prefix_cache else NO_CONTENT,
-            length=request.prompt_tokens,
+            length=length,
+            last_token_ps=before.last_token_ps if before is not None else -1,
             expected_length=request.prompt_tokens + predicted_tokens,
             rank=adapter.rank,
             adapter=adapter.digest,
@@ -184,13 +229,55 @@ class Worker:
             end_length=end_length,
             brief=brief,
         )
-        actions = self.core.on(Assign(brief, "", adapter if adapter.digest else None, live), now_s)
+        actions = self.core.on(Assign(brief, "", adapter if adapter.digest else None, live, fetch), now_s)
         first = actions[0] if actions else None
         if isinstance(first, Refuse):
             return False
         self._metrics.host_misses += not isinstance(first, Start)
         self._perform(actions)
         return True
+
+    def bring(self, digest: str, over: Collection[str]) -> None:
+        """Copy an adapter to the device before anybody asks for it, as `CopyIn` says."""
+        self._perform([CopyIn(digest, over)])
+
+    def give(self, request_id: str, then: Callable[[Live], None]) -> None:
+        """Hand a request over, after the present step if it is in the engine; ignored when it is not here or leaves already."""
+        entry = self.core.book.get(request_id)
+        if entry is None or entry.phase == "leaving":
+            return
+        actions = self.core.on(Cancel(request_id, entry.brief.epoch), self._events.now_s)
+        self._leaving += [(entry.payload, then) for action in actions if isinstance(action, Stop)]
+        if self._run is None:
+            self._hand_over()
+        else:
+            self._shorten(self._run)
+        self._perform(actions)
+        for action in actions:
+            if isinstance(action, Answer):  # it was still waiting for its adapter
+                then(action.entry.payload)
+
+    def _hand_over(self) -> None:
+        """Requests leave the engine between two steps."""
+        leaving, self._leaving = self._leaving, []
+        for live, then in leaving:
+            if live.length >= live.end_length:
+                continue  # it ended in this step
+            if live.decoding:
+                live.last_token_ps = self._events.now_ps
+            self.batches.end(live)
+            self.core.on(Stepped(ended=[(live.brief.request_id, live.brief.epoch)]), self._events.now_s)
+            then(live)
+        self.view.kv_blocks_free = self.batches.kv_blocks_free
+
+    def preload(self, digests: Iterable[str]) -> None:
+        """Put adapters on the device before the run begins, as far as there is room without evicting."""
+        for digest in digests:
+            if self.batches.load(digest, self._adapters[digest].size_bytes) is None:
+                continue
+            if self._copies is not None:
+                self.batches.slots.arrived(digest)
+            self.core.on(Stepped(device=[(digest, True)]), self._events.now_s)
 
     def _perform(self, actions: list[Action[Live]]) -> None:
         """What the core wants done: requests go on to the batches and loads to their links; nothing else takes time."""
@@ -201,6 +288,8 @@ class Worker:
             if isinstance(action, Start):
                 self.batches.start(action.entry.payload, self._events.now_s)
                 started = True
+            elif isinstance(action, Fetch):
+                self._fetch(action.entry)
             elif isinstance(action, Load):
                 self.storage.load(action)
             elif isinstance(action, CopyIn) and self._copies is not None:
@@ -215,6 +304,34 @@ class Worker:
                 self._begin()
             else:
                 self._shorten(self._run)
+
+    def _fetch(self, entry: Entry[Live]) -> None:
+        """The KV blocks of a moved request are on their way."""
+        live = entry.payload
+        trip = travel(self.spec.perf, tokens=live.length, rank=live.rank, token_bytes=self.spec.limits.kv_token_bytes)
+        self._events.at(self._events.now_ps + to_ps(trip.copy_ms), MESSAGE, self._fetched, entry)
+
+    def _fetched(self, entry: Entry[Live]) -> None:
+        self._landing.append(entry)
+        if self._run is None:
+            self._land()
+        else:
+            self._shorten(self._run)
+
+    def _land(self) -> None:
+        """KV blocks are written between two steps, then their requests start."""
+        landing, self._landing = [one for one in self._landing if self.core.entry(one.key) is one], []
+        kv, held = self.state.kv, self.batches.travelling
+        for live in [entry.payload for entry in landing]:
+            full = (live.length - 1) // kv.block_size
+            extend_keys(kv, live, full)
+            keys = live.keys[held.hold(live.brief.request_id, live.keys[:full]) : full]
+            if held.grow(live.brief.request_id, len(keys)) is not None:
+                held.publish(live.brief.request_id, keys)
+                self._metrics.kv_travels += 1
+        self._perform([action for entry in landing for action in self.core.on(Fetched(entry.key), self._events.now_s)])
+        for entry in landing:
+            held.drop(entry.brief.request_id)
 
     def _tick(self) -> None:
         self._events.at(self._events.now_ps + TICK_PS, STEP, self._tick)
@@ -257,7 +374,11 @@ class Worker:
                 self._events.at(now_ps + wait_ps, STEP, self._resume, self._serial)
             return  # all that is here is still loading
         left = min([live.end_length - live.length for live in plan.decodes]) if plan.decodes else 0
-        steps = 1 if plan.prefills else steady_steps(self.state, plan, min(self.max_run, left))
+        most = min(self.max_run, left)
+        if self._modes is not None:
+            most = 1 if plan.switched else min(most, self._modes.steady())
+            self._rest(plan, now_ps)
+        steps = 1 if plan.prefills else steady_steps(self.state, plan, most)
         batch = self._batch(plan)
         model = self.spec.steps
         first_ps = model.fixed_ps(batch)
@@ -273,6 +394,8 @@ class Worker:
             growth_ps = each_ps * len(contexts) + longest_ps if not plan.prefills else 0
         if copies is not None:
             first_ps = copies.step_ps(self.batches, plan.decodes + plan.prefills, first_ps)
+        if plan.switched:
+            first_ps += self._switch_ps()
         self._serial += 1
         self._run = _Run(plan, now_ps, first_ps, growth_ps, steps, left, self._serial)
         self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
@@ -315,7 +438,8 @@ class Worker:
         for live in plan.preempted:
             live.brief = replace(live.brief, phase="waiting")
             if live.decoding:
-                live.decoding, live.last_token_ps = False, now_ps
+                live.decoding, live.last_token_ps = False, now_ps if live.rested_ps < 0 else live.rested_ps
+                live.rested_ps = -1
         for live in plan.admitted:
             live.brief = replace(live.brief, phase="running")
             if live.last_token_ps < 0:
@@ -349,6 +473,8 @@ class Worker:
     def _batch(self, plan: StepPlan[Live]) -> Batch:
         batch = Batch(waiting=len(self.state.waiting))
         batch.count(plan.decodes, plan.prefills, adapters=self.spec.steps.reads_adapters)
+        if plan.merged:
+            batch.without_lora()
         batch.sampled = batch.decode_rows
         if plan.prefills:
             batch.chance = self._chance.random()
@@ -356,6 +482,32 @@ class Worker:
         if plan.loads and self._copies is None:
             batch.loads = tuple([live.adapter_bytes for live in plan.loads])
         return batch
+
+    def _rest(self, plan: StepPlan[Live], now_ps: int) -> None:
+        """The time that a request rested is a gap between two of its tokens, on its own beside the steps'."""
+        for live in plan.decodes:
+            if live.rested_ps >= 0:
+                self._metrics.gaps(now_ps - live.rested_ps, 0, 1, 1)
+                live.rested_ps = -1
+        if plan.resting:
+            for live in self.state.running:
+                if live.decoding and not live.scheduled and live.rested_ps < 0:
+                    live.rested_ps = now_ps
+
+    def _switch_ps(self) -> int:
+        """The weights change before the step."""
+        assert self.spec.merging is not None, "only such engines switch"
+        switch_ps = to_ps(self.spec.merging.costs.switch_ms)
+        self._metrics.switches += 1
+        self._metrics.switch_ps += switch_ps
+        return switch_ps
+
+    def _ran(self, run: _Run, steps: int, modes: Modes) -> None:
+        modes.ran(steps)
+        if run.plan.merged:
+            self._metrics.merged_steps += steps
+        else:
+            self._metrics.unmerged_steps += steps
 
     def _shorten(self, run: _Run) -> None:
         """Something came: the run ends with the step it is in now."""
@@ -388,6 +540,8 @@ class Worker:
         decodes = run.plan.decodes
         advance_steady(self.state, run.plan, steps)
         self._metrics.gaps(run.first_ps, run.growth_ps, steps, len(decodes))
+        if self._modes is not None:
+            self._ran(run, steps, self._modes)
         self.busy_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
 
     def _stop(self, serial: int) -> None:
@@ -408,13 +562,20 @@ class Worker:
             self._end(ended, now_ps)
         self.view.kv_blocks_free = self.batches.kv_blocks_free
         self._run = None
-        self._begin()
+        if self._leaving:
+            self._hand_over()
+        if self._landing:
+            self._land()
+        if self._run is None:
+            self._begin()
         if self.view.changed:
             self._on_change(self)
 
     def _draw(self, run: _Run, now_ps: int) -> None:
         """A step with prefill chunks is over."""
         plan, metrics = run.plan, self._metrics
+        if self._modes is not None:
+            self._ran(run, 1, self._modes)
         for live in advance(plan):
             live.length += 1
         if plan.decodes:

@@ -2,8 +2,10 @@
 
     src/simd.h        vectors of one instruction set        src/team.h      threads that run one function together
     src/gemm.h        weights packed once, panels           src/lora.h      shrink and expand over pages
+    src/gemm_integers.h  weights of 8 and 4 bits            src/gemm_items.h  a product in pieces
     src/attention.h   decode and chunked prefill            src/forward.h   the step
     src/loader.h      adapters copied beside the steps      src/channel.h   memory shared with a CPU LoRA process
+    src/merge.h       an adapter added to packed weights    merging.py      copies made piece by piece
     src/assist.h      steps with adapters on their way      src/assist_server.h  that process
     build.py          the system's compiler, cached         library.py      ctypes
     forward.py        what the engine calls                 loading.py, assist.py  its helpers
@@ -13,6 +15,6 @@ Importing this package compiles nothing; the first CpuEngine of an instruction s
 
 from motet.kernels.cpu.build import ISAS, BuildError, available_isas
 from motet.kernels.cpu.forward import CpuForward
-from motet.kernels.cpu.library import CpuEngine, Packed, Packer
+from motet.kernels.cpu.library import INTEGERS, CpuEngine, Packed, Packer
 
-__all__ = ["ISAS", "BuildError", "CpuEngine", "CpuForward", "Packed", "Packer", "available_isas"]
+__all__ = ["INTEGERS", "ISAS", "BuildError", "CpuEngine", "CpuForward", "Packed", "Packer", "available_isas"]

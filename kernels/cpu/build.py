@@ -27,13 +27,14 @@ SOURCES = Path(__file__).parent / "src"
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")  # no processor has the first without the second
 _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # name: what /proc/cpuinfo must list, compiler flags; weakest first, the position is MOTET_LEVEL
     "portable": ((), ()),
     "avx2": (("avx2", "fma", "f16c"), _AVX2),
     "avx512": (("avx512f", "avx512bw", "avx512vl", "avx512dq"), _AVX512),
-    "avx512bf16": (("avx512_bf16",), (*_AVX512, "-mavx512bf16")),
-    "amx": (("amx_tile", "amx_bf16"), (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
+    "avx512bf16": (("avx512_bf16", "avx512_vnni"), _AVX512_BF16),
+    "amx": (("amx_tile", "amx_bf16", "amx_int8"), (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
 }
 ISAS = tuple(_ISAS)
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wno-psabi", "-Wl,-Bsymbolic")

@@ -4,6 +4,7 @@
     pack = Packer(engine)                           a weight matrix -> Packed, once per model
     forward = CpuForward(engine, weights, heads=.., ..., rotary=.., cache=cache, pool=pool)
     logits = forward(batch)                         one call per step
+    forward.merged = MergedWeights(engine, forward.layers)      steps with `batch.merged` compute with this copy
 
 The KV cache and the adapter pool are the same objects that the reference kernels use, with the same contents. Sums are
 float32 and so is the residual stream; activations meet bfloat16 weights as bfloat16 where the instruction set multiplies
@@ -22,6 +23,7 @@ import torch
 from motet.kernels.attention import KvCache
 from motet.kernels.cpu.assist import AssistCounts, Helpers
 from motet.kernels.cpu.library import TYPES, CpuEngine, Layer, Model, Packed, Step, address, pool_struct
+from motet.kernels.cpu.merging import MergedWeights
 from motet.kernels.pool import LoraPool
 
 MAX_HEADS_PER_KV_HEAD = 128
@@ -64,6 +66,7 @@ class Rows(Protocol):
     block_tables: np.ndarray
     kv_slots: np.ndarray
     logit_rows: np.ndarray
+    merged: bool  # rows are of the merged adapter, and name no slot
 
 
 class CpuForward:
@@ -94,7 +97,7 @@ class CpuForward:
         dtype = weights.embed.dtype
         self._kept: list[Any] = [cache.data, pool.arena, weights]  # what the structures point into
         layer_type = Layer * layers
-        self._layers = layer_type(*(self._layer(layer, window) for layer, window in zip(weights.layers, windows, strict=True)))
+        self.layers = layer_type(*(self._layer(layer, window) for layer, window in zip(weights.layers, windows, strict=True)))
         self._model = Model(
             type=TYPES[dtype],
             hidden=hidden,
@@ -108,7 +111,7 @@ class CpuForward:
             embed=address(weights.embed),
             norm=self._float(weights.norm),
             lm_head=weights.lm_head.matrix,
-            layer=self._layers,
+            layer=self.layers,
             kv=address(cache.data, dtype),
             blocks=blocks,
             block_size=block_size,
@@ -119,6 +122,8 @@ class CpuForward:
         self._cos = self._sin = torch.empty(0, self._half)
         self._step = Step()
         self.assisted = AssistCounts()
+        self.merged: MergedWeights | None = None
+        self._is_merged = False
 
     def __call__(self, batch: Rows, helpers: Helpers | None = None) -> torch.Tensor:
         """Logits of `batch.logit_rows`, float32 [n, vocab]; fills the cache. Valid until the next call.
@@ -133,6 +138,8 @@ class CpuForward:
         if wanted > len(self._logits):
             self._logits = torch.empty(wanted, self._vocab)
         self._reach(int(batch.positions.max()) + 1)
+        if batch.merged is not self._is_merged:
+            self._turn(batch.merged)
         step = self._step
         step.rows, step.seqs, step.logits = rows, len(batch.context_lens), wanted
         step.table_stride = batch.block_tables.shape[1]
@@ -151,6 +158,12 @@ class CpuForward:
         if assist is not None:
             self.assisted.add(assist)
         return self._logits[:wanted]
+
+    def _turn(self, merged: bool) -> None:
+        """This step and those after it compute with the merged copy, or with the pristine weights."""
+        assert not merged or (self.merged is not None and self.merged.whole), "no merged copy is whole"
+        self._model.layer = self.merged.layers if merged and self.merged is not None else self.layers
+        self._is_merged = merged
 
     def _check(self, batch: Rows, helpers: Helpers | None) -> None:
         slots = batch.row_slot

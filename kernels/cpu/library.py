@@ -19,7 +19,12 @@ import torch
 from motet.kernels.cpu.build import ISAS, BuildError, available_isas, build
 from motet.kernels.pool import MODULES, PAGE_RANKS, LoraPool, PackedLora
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+INTEGERS = {"int8": 3, "int4": 4}
+"""Weights of whole numbers: with one scale per output, or per output and 32 inputs."""
+
+MAX_FAN_IN = 1 << 16
+"""Of a matrix of whole numbers: products of 8 bits are added in 32."""
 
 MAX_RANK = 1024
 """Of an adapter; what the compiled kernels have room for."""
@@ -161,6 +166,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "motet_release": (None, [c_void_p, c_int64]),
     "motet_packed_bytes": (c_int64, [c_int64, c_int64, c_int64]),
     "motet_pack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
+    "motet_merge": (
+        None,
+        [c_void_p, POINTER(Pool), c_int64, c_int64, c_int64, POINTER(Matrix), c_void_p, c_int64, c_int64],
+    ),
     "motet_forward": (None, [c_void_p, POINTER(Model), POINTER(Step)]),
     "motet_gemm": (None, [c_void_p, c_int64, POINTER(Matrix), c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
     "motet_lora": (
@@ -371,16 +380,18 @@ class Packed:
 
 
 class Packer:
-    """Turns weights [n, k] with bias [n] into packed matrices; with `int8`, of whole numbers and one scale per output."""
+    """Turns weights [n, k] with bias [n] into packed matrices, of their own type or of whole numbers (INTEGERS)."""
 
-    def __init__(self, engine: CpuEngine, *, int8: bool = False) -> None:
-        self._engine, self._int8, self._arena = engine, int8, Arena(engine.library)
+    def __init__(self, engine: CpuEngine, integers: str | None = None) -> None:
+        self._engine, self._kind, self._arena = engine, INTEGERS[integers] if integers else None, Arena(engine.library)
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
         n, k = weight.shape
-        library, kind = self._engine.library, TYPES[torch.int8 if self._int8 else weight.dtype]
+        library, kind = self._engine.library, TYPES[weight.dtype] if self._kind is None else self._kind
+        if k > MAX_FAN_IN and self._kind is not None:
+            raise ValueError(f"a matrix of {k} inputs: sums of whole numbers have room for {MAX_FAN_IN}")
         data = self._arena.take(library.motet_packed_bytes(n, k, kind))
-        scale = self._arena.take(n * 4) if self._int8 else None
+        scale = self._arena.take(n * 4) if kind == INTEGERS["int8"] else None
         floats = None if bias is None else bias.float().contiguous()
         matrix = Matrix(data, scale, None if floats is None else floats.data_ptr(), n, k, kind)
         library.motet_pack(self._engine.handle, address(weight), TYPES[weight.dtype], n, k, kind, data, scale)

@@ -3,10 +3,11 @@
     user        may
     gateway     submit, watch workers, control them, ask the registry, own streams, leases `gateway.*`, intake and results,
                 API keys, audit log
-    scheduler   answer submit, ask the predictor, assign to workers, watch worker state
+    scheduler   answer submit, ask the predictor, assign to workers, watch worker state, move requests, lease `planner.*`,
+                placements of adapters
     predictor   answer predictions, receive outcomes, keep what it has learned in its object store
     registry    provision streams and buckets; the only writer of adapters and blobs
-    worker      take assignments, stream tokens, leases `worker.*`; reads adapters and blobs
+    worker      take assignments, stream tokens, leases `worker.*`, KV blocks of other workers; reads adapters and blobs
     upstream    publish requests of one tenant, read and purge its results, read its tokens and dead letters; nothing else
     operator    everything: for people with the `nats` command
 
@@ -106,6 +107,7 @@ def _provision_tenant(tenant: str) -> tuple[str, ...]:
 
 BUCKETS = (
     *(f"KV_{bucket}" for bucket in (subjects.KV_ADAPTERS, subjects.KV_KEYS, subjects.KV_LEASES, subjects.KV_INTAKE)),
+    f"KV_{subjects.KV_PLACEMENT}",
     *(f"OBJ_{bucket}" for bucket in (subjects.BLOBS, subjects.UPLOADS, subjects.PREDICTOR)),
 )
 
@@ -130,15 +132,25 @@ SERVICES: dict[str, Grant] = {
             f"$KV.{subjects.KV_LEASES}.gateway.*",
             *_kv_read(subjects.KV_LEASES),
             *_kv_read(subjects.KV_ADAPTERS),
+            *_kv_read(subjects.KV_PLACEMENT),
             *_store_write(subjects.UPLOADS),
             f"$KV.{subjects.KV_INTAKE}.>",
             *_kv_read(subjects.KV_INTAKE),
             "$JS.API.STREAM.NAMES",  # tenants' request streams are found by their subjects
         ),
-        subscribe=(subjects.STREAMS, subjects.WORKER_STATES, subjects.WORKER_NOTICES),
+        subscribe=(subjects.STREAMS, subjects.WORKER_STATES, subjects.WORKER_NOTICES, subjects.MOVE),
     ),
     "scheduler": Grant(
-        publish=(subjects.PREDICT, subjects.assign("*"), subjects.control("*"), *_kv_read(subjects.KV_LEASES)),
+        publish=(
+            subjects.PREDICT,
+            subjects.assign("*"),
+            subjects.control("*"),
+            subjects.MOVE,
+            f"$KV.{subjects.KV_LEASES}.planner.*",
+            f"$KV.{subjects.KV_PLACEMENT}.*",
+            *_kv_read(subjects.KV_PLACEMENT),
+            *_kv_read(subjects.KV_LEASES),
+        ),
         subscribe=(subjects.SUBMIT, subjects.SCHEDULER_STATUS, subjects.OUTCOME, subjects.WORKER_STATES, "$SRV.>"),
         answers=("gateway",),
     ),
@@ -167,13 +179,15 @@ SERVICES: dict[str, Grant] = {
             subjects.STREAMS,
             subjects.WORKER_STATES,
             subjects.WORKER_NOTICES,
+            subjects.kv("*"),
             f"$KV.{subjects.KV_LEASES}.worker.*",
             *_kv_read(subjects.KV_LEASES),
             *_kv_read(subjects.KV_ADAPTERS),
+            *_kv_read(subjects.KV_PLACEMENT),
             *_store_read(subjects.BLOBS),
         ),
-        subscribe=(subjects.assign("*"), subjects.control("*"), subjects.ping("*"), "$SRV.>"),
-        answers=("gateway", "scheduler", "registry"),
+        subscribe=(subjects.assign("*"), subjects.control("*"), subjects.ping("*"), subjects.kv("*"), "$SRV.>"),
+        answers=("gateway", "scheduler", "registry", "worker"),
     ),
 }
 

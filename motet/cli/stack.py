@@ -49,6 +49,8 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     schedulers: int = 1
     threads: int = 0  # per worker; 0 shares the cores
     quantization: str = ""  # of the base's weights, in every worker; empty: as their variable says
+    engine: str = ""  # of every worker; empty: as its variable says
+    engine_args: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
     nats_port: int = 0  # of the embedded server; 0 for a free one
@@ -225,7 +227,8 @@ class Stack:
             threads = o.threads or (max(1, _cores() // o.workers) if o.workers > 1 else 0)
             env["OMP_NUM_THREADS"] = str(threads or _cores())
             flags += ["--adapter-cache-dir", str(self.data_dir / "adapters" / name)]
-            flags += _given(threads=threads, quantization=o.quantization)
+            flags += _given(threads=threads, quantization=o.quantization, engine=o.engine)
+            flags += [f"--engine-args={o.engine_args}"] if o.engine_args else []
 
         def argv(ops_port: int) -> list[str]:
             bus = self._bus_flags(kind, name)

@@ -57,7 +57,7 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
         "waiting",
         "KV used",
         "adapter memory used",
-        "adapters on device / host",
+        "adapters on device / host / placed",
     ):
         table.add_column(title, justify="left" if title in ("worker", "state", "engine", "device") else "right")
     for worker in answer["workers"]:
@@ -70,7 +70,7 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
             f"{worker['waiting'] + worker['in_flight']} / {worker['max_waiting']}",
             _used(worker, "kv_blocks"),
             _used(worker, "adapter_bytes"),
-            f"{worker['adapters_on_device']} / {worker['adapters_on_host']}",
+            f"{worker['adapters_on_device']} / {worker['adapters_on_host']} / {worker['adapters_placed']}",
         )
     console.print(table)
     told = " ".join(reasons)
@@ -79,8 +79,10 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
 
 
 def _engine(worker: dict[str, Any]) -> str:
-    """The engine's name and the worker's capabilities."""
-    return " ".join([worker["engine"], *(f"+{word}" for word in worker.get("capabilities", ()))])
+    """The engine's name, the quantization of its base, and the worker's capabilities."""
+    quantization = worker.get("quantization", "none")
+    bits = [] if quantization == "none" else [quantization]
+    return " ".join([worker["engine"], *bits, *(f"+{word}" for word in worker.get("capabilities", ()))])
 
 
 def _used(worker: dict[str, Any], what: str) -> str:

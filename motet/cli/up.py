@@ -73,6 +73,8 @@ _takes = partial(takes, UpConfig)
 @click.option("--schedulers", default=1, show_default=True, type=click.IntRange(1, 16), help="Number of schedulers.")
 @_takes("threads", "CPU threads per worker; 0: cores / workers.  [default: 0]")
 @_takes("quantization")
+@_takes("engine")
+@_takes("engine_args")
 @_takes("host")
 @_takes("port", "Port of the first gateway; 0 for any.  [default: 8000]")
 @_takes("api_keys")
@@ -166,6 +168,8 @@ def stack_options(given: Mapping[str, Any], environ: Mapping[str, str] = os.envi
         api_keys_file=config.keys.api_keys_file,
         drain_s=config.process.drain_s,
         quantization=taken.get("quantization", ""),  # else the workers read its variable
+        engine=taken.get("engine", ""),
+        engine_args=taken.get("engine_args", ""),
         **own,
     )
 

@@ -19,6 +19,7 @@ from motet.shared.messages import WorkerNotice
 
 KEPT = 64
 TOLD = 3
+HOPED_FOR = 3  # starts of a worker that has not served since: more look like a worker that cannot
 FORGET_S = 600.0
 
 State = Literal["loading", "failed", "lost", "stopped"]
@@ -79,6 +80,10 @@ class Absentees:
         while self._absent and (now_s - (oldest := next(iter(self._absent.values()))).at_s > FORGET_S):
             del self._absent[oldest.worker_id]
         return [absent for absent in reversed(self._absent.values()) if absent.state != "stopped"]
+
+    def loading(self, now_s: float) -> bool:
+        """Whether a worker loads its model, and has not begun to again and again."""
+        return any(absent.state == "loading" and absent.starts <= HOPED_FOR for absent in self.all(now_s))
 
     def sentences(self, now_s: float) -> list[str]:
         """Sentences on the latest `TOLD` workers, and the number of others."""

@@ -420,7 +420,8 @@ def created_unix_ms(info: AdapterInfo) -> int:
 
 
 def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
-    """An adapter as JSON; `resident` says where: worker id -> fastest tier that holds it; `pinned_to` where it stays."""
+    """An adapter as JSON; `resident` says where: worker id -> fastest tier that holds it; `pinned_to` where it stays,
+    `placed_on` where a scheduler wants it."""
     entry, version = info.entry, info.version
     return {
         "name": entry.name,
@@ -440,6 +441,7 @@ def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
         "updated": entry.updated_unix_ms // 1000,
         "resident": gateway.fleet.tiers(entry.digest),
         "pinned_to": list(entry.pin.workers) if entry.pin is not None else [],
+        "placed_on": gateway.placements.workers(entry.digest),
     }
 
 

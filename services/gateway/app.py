@@ -35,10 +35,12 @@ from motet.shared.clock import now_s
 from motet.shared.errors import ModelNotFound, MotetError, Unauthorized, from_info
 from motet.shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
 from motet.shared.model import Slo
+from motet.shared.placement import PlacementWatch
 from motet.shared.service import health as service_health
 from motet.shared.service import metrics_text
 
 STATUS_TIMEOUT_S = 2.0
+PLAN_TIMEOUT_S = 15.0  # a scheduler's first plan loads the solver
 REASONS_HIDDEN = "the reasons are shown to an API key with the role admin"
 SLO_HEADERS = {"class": "x-slo-class", "ttft_ms": "x-slo-ttft-ms", "tpot_ms": "x-slo-tpot-ms"}
 VERSION = installed_version("motet")
@@ -53,6 +55,7 @@ class Gateway(Protocol):
     planner: Planner
     prompts: Prompts
     adapters: AdapterWatch
+    placements: PlacementWatch
     fleet: Fleet
     keys: Keys
     limits: Limits
@@ -187,7 +190,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     @api.get("/v1/status")
     async def status(request: Request) -> Response:
         caller_of(request).check("admin", "the status")
-        return json_answer(await _status(gateway))
+        return json_answer(await _status(gateway, plan=request.query_params.get("plan") == "true"))
 
     @app.get("/health")
     async def health() -> Response:
@@ -297,8 +300,8 @@ def _absent(absent: Absent) -> dict[str, Any]:
     }
 
 
-async def _status(gateway: Gateway) -> dict[str, Any]:
-    """This gateway, and the workers as a scheduler sees them."""
+async def _status(gateway: Gateway, *, plan: bool) -> dict[str, Any]:
+    """This gateway, and the workers as a scheduler sees them. `plan`: and what the scheduler would move."""
     owner = gateway.owner
     body: dict[str, Any] = {
         "gateway": {"id": owner.gateway_id, "inflight": owner.inflight, "not_ready": gateway.not_ready()},
@@ -306,13 +309,18 @@ async def _status(gateway: Gateway) -> dict[str, Any]:
         "adapters": gateway.adapters.names(),
         "scheduler_id": None,
         "workers": [],
+        "plans": [],
         "absent_workers": [_absent(absent) for absent in gateway.fleet.absent.all(now_s())],
         "error": None,
     }
     try:
-        reply = await gateway.bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=STATUS_TIMEOUT_S)
+        timeout_s = PLAN_TIMEOUT_S if plan else STATUS_TIMEOUT_S
+        reply = await gateway.bus.request(subjects.SCHEDULER_STATUS, StatusRequest(plan=plan), StatusReply, timeout_s=timeout_s)
         if isinstance(reply, Refused):
             raise from_info(reply.error)
     except MotetError as error:
         return body | {"error": error.message}
-    return body | {"scheduler_id": reply.scheduler_id, "workers": msgspec.to_builtins(reply.workers)}
+    workers, plans = msgspec.to_builtins(reply.workers), msgspec.to_builtins(reply.plans)
+    for worker in workers:
+        worker["adapters_placed"] = len(gateway.placements.digests(worker["worker_id"]))
+    return body | {"scheduler_id": reply.scheduler_id, "workers": workers, "plans": plans}

@@ -72,6 +72,10 @@ class Fleet:
         if self._book.forget(worker_id):
             self.absent.on_lost(worker_id, now_s())
 
+    def coming(self) -> bool:
+        """Whether no worker serves, and one loads its model. A large one takes minutes."""
+        return not self.workers() and self.absent.loading(now_s())
+
     def nobody(self) -> str:
         """Why no worker serves the base model, for operators: with the last words of failed workers."""
         return "; ".join([f"no worker serves {self._base_model}", *self.absent.sentences(now_s())])

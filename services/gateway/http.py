@@ -190,7 +190,8 @@ def install_error_handlers(app: FastAPI, api: APIRouter) -> None:
         if error.status_code == 405:  # of all routes with this path, not only of the first
             path = request.url.path
             found = [route for route in (*app.routes, *api.routes) if isinstance(route, Route) and route.path_regex.match(path)]
-            methods = {method for route in found for method in route.methods or ()}
+            meant = max((route.path for route in found), key=len, default="")  # an adapter's pin, not an adapter called .../pin
+            methods = {method for route in found if route.path == meant for method in route.methods or ()}
             headers = {"allow": ", ".join(sorted(methods))}
         return json_answer({"error": shaped}, error.status_code, headers)
 

@@ -80,6 +80,9 @@ SLO_REQUESTS = Counter(
 RESUMED = Counter(
     "motet_requests_resumed", "Requests resumed on a worker in a new epoch, by reason.", ["reason"], registry=REGISTRY
 )
+MOVED = Counter(
+    "motet_requests_moved", "Requests handed to another worker because a scheduler asked for it.", registry=REGISTRY
+)
 RESUME_S = Histogram(
     "motet_request_resume_seconds",
     "Time from the loss of a request's worker to the request's next token.",

@@ -251,6 +251,7 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
     tenant["description"] = "View of this tenant, with an admin key only. `*` in a list: all tenants."
     key_id = {"name": "key_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     limit = {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": PAGE, "default": 100}}
+    plan = {"name": "plan", "in": "query", "schema": {"type": "boolean", "default": False}}
     text = {"description": "Done."} | _content({"type": "string"}, _TEXT)
 
     def generated(schema: str) -> dict[str, Any]:
@@ -333,7 +334,13 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
         "/v1/audit": {
             "get": _operation("Who changed which adapter or key, newest first.", _ok("AuditLog"), 400, parameters=(limit,))
         },
-        "/v1/status": {"get": _operation("This gateway, and workers as a scheduler sees them.", _ok("Status"))},
+        "/v1/status": {
+            "get": _operation(
+                "This gateway, and workers as a scheduler sees them. With `plan=true` also which requests would move.",
+                _ok("Status"),
+                parameters=(plan,),
+            )
+        },
         "/health": {"get": _operation("Whether the process lives.", _ok("Health"), open_to_all=True)},
         "/ready": {
             "get": _operation("Whether it can serve now.", _ok("Ready"), open_to_all=True)

@@ -10,6 +10,7 @@ Rules of this file:
 - Token i has index i over all epochs. Known tokens are dropped. Early tokens wait `GAP_S` for the missing ones; then we resume.
 - An epoch is submitted once. If the answer is lost, a worker may have the request, so the next attempt is the next epoch.
   Frames that arrive before the answer, or instead of it, count as the answer.
+- A scheduler may ask for a move: the tokens so far go to the worker that it names, in the next epoch. This is no loss.
 - A request whose output is constrained to a grammar begins again without the tokens so far, or is ended (`_can_go_on`).
 - A request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
 - Nothing here waits for a caller: streams are bounded, and a slow one is ended.
@@ -39,6 +40,8 @@ from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.messages import (
     Cancel,
     GenerateRequest,
+    KvOffer,
+    Move,
     Outcome,
     Refused,
     StreamItem,
@@ -52,7 +55,7 @@ from motet.shared.telemetry import logger
 log = logger("motet.owner")
 SUBMIT_TIMEOUT_S = (1.0, 5.0)  # first, then twice as long each time: a scheduler that is frozen must not hold a request
 OPEN_PATIENCE_S = 5.0  # a new request waits this long for a scheduler or worker to come back
-RESUME_PATIENCE_S = 30.0  # a running one this long
+RESUME_PATIENCE_S = 30.0  # a running one this long, and as long as the only worker loads its model
 SET_BACK_S = 10.0  # one without a token waits this long for a part that is away: a cluster elects a leader in less
 BACKOFF_S = (0.05, 1.0)
 GAP_S = 0.25
@@ -99,6 +102,7 @@ class Owner:
     async def start(self) -> None:
         """Subscribe to frames, hold this gateway's lease, follow the workers' leases."""
         self._inlet = await self._bus.subscribe(subjects.stream(self.gateway_id), TokenFrame, self._on_frame)
+        await self._bus.subscribe(subjects.MOVE, Move, self._on_move)
         await self._leases.start()
         await self._holder.start()
         self._watch = self._bus.spawn(self._keep_watch())
@@ -176,19 +180,23 @@ class Owner:
 
     # ---- placing a request on a worker
 
-    async def _place(self, stream: Stream, patience_s: float) -> None:
-        """Submit until a worker accepts, the request ends, or time runs out. First submissions raise, resumed ones `fail`."""
+    async def _place(self, stream: Stream, patience_s: float, to: str = "", kv: KvOffer | None = None) -> None:
+        """Submit until a worker accepts, the request ends, or time runs out. First submissions raise, resumed ones `fail`.
+        `to`: the worker to be tried first, and once, with `kv`."""
         first = stream.epoch == 0
         epoch, deadline, pause, timeout_s = stream.epoch, now_s() + patience_s, BACKOFF_S[0], SUBMIT_TIMEOUT_S[0]
         while stream.finish is None and stream.error is None and stream.epoch == epoch:
             try:
                 # shielded: when the caller leaves now, the answer still tells us which worker to send the Cancel to
-                await asyncio.shield(self._in_background(self._submit(stream, timeout_s)))
+                await asyncio.shield(self._in_background(self._submit(stream, timeout_s, to, kv)))
                 return
             except MotetError as error:
+                to, kv = "", None
                 if stream.worker_id is not None or stream.epoch != epoch:
                     return  # frames answered in the meantime, or another resume took over
                 lasting = not isinstance(error, Unavailable | DeadlineExceeded | Overloaded)
+                if not first and self._fleet.coming():
+                    deadline = now_s() + patience_s  # its time counts when a worker serves
                 if lasting or now_s() > deadline or (first and isinstance(error, Overloaded)):
                     if first:
                         raise
@@ -211,7 +219,7 @@ class Owner:
         if not task.cancelled():
             task.exception()  # whoever still waits has it; when nobody does it does not matter
 
-    async def _submit(self, stream: Stream, timeout_s: float) -> None:
+    async def _submit(self, stream: Stream, timeout_s: float, to: str, kv: KvOffer | None) -> None:
         job, epoch = stream.job, stream.epoch
         sampling, needs = job.sampling, job.needs
         if stream.prompt_logprobs is not None:  # known from an earlier epoch: any worker can do the rest
@@ -236,6 +244,9 @@ class Owner:
             priority=job.priority,
             repeated=self._refusals.take_repeated(job.tenant),
             needs=needs,
+            move_to=to,
+            kv=kv,
+            losses=stream.losses,
         )
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=timeout_s)
         if isinstance(reply, Refused):
@@ -277,11 +288,31 @@ class Owner:
         # as long again as the trouble has lasted, within the usual bounds
         self._bus.spawn(self._place_again(stream, min(max(now - stream.set_back_s, BACKOFF_S[0]), BACKOFF_S[1])))
 
-    def _next_epoch(self, stream: Stream, why: str, avoid: str | None) -> None:
+    def _on_move(self, move: Move) -> None:
+        """A scheduler wants the request on another worker. No loss: the present worker may get it again."""
+        stream = self._active.get(move.request_id)
+        if stream is None or stream.epoch != move.epoch or stream.worker_id in (None, move.to):
+            return
+        begun = len(stream.tokens)
+        if begun >= stream.job.sampling.max_tokens or (begun and stream.job.sampling.structured is not None):
+            return  # only its last word is missing, or no other worker can go on with it
+        kv = None
+        if move.kv and stream.worker_id is not None:
+            kv = KvOffer(worker_id=stream.worker_id, token=secrets.token_urlsafe(16))
+        self._cancel(stream, kv.token if kv is not None else "")
+        self._leave_epoch(stream)
+        metrics.MOVED.inc()
+        log.info("moving", extra={"request_id": move.request_id, "to": move.to, "tokens": begun})
+        self._bus.spawn(self._place_again(stream, 0.0, move.to, kv))
+
+    def _leave_epoch(self, stream: Stream) -> None:
         stream.early.clear()
         self._gaps.pop(stream, None)
         stream.plain = False  # the next token ends the losses in a row
         stream.epoch, stream.worker_id, stream.sign_s = stream.epoch + 1, None, now_s()
+
+    def _next_epoch(self, stream: Stream, why: str, avoid: str | None) -> None:
+        self._leave_epoch(stream)
         if avoid is not None and avoid not in stream.excluded:
             stream.excluded.append(avoid)
         stream.resumed_s = stream.resumed_s or stream.sign_s
@@ -297,13 +328,13 @@ class Owner:
         self._abort(stream, WorkerLost(reason), "worker_lost", cancel=False)
         return False
 
-    async def _place_again(self, stream: Stream, pause_s: float) -> None:
+    async def _place_again(self, stream: Stream, pause_s: float, to: str = "", kv: KvOffer | None = None) -> None:
         epoch = stream.epoch
         try:
             await asyncio.sleep(pause_s)
             if stream.epoch != epoch:
                 return  # another resumption took over
-            await self._place(stream, RESUME_PATIENCE_S)
+            await self._place(stream, RESUME_PATIENCE_S, to, kv)
         except Exception as error:  # no stream may wait for ever because of an answer we do not understand
             self._abort(stream, MotetError(f"cannot resume: {error!r}"), "error")
             raise
@@ -481,12 +512,13 @@ class Owner:
             )
             self._bus.spawn(self._publish(subjects.OUTCOME, report))
 
-    def _cancel(self, stream: Stream) -> None:
+    def _cancel(self, stream: Stream, kv_token: str = "") -> None:
         if stream.worker_id is not None:
-            self._cancel_at(stream.worker_id, stream.job.request_id, stream.epoch)
+            self._cancel_at(stream.worker_id, stream.job.request_id, stream.epoch, kv_token)
 
-    def _cancel_at(self, worker_id: str, request_id: str, epoch: int) -> None:
-        self._bus.spawn(self._publish(subjects.control(worker_id), Cancel(request_id=request_id, epoch=epoch)))
+    def _cancel_at(self, worker_id: str, request_id: str, epoch: int, kv_token: str = "") -> None:
+        cancel = Cancel(request_id=request_id, epoch=epoch, kv_token=kv_token)
+        self._bus.spawn(self._publish(subjects.control(worker_id), cancel))
 
     async def _publish(self, subject: str, message: Cancel | Outcome) -> None:
         with contextlib.suppress(Unavailable):  # counted by the bus; a lost Cancel is repeated when frames keep coming

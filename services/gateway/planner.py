@@ -166,7 +166,7 @@ class Planner:
                         model=model,
                         prompt=prompt,
                         sampling=msgspec.structs.replace(sampling, seed=choice_seed),
-                        slo=slo or self._config.slo.classes["standard"],
+                        slo=_objective(slo or self._config.slo.classes["standard"], sampling.max_tokens),
                         adapter=adapter,
                         tenant=tenant,
                         tenant_weight=self._weight(tenant),
@@ -426,6 +426,11 @@ def _forced(choice: Any) -> Literal["named", "required"]:
 def _first(*values: T | None) -> T:
     """The first that is given."""
     return next(value for value in values if value is not None)
+
+
+def _objective(slo: Slo, max_tokens: int) -> Slo:
+    """One token has no time between tokens, so a request for one neither misses such an objective nor limits its neighbours."""
+    return msgspec.structs.replace(slo, tpot_slo_ms=float(SLO_MAX_MS)) if max_tokens == 1 else slo
 
 
 def _milliseconds(given: Any, name: str) -> float:

@@ -207,6 +207,7 @@ class Adapter(_Answer):
         dict[str, str], Meta(description="Map from worker id to the fastest tier that holds the adapter: device, host or disk.")
     ]
     pinned_to: Annotated[list[str], Meta(description="Ids of the workers that keep the adapter loaded; `*`: all.")]
+    placed_on: Annotated[list[str], Meta(description="Ids of the workers on which a scheduler wants it loaded.")]
 
 
 class Adapters(_Answer):
@@ -299,6 +300,7 @@ class Status(_Answer):
     adapters: int
     scheduler_id: str | None
     workers: list[dict[str, Any]]
+    plans: Annotated[list[dict[str, Any]], Meta(description="With `plan=true`: which requests would move, by base model.")]
     absent_workers: Annotated[list[dict[str, Any]], Meta(description="Workers that do not serve, and why.")]
     error: Annotated[str | None, Meta(description="Reason why no scheduler answered.")]
 

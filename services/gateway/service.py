@@ -35,6 +35,7 @@ from motet.shared.clock import now_s, unix_ms
 from motet.shared.config import load_certificate
 from motet.shared.errors import Unavailable
 from motet.shared.hub import resolve_model
+from motet.shared.placement import PlacementWatch
 from motet.shared.service import run
 from motet.shared.sockets import bound_socket
 from motet.shared.telemetry import REGISTRY, logger
@@ -91,7 +92,9 @@ class GatewayService:
         )
         self.planner = Planner(config, self.prompts, self.adapters, self.fleet, lambda tenant: self.limits.of(tenant).weight)
         self.intake = Intake(self.bus, self.owner, self.planner, config, self.limits)
+        self.placements = PlacementWatch(self.bus, ">")
         await self.adapters.start()
+        await self.placements.start()
         self._stack.push_async_callback(self.adapters.stop)
         await self.fleet.start()
         await self.owner.start()

@@ -102,6 +102,10 @@ class WatchedCluster:
         """Whether this worker is known by a snapshot and was not removed."""
         return worker_id in self._book
 
+    def serving(self, now_s: float) -> list[Known]:
+        """The workers that get requests."""
+        return [known for known in self._book if not known.draining and not self._is_stale(known.worker_id, now_s)]
+
     def in_flight(self) -> int:
         """The number of assignments that no state shows yet."""
         return len(self._flights)
@@ -142,4 +146,5 @@ class WatchedCluster:
             stale=self._is_stale(worker_id, now_s),
             age_ms=round((now_s - worker.heard_s) * 1000),
             capabilities=worker.limits.capabilities,
+            quantization=worker.limits.quantization,
         )

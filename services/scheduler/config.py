@@ -46,6 +46,21 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             gt=0, description="seconds for which an accepted request counts as load while the worker's state does not show it"
         ),
     ] = 3.0
+    rebalance: Annotated[
+        Literal["off", "on"],
+        Meta(description="whether requests move from workers with long queues to others; of several schedulers one plans"),
+    ] = "off"
+    kv_travel: Annotated[
+        Literal["off", "on"],
+        Meta(
+            description="with --rebalance on: whether a request that moves fetches its KV blocks from its old worker where that"
+            " is predicted to be faster than computing them again"
+        ),
+    ] = "on"
+    place_s: Annotated[
+        float,
+        Meta(gt=0, description="with --rebalance on: seconds between decisions about which adapters workers keep loaded"),
+    ] = 180.0
     decision_log: Annotated[
         str, Meta(description="file that records everything decisions depend on, for replay; overwritten; empty: none")
     ] = ""

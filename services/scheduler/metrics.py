@@ -47,6 +47,23 @@ PREDICTION_MISSES = Counter(
     ["reason"],
     registry=REGISTRY,
 )
+PLANS = Counter(
+    "motet_scheduler_plans",
+    "Plans to move requests by outcome: moves, or in_vain (the plan gained too little).",
+    ["outcome"],
+    registry=REGISTRY,
+)
+PLAN_S = Histogram(
+    "motet_scheduler_plan_seconds",
+    "Time to make a plan, outside the event loop.",
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+    registry=REGISTRY,
+)
+MOVES = Counter("motet_scheduler_moves", "Requests that plans asked to move.", registry=REGISTRY)
+PLANNING = Gauge("motet_scheduler_planning", "1 while this scheduler is the one that moves requests.", registry=REGISTRY)
+PLACEMENTS = Counter(
+    "motet_scheduler_placements", "Changes of the adapters that a worker is to keep loaded.", registry=REGISTRY
+)
 STATE_GAPS = Counter(
     "motet_scheduler_state_gaps",
     "Gaps in the sequence numbers of workers' states; the next snapshot closes a gap.",

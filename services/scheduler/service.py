@@ -11,20 +11,25 @@ from the queue group. It learns of the others' assignments from the workers' sta
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 from pathlib import Path
 
 import msgspec
 
-from motet.policies.candidates import Ask
+from motet.policies.candidates import Ask, candidates
 from motet.policies.cluster_state import hash_of
 from motet.policies.demand import Demand, Standing
 from motet.policies.dispatch import POLICIES, Decision, decide, seconds_until_room
 from motet.policies.length_quantiles import LengthQuantiles
+from motet.policies.rebalance import RebalanceConfig
 from motet.policies.worker_load import tokens_left
 from motet.services.scheduler import metrics
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup
 from motet.services.scheduler.events import Accepted, Assigning, Event, Heard, LeaseLost, Marked, NotTaken, Tick
+from motet.services.scheduler.placer import Placer
+from motet.services.scheduler.planner import Planner
 from motet.services.scheduler.refusal import RETRY_S, refusal, too_late
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -85,6 +90,8 @@ class SchedulerService(BusService):
         if config.decision_log:
             self._log = _open_log(config.decision_log, setup)
         self.cluster = setup.cluster()
+        self._planner: Planner | None = None
+        self._placer: Placer | None = None  # with --rebalance on
 
     # ---- life
 
@@ -96,6 +103,22 @@ class SchedulerService(BusService):
         watching = bus.spawn(self._watch_leases())
         bus.spawn(self._tick())
         await self._settle(watching)
+        identity = f"{self.id}-{secrets.token_hex(8)}"
+        placer = Placer(bus, self.cluster, identity=identity)
+        self._planner = Planner(
+            bus,
+            self.cluster,
+            self._lengths.mean_tokens,
+            identity=identity,
+            stale_s=self._config.stale_s,
+            config=RebalanceConfig(kv_travel=self._config.kv_travel == "on"),
+            placer=placer,
+            place_s=self._config.place_s,
+        )
+        if self._config.rebalance == "on":
+            self._placer = placer
+            await placer.start()
+            bus.spawn(self._planner.run())
         await bus.serve("submit", subjects.SUBMIT, GenerateRequest, self.submit, queue=self.name)
         await bus.serve("status", subjects.SCHEDULER_STATUS, StatusRequest, self._status, queue=self.name)
 
@@ -108,6 +131,9 @@ class SchedulerService(BusService):
             await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
+        if self._planner is not None:
+            with contextlib.suppress(MotetError):
+                await self._planner.stop()
         await super().stop()
         if self._log is not None:
             self._log.close()
@@ -150,8 +176,9 @@ class SchedulerService(BusService):
     def _on_outcome(self, outcome: Outcome) -> None:
         self._lengths.observe(outcome.adapter_digest, outcome.output_tokens)
 
-    async def _status(self, _: StatusRequest) -> ClusterStatus:
-        return ClusterStatus(scheduler_id=self.id, workers=self.cluster.status(now_s()))
+    async def _status(self, asked: StatusRequest) -> ClusterStatus:
+        plans = await self._planner.dry_run() if asked.plan and self._planner is not None else []
+        return ClusterStatus(scheduler_id=self.id, workers=self.cluster.status(now_s()), plans=plans)
 
     # ---- a request
 
@@ -203,9 +230,18 @@ class SchedulerService(BusService):
 
     async def _place(self, request: GenerateRequest) -> Assigned:
         brief = _brief(request)
+        if self._placer is not None and request.adapter is not None and not request.epoch:
+            self._placer.asked(request.adapter)
         failures: dict[str, MotetError] = {}
         standing = self._demand.asked(request.tenant, request.tenant_weight, now_s(), 1 + max(0, request.repeated))
         request.repeated = 0
+        if request.move_to:
+            named, request.move_to = request.move_to, ""
+            if self._can_take(named, _ask(request, brief, (), standing)):
+                error = await self._assign(named, request, brief)
+                if error is None:
+                    return Assigned(worker_id=named, predicted_tokens=request.predicted_tokens)
+                failures[named] = error
         for _ in range(self._config.attempts):
             ask = _ask(request, brief, tuple(failures), standing)
             decision = self._decide(ask)
@@ -225,6 +261,12 @@ class SchedulerService(BusService):
                 raise error
             failures[decision.worker_id] = error
         raise _all_failed(failures)
+
+    def _can_take(self, worker_id: str, ask: Ask) -> bool:
+        """Whether the worker that a move names is a candidate."""
+        state = self.cluster.state
+        row = state.row(worker_id)
+        return row >= 0 and bool(candidates(state, ask, now_s(), self._config.stale_s)[row])
 
     def _decide(self, ask: Ask) -> Decision:
         began = now_s()

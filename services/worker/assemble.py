@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
@@ -68,6 +69,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
                 max_lora_rank=config.adapters.max_lora_rank,
                 max_loras=config.adapters.max_loras,
                 elastic=config.engine.device_memory == "shared",
+                merge=config.adapters.merge == "on",
                 threads=config.engine_threads,
                 quantization=config.engine.quantization,
                 link_bytes_per_s=link_bytes_per_s,
@@ -101,6 +103,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
     limits = WorkerLimits(
         base_model=config.base.name,
         device=device,
+        quantization=config.engine.quantization,
         max_model_len=max_model_len,
         max_running=config.batch.max_running,
         max_waiting=config.batch.max_waiting,
@@ -110,6 +113,8 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
         max_lora_rank=config.adapters.max_lora_rank,
         kv_block_bytes=runner.kv_block_bytes if runner.elastic else 0,
         copies=_copies(config, runner),
+        kv_format=_kv_format(config, model_dir, runner) if config.kv.prefix_cache else "",
+        kv_token_bytes=runner.kv_block_bytes // config.kv.block_size,
         pin_slots=config.adapters.max_loras // PIN_SHARE,
         pin_bytes=min(runner.lora_bytes_total, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
     )
@@ -119,6 +124,14 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
         return HostAdapter.from_blob(path, model, dtype=runner.dtype, digest=digest)
 
     return Assembly(engine, limits, model.vocab_size, frozenset(model.eos_token_ids), parse_adapter)
+
+
+def _kv_format(config: WorkerConfig, model_dir: Path, runner: Backend) -> str:
+    """A digest of everything that the bytes of a KV block depend on besides its tokens, adapter and tenant."""
+    files = [(path.name, path.stat().st_size) for path in sorted(model_dir.glob("*.safetensors"))]
+    weights = files if config.engine.load_format == "auto" else config.engine.load_format
+    facts = (weights, runner.numerics, str(runner.dtype), config.engine.quantization, config.kv.block_size)
+    return blake2b((model_dir / "config.json").read_bytes() + repr(facts).encode(), digest_size=16).hexdigest()
 
 
 def _copies(config: WorkerConfig, runner: Backend) -> Literal["stall", "wait", "bridged"]:
@@ -138,12 +151,12 @@ def _check_copies(config: WorkerConfig, runner: Backend, link_bytes_per_s: float
 
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
     block_bytes = kv_bytes_per_block(model, dtype=config.engine.dtype, block_size=config.kv.block_size)
-    itemsize = 1 if config.engine.quantization == "int8" else resolve_dtype(config.engine.dtype, model).itemsize
+    itemsize = {"int8": 1.0, "int4": 9 / 16}.get(config.engine.quantization, resolve_dtype(config.engine.dtype, model).itemsize)
     if config.engine.load_format == "dummy":
-        weights = parameters(model) * itemsize
+        weights = int(parameters(model) * itemsize)
     else:
         weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
-        weights = weights * itemsize // resolve_dtype("auto", model).itemsize
+        weights = int(weights * itemsize / resolve_dtype("auto", model).itemsize)
     on_cpu = device == "cpu"
     free = free_host_bytes() if on_cpu else int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     left = free - weights - config.adapters.lora_bytes

@@ -10,13 +10,15 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.errors import AdapterNotFound
 from motet.shared.model import AdapterRef, AdapterVersion
+from motet.shared.placement import PlacementWatch
 
 GRACE_S = 0.25  # a gateway may know a new adapter a moment before this worker does
 
 
 class Catalog:
     """`on_change(versions)` is called with every version, by digest, at the start and after each change; `on_pinned(adapters)`
-    with those that are pinned to this worker, the oldest pin first, when that changes."""
+    with those that are pinned to this worker, the oldest pin first, and then those that a scheduler has placed here, when
+    that changes."""
 
     def __init__(
         self,
@@ -28,15 +30,22 @@ class Catalog:
         self._worker_id, self._on_change, self._on_pinned = worker_id, on_change, on_pinned
         self._pinned: list[AdapterRef] = []
         self._watch = AdapterWatch(bus, self._changed)
+        self._placed = PlacementWatch(bus, worker_id, self._changed)
 
     async def start(self) -> None:
         """Follow the registry."""
         await self._watch.start()
         self._changed()
+        await self._placed.start()
 
     def _changed(self) -> None:
         self._on_change(self._watch.digests)
         pinned = [ref_of(one) for one in self._watch.pinned() if one.entry.pin and one.entry.pin.covers(self._worker_id)]
+        known = {one.digest for one in pinned}
+        for digest in self._placed.digests(self._worker_id):
+            version = self._watch.by_digest(digest)
+            if version is not None and digest not in known:
+                pinned.append(AdapterRef(name=digest, digest=digest, rank=version.rank, size_bytes=version.size_bytes))
         if pinned != self._pinned:
             self._pinned = pinned
             self._on_pinned(pinned)

@@ -22,6 +22,11 @@ CPU_KV_SHARE = 0.25
 class WorkerEngineConfig(Config, frozen=True, kw_only=True):
     """How the model is held and computed."""
 
+    engine: Annotated[
+        Literal["native", "vllm"],
+        Meta(description="what runs the model: native (Motet's own engine) or vllm (where vLLM is installed)"),
+    ] = "native"
+    engine_args: Annotated[str, Meta(description="vLLM's own options for --engine vllm, as on its command line")] = ""
     device: Annotated[
         str,
         Meta(
@@ -37,8 +42,8 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
         Meta(description="type of weights and KV cache; auto: the checkpoint's"),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "int8"],
-        Meta(description="base weights in memory: none (as --dtype) or int8 (needs the compiled CPU kernels)"),
+        Literal["none", "int8", "int4"],
+        Meta(description="base weights in memory: none (as --dtype), int8 or int4 (both need the compiled CPU kernels)"),
     ] = "none"
     load_format: Annotated[
         Literal["auto", "dummy"],
@@ -135,6 +140,13 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
             " be asked for soon"
         ),
     ] = False
+    merge: Annotated[
+        Literal["off", "on"],
+        Meta(
+            description="on: an adapter that most requests are for is merged into a copy of the weights, made beside the steps"
+            " in free KV memory; other requests wait meanwhile. Needs the compiled CPU kernels and --device-memory shared"
+        ),
+    ] = "off"
     adapter_cache_dir: Annotated[
         str, Meta(description="directory for downloaded adapters, kept over restarts; empty: a temporary one, removed at exit")
     ] = ""

@@ -10,9 +10,12 @@ ends with one item that has `finish`, whatever happens. `tests/engines` holds ev
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
 
 from motet.services.worker.engine.request import EngineRequest
 from motet.shared.errors import MotetError
@@ -27,7 +30,8 @@ class Capabilities:
     """What differs between engines."""
 
     exact_resume: Literal["sampled", "greedy"]
-    """Which resumed requests continue as the first worker would have: all of them, or greedy ones alone."""
+    """Which resumed requests continue as the first worker would have: all of them, or greedy ones alone. Where adapters are
+    merged, this holds within a mode: merged and unmerged steps differ by rounding."""
     logprobs: bool
     merged_adapters: bool
     """Whether the weights of one adapter can be merged into the base's."""
@@ -35,12 +39,38 @@ class Capabilities:
     """Data types of the KV cache; "model" is the type of the weights."""
     preempts: Literal["worker", "engine"]
     """Whose rules choose the request that gives way when KV memory is short: `policies.batch_admission` or the engine's."""
+    kv_travels: bool = False
+    """Whether KV blocks can be read and written between steps, for requests that move."""
     serves: frozenset[Capability] = frozenset()
     """What it can do that not every engine can. The worker announces it; requests that need more go to others."""
 
 
+class KvAccess(Protocol):
+    """The KV blocks of an engine, for requests that move. Each call takes effect between two steps, in the order of calls and
+    commands. `name` is that of a move: blocks that are held under it neither leave nor change. See `policies.kv_travel`."""
+
+    def hold(self, name: str, request_id: str, epoch: int) -> asyncio.Future[list[bytes]]:
+        """Hold the full blocks of a request under a new name; their keys, none when it is not here."""
+
+    def find(self, name: str, keys: Sequence[bytes]) -> asyncio.Future[int]:
+        """Hold the blocks with these keys under a new name; how many of the first ones are here."""
+
+    def read(self, name: str, first: int, count: int) -> asyncio.Future[np.ndarray | None]:
+        """A copy of blocks that are held, uint8; None when they cannot be had any more."""
+
+    def land(self, name: str, keys: Sequence[bytes], content: bytearray) -> asyncio.Future[bool]:
+        """Write blocks behind those that are held, and hold them too; False without room."""
+
+    def drop(self, name: str) -> None:
+        """Hold them no more."""
+
+
 class EngineProtocol(Protocol):
     """An engine, called from the event loop."""
+
+    @property
+    def kv(self) -> KvAccess | None:
+        """Its KV blocks; None without `kv_travels`."""
 
     @property
     def capabilities(self) -> Capabilities:

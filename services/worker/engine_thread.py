@@ -18,9 +18,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from motet.services.worker import metrics
 from motet.services.worker.engine.request import EngineRequest, StepOutput
@@ -34,12 +36,18 @@ if TYPE_CHECKING:
     from motet.services.worker.engine.adapter_weights import HostAdapter
     from motet.services.worker.engine.engine import Engine
 
+T = TypeVar("T")
 log = logger("motet.worker.engine")
 MAX_AHEAD = 32  # reports
 MAX_COMMANDS = 16_384
 STOP_S = 10.0
 NATIVE = Capabilities(
-    exact_resume="sampled", logprobs=True, merged_adapters=False, kv_types=frozenset({"model"}), preempts="worker"
+    exact_resume="sampled",
+    logprobs=True,
+    merged_adapters=True,
+    kv_types=frozenset({"model"}),
+    preempts="worker",
+    kv_travels=True,
 )
 
 
@@ -70,6 +78,7 @@ class EngineThread:
         self._stopping = False
         self._busy_since: float | None = None
         self._failures = 0
+        self._merges = False
         self._step = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -77,8 +86,13 @@ class EngineThread:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of Motet's own engine."""
-        return NATIVE
+        """Those of Motet's own engine, as it was started."""
+        return NATIVE if self._merges else replace(NATIVE, merged_adapters=False)
+
+    @property
+    def kv(self) -> ThreadKv:
+        """Its KV blocks, for moves."""
+        return ThreadKv(self)
 
     async def start(self) -> None:
         """Build the engine in its thread. Raises what `build` raises."""
@@ -121,6 +135,21 @@ class EngineThread:
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join, STOP_S)
 
+    def ask(self, question: Callable[[Engine], T]) -> asyncio.Future[T]:
+        """What the engine answers between two steps."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def command(engine: Engine) -> None:
+            try:
+                found = question(engine)
+            except Exception as error:
+                self._on_loop(_fail, answer, error)
+            else:
+                self._on_loop(_answer, answer, found)
+
+        self._post(command)
+        return answer
+
     def _post(self, command: Callable[[Engine], StepOutput | None]) -> None:
         self._commands.append(command)
         self._wake.set()
@@ -134,10 +163,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._build()
+            self._merges = engine.merges
         except BaseException as error:
-            self._on_loop(_settle, self._built, error)
+            self._on_loop(_fail, self._built, error)
             return
-        self._on_loop(_settle, self._built, None)
+        self._on_loop(_answer, self._built, None)
         while not self._stopping:
             self._apply(engine)
             if engine.has_work():
@@ -180,7 +210,7 @@ class EngineThread:
             metrics.STEP_FAILURES.inc()
         elif output.stats.sampled:
             self._failures = 0
-        output.stats.time_ms = (now_s() - began) * 1000
+        output.stats.time_ms = (now_s() - began - output.stats.merge_s) * 1000
         self._report(engine, output, began)
 
     def _abort(self, engine: Engine, error: Exception) -> StepOutput:
@@ -220,13 +250,36 @@ class EngineThread:
             self._stopping = True
 
 
-def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is not None:
+class ThreadKv:
+    """`engine_protocol.KvAccess` over the engine's thread."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._ask = thread.ask
+
+    def hold(self, name: str, request_id: str, epoch: int) -> asyncio.Future[list[bytes]]:
+        return self._ask(lambda engine: engine.kv.hold(name, request_id, epoch))
+
+    def find(self, name: str, keys: Sequence[bytes]) -> asyncio.Future[int]:
+        return self._ask(lambda engine: engine.kv.find(name, keys))
+
+    def read(self, name: str, first: int, count: int) -> asyncio.Future[np.ndarray | None]:
+        return self._ask(lambda engine: engine.kv.read(name, first, count))
+
+    def land(self, name: str, keys: Sequence[bytes], content: bytearray) -> asyncio.Future[bool]:
+        return self._ask(lambda engine: engine.kv.land(name, keys, content))
+
+    def drop(self, name: str) -> None:
+        self._ask(lambda engine: engine.kv.drop(name))
+
+
+def _answer(future: asyncio.Future[T], found: T) -> None:
+    if not future.done():
+        future.set_result(found)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
         future.set_exception(error)
-    else:
-        future.set_result(None)
 
 
 def _ignore(_: object) -> None:

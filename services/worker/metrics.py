@@ -85,8 +85,36 @@ ASSIST_FAILURES = Counter(
     ["reason"],
     registry=REGISTRY,
 )
+MERGED_STEPS = Counter("motet_worker_merged_steps", "Engine steps with an adapter merged into the weights.", registry=REGISTRY)
+MERGE_SWITCHES = Counter(
+    "motet_worker_merge_switches", "Changes of the adapter that is merged into the weights, none included.", registry=REGISTRY
+)
+MERGE_S = Counter(
+    "motet_worker_merge_seconds",
+    "Time between steps in which copies of the weights were merged with an adapter.",
+    registry=REGISTRY,
+)
+MERGED_BYTES = Gauge("motet_worker_merged_copy_bytes", "KV memory lent to the merged copy of the weights.", registry=REGISTRY)
+RESTING = Gauge(
+    "motet_worker_resting_requests", "Running requests that wait while another adapter is merged.", registry=REGISTRY
+)
+LORA_SHARE = Gauge(
+    "motet_worker_lora_share_ratio",
+    "What LoRA adds to a step, as a share of the step without it; learned from merged and unmerged steps.",
+    registry=REGISTRY,
+)
 FRAMES = Counter("motet_worker_frames", "Token frames sent to gateways.", registry=REGISTRY)
 FRAMES_LOST = Counter("motet_worker_frames_lost", "Token frames dropped because NATS did not accept them.", registry=REGISTRY)
 LOOP_LAG_S = Counter(
     "motet_worker_engine_paused_seconds", "Time the engine waited for the event loop to accept its output.", registry=REGISTRY
 )
+KV_FETCHES = Counter(
+    "motet_worker_kv_fetches",
+    "Moved requests whose KV blocks could be fetched from their old worker, by outcome: whole, late, absent, refused,"
+    " other_content, full, broken; busy: not tried.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+KV_BLOCKS_MOVED = Counter("motet_worker_kv_moved_blocks", "KV blocks that came from other workers.", registry=REGISTRY)
+KV_BYTES_MOVED = Counter("motet_worker_kv_moved_bytes", "Bytes of KV blocks that came from other workers.", registry=REGISTRY)
+KV_BYTES_PER_S = Gauge("motet_worker_kv_bytes_per_second", "Measured rate of KV blocks from other workers.", registry=REGISTRY)

@@ -49,6 +49,7 @@ RANKS = (8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 BETWEEN = (3, 6, 12, 24, 48)  # rows for every other prompt length
 PROMPTS = (8, 32, 100, 300)  # tokens
+LONG_PROMPT = 100  # prompts from here on are measured with fewer mixes of ranks: they take most of a profile's time
 LONGEST = 2048  # prompt tokens of a batch
 DECODES = 8  # steps of each batch
 DEEP_ROWS = 8  # fewest rows of a deep batch, which decodes until its contexts are as long as a full worker's
@@ -90,7 +91,8 @@ async def measure(
     `config.bus.nats_url` is a NATS server with Motet's buckets and no other clients. `progress` is told the share that is done.
     Raises what a step of the engine raises.
     """
-    worker = _Observed(config)
+    adapters = msgspec.structs.replace(config.adapters, merge="off")  # a profile says what steps with LoRA take
+    worker = _Observed(msgspec.structs.replace(config, adapters=adapters))
     await worker.service.start()
     try:
         profiler = _Profiler(worker, model_dir)
@@ -231,10 +233,11 @@ class _Profiler:
         ranks = list(self._adapters)
         every = (0, *ranks)
         mixes = ((0,), *((rank,) for rank in ranks), tuple(ranks), every)
+        few = ((0,), tuple(ranks[-1:]), every)
         deep = [_Batch(rows, every, DEEP_PROMPT, DEEP_DECODES) for rows in ROWS if rows >= DEEP_ROWS]
         yield from [batch for batch in deep if self._fits(batch)] * DEEP_TIMES
         for prompt, sizes in zip(PROMPTS, itertools.cycle((ROWS, BETWEEN)), strict=False):
-            for mix, rows in itertools.product(mixes, sizes):
+            for mix, rows in itertools.product(few if prompt >= LONG_PROMPT else mixes, sizes):
                 long = rows > 4 and rows * prompt > LONGEST  # steps of a long queue of prefills are like those of a short one
                 batch = _Batch(rows, mix, prompt)
                 if mix and not long and self._fits(batch):

@@ -30,16 +30,18 @@ from motet.policies.host_tier import HostTier
 from motet.policies.kv_blocks import cache_scope
 from motet.policies.step_times import StepTimes
 from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import Assign, Close, OwnerLost, Pinned, Prefetch, Registered, Stepped, Tick, Unload
+from motet.policies.worker_events import Assign, Close, OwnerLost, Pinned, Registered, Stepped, Tick
 from motet.policies.worker_events import Cancel as CancelRequest
 from motet.services.worker import admission, metrics
 from motet.services.worker.adapter_files import AdapterFiles
 from motet.services.worker.adapters import AdapterStore
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
-from motet.services.worker.engine.request import CopyStats, EngineRequest, StepOutput
+from motet.services.worker.engine.request import CopyStats, EngineRequest, MergeStats, StepOutput
+from motet.services.worker.engine_protocol import EngineProtocol
 from motet.services.worker.engine_thread import EngineThread, StepReport
 from motet.services.worker.frames import FrameSender
+from motet.services.worker.kv_travel import KvTravel
 from motet.services.worker.reports import StateReporter
 from motet.services.worker.shell import Shell
 from motet.services.worker.state import START_PERF, WorkerView
@@ -56,10 +58,8 @@ from motet.shared.messages import (
     Control,
     Drain,
     GenerateRequest,
-    LoadAdapter,
     Ping,
     Pong,
-    UnloadAdapter,
     WorkerNotice,
 )
 from motet.shared.model import AdapterRef, AdapterVersion, PerfModel, RequestBrief
@@ -68,7 +68,9 @@ from motet.shared.service import run
 from motet.shared.telemetry import logger
 
 if TYPE_CHECKING:
+    from motet.services.worker.assemble import Assembly
     from motet.services.worker.engine.engine import Engine
+    from motet.services.worker.vllm_engine.assemble import VllmAssembly
 
 log = logger("motet.worker")
 MAX_FAILURES = 3  # failing steps in a row before the worker gives its requests back and leaves
@@ -101,8 +103,9 @@ class WorkerService:
         self._leave = leave or partial(signal.raise_signal, signal.SIGTERM)
         self.worker_id = config.process.identity("worker")
         self.incarnation = secrets.token_hex(8)
-        self.engine = EngineThread(self._build, self._on_step)
+        self.engine: EngineProtocol = EngineThread(self._build, self._on_step)
         self.unhealthy = ""
+        self.assembly: Assembly | VllmAssembly
         self._times = StepTimes(_profiled(config))
         self.asked_s = 0.0
         """When the last assignment came."""
@@ -119,13 +122,18 @@ class WorkerService:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from motet.services.worker.assemble import assemble
 
-        self.assembly = assemble(self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s)
-        return self.assembly.engine
+        made = assemble(self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s)
+        self.assembly = made
+        return made.engine
 
     async def start(self) -> None:
         """Load the model, then announce the worker. A failure is announced as well."""
         try:
             self._model_dir = await asyncio.to_thread(resolve_model, self.config.base.model)
+            if self.config.engine.engine == "vllm":
+                from motet.services.worker.vllm_engine.assemble import make_engine
+
+                self.engine = make_engine(self.config, self._model_dir, self._on_step)
             bus = await self._connect()
             await self._notify("starting")
             await self._start(bus)
@@ -145,6 +153,11 @@ class WorkerService:
         config = self.config
         self._exit.push_async_callback(self.engine.stop)
         await self.engine.start()
+        if config.engine.engine == "vllm":
+            from motet.services.worker.vllm_engine.assemble import VllmEngine, assembly_of
+
+            assert isinstance(self.engine, VllmEngine), "it was made a moment ago"
+            self.assembly = assembly_of(config, self.engine)
         serves = self.engine.capabilities.serves
         limits = msgspec.structs.replace(self.assembly.limits, capabilities=tuple(sorted(serves)))
         self._acceptable = admission.Acceptable(
@@ -173,6 +186,9 @@ class WorkerService:
         self.shell = Shell(self.core, self.engine, self.frames, self.reporter)
         self.shell.store = AdapterStore(bus, files, self.shell, parse=self.assembly.parse_adapter)
         self._exit.callback(self.shell.store.close)
+        if self.engine.kv is not None and limits.kv_format:
+            self.shell.travel = KvTravel(bus, self.worker_id, self.engine.kv, limits, self._times)
+            await self.shell.travel.start()
         self.catalog = Catalog(bus, self.worker_id, self._on_registered, self._on_pinned)
         await self.catalog.start()
         lease = LeaseHolder(bus, "worker", self.worker_id, self.incarnation)
@@ -303,8 +319,12 @@ class WorkerService:
             cache_scope=self._cache_scope(request),
             tenant=request.tenant,
             tenant_weight=request.tenant_weight,
+            kv=request.kv,
+            losses=request.losses,
         )
-        refusal = self.shell.on(Assign(brief, request.gateway_id, adapter, taken))
+        if request.kv is not None and self.shell.travel is not None:
+            taken.kv_wait_s = self.shell.travel.wait_s(request.kv, len(prompt) + len(output), brief.rank)
+        refusal = self.shell.on(Assign(brief, request.gateway_id, adapter, taken, taken.kv_wait_s > 0))
         if refusal is None:
             return
         match refusal.why:
@@ -396,6 +416,10 @@ class WorkerService:
             metrics.COLD_STARTS.labels(*start).inc()
         for mode, error_ms in stats.cold_errors_ms:
             metrics.COLD_START_ERROR_S.labels(mode).observe(abs(error_ms) / 1000)
+        if stats.merge_s:
+            metrics.MERGE_S.inc(stats.merge_s)
+        if stats.merging is not None:
+            _measure_merging(stats.merging)
         metrics.COPIES.set(stats.copies.under_way if stats.copies is not None else 0)
         if stats.copies is not None:
             _measure_copies(stats.copies)
@@ -407,14 +431,20 @@ class WorkerService:
 
     def _on_control(self, message: Control) -> None:
         match message:
-            case Cancel(request_id=request_id, epoch=epoch):
+            case Cancel(request_id=request_id, epoch=epoch, kv_token=token):
+                if token and self.shell.travel is not None:
+                    self.shell.travel.offer(token, request_id, epoch)
                 self._cancel(request_id, epoch)
-            case UnloadAdapter(digest=digest):
-                self.shell.on(Unload(digest))
-            case LoadAdapter(adapter=ref):
-                self.shell.on(Prefetch(ref))
             case Drain():
                 self._leave()
+
+
+def _measure_merging(stats: MergeStats) -> None:
+    metrics.MERGED_STEPS.inc(stats.merged)
+    metrics.MERGE_SWITCHES.inc(stats.switched)
+    metrics.MERGED_BYTES.set(stats.bytes)
+    metrics.RESTING.set(stats.resting)
+    metrics.LORA_SHARE.set(stats.lora_share)
 
 
 def _measure_copies(copies: CopyStats) -> None:

@@ -9,9 +9,11 @@ Everything here runs on the event loop and waits for nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 from motet.policies.host_tier import Evict, Forget, Load
+from motet.policies.request_life import Entry
 from motet.policies.worker_core import WorkerCore
 from motet.policies.worker_events import (
     Action,
@@ -20,6 +22,8 @@ from motet.policies.worker_events import (
     CopyOut,
     DiskFull,
     Event,
+    Fetch,
+    Fetched,
     FileLost,
     Loaded,
     LoadFailed,
@@ -35,6 +39,7 @@ from motet.services.worker.adapters import AdapterStore
 from motet.services.worker.engine.request import EngineRequest
 from motet.services.worker.engine_protocol import EngineProtocol
 from motet.services.worker.frames import FrameSender
+from motet.services.worker.kv_travel import KvTravel
 from motet.services.worker.reports import StateReporter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, TooLarge
@@ -48,9 +53,11 @@ log = logger("motet.worker")
 
 
 class Shell:
-    """The core's hands. It decides for the adapter store (`adapters.Decider`); `store` is set before the first event."""
+    """The core's hands. It decides for the adapter store (`adapters.Decider`); `store` is set before the first event, and
+    `travel` where KV blocks can be fetched."""
 
     store: AdapterStore
+    travel: KvTravel | None = None
 
     def __init__(
         self, core: WorkerCore[EngineRequest], engine: EngineProtocol, frames: FrameSender, reporter: StateReporter
@@ -87,6 +94,9 @@ class Shell:
 
     def _perform(self, action: Action[EngineRequest]) -> None:
         match action:
+            case Fetch(entry):
+                assert self.travel is not None, "it has said that blocks can be fetched"
+                self.travel.spawn(self._fetch(entry, self.travel))
             case Stop(request_id, epoch):
                 self.engine.cancel(request_id, epoch)
             case Answer():
@@ -111,10 +121,20 @@ class Shell:
         try:
             self.engine.add(request)
         except MotetError as error:
-            taken = entry.adapter is not None  # its assignment may have been answered before its adapter was here
+            taken = entry.adapter is not None or request.kv_wait_s > 0  # its assignment may have been answered before
             self.on(NotStarted(entry.key, error if taken else None))
             return None if taken else error
         return None
+
+    async def _fetch(self, entry: Entry[EngineRequest], travel: KvTravel) -> None:
+        request = entry.payload
+        assert request.kv is not None, "there is something to fetch"
+        try:
+            await travel.fetch(request.kv, request, entry.brief.adapter_digest)
+        finally:
+            with contextlib.suppress(MotetError):  # it was answered
+                self.on(Fetched(entry.key))
+            travel.drop(request.kv)
 
     def _answer(self, answer: Answer[EngineRequest]) -> None:
         request, reason = answer.entry.payload, answer.reason

@@ -19,6 +19,8 @@ OPTIONS = {
     "twin_live": ["--seconds", "1"],
     "chameleon": ["--seconds", "4"],
     "cluster": ["--seconds", "2"],
+    "dlora": ["--seconds", "8"],
+    "rebalance": ["--seconds", "1"],
 }
 FIGURES = {
     "cluster": {
@@ -37,20 +39,27 @@ FIGURES = {
         "best_other_policy_p99_vs_ours",
         "prediction",
     },
+    "dlora": {"vs_merged_only", "vs_unmerged_only", "queueing_vs_rr", "queueing_vs_proactive", "plan_ms_32"},
     "cpu_assist": {"ttft_vs_cached", "ttft_vs_cached_all_cores", "auto_vs_best", "twin"},
     "engine": {"lora32_vs_own_base", "share_of_machine", "machine_limits"},
     "gateway": {"gateway_vs_starlette_lockstep_per_cpu_s", "gateway_vs_starlette"},
     "kernels": {"lora_decode_bandwidth_fraction", "gemm_b32_peak_fraction"},
+    "merge": {"gap_recovered", "mixed_vs_unmerged", "worst_itl_ratio", "by_model"},
     "mesh": {"mesh_vs_engine", "mesh_vs_engine_32"},
     "overload": {"goodput_at_3x_vs_peak", "refusal_p99_ms"},
     "predictor": {"accuracy_3", "accuracy_3_default", "accuracy_3_baseline", "spearman", "p99_ms_batch32"},
-    "quantization": {"exact", "int8_exact"},
+    "quantization": {"exact", "exact_int8", "exact_int4", "perplexity_ratio_int8", "perplexity_ratio_int4"},
+    "rebalance": {"ttft_p99_gain", "lost", "changed", "kv_gain", "kv_changed"},
     "scheduler": {"decisions_per_s", "decision_p50_ms", "decision_p99_ms"},
     "twin_live": {"ttft_p50_error", "tpot_p50_error", "tpot_p99_error", "throughput_error", "decode_r2", "step_r2"},
     "twin_speed": {"gpu_hour_s", "cluster_10min_s", "rss_mib"},
     "worker_memory": {"ttft_p99_ondemand_vs_ours", "worst_stall_vs_median_itl"},
 }
-ELSEWHERE = {"gpu": "tests/bench/test_gpu.py", "twin_vllm": "tests/twin/test_vllm_calibrate.py"}
+ELSEWHERE = {
+    "engines": "tests/bench/test_engines.py",
+    "gpu": "tests/bench/test_gpu.py",
+    "twin_vllm": "tests/twin/test_vllm_calibrate.py",
+}
 """Benches that need something to run on, and where their code is tested without it."""
 
 
@@ -59,6 +68,7 @@ def test_every_bench_has_a_test_of_its_quick_form() -> None:
     assert all((ROOT / place).exists() for place in ELSEWHERE.values())
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize("name", sorted(FIGURES))
 def test_the_quick_form_gives_its_figures_and_says_how_the_machine_was(name: str) -> None:
     found = bench(name, "--quick", *OPTIONS.get(name, []))
@@ -66,6 +76,7 @@ def test_the_quick_form_gives_its_figures_and_says_how_the_machine_was(name: str
     assert any(line.startswith("The machine ") for line in found)
 
 
+@pytest.mark.bench
 def test_over_http_the_engine_bench_gives_latencies_and_memory() -> None:
     figures = json.loads(bench("engine", "--quick", "--serve", *OPTIONS["engine"])[-1])
     assert figures["motet"]["ttft_p50_ms_c32"] > 0 and figures["motet"]["rss_mib"] > 0

@@ -14,6 +14,8 @@ FREEZE_S = 5.0
 CUT_S = 3.0
 AGAIN_S = 0.25  # from one death to the next: in the middle of the resumptions
 
+WAVES = 4  # of moves, so that a request moves while its last move is under way
+
 Kind = Literal["death", "frozen", "restart", "other"]
 
 
@@ -61,6 +63,20 @@ def cut_node(node: str) -> Fault:
     return Fault(f"cut {node} off its clients", "other", lambda mesh: mesh.cut_node(node, CUT_S))
 
 
+def moves(*targets: str) -> Fault:
+    """Every request moves to another worker, again and again; meanwhile `targets` are killed."""
+
+    async def inject(mesh: ChaosMesh) -> None:
+        async with asyncio.TaskGroup() as group:
+            moving = group.create_task(mesh.move_requests(WAVES))
+            for target in targets:
+                await asyncio.sleep(2 * AGAIN_S)
+                group.create_task(mesh.kill(target))
+        assert moving.result(), "no request was there to be moved"
+
+    return Fault(" and ".join(["moves", *(f"kill {target}" for target in targets)]), "other", inject)
+
+
 RESTART = Fault("restart everything", "restart", ChaosMesh.restart)
 UPGRADE = Fault("restart into this code", "restart", ChaosMesh.restart)
 
@@ -92,6 +108,8 @@ SINGLE = [
     kill("worker-3", "worker-1"),
     kill("worker-2", "scheduler-2"),
     kill("worker-3"),
+    moves(),
+    moves("worker-1", "scheduler-1"),
     RESTART,
 ]
 
@@ -105,7 +123,7 @@ CLUSTER = [
     kill("gateway-1"),
 ]
 
-QUICK = [kill("worker-1"), kill("scheduler-1"), freeze("worker-2"), kill("nats-1")]
+QUICK = [kill("worker-1"), kill("scheduler-1"), freeze("worker-2"), kill("nats-1"), moves("worker-1")]
 
 
 def at_random(count: int, seed: int, *, nodes: int) -> list[Fault]:

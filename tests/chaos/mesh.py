@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import orjson
 from nats.aio.client import Client as NatsClient
+from nats.aio.msg import Msg
 
 from motet.cli import credentials
 from motet.cli.client import ApiError, Client
@@ -30,7 +31,10 @@ from motet.cli.process import Child, ServiceProcess
 from motet.cli.stack import Stack, StackOptions
 from motet.cli.supervisor import State
 from motet.examples.demo import BASE, DEMO
+from motet.shared import subjects
+from motet.shared.bus import decode, encode
 from motet.shared.config import BusConfig
+from motet.shared.messages import Move, WorkerSnapshot, WorkerState
 from tests.chaos.relay import Relay
 from tests.support import eventually
 
@@ -38,6 +42,7 @@ TENANTS = ("north", "south", "west")
 VARIANTS = 8  # adapters beside the demo's own sixteen: the same weights with another scale
 WORKER_SEATS = 256  # one worker carries the load of three, however slowly
 ROUTE_PINGS = 'ping_interval: "500ms", ping_max: 2'  # as docs/operations.md says
+MOVES_EVERY_S = 0.6  # a heartbeat later every worker has said what it has
 NATS_BACK_S = 1.0  # from the death of a broker to its restart
 
 
@@ -154,6 +159,32 @@ class ChaosMesh:
             error_cb=_quiet,
         )
         return client
+
+    async def move_requests(self, waves: int) -> int:
+        """What a planner does, but without mercy: every request that a worker reports goes to another worker, `waves` times,
+        the last assignments still under way, three in four with their KV blocks. Returns how many moves were asked for."""
+        client, asked, turn = await self.connect(), 0, 0
+        shown: dict[str, tuple[str, int]] = {}  # request id -> (worker, epoch)
+
+        async def hear(msg: Msg) -> None:
+            said = decode(msg.data, WorkerState)
+            for brief in said.requests if isinstance(said, WorkerSnapshot) else said.changed:
+                shown[brief.request_id] = said.worker_id, brief.epoch
+
+        await client.subscribe(subjects.WORKER_STATES, cb=hear)
+        for _ in range(waves):
+            shown.clear()
+            await asyncio.sleep(MOVES_EVERY_S)
+            workers = sorted({worker_id for worker_id, _ in shown.values()})
+            for request_id, (worker_id, epoch) in shown.items():
+                others = [one for one in workers if one != worker_id]
+                if others:
+                    turn += 1
+                    move = Move(request_id=request_id, epoch=epoch, to=others[turn % len(others)], kv=turn % 4 > 0)
+                    await client.publish(subjects.MOVE, encode(move))
+                    asked += 1
+        await client.drain()
+        return asked
 
     async def stop(self) -> None:
         if hasattr(self, "stack"):  # it may not have come that far

@@ -12,7 +12,14 @@ import jsonschema
 import pytest
 import yaml
 
+from motet.cli.up import up
+from motet.services.gateway.config import GatewayConfig
+from motet.services.worker.config import WorkerConfig
+from motet.services.worker.engine_thread import NATIVE
+from motet.services.worker.vllm_engine.engine import VLLM
 from motet.shared import subjects
+from motet.shared.config import fields
+from tests.docs.support_pages import MIGRATION, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -61,3 +68,27 @@ def test_the_nats_documents_are_valid_and_name_the_subjects_in_use() -> None:
         subjects.tokens(tenant, request_id),
         subjects.dead(tenant),
     }
+
+
+def test_the_engines_page_says_what_the_engines_declare() -> None:
+    page = {row[0]: row[1:] for row in table(ROOT / "docs" / "engines.md", "# Engines")}
+    yes = {True: "yes", False: "no"}
+    for column, engine in enumerate((NATIVE, VLLM)):
+        said = {name: cells[column] for name, cells in page.items()}
+        assert said["resumed requests continue exactly"] == (
+            "greedy and sampled" if engine.exact_resume == "sampled" else "greedy"
+        )
+        assert said["log-probabilities"] == yes[engine.logprobs]
+        assert said["structured outputs"] == yes["structured" in engine.serves]
+        assert said["log-probabilities of prompts"] == yes["prompt_logprobs" in engine.serves]
+        assert said["KV blocks travel with requests that move"] == yes[engine.kv_travels]
+        assert said["one adapter merged into the base's weights"].split(",")[0] == yes[engine.merged_adapters]
+        assert said["data types of the KV cache"].startswith("that of the weights") and engine.kv_types == {"model"}
+        assert said["who gives way when KV memory is short"].startswith("the worker" if engine.preempts == "worker" else "vLLM")
+
+
+def test_the_flags_of_the_migration_page_are_ours() -> None:
+    ours = {f"--{one.name.replace('_', '-')}" for config in (WorkerConfig, GatewayConfig) for one in fields(config)}
+    ours |= {option for parameter in up.params for option in parameter.opts}
+    rows = table(MIGRATION, "## Flags")
+    assert rows and {flag for _, flag, _ in rows if flag} <= {f"`{flag}`" for flag in ours}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,11 +33,16 @@ MACROS = {"MOTET_LEVEL"}  # -D for the C++ compiler
 
 def words_of(path: Path) -> Iterator[str]:
     """Names in strings of the code; a docstring's and a comment's words are no reads."""
-    tree = ast.parse(path.read_text())
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            yield from NAME.findall(node.value)
+    text = path.read_text()
+    if not NAME.search(text):
+        return
+    begins = True  # a statement: a string there is a docstring
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.NL, tokenize.COMMENT):
+            continue
+        if token.type != tokenize.NAME and not begins:
+            yield from NAME.findall(token.string)
+        begins = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
 def variables(names: Iterator[str] | list[str]) -> set[str]:

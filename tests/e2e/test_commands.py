@@ -101,6 +101,13 @@ def test_what_is_no_adapter_is_refused_before_anything_is_sent(stack: LiveStack,
     assert "adapter_config.json" in done.stderr
 
 
+def test_a_dry_run_shows_that_an_idle_mesh_has_nothing_to_move(stack: LiveStack) -> None:
+    shown = motet(stack, "rebalance", "--dry-run")
+    assert shown.returncode == 0 and "nothing to move" in shown.stdout, shown.stderr
+    (plan,) = json.loads(motet(stack, "rebalance", "--dry-run", "--json").stdout)
+    assert plan["base_model"] == BASE and plan["moves"] == []
+
+
 def test_status_shows_the_workers(stack: LiveStack) -> None:
     shown = motet(stack, "status")
     assert shown.returncode == 0, shown.stderr

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_asyncio
 
+from motet.examples.demo import DEMO
 from motet.kernels.cpu import available_isas
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.engine import Engine
@@ -18,30 +20,59 @@ from motet.services.worker.engine.model_config import read_model_config
 from motet.services.worker.engine.request import EngineRequest
 from motet.services.worker.engine_protocol import EngineProtocol
 from motet.services.worker.engine_thread import EngineThread, StepReport
+from motet.services.worker.vllm_engine.core import VllmOptions
+from motet.services.worker.vllm_engine.engine import VllmEngine
+from motet.services.worker.vllm_engine.peft_files import peft_adapter
+from motet.shared.errors import WorkerLost
 from motet.shared.messages import StreamItem
 from tests.services.worker.support_engine import ModelRunner, make_engine
 from tests.support import eventually
 from tests.support_models import make_adapters, make_checkpoint
 
+NO_WHITESPACE = """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
+"""For vLLM: the models of these tests would write nothing else between the parts of a JSON text."""
 Deliver = Callable[[StepReport], None]
 
 
-def native(model_dir: Path, deliver: Deliver, kernels: str, isa: str = "") -> EngineProtocol:
-    """Motet's own engine with these kernels, compiled for this instruction set."""
+def native(model_dir: Path, deliver: Deliver, kernels: str, isa: str = "", merge: bool = False) -> EngineProtocol:
+    """Motet's own engine with these kernels, compiled for this instruction set; with `merge` it merges adapters."""
 
     def build() -> Engine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MOTET_CPU_ISA", isa)
-            options = {"runner": ModelRunner, "runner_options": {"kernels": kernels}}
+            options = {"runner": ModelRunner, "runner_options": {"kernels": kernels, "elastic": merge, "merge": merge}}
             return make_engine(model_dir, max_running=4, kv_blocks=60, max_loras=2, **options)
 
     return EngineThread(build, deliver)
 
 
+def vllm(model_dir: Path, deliver: Deliver) -> EngineProtocol:
+    """vLLM; only in an environment that has it."""
+    return VllmEngine(
+        VllmOptions(
+            model_dir=model_dir,
+            max_running=4,
+            max_step_tokens=64,
+            max_loras=2,
+            max_lora_rank=16,
+            max_model_len=256,
+            dtype="float32",
+            kv_bytes=16 << 20,
+            extra=NO_WHITESPACE,
+        ),
+        deliver,
+    )
+
+
+VLLM = "vllm"
 ISAS = os.environ.get("MOTET_TEST_ISAS", "").split() or available_isas()
 ENGINES: dict[str, Callable[[Path, Deliver], EngineProtocol]] = {
     f"native, {isa} kernels": partial(native, kernels="cpu", isa=isa) for isa in ISAS
-} | {"native, reference kernels": partial(native, kernels="reference")}
+}
+ENGINES["native, reference kernels"] = partial(native, kernels="reference")
+ENGINES["native, merging"] = partial(native, kernels="cpu", merge=True)
+if os.environ.get("MOTET_TEST_VLLM"):  # `make test-vllm`
+    ENGINES = {VLLM: vllm}
 
 
 @dataclass
@@ -50,8 +81,7 @@ class Driven:
 
     engine: EngineProtocol
     reports: list[StepReport]
-    adapters: list[HostAdapter]
-    orders: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    adapters: list[Any]
 
     def items(self, request_id: str, epoch: int = 0) -> list[StreamItem]:
         """All items of a request, in order."""
@@ -84,20 +114,49 @@ class Driven:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if VLLM in ENGINES:  # it needs a tokenizer, and on a CPU heads of at least 32 values
+        return DEMO / "model"
     return make_checkpoint("llama2", tmp_path_factory.mktemp("engines-model"))
 
 
 @pytest.fixture(scope="session")
-def host_adapters(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[HostAdapter]:
+def host_adapters(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     config = read_model_config(model_dir)
     made = make_adapters(model_dir, tmp_path_factory.mktemp("engines-adapters"))
+    if VLLM in ENGINES:
+        blobs = tmp_path_factory.mktemp("engines-blobs")
+        for number, one in enumerate(made):
+            (blobs / str(number)).write_bytes(one.blob)
+        return [peft_adapter(blobs / str(number), blobs) for number in range(len(made))]
     return [HostAdapter.from_blob(one.blob, config) for one in made]
 
 
-@pytest.fixture(params=list(ENGINES))
-async def driven(request: pytest.FixtureRequest, model_dir: Path, host_adapters: list[HostAdapter]) -> AsyncIterator[Driven]:
-    reports: list[StepReport] = []
-    engine = ENGINES[request.param](model_dir, reports.append)
-    await engine.start()
-    yield Driven(engine, reports, host_adapters)
-    await engine.stop()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def long_lived(model_dir: Path) -> AsyncIterator[dict[str, Driven]]:
+    """Engines that take long to start, by name: one for the tests of a file, and each test leaves it empty."""
+    engines: dict[str, Driven] = {}
+    yield engines
+    for driven in engines.values():
+        await driven.engine.stop()
+
+
+@pytest_asyncio.fixture(params=list(ENGINES), loop_scope="module")
+async def driven(
+    request: pytest.FixtureRequest, model_dir: Path, host_adapters: list[Any], long_lived: dict[str, Driven]
+) -> AsyncIterator[Driven]:
+    found = long_lived.get(request.param)
+    if found is None:
+        reports: list[StepReport] = []
+        found = Driven(ENGINES[request.param](model_dir, reports.append), reports, host_adapters)
+        await found.engine.start()
+    if request.param != VLLM:
+        yield found
+        await found.engine.stop()
+        return
+    long_lived[VLLM] = found
+    yield found
+    found.engine.abort_all(WorkerLost("the test is over"))
+    for digest in found.on_device():
+        found.engine.unload_adapter(digest)
+    await eventually(lambda: not found.on_device() and found.engine.busy_s() == 0.0)
+    found.reports.clear()

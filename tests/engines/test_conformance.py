@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+import re
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
+from tokenizers import Tokenizer
+
+from motet.services.gateway.owner import LOSSES_MAX
+from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.vllm_engine import engine
+from motet.services.worker.vllm_engine.core import start_core
+from motet.services.worker.vllm_engine.engine import VllmEngine
+from motet.services.worker.vllm_engine.peft_files import PeftAdapter
 from motet.shared.errors import WorkerLost
+from motet.shared.model import StructuredOutput
 from tests.engines.conftest import Driven
 from tests.services.worker.support_engine import request
 from tests.support import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_every_request_gets_its_tokens_in_order_and_one_end(driven: Driven) -> None:
@@ -17,6 +32,13 @@ async def test_every_request_gets_its_tokens_in_order_and_one_end(driven: Driven
     for one in requests:
         assert (await driven.ended(one)).finish == "length"
         assert len(await driven.tokens(one)) == one.sampling.max_tokens
+
+
+async def test_a_sampled_request_may_have_a_prompt_of_several_steps(driven: Driven) -> None:
+    one = request("r", list(range(3, 203)), temperature=1.0, seed=3, max_tokens=4)
+    driven.engine.add(one)
+    end = await driven.ended(one)
+    assert end.finish == "length", end.error
 
 
 async def test_what_one_request_does_wrong_ends_that_request_alone(driven: Driven) -> None:
@@ -64,6 +86,41 @@ async def test_adapters_change_what_is_said_and_their_residency_is_reported(driv
     assert 0 < len(driven.on_device()) <= 2, "as many as there are slots"
 
 
+async def test_requests_of_the_base_and_of_more_adapters_than_slots_say_what_they_say_alone(driven: Driven) -> None:
+    """vLLM pauses one for another meanwhile."""
+    adapters = [None, *driven.adapters[:4]]
+    for number, adapter in enumerate(adapters):
+        driven.engine.add(alone := request(f"alone {number}", [1, 2, 3 + number], adapter, max_tokens=40))
+        await driven.ended(alone)
+    together = [request(f"together {number}", [1, 2, 3 + number], one, max_tokens=40) for number, one in enumerate(adapters)]
+    for one in together[:3]:
+        driven.engine.add(one)
+    await eventually(lambda: all(driven.items(one.request_id) for one in together[:3]))  # the slots are taken
+    for one in together[3:]:
+        driven.engine.add(one)
+    for number, one in enumerate(together):
+        assert await driven.tokens(one) == [t for item in driven.items(f"alone {number}") for t in item.tokens]
+    if isinstance(driven.engine, VllmEngine):
+        assert sum(report.output.stats.preempted for report in driven.reports) > 0
+
+
+async def test_an_adapter_that_left_its_slot_stays_in_host_memory(driven: Driven) -> None:
+    """As long as the worker has its copy."""
+    if not isinstance(driven.engine, VllmEngine):
+        pytest.skip("the worker's own copy is all that there is")
+    adapter: PeftAdapter = driven.adapters[0]
+    driven.engine.add(before := request("before", [1, 2, 3], adapter))
+    await driven.ended(before)
+    driven.engine.unload_adapter(adapter.digest)
+    await eventually(lambda: driven.on_device() == set())
+    away = adapter.folder.rename(adapter.folder.with_name("away"))
+    try:
+        driven.engine.add(after := request("after", [1, 2, 3], adapter))
+        assert await driven.tokens(after) == await driven.tokens(before)
+    finally:
+        away.rename(adapter.folder)
+
+
 async def test_an_adapter_is_loaded_and_unloaded_without_a_request(driven: Driven) -> None:
     adapter = driven.adapters[0]
     driven.engine.load_adapter(adapter)
@@ -92,6 +149,81 @@ async def test_logprobs_are_given_where_they_are_declared(driven: Driven) -> Non
     assert len(given) == 3 and all(len(one.top_ids) == 2 and one.logprob <= 0 for one in given)
 
 
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        (StructuredOutput(kind="choice", value='["left", "right"]'), "left|right"),
+        (StructuredOutput(kind="regex", value="[ab]{3}-[0-9]"), "[ab]{3}-[0-9]"),
+        (StructuredOutput(kind="grammar", value='root ::= "x" ("y" | "z") "!"'), "x(y|z)!"),
+        (StructuredOutput(kind="json", value='{"enum": [17, 42]}'), "17|42"),
+        (
+            StructuredOutput(
+                kind="json",
+                value='{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}',
+                disable_any_whitespace=True,
+                disable_additional_properties=True,
+            ),
+            r'\{"a": ?(true|false)\}',
+        ),
+        (StructuredOutput(kind="json_object"), r"\{[\s\S]*"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, StructuredOutput) else "",
+)
+@pytest.mark.parametrize("adapted", [False, True], ids=["base", "adapter"])
+async def test_a_constraint_holds_where_it_is_declared(
+    driven: Driven, model_dir: Path, constraint: StructuredOutput, pattern: str, adapted: bool
+) -> None:
+    if "structured" not in driven.engine.capabilities.serves:
+        pytest.skip("the engine has none")
+    adapter = driven.adapters[0] if adapted else None
+    one = request("r", [1, 2], adapter, max_tokens=40, structured=constraint, ignore_eos=False)
+    driven.engine.add(one)
+    end, tokens = await driven.ended(one), await driven.tokens(one)
+    assert end.error is None
+    text = Tokenizer.from_file(str(model_dir / "tokenizer.json")).decode(tokens[:-1] if end.finish == "stop" else tokens)
+    assert re.fullmatch(pattern, text)
+    assert end.finish == "stop" or constraint.kind == "json_object"
+
+
+async def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(driven: Driven) -> None:
+    if "structured" not in driven.engine.capabilities.serves:
+        pytest.skip("the engine has none")
+    wrong = [
+        request("regex", [1], structured=StructuredOutput(kind="regex", value="(")),
+        request("grammar", [1], structured=StructuredOutput(kind="grammar", value="root := ::")),
+        request("json", [1], structured=StructuredOutput(kind="json", value='{"type": "nothing"}')),
+        request("choice", [1], structured=StructuredOutput(kind="choice", value="[]")),
+        request("resumed", [1], output=[5], structured=StructuredOutput(kind="regex", value="a+")),
+    ]
+    right = request("right", [1, 2])
+    for one in (*wrong, right):
+        driven.engine.add(one)
+    for one in wrong:
+        error = (await driven.ended(one)).error
+        assert error is not None and (error.code, error.param) == ("invalid_value", "structured_outputs"), one.request_id
+    assert (await driven.ended(right)).finish == "length"
+
+
+async def test_log_probabilities_of_the_prompt_are_those_of_drawing_it(driven: Driven) -> None:
+    if "prompt_logprobs" not in driven.engine.capabilities.serves:
+        pytest.skip("the engine has none")
+    for adapter in (None, driven.adapters[0]):
+        drawn = request("drawn", [1, 2, 3], adapter, max_tokens=6, logprobs=2)
+        driven.engine.add(drawn)
+        tokens = await driven.tokens(drawn)
+        scored = request("scored", [1, 2, 3, *tokens], adapter, max_tokens=3, prompt_logprobs=2)
+        driven.engine.add(scored)
+        await driven.ended(scored)
+        first, *others = driven.items("scored")
+        told = first.prompt_logprobs
+        assert told is not None and all(item.prompt_logprobs is None for item in others)
+        assert told[0] is None and len(told) == 3 + len(tokens)
+        for given, again in zip([one for item in driven.items("drawn") for one in item.logprobs or []], told[3:], strict=True):
+            assert again is not None and again.top_ids == given.top_ids
+            assert again.logprob == pytest.approx(given.logprob, abs=1e-3)
+        driven.reports.clear()
+
+
 async def test_aborting_ends_everything_with_the_error_given(driven: Driven) -> None:
     requests = [request(f"r{i}", [1, i + 1], max_tokens=200) for i in range(6)]
     for one in requests:
@@ -101,6 +233,36 @@ async def test_aborting_ends_everything_with_the_error_given(driven: Driven) -> 
     for one in requests:
         end = await driven.ended(one)
         assert end.finish == "error" and end.error is not None and end.error.code == "worker_lost"
+
+
+async def test_a_request_that_kills_its_core_is_the_only_one_that_ends_of_it(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test submits again what is lost, as gateways do. vLLM 0.32 dies on a CPU of a request with a seed whose prompt takes
+    more than one step."""
+    if not isinstance(driven.engine, VllmEngine):
+        pytest.skip("the engine is no process of its own")
+    monkeypatch.setattr(engine, "start_core", lambda options: replace(start_core(options), takes_seeds=True))
+    monkeypatch.setattr(driven.engine.core, "takes_seeds", True)
+    killer = request("killer", list(range(3, 203)), temperature=1.0, seed=3)
+    others = [request(f"r{i}", [1, 2, 3 + i], driven.adapters[i % 2], max_tokens=60) for i in range(5)]
+
+    async def serve(one: EngineRequest) -> EngineRequest:
+        while True:
+            driven.engine.add(one)
+            await eventually(lambda key=(one.request_id, one.epoch): any(it.finish for it in driven.items(*key)), within_s=400)
+            end = await driven.ended(one)
+            tokens = [token for item in driven.items(one.request_id, one.epoch) for token in item.tokens]
+            losses = 0 if tokens else one.losses
+            if end.error is None or losses == LOSSES_MAX - 1:
+                return replace(one, output=one.output + tokens)
+            assert end.error.code == "worker_lost"
+            one = replace(one, epoch=one.epoch + 1, losses=losses + 1, output=one.output + tokens)
+
+    ended = await asyncio.gather(serve(killer), *(serve(one) for one in others))
+    assert ended[0].losses == LOSSES_MAX - 1 and not ended[0].output
+    assert [len(one.output) for one in ended[1:]] == [60] * len(others)
+    assert all(one.losses <= 2 for one in ended[1:])
 
 
 async def test_memory_is_given_back_and_an_idle_engine_is_silent(driven: Driven) -> None:

@@ -39,7 +39,8 @@ HEADERS: tuple[dict[str, str] | None, ...] = (
 SPOKEN: dict[str, tuple[type[msgspec.Struct], ...]] = {
     subjects.SUBMIT: (messages.GenerateRequest,),
     ".assign": (messages.GenerateRequest,),
-    ".control": (messages.Cancel, messages.LoadAdapter, messages.UnloadAdapter),
+    ".control": (messages.Cancel,),
+    ".kv": (messages.OpenKv, messages.ReadKv, messages.ProbeKv),
     ".state": (messages.WorkerSnapshot, messages.WorkerDelta),
     ".notice": (messages.WorkerNotice,),
     ".stream.": (messages.TokenFrame,),

@@ -1,5 +1,5 @@
 """The owner of requests under random histories: frames lost, repeated and out of order, workers that die, freeze or forget,
-schedulers that refuse or whose answers are lost.
+schedulers that refuse, whose answers are lost, or that move requests.
 
     script ──► scheduler ──assign──► workers ──frames──► wire (drop, repeat, swap) ──► Owner ──► Stream ──► what a client sees
 
@@ -34,6 +34,7 @@ from motet.shared.messages import (
     Assigned,
     Cancel,
     GenerateRequest,
+    Move,
     Refused,
     StreamItem,
     TokenFrame,
@@ -50,7 +51,7 @@ WORKERS = ("w1", "w2", "w3")
 SCHEDULER = ("lost", "taken, answer lost", "overloaded", "unavailable", "late")
 STEPS = (
     *("speak", "speak", "speak", "speak twice", "deliver", "deliver", "drop", "repeat", "swap", "wait", "wait longer"),
-    *("die", "declare lost", "forget", "give up", "fail", "busy", "stale"),
+    *("die", "declare lost", "forget", "give up", "fail", "busy", "stale", "move", "move late"),
 )
 CALM_S = 0.02  # between tokens once the script has ended
 PERF = PerfModel(
@@ -223,7 +224,8 @@ class World:
             self.excuses |= {"deadline_exceeded"}
             await asyncio.sleep(timeout_s)
             raise DeadlineExceeded("the answer is lost")
-        worker = next((w for w in self.workers.values() if w.alive and w.worker_id not in request.exclude_workers), None)
+        fit = [w for w in self.workers.values() if w.alive and w.worker_id not in request.exclude_workers]
+        worker = min(fit, key=lambda one: one.worker_id != request.move_to, default=None)
         if worker is None:
             self.excuses |= {"unavailable"}
             raise Unavailable("no worker is left")
@@ -305,6 +307,8 @@ class World:
             "forget": worker.holds.clear,
             "give up": lambda: self._end(worker, None),
             "fail": lambda: self._end(worker, WorkerLost("as the script says")),
+            "move": lambda: self._move(worker, 0),
+            "move late": lambda: self._move(worker, step.size),
             "busy": lambda: self._end(worker, (Overloaded if step.size % 2 else Unavailable)("as the script says")),
             "stale": lambda: (
                 wire.append(TokenFrame(worker.worker_id, 0, [StreamItem("r0", 0, 0, [7], "length")]))
@@ -319,6 +323,11 @@ class World:
         """Whether a frame with wrong tokens of epoch 0 of r0 comes from the past."""
         stream = self.owner._active.get("r0")
         return stream is not None and stream.epoch > 0
+
+    def _move(self, to: Worker, ago: int) -> None:
+        """A scheduler wants every request on this worker, as it knew them so many epochs ago."""
+        for request_id, stream in list(self.owner._active.items()):
+            self.owner._on_move(Move(request_id=request_id, epoch=stream.epoch - ago, to=to.worker_id))
 
     def _lose(self, worker: Worker, *, dead: bool) -> None:
         """It dies or returns; or it lives, frozen for a moment, and is taken for dead."""

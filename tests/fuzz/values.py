@@ -15,7 +15,7 @@ from motet.shared.bus import encode
 
 MESSAGES: tuple[Any, ...] = (
     *(messages.GenerateRequest, messages.Assigned, messages.Accepted, messages.Refused, messages.TokenFrame, messages.Cancel),
-    *(messages.LoadAdapter, messages.UnloadAdapter, messages.Ping, messages.Pong, messages.WorkerSnapshot),
+    *(messages.Ping, messages.Pong, messages.WorkerSnapshot, messages.Move),
     *(messages.WorkerDelta, messages.WorkerNotice, messages.Lease, messages.StatusRequest, messages.ClusterStatus),
     *(
         messages.PredictRequest,
@@ -27,6 +27,7 @@ MESSAGES: tuple[Any, ...] = (
         messages.DeleteAdapter,
     ),
     *(messages.ListAdapters, messages.RegistryOk),
+    *(messages.OpenKv, messages.ReadKv, messages.ProbeKv, messages.KvOpened, messages.KvPart),
 )
 """Every message but Drain, which a service may send and which ends a worker as it should."""
 

@@ -164,6 +164,7 @@ def rows_of(sequences: Sequence[Sequence_], takes: Sequence[int]) -> SimpleNames
         block_tables=np.arange(8 * len(sequences), dtype=np.int32).reshape(len(sequences), 8),
         kv_slots=np.array(kv_slots, dtype=np.int64),
         logit_rows=np.arange(sum(takes), dtype=np.int64),
+        merged=False,
     )
 
 

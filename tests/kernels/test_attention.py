@@ -34,6 +34,21 @@ def poisoned_cache(kv_heads: int) -> KvCache:
     return cache
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_that_are_copied_out_of_one_cache_and_into_another_are_the_same_there(dtype: torch.dtype) -> None:
+    one, other = (
+        KvCache(layers=3, blocks=9, block_size=BLOCK, kv_heads=2, head_dim=HEAD_DIM, dtype=dtype, capacity=20) for _ in "ab"
+    )
+    one.data.normal_()
+    content = one.copy_out([7, 0, 3])
+    assert content.shape == (3 * one.data[:, 0].nbytes,)
+    other.copy_in([2, 8, 5], bytearray(content))
+    assert torch.equal(other.data[:, [2, 8, 5]], one.data[:, [7, 0, 3]])
+    assert not other.data[:, [0, 1, 3, 4, 6, 7]].any()
+    with pytest.raises(ValueError, match="are not 2 KV blocks"):
+        other.copy_in([1, 2], bytearray(content))
+
+
 @pytest.mark.parametrize("window", [0, 1, 5, 9])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("tile_blocks", [1, 6, 1000])

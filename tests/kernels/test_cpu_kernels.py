@@ -13,6 +13,7 @@ import torch
 
 from motet.kernels import GROUPS, AttentionBatch, KvCache, LoraPool, PackedLora, attend
 from motet.kernels.cpu import CpuEngine, Packer, available_isas
+from tests.support_integers import to_4_bits, to_8_bits
 
 ISAS = os.environ.get("MOTET_TEST_ISAS", "").split() or available_isas()  # `make sanitize` takes two of them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,10 +63,13 @@ def test_a_packed_product_is_the_product(engine: CpuEngine, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_a_product_is_the_same_bits_for_any_number_of_rows(engine: CpuEngine, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("integers", [None, "int8", "int4"])
+def test_a_row_of_a_product_is_the_same_bits_for_any_number_of_rows(
+    engine: CpuEngine, dtype: torch.dtype, integers: str | None
+) -> None:
     draw = torch.Generator().manual_seed(2)
     w, x = torch.randn(70, 200, generator=draw).to(dtype), torch.randn(200, 200, generator=draw)
-    packed = Packer(engine)(w)
+    packed = Packer(engine, integers)(w)
     everything = torch.empty(200, 70)
     engine.gemm([packed], x, everything, dtype)
     for rows in range(1, 40):
@@ -75,14 +79,38 @@ def test_a_row_of_a_product_is_the_same_bits_for_any_number_of_rows(engine: CpuE
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_weights_are_within_half_a_step_of_each_output(engine: CpuEngine, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("integers", ["int8", "int4"])
+def test_a_product_with_integers_is_that_of_the_rounded_weights_and_rows(
+    engine: CpuEngine, dtype: torch.dtype, add: bool, integers: str
+) -> None:
     draw = torch.Generator().manual_seed(3)
-    w, x = torch.randn(53, 100, generator=draw).to(dtype), torch.randn(9, 100, generator=draw)
-    scale = w.float().abs().amax(1, keepdim=True) / 127
-    rounded = (w.float() * (127 / w.float().abs().amax(1, keepdim=True))).round() * scale
-    y = torch.empty(9, 53)
-    engine.gemm([Packer(engine, int8=True)(w)], x, y, dtype)
-    close(y, as_activation(engine, x, dtype) @ rounded.double().T)
+    rounded = to_8_bits if integers == "int8" else to_4_bits
+    shapes = [(16, 64, 1), (48, 64, 2), (211, 90, 7), (33, 31, 3), (97, 45, 50), (130, 96, 17), (64, 512, 300), (1, 1, 5)]
+    for n, k, rows in shapes:
+        w, x = torch.randn(n, k, generator=draw).to(dtype), torch.randn(rows, k, generator=draw) * 10
+        x[0, 0] = 0.0 if rows % 2 else 100.0  # rows of another size, and with 1 x 1 a row and a group of zeros
+        w[-1] *= 0.0
+        bias = torch.randn(n, generator=draw) if n % 2 else None
+        y = torch.full((rows, n), 3.0 if add else float("nan"))
+        engine.gemm([Packer(engine, integers)(w, bias)], x, y, dtype, add=add)
+        want = to_8_bits(as_activation(engine, x, dtype)) @ rounded(w).T + (0 if bias is None else bias.double()) + 3.0 * add
+        close(y, want)
+
+
+@pytest.mark.parametrize(("integers", "error"), [("int8", 0.012), ("int4", 0.09)])
+def test_integers_are_near_the_weights_that_they_stand_for(engine: CpuEngine, integers: str, error: float) -> None:
+    draw = torch.Generator().manual_seed(4)
+    w, x = torch.randn(96, 256, generator=draw), torch.randn(20, 256, generator=draw)
+    y = torch.empty(20, 96)
+    engine.gemm([Packer(engine, integers)(w)], x, y, torch.float32)
+    want = x.double() @ w.double().T
+    assert 0 < (y - want).norm() / want.norm() < error
+
+
+def test_a_matrix_whose_sums_would_not_fit_is_refused(engine: CpuEngine) -> None:
+    with pytest.raises(ValueError, match="65537 inputs"):
+        Packer(engine, "int8")(torch.zeros(1, 65537))
 
 
 def random_pool(dtype: torch.dtype, shapes: dict[str, tuple[int, int]], seed: int) -> tuple[LoraPool, list[dict]]:

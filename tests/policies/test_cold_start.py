@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from motet.policies.cold_start import MARGIN, TOLERANCE, AssistRates, ColdStarts, Copy, CpuTimes, assisted_ms, choose, step_ms
@@ -226,3 +227,22 @@ def test_a_long_prompt_counts_all_of_its_steps_and_what_others_need_in_each() ->
     steps = [(4.0 + 2 * 0.1) + 4.0 + 0.1 * tokens for tokens in (100, 512, 388)]
     waits = 3 * (4.0 + 2 * 0.1)  # the copy takes 10 ms, which is more than two steps of the others
     assert choice.ttft_ms["blocking"] == pytest.approx(waits + sum(steps))
+
+
+@pytest.mark.parametrize("prefill_base_ms", [4.0, 20.0, 60.0])
+def test_decodes_never_wait_for_layers_because_a_prefill_was_expected_to_take_longer(prefill_base_ms: float) -> None:
+    """Prefills beside copies are not measured, so their base may be out of date; the time of decodes is measured all along."""
+    starts = cold()
+    starts.perf = msgspec.structs.replace(PERF, prefill_base_ms=prefill_base_ms)
+    decodes_ms = PERF.decode_base_ms + 4 * PERF.decode_row_ms
+    for loaded in range(LAYERS):
+        starts.copies["first"] = copy = Copy(LAYERS, loaded, 0.0, 3.0)
+        if starts.consider("first", 8_000_000, rank=8, tokens=2, room=512, others=4).joins:
+            assert step_ms(decodes_ms, LAYERS, [], 0.0, [(copy, 0.0)]) <= decodes_ms * (1 + 2 * TOLERANCE)
+
+
+def test_a_long_prefill_still_overlaps_its_copy_beside_decodes() -> None:
+    starts = cold()
+    starts.copies["first"] = Copy(LAYERS, 1, 0.0, 3.0)
+    short, long = (starts.consider("first", 8_000_000, rank=8, tokens=tokens, room=512, others=4) for tokens in (2, 500))
+    assert long.joins and not short.joins

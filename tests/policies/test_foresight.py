@@ -66,6 +66,14 @@ def test_only_clearly_less_likely_adapters_leave_the_least_likely_first() -> Non
     assert foresight.weaker("often", ["as-often", "sometimes", "seldom"], 6001.0) == ["seldom", "sometimes"]
 
 
+def test_equally_unlikely_adapters_leave_in_the_same_order_however_they_are_given() -> None:
+    foresight = Foresight()
+    for digest, every_s in (("often", 10.0), *((f"seldom-{number}", 300.0) for number in range(4))):
+        often(foresight, digest, 6000.0, every_s)
+    seldom = [f"seldom-{number}" for number in range(4)]
+    assert foresight.weaker("often", seldom, 6001.0) == foresight.weaker("often", seldom[::-1], 6001.0) == seldom
+
+
 def idle(slots: AdapterSlots, *digests: str) -> None:
     for digest in digests:
         assert slots.acquire(digest, SIZE)

@@ -196,3 +196,21 @@ def test_books_add_up_and_everybody_is_served_in_random_histories(seed: int) -> 
             tier.release(holding.pop()[1])
         carry_out(tier.take_actions())
         tier.check()
+
+
+def test_every_request_that_waited_for_a_copy_counts_as_a_use_of_it() -> None:
+    tier: HostTier[str] = HostTier(2 * SIZE, None, eviction="score")
+    for number in range(3):
+        tier.hold(ref("often"), f"{number}")
+    tier.loaded("often", SIZE, SIZE)
+    for _ in range(3):
+        tier.release("often")
+    for number in range(2):
+        tier.hold(ref("twice"), f"{number}")
+        if number == 0:
+            tier.loaded("twice", SIZE, SIZE)
+        tier.release("twice")
+    tier.take_actions()
+    tier.hold(ref("new"), "new")
+    assert Evict("twice", "host") in tier.take_actions()
+    tier.check()

@@ -215,3 +215,8 @@ def test_names_chosen_to_look_like_another_scope_do_not_reach_it() -> None:
         cache_scope("", "tacmex", shared=True),
     ]
     assert len({root_key(digest, scope) for digest in ("", "d") for scope in lookalikes}) == 8
+
+
+def test_an_adapter_shares_no_blocks_with_itself_merged() -> None:
+    assert root_key("a", b"scope") != root_key("a", b"scope", merged=True)
+    assert root_key("a", merged=True) != root_key("b", merged=True)

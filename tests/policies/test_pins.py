@@ -60,6 +60,23 @@ def test_a_pinned_adapter_that_had_to_leave_the_device_comes_back() -> None:
     assert core.on(Tick(), 2.5) == []
 
 
+def test_a_copy_that_a_pin_brought_counts_as_no_use_of_the_adapter() -> None:
+    core: WorkerCore[str] = WorkerCore(
+        View(worker_limits(pin_slots=1, pin_bytes=SIZE)), HostTier(2 * SIZE, None, eviction="score"), 100
+    )
+    core.on(Registered({name: ref(name) for name in "abc"}), 0.0)
+    core.on(Pinned([ref("a")]), 0.0)
+    core.on(Loaded("a", SIZE, SIZE), 0.0)
+    core.on(Pinned([]), 0.0)
+    for at_s, name in ((1.0, "a"), (2.0, "b")):  # a request for each
+        actions = core.on(assign(name, name), at_s)
+        actions += core.on(Loaded(name, SIZE, SIZE), at_s) if name == "b" else []
+        entry = only_start([action for action in actions if not isinstance(action, Load)])
+        core.on(Stepped(ended=[entry.key]), at_s)
+    assert Evict("a", "host") in core.on(assign("c", "c"), 3.0), "used as often as b, and longer ago"
+    core.check()
+
+
 def test_a_pinned_adapter_that_cannot_be_loaded_is_tried_again_after_a_while() -> None:
     core = core_with()
     core.on(Pinned([ref("a")]), 0.0)

@@ -16,22 +16,22 @@ from motet.policies.worker_events import (
     Assign,
     Cancel,
     Close,
-    CopyIn,
     CopyOut,
     DiskFull,
+    Fetch,
+    Fetched,
     FileLost,
     Loaded,
     LoadFailed,
     NotStarted,
     OwnerLost,
-    Prefetch,
+    Pinned,
     Refuse,
     Registered,
     Start,
     Stepped,
     Stop,
     TooLargeForHost,
-    Unload,
 )
 from motet.policies.worker_view import View
 from motet.shared.model import AdapterRef, RequestBrief
@@ -45,15 +45,17 @@ def adapter(name: str, size_bytes: int = SIZE) -> AdapterRef:
 
 
 def core_with(room: int = 10 * SIZE, max_requests: int = 100) -> WorkerCore[str]:
-    core: WorkerCore[str] = WorkerCore(View(worker_limits()), HostTier(room, None), max_requests)
+    core: WorkerCore[str] = WorkerCore(View(worker_limits(pin_slots=1, pin_bytes=SIZE)), HostTier(room, None), max_requests)
     core.on(Registered({name: adapter(name) for name in "abcdef"}), 0.0)
     return core
 
 
-def assign(request_id: str, name: str = "", *, epoch: int = 0, owner: str = "g1", size_bytes: int = SIZE) -> Assign[str]:
+def assign(
+    request_id: str, name: str = "", *, epoch: int = 0, owner: str = "g1", size_bytes: int = SIZE, fetch: bool = False
+) -> Assign[str]:
     ref = adapter(name, size_bytes) if name else None
     brief = msgspec.structs.replace(brief_of(generate_request(request_id, epoch=epoch)), adapter_digest=name)
-    return Assign(brief, owner, ref, request_id)
+    return Assign(brief, owner, ref, request_id, fetch)
 
 
 def moved(entry: Entry[str], phase: str) -> RequestBrief:
@@ -180,13 +182,6 @@ def test_handing_back_answers_what_the_engine_does_not_have() -> None:
     assert [one for one in core] == [entry], "the engine ends its own"
 
 
-def test_a_prefetched_adapter_goes_to_the_device_and_is_held_by_nobody() -> None:
-    core = core_with()
-    assert core.on(Prefetch(adapter("a")), 0.0) == [Load(adapter("a"), "store")] and core.on(Prefetch(adapter("a")), 0.0) == []
-    assert core.on(Loaded("a", SIZE, SIZE), 0.0) == [CopyIn("a")] and core.host.holders("a") == 0
-    assert core.on(Prefetch(adapter("a")), 0.0) == [CopyIn("a")]
-
-
 def test_a_version_that_the_registry_deleted_leaves_every_tier_once_nobody_uses_it() -> None:
     core = core_with()
     core.on(assign("r", "a"), 0.0)
@@ -200,12 +195,40 @@ def test_a_version_that_the_registry_deleted_leaves_every_tier_once_nobody_uses_
 
 def test_a_full_disk_costs_a_file_that_nobody_needs() -> None:
     core = core_with()
-    core.on(Prefetch(adapter("a")), 0.0)
-    core.on(Loaded("a", SIZE, SIZE), 0.0)
+    core.on(assign("r", "a"), 0.0)
+    entry = only_start(core.on(Loaded("a", SIZE, SIZE), 0.0))
+    assert core.on(DiskFull(), 0.0) == [], "the adapter is in use"
+    core.on(Stepped(ended=[entry.key]), 0.0)
     assert core.on(DiskFull(), 0.0) == [Evict("a", "host"), Evict("a", "disk")] and core.view.adapters == {}
-    core.on(Prefetch(adapter("b")), 0.0)
+    core.on(assign("s", "b"), 0.0)
     core.on(FileLost("b"), 0.0)
     core.check()
+
+
+def test_a_moved_request_starts_when_its_blocks_and_its_adapter_are_there_whichever_comes_first() -> None:
+    for blocks_first in (True, False):
+        core = core_with()
+        fetch, load = core.on(assign("r", "a", fetch=True), 0.0)
+        assert isinstance(fetch, Fetch) and load == Load(adapter("a"), "store")
+        assert core.view.requests["r"].phase == "loading"
+        events = [Fetched(("r", 0)), Loaded("a", SIZE, SIZE)]
+        first, second = events if blocks_first else events[::-1]
+        assert core.on(first, 1.0) == []
+        assert only_start(core.on(second, 2.0)) is fetch.entry
+        assert core.on(Fetched(("r", 0)), 3.0) == []
+        core.check()
+
+
+def test_a_request_whose_blocks_still_come_can_be_cancelled_with_its_adapter_here_or_not() -> None:
+    for name in ("", "a", "b"):
+        core = core_with()
+        core.on(assign("other", "a"), 0.0)
+        core.on(Loaded("a", SIZE, SIZE), 0.0)
+        assert isinstance(core.on(assign("r", name, fetch=True), 0.0)[0], Fetch)
+        (answer,) = [action for action in core.on(Cancel("r", 0), 1.0) if isinstance(action, Answer)]
+        assert answer.finish == "cancelled"
+        assert core.on(Fetched(("r", 0)), 2.0) == [] and len(core) == 1
+        core.check()
 
 
 @dataclass
@@ -217,6 +240,7 @@ class World:
     engine: dict[Key, Entry[str]] = field(default_factory=dict)
     stopped: set[Key] = field(default_factory=set)
     loads: list[str] = field(default_factory=list)
+    fetches: list[Key] = field(default_factory=list)
     taken: dict[Key, int] = field(default_factory=dict)  # -> answers
     numbers: int = 0
 
@@ -231,6 +255,8 @@ class World:
                     self.stopped.add((request_id, epoch))
                 case Answer(entry):
                     self.taken[entry.key] += 1
+                case Fetch(entry):
+                    self.fetches.append(entry.key)
                 case Load(ref):
                     self.loads.append(ref.digest)
                 case Refuse():
@@ -241,8 +267,12 @@ class World:
     def assign(self) -> None:
         self.numbers += 1
         said = assign(f"r{self.chance.randrange(15)}", self.chance.choice(["", *"abcdef"]), epoch=self.numbers)
+        said = msgspec.structs.replace(said, fetch=self.chance.random() < 0.2)
         self.taken[said.brief.request_id, said.brief.epoch] = 0
         self.on(said)
+
+    def fetched(self) -> None:
+        self.on(Fetched(self.fetches.pop(self.chance.randrange(len(self.fetches)))))
 
     def load(self) -> None:
         digest = self.loads.pop(self.chance.randrange(len(self.loads)))
@@ -266,7 +296,7 @@ def test_in_random_histories_every_request_taken_is_answered_exactly_once(seed: 
     world = World(random.Random(seed))
     chance = world.chance
     for _ in range(1500):
-        match chance.randrange(9):
+        match chance.randrange(10):
             case 0 | 1 | 2:
                 world.assign()
             case 3 | 4:
@@ -277,9 +307,12 @@ def test_in_random_histories_every_request_taken_is_answered_exactly_once(seed: 
                 world.on(Cancel(f"r{chance.randrange(15)}", chance.randrange(world.numbers + 1)))
             case 7:
                 name = chance.choice("abcdef")
-                world.on(chance.choice([Prefetch(adapter(name)), Unload(name), OwnerLost("g9")]))
+                left = {one: adapter(one) for one in "abcdef" if one != name or chance.random() < 0.5}
+                world.on(chance.choice([Pinned([adapter(name)]), Registered(left), OwnerLost("g9")]))
             case 8 if chance.random() < 0.1:
                 world.on(DiskFull())
+            case 9 if world.fetches:
+                world.fetched()
     world.on(Close("leaving"))
     while world.engine or world.loads:
         world.step()

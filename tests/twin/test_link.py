@@ -46,13 +46,13 @@ def test_equal_seeds_give_equal_histories_and_runs_of_steps_change_nothing(cold_
 
 
 def test_assist_hides_what_waiting_for_copies_costs_and_the_free_choice_is_as_good() -> None:
-    load, everybody = workload(5), SchedulerSpec(admission="room")  # the same requests are served in every mode
-    mean = {
-        mode: run(load, worker(mode, max_loras=4), scheduler=everybody).summary()["ttft_ms"]["mean"]
+    loads, everybody = [workload(seed) for seed in range(5, 9)], SchedulerSpec(admission="room")  # all are served in every mode
+    total = {
+        mode: sum(run(load, worker(mode, max_loras=4), scheduler=everybody).summary()["ttft_ms"]["mean"] for load in loads)
         for mode in ("auto", "blocking", "layerwise", "assist")
     }
-    assert mean["assist"] < mean["layerwise"] <= mean["blocking"]
-    assert mean["auto"] <= 1.02 * min(mean.values())
+    assert total["assist"] < total["layerwise"] <= total["blocking"]
+    assert total["auto"] <= 1.03 * min(total.values())
 
 
 def test_without_processes_no_request_is_assisted() -> None:

@@ -8,9 +8,11 @@
 // While adapters are being copied to the device (`assist`, see assist.h), CPU processes compute "h A" and "s B" of some rows:
 // h of these rows is published before the product with the base's matrix, and the results are added after it.
 //
-// h is in the type that the instruction set multiplies with the weights, everything else that is not stored is float.
+// h is in the type that the instruction set multiplies with the weights, everything else that is not stored is float. Before a product
+// with integers its rows are rounded to whole numbers, in a phase of their own; adapters multiply h itself.
 #pragma once
 #include "attention.h"
+#include "gemm_items.h"
 #include "lora.h"
 #include "workspace.h"
 
@@ -87,13 +89,20 @@ INLINE void expand_all(Team& team, const Pool& pool, const LoraPlan& lora, int g
   });
 }
 
-// y (+)= h w (+ LoRA of `group`). Two phases, or one without adapters.
+// Before a product with integers.
+template <class A>
+INLINE void round_rows(Team& team, const Gemm<A>& gemm) {
+  if (is_integer(gemm.w->type)) each_rows(team, gemm.rows, [&](int64_t row) { round_row(gemm, row); });
+}
+
+// y (+)= h w (+ LoRA of `group`). Two phases, or one without adapters, and one before them for integers.
 template <class T, class A>
 static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const LoraPlan& lora, int group, int64_t layer, float* s) {
   const GemmItems<A> items(gemm);
   const int64_t products = items.count();
   const std::vector<LoraPiece>&shrink = lora.shrink[group], &expand = lora.expand[group];
   const int64_t pieces = (int64_t)expand.size();  // read now: after the last barrier the plan may change
+  round_rows(team, gemm);
   team.each(products + (int64_t)shrink.size(), [&](int64_t item, int64_t next) {
     if (item < products) return gemm_item(gemm, items, item, next < products ? next : -1);
     shrink_piece<T, A>(pool, lora, shrink[item - products], next < 0 ? nullptr : &shrink[next - products], layer, gemm.x, gemm.ldx, s);
@@ -132,14 +141,15 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   const int64_t q_n = m.heads * hd, kv_n = m.kv_heads * hd, qkv_n = q_n + 2 * kv_n;
   const int64_t by_hidden = row_stride<A>(hidden), by_q = row_stride<A>(q_n), by_mlp = row_stride<A>(m.mlp);
   const int64_t by_x = row_stride<float>(hidden), by_qkv = row_stride<float>(qkv_n), by_gate_up = row_stride<float>(2 * m.mlp);
-  const bool gate = on_tiles<A> && m.mlp % PANEL == 0;
+  const bool gate = on_tiles<A>(m.layer[0].gate_up.type) && m.mlp % PANEL == 0;
   const uint8_t* plain = ws.lora.on_gate_up.data();
   float *x = ws.x.data<float>(), *y = ws.y.data<float>(), *s = ws.s.data<float>();
   A *h = ws.h.data<A>(), *gated = ws.gated.data<A>();
   float* scratch = ws.scratch.data<float>() + member * ws.scratch_each;
   const T* embed = (const T*)m.embed;
   AssistStep* assist = step.assist ? &ws.assist : nullptr;
-  const auto project_any = [&](const Gemm<A>& gemm, int group, int64_t l) {
+  const auto project_any = [&](Gemm<A> gemm, int group, int64_t l) {
+    gemm.rounded = ws.rounded.data<char>();
     if (assist) return project_assisted<T>(team, gemm, *assist, ws.lora, group, l, s, member);
     project<T>(team, gemm, m.pool, ws.lora, group, l, s);
   };
@@ -195,7 +205,9 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   each_rows(team, step.logits, [&](int64_t i) {
     norm_row(x + step.logit_rows[i] * by_x, m.norm, hidden, m.eps, h + i * by_hidden, by_hidden);
   });
-  const Gemm<A> head{&m.lm_head, h, by_hidden, step.logits, step.out, m.vocab, false};
+  Gemm<A> head{&m.lm_head, h, by_hidden, step.logits, step.out, m.vocab, false};
+  head.rounded = ws.rounded.data<char>();
+  round_rows(team, head);
   const GemmItems<A> items(head);
   team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(head, items, item, next); });
 }
@@ -214,6 +226,7 @@ static void run_forward(const Model& m, const Step& step, Workspace& ws, Team& t
   ws.y.reserve(rows * row_stride<float>(std::max(qkv_n, 2 * m.mlp)) * sizeof(float));
   ws.h.reserve(rows * row_stride<A>(std::max(m.hidden, q_n)) * sizeof(A));
   ws.gated.reserve(rows * row_stride<A>(m.mlp) * sizeof(A));
+  if (is_integer(m.lm_head.type)) ws.rounded.reserve(rows * rounded_stride(std::max({m.hidden, q_n, m.mlp})));
   ws.s.reserve(ws.lora.s_size * sizeof(float));
   ws.scratch_each = round_up(attention_scratch(m.heads, m.kv_heads, m.head_dim), 64);
   ws.scratch.reserve(ws.scratch_each * team.size() * sizeof(float));
@@ -229,11 +242,14 @@ static void run_gemm(const Matrix* w, int64_t count, const float* x, int64_t row
   const int64_t k = w->k, stride = row_stride<A>(k);
   ws.h.reserve(round_up(rows, 16) * stride * sizeof(A));
   A* h = ws.h.data<A>();
+  if (is_integer(w->type)) ws.rounded.reserve(round_up(rows, 16) * rounded_stride(k));
   team.run([&](int) {
     [[maybe_unused]] const Tiles tiles;
     each_rows(team, rows, [&](int64_t row) { take_row(x + row * k, h + row * stride, k, stride); });
     for (int64_t i = 0; i < count; ++i) {
-      const Gemm<A> gemm{w + i, h, stride, rows, y, ldy, add};
+      Gemm<A> gemm{w + i, h, stride, rows, y, ldy, add};
+      gemm.rounded = ws.rounded.data<char>();
+      round_rows(team, gemm);
       const GemmItems<A> items(gemm);
       team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(gemm, items, item, next); });
     }

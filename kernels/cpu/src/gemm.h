@@ -5,7 +5,8 @@
 //   F32   [k][16]            one line of 64 bytes is one k
 //   F16   [k][16]            two
 //   BF16  [k / 2][16][2]     two: what vdpbf16ps reads, and 16 lines are an AMX tile
-//   I8    [k / 2][16][2]     four
+//   I8    [k / 4][16][4]     four, k padded to 64: gemm_integers.h
+//   I4    groups of 32 k     14, k padded to 64: gemm_integers.h
 //
 // Every sum runs over k in order in one accumulator, so a row's result does not depend on the other rows. A piece of work
 // is a group of panels for a block of rows; while it computes it prefetches the group that comes next. A gated product
@@ -51,10 +52,6 @@ template <>
 struct Packed<f16> {
   static constexpr int KL = 2;
 };
-template <>
-struct Packed<int8_t> {
-  static constexpr int KL = 4;
-};
 
 // Elements from one row of activations to the next: an odd number of cache lines, so that rows spread over the cache's sets.
 template <class A>
@@ -75,12 +72,19 @@ struct Gemm {
   A* gated = nullptr;  // takes the place of y: [rows, w.n / 2]
   int64_t ld_gated = 0;
   const uint8_t* plain = nullptr;  // [rows]: 1 for rows that need y as well
+  char* rounded = nullptr;         // what integers are multiplied with: room for x as whole numbers, see gemm_integers.h
 };
 
-INLINE int64_t panel_bytes(const Matrix& w) {
-  static const int bytes[] = {4, 2, 2, 1};
-  return round_up(w.k, 32) * PANEL * bytes[w.type];
+constexpr int64_t I4_BYTES = 9 * 64;  // of a panel's 64 k: a line of scales and eight of values
+
+INLINE bool is_integer(int64_t type) { return type >= I8; }
+
+INLINE int64_t panel_bytes(int64_t type, int64_t k) {
+  static const int bytes[] = {4, 2, 2};
+  if (type == I4) return round_up(k, 64) / 64 * I4_BYTES;
+  return type == I8 ? round_up(k, 64) * PANEL : round_up(k, 32) * PANEL * bytes[type];
 }
+INLINE int64_t panel_bytes(const Matrix& w) { return panel_bytes(w.type, w.k); }
 
 // silu(gate) * up
 INLINE vf gated(vf gate, vf up) { return gate / (exp(-gate) + 1.0f) * up; }
@@ -154,12 +158,6 @@ INLINE vf line_values(const bf16* line, int u, int at) {
   vu both;
   memcpy(&both, line + at * 2, sizeof both);
   return (vf)(u ? both & 0xffff0000u : both << 16);
-}
-INLINE vf line_values(const int8_t* line, int u, int at) {
-  vh both;
-  memcpy(&both, line + (u / 2) * 2 * PANEL + at * 2, sizeof both);
-  const vi wide = __builtin_convertvector(both, vi);
-  return __builtin_convertvector(u & 1 ? (wide << 16) >> 24 : (wide << 24) >> 24, vf);
 }
 
 // Memory that is still to be prefetched: [at, end), and for each of its lines the line `gap` bytes behind it. Prefetches go in
@@ -262,19 +260,7 @@ static void panels_by_vectors(const Gemm<A>& g, const Wt* w, int64_t stride, int
   }
 }
 
-#if MOTET_LEVEL >= 3
-// I8 panels as BF16 ones; whole numbers below 256 are exact.
-static void widen(const int8_t* from, bf16* to, int64_t k) {
-  for (int64_t i = 0; i < k; i += 2, from += 2 * PANEL, to += 2 * PANEL) {
-    const __m512i both = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
-    const __m512i more = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + PANEL)));
-    const __m512bh v = _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(more), _mm512_cvtepi32_ps(both));
-    memcpy(to, &v, sizeof v);
-  }
-}
-#endif
-
-constexpr int TILE_ROWS = 32, TILES_K = 256;  // rows that tiles take at once; k of which two panels stay in the first cache
+constexpr int TILE_ROWS = 32, TILES_K = 512;  // rows that tiles take at once; bytes of their k for which two panels stay in the first cache
 constexpr int MAX_ROWS = 256;                 // of one piece of work: their sums are kept between blocks of k
 
 #if MOTET_LEVEL >= 4
@@ -330,10 +316,10 @@ class Tiles {
 
 #if MOTET_LEVEL >= 4
 
-// Adds the products over [k0, k1) of one or two panels to the sums of 32 rows (or 16), which lie at `sums` tile after tile. Rows
-// of x are padded to 16 in memory; the padding may hold anything.
-template <bool TWO_ROWS, bool TWO_PANELS>
-INLINE void tiles_of(const bf16* w, int64_t stride, const bf16* x, int64_t ldx, int64_t k0, int64_t k1, float* sums,
+// Adds the products over bytes [k0, k1) of x and one or two panels to the sums of 32 rows (or 16), which lie at `sums` tile after
+// tile: whole numbers for INTEGERS. Rows of x are padded to 16 in memory; the padding may hold anything.
+template <bool INTEGERS, bool TWO_ROWS, bool TWO_PANELS>
+INLINE void tiles_of(const char* w, int64_t stride, const char* x, int64_t ldx, int64_t k0, int64_t k1, float* sums,
                      Ahead& all_ahead, int lines) {
   constexpr int TILE = 16 * PANEL;
   asm volatile("" ::: "memory");  // the compiler does not know that tile loads read memory
@@ -349,22 +335,36 @@ INLINE void tiles_of(const bf16* w, int64_t stride, const bf16* x, int64_t ldx, 
     _tile_zero(3);
   }
   Ahead ahead = all_ahead;
-  for (int64_t i = k0; i < k1; i += 32) {
+  for (int64_t i = k0; i < k1; i += 64) {
     for (int j = 0; j < lines && ahead.at < ahead.end; ++j, ahead.at += 64) {
       prefetch(ahead.at);
       prefetch(ahead.at + ahead.gap);
     }
-    _tile_loadd(4, x + i, ldx * 2);
+    _tile_loadd(4, x + i, ldx);
     _tile_loadd(6, w + i * PANEL, 64);
-    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (INTEGERS)
+      _tile_dpbsud(0, 4, 6);
+    else
+      _tile_dpbf16ps(0, 4, 6);
     if (TWO_PANELS) {
       _tile_loadd(7, w + stride + i * PANEL, 64);
-      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (INTEGERS)
+        _tile_dpbsud(1, 4, 7);
+      else
+        _tile_dpbf16ps(1, 4, 7);
     }
     if (TWO_ROWS) {
-      _tile_loadd(5, x + 16 * ldx + i, ldx * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      if (TWO_PANELS) _tile_dpbf16ps(3, 5, 7);
+      _tile_loadd(5, x + 16 * ldx + i, ldx);
+      if constexpr (INTEGERS)
+        _tile_dpbsud(2, 5, 6);
+      else
+        _tile_dpbf16ps(2, 5, 6);
+      if (TWO_PANELS) {
+        if constexpr (INTEGERS)
+          _tile_dpbsud(3, 5, 7);
+        else
+          _tile_dpbf16ps(3, 5, 7);
+      }
     }
   }
   all_ahead = ahead;
@@ -374,118 +374,36 @@ INLINE void tiles_of(const bf16* w, int64_t stride, const bf16* x, int64_t ldx, 
   if (TWO_ROWS && TWO_PANELS) _tile_stored(3, sums + 3 * TILE, 64);
 }
 
-static void panels_by_tiles(const Gemm<bf16>& g, const bf16* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
-                            int panels, Ahead ahead) {
+// `x` has rows of `ldx` bytes, of which `k` are multiplied; `adjust` turns the sums of 16 rows from a row into values.
+template <bool INTEGERS, class A, class Adjust>
+static void panels_by_tiles(const Gemm<A>& g, const char* w, int64_t stride, const char* x, int64_t ldx, int64_t k, int64_t row0,
+                            int64_t row1, int64_t panel, int panels, Ahead ahead, Adjust&& adjust) {
   alignas(64) float sums[MAX_ROWS * 2 * PANEL];  // per 32 rows: [row half][panel][16][16]
-  const int64_t k = round_up(g.w->k, 32), blocks = (row1 - row0 + TILE_ROWS - 1) / TILE_ROWS;
+  const int64_t blocks = (row1 - row0 + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t k_each = blocks == 1 ? k : TILES_K;
   Tiles::for_product((int)std::min<int64_t>(16, row1 - row0));
-  const int lines = (int)((16 + blocks - 1) / blocks);  // of each panel ahead, for 32 k of a block of rows
+  const int lines = (int)((16 + blocks - 1) / blocks);  // of each panel ahead, for 64 bytes of a block of rows
   for (int64_t k0 = 0; k0 < k; k0 += k_each)
     for (int64_t row = row0; row < row1; row += TILE_ROWS) {
-      const bf16* x = g.x + row * g.ldx;
+      const char* at = x + row * ldx;
       const int64_t k1 = std::min(k, k0 + k_each);
       float* block = sums + (row - row0) * 2 * PANEL;
       if (row1 - row > 16)
-        panels == 2 ? tiles_of<true, true>(w, stride, x, g.ldx, k0, k1, block, ahead, lines)
-                    : tiles_of<true, false>(w, stride, x, g.ldx, k0, k1, block, ahead, lines);
+        panels == 2 ? tiles_of<INTEGERS, true, true>(w, stride, at, ldx, k0, k1, block, ahead, lines)
+                    : tiles_of<INTEGERS, true, false>(w, stride, at, ldx, k0, k1, block, ahead, lines);
       else
-        panels == 2 ? tiles_of<false, true>(w, stride, x, g.ldx, k0, k1, block, ahead, lines)
-                    : tiles_of<false, false>(w, stride, x, g.ldx, k0, k1, block, ahead, lines);
+        panels == 2 ? tiles_of<INTEGERS, false, true>(w, stride, at, ldx, k0, k1, block, ahead, lines)
+                    : tiles_of<INTEGERS, false, false>(w, stride, at, ldx, k0, k1, block, ahead, lines);
     }
   for (int64_t row = row0; row < row1; row += 16) {
-    const Sums tiles{sums + (row - row0) * 2 * PANEL, PANEL, 16 * PANEL};
+    float* block = sums + (row - row0) * 2 * PANEL;
+    const Sums tiles{block, PANEL, 16 * PANEL};
     const int rows = (int)std::min<int64_t>(16, row1 - row);
+    adjust(row, rows, panels, block);
     g.gated ? finish_gated(g, row, rows, panel, tiles) : finish(g, row, rows, panel, panels, tiles);
   }
 }
 #endif
-
-// Whether products of activations A run on tiles. Only those can be gated.
-template <class A>
-constexpr bool on_tiles = MOTET_LEVEL >= 4 && sizeof(A) == 2;
-
-constexpr int64_t CACHE_BYTES = MOTET_LEVEL >= 4 ? 1280 << 10 : 768 << 10;  // of the second-level cache; every AMX machine has 2 MiB per core
-
-// The pieces of a product: [row block][groups of panels], numbered from 0. The `per_group` panels of a group are multiplied
-// together and lie `apart` panels from each other. A piece of a gated product is two groups: 64 bytes of every row.
-template <class A>
-struct GemmItems {
-  int64_t rows_each, blocks, panels, groups, groups_each, items_each, apart;
-  int per_group;
-
-  explicit GemmItems(const Gemm<A>& g) {
-    panels = (g.w->n + PANEL - 1) / PANEL;
-    per_group = on_tiles<A> ? 2 : GROUP;
-    groups = (panels + per_group - 1) / per_group;
-    groups_each = g.gated ? 2 : 1;
-    items_each = (groups + groups_each - 1) / groups_each;
-    apart = g.gated ? panels / 2 : 1;
-    // the rows of one block stay in the second-level cache while all panels are read
-    const int64_t unit = on_tiles<A> ? TILE_ROWS : 96, fit = CACHE_BYTES / (int64_t)(g.ldx * sizeof(A)) / unit * unit;
-    const int64_t most = std::max(unit, on_tiles<A> ? std::min<int64_t>(MAX_ROWS, fit) : fit);
-    blocks = (g.rows + most - 1) / most;
-    rows_each = blocks ? round_up((g.rows + blocks - 1) / blocks, unit) : 0;  // a step of prefill chunks alone may want no logits
-  }
-  int64_t count() const { return blocks * items_each; }
-  int64_t first_group(int64_t item) const { return item % items_each * groups_each; }
-  int64_t first_panel(int64_t group) const { return apart > 1 ? group : group * per_group; }
-  int count_panels(int64_t group) const { return apart > 1 ? 2 : (int)std::min<int64_t>(per_group, panels - first_panel(group)); }
-};
-
-// Rows [row0, row1) of one group; `soon` is the group that comes next, or -1.
-template <class A>
-static void gemm_group(const Gemm<A>& g, const GemmItems<A>& items, int64_t row0, int64_t row1, int64_t group, int64_t soon) {
-  const Matrix& w = *g.w;
-  const int64_t panel = items.first_panel(group), bytes = panel_bytes(w), apart = items.apart * bytes;
-  const int panels = items.count_panels(group);
-  const char* data = (const char*)w.data + panel * bytes;
-  Ahead ahead;
-  if (soon >= 0) {
-    const int count = items.count_panels(soon);
-    ahead.at = (const char*)w.data + items.first_panel(soon) * bytes;
-    ahead.end = ahead.at + (on_tiles<A> ? 1 : count) * bytes;
-    ahead.gap = on_tiles<A> && count == 2 ? apart : 0;
-  }
-  if constexpr (sizeof(A) == 2) {
-#if MOTET_LEVEL >= 3
-    const bf16* weights = (const bf16*)data;
-    int64_t stride = apart / 2;
-    if (w.type == I8) {
-      static thread_local bf16* wide = nullptr;
-      static thread_local int64_t capacity = 0;
-      stride = round_up(w.k, 32) * PANEL;
-      if (capacity < stride * GROUP) {
-        free(wide);
-        capacity = stride * GROUP;
-        wide = (bf16*)aligned_alloc(64, round_up(capacity * 2, 64));
-      }
-      for (int p = 0; p < panels; ++p) widen((const int8_t*)data + p * apart, wide + p * stride, round_up(w.k, 32));
-      weights = wide;
-    }
-#if MOTET_LEVEL >= 4
-    panels_by_tiles(g, weights, stride, row0, row1, panel, panels, ahead);
-#else
-    panels_by_vectors(g, weights, stride, row0, row1, panel, panels, ahead);
-#endif
-#endif
-  } else {
-    switch (w.type) {
-      case F32: return panels_by_vectors(g, (const float*)data, bytes / 4, row0, row1, panel, panels, ahead);
-      case BF16: return panels_by_vectors(g, (const bf16*)data, bytes / 2, row0, row1, panel, panels, ahead);
-      case F16: return panels_by_vectors(g, (const f16*)data, bytes / 2, row0, row1, panel, panels, ahead);
-      default: return panels_by_vectors(g, (const int8_t*)data, bytes, row0, row1, panel, panels, ahead);
-    }
-  }
-}
-
-template <class A>
-static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item, int64_t next_item) {
-  const int64_t row0 = item / items.items_each * items.rows_each, row1 = std::min(g.rows, row0 + items.rows_each);
-  const int64_t begin = items.first_group(item), end = std::min(items.groups, begin + items.groups_each);
-  for (int64_t group = begin; group < end; ++group)
-    gemm_group(g, items, row0, row1, group, group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item));
-}
 
 // A row of x in another type, and zeros up to `stride`.
 template <class T, class A>

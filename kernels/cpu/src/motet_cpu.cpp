@@ -14,6 +14,7 @@
 #include "assist_server.h"
 #include "forward.h"
 #include "loader.h"
+#include "merge.h"
 #include "probes.h"
 #include "team.h"
 
@@ -43,16 +44,39 @@ float value_of(const void* from, int64_t type, int64_t at) {
   return (float)half;
 }
 
-void pack_int8(const void* from, int64_t type, int64_t rows, int64_t k, int64_t padded, int8_t* to, float* scale) {
-  memset(to, 0, padded * 16);
+// Panels of integers, see gemm_integers.h.
+void pack_int8(const void* from, int64_t type, int64_t rows, int64_t k, uint8_t* to, float* scale) {
+  memset(to, I8_ZERO, panel_bytes(I8, k));
   for (int64_t r = 0; r < rows; ++r) {
     float largest = 0;
     for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::fabs(value_of(from, type, r * k + i)));
     scale[r] = largest / 127.0f;
     const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
     for (int64_t i = 0; i < k; ++i)
-      to[i / 2 * 32 + r * 2 + i % 2] = (int8_t)std::lrintf(value_of(from, type, r * k + i) * inverse);
+      to[i / 4 * 64 + r * 4 + i % 4] = (uint8_t)(std::lrintf(value_of(from, type, r * k + i) * inverse) + I8_ZERO);
   }
+}
+
+// The largest value of a group becomes -8, so that all sixteen numbers are used.
+void pack_int4(const void* from, int64_t type, int64_t rows, int64_t k, uint8_t* to) {
+  memset(to, 0, panel_bytes(I4, k));
+  for (int64_t r = 0; r < 16; ++r)
+    for (int64_t group = 0; group < round_up(k, 64) / I4_GROUP; ++group) {
+      uint8_t* block = to + group / 2 * I4_BYTES;
+      float values[I4_GROUP] = {}, furthest = 0;
+      for (int i = 0; i < I4_GROUP; ++i) {
+        const int64_t at = group * I4_GROUP + i;
+        if (r < rows && at < k) values[i] = value_of(from, type, r * k + at);
+        if (std::fabs(values[i]) > std::fabs(furthest)) furthest = values[i];
+      }
+      const _Float16 scale = (_Float16)(furthest / -8.0f);
+      const float inverse = (float)scale != 0.0f ? 1.0f / (float)scale : 0.0f;
+      memcpy(block + group % 2 * 32 + r * 2, &scale, 2);
+      for (int i = 0; i < I4_GROUP; ++i) {
+        const int whole = (int)std::lrintf(std::min(std::max(values[i] * inverse, -8.0f), 7.0f)) + I4_ZERO;
+        block[64 + group % 2 * 256 + i / 8 * 64 + r * 4 + i % 4] |= (uint8_t)(whole << (i / 4 % 2 * 4));
+      }
+    }
 }
 
 }  // namespace
@@ -82,6 +106,12 @@ struct Engine {
     }                                  \
   }
 
+template <class Wt>
+static void merge_by_type(const Pool& adapter, int64_t type, int64_t layer, int group, const Matrix& from, void* to, int64_t first,
+                          int64_t count, Team& team) {
+  BY_TYPE(type, (run_merge<Wt, T>(adapter, layer, group, from, to, first, count, team)))
+}
+
 // Asks the system for the registers of the instruction set. False when it refuses.
 static bool may_compute() {
 #if MOTET_LEVEL >= 4
@@ -108,20 +138,20 @@ void* motet_alloc(int64_t bytes) {
 }
 void motet_release(void* p, int64_t bytes) { munmap(p, bytes); }
 
-int64_t motet_packed_bytes(int64_t n, int64_t k, int64_t type) {
-  static const int bytes[] = {4, 2, 2, 1};
-  return (n + 15) / 16 * 16 * ((k + 31) / 32 * 32) * bytes[type];
-}
+int64_t motet_packed_bytes(int64_t n, int64_t k, int64_t type) { return (n + PANEL - 1) / PANEL * panel_bytes(type, k); }
 
-// `from` [n, k] of `from_type` into `to` of `type`; the types differ only for I8, which also fills `scale` [n].
+// `from` [n, k] of `from_type` into `to` of `type`; the types differ only for I8, which also fills `scale` [n], and I4.
 void motet_pack(Engine* engine, const void* from, int64_t from_type, int64_t n, int64_t k, int64_t type, void* to, float* scale) {
   const int64_t padded = (k + 31) / 32 * 32, panel = motet_packed_bytes(16, k, type);
   engine->team.run([=](int) {
     engine->team.each((n + 15) / 16, [=](int64_t p, int64_t) {
       const int64_t rows = std::min<int64_t>(16, n - p * 16), at = p * 16 * k;
       char* out = (char*)to + p * panel;
+      const char* values = (const char*)from + at * (from_type == F32 ? 4 : 2);
       if (type == I8)
-        pack_int8((const char*)from + at * (from_type == F32 ? 4 : 2), from_type, rows, k, padded, (int8_t*)out, scale + p * 16);
+        pack_int8(values, from_type, rows, k, (uint8_t*)out, scale + p * 16);
+      else if (type == I4)
+        pack_int4(values, from_type, rows, k, (uint8_t*)out);
       else if (type == F32)
         pack_panel((const uint32_t*)from + at, rows, k, k, padded, (uint32_t*)out);
       else if (type == F16)
@@ -135,6 +165,16 @@ void motet_pack(Engine* engine, const void* from, int64_t from_type, int64_t n, 
       }
     });
   });
+}
+
+// Panels [first, first + count) of `to` = `from` with the adapter merged, a pool of one slot and of the type `adapter_type`.
+void motet_merge(Engine* engine, const Pool* adapter, int64_t adapter_type, int64_t layer, int64_t group, const Matrix* from,
+                 void* to, int64_t first, int64_t count) {
+  switch (from->type) {
+    case BF16: return merge_by_type<bf16>(*adapter, adapter_type, layer, (int)group, *from, to, first, count, engine->team);
+    case F16: return merge_by_type<f16>(*adapter, adapter_type, layer, (int)group, *from, to, first, count, engine->team);
+    default: return merge_by_type<float>(*adapter, adapter_type, layer, (int)group, *from, to, first, count, engine->team);
+  }
 }
 
 void motet_forward(Engine* engine, const Model* model, const Step* step) {

@@ -8,9 +8,10 @@ namespace motet {
 class Channel;
 }
 
-enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3 };
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, I4 = 4 };
 
-// A packed [n, k] matrix: panels of 16 outputs, see gemm.h. `scale` [n] belongs to I8, `bias` [n] may be null.
+// A packed [n, k] matrix: panels of 16 outputs, see gemm.h. `scale` [n] belongs to I8 (I4 has its scales among the values), `bias` [n]
+// may be null.
 struct Matrix {
   const void* data;
   const float* scale;

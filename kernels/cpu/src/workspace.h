@@ -7,7 +7,7 @@
 namespace motet {
 
 struct Workspace {
-  Buffer x, y, h, gated, s, scratch;
+  Buffer x, y, h, gated, rounded, s, scratch;
   int64_t scratch_each = 0;  // floats of one thread
   LoraPlan lora;
   AssistStep assist;

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from motet.kernels.cpu.assist import AssistCounts
@@ -21,6 +22,7 @@ from motet.services.worker.engine.step_batch import StepBatch
 
 if TYPE_CHECKING:
     from motet.services.worker.assist import Capacity
+    from motet.services.worker.engine.merging import MergedWeights
 
 
 class BackendMissing(Exception):
@@ -38,7 +40,7 @@ class BackendOptions:
     load_format: str = "auto"
     """"dummy" makes random weights on the device and reads `config.json` alone."""
     quantization: str = "none"
-    """"int8" keeps the base's matrices as whole numbers with one scale per output."""
+    """"int8" or "int4" keeps the base's matrices as whole numbers, which are multiplied with activations of 8 bits."""
     kernels: str = "auto"
     """A name of `backends.BACKENDS`, or "auto": that of the device, unless MOTET_KERNELS names one."""
     threads: int = 0
@@ -50,6 +52,8 @@ class BackendOptions:
     lora_bytes: int
     max_lora_rank: int
     max_loras: int
+    merge: bool = False
+    """An adapter may be merged into a copy of the weights (`Backend.merged`)."""
     elastic: bool = False
     """Room may go from KV blocks to adapters and back, where the device's memory can do that (`Backend.elastic`)."""
     link_bytes_per_s: float = 0.0
@@ -101,6 +105,18 @@ class Backend(Protocol):
         Before that, the content of blocks is copied, (from, to) in order. What is in use lies within the new limits then.
         """
 
+    @property
+    def numerics(self) -> str:
+        """What the bytes of K and V depend on besides the model and its type: backends with the same compute the same."""
+
+    def read_kv(self, blocks: Sequence[int]) -> np.ndarray:
+        """A copy of these KV blocks in host memory, uint8 [n * kv_block_bytes]. Between steps."""
+
+    def write_kv(self, blocks: Sequence[int], content: bytearray) -> None:
+        """Write what another backend of the same numerics, model and type has read. Between steps.
+
+        Raises ValueError when the content is not as long as the blocks."""
+
     def adapter_bytes(self, weights: HostAdapter) -> int:
         """What this adapter occupies on the device."""
 
@@ -134,6 +150,10 @@ class Backend(Protocol):
     @property
     def assisted(self) -> AssistCounts:
         """Where the LoRA part of adapters under way was computed so far."""
+
+    @property
+    def merged(self) -> MergedWeights | None:
+        """The copy of the weights with an adapter merged, for steps of `StepBatch.merged`; None unless it was asked for."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the rows' K and V and return the wanted logits, float32 [n, vocab], in the order of `logit_rows`.

@@ -67,12 +67,15 @@ def reserve(options: BackendOptions, *, spare_blocks: int = 0) -> DeviceMemory:
 
 
 def weights_of(
-    options: BackendOptions, memory: DeviceMemory, linear: Callable[[torch.Tensor, torch.Tensor | None], M]
+    options: BackendOptions,
+    memory: DeviceMemory,
+    linear: Callable[[torch.Tensor, torch.Tensor | None], M],
+    head: Callable[[torch.Tensor, torch.Tensor | None], M] | None = None,
 ) -> ModelWeights[M]:
     """The checkpoint's weights, or random ones, in the memory's type on its device. Raises UnsupportedModel."""
     if options.load_format == "dummy":
-        return random_weights(memory.config, memory.dtype, memory.device, linear)
-    return load_weights(options.model_dir, memory.config, memory.dtype, memory.device, linear)
+        return random_weights(memory.config, memory.dtype, memory.device, linear, head)
+    return load_weights(options.model_dir, memory.config, memory.dtype, memory.device, linear, head)
 
 
 def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int) -> int:

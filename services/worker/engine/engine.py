@@ -23,11 +23,15 @@ from motet.policies.batch_state import StepPlan, advance, due_s
 from motet.policies.cold_start import ColdStarts, Forced
 from motet.policies.eviction import make_eviction
 from motet.policies.kv_blocks import KvBlocks
+from motet.policies.merge_decision import MergeConfig, Merging
+from motet.policies.merged_copy import MERGE, NOTHING_KNOWN, MergedCopy
 from motet.policies.request_queues import make_queues
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.backend import Backend
 from motet.services.worker.engine.copies import DeviceAdapters
-from motet.services.worker.engine.request import EngineLimits, EngineRequest, StepOutput, StepStats
+from motet.services.worker.engine.kv_travel import TravellingKv
+from motet.services.worker.engine.merging import CopyMaker
+from motet.services.worker.engine.request import EngineLimits, EngineRequest, MergeStats, StepOutput, StepStats
 from motet.services.worker.engine.sampler import Drawn, Sampler
 from motet.services.worker.engine.seats import LiveSequence, Seats
 from motet.services.worker.state import START_PERF
@@ -43,7 +47,8 @@ log = logger("motet.worker.engine")
 class Engine:
     """One model, many sequences. Owns KV accounting, adapter slots, queues and sampling state; the runner owns tensors.
 
-    `perf` is what is known of step times now; `cold_start` forces one way for requests whose adapter is being copied.
+    `perf` is what is known of step times now; `cold_start` forces one way for requests whose adapter is being copied; `merge`
+    has the constants of merging, where the backend can.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Engine:
         *,
         perf: Callable[[], PerfModel] = lambda: START_PERF,
         cold_start: Forced = "auto",
+        merge: MergeConfig = MERGE,
     ) -> None:
         self.limits = limits
         self._runner = runner
@@ -72,7 +78,7 @@ class Engine:
         slots = AdapterSlots(
             limits.max_loras, self._lora_bytes, asynchronous=cold is not None, eviction=make_eviction(limits.eviction)
         )
-        blocks = limits.kv_blocks
+        blocks, merges = limits.kv_blocks, runner.merged is not None
         capacity = blocks + self._lora_bytes // runner.kv_block_bytes if runner.elastic else blocks
         self._adapters = DeviceAdapters(runner, slots, perf)
         self._core: BatchCore[LiveSequence] = BatchCore(
@@ -87,8 +93,17 @@ class Engine:
                 total_tokens=blocks * limits.block_size + self._lora_bytes / (runner.kv_block_bytes / limits.block_size),
                 token_bytes=runner.kv_block_bytes / limits.block_size,
             ),
+            modes=Merging(NOTHING_KNOWN, merge) if merges else None,
+            copies=perf() if merges else None,
         )
+        self._maker: CopyMaker | None = None
+        """Makes the merged copy of the weights; None where no adapter is merged."""
+        if runner.merged is not None and self._core.copy is not None:
+            self._maker = CopyMaker(runner.merged, self._core.copy)
+        self._step_s = 0.0  # how long the last step took, slices of a copy apart
         self._state = self._core.state
+        self.kv = TravellingKv(self._core.travelling, runner, self._keys_of)
+        """KV blocks that move between workers."""
         self._seats = Seats(
             seats=admission.seats,
             max_step_tokens=limits.max_step_tokens,
@@ -128,6 +143,11 @@ class Engine:
         if self._core.cold is not None:
             self._core.cold.forced = way
 
+    @property
+    def merges(self) -> bool:
+        """Whether an adapter may be merged into a copy of the weights."""
+        return self._maker is not None
+
     def briefs(self) -> list[RequestBrief]:
         """Every request here, waiting or running."""
         return [live.brief() for live in self._sequences()]
@@ -165,15 +185,25 @@ class Engine:
 
     def cancel(self, request_id: str, epoch: int) -> bool:
         """Stop the request of this id if its epoch is `epoch` or older; its last item says "cancelled"."""
-        live = next((live for live in self._sequences() if live.request.request_id == request_id), None)
+        live = self._find(request_id)
         if live is None or live.request.epoch > epoch:
             return False
         self._end(live, StreamItem(request_id, live.request.epoch, live.output_tokens, [], "cancelled"))
         return True
 
+    def _keys_of(self, request_id: str, epoch: int) -> list[bytes]:
+        """The keys of a request's full blocks; none when it is not here."""
+        live = self._find(request_id)
+        return live.keys[: live.published] if live is not None and live.request.epoch == epoch else []
+
+    def _find(self, request_id: str) -> LiveSequence | None:
+        return next((live for live in self._sequences() if live.request.request_id == request_id), None)
+
     def step(self, now_s: float) -> StepOutput:
         """One batch through the model; with nothing to run, only what happened since the last step."""
         stats = self._output.stats
+        if self._maker is not None and self._core.busy:
+            stats.merge_s = self._maker.advance(self._step_s)
         for digest in self._core.look(self._adapters):
             self._adapters.whole(digest)
         if self._core.busy:
@@ -185,7 +215,11 @@ class Engine:
             ran_s = clock.now_s()
             if drawn is not None:
                 self._postprocess(advance(plan), drawn, stats)
-            stats.postprocess_s = clock.now_s() - ran_s
+            ended_s = clock.now_s()
+            stats.postprocess_s = ended_s - ran_s
+            if self._core.copy is not None and drawn is not None:
+                self._step_s = ended_s - began_s
+                self._weigh_modes(self._core.copy, plan, stats)
         self._sweep()
         ran = stats.decode_rows or stats.prefill_requests
         self.pause_s = 0.0 if ran else self._adapters.pause_s(self._core.wait_ms)
@@ -245,6 +279,8 @@ class Engine:
 
     def _schedule(self, now_s: float, stats: StepStats) -> StepPlan[LiveSequence]:
         plan = self._core.decide(now_s)
+        if self._maker is not None:
+            self._maker.follow(plan, (*self._state.running, *self._state.waiting))
         for live in plan.preempted:
             self._leave(live)
             self._changed[live.request.request_id] = live.brief()
@@ -268,6 +304,8 @@ class Engine:
             self._divide_memory()
         stats.preempted = len(plan.preempted)
         stats.count(plan.decodes, plan.prefills)
+        if plan.merged:
+            stats.without_lora()
         return plan
 
     def _run(self, plan: StepPlan[LiveSequence], stats: StepStats) -> Drawn | None:
@@ -276,7 +314,11 @@ class Engine:
         began_s = clock.now_s()
         try:
             batch, rows, lengths = self._seats.build(plan, stats)
-            batch.slot_modes, stats.cold_rows = self._adapters.modes(self._core.cold, plan)
+            if plan.merged:
+                batch.merged = True
+                batch.row_slot.fill(-1)
+            else:
+                batch.slot_modes, stats.cold_rows = self._adapters.modes(self._core.cold, plan)
             built_s = clock.now_s()
             stats.schedule_s += built_s - began_s
             logits = self._runner.forward(batch)
@@ -291,6 +333,14 @@ class Engine:
             self._state.kv.forget_all()
             return None
         return drawn
+
+    def _weigh_modes(self, copy: MergedCopy, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
+        """Tell the policy of a step: its time, for what merging saves, and its requests, for the adapters' credits."""
+        stats.time_ms = 1000 * self._step_s
+        copy.observe(stats)
+        assert self._core.modes is not None, "an engine with a merged copy chooses between modes"
+        self._core.modes.ran(1)
+        stats.merging = MergeStats(bool(plan.merged), plan.switched, plan.resting, copy.claimed_bytes, copy.lora)
 
     def _postprocess(self, drawing: list[LiveSequence], drawn: Drawn, stats: StepStats) -> None:
         stats.sampled = len(drawing)
@@ -358,6 +408,7 @@ class Engine:
             tenant=request.tenant,
             tenant_weight=request.tenant_weight,
             cache_scope=request.cache_scope,
+            merged_bytes=self._maker.size(adapter) if adapter and self._maker is not None else 0,
         )
 
     def _ending(self, sampling: SamplingParams) -> set[int]:

@@ -62,8 +62,11 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     linear: Callable[[torch.Tensor, torch.Tensor | None], M],
+    head: Callable[[torch.Tensor, torch.Tensor | None], M] | None = None,
 ) -> ModelWeights[M]:
     """Read, convert and fuse the checkpoint in `model_dir`; `linear` turns each matrix [out, in] and its bias into an M.
+
+    `head` does that for the matrix to the vocabulary, where it is to be another.
 
     Every name and shape is checked against `config` before a byte of weights is read. Raises UnsupportedModel naming the
     file or tensor: a missing one, one of another shape, and one that the config does not know (it would be ignored
@@ -83,7 +86,7 @@ def load_weights(
                 at += part.shape[0]
             return whole
 
-        return _fused(config, read, linear)
+        return _fused(config, read, linear, head or linear)
 
 
 def random_weights(
@@ -91,6 +94,7 @@ def random_weights(
     dtype: torch.dtype,
     device: torch.device,
     linear: Callable[[torch.Tensor, torch.Tensor | None], M],
+    head: Callable[[torch.Tensor, torch.Tensor | None], M] | None = None,
 ) -> ModelWeights[M]:
     """Weights of `config`'s shapes from a normal distribution, the same for the same kind of device; norms are 1."""
     draw = torch.Generator(device).manual_seed(0)
@@ -102,11 +106,14 @@ def random_weights(
             return torch.ones(shape, dtype=dtype, device=device)
         return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, RANDOM_DEVIATION, generator=draw)
 
-    return _fused(config, read, linear)
+    return _fused(config, read, linear, head or linear)
 
 
 def _fused(
-    config: ModelConfig, read: Callable[..., torch.Tensor], linear: Callable[[torch.Tensor, torch.Tensor | None], M]
+    config: ModelConfig,
+    read: Callable[..., torch.Tensor],
+    linear: Callable[[torch.Tensor, torch.Tensor | None], M],
+    head: Callable[[torch.Tensor, torch.Tensor | None], M],
 ) -> ModelWeights[M]:
     """`read` gives tensors by their names in a checkpoint, several one after the other."""
     embed = read("model.embed_tokens.weight")
@@ -114,7 +121,7 @@ def _fused(
         embed=embed,
         layers=[_layer(f"model.layers.{i}.", config, read, linear) for i in range(config.num_layers)],
         norm=read("model.norm.weight"),
-        lm_head=linear(embed if config.tied_embeddings else read("lm_head.weight"), None),
+        lm_head=head(embed if config.tied_embeddings else read("lm_head.weight"), None),
     )
 
 

@@ -9,7 +9,7 @@ from motet.policies.cold_start import AssistRates
 from motet.policies.eviction import EvictionName
 from motet.policies.request_queues import QueuesName
 from motet.policies.step_record import Step
-from motet.shared.messages import StreamItem
+from motet.shared.messages import KvOffer, StreamItem
 from motet.shared.model import RequestBrief, SamplingParams, Slo, Tier
 
 if TYPE_CHECKING:
@@ -50,6 +50,26 @@ class EngineRequest:
     cache_scope: bytes = b""  # who may share its KV blocks (policies.kv_blocks.cache_scope)
     tenant: str = ""
     tenant_weight: float = 1.0
+    kv: KvOffer | None = None  # from where it has moved
+    kv_wait_s: float = 0.0  # the longest time to wait for KV blocks from there; 0: they are computed
+    losses: int = 0  # workers lost with it in a row, without a new token
+
+    def brief(self, adapter_digest: str, rank: int, output_tokens: int, *, running: bool) -> RequestBrief:
+        """What a scheduler must know of it. `output_tokens`: so far; `running`: it is in a batch."""
+        return RequestBrief(
+            request_id=self.request_id,
+            epoch=self.epoch,
+            adapter_digest=adapter_digest,
+            rank=rank,
+            prompt_tokens=len(self.prompt),
+            output_tokens=output_tokens,
+            predicted_tokens=self.predicted_tokens,
+            phase="running" if running else "waiting",
+            tpot_slo_ms=self.slo.tpot_slo_ms,
+            ttft_slo_ms=self.slo.ttft_slo_ms,
+            tenant=self.tenant,
+            tenant_weight=self.tenant_weight,
+        )
 
 
 @dataclass(slots=True)
@@ -77,6 +97,17 @@ class CopyStats:
         return self.assist.processes if self.assist is not None else 0
 
 
+@dataclass(slots=True)
+class MergeStats:
+    """A step of an engine that can merge an adapter into its weights."""
+
+    merged: bool  # one was
+    switched: bool  # another one, or none, than in the step before
+    resting: int  # running requests that the step left out
+    bytes: int  # KV memory that is lent to the merged copy
+    lora_share: float  # what LoRA adds to a step of the present requests
+
+
 class StepStats(Step, kw_only=True):
     """The step record of a live engine: beside what step times depend on, what metrics and requests are told."""
 
@@ -86,6 +117,8 @@ class StepStats(Step, kw_only=True):
     cold_starts: list[tuple[str, str]] = []  # mode and reason of those that joined while or after
     cold_errors_ms: list[tuple[str, float]] = []  # mode, time to first token beyond the predicted one
     copies: CopyStats | None = None
+    merging: MergeStats | None = None
+    merge_s: float = 0.0  # making the merged copy, before the step
     running: int = 0
     waiting: int = 0
     schedule_s: float = 0.0

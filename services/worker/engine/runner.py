@@ -23,6 +23,7 @@ from motet.services.worker.assist import CpuAssist
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.cores import on_cores
 from motet.services.worker.engine.device_memory import DeviceMemory
+from motet.services.worker.engine.merging import MergedWeights
 from motet.services.worker.engine.model_config import ModelConfig
 from motet.services.worker.engine.step_batch import StepBatch
 
@@ -113,9 +114,11 @@ class ModelRunner:
     memory: DeviceMemory
     steps: Steps
     loader: Loader
+    numerics: str
     assist: CpuAssist | None = None
     assist_relief: float = 0.0  # a share of a process's time
     cores: set[int] | None = None  # those of the steps; None for all
+    merged: MergedWeights | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -155,6 +158,16 @@ class ModelRunner:
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
         """From now on there are so many KV blocks and so many bytes for adapters; before that, blocks are copied."""
         self.memory.divide(kv_blocks, lora_bytes, moves)
+
+    def read_kv(self, blocks: Sequence[int]) -> np.ndarray:
+        """A copy of these KV blocks in host memory, uint8 [n * kv_block_bytes]."""
+        with torch.inference_mode():
+            return self.memory.cache.copy_out(blocks)
+
+    def write_kv(self, blocks: Sequence[int], content: bytearray) -> None:
+        """Write what another runner of the same numerics, model and type has read."""
+        with torch.inference_mode():
+            self.memory.cache.copy_in(blocks, content)
 
     def adapter_bytes(self, weights: HostAdapter) -> int:
         """What this adapter occupies in the pool: whole pages of 8 ranks of each projection it has, over all layers."""

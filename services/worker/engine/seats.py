@@ -33,20 +33,7 @@ class LiveSequence(Sequence):
 
     def brief(self) -> RequestBrief:
         """What a scheduler must know of it."""
-        return RequestBrief(
-            request_id=self.request.request_id,
-            epoch=self.request.epoch,
-            adapter_digest=self.adapter,
-            rank=self.rank,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            predicted_tokens=self.request.predicted_tokens,
-            phase="running" if self.row >= 0 else "waiting",
-            tpot_slo_ms=self.request.slo.tpot_slo_ms,
-            ttft_slo_ms=self.request.slo.ttft_slo_ms,
-            tenant=self.request.tenant,
-            tenant_weight=self.request.tenant_weight,
-        )
+        return self.request.brief(self.adapter, self.rank, self.output_tokens, running=self.row >= 0)
 
 
 class Seats:

@@ -19,6 +19,7 @@ class StepBatch:
     block_tables: np.ndarray  # int32 [seqs, max_blocks] KV block ids; what lies past a sequence's context is not read
     kv_slots: np.ndarray  # int64 [rows] block * block_size + offset: where each row's K and V go
     logit_rows: np.ndarray  # int64 [n] rows whose logits are wanted
+    merged: bool = False  # all rows are of the merged adapter, and `row_slot` is -1
     slot_modes: dict[int, str] = field(default_factory=dict)  # "assist" or "layerwise", of slots still being copied
 
 

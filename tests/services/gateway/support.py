@@ -42,7 +42,7 @@ class FakeScheduler:
             raise self.refuse
         if request.request_id.endswith(f"-{self.refuse_choice}"):
             raise Overloaded("full")
-        for worker_id in self.workers:
+        for worker_id in sorted(self.workers, key=lambda one: one != request.move_to):
             if worker_id in request.exclude_workers:
                 continue
             reply = await self.bus.request(subjects.assign(worker_id), request, AssignReply, timeout_s=5.0)

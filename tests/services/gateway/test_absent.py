@@ -37,6 +37,16 @@ def test_a_worker_that_loads_its_model_is_no_mystery() -> None:
     assert absent.sentences(6.0) == []
 
 
+def test_a_worker_that_begins_again_and_again_is_not_hoped_for() -> None:
+    absent = Absentees("demo")
+    for start in range(4):
+        absent.on_notice(notice("starting", incarnation=str(start)), 10.0 * start)
+        assert absent.loading(10.0 * start) == (start < 3)
+    absent.on_state("w1", "3")
+    absent.on_notice(notice("starting", incarnation="later"), 50.0)
+    assert absent.loading(60.0) and not absent.loading(50.0 + FORGET_S + 1.0)
+
+
 def test_a_killed_worker_is_lost_without_a_word() -> None:
     absent = Absentees("demo")
     absent.on_lost("w1", 1.0)

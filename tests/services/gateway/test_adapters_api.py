@@ -147,6 +147,7 @@ async def test_the_adapter_resource_tells_everything_about_an_adapter(mesh: Mesh
         "updated": 1_700_000_000,
         "resident": {"w1": "device"},
         "pinned_to": [],
+        "placed_on": [],
     }
     async with http.get(f"{mesh.url}/v1/adapters") as answer:
         assert [adapter["name"] for adapter in (await answer.json())["data"]] == ["upper"]

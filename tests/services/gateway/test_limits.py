@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from motet.services.gateway.limits import Limits, RateLimited, shown
 from motet.shared.bus import Bus
 from motet.shared.config import ConfigError
 from motet.shared.errors import Overloaded
+from motet.shared.model import Slo
 from tests.services.gateway.conftest import Mesh
 from tests.services.gateway.support import Connect, FakeScheduler, assigned, running_gateway, start_workers
 from tests.support import eventually
@@ -176,3 +178,16 @@ async def test_a_request_carries_its_tenants_weight_to_the_scheduler(limited: Me
     async with http.post(f"{limited.url}/v1/completions", json=BODY) as answer:
         assert answer.status == 200
     assert limited.scheduler.submitted[0].tenant_weight == 1.0
+
+
+@pytest.mark.parametrize(("max_tokens", "tpot_slo_ms"), [(1, 3_600_000.0), (2, 50.0)])
+async def test_a_request_of_one_token_has_no_time_per_token(
+    mesh: Mesh, http: aiohttp.ClientSession, max_tokens: int, tpot_slo_ms: float
+) -> None:
+    """Schedulers refuse newcomers that would slow such a request's neighbours down."""
+    asked = {"model": "demo", "prompt": [1, 2], "max_tokens": max_tokens}
+    asking = asyncio.ensure_future(http.post(mesh.url + "/v1/completions", json=asked, headers={"x-slo-class": "interactive"}))
+    request = await assigned(mesh.first)
+    assert request.slo == Slo(slo_class="interactive", ttft_slo_ms=500.0, tpot_slo_ms=tpot_slo_ms)
+    await mesh.first.emit(request, 0, [50], "length")
+    assert (await asking).status == 200

@@ -7,17 +7,29 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from motet.services.gateway import owner
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.owner import LOSSES_MAX, Owner
 from motet.services.gateway.stream import Delta, Job, SlowReader, Stream
 from motet.shared import subjects
 from motet.shared.bus import Bus
+from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, DeadlineExceeded, MotetError, Overloaded, Unavailable, WorkerLost
-from motet.shared.messages import GenerateRequest, Outcome, StreamItem, TokenFrame, unpack_tokens
-from motet.shared.model import SamplingParams
+from motet.shared.messages import (
+    GenerateRequest,
+    Move,
+    Outcome,
+    StreamItem,
+    TokenFrame,
+    WorkerNotice,
+    pack_tokens,
+    unpack_tokens,
+)
+from motet.shared.model import SamplingParams, StructuredOutput
 from tests.services.gateway.support import Connect, FakeScheduler, assigned, cancelled, start_workers
 from tests.services.gateway.support_tokenizers import byte_level
 from tests.support import eventually
@@ -129,6 +141,29 @@ async def test_a_worker_that_returns_under_its_old_name_may_get_the_request_back
     stream = await mesh.owner.open(job())
     await speak(mesh.first, await assigned(mesh.first), until=3)
     await eventually(lambda: len(stream.tokens) == 3)
+    await mesh.first.die()
+    reborn = FakeWorker(await connect("w1-again"), "w1", limits=mesh.first.limits)
+    await reborn.start()
+    await speak(reborn, await assigned(reborn))
+    assert tokens_of(await read(stream)) == TOKENS
+
+
+async def test_a_running_request_waits_as_long_as_its_only_worker_loads_the_model(
+    mesh: Mesh, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "RESUME_PATIENCE_S", 0.5)
+    mesh.scheduler.workers = ["w1"]
+    stream = await mesh.owner.open(job())
+    await speak(mesh.first, await assigned(mesh.first), until=3)
+    await eventually(lambda: len(stream.tokens) == 3)
+    for worker in (mesh.second, mesh.first):
+        worker.mute()
+        await worker.goodbye()
+    notice = WorkerNotice(worker_id="w1", incarnation="second", base_model="demo", event="starting")
+    await mesh.bus.publish(subjects.notice("w1"), notice)
+    began, submitted = now_s(), len(mesh.scheduler.submitted)
+    await eventually(lambda: now_s() - began > 1.0 and len(mesh.scheduler.submitted) > submitted)
+    assert stream.error is None
     await mesh.first.die()
     reborn = FakeWorker(await connect("w1-again"), "w1", limits=mesh.first.limits)
     await reborn.start()
@@ -383,3 +418,95 @@ async def test_finished_requests_are_reported_to_the_predictors_and_cancelled_on
     await read(stream)
     await eventually(lambda: outcomes)
     assert [(o.adapter_digest, o.prompt_tokens, o.output_tokens) for o in outcomes] == [("", 3, len(TOKENS))]
+
+
+# ---- moves
+
+
+async def ask_to_move(mesh: Mesh, request_id: str, epoch: int, to: str) -> None:
+    await mesh.bus.publish(subjects.MOVE, Move(request_id=request_id, epoch=epoch, to=to))
+
+
+async def test_a_moved_request_goes_on_at_the_named_worker_without_a_token_lost_or_repeated(mesh: Mesh) -> None:
+    stream = await mesh.owner.open(job())
+    await speak(mesh.first, await assigned(mesh.first), until=4)
+    await eventually(lambda: len(stream.tokens) == 4)
+    await ask_to_move(mesh, "r1", 0, "w2")
+    moved = await assigned(mesh.second)
+    assert (moved.epoch, unpack_tokens(moved.output)) == (1, TOKENS[:4])
+    assert (await cancelled(mesh.first, "r1")).epoch == 0
+    await mesh.first.emit(mesh.first.assigned[0], 4, [99])  # what was under way when it was told to stop
+    await speak(mesh.second, moved)
+    assert tokens_of(await read(stream)) == TOKENS
+
+
+async def test_a_move_with_blocks_tells_the_old_worker_and_the_new_one_the_same_token(mesh: Mesh) -> None:
+    stream = await mesh.owner.open(job())
+    await speak(mesh.first, await assigned(mesh.first), until=4)
+    await eventually(lambda: len(stream.tokens) == 4)
+    await mesh.bus.publish(subjects.MOVE, Move(request_id="r1", epoch=0, to="w2", kv=True))
+    moved, told = await assigned(mesh.second), await cancelled(mesh.first, "r1")
+    assert moved.kv is not None and moved.kv.worker_id == "w1" and len(moved.kv.token) >= 16 and moved.kv.token == told.kv_token
+    await mesh.second.die()
+    await speak(mesh.first, await assigned(mesh.first, 2))
+    assert tokens_of(await read(stream)) == TOKENS
+    assert mesh.first.assigned[1].kv is None, "the token was for one move"
+
+
+async def test_a_move_is_no_loss_and_the_worker_may_get_the_request_again(mesh: Mesh) -> None:
+    stream = await mesh.owner.open(job())
+    for epoch in range(2 * LOSSES_MAX):
+        await eventually(lambda: stream.worker_id is not None)
+        await ask_to_move(mesh, "r1", epoch, "w2" if stream.worker_id == "w1" else "w1")
+        await eventually(lambda wanted=epoch + 1: stream.epoch == wanted and stream.worker_id is not None)
+    assert not stream.losses and not stream.excluded
+    assert len(mesh.first.assigned) == LOSSES_MAX + 1 and len(mesh.second.assigned) == LOSSES_MAX
+    await speak(mesh.first, mesh.first.assigned[-1])
+    assert text_of(await read(stream)) == TEXT
+
+
+@pytest.mark.parametrize(("request_id", "epoch", "to"), [("r1", 1, "w2"), ("r1", 0, "w1"), ("unknown", 0, "w2")])
+async def test_a_move_that_is_late_or_in_vain_changes_nothing(mesh: Mesh, request_id: str, epoch: int, to: str) -> None:
+    stream = await mesh.owner.open(job())
+    await ask_to_move(mesh, request_id, epoch, to)
+    await speak(mesh.first, await assigned(mesh.first))
+    assert text_of(await read(stream)) == TEXT
+    assert not mesh.second.assigned and stream.epoch == 0
+
+
+async def test_a_moved_request_whose_new_worker_refuses_goes_to_another_one(mesh: Mesh) -> None:
+    stream = await mesh.owner.open(job())
+    await speak(mesh.first, await assigned(mesh.first), until=3)
+    await eventually(lambda: len(stream.tokens) == 3)
+    mesh.scheduler.refuse = Unavailable("nobody")
+    await ask_to_move(mesh, "r1", 0, "w2")
+    await eventually(lambda: len(mesh.scheduler.submitted) >= 3)
+    mesh.scheduler.refuse = None
+    again = await assigned(mesh.first, 2)
+    assert [one.move_to for one in mesh.scheduler.submitted[1:3]] == ["w2", ""], "the named worker is tried once"
+    await speak(mesh.first, again)
+    assert text_of(await read(stream)) == TEXT
+
+
+async def test_a_worker_that_is_lost_during_a_move_loses_nothing(mesh: Mesh) -> None:
+    stream = await mesh.owner.open(job())
+    await speak(mesh.first, await assigned(mesh.first), until=4)
+    await eventually(lambda: len(stream.tokens) == 4)
+    await ask_to_move(mesh, "r1", 0, "w2")
+    await speak(mesh.second, await assigned(mesh.second), until=6)
+    await eventually(lambda: len(stream.tokens) == 6)
+    await mesh.second.goodbye()
+    resumed = await assigned(mesh.first, 2)
+    assert (resumed.epoch, unpack_tokens(resumed.output), resumed.exclude_workers) == (2, TOKENS[:6], ("w2",))
+    await speak(mesh.first, resumed)
+    assert tokens_of(await read(stream)) == TOKENS
+
+
+async def test_an_output_that_is_constrained_to_a_grammar_does_not_move_once_it_has_begun(mesh: Mesh) -> None:
+    stream = await mesh.owner.open(job(sampling={"structured": StructuredOutput(kind="json_object")}))
+    await speak(mesh.first, await assigned(mesh.first), until=4)
+    await eventually(lambda: len(stream.tokens) == 4)
+    await ask_to_move(mesh, "r1", 0, "w2")
+    await speak(mesh.first, msgspec.structs.replace(mesh.first.assigned[0], output=pack_tokens(TOKENS[:4])))
+    assert text_of(await read(stream)) == TEXT
+    assert not mesh.second.assigned

@@ -182,7 +182,7 @@ async def test_status_lists_every_worker(bus, schedule, hire):
 
     await hire("w1", prepare=prepare)
     service = await schedule(instance_id="brain")
-    limits = worker_limits(base_model="other", engine="vllm", capabilities=("structured",))
+    limits = worker_limits(base_model="other", engine="vllm", capabilities=("structured",), quantization="int4")
     await hire("w0", limits=limits, lease=False)
     await knows(service, "w0", "w1")
     status = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=5)
@@ -190,6 +190,7 @@ async def test_status_lists_every_worker(bus, schedule, hire):
     other, demo = status.workers
     assert (other.worker_id, other.base_model, other.running) == ("w0", "other", 0)
     assert (other.engine, other.capabilities, demo.engine, demo.capabilities) == ("vllm", ("structured",), "native", ())
+    assert (other.quantization, demo.quantization) == ("int4", "none")
     assert (demo.worker_id, demo.running, demo.adapters_on_device, demo.adapters_on_host) == ("w1", 1, 1, 1)
     assert (demo.kv_blocks_free, demo.kv_blocks_total, demo.stale, demo.draining) == (512, 512, False, False)
 

@@ -124,9 +124,9 @@ class PacedRunner(ModelRunner):
 
 def make_engine(model_dir: Path, **changes: Any) -> Engine:
     """An engine in float32 with room for everything; any field of EngineLimits may be given, and `lora_bytes`, the class of
-    its `runner` and more `runner_options`, and the engine's own `perf` and `cold_start`."""
+    its `runner` and more `runner_options`, and the engine's own `perf`, `cold_start` and `merge`."""
     lora_bytes, runner_class = changes.pop("lora_bytes", 8 << 20), changes.pop("runner", WholeRunner)
-    options = {name: changes.pop(name) for name in ("perf", "cold_start") if name in changes}
+    options = {name: changes.pop(name) for name in ("perf", "cold_start", "merge") if name in changes}
     runner_options = changes.pop("runner_options", {})
     fields: dict[str, Any] = {
         "max_running": 64,

@@ -23,6 +23,7 @@ class ScriptedEngine:
 
     kv_blocks_free, adapter_bytes_free, prefill_tokens_waiting = 10, 20, 0
     pause_s = 0.0
+    merges = False
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()

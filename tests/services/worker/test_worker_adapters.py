@@ -5,11 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from motet.shared import subjects
-from motet.shared.messages import (
-    Cancel,
-    LoadAdapter,
-    UnloadAdapter,
-)
+from motet.shared.messages import Cancel
 from tests.services.worker.support_service import generate, latest
 from tests.support import eventually
 from tests.support_models import random_prompts
@@ -94,15 +90,3 @@ async def test_a_deleted_adapter_leaves_every_tier_once_its_running_request_is_d
     await eventually(lambda: latest(worker).adapters == [])
     assert list((tmp_path / "adapters").iterdir()) == []
     assert worker.engine.residency() == []
-
-
-async def test_an_adapter_is_prefetched_and_unloaded_on_request(start, adapters):
-    worker = await start()
-    ref = await worker.mesh.publish_adapter(adapters[1])
-    await worker.control(LoadAdapter(adapter=ref))
-    await eventually(lambda: [held.tier for held in latest(worker).adapters] == ["device"])
-    await worker.control(UnloadAdapter(digest=ref.digest))
-    await eventually(lambda: latest(worker).adapters == [])
-    request = generate([1], adapter=ref)
-    await worker.accepted(request)
-    assert (await worker.mesh.ended(request.request_id)).finish == "length"

@@ -10,8 +10,9 @@ import pytest
 from motet.services.worker import metrics
 from motet.services.worker.config import WorkerConfig
 from motet.shared.config import ConfigError
-from motet.shared.messages import Cancel, LoadAdapter, UnloadAdapter
+from motet.shared.messages import Cancel
 from tests.services.worker.support_service import generate, latest
+from tests.services.worker.test_worker_pins import pin
 from tests.support import eventually
 from tests.support_models import random_prompts
 
@@ -62,17 +63,17 @@ async def test_leaving_cancelling_and_dropping_while_copies_are_under_way(start,
     await worker.accepted(kept, cancelled)
     await worker.control(Cancel(request_id=cancelled.request_id, epoch=0))
     assert (await worker.mesh.ended(cancelled.request_id)).finish == "cancelled"
-    await worker.control(LoadAdapter(adapter=refs[2]))
-    await worker.control(UnloadAdapter(digest=refs[2].digest))
+    await pin(worker.mesh, refs[2], "*")
+    await worker.mesh.delete_adapter(refs[2])
     leaving = asyncio.create_task(worker.service.drain())
     assert (await worker.mesh.ended(kept.request_id)).finish == "length"
     await asyncio.wait_for(leaving, 10)
 
 
-async def test_a_prefetched_adapter_is_on_the_device_before_anybody_asks(start, adapters):
+async def test_a_pinned_adapter_is_on_the_device_before_anybody_asks(start, adapters):
     worker = await start(**options("auto"))
     ref = await worker.mesh.publish_adapter(adapters[3])
-    await worker.control(LoadAdapter(adapter=ref))
+    await pin(worker.mesh, ref, "*")
     await eventually(lambda: [held.tier for held in latest(worker).adapters] == ["device"], within_s=20)
 
 

@@ -1,11 +1,14 @@
-"""Promise: a pinned adapter is on its workers without a request, from their start on, until it is unpinned."""
+"""Promise: a pinned or placed adapter is on its workers without a request, from their start on, until it is released."""
 
 from __future__ import annotations
 
 import msgspec
 
 from motet.shared import subjects
+from motet.shared.bus import encode
+from motet.shared.kv import Bucket
 from motet.shared.model import AdapterEntry, AdapterRef, Pin
+from motet.shared.placement import Placement
 from tests.services.worker.support_service import Mesh, Running, generate, latest
 from tests.support import eventually
 
@@ -92,3 +95,43 @@ async def test_a_request_for_another_adapter_never_waits_for_a_pin_and_the_pinne
         await worker.mesh.ended(request.request_id)
     await on_device(worker, refs[0])
     worker.engine.check()
+
+
+# ---- placed by a scheduler
+
+
+async def place(mesh: Mesh, worker_id: str, *refs: AdapterRef) -> None:
+    """What the scheduler that plans writes; without adapters it gives the worker up."""
+    bucket = await Bucket.open(mesh.bus, subjects.KV_PLACEMENT)
+    if refs:
+        digests = tuple(ref.digest for ref in refs)
+        await bucket.put(worker_id, encode(Placement(owner="s1", digests=digests, since_unix_ms=1)))
+    else:
+        await bucket.delete(worker_id)
+
+
+async def test_a_placed_adapter_is_loaded_kept_and_released(start, adapters):
+    worker = await start(max_loras=2)  # one of them may be kept
+    placed, *others = [await worker.mesh.publish_adapter(adapter) for adapter in adapters[:4]]
+    await place(worker.mesh, "another", others[0])
+    await place(worker.mesh, worker.service.worker_id, placed)
+    await on_device(worker, placed)
+    assert list(worker.service.core.host.pinned) == [placed.digest]
+    await place(worker.mesh, worker.service.worker_id)
+    await eventually(lambda: not worker.service.core.host.pinned)
+    for ref in (*others, *others):
+        request = generate([1, 2], adapter=ref)
+        await worker.accepted(request)
+        await worker.mesh.ended(request.request_id)
+    await eventually(lambda: tiers(worker)[placed.digest] == "host")
+
+
+async def test_a_pin_comes_before_what_is_placed_and_an_unknown_adapter_is_passed_over(start, adapters):
+    worker = await start(max_loras=2)
+    pinned, placed = [await worker.mesh.publish_adapter(adapter) for adapter in adapters[:2]]
+    unknown = AdapterRef(name="x", digest="unknown", rank=8, size_bytes=1)
+    await place(worker.mesh, worker.service.worker_id, unknown, placed)
+    await on_device(worker, placed)
+    await pin(worker.mesh, pinned, "*")
+    await on_device(worker, pinned)
+    assert list(worker.service.core.host.pinned) == [pinned.digest]

@@ -1,4 +1,4 @@
-"""Compiled kernels on a CPU: one call per step, float or int8 weights, CPU processes beside it."""
+"""Compiled kernels on a CPU: one call per step, weights of floats or of 8 or 4 bits, CPU processes beside it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from motet.kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
 from motet.kernels.cpu.assist import AssistCounts, Helpers
 from motet.kernels.cpu.loading import CpuLoader
+from motet.kernels.cpu.merging import MergedWeights
 from motet.services.worker.assist import CpuAssist
 from motet.services.worker.engine.backend import BackendMissing, BackendOptions
 from motet.services.worker.engine.cores import on_cores, step_cores
@@ -15,6 +16,7 @@ from motet.services.worker.engine.model import RotaryEmbedding
 from motet.services.worker.engine.runner import ModelRunner
 from motet.services.worker.engine.step_batch import StepBatch
 from motet.shared.clock import now_s
+from motet.shared.config import ConfigError
 
 
 class CompiledSteps:
@@ -42,9 +44,16 @@ class CompiledSteps:
 
 
 def compiled(options: BackendOptions) -> ModelRunner:
-    """Raises BackendMissing before anything is loaded, UnsupportedModel."""
+    """Raises BackendMissing before anything is loaded, ConfigError, UnsupportedModel."""
     if torch.device(options.device).type != "cpu":
         raise BackendMissing(f"the model is on {options.device}")
+    if options.merge and options.quantization != "none":
+        raise ConfigError(
+            f"--merge on: with --quantization {options.quantization} every merged weight would be rounded to a coarse grid"
+            " again; choose one of the two"
+        )
+    if options.merge and not options.elastic:
+        raise ConfigError("--merge on: the merged copy borrows memory from the KV cache, which needs --device-memory shared")
     cores = step_cores(options.assist_cores)
     try:
         with on_cores(cores if options.assist_cores else None):
@@ -53,6 +62,8 @@ def compiled(options: BackendOptions) -> ModelRunner:
         raise BackendMissing(str(error)) from None
     memory = reserve(options)
     forward = _forward(engine, options, memory)
+    if options.merge:
+        forward.merged = MergedWeights(engine, forward.layers)
     loader = CpuLoader(engine, memory.pool, link_bytes_per_s=options.link_bytes_per_s)
     assist = None
     if options.assist_cores:
@@ -61,15 +72,19 @@ def compiled(options: BackendOptions) -> ModelRunner:
         memory=memory,
         steps=CompiledSteps(forward, assist),
         loader=loader,
+        numerics=f"cpu {engine.isa}",
         assist=assist,
         assist_relief=1.0 / (options.threads or len(cores)),  # the same kernels would run on all threads
         cores=cores if assist is not None else None,
+        merged=forward.merged,
     )
 
 
 def _forward(engine: CpuEngine, options: BackendOptions, memory: DeviceMemory) -> CpuForward:
     config = memory.config
-    weights = weights_of(options, memory, Packer(engine, int8=options.quantization == "int8"))
+    pack = Packer(engine, None if options.quantization == "none" else options.quantization)
+    head = Packer(engine, "int8") if options.quantization == "int4" else pack  # small, and what says the token
+    weights = weights_of(options, memory, pack, head)
     half = config.head_dim // 2
     rope = RotaryEmbedding(config.rope, config.head_dim, torch.float32, memory.device)
 

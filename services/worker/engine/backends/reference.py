@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from motet.kernels import prepare_lora
 from motet.kernels.cpu import BuildError, CpuEngine
 from motet.kernels.device import DeviceAssist, DeviceLoader, DeviceStreams, host_streams
@@ -41,6 +43,10 @@ def torch_runner(
     assist_relief: float = 0.0,
 ) -> ModelRunner:
     """The torch model on the memory's device. Without `streams` copies of adapters stop the steps."""
+    if options.merge:
+        raise ConfigError(
+            f"--merge on: only the compiled CPU kernels make merged copies, and the model is on {memory.device} with torch's"
+        )
     if options.quantization != "none":
         raise ConfigError(
             f"--quantization {options.quantization}: only the compiled CPU kernels read such weights, and they are not in use"
@@ -67,10 +73,15 @@ def torch_runner(
         memory=memory,
         steps=steps,
         loader=loader or LoadsBetweenSteps(memory.pool),
+        numerics=f"torch {torch.__version__} {_hardware(memory.device)}",
         assist=assist,
         assist_relief=assist_relief,
         cores=step_cores(options.assist_cores) if assist is not None else None,
     )
+
+
+def _hardware(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
 
 
 def lora_library() -> CpuEngine | None:

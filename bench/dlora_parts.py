@@ -1,0 +1,274 @@
+"""The clusters, workloads and systems of `bench.dlora`: dLoRA's experiments (sections 7.1, 7.3, 7.4) on the twin.
+
+A worker is a Llama-2-7B on an A800 80 GB: 54 GiB of KV (110,592 tokens), 2 GiB of adapters. A step takes 20 ms for the engine
+and 9 ms for the weights, 0.1 ms per row, 0.33 us per token of context (0.5 MB of KV at 1.6 TB/s) and 0.075 ms per prompt token
+(half of 312 TFLOP/s), so that a step of the usual batch takes about the 50 ms that the paper's objective is ten times of. LoRA
+adds 38.9% to all of it but attention (the paper's Fig. 5, einsum), or 10% (this project's kernels: 0.91 of the speed without
+LoRA). An adapter of rank 8 has 20 MB and is copied beside the steps at 20 GB/s. Merging or unmerging takes 20 ms: two passes
+over the weights. Nobody is refused.
+
+Lengths: ShareGPT, as vLLM's benchmark filters it (prompt up to 1,024 tokens, 2,048 in all). Arrivals: Azure Functions 2019,
+counts per function and minute, scaled to a rate. Functions by falling frequency go to adapters in turn, `skew` at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.policies.baselines import least_pending
+from motet.policies.candidates import Ask
+from motet.policies.choice import Choice, Choose
+from motet.policies.cluster_state import ON_DEVICE, ClusterState
+from motet.policies.merge_decision import MergeConfig, MergeCosts
+from motet.policies.migration_plan import Held, PlanConfig, Replica, plan
+from motet.policies.placement import Room, preload
+from motet.policies.rebalance import RebalanceConfig
+from motet.shared.model import PerfModel, Slo, WorkerLimits
+from motet.twin.cluster import BalanceSpec, Cluster
+from motet.twin.link import LinkModel
+from motet.twin.metrics import Latencies
+from motet.twin.scheduler import SchedulerSpec
+from motet.twin.steps import LoraShare, PerfSteps
+from motet.twin.traces import read_invocations, read_lengths
+from motet.twin.worker import MergeSpec, WorkerSpec
+from motet.twin.workload import Intensity, Lengths, Workload, arrivals, zipf
+
+INVOCATIONS, LENGTHS = "maf2019_sample_invocations_per_minute.csv.gz", "sharegpt_lengths.csv.gz"
+EINSUM, OURS = 0.389, 0.1
+SWITCH_MS = 20.0
+RANK, ADAPTER_BYTES = 8, 20 << 20
+KV_TOKENS, SEATS = 110_592, 256
+SLO_MS = 500.0  # of the average latency: time from arrival to end per output token
+PERF = PerfModel(
+    prefill_base_ms=0.0, prefill_token_ms=0.075, prefill_lora_ms=0.0, decode_base_ms=29.0, decode_row_ms=0.1,
+    decode_lora_ms=0.0, load_base_ms=1.0, load_ms_per_mib=0.05,
+)  # fmt: skip
+CONTEXT_TOKEN_PS = 330_000
+LINK = LinkModel(bytes_per_s=20e9, layers=32, cold_start="blocking")
+LIMITS = WorkerLimits(
+    base_model="llama-2-7b",
+    max_model_len=4096,
+    max_running=SEATS,
+    max_waiting=1 << 20,
+    block_size=16,
+    kv_blocks_total=KV_TOKENS // 16,
+    adapter_bytes_total=2 << 30,
+    max_lora_rank=8,
+    copies="wait",
+)
+MERGE = MergeConfig()
+PLAN = RebalanceConfig(wait_ms=50.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """What a cluster does. `lora`: what LoRA adds to a step; `merge`: None never, "always", or thresholds; `dispatch`: a policy
+    of the scheduler or "turn", round-robin over the workers with the adapter; `balance`: requests move."""
+
+    lora: float = EINSUM
+    merge: MergeConfig | str | None = None
+    turn: int = 300
+    dispatch: str = "least-pending"
+    balance: RebalanceConfig | None = None
+
+
+SYSTEMS = {
+    "dlora": System(merge=MERGE, balance=PLAN),
+    "merged-only": System(merge="always", balance=PLAN),
+    "unmerged-only, einsum": System(balance=PLAN),
+    "ours, unmerged": System(lora=OURS, balance=PLAN),
+    "ours, merging": System(lora=OURS, merge=MERGE, balance=PLAN),
+    "round-robin": System(merge=MERGE, dispatch="turn"),
+    "round-robin, moves": System(merge=MERGE, dispatch="turn", balance=PLAN),
+    "proactive-only": System(merge=MERGE),
+    "motet's dispatch": System(merge=MERGE, dispatch="motet"),
+    "motet's dispatch, moves": System(merge=MERGE, dispatch="motet", balance=RebalanceConfig()),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run."""
+
+    system: System
+    rate: float  # requests per second of all workers
+    workers: int = 1
+    adapters: int = 8
+    skew: int = 1
+    seconds: float = 300.0
+    first_minute: int = 901
+    scale: float = 1.0  # of all lengths
+    seed: int = 0
+    data: Path | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Milliseconds, and counts."""
+
+    latency_ms: float  # sum of end-to-end times over sum of output tokens, as in the paper
+    p90_ms: float  # of the requests' own times per token
+    queue_ms: float
+    queue_p99_ms: float
+    ttft_p99_ms: float
+    served_per_s: float
+    merged: float  # share of steps
+    switches: int
+    overhead: float  # share of the time that switches and plans take
+    moves: int
+    plans: int
+    plan_ms: float  # mean
+    plan_p99_ms: float
+
+
+def workload(case: Case) -> Workload:
+    """The requests of a case: the same arrivals, adapters and lengths at every rate but for the draw of times."""
+    minutes = max(1, -(-int(case.seconds) // 60))
+    table = _by_adapter(case.data, case.adapters, case.skew, case.first_minute, minutes)
+    times, choices, pairs = (np.random.default_rng((case.seed, number)) for number in range(3))
+    per_minute: NDArray[np.float64] = table.sum(axis=0)
+    rates = np.asarray(per_minute * (case.rate / per_minute.mean()), np.float64)
+    intensity = Intensity(np.arange(minutes + 1, dtype=np.float64) * 60.0, rates).until(case.seconds)
+    at = arrivals(times, intensity)
+    upto = np.cumsum(table / per_minute, axis=0)[:, np.minimum((at // 60.0).astype(int), minutes - 1)]
+    adapter = np.minimum((upto < choices.random(len(at))).sum(axis=0), case.adapters - 1)
+    prompt, output = _lengths(case.data).draw(pairs, len(at))
+    return Workload(
+        arrival_s=at,
+        adapter=adapter.astype(np.int64),
+        prompt_tokens=np.clip(np.rint(prompt * case.scale).astype(np.int64), 1, 2047),
+        output_tokens=np.clip(np.rint(output * case.scale).astype(np.int64), 1, 2047),
+        ranks=np.full(case.adapters, RANK),
+        adapter_bytes=np.full(case.adapters, ADAPTER_BYTES),
+        slos=(Slo(ttft_slo_ms=5000.0, tpot_slo_ms=SLO_MS),),
+    )
+
+
+@lru_cache(maxsize=1)
+def _lengths(data: Path | None) -> Lengths:
+    if data is not None:
+        return read_lengths(data / LENGTHS).capped(1024, 2048)
+    drawn = Lengths.lognormal(np.random.default_rng(7), prompt_mean=300, output_mean=300, prompt_cv=1.0, output_cv=0.8)
+    return drawn.capped(1024, 2048)
+
+
+@lru_cache(maxsize=8)
+def _table(data: Path | None) -> NDArray[np.float64]:
+    """Invocations [functions, minutes] of the whole day, functions by falling frequency."""
+    if data is None:  # a power law whose functions burst in minutes of their own
+        rng = np.random.default_rng(7)
+        table = zipf(400, 1.27)[:, None] * rng.lognormal(0.0, 1.0, (400, 960))
+    else:
+        table = read_invocations(data / INVOCATIONS)
+    return table[np.argsort(-table.sum(axis=1), kind="stable")]
+
+
+def _by_adapter(data: Path | None, adapters: int, skew: int, first_minute: int, minutes: int) -> NDArray[np.float64]:
+    """Invocations [adapters, minutes] of a window that begins with the first minute (from 1)."""
+    table = _table(data)[:, first_minute - 1 : first_minute - 1 + minutes]
+    owner = (np.arange(len(table)) // skew) % adapters
+    found = np.zeros((adapters, minutes))
+    np.add.at(found, owner, table)
+    return found
+
+
+class InTurn:
+    """The paper's round-robin: in turn over the workers that have the adapter on the device, or all when none has."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def __call__(self, state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+        held = state.holders(ask.adapter)
+        rows: Iterable[int] = np.flatnonzero(fit).tolist()
+        if held is not None:
+            rows = [row for row in held.rows[(held.bits & ON_DEVICE) > 0].tolist() if fit[row]] or rows
+        ordered = sorted(rows, key=state.ids.__getitem__)
+        turn = self._counts[ask.adapter] = self._counts.get(ask.adapter, -1) + 1
+        return Choice(ordered[turn % len(ordered)])
+
+
+def preloaded(case: Case) -> dict[str, tuple[str, ...]]:
+    """Adapters on the device at the start, by the hour before the window."""
+    before = _by_adapter(case.data, case.adapters, case.skew, max(1, case.first_minute - 60), 60).sum(axis=1)
+    names = [f"adapter-{index:05d}" for index in range(case.adapters)]
+    room = Room(free_bytes=KV_TOKENS << 19, slots=48)
+    rooms = {f"worker-{index:04d}": room for index in range(case.workers)}
+    return preload(dict(zip(names, before.tolist(), strict=True)), dict.fromkeys(names, ADAPTER_BYTES), rooms)
+
+
+def build(case: Case) -> Cluster:
+    """The cluster of a case."""
+    system = case.system
+    merging = None
+    if system.merge is not None:
+        costs = MergeCosts(switch_ms=SWITCH_MS, step_ms=29.0, row_ms=0.1 + 1e-9 * CONTEXT_TOKEN_PS * 500, lora=system.lora)
+        config = system.merge if isinstance(system.merge, MergeConfig) else None
+        merging = MergeSpec(costs=costs, config=config, turn=system.turn)
+    spec = WorkerSpec(
+        limits=LIMITS,
+        perf=PERF,
+        steps=LoraShare(PerfSteps(PERF, context_token_ps=CONTEXT_TOKEN_PS), system.lora),
+        link=LINK,
+        max_step_tokens=2048,
+        max_loras=64,
+        merging=merging,
+    )
+    choose: str | Choose = InTurn() if system.dispatch == "turn" else system.dispatch
+    if system.dispatch == "least-pending":
+        choose = least_pending
+    return Cluster(
+        workload(case),
+        [spec] * case.workers,
+        SchedulerSpec(policy=choose, admission="room"),
+        balance=BalanceSpec(config=system.balance, clock_s=time.perf_counter)
+        if system.balance is not None and case.workers > 1
+        else None,
+        preload=preloaded(case),
+    )
+
+
+def measure(case: Case) -> Outcome:
+    """Make one run, to the end of its last request."""
+    cluster = build(case)
+    two = [Replica(worker_id=name, requests=[Held(f"{name}{i}", "", 1.0, 1.0) for i in range(3)]) for name in ("a", "b")]
+    plan(two, {}, PlanConfig())  # loads the solver, so that no plan is measured with it
+    cluster.run()
+    load, metrics = cluster.workload, cluster.metrics
+    times = Latencies.of(load, metrics)
+    plans_ms = np.array([1000.0 * took_s for took_s, _ in cluster.plans] or [0.0])
+    steps_s = sum(worker.busy_ps for worker in cluster.workers) / 1e12
+    overhead_s = metrics.switch_ps / 1e12 + plans_ms.sum() / 1000.0
+    return Outcome(
+        latency_ms=float(times.e2e_ms.sum() / metrics.output_tokens[times.rows].sum()),
+        p90_ms=float(np.quantile(times.per_token_ms, 0.9)),
+        queue_ms=float(times.queue_ms.mean()),
+        queue_p99_ms=float(np.quantile(times.queue_ms, 0.99)),
+        ttft_p99_ms=float(np.quantile(times.ttft_ms, 0.99)),
+        served_per_s=len(times.rows) / (float(metrics.end_ps.max()) / 1e12),
+        merged=metrics.merged_steps / max(1, metrics.merged_steps + metrics.unmerged_steps),
+        switches=metrics.switches,
+        overhead=float(overhead_s / steps_s),
+        moves=metrics.moves,
+        plans=len(cluster.plans),
+        plan_ms=float(plans_ms.mean()),
+        plan_p99_ms=float(np.quantile(plans_ms, 0.99)),
+    )
+
+
+def capacity(case: Case, low: float, high: float, within: float = 0.03) -> float:
+    """The highest rate at which the average latency keeps the objective, by bisection."""
+    while high / low > 1.0 + within:
+        rate = (low * high) ** 0.5
+        if measure(replace(case, rate=rate)).latency_ms <= SLO_MS:
+            low = rate
+        else:
+            high = rate
+    return (low * high) ** 0.5

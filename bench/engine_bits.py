@@ -1,0 +1,154 @@
+"""`python -m bench engine --bits`: base weights of 16, 8 and 4 bits, no adapters; beside llama.cpp's with `--peers llama.cpp`.
+
+Requests of 64 + 64 tokens, 1, 8 and 32 at once, greedy. Every contestant is a process that has loaded one width: Motet's bf16,
+int8, int4, llama.cpp's BF16, Q8_0, Q4_0. A lap asks for all the tokens, others for the first ones only: the difference is the
+decoding alone, whose share of the bandwidth counts the weights of every step once.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from bench import llama_peer, report, roofline
+from bench.engine import WEIGHT_BYTES
+from bench.engine_parent import Contestant, Lap
+from bench.mesh_parts import prompts
+from bench.models import SHAPES, Shape, model_and_adapters
+from bench.vllm_peer import ROOT
+from bench.watch import Watch
+
+BATCHES = (1, 8, 32)
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
+ROUNDS = 5
+KV_GIB = 0.5
+LLAMA_BYTES = {"bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}  # of a weight
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Output tokens per second of one lap: all of it, and without the prompts and the first token of each request."""
+
+    whole: float
+    decode: float
+
+
+Measured = Mapping[tuple[str, int], Sequence[Timed]]
+"""{(contestant, requests at once): its laps}."""
+
+
+def run_bits(args: Any, *, peer: bool) -> dict[str, Any]:
+    """Measure, print the table, return the figures."""
+    threads = len(os.sched_getaffinity(0))
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    tokens = 16 if args.quick else OUTPUT_TOKENS
+    with _contestants(args.model, threads, peer=peer) as contestants:
+        measured, limits, same = _rounds(contestants, 1 if args.quick else ROUNDS, tokens, args.watch)
+    shape, names = SHAPES[args.model], list(contestants)
+    rows: list[list[object]] = []
+    for name in names:
+        row: list[object] = [name]
+        for batch in BATCHES:
+            whole, decode = median(measured[name, batch], "whole"), median(measured[name, batch], "decode")
+            row += [whole, decode, f"{decode_bandwidth(shape, name, decode / batch) / limits.bytes_per_s:.0%}"]
+        rows.append(row)
+    columns = ["", *(word for batch in BATCHES for word in (f"{batch} at once", "decoding", "of bandwidth"))]
+    print(report.table(f"{args.model}: output tokens/s, {PROMPT_TOKENS} + {tokens} tokens", columns, rows))
+    machine = {"gb_per_s": round(limits.bytes_per_s / 1e9, 1), "gflop_per_s": round(limits.flops_per_s / 1e9)}
+    print(f"The machine: {machine['gb_per_s']} GB/s, {machine['gflop_per_s']} GFLOP/s in bfloat16, {threads} threads")
+    asked = {"model": args.model, "bits": True, "output_tokens": tokens, "machine_limits": machine}
+    return asked | figures(measured, shape, limits) | ({"same_first_token_as_llama_bf16": same} if peer else {})
+
+
+@contextmanager
+def _contestants(model: str, threads: int, *, peer: bool) -> Iterator[dict[str, Contestant]]:
+    directory, _ = model_and_adapters(model)
+    files = llama_peer.files(directory) if peer else {}
+    common = {"model": str(directory), "adapters": [], "threads": threads, "kv_gib": KV_GIB, "max_rank": 8, "lora_mib": 16}
+    with ExitStack() as stack:
+
+        def start(name: str, python: str, module: str, setup: dict[str, Any], environment: dict[str, str]) -> Contestant:
+            print(f"starting {name}", file=sys.stderr)
+            return stack.enter_context(Contestant(name, [python, "-m", f"bench.{module}"], common | setup, environment))
+
+        ours, theirs = os.environ | {"PYTHONPATH": str(ROOT)}, llama_peer.environment()
+        found = {}
+        for width in WEIGHT_BYTES:
+            name = f"motet {width}"
+            found[name] = start(name, sys.executable, "engine_motet", {"quantization": width}, ours)
+        for width, file in files.items():
+            name = f"llama {width}"
+            found[name] = start(name, llama_peer.python(), "engine_llama", {"file": str(file)}, theirs)
+        yield found
+
+
+def _rounds(
+    contestants: dict[str, Contestant], rounds: int, tokens: int, watch: Watch
+) -> tuple[Measured, roofline.Limits, float | None]:
+    """Laps in turns after one of each to warm up; the best that the probes reached; and how often first tokens agree."""
+    measured: dict[tuple[str, int], list[Timed]] = {(name, batch): [] for name in contestants for batch in BATCHES}
+    threads, order = len(os.sched_getaffinity(0)), list(contestants)
+    best = roofline.probe(threads)
+    first: dict[str, list[int]] = {name: [] for name in contestants}
+    for number in watch.rounds(1 + rounds, "rounds", at_least=2):
+        for batch in BATCHES:
+            asked, short = (prompts(batch, PROMPT_TOKENS, seed=1000 * number + 2 * batch + i) for i in (0, 1))
+            for name in order:
+                alone = [contestants[name].lap(short, [-1] * batch, 1) for _ in range(2 if number else 1)]
+                whole = contestants[name].lap(asked, [-1] * batch, tokens if number else 2)
+                if number:
+                    measured[name, batch].append(timed(whole, min(lap.seconds for lap in alone)))
+                    first[name] += [output[0] for output in whole.outputs]
+        order.append(order.pop(0))
+        found = roofline.probe(threads)
+        best = roofline.Limits(max(best.bytes_per_s, found.bytes_per_s), max(best.flops_per_s, found.flops_per_s))
+        print(f"round {number} of {rounds}", file=sys.stderr)
+    if "llama bf16" not in first:
+        return measured, best, None
+    pairs = list(zip(first["motet none"], first["llama bf16"], strict=True))
+    return measured, best, round(sum(a == b for a, b in pairs) / len(pairs), 3)
+
+
+def timed(whole: Lap, first_s: float) -> Timed:
+    """`first_s` is what a lap of one token took."""
+    after_first = sum(len(output) - 1 for output in whole.outputs)
+    return Timed(whole.tokens_per_s, after_first / max(whole.seconds - first_s, 1e-9))
+
+
+def median(laps: Sequence[Timed], part: str) -> float:
+    """Of one of their two rates."""
+    return statistics.median(getattr(lap, part) for lap in laps)
+
+
+def decode_bandwidth(shape: Shape, name: str, steps_per_s: float) -> float:
+    """Bytes of weights per second: a step reads all but the embedding of tokens, llama.cpp's and ours the same."""
+    width = name.split()[1]
+    each = (WEIGHT_BYTES | LLAMA_BYTES)[width]
+    head = 1.0 if width == "int4" else each
+    layers = sum(out * into for out, into in shape.projections().values()) * shape.layers
+    return (each * layers + head * shape.hidden * shape.vocabulary) * steps_per_s
+
+
+def figures(measured: Measured, shape: Shape, limits: roofline.Limits) -> dict[str, Any]:
+    """The bench's figures, of the contestants there are."""
+    names = list(dict.fromkeys(name for name, _ in measured))
+    rates = {key: median(laps, "whole") for key, laps in measured.items()}
+    step = median(measured["motet none", 1], "decode")
+    found: dict[str, Any] = {
+        "int8_b1_vs_bf16": rates["motet int8", 1] / rates["motet none", 1],
+        "int8_b32_vs_bf16": rates["motet int8", 32] / rates["motet none", 32],
+        "b1_bandwidth_fraction": decode_bandwidth(shape, "motet none", step) / limits.bytes_per_s,
+    }
+    if "llama bf16" in names:
+        found["b1_vs_llama_bf16"] = rates["motet none", 1] / rates["llama bf16", 1]
+        found["b1_int4_vs_llama_q4"] = rates["motet int4", 1] / rates["llama q4_0", 1]
+        found["b32_vs_llama_bf16"] = rates["motet none", 32] / rates["llama bf16", 32]
+    found = {name: round(value, 3) for name, value in found.items()}
+    each = {name: {str(batch): round(rates[name, batch], 1) for batch in BATCHES} for name in names}
+    decode = {name: {str(batch): round(median(measured[name, batch], "decode"), 1) for batch in BATCHES} for name in names}
+    return found | {"tokens_per_s": each, "decode_tokens_per_s": decode}

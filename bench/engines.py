@@ -1,0 +1,237 @@
+"""`python -m bench engines`: vLLM's own OpenAI server beside Motet over vLLM, in the same environment, with the same model,
+adapters, KV space, slots and cores. Needs vLLM and Motet in one environment: `make vllm`.
+
+    direct    as many adapters as slots, 1, 8 and 32 requests at once: TTFT and throughput. What Motet's gateway, bus and
+              worker cost. Both servers are up and warm, one is asked at a time, in turns
+    slots     32 adapters over 8 slots, Zipf popularity, Poisson arrivals at a share of the throughput just measured: TTFT and
+              the time to the whole answer. vLLM alone has all adapters in host memory
+    fault     kill -9 of vLLM's EngineCore in the middle of streams: how many answers never become whole
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import report, vllm_peer
+from bench.engine_serve import BASE, KV_GIB, PROMPT_TOKENS, Server
+from bench.mesh_parts import Lap, prompts, stream
+from bench.models import RANKS, SHAPES, model_and_adapters
+from motet.cli.client import ApiError, Client
+from motet.cli.process import free_port
+
+SLOTS = 8
+OUTPUT_TOKENS = 32
+LAPS = {1: 12, 8: 6, 32: 4}  # by concurrency
+QUICK_LAPS = {1: 2, 8: 1}
+LOAD = 0.8  # of the direct server's throughput with as many adapters as slots
+ARRIVALS, QUICK_ARRIVALS = 160, 24
+ROUNDS = 2  # of arrivals, for each server
+ZIPF = 1.0  # popularity of adapter i is 1 / i
+STREAMS, STREAM_TOKENS = 8, 256
+HEAL_S = 180.0
+INSIDE = "bench.engines_inside.Turns"
+PATIENT_MS = "3600000"  # vLLM refuses nothing for being late, so Motet does not either
+
+
+@dataclass(slots=True)
+class Side:
+    """What was measured of one server."""
+
+    laps: dict[int, list[Lap]] = field(default_factory=dict)  # by concurrency
+    first_s: list[float] = field(default_factory=list)  # to the first token, with more adapters than slots
+    whole_s: list[float] = field(default_factory=list)  # to the last one
+    lost: list[str] = field(default_factory=list)  # why each request was that has no whole answer
+
+    def ttft_ms(self, streams: int, share: float) -> float:
+        return float(np.quantile([one for lap in self.laps[streams] for one in lap.first_s], share)) * 1000
+
+    def rate(self, streams: int) -> float:
+        return statistics.median(lap.tokens_per_s for lap in self.laps[streams])
+
+    def tail_ms(self) -> list[float]:
+        """With more adapters than slots: TTFT p50 and p99, time to the whole answer p50 and p99."""
+        return [float(np.quantile(times, share)) * 1000 for times in (self.first_s, self.whole_s) for share in (0.5, 0.99)]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The bench's own options."""
+    parser.add_argument("--inside", action="store_true", help="also vLLM's server with Motet's turns as its scheduler")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="XS", help="shape of the model (default: XS)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print the tables, return the figures."""
+    try:
+        vllm_peer.environment(KV_GIB)
+    except vllm_peer.PeerMissing as missing:
+        raise SystemExit(f"engines: {missing}; `make vllm` installs vLLM and Motet together") from None
+    model, adapters = model_and_adapters(args.model)
+    names = [path.name for path in adapters]
+    sides = {"vllm": Side(), "motet": Side()} | ({"inside": Side()} if args.inside else {})
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory, ExitStack() as stack:
+        servers = [
+            stack.enter_context(direct(model, adapters)),
+            stack.enter_context(over_motet(model, adapters, Path(directory))),
+        ]
+        if args.inside:
+            servers.append(
+                stack.enter_context(direct(model, adapters, "inside", "--scheduler-cls", INSIDE, "--block-size", "32"))
+            )
+        laps = QUICK_LAPS if args.quick else LAPS
+        for server in servers:  # so that nothing is loaded or compiled while time counts
+            stream(server.port, prompts(SLOTS, PROMPT_TOKENS, seed=1), 2, names[:SLOTS])
+        for streams, count in laps.items():
+            for number in args.watch.rounds(count, f"laps of {streams}"):
+                asked = prompts(streams, PROMPT_TOKENS, seed=1000 * streams + number)
+                for server in servers if number % 2 else servers[::-1]:
+                    _settle(servers)
+                    found = stream(server.port, asked, OUTPUT_TOKENS, names[:SLOTS])
+                    sides[server.name].laps.setdefault(streams, []).append(found)
+        rate = LOAD * sides["vllm"].rate(max(laps)) / OUTPUT_TOKENS
+        for number in args.watch.rounds(1 if args.quick else ROUNDS, "rounds of arrivals"):
+            trace = arrivals(QUICK_ARRIVALS if args.quick else ARRIVALS, rate, names, seed=number)
+            for server in servers if number % 2 else servers[::-1]:
+                _settle(servers)
+                for first_s, whole_s in asyncio.run(replay(server.port, trace)):
+                    sides[server.name].first_s.append(first_s)
+                    sides[server.name].whole_s.append(whole_s)
+        for server in servers:
+            sides[server.name].lost = asyncio.run(shot(server, names[:SLOTS]))
+    return _told(args.model, sides, rate, max(laps))
+
+
+def direct(model: Path, adapters: Sequence[Path], name: str = "vllm", *options: str) -> Server:
+    """vLLM's OpenAI server, with further options of its own."""
+    port = free_port()
+    argv = [vllm_peer.python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", BASE]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--disable-uvicorn-access-log"]
+    argv += ["--max-num-batched-tokens", "512", "--max-num-seqs", "64", "--enable-lora", "--max-loras", str(SLOTS)]
+    argv += ["--max-cpu-loras", str(len(adapters)), "--max-lora-rank", str(max(RANKS))]
+    argv += ["--lora-modules", *(f"{path.name}={path}" for path in adapters)]
+    argv += options
+    return Server(name, argv, vllm_peer.environment(KV_GIB), port, adapters[-1].name)
+
+
+def over_motet(model: Path, adapters: Sequence[Path], data: Path) -> Server:
+    """`motet up --engine vllm`, every service its own process."""
+    port = free_port()
+    argv = [vllm_peer.python(), "-m", "motet", "up", "--engine", "vllm", "--model", str(model), "--served-model-name", BASE]
+    argv += ["--port", str(port), "--adapters-dir", str(adapters[0].parent), "--data-dir", str(data), "--drain-s", "2"]
+    environment = vllm_peer.environment(KV_GIB) | {
+        "MOTET_DTYPE": "bfloat16",
+        "MOTET_KV_MEMORY_GIB": str(KV_GIB),
+        "MOTET_LORA_MEMORY_MIB": "4096",
+        "MOTET_MAX_LORAS": str(SLOTS),
+        "MOTET_MAX_LORA_RANK": str(max(RANKS)),
+        "MOTET_MAX_RUNNING": "64",
+        "MOTET_MAX_STEP_TOKENS": "512",
+        "MOTET_SLO_STANDARD_TPOT_MS": PATIENT_MS,
+        "MOTET_SLO_STANDARD_TTFT_MS": PATIENT_MS,
+    }
+    return Server("motet", argv, environment, port, adapters[-1].name)
+
+
+def arrivals(count: int, rate: float, names: Sequence[str], *, seed: int) -> list[tuple[float, str, list[int]]]:
+    """(seconds from the start, adapter, prompt) of `count` requests, `rate` of them in a second."""
+    draw = random.Random(seed)
+    weights = [1 / (number + 1) ** ZIPF for number in range(len(names))]
+    at_s, trace = 0.0, []
+    for prompt in prompts(count, PROMPT_TOKENS, seed=77_000 + seed):
+        at_s += draw.expovariate(rate)
+        trace.append((at_s, draw.choices(names, weights)[0], prompt))
+    return trace
+
+
+async def replay(port: int, trace: Sequence[tuple[float, str, list[int]]]) -> list[tuple[float, float]]:
+    """Seconds from arrival to the first and to the last token, of every request."""
+    began = time.monotonic()
+
+    async def one(client: Client, at_s: float, model: str, prompt: list[int]) -> tuple[float, float]:
+        await asyncio.sleep(began + at_s - time.monotonic())
+        first_s = 0.0
+        async for _ in client.events("/v1/completions", _body(model, prompt, OUTPUT_TOKENS)):
+            first_s = first_s or time.monotonic() - began - at_s
+        return first_s, time.monotonic() - began - at_s
+
+    async with Client(f"http://127.0.0.1:{port}") as client:
+        return list(await asyncio.gather(*(one(client, *asked) for asked in trace)))
+
+
+async def shot(server: Server, names: Sequence[str]) -> list[str]:
+    """Kill vLLM's core in the middle of some streams. Why each of them is not whole that is not."""
+    tokens, under_way = [0] * STREAMS, asyncio.Event()
+
+    async def one(client: Client, number: int) -> str:
+        body = _body(names[number % len(names)], prompts(1, PROMPT_TOKENS, seed=number)[0], STREAM_TOKENS)
+        try:
+            async for event in client.events("/v1/completions", body | {"stream_options": {"include_usage": True}}):
+                if event.get("usage"):
+                    return "" if event["usage"]["completion_tokens"] == STREAM_TOKENS else "it ended early"
+                tokens[number] += 1
+                if min(tokens) >= STREAM_TOKENS // 16:
+                    under_way.set()
+        except ApiError as error:
+            return f"after {tokens[number]} events: {error}"
+        return f"after {tokens[number]} events the connection ended"
+
+    async with Client(f"http://127.0.0.1:{server.port}", timeout_s=HEAL_S) as client:
+        asked = [asyncio.create_task(one(client, number)) for number in range(STREAMS)]
+        begun = asyncio.create_task(under_way.wait())
+        await asyncio.wait([begun, *asked], return_when=asyncio.FIRST_COMPLETED)
+        begun.cancel()
+        for pid in server.processes():
+            if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        return [why for why in await asyncio.gather(*asked) if why]
+
+
+def _body(model: str, prompt: list[int], tokens: int) -> dict[str, Any]:
+    return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+def _settle(servers: Sequence[Server]) -> None:
+    for server in servers:
+        server.settle()
+
+
+def _told(shape: str, sides: dict[str, Side], rate: float, most: int) -> dict[str, Any]:
+    vllm, motet = sides["vllm"], sides["motet"]
+    rows: list[list[object]] = [
+        [f"{name}, {streams} at once", side.ttft_ms(streams, 0.5), side.ttft_ms(streams, 0.99), side.rate(streams)]
+        for streams in vllm.laps
+        for name, side in sides.items()
+    ]
+    columns = ["", "TTFT p50 ms", "p99", "tokens/s"]
+    print(report.table(f"{shape}: {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, {SLOTS} adapters in {SLOTS} slots", columns, rows))
+    tails = {name: side.tail_ms() for name, side in sides.items()}
+    rows = [[name, *tails[name], len(side.lost)] for name, side in sides.items()]
+    columns = ["", "TTFT p50 ms", "p99", "answer p50 ms", "p99", f"lost of {STREAMS}"]
+    print(report.table(f"32 adapters over {SLOTS} slots, {rate:.1f} requests/s; then kill -9 of the core", columns, rows))
+    for name, side in sides.items():
+        print(*(f"{name} lost one {why}" for why in sorted(set(side.lost))), sep="\n")
+    middle = sorted(vllm.laps)[len(vllm.laps) // 2]
+    return {
+        "model": shape,
+        "mesh_ttft_vs_direct": round(motet.ttft_ms(middle, 0.5) / vllm.ttft_ms(middle, 0.5), 4),
+        "mesh_throughput_vs_direct": round(motet.rate(most) / vllm.rate(most), 4),
+        "ttft_p99_vllm_alone_vs_ours": round(tails["vllm"][1] / tails["motet"][1], 3),
+        "answer_p99_vllm_alone_vs_ours": round(tails["vllm"][3] / tails["motet"][3], 3),
+        "lost_vllm_alone": len(vllm.lost),
+        "lost_ours": len(motet.lost),
+        "requests_per_s": round(rate, 2),
+        "slots_ms": {name: [round(one, 1) for one in tail] for name, tail in tails.items()},
+    } | {f"{name}_ttft_p50_ms_c{n}": round(side.ttft_ms(n, 0.5), 2) for name, side in sides.items() for n in side.laps}

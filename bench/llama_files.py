@@ -1,0 +1,118 @@
+"""python -m bench.llama_files MODEL_DIR BF16 Q8_0 Q4_0: a Llama in safetensors as llama.cpp's files. Runs in its environment.
+
+There is no vocabulary in them: benches give and take token ids.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def write_bf16(model_dir: Path, path: Path) -> None:
+    """The checkpoint's bf16 values as they are; norms in fp32."""
+    import gguf
+    import numpy as np
+
+    config = json.loads((model_dir / "config.json").read_text())
+    heads, kv_heads, hidden = config["num_attention_heads"], config["num_key_value_heads"], config["hidden_size"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("none")
+    for name, bits in _tensors(model_dir / "model.safetensors"):
+        if bits.ndim == 1:
+            writer.add_tensor(_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+            continue
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            bits = _interleaved(bits, heads if name.endswith("q_proj.weight") else kv_heads)
+        writer.add_tensor(_name(name), np.ascontiguousarray(bits).view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _tensors(path: Path) -> Any:
+    """(name, bits of bf16) of a safetensors file, mapped."""
+    import numpy as np
+
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    for name, about in header.items():
+        if about["dtype"] != "BF16":
+            raise ValueError(f"{name} is {about['dtype']}: BF16 is expected")
+        start = 8 + size + about["data_offsets"][0]
+        yield name, np.memmap(path, np.uint16, "r", start, tuple(about["shape"]))
+
+
+def _name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem in WHOLE:
+        return f"{WHOLE[stem]}.weight"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{LAYER[rest]}.weight"
+
+
+def _interleaved(weight: Any, heads: int) -> Any:
+    """Rows of each head as llama.cpp rotates them: neighbours instead of halves."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def quantize(source: Path, path: Path, ftype: int) -> None:
+    """By llama.cpp's own quantizer."""
+    import llama_cpp
+
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = ftype
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options)):
+        raise RuntimeError(f"llama.cpp did not write {path}")
+
+
+def main() -> None:
+    """Each file appears when it is whole."""
+    import llama_cpp
+
+    model_dir, bf16, q8_0, q4_0 = map(Path, sys.argv[1:])
+    llama_cpp.llama_backend_init()
+    for path, ftype in ((bf16, None), (q8_0, llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0), (q4_0, llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0)):
+        if path.exists():
+            continue
+        part = path.with_suffix(".part")
+        if ftype is None:
+            write_bf16(model_dir, part)
+        else:
+            quantize(bf16, part, ftype)
+        part.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Where llama.cpp is and the model files that it gets: an environment of its own, made by `make bench-peers`.
+
+MOTET_LLAMA_PYTHON names another environment's interpreter. llama-cpp-python is compiled there for the machine that it runs on.
+
+    files(model_dir)    {"bf16": ..., "q8_0": ..., "q4_0": ...}, beside the model's directory, made once
+
+The first file is written with the `gguf` package from the same safetensors that Motet reads, the others by llama.cpp's own
+quantizer (`bench.llama_files`, which runs in that environment).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from bench.vllm_peer import ROOT, PeerMissing
+
+WIDTHS = ("bf16", "q8_0", "q4_0")
+
+
+def python() -> str:
+    """The interpreter of llama.cpp's environment. Raises PeerMissing."""
+    path = Path(os.environ.get("MOTET_LLAMA_PYTHON") or ROOT / ".venv-llama" / "bin" / "python")
+    if not path.exists():
+        raise PeerMissing(f"{path} is not there: `make bench-peers` makes llama.cpp's environment")
+    return str(path)
+
+
+def environment() -> dict[str, str]:
+    """What llama.cpp's processes find in their environment."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MOTET_"))}
+    return inherited | {"PYTHONPATH": str(ROOT)}
+
+
+def files(model_dir: Path) -> dict[str, Path]:
+    """The model's files for llama.cpp by width, made unless they are there."""
+    found = {width: model_dir.parent / f"llama-{width}.gguf" for width in WIDTHS}
+    if not all(path.exists() for path in found.values()):
+        command = [python(), "-m", "bench.llama_files", str(model_dir), *(str(found[width]) for width in WIDTHS)]
+        subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return found

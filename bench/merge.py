@@ -1,0 +1,282 @@
+"""Merged adapters in a live worker: what merging gains for one adapter, what a copy costs, and changing traffic.
+
+Two worker processes with the same model and adapters, one of them with `--merge on`, take turns; the other one sleeps.
+
+    gap       laps of 32 requests at once: without LoRA, of one adapter unmerged, of one adapter merged (whole copy)
+              gap_recovered = (merged - unmerged) / (without LoRA - unmerged), in output tokens/s, medians of the laps
+    copy      32 streams of two adapters decode; those of the second one end, and a copy for the first one is made beside the
+              steps and takes over. worst_itl_ratio = the longest gap between two tokens of a stream from the first slice to
+              the first merged tokens, over the median gap of the unmerged steps of as many streams
+    mixed     more clients than seats, each sending its next request after the last; nine of ten requests are for one of four
+              adapters, and that one changes with every phase. mixed_vs_unmerged = output tokens/s with `--merge on` over off
+
+The headline figures are those of the larger model; "by_model" has both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from bench.live_worker import LiveWorker, Served, StepSeen
+from bench.models import SHAPES, model_and_adapters
+from bench.watch import Watch
+from motet.shared.model import AdapterRef
+from motet.twin.workload import Workload
+
+SEATS, CLIENTS = 32, 48
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
+COPY_TOKENS = 400  # of the streams beside which a copy is made
+RANK, ADAPTERS = 32, 4
+ROUNDS, COPIES, PHASES, PHASE_S = 4, 3, 2, 20.0
+DOMINANT = 0.9  # of the requests of a phase
+WARM_LAPS = 12
+GOALS = {"gap_recovered": 0.8, "mixed_vs_unmerged": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured."""
+
+    prompt_tokens: int = PROMPT_TOKENS
+    output_tokens: int = OUTPUT_TOKENS
+    copy_tokens: int = COPY_TOKENS
+    rounds: int = ROUNDS
+    copies: int = COPIES
+    phases: int = PHASES
+    phase_s: float = PHASE_S
+
+
+SIZES = {"M": Size(prompt_tokens=16, output_tokens=32, copy_tokens=100, rounds=2, copies=1)}
+"""Of models whose steps are long; the whole bench has ten minutes."""
+QUICK = Size(output_tokens=16, copy_tokens=200, rounds=1, copies=1, phases=2, phase_s=2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """The two workers, and each one's adapters."""
+
+    plain: LiveWorker
+    merging: LiveWorker
+    adapters: dict[str, list[AdapterRef]]
+    size: Size
+    watch: Watch
+
+    @property
+    def both(self) -> tuple[tuple[str, LiveWorker], ...]:
+        return ("unmerged", self.plain), ("merged", self.merging)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy and the switch to it."""
+
+    work_ms: float  # of the slices
+    wait_ms: float  # from the first slice to the first merged step
+    switch_ms: float  # what the first merged step begins later than a step after the usual time
+    worst_itl_ratio: float
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The bench's own options."""
+    parser.add_argument("--model", choices=sorted(SHAPES), default="", help="shape of the model (bench/models.py); M and S")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print the tables, return the figures."""
+    models = [args.model] if args.model else ["XS"] if args.quick else ["S", "M"]
+    found: dict[str, dict[str, Any]] = {}
+    for model in models:
+        size = QUICK if args.quick else SIZES.get(model, Size())
+        found[model] = asyncio.run(_measure(model, replace(size, phase_s=args.seconds or size.phase_s), args.watch))
+    _show(found)
+    last = found[models[-1]]
+    head = {name: last[name] for name in ("gap_recovered", "mixed_vs_unmerged", "worst_itl_ratio", "copy_work_ms", "switch_ms")}
+    return head | {"model": models[-1], "by_model": found, "goals": GOALS}
+
+
+async def _measure(model: str, size: Size, watch: Watch) -> dict[str, Any]:
+    directory, _ = model_and_adapters(model)
+    options = {"kv_memory_gib": "2", "max_running": str(SEATS), "max_waiting": str(4 * CLIENTS), "prefix_cache": "false"}
+    async with AsyncExitStack() as stack:
+        workers = []
+        for merge in ("off", "on"):
+            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-bench-")))
+            workers.append(
+                await stack.enter_async_context(LiveWorker(directory, options | {"merge": merge}, home, records=True))
+            )
+        adapters = {
+            name: [await worker.publish(RANK, number) for number in range(ADAPTERS)]
+            for name, worker in zip(("unmerged", "merged"), workers, strict=True)
+        }
+        rig = Rig(workers[0], workers[1], adapters, size, watch)
+        found = await _gap(rig)
+        _say(f"{model}: {found}")
+        found |= await _copies(rig)
+        _say(f"{model}: {found}")
+        return found | await _mixed(rig)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---- one adapter
+
+
+async def _gap(rig: Rig) -> dict[str, Any]:
+    one = {name: rig.adapters[name][0] for name, _ in rig.both}
+    for _ in range(WARM_LAPS):
+        await _lap(rig, rig.merging, one["merged"], rig.size.output_tokens)
+        if rig.merging.steps()[-1].merged:
+            break
+    else:
+        raise RuntimeError("the adapter of all requests was not merged")
+    ways = [("base", rig.plain, None), ("unmerged", rig.plain, one["unmerged"]), ("merged", rig.merging, one["merged"])]
+    for _, worker, adapter in ways[:2]:
+        await _lap(rig, worker, adapter, 8)
+    rates: dict[str, list[float]] = {name: [] for name, _, _ in ways}
+    for _ in rig.watch.rounds(rig.size.rounds, "rounds of the gap", within=0.65):
+        for name, worker, adapter in ways:
+            rates[name].append(await _lap(rig, worker, adapter, rig.size.output_tokens))
+        ways.append(ways.pop(0))
+    base, unmerged, merged = (statistics.median(rates[name]) for name in ("base", "unmerged", "merged"))
+    return {
+        "tokens_per_s": {name: round(statistics.median(found), 1) for name, found in rates.items()},
+        "unmerged_vs_base": round(unmerged / base, 3),
+        "merged_vs_base": round(merged / base, 3),
+        "gap_recovered": round((merged - unmerged) / (base - unmerged), 3) if base != unmerged else 0.0,
+    }
+
+
+async def _lap(rig: Rig, worker: LiveWorker, adapter: AdapterRef | None, tokens: int) -> float:
+    """Output tokens per second of requests that come at once."""
+    served = await _at_once(rig, worker, [0 if adapter else -1] * SEATS, [adapter] if adapter else [], [tokens] * SEATS)
+    return sum(one.tokens for one in served) / max(one.end_s for one in served)
+
+
+async def _at_once(
+    rig: Rig, worker: LiveWorker, chosen: Sequence[int], adapters: Sequence[AdapterRef], tokens: Sequence[int]
+) -> list[Served]:
+    load = Workload(
+        arrival_s=np.zeros(len(chosen)),
+        adapter=np.array(chosen),
+        prompt_tokens=np.full(len(chosen), rig.size.prompt_tokens),
+        output_tokens=np.array(tokens),
+        ranks=np.full(len(adapters), RANK),
+        adapter_bytes=np.ones(len(adapters), dtype=np.int64),
+    )
+    return await worker.run(load, adapters)
+
+
+# ---- a copy
+
+
+async def _copies(rig: Rig) -> dict[str, Any]:
+    found: list[Copy] = []
+    adapters, long, half = rig.adapters["merged"], rig.size.copy_tokens, SEATS // 2
+    for number in range(rig.size.copies):
+        before = len(rig.merging.steps())
+        pair = [adapters[number % ADAPTERS], adapters[(number + 1) % ADAPTERS]]  # the first one's copy is there
+        served = await _at_once(rig, rig.merging, [0] * half + [1] * half, pair, [long // 4] * half + [long] * half)
+        found.append(_copy_of(rig.merging.steps()[before:], served[half:], rig.merging.began_s))
+        rig.watch.mark()
+    return {
+        "copy_work_ms": round(statistics.median(one.work_ms for one in found), 1),
+        "copy_wait_ms": round(statistics.median(one.wait_ms for one in found), 1),
+        "switch_ms": round(statistics.median(one.switch_ms for one in found), 2),
+        "worst_itl_ratio": round(max(one.worst_itl_ratio for one in found), 3),
+    }
+
+
+def _copy_of(steps: Sequence[StepSeen], served: Sequence[Served], began_s: float) -> Copy:
+    first = next((i for i, step in enumerate(steps) if step.merge_s), None)
+    merged = next((i for i, step in enumerate(steps) if step.merged and first is not None and i >= first), None)
+    if first is None or merged is None:
+        raise RuntimeError(f"no copy was made beside {len(steps)} steps")
+    each_s = [b.began_s - a.began_s for a, b in pairwise(steps)]
+    from_s, to_s = steps[first - 1].began_s - began_s, steps[merged + 2].began_s - began_s
+    gaps = [(b - a, b) for one in served for a, b in pairwise(one.frames_s)]
+    return Copy(
+        work_ms=1000 * sum(step.merge_s for step in steps[: merged + 1]),
+        wait_ms=1000 * (steps[merged].began_s - steps[first].began_s),
+        switch_ms=1000 * (each_s[merged] - statistics.median(each_s[merged:])),
+        worst_itl_ratio=max(gap for gap, at in gaps if from_s <= at <= to_s) / statistics.median(gap for gap, _ in gaps),
+    )
+
+
+# ---- mixed traffic
+
+
+async def _mixed(rig: Rig) -> dict[str, Any]:
+    size = rig.size
+    tokens: dict[str, list[float]] = {name: [] for name, _ in rig.both}
+    longest: dict[str, list[float]] = {name: [] for name, _ in rig.both}
+    merged_steps = steps = 0
+    for phase in rig.watch.rounds(size.phases, "phases", at_least=2):
+        for name, worker in rig.both if phase % 2 else rig.both[::-1]:
+            draw, adapters = random.Random(phase), rig.adapters[name]
+
+            def request(
+                draw: random.Random = draw, adapters: list[AdapterRef] = adapters, phase: int = phase
+            ) -> tuple[int, int, AdapterRef]:
+                others = [one for number, one in enumerate(adapters) if number != phase % ADAPTERS]
+                chosen = adapters[phase % ADAPTERS] if draw.random() < DOMINANT else draw.choice(others)
+                return size.prompt_tokens, draw.randint(size.output_tokens // 2, size.output_tokens * 3 // 2), chosen
+
+            before = len(worker.steps())
+            served = await worker.keep_busy(CLIENTS, size.phase_s, request)
+            rig.watch.mark()
+            tokens[name].append(sum(at <= size.phase_s for one in served for at in one.frames_s) / size.phase_s)
+            longest[name] += [max((b - a for a, b in pairwise(one.frames_s)), default=0.0) for one in served]
+            if name == "merged":
+                ran = worker.steps()[before:]
+                merged_steps, steps = merged_steps + sum(step.merged for step in ran), steps + len(ran)
+        _say(f"phase {phase}: { ({name: round(rates[-1], 1) for name, rates in tokens.items()}) } tokens/s")
+    ratios = [a / max(b, 1.0) for a, b in zip(tokens["merged"], tokens["unmerged"], strict=True)]
+    return {
+        "mixed_vs_unmerged": round(sum(tokens["merged"]) / max(1.0, sum(tokens["unmerged"])), 3),
+        "mixed_by_phase": [round(ratio, 3) for ratio in ratios],
+        "mixed_merged_share": round(merged_steps / max(1, steps), 3),
+        "longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 1.0)), 1) for name, gaps in longest.items()},
+        "p90_longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 0.9)), 1) for name, gaps in longest.items()},
+    }
+
+
+def _show(found: dict[str, dict[str, Any]]) -> None:
+    rows: list[list[object]] = []
+    for model, one in found.items():
+        rates = one["tokens_per_s"]
+        rows.append(
+            [
+                model,
+                rates["base"],
+                rates["unmerged"],
+                rates["merged"],
+                f"{one['gap_recovered']:.2f}",
+                one["copy_work_ms"],
+                one["copy_wait_ms"],
+                one["switch_ms"],
+                f"{one['worst_itl_ratio']:.2f}",
+                f"{one['mixed_vs_unmerged']:.3f}",
+                f"{one['mixed_merged_share']:.0%}",
+            ]
+        )
+    columns = (
+        *("model", "no LoRA, tokens/s", "one adapter", "merged", "gap recovered (0.8)", "copy: work ms", "until merged ms"),
+        *("switch ms", "worst ITL / median", "mixed / unmerged", "merged steps"),
+    )
+    print(report.table(f"{SEATS} requests, one adapter of rank {RANK}", columns, rows))

@@ -1,0 +1,124 @@
+"""Moves between live workers: four workers of the demo model, and one adapter gets 20 times its load.
+
+Requests arrive as a Poisson process that waits for no answer, at a share of the capacity of all workers, which is measured
+first. Two thirds of the time every adapter gets as much as any other; in the last third one of them gets 20 times that, and the
+total stays. Once with dispatch by adapter affinity, as gateways of other systems do it, and once with Motet's own; each without
+moves and with `--rebalance on`. The requests are the same in every run, so their answers must be, too.
+
+`rebalance_kv` then moves a request with a long context, with its KV blocks and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from bench import rebalance_kv, report
+from bench.mesh_parts import wait_for
+from bench.overload_parts import Asking, Kind, Request, demo_mesh, play, poisson
+from motet.examples.demo import DEMO
+
+TENANT = "bench"
+PATIENT = Kind(name="batch", ttft_slo_ms=3_600_000.0, tpot_slo_ms=3_600_000.0)
+HOT, TIMES = "upper-case", 20.0
+MODELS = (HOT, "reverse", "rot13", "title-case")
+WORKERS, QUICK_WORKERS, SEATS = 4, 2, 4
+LOAD = 0.6  # of the capacity
+PROMPT_TOKENS, OUTPUT_TOKENS = 48, 96
+SECONDS = 24.0
+POLICIES = ("lora-affinity", "motet")
+VARIABLES = {"MOTET_ADMISSION": "room", "MOTET_MAX_RUNNING": str(SEATS), "MOTET_MAX_WAITING": "4096"}
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print the table, return the figures."""
+    seconds = args.seconds or (3.0 if args.quick else SECONDS)
+    policies, workers = (POLICIES[:1], QUICK_WORKERS) if args.quick else (POLICIES, WORKERS)
+    vocabulary = json.loads((DEMO / "model" / "config.json").read_text())["vocab_size"]
+    asking = Asking(vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS, models=MODELS)
+    rate, answers, rows = 0.0, [""], []
+    requests: list[Request] = []
+    for policy in policies:
+        for moves in ("off", "on"):
+            variables = VARIABLES | {"MOTET_POLICY": policy, "MOTET_REBALANCE": moves}
+            with demo_mesh(variables, f"key-{TENANT} {TENANT} admin\n", workers=workers) as port:
+                wait_for(port, MODELS, {"authorization": f"Bearer key-{TENANT}"})
+                warm = _capacity(port, asking, (1 if args.quick else 3) * workers * SEATS)
+                if not requests:
+                    rate = LOAD * warm
+                    requests = _requests(asking, rate, seconds)
+                said = [replace(request, data=bytearray()) for request in requests]
+                play(port, said)
+                texts = [request.text for request in said]
+                if len(answers) != len(texts):
+                    answers = texts
+                rows.append({"policy": policy, "moves": moves} | _measures(said, texts, answers, port))
+            print(json.dumps(rows[-1]), flush=True)
+            args.watch.mark()
+    names = ["ttft_p50_ms", "ttft_p99_ms", "moved", "lost", "changed"]
+    cells = [[f"{row['policy']}, moves {row['moves']}", *(row[name] for name in names)] for row in rows]
+    print(report.table(f"{workers} workers, {rate:.1f} requests/s", ["", *names], cells))
+    figures: dict[str, Any] = {
+        "ttft_p99_gain": round(rows[0]["ttft_p99_ms"] / rows[1]["ttft_p99_ms"], 3),
+        "lost": sum(row["lost"] for row in rows),
+        "changed": sum(row["changed"] for row in rows),
+        "moved": rows[1]["moved"],
+        "requests_per_s": round(rate, 2),
+        "runs": rows,
+    }
+    figures |= _kv(args.quick)
+    args.watch.mark()
+    if len(rows) == 4:
+        figures["ttft_p99_gain_own_dispatch"] = round(rows[2]["ttft_p99_ms"] / rows[3]["ttft_p99_ms"], 3)
+    return figures
+
+
+def _kv(quick: bool) -> dict[str, Any]:
+    found = rebalance_kv.measure(quick=quick)
+    print(report.table("a moved request's next token", [*found], [[*found.values()]]))
+    return {"kv_gain": found["gain"], "kv_changed": found["changed"], "kv": found}
+
+
+def _requests(asking: Asking, rate: float, seconds: float) -> list[Request]:
+    """The same load for every adapter, then the hot one's share."""
+    draw, found = random.Random(5), []
+    for at_s in poisson(rate, seconds, seed=4):
+        weights = [TIMES if model == HOT and at_s > 2 * seconds / 3 else 1.0 for model in MODELS]
+        request = asking.request(at_s, PATIENT, TENANT, draw.choices(MODELS, weights)[0])
+        request.keep = True
+        found.append(request)
+    return found
+
+
+def _capacity(port: int, asking: Asking, count: int) -> float:
+    """Requests per second with every seat of every worker taken, each model on a quarter of them."""
+    for _ in ("warm up", "measure"):
+        requests = [asking.request(0.0, PATIENT, TENANT) for _ in range(count)]
+        play(port, requests)
+        if statuses := {request.status for request in requests} - {200}:
+            raise RuntimeError(f"answers with status {statuses} while the capacity was measured")
+    return len(requests) / max(request.last_s for request in requests)
+
+
+def _measures(said: Sequence[Request], texts: Sequence[str], answers: Sequence[str], port: int) -> dict[str, Any]:
+    whole = [request.status == 200 and b'"finish_reason":"length"' in request.data for request in said]
+    times_ms = [1000.0 * (request.first_s - request.at_s) for request, good in zip(said, whole, strict=True) if good]
+    ask = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"authorization": f"Bearer key-{TENANT}"})
+    with urllib.request.urlopen(ask, timeout=10) as answer:
+        moved = re.search(r"^motet_requests_moved_total (\S+)$", answer.read().decode(), re.MULTILINE)
+    return {
+        "ttft_p50_ms": round(float(np.quantile(times_ms, 0.5)), 1),
+        "ttft_p99_ms": round(float(np.quantile(times_ms, 0.99)), 1),
+        "moved": int(float(moved[1])) if moved else 0,
+        "lost": whole.count(False),
+        "changed": sum(text != right for text, right in zip(texts, answers, strict=True)),
+        "requests": len(said),
+    }

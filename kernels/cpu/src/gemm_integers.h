@@ -1,0 +1,262 @@
+// Products with weights of 8 or 4 bits: rows of x are rounded to 8 bits as well, so that whole numbers are multiplied, four k to an
+// instruction where there is VNNI, 64 to one where there are AMX tiles.
+//
+//   x[r, k] = scale[r] * q[r, k]            q in -127..127, scale = max |x[r]| / 127
+//   I8   w[n, k] = scale[n] * (b - 128)     b unsigned; y = scale[n] * scale[r] * (sum b q - 128 sum q)
+//   I4   w[n, k] = scale[n, k / 32] * (b - 8), b in 0..15: the same for each group of 32 k, whose sums are added as floats
+//
+// Sums of whole numbers are exact, and floats are added in order of k, so a row's result depends neither on the other rows nor on
+// the instruction.
+//
+// A panel of I8 is [k / 4][16 outputs][4]. A panel of I4 is, for each 64 k, a line of scales [2 groups][16] in float16, then four
+// lines for each group; the low halves of a line's bytes are 4 k as in I8, the high halves the next 4.
+#pragma once
+#include "gemm.h"
+
+namespace motet {
+
+constexpr int I4_GROUP = 32;
+constexpr int I8_ZERO = 128, I4_ZERO = 8;  // what is added to weights to make them unsigned
+
+// Where a row of x lies as whole numbers: [k padded to 64] int8, then its scale, sum, and the sums of its groups.
+struct RoundedRow {
+  int8_t* values;
+  float* scale;
+  int32_t *sum, *groups;
+};
+// Bytes from row to row: an odd number of cache lines.
+INLINE int64_t rounded_stride(int64_t k) {
+  const int64_t padded = round_up(k, 64);
+  return round_up(padded + 8 + padded / I4_GROUP * 4, 128) + 64;
+}
+INLINE RoundedRow rounded_row(char* rows, int64_t row, int64_t k) {
+  char* at = rows + row * rounded_stride(k);
+  char* after = at + round_up(k, 64);
+  return {(int8_t*)at, (float*)after, (int32_t*)after + 1, (int32_t*)after + 2};
+}
+
+typedef int8_t vb __attribute__((vector_size(W)));
+
+INLINE vi nearest(vf x) {
+#if MOTET_LEVEL >= 2
+  return (vi)_mm512_cvtps_epi32(x);
+#elif MOTET_LEVEL == 1
+  return (vi)_mm256_cvtps_epi32(x);
+#else
+  const vf magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  return (vi)(x + magic) - (vi)magic;
+#endif
+}
+
+template <class A>
+static void round_row(const A* x, int64_t k, const RoundedRow& to) {
+  vf most = zero();
+  for (int64_t i = 0; i < k; i += W) {
+    const vf v = load_n(x + i, (int)std::min<int64_t>(W, k - i));
+    most = max(most, (vf)((vu)v & 0x7fffffffu));
+  }
+  const float limit = largest(most);
+  const float inverse = limit > 0 ? 127.0f / limit : 0.0f;
+  *to.scale = limit / 127.0f;
+  const int64_t padded = round_up(k, 64);
+  memset(to.values + k, 0, padded - k);
+  for (int64_t i = 0; i < k; i += W) {
+    const int live = (int)std::min<int64_t>(W, k - i);
+    const vb whole = __builtin_convertvector(nearest(load_n(x + i, live) * inverse), vb);
+    memcpy(to.values + i, &whole, live);
+  }
+  int32_t all = 0;
+  for (int64_t group = 0; group < padded / I4_GROUP; ++group) {
+    int32_t sum = 0;
+    for (int i = 0; i < I4_GROUP; ++i) sum += to.values[group * I4_GROUP + i];
+    to.groups[group] = sum;
+    all += sum;
+  }
+  *to.sum = all;
+}
+
+// sums[output] += four products: unsigned weights [W outputs][4] with four signed values of a row, given W times.
+INLINE vi dot4(vi sums, vu weights, vi values) {
+#if MOTET_LEVEL >= 3
+  return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)values);
+#else
+  typedef int16_t vs __attribute__((vector_size(W * 4)));
+  const vu even = weights & 0x00ff00ffu, odd = (weights >> 8) & 0x00ff00ffu;
+  const vs values_even = ((vs)values << 8) >> 8, values_odd = (vs)values >> 8;
+#if MOTET_LEVEL == 2
+  return sums + (vi)_mm512_madd_epi16((__m512i)even, (__m512i)values_even) + (vi)_mm512_madd_epi16((__m512i)odd, (__m512i)values_odd);
+#elif MOTET_LEVEL == 1
+  return sums + (vi)_mm256_madd_epi16((__m256i)even, (__m256i)values_even) + (vi)_mm256_madd_epi16((__m256i)odd, (__m256i)values_odd);
+#else
+  const auto low = [](vi v) { return (v << 16) >> 16; };
+  const vi a = (vi)even, b = (vi)odd, x = (vi)values_even, y = (vi)values_odd;
+  return sums + low(a) * low(x) + (a >> 16) * (x >> 16) + low(b) * low(y) + (b >> 16) * (y >> 16);
+#endif
+#endif
+}
+
+INLINE vu line_bytes(const uint8_t* line, int at) {
+  vu v;
+  memcpy(&v, line + at * 4, sizeof v);
+  return v;
+}
+INLINE vi four_values(const int8_t* x) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  return vi{} + four;
+}
+INLINE vf as_float(vi v) { return __builtin_convertvector(v, vf); }
+
+// Sums of R rows and P panels as floats, times the rows' scales.
+template <int R, int P>
+static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_stride, const char* rows, int64_t k, float* out,
+                                                Ahead& all_ahead, int per_line) {
+  constexpr int VP = PANEL / W, N = P * VP;
+  vi acc[R][N];
+  const int8_t* x[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const RoundedRow row = rounded_row((char*)rows, r, k);
+    x[r] = row.values;
+#pragma GCC unroll 16
+    for (int p = 0; p < N; ++p) acc[r][p] = vi{} - I8_ZERO * *row.sum;
+  }
+  Ahead ahead = all_ahead;  // a local copy stays in registers
+  for (int64_t i = 0, padded = round_up(k, 64); i < padded; i += 4, w += 64) {
+    for (int j = 0; j < per_line && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
+    vu weights[N];
+#pragma GCC unroll 16
+    for (int p = 0; p < N; ++p) weights[p] = line_bytes(w + (p / VP) * panel_stride, p % VP * W);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const vi values = four_values(x[r] + i);
+#pragma GCC unroll 16
+      for (int p = 0; p < N; ++p) acc[r][p] = dot4(acc[r][p], weights[p], values);
+    }
+  }
+  all_ahead = ahead;
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int p = 0; p < N; ++p) store(out + r * P * PANEL + p * W, as_float(acc[r][p]) * *rounded_row((char*)rows, r, k).scale);
+}
+
+template <int R, int P>
+static __attribute__((noinline)) void int4_sums(const uint8_t* w, int64_t panel_stride, const char* rows, int64_t k, float* out,
+                                                Ahead& all_ahead, int per_line) {
+  constexpr int VP = PANEL / W, N = P * VP;
+  vf sums[R][N];
+  RoundedRow row[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    row[r] = rounded_row((char*)rows, r, k);
+#pragma GCC unroll 16
+    for (int p = 0; p < N; ++p) sums[r][p] = zero();
+  }
+  Ahead ahead = all_ahead;  // a local copy stays in registers
+  const auto fetch = [&](int lines) __attribute__((always_inline)) {
+    for (int j = 0; j < lines && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
+  };
+  for (int64_t group = 0, groups = round_up(k, 64) / I4_GROUP; group < groups; ++group) {
+    if (group % 2 == 0) fetch(per_line);
+    const uint8_t* values_at = w + group / 2 * I4_BYTES + 64 + group % 2 * 256;
+    vi acc[R][N];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+      for (int p = 0; p < N; ++p) acc[r][p] = vi{} - I4_ZERO * row[r].groups[group];
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; ++line) {
+      fetch(per_line);
+      vu low[N], high[N];
+#pragma GCC unroll 16
+      for (int p = 0; p < N; ++p) {
+        const vu both = line_bytes(values_at + (p / VP) * panel_stride + line * 64, p % VP * W);
+        low[p] = both & 0x0f0f0f0fu, high[p] = (both >> 4) & 0x0f0f0f0fu;
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const int8_t* x = row[r].values + group * I4_GROUP + line * 8;
+        const vi first = four_values(x), second = four_values(x + 4);
+#pragma GCC unroll 16
+        for (int p = 0; p < N; ++p) acc[r][p] = dot4(dot4(acc[r][p], low[p], first), high[p], second);
+      }
+    }
+#pragma GCC unroll 16
+    for (int p = 0; p < N; ++p) {
+      const vf scale = load((const f16*)(w + (p / VP) * panel_stride + group / 2 * I4_BYTES + group % 2 * 32) + p % VP * W);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) sums[r][p] += scale * as_float(acc[r][p]);
+    }
+  }
+  all_ahead = ahead;
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int p = 0; p < N; ++p) store(out + r * P * PANEL + p * W, sums[r][p] * *row[r].scale);
+}
+
+// Panels that are multiplied together and the most rows with them, so that sums and weights fit the registers.
+#if MOTET_LEVEL >= 2
+constexpr int I8_PANELS = 3, I8_ROWS = 8, I4_PANELS = 2, I4_ROWS = 6;
+#else
+constexpr int I8_PANELS = 1, I8_ROWS = MOTET_LEVEL == 1 ? 4 : 2, I4_PANELS = 1, I4_ROWS = MOTET_LEVEL == 1 ? 2 : 1;
+#endif
+
+template <bool FOUR_BITS, class A, int R, int P>
+INLINE void integer_block(const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row, int64_t panel, Ahead& ahead, int per_line) {
+  alignas(64) float sums[R * P * PANEL];
+  const char* rows = g.rounded + row * rounded_stride(g.w->k);
+  if constexpr (FOUR_BITS)
+    int4_sums<R, P>(w, stride, rows, g.w->k, sums, ahead, per_line);
+  else
+    int8_sums<R, P>(w, stride, rows, g.w->k, sums, ahead, per_line);
+  finish(g, row, R, panel, P, Sums{sums, P * PANEL, PANEL});
+}
+
+// At most R rows and P panels.
+template <bool FOUR_BITS, class A, int R, int P>
+INLINE void integer_rows(int rows, int panels, const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row, int64_t panel,
+                         Ahead& ahead, int per_line) {
+  if constexpr (P > 1)
+    if (panels < P) return integer_rows<FOUR_BITS, A, R, P - 1>(rows, panels, g, w, stride, row, panel, ahead, per_line);
+  if constexpr (R > 1)
+    if (rows < R) return integer_rows<FOUR_BITS, A, R - 1, P>(rows, panels, g, w, stride, row, panel, ahead, per_line);
+  integer_block<FOUR_BITS, A, R, P>(g, w, stride, row, panel, ahead, per_line);
+}
+
+// The fewest possible blocks of rows of nearly equal size, because each block reads the weights once.
+template <bool FOUR_BITS, class A>
+static void integer_panels(const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel, int panels,
+                           Ahead ahead) {
+  constexpr int ROWS = FOUR_BITS ? I4_ROWS : I8_ROWS, PANELS = FOUR_BITS ? I4_PANELS : I8_PANELS;
+  int64_t blocks = (row1 - row0 + ROWS - 1) / ROWS;
+  const int per_line = (int)((panels + blocks - 1) / blocks);  // lines ahead for every line of weights read
+  for (int64_t row = row0; row < row1; --blocks) {
+    const int rows = (int)((row1 - row + blocks - 1) / blocks);
+    integer_rows<FOUR_BITS, A, ROWS, PANELS>(rows, panels, g, w, stride, row, panel, ahead, per_line);
+    row += rows;
+  }
+}
+
+#if MOTET_LEVEL >= 4
+template <class A>
+static void int8_panels_by_tiles(const Gemm<A>& g, const char* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
+                                 int panels, Ahead ahead) {
+  const int64_t k = g.w->k;
+  panels_by_tiles<true>(g, w, stride, g.rounded, rounded_stride(k), round_up(k, 64), row0, row1, panel, panels, ahead,
+                        [&](int64_t row, int rows, int panels, float* sums) {
+    for (int r = 0; r < rows; ++r) {
+      const RoundedRow x = rounded_row(g.rounded, row + r, k);
+      for (int p = 0; p < panels; ++p) {
+        float* at = sums + p * 16 * PANEL + r * PANEL;
+        vi whole;
+        memcpy(&whole, at, sizeof whole);
+        store(at, as_float(whole - I8_ZERO * *x.sum) * *x.scale);
+      }
+    }
+  });
+}
+#endif
+
+}  // namespace motet

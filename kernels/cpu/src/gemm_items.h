@@ -1,0 +1,94 @@
+// A product in pieces for a team.
+#pragma once
+#include "gemm_integers.h"
+
+namespace motet {
+
+// Whether products of activations A with weights of this type run on tiles. Only those can be gated.
+template <class A>
+INLINE bool on_tiles(int64_t type) {
+  return MOTET_LEVEL >= 4 && (type == I8 || (sizeof(A) == 2 && !is_integer(type)));
+}
+
+constexpr int64_t CACHE_BYTES = MOTET_LEVEL >= 4 ? 1280 << 10 : 768 << 10;  // of the second-level cache; every AMX machine has 2 MiB per core
+
+// The pieces of a product: [row block][groups of panels], numbered from 0. The `per_group` panels of a group are multiplied
+// together and lie `apart` panels from each other. A piece of a gated product is two groups: 64 bytes of every row.
+template <class A>
+struct GemmItems {
+  int64_t rows_each, blocks, panels, groups, groups_each, items_each, apart;
+  int per_group;
+  bool tiles;
+
+  explicit GemmItems(const Gemm<A>& g) {
+    const int64_t type = g.w->type, row_bytes = is_integer(type) ? rounded_stride(g.w->k) : g.ldx * (int64_t)sizeof(A);
+    tiles = on_tiles<A>(type);
+    panels = (g.w->n + PANEL - 1) / PANEL;
+    per_group = tiles ? 2 : type == I8 ? I8_PANELS : type == I4 ? I4_PANELS : GROUP;
+    groups = (panels + per_group - 1) / per_group;
+    groups_each = g.gated ? 2 : 1;
+    items_each = (groups + groups_each - 1) / groups_each;
+    apart = g.gated ? panels / 2 : 1;
+    // the rows of one block stay in the second-level cache while all panels are read
+    const int64_t unit = tiles ? TILE_ROWS : 96, fit = CACHE_BYTES / row_bytes / unit * unit;
+    const int64_t most = std::max(unit, tiles ? std::min<int64_t>(MAX_ROWS, fit) : fit);
+    blocks = (g.rows + most - 1) / most;
+    rows_each = blocks ? round_up((g.rows + blocks - 1) / blocks, unit) : 0;  // a step of prefill chunks alone may want no logits
+  }
+  int64_t count() const { return blocks * items_each; }
+  int64_t first_group(int64_t item) const { return item % items_each * groups_each; }
+  int64_t first_panel(int64_t group) const { return apart > 1 ? group : group * per_group; }
+  int count_panels(int64_t group) const { return apart > 1 ? 2 : (int)std::min<int64_t>(per_group, panels - first_panel(group)); }
+};
+
+// Rows [row0, row1) of one group; `soon` is the group that comes next, or -1.
+template <class A>
+static void gemm_group(const Gemm<A>& g, const GemmItems<A>& items, int64_t row0, int64_t row1, int64_t group, int64_t soon) {
+  const Matrix& w = *g.w;
+  const int64_t panel = items.first_panel(group), bytes = panel_bytes(w), apart = items.apart * bytes;
+  const int panels = items.count_panels(group);
+  const char* data = (const char*)w.data + panel * bytes;
+  Ahead ahead;
+  if (soon >= 0) {
+    const int count = items.count_panels(soon);
+    ahead.at = (const char*)w.data + items.first_panel(soon) * bytes;
+    ahead.end = ahead.at + (items.tiles ? 1 : count) * bytes;
+    ahead.gap = items.tiles && count == 2 ? apart : 0;
+  }
+  if (w.type == I4) return integer_panels<true>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
+#if MOTET_LEVEL >= 4
+  if (w.type == I8) return int8_panels_by_tiles(g, data, apart, row0, row1, panel, panels, ahead);
+#else
+  if (w.type == I8) return integer_panels<false>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
+#endif
+  if constexpr (sizeof(A) == 2) {
+#if MOTET_LEVEL >= 4
+    panels_by_tiles<false>(g, data, apart, (const char*)g.x, g.ldx * 2, round_up(w.k, 32) * 2, row0, row1, panel, panels, ahead,
+                           [](int64_t, int, int, float*) {});
+#elif MOTET_LEVEL == 3
+    panels_by_vectors(g, (const bf16*)data, apart / 2, row0, row1, panel, panels, ahead);
+#endif
+  } else {
+    switch (w.type) {
+      case F32: return panels_by_vectors(g, (const float*)data, bytes / 4, row0, row1, panel, panels, ahead);
+      case BF16: return panels_by_vectors(g, (const bf16*)data, bytes / 2, row0, row1, panel, panels, ahead);
+      default: return panels_by_vectors(g, (const f16*)data, bytes / 2, row0, row1, panel, panels, ahead);
+    }
+  }
+}
+
+template <class A>
+static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item, int64_t next_item) {
+  const int64_t row0 = item / items.items_each * items.rows_each, row1 = std::min(g.rows, row0 + items.rows_each);
+  const int64_t begin = items.first_group(item), end = std::min(items.groups, begin + items.groups_each);
+  for (int64_t group = begin; group < end; ++group)
+    gemm_group(g, items, row0, row1, group, group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item));
+}
+
+// Row `row` of x as whole numbers, which must be ready before the product with integers begins.
+template <class A>
+INLINE void round_row(const Gemm<A>& g, int64_t row) {
+  round_row(g.x + row * g.ldx, g.w->k, rounded_row(g.rounded, row, g.w->k));
+}
+
+}  // namespace motet

@@ -1,0 +1,144 @@
+"""KV blocks that follow a moved request to its next worker: whether that pays, and which blocks are held for it.
+
+    old worker   running ──hold──> held ──read──> bytes ─┐      it frees them when they were read, or after a moment
+    new worker   idle    ──hold──> held ──grow──> written ──publish──> held ──drop──> idle ──> its request finds them by key
+
+Blocks are named by content (`policies.kv_blocks`), so a request that starts on the new worker takes what has arrived from the
+prefix cache and computes the rest. Nothing depends on whether blocks travel, or on how many arrive: only time does.
+
+It pays when it is predicted to take clearly less time than the prefill that it saves (`SURE`). Both sides are measured: prefill
+by `policies.step_times`, the link by `LinkTimes`. The predicted prefill is also the most that a request waits for its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from motet.policies.kv_blocks import KvBlocks, chain_key, root_key
+from motet.policies.perf_model import MIB, prefill_ms
+from motet.shared.model import PerfModel, WorkerLimits
+
+SURE = 0.7
+"""Blocks travel when this share of the prefill that they save is enough time for it."""
+SMALL_BYTES = 64 << 10
+"""A transfer up to this size measures the latency, a larger one the rate."""
+RECENT = 0.3
+"""Weight of one transfer in what is known of the link."""
+
+
+class Travel(msgspec.Struct, frozen=True):
+    """What a request's KV takes to come from another worker, and to be computed again."""
+
+    copy_ms: float
+    again_ms: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether the blocks should travel."""
+        return self.copy_ms < SURE * self.again_ms
+
+
+def travel(perf: PerfModel, *, tokens: int, rank: int, token_bytes: int) -> Travel:
+    """The prediction for a request with so many tokens computed, on the worker of `perf`. Without a measured link the blocks
+    never arrive."""
+    again_ms = prefill_ms(perf, float(tokens), float(rank))
+    if not perf.kv_ms_per_mib:
+        return Travel(float("inf"), again_ms)
+    return Travel(perf.kv_base_ms + perf.kv_ms_per_mib * tokens * token_bytes / MIB, again_ms)
+
+
+def compatible(one: WorkerLimits, other: WorkerLimits) -> bool:
+    """Whether these workers can take over each other's blocks."""
+    return bool(one.kv_format) and one.kv_format == other.kv_format
+
+
+def content_keys(tokens: Sequence[bytes], adapter_digest: str, scope: bytes) -> list[bytes]:
+    """The keys of full blocks, each with its token ids as int32 bytes."""
+    keys, parent = [], root_key(adapter_digest, scope)
+    for block in tokens:
+        parent = chain_key(parent, block)
+        keys.append(parent)
+    return keys
+
+
+class LinkTimes:
+    """How long KV blocks take from another worker, by what was measured; milliseconds."""
+
+    def __init__(self) -> None:
+        self.base_ms = 0.0
+        self.ms_per_mib = 0.0
+        """0 before the first measurement."""
+
+    def observe(self, size_bytes: int, took_ms: float) -> None:
+        """A transfer. One that was given up counts with the size that was asked for: it would have taken longer still."""
+        if size_bytes <= SMALL_BYTES:
+            self.base_ms = _blend(self.base_ms, took_ms)
+        else:
+            self.ms_per_mib = _blend(self.ms_per_mib, max(1e-3, took_ms - self.base_ms) * MIB / size_bytes)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The measured rate, 0 before the first measurement."""
+        return 1000.0 * MIB / self.ms_per_mib if self.ms_per_mib else 0.0
+
+
+def _blend(known: float, new: float) -> float:
+    return known + RECENT * (new - known) if known else new
+
+
+class HeldBlocks:
+    """Blocks that are held for a move and not by a sequence, under the name of the move.
+
+    `reserve`: blocks that are left for sequences when blocks come from elsewhere.
+    """
+
+    def __init__(self, kv: KvBlocks, reserve: Callable[[], int]) -> None:
+        self._kv, self._reserve = kv, reserve
+        self._held: dict[str, list[int]] = {}
+        self._keys: dict[str, list[bytes]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    @property
+    def lists(self) -> Iterable[list[int]]:
+        """The blocks of every name; they may be renamed in place."""
+        return self._held.values()
+
+    def hold(self, name: str, keys: Sequence[bytes]) -> int:
+        """Hold the cached blocks of the longest known beginning of `keys`; returns their number. The name must be new."""
+        blocks = self._kv.match(keys)
+        self._kv.take(blocks)
+        self._held[name], self._keys[name] = blocks, list(keys[: len(blocks)])
+        return len(blocks)
+
+    def slice(self, name: str, first: int, count: int) -> list[int] | None:
+        """The blocks from the `first` on; None when one of them is held no more or its content does not count any more."""
+        blocks, keys = self._held.get(name, [])[first : first + count], self._keys.get(name, [])[first : first + count]
+        if len(blocks) < count or any(self._kv.key_of(block) != key for block, key in zip(blocks, keys, strict=True)):
+            return None
+        return blocks
+
+    def grow(self, name: str, count: int) -> list[int] | None:
+        """Hold `count` more blocks, which have no content yet; None, and no change, without room or without the name."""
+        if name not in self._held or self._kv.free < count + self._reserve():
+            return None
+        blocks = self._kv.allocate(count)
+        self._held[name] += blocks
+        return blocks
+
+    def publish(self, name: str, keys: Sequence[bytes]) -> None:
+        """The blocks of the last `grow` have been written: these are their keys."""
+        held = self._held[name]
+        for block, key in zip(held[len(held) - len(keys) :], keys, strict=True):
+            self._kv.publish(block, key)
+        self._keys[name] += keys
+
+    def drop(self, name: str) -> None:
+        """Hold them no more. Unknown names are ignored."""
+        blocks = self._held.pop(name, None)
+        if blocks is not None:
+            del self._keys[name]
+            self._kv.release(blocks)

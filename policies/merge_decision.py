@@ -1,0 +1,325 @@
+"""Decides before every step whether an adapter is merged into the base weights (dLoRA section 4.2 and appendix A.1).
+
+    unmerged    a step computes any mixture of adapters, and LoRA makes every step longer
+    merged      a step computes one adapter's requests without LoRA; all other requests rest, with what they hold
+
+Algorithm 1: merge the adapter with the most requests when there are more than `alpha` times as many of them as first come,
+first served would compute; unmerge when there are fewer than `beta` times as many. Algorithm 2: at every break point (the mode
+changed, another adapter has the most requests, or `period` steps have passed) the threshold of the present mode is tuned by the
+throughput that both modes would have had since the last one. Algorithm 3: credits keep adapters from starving. A merged step
+moves one credit per request that it displaces from the merged adapter to those of the displaced requests; the sum stays the
+same. An adapter above `starving` credits is served before all others until it is below `normal`.
+
+Where a copy of the weights is made beside the steps (`policies.merged_copy`), steps stay unmerged until it is whole.
+
+What the paper leaves open, and what holds here. The rule for `beta` mirrors the one for `alpha`: the other mode pays for the
+switch. Steps with starving requests are unmerged and have all other requests too, as far as there is room: the paper's step has
+the starving ones alone, but places left empty help nobody. A starving adapter gives back a credit per request and step, to
+those that have less than at the start. Base requests (adapter "") rest and starve like the others and are never merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple, Protocol
+
+MAX_KNOWN = 4096
+"""Credits are kept for this many adapters; beyond, those without a request here are forgotten, the oldest first."""
+FOREVER = 1 << 30
+
+
+class Mode(NamedTuple):
+    """How the next step runs."""
+
+    merged: str = ""  # the adapter in the weights; "" for none
+    only: frozenset[str] | None = None  # the adapters whose requests the step computes; None: all
+    first: frozenset[str] = frozenset()  # the adapters whose waiting requests join before all others
+    wanted: str = ""  # would be merged if its copy of the weights were whole
+
+
+class Modes(Protocol):
+    """Chooses the mode of each step of one worker."""
+
+    merged: str
+    """The adapter that is in the weights now."""
+    whole: str | None
+    """The adapter of which there is a merged copy, "" for none; None where a switch changes the weights themselves, and the
+    engine stops for it."""
+
+    def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
+        """The mode of the next step. Both maps count requests by adapter: those that first come, first served would compute,
+        and all that could be computed if no other adapter were. A step computes `most` requests at most."""
+
+    def ran(self, steps: int) -> None:
+        """So many steps ran in the mode chosen last, with the requests as they were then."""
+
+    def steady(self) -> int:
+        """For how many steps the last choice holds while the requests stay the same; at least 1."""
+
+    def unmerge(self) -> None:
+        """The last choice had nothing to compute: the next step runs unmerged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeCosts:
+    """What an engine with merged weights says of its times, in milliseconds. `lora`: what LoRA adds to an unmerged step, as a
+    share of the step without it."""
+
+    switch_ms: float
+    step_ms: float
+    row_ms: float
+    lora: float
+
+    def merged_ms(self, rows: int) -> float:
+        """A step of so many requests of the merged adapter."""
+        return self.step_ms + self.row_ms * rows
+
+    def unmerged_ms(self, rows: int) -> float:
+        """A step of so many requests of any adapters."""
+        return self.merged_ms(rows) * (1.0 + self.lora)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeConfig:
+    """The paper's constants, which have no values there: chosen by `python -m bench dlora --tune`. A credit is one displaced
+    request in one step."""
+
+    alpha: float = 0.75  # thresholds at the start
+    beta: float = 0.6
+    decrement: float = 0.02  # gamma_dec and gamma_mul
+    multiply: float = 1.05
+    lowest: float = 0.3  # bounds of both thresholds
+    highest: float = 1.5
+    period: int = 100  # steps between two break points, at most
+    credit: float = 20_000.0  # of an adapter that nobody has seen yet
+    starving: float = 24_000.0  # T_starve
+    normal: float = 20_000.0  # T_normal
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What both modes would have computed since the last break point."""
+
+    steps: int = 0
+    merged_rows: float = 0.0
+    merged_ms: float = 0.0
+    unmerged_rows: float = 0.0
+    unmerged_ms: float = 0.0
+
+    def add(self, other: _Tally, times: int) -> None:
+        """Count `other` so many times."""
+        self.steps += times * other.steps
+        self.merged_rows += times * other.merged_rows
+        self.merged_ms += times * other.merged_ms
+        self.unmerged_rows += times * other.unmerged_rows
+        self.unmerged_ms += times * other.unmerged_ms
+
+
+@dataclass(eq=False)
+class Merging:
+    """Algorithms 1 to 3 for one worker."""
+
+    costs: MergeCosts
+    config: MergeConfig = field(default_factory=MergeConfig)
+    merged: str = ""
+    whole: str | None = None
+    alpha: float = field(init=False)
+    beta: float = field(init=False)
+    credits: dict[str, float] = field(default_factory=dict)
+    starving: set[str] = field(default_factory=set)
+    _tally: _Tally = field(default_factory=_Tally)
+    _step: _Tally = field(default_factory=_Tally)  # of one step in the mode chosen last
+    _moves: dict[str, float] = field(default_factory=dict)  # credits that one such step moves
+    _biggest: str = ""
+    _asked: float = 0.0  # credits that the merged adapter needs to stay merged
+    _turned: bool = False  # the last choice changed the mode
+
+    def __post_init__(self) -> None:
+        self.alpha, self.beta = self.config.alpha, self.config.beta
+
+    def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
+        """The mode of the next step."""
+        self._turned = False
+        self._know(here)
+        self._know(fcfs)
+        starving = self._served_first() & (fcfs.keys() | here.keys())
+        if starving:
+            self._turn("")
+            self._step, self._asked = _Tally(), 0.0
+            self._moves = repay(starving, fcfs, self.credits, self.config.credit)
+            return Mode(first=frozenset(starving))
+        biggest = max((one for one in here if one and self._eligible(one, here, fcfs)), key=here.__getitem__, default="")
+        if biggest != self._biggest:
+            self._biggest = biggest
+            self._break()
+        elif self._tally.steps >= self.config.period:
+            self._break()
+        rows, wanted = sum(fcfs.values()), ""
+        if self.merged:
+            stays = self.merged in here and self._eligible(self.merged, here, fcfs)
+            if not stays or here[self.merged] < self.beta * rows:
+                self._turn("")
+        elif biggest and here[biggest] > self.alpha * rows:
+            if self.whole is None or self.whole == biggest:
+                self._turn(biggest)
+            else:
+                wanted = biggest
+        self._compare(fcfs, here, most)
+        if not self.merged:
+            self._moves, self._asked = {}, 0.0
+            return Mode(wanted=wanted)
+        batch = {self.merged: min(here[self.merged], most)}
+        self._moves, self._asked = transfer(batch, fcfs), displaced(batch, fcfs)
+        return Mode(self.merged, frozenset(batch))
+
+    def ran(self, steps: int) -> None:
+        """Book credits and throughputs."""
+        self._tally.add(self._step, steps)
+        for adapter, moved in self._moves.items():
+            self.credits[adapter] += steps * moved
+
+    def steady(self) -> int:
+        """Steps to the next break point, or until a credit passes a threshold. After a change of the mode the next step may
+        change it again."""
+        if self._turned:
+            return 1
+        left: float = max(1, self.config.period - self._tally.steps)
+        for adapter, moved in self._moves.items():
+            held = self.credits[adapter]
+            if adapter in self.starving:
+                room = held - self.config.normal if moved < 0 else inf
+            elif moved > 0:
+                room = self.config.starving - held
+            else:
+                room = held - self._asked if adapter == self.merged else inf
+            left = min(left, room / abs(moved) if moved else inf)
+        return max(1, int(left))
+
+    def unmerge(self) -> None:
+        """The next step runs unmerged, and nobody is served first."""
+        self._turn("")
+        self._moves, self._step = {}, _Tally()
+
+    # ---- credits
+
+    def _know(self, here: Mapping[str, int]) -> None:
+        credits, new = self.credits, self.config.credit
+        for adapter in here:
+            if adapter not in credits:
+                credits[adapter] = new
+        if len(credits) > MAX_KNOWN:
+            for adapter in [one for one in credits if one not in here][: len(credits) - MAX_KNOWN]:
+                del credits[adapter]
+                self.starving.discard(adapter)
+
+    def _served_first(self) -> set[str]:
+        """The adapters that starve."""
+        config, credits = self.config, self.credits
+        self.starving.update([adapter for adapter, credit in credits.items() if credit > config.starving])
+        self.starving = {one for one in self.starving if credits[one] >= config.normal}
+        return self.starving
+
+    def _eligible(self, adapter: str, here: Mapping[str, int], fcfs: Mapping[str, int]) -> bool:
+        """Whether the adapter can pay for one step of its own requests alone."""
+        return self.credits[adapter] >= sum(fcfs.values()) - min(fcfs.get(adapter, 0), here[adapter])
+
+    # ---- thresholds
+
+    def _turn(self, merged: str) -> None:
+        if merged != self.merged:
+            self._break()
+            self.merged, self._turned = merged, True
+
+    def _compare(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> None:
+        """What a step of either mode computes, and how long it takes."""
+        candidate = self.merged or self._biggest
+        rows = sum(fcfs.values())
+        if not candidate or not rows:
+            self._step = _Tally(steps=1)
+            return
+        alone, costs = min(here[candidate], most), self.costs
+        self._step = _Tally(1, alone, costs.merged_ms(alone), rows, costs.unmerged_ms(rows))
+
+    def _break(self) -> None:
+        """Algorithm 2: tune the threshold of the mode that ends here or goes on."""
+        seen, self._tally = self._tally, _Tally()
+        if not seen.merged_rows or not seen.unmerged_rows:
+            return
+        config, switch_ms = self.config, self.costs.switch_ms
+        merged_ms = seen.merged_ms + (0.0 if self.merged else switch_ms)
+        unmerged_ms = seen.unmerged_ms + (switch_ms if self.merged else 0.0)
+        wins = seen.merged_rows * unmerged_ms > seen.unmerged_rows * merged_ms
+        threshold = self.beta if self.merged else self.alpha
+        threshold = threshold - config.decrement if wins else threshold * config.multiply
+        threshold = min(max(threshold, config.lowest), config.highest)
+        if self.merged:
+            self.beta = threshold
+        else:
+            self.alpha = threshold
+
+
+@dataclass(eq=False)
+class AlwaysMerged:
+    """A rival: one adapter after the other, always merged (the paper's merged-only, and PEFT). An adapter's turn ends when it
+    has no requests left, or after `turn` steps if others wait."""
+
+    turn: int = 300
+    merged: str = ""
+    whole: str | None = None
+    _now: str = ""
+    _steps: int = 0
+
+    def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
+        """The next adapter's turn, or more of the present one."""
+        if self._now not in here or (self._steps >= self.turn and len(here) > 1):
+            after = sorted(one for one in here if one > self._now)
+            self._now = after[0] if after else min(here, default="")
+            self._steps = 0
+        self.merged = self._now
+        return Mode(self.merged, frozenset((self._now,)))
+
+    def ran(self, steps: int) -> None:
+        """Count the turn."""
+        self._steps += steps
+
+    def steady(self) -> int:
+        """Steps left of the turn."""
+        return max(1, self.turn - self._steps)
+
+    def unmerge(self) -> None:
+        """The turn ends."""
+        self.merged = ""
+        self._steps = FOREVER
+
+
+def displaced(batch: Mapping[str, int], fcfs: Mapping[str, int]) -> int:
+    """The requests of `fcfs` that are not in `batch`."""
+    return sum(max(0, count - batch.get(adapter, 0)) for adapter, count in fcfs.items())
+
+
+def transfer(batch: Mapping[str, int], fcfs: Mapping[str, int]) -> dict[str, float]:
+    """The credits that each adapter gets (below 0: pays) for a step that computes `batch` instead of `fcfs`. Their sum is 0."""
+    moves = {adapter: float(gone) for adapter, count in fcfs.items() if (gone := count - batch.get(adapter, 0)) > 0}
+    owed, rows = sum(moves.values()), sum(batch.values())
+    if not owed or not rows:
+        return {}
+    for adapter, count in batch.items():
+        moves[adapter] = moves.get(adapter, 0.0) - owed * count / rows
+    return moves
+
+
+def repay(starving: Collection[str], fcfs: Mapping[str, int], credits: Mapping[str, float], fair: float) -> dict[str, float]:
+    """The credits that starving adapters give back for a step with their requests, to those below the fair amount in proportion
+    to what they lack. The sum is 0."""
+    lack = {adapter: fair - credit for adapter, credit in credits.items() if credit < fair}
+    rows = {adapter: fcfs[adapter] for adapter in starving if adapter in fcfs}
+    lacking, paid = sum(lack.values()), min(sum(rows.values()), sum(lack.values()))
+    if not paid:
+        return {}
+    total = sum(rows.values())
+    moves = {adapter: paid * short / lacking for adapter, short in lack.items()}
+    for adapter, count in rows.items():
+        moves[adapter] = moves.get(adapter, 0.0) - paid * count / total
+    return moves

@@ -1,0 +1,115 @@
+"""The second copy of the weights that a live engine merges an adapter into: whose it is, its memory, and what it costs.
+
+    nobody's ──want──> memory is claimed, KV blocks first come free ──> it is made beside the steps ──made──> whole
+        ^                                                                    │ another adapter is wanted        │
+        └──────────────── drop: KV blocks are short, or the adapter is gone ─┴──────────────────────────────────┘
+
+`policies.merge_decision` says which adapter should be merged. Where a copy has to be made first, steps run unmerged until it is
+whole; from then on both modes are one step away. The copy is a cache: it takes KV blocks that nobody needs, a quarter of the KV
+share stays free beside it, and it gives all of them back as soon as a sequence finds no block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from motet.policies.batch_state import Sequence
+from motet.policies.memory_boundary import Boundary
+from motet.policies.merge_decision import MergeConfig, MergeCosts, Merging
+from motet.policies.perf_model import MIB
+from motet.policies.step_record import Step
+from motet.policies.step_times import OnlineFit
+from motet.shared.model import PerfModel
+
+MERGE = MergeConfig(alpha=0.9, beta=0.85, highest=1.0, period=50, credit=200.0, starving=240.0, normal=200.0)
+"""The constants of a live engine. LoRA costs its steps 5 to 15%, so an adapter has to be nearly alone; a switch costs nothing
+once the copy is whole. With these credits a lone request rests for some 40 steps before it is served first."""
+NOTHING_KNOWN = MergeCosts(switch_ms=0.0, step_ms=0.0, row_ms=0.0, lora=0.0)
+"""Before the first step."""
+START_MS_PER_MIB = 1.0
+"""Assumed time of making a copy until one has been made."""
+PRIOR_LORA = 0.25
+"""What LoRA is expected to cost before merged and unmerged steps have been compared, of what the start values say. They hold
+for batches of any ranks and may be far off for one adapter; too little only delays the first merge."""
+SHAPE = 2e-5
+"""Weight of the start values' proportions (`OnlineFit.SHAPE`). It is small, because batches do not look alike here: the same
+requests run with LoRA and without."""
+EVERY = 4
+"""Steps from one that is weighed to the next; the fit would be a noticeable part of a small model's step."""
+
+
+class MergedCopy:
+    """One engine's copy. `merging` is told when it is whole."""
+
+    def __init__(self, merging: Merging, boundary: Boundary, perf: PerfModel) -> None:
+        self._merging, self._boundary = merging, boundary
+        self._times = OnlineFit([perf.decode_base_ms, perf.decode_row_ms, PRIOR_LORA * perf.decode_lora_ms], shape=SHAPE)
+        self._ms_per_mib = START_MS_PER_MIB
+        self._least_lora_ms = PRIOR_LORA * perf.decode_lora_ms  # until a copy has been whole: it has to be tried once
+        self._steps = 0
+        self.adapter = ""
+        """Whose copy it is, or will be."""
+        self.size_bytes = 0
+        """Of the whole copy."""
+        self.whole = False
+        merging.whole = ""
+        boundary.lends(lambda: {"used" if merging.merged else "idle": boundary.lent_bytes})
+
+    @property
+    def claimed_bytes(self) -> int:
+        """Of KV blocks that are lent for it."""
+        return self._boundary.lent_bytes
+
+    @property
+    def lora(self) -> float:
+        """What LoRA adds to an unmerged step of the last batch, as a share of the step without it."""
+        return self._merging.costs.lora
+
+    @property
+    def make_ms(self) -> float:
+        """Time that steps lose while a copy of this size is made."""
+        return self._ms_per_mib * self.size_bytes / MIB
+
+    def want(self, adapter: str, size_bytes: int) -> bool:
+        """Claim memory for a copy of this adapter, a part in each step; whether it can be made now."""
+        if adapter != self.adapter:
+            self.adapter, self.size_bytes, self.whole = adapter, size_bytes, False
+            self._merging.whole = ""
+        return self._boundary.lend(size_bytes)
+
+    def made(self, took_ms: float) -> None:
+        """The copy is whole; the steps lost so much time to it."""
+        self.whole, self._merging.whole = True, self.adapter
+        self._least_lora_ms = 0.0
+        self._ms_per_mib = took_ms * MIB / self.size_bytes
+
+    def drop(self) -> None:
+        """Nobody's copy; the next step runs unmerged."""
+        if self._merging.merged:
+            self._merging.unmerge()
+        self.adapter, self.size_bytes, self.whole, self._merging.whole = "", 0, False, ""
+        self._boundary.lend(0)
+
+    # ---- what it costs and saves
+
+    def observe(self, step: Step) -> None:
+        """A step has run; its ranks are 0 if it was merged. Only steps without prefills say what a decode takes."""
+        self._steps += 1
+        if self._steps % EVERY:
+            return
+        if step.decode_rows and not step.prefill_requests and not step.cold_rows:
+            self._times.observe((1.0, step.decode_rows, step.decode_rank_sum), step.time_ms)
+
+    def weigh(self, running: Collection[Sequence]) -> None:
+        """Tell the policy what steps of these sequences take in either mode."""
+        if self._steps % EVERY:
+            return
+        step_ms, row_ms, lora_ms = self._times.weights
+        plain_ms = step_ms + row_ms * len(running)
+        size = self.size_bytes or max([seq.merged_bytes for seq in running], default=0)
+        self._merging.costs = MergeCosts(
+            switch_ms=0.0 if self.whole else self._ms_per_mib * size / MIB,
+            step_ms=step_ms,
+            row_ms=row_ms,
+            lora=max(lora_ms, self._least_lora_ms) * sum([seq.rank for seq in running]) / plain_ms if plain_ms else 0.0,
+        )

@@ -1,0 +1,71 @@
+"""Which adapters to load on which workers before anybody asks, by burst tolerance (dLoRA section 5.1).
+
+    peak capacity of an adapter = free memory of the workers that hold it      (KV for its requests)
+    burst tolerance             = peak capacity / load
+
+The adapter with the lowest tolerance is loaded on one more worker, again and again. An adapter on more workers has more
+capacity, but each copy takes memory from all adapters on its worker. Of all placements on the way, the one with the highest
+lowest tolerance counts. The paper stops at the first copy that lowers it, but a second copy of every adapter may pay where one
+of a single adapter does not. It does not say which worker gets a copy; here it is the one whose adapters expect the least
+load. Adapters without load are not placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """A worker's memory that holds neither adapters nor KV, in bytes, and the adapters that it may hold."""
+
+    free_bytes: int
+    slots: int
+
+
+def preload(
+    load: Mapping[str, float],
+    size_bytes: Mapping[str, int],
+    rooms: Mapping[str, Room],
+    present: Mapping[str, Container[str]] | None = None,
+) -> dict[str, tuple[str, ...]]:
+    """The adapters of each worker, the first one placed first. `load`: requests per second of each adapter; `size_bytes`: of
+    each adapter; `rooms`: by worker; `present`: what each worker holds already, and gets before workers that do not."""
+    names = sorted((one for one, rate in load.items() if rate > 0.0), key=lambda one: (-load[one], one))
+    workers = sorted(rooms)
+    placed: dict[str, list[str]] = {worker: [] for worker in workers}
+    if not names or not workers:
+        return {worker: () for worker in workers}
+    rate = np.array([load[one] for one in names])
+    size = np.array([float(size_bytes[one]) for one in names])
+    free = np.array([float(rooms[worker].free_bytes) for worker in workers])
+    slots = np.array([rooms[worker].slots for worker in workers])
+    held = np.zeros((len(names), len(workers)), dtype=bool)
+    away = np.array([[name not in (present or {}).get(worker, ()) for worker in workers] for name in names])
+    capacity, copies = np.zeros(len(names)), np.zeros(len(names))
+    chosen: list[tuple[int, int]] = []  # (adapter, worker), as placed
+    best, kept = 0.0, 0  # the highest lowest tolerance so far, and the copies placed then
+    while True:
+        at = int(np.argmin(capacity / rate))  # the first one of several has the most load
+        fits = ~held[at] & (free >= size[at]) & (slots > 0)
+        if not fits.any():
+            break
+        expected = (rate / np.maximum(1.0, copies)) @ held
+        order = np.lexsort((-free, expected, away[at]))
+        to = int(order[fits[order]][0])
+        capacity[held[:, to]] -= size[at]
+        free[to] -= size[at]
+        slots[to] -= 1
+        held[at, to] = True
+        copies[at] += 1.0
+        capacity[at] += free[to]
+        chosen.append((at, to))
+        lowest = float((capacity / rate).min())
+        if lowest > best or not best:
+            best, kept = lowest, len(chosen)
+    for at, to in chosen[:kept]:
+        placed[workers[to]].append(names[at])
+    return {worker: tuple(placed[worker]) for worker in workers}

@@ -1,0 +1,89 @@
+"""Makes the merged copy of the weights beside the steps, as `policies.merged_copy` decides.
+
+    plan.dropped ──> drop       its memory goes back before memory is divided anew
+    plan.making  ──> begin      then before every step a slice, until it is whole
+
+A slice runs on the threads of the steps between two of them. A thread of its own would take a core from the members of a step,
+and all of them wait for the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from motet.policies.batch_state import StepPlan
+from motet.policies.merged_copy import MergedCopy
+from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.seats import LiveSequence
+from motet.shared import clock
+from motet.shared.telemetry import logger
+
+SHARE = 0.2
+"""Of a step's time that a slice takes, so of the time between two tokens while a copy is made."""
+log = logger("motet.worker.merging")
+
+
+class MergedWeights(Protocol):
+    """A backend's copy of the weights."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the present copy."""
+
+    def size(self, adapter: HostAdapter) -> int:
+        """Bytes of a copy with this adapter."""
+
+    def begin(self, adapter: HostAdapter) -> None:
+        """Make the copy of this adapter. Raises MemoryError when the system has no room."""
+
+    def advance(self, enough: Callable[[], bool]) -> bool:
+        """Go on until `enough()` says so, which is asked every few tenths of a millisecond; whether the copy is whole."""
+
+    def drop(self) -> None:
+        """There is no copy any more."""
+
+
+class CopyMaker:
+    """`weights` are the backend's, `copy` is the policy's."""
+
+    def __init__(self, weights: MergedWeights, copy: MergedCopy) -> None:
+        self._weights, self._copy = weights, copy
+        self._making = ""  # whose copy is under way or whole
+        self._refused = False  # the system had no memory for it
+        self._slices = False  # the last plan goes on with it
+        self._took_s = 0.0
+
+    def size(self, adapter: HostAdapter) -> int:
+        """Bytes of a copy with this adapter."""
+        return self._weights.size(adapter)
+
+    def follow(self, plan: StepPlan[LiveSequence], sequences: Iterable[LiveSequence]) -> None:
+        """What the plan says of the copy, before memory is divided."""
+        if plan.dropped:
+            self._weights.drop()
+            self._making = ""
+        if plan.making and plan.making != self._making:
+            weights = next(live.request.adapter for live in sequences if live.adapter == plan.making)
+            assert weights is not None, "it has an adapter"
+            self._making, self._took_s, self._refused = plan.making, 0.0, False
+            try:
+                self._weights.begin(weights)
+            except MemoryError:  # steps stay unmerged, and another adapter's copy may fit
+                log.exception("the merged copy has no memory", extra={"adapter": plan.making})
+                self._refused = True
+        self._slices = bool(plan.making) and not self._refused
+
+    def advance(self, step_s: float) -> float:
+        """A slice beside steps of this length; the seconds that it took."""
+        if not self._slices:
+            return 0.0
+        began_s = clock.now_s()
+        until_s = began_s + SHARE * step_s
+        whole = self._weights.advance(lambda: clock.now_s() >= until_s)
+        took_s = clock.now_s() - began_s
+        self._took_s += took_s
+        if whole:
+            self._slices = False
+            self._copy.made(self._took_s * 1000)
+        return took_s

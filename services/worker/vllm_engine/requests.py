@@ -1,0 +1,157 @@
+"""A request as the worker has it, and as vLLM's core takes it.
+
+vLLM is imported in functions: a worker with the native engine does without it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, cast
+
+from motet.policies.engine_entry import Entrant
+from motet.services.worker.engine.request import EngineRequest
+from motet.services.worker.vllm_engine.core import Core
+from motet.services.worker.vllm_engine.peft_files import PeftAdapter
+from motet.shared.errors import BadRequest, MotetError
+from motet.shared.messages import TokenLogprobs
+from motet.shared.model import RequestBrief, StructuredOutput
+from motet.shared.telemetry import logger
+
+log = logger("motet.worker.vllm")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class VllmSequence(Entrant):
+    """A request here. `core_id`: its id at vLLM, "" while it waits. `reported`: vLLM has said something of it."""
+
+    request: EngineRequest
+    prompt_tokens: int
+    max_length: int
+    core_id: str = ""
+    entered_s: float = 0.0
+    reported: bool = False
+
+    @property
+    def output_tokens(self) -> int:
+        return self.length - self.prompt_tokens
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :].tolist()
+
+    def brief(self) -> RequestBrief:
+        """What a scheduler must know of it."""
+        return self.request.brief(self.adapter, self.rank, self.output_tokens, running=bool(self.core_id))
+
+
+def core_request(live: VllmSequence, core: Core, number: int) -> Any:
+    """What vLLM's core is sent. `number`: vLLM's of the adapter. Raises BadRequest, or what vLLM raises for parameters that it
+    does not take."""
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    request, asked, output = live.request, live.request.sampling, live.output
+    if asked.structured is not None and output:
+        raise BadRequest("a constrained output cannot be resumed", param="structured_outputs")
+    bias = dict(asked.logit_bias)
+    if output and (asked.presence_penalty or asked.frequency_penalty):
+        # vLLM counts the output as prompt; a bias of a token stands for its penalties so far
+        for token in set(output):
+            penalty = asked.presence_penalty + asked.frequency_penalty * output.count(token)
+            if penalty:
+                bias[token] = bias.get(token, 0.0) - penalty
+    sampling = SamplingParams(
+        max_tokens=live.max_length - live.length,
+        min_tokens=max(0, asked.min_tokens - len(output)),
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        logit_bias=bias or None,
+        seed=asked.seed if asked.temperature and core.takes_seeds else None,
+        stop_token_ids=sorted(ending(request, core)),
+        ignore_eos=True,
+        logprobs=asked.logprobs,
+        prompt_logprobs=None if output else asked.prompt_logprobs,
+        structured_outputs=None if asked.structured is None else constraint(asked.structured),
+        detokenize=False,
+        allowed_token_ids=list(asked.allowed_token_ids) or None,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    if asked.structured is not None:  # its grammar ends with one of these, or never
+        sampling._all_stop_token_ids |= core.eos_token_ids
+    if asked.bad_words:
+        sampling._bad_words_token_ids = [list(word) for word in asked.bad_words]
+    lora = None
+    if request.adapter is not None:
+        adapter = cast(PeftAdapter, request.adapter)
+        lora = LoRARequest(adapter.digest, number, str(adapter.folder))
+    return EngineCoreRequest(
+        request_id=live.core_id,
+        external_req_id=live.core_id,
+        prompt_token_ids=list(live.tokens),
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=live.entered_s,
+        lora_request=lora,
+        cache_salt=request.cache_scope.hex() + live.adapter if request.cache_scope or live.adapter else None,
+        data_parallel_rank=None,
+    )
+
+
+def ending(request: EngineRequest, core: Core) -> set[int]:
+    """The tokens that end a request's output."""
+    return {*request.sampling.stop_token_ids, *(() if request.sampling.ignore_eos else core.eos_token_ids)}
+
+
+def pausable(request: EngineRequest, *, seeds: bool) -> bool:
+    """Whether vLLM continues the request as if it had not been interrupted. It would begin a constraint or a seed anew, and
+    would count output as prompt for penalties and forbidden words."""
+    asked = request.sampling
+    penalties = asked.presence_penalty or asked.frequency_penalty or asked.repetition_penalty != 1.0
+    seeded = seeds and asked.temperature and asked.seed is not None
+    return not (penalties or seeded or asked.structured or any(len(word) > 1 for word in asked.bad_words))
+
+
+def constraint(asked: StructuredOutput) -> Any:
+    """vLLM's form of a constraint. Raises ValueError for JSON that is none."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    value: Any = asked.value
+    if asked.kind == "json_object":
+        value = True
+    elif asked.kind == "choice":
+        value = json.loads(asked.value)
+    return StructuredOutputsParams(
+        **{asked.kind: value},
+        disable_any_whitespace=asked.disable_any_whitespace,
+        disable_additional_properties=asked.disable_additional_properties,
+        whitespace_pattern=asked.whitespace_pattern or None,
+    )
+
+
+def refusal(error: Exception, request: EngineRequest) -> MotetError:
+    """What a client is told of a request that vLLM does not take."""
+    if isinstance(error, MotetError):
+        return error
+    from vllm.exceptions import VLLMClientError
+
+    if not isinstance(error, ValueError | VLLMClientError):
+        log.error("a request was not understood", exc_info=error)
+        return MotetError(f"the engine failed: {error!r}")
+    constrained = request.sampling.structured is not None
+    return BadRequest(str(error), param="structured_outputs" if constrained else getattr(error, "parameter", None))
+
+
+def token_logprobs(told: Any, most: int) -> list[TokenLogprobs]:
+    """vLLM's columns: the token itself, then the most likely ones."""
+    return [
+        TokenLogprobs(float(values[0]), [int(one) for one in ids[1 : most + 1]], [float(one) for one in values[1 : most + 1]])
+        for ids, values in zip(told.logprob_token_ids, told.logprobs, strict=True)
+    ]

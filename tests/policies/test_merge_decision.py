@@ -1,0 +1,164 @@
+"""Promise: a worker merges the adapter that dominates, unmerges when it no longer does, and lets no request starve."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.policies.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Mode, displaced, transfer
+
+COSTS = MergeCosts(switch_ms=50.0, step_ms=40.0, row_ms=0.1, lora=0.389)
+counts = st.dictionaries(st.sampled_from(("", "a", "b", "c")), st.integers(1, 20), min_size=1)
+
+
+def merging(**config: float) -> Merging:
+    return Merging(COSTS, MergeConfig(**config))  # type: ignore[arg-type]
+
+
+def step(one: Merging, here: dict[str, int], most: int = 1000) -> Mode:
+    mode = one.choose(here, here, most)
+    one.ran(1)
+    return mode
+
+
+def test_an_adapter_above_alpha_is_merged_and_below_beta_unmerged() -> None:
+    one = merging(alpha=0.8, beta=0.6)
+    assert step(one, {"a": 8, "b": 2}) == Mode(), "8 of 10 are not more than 0.8"
+    assert step(one, {"a": 9, "b": 1}) == Mode("a", frozenset("a"))
+    assert step(one, {"a": 6, "b": 4}).merged == "a", "between the thresholds nothing changes"
+    assert step(one, {"a": 5, "b": 5}) == Mode()
+
+
+def test_an_adapter_whose_requests_have_all_ended_is_unmerged() -> None:
+    one = merging()
+    assert step(one, {"a": 9}).merged == "a"
+    assert step(one, {"b": 1, "c": 1}) == Mode()
+
+
+def test_requests_that_wait_for_a_seat_count_for_their_adapter() -> None:
+    one = merging(alpha=0.8)
+    assert one.choose({"a": 5, "b": 5}, {"a": 12, "b": 5}, 10).merged == "a", "merged, the step would be full"
+
+
+def test_the_base_model_is_never_merged() -> None:
+    one = merging()
+    assert step(one, {"": 10}) == Mode() and step(one, {"": 10, "a": 1}) == Mode()
+
+
+def test_displaced_requests_starve_for_a_while_and_are_served_first_then() -> None:
+    one = merging(credit=20.0, starving=35.0, normal=25.0, alpha=0.8)
+    here = {"a": 9, "b": 1}
+    modes = [step(one, here) for _ in range(200)]
+    rests = [index for index, mode in enumerate(modes) if mode.merged == "a"]
+    served = [index for index, mode in enumerate(modes) if mode.first == frozenset("b")]
+    assert len(rests) > 50 and len(served) > 50
+    assert all(modes[index].only is None for index in served), "the others are computed too"
+    gaps = [index for index, mode in enumerate(modes) if mode.only is None]
+    longest = max(b - a for a, b in zip([0, *gaps], gaps, strict=False))
+    assert longest <= 17, "b rests for as many steps as it takes to starve, one credit each"
+
+
+def test_an_adapter_that_cannot_pay_is_not_merged() -> None:
+    one = merging(credit=3.0, alpha=0.5, beta=0.1, starving=1000.0)
+    assert step(one, {"a": 8, "b": 4}) == Mode(), "one step would cost 4 credits"
+    assert step(one, {"a": 8, "b": 2}).merged == "a"
+    assert step(one, {"a": 8, "b": 2}) == Mode(), "1 is left, and the next step costs 2"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(counts, counts), min_size=1, max_size=60), st.sampled_from((5.0, 100.0)))
+def test_credits_move_and_are_never_made(history: list[tuple[dict[str, int], dict[str, int]]], credit: float) -> None:
+    one = merging(credit=credit, starving=3 * credit, normal=2 * credit, alpha=0.6, period=5)
+    for here, waiting in history:
+        whole = {name: here.get(name, 0) + waiting.get(name, 0) for name in here | waiting}
+        mode = one.choose(here, whole, sum(here.values()))
+        assert mode.only is None or (mode.only and mode.only <= whole.keys()), "there is something to compute"
+        assert not mode.merged or mode.only == {mode.merged}
+        assert one.config.lowest <= min(one.alpha, one.beta) and max(one.alpha, one.beta) <= one.config.highest
+        one.ran(1)
+        assert sum(one.credits.values()) == pytest.approx(credit * len(one.credits))
+
+
+@given(counts, counts)
+def test_a_transfer_pays_every_displaced_request_one_credit(batch: dict[str, int], fcfs: dict[str, int]) -> None:
+    moves = transfer(batch, fcfs)
+    assert sum(moves.values()) == pytest.approx(0.0)
+    if moves:
+        assert sum(max(0, fcfs[name] - batch.get(name, 0)) for name in fcfs) == displaced(batch, fcfs)
+        assert all(moves[name] >= 0 or name in batch for name in moves)
+
+
+@settings(deadline=None)
+@given(counts, counts, st.sampled_from((20.0, 200.0)))
+def test_as_many_equal_steps_as_it_says_are_chosen_alike(here: dict[str, int], waiting: dict[str, int], credit: float) -> None:
+    whole = {name: here.get(name, 0) + waiting.get(name, 0) for name in here | waiting}
+    most = sum(here.values())
+    one = merging(credit=credit, starving=3 * credit, normal=2 * credit, period=30)
+    for _ in range(4):
+        mode = one.choose(here, whole, most)
+        steps = one.steady()
+        one.ran(1)
+        for _ in range(steps - 1):
+            assert one.choose(here, whole, most) == mode
+            one.ran(1)
+
+
+def test_thresholds_follow_what_would_have_been_faster() -> None:
+    """Algorithm 2. Of 10 requests, 8 of one adapter: merged steps take 40.8 ms for 8, unmerged ones 56.9 ms for 10."""
+    one = merging(alpha=0.9, beta=0.5, period=50, decrement=0.02)
+    for _ in range(51):
+        assert step(one, {"a": 8, "b": 2}) == Mode()
+    assert one.alpha == pytest.approx(0.88), "8 / 40.8 ms is more than 10 / 56.9 ms"
+    for _ in range(300):
+        step(one, {"a": 8, "b": 2})
+    assert one.merged == "a", "the threshold fell below the adapter's share"
+    rare = merging(alpha=0.7, period=50, multiply=1.1)
+    for _ in range(51):
+        step(rare, {"a": 6, "b": 4})
+    assert rare.alpha == pytest.approx(0.77), "6 / 40.6 ms is less than 10 / 56.9 ms"
+
+
+def test_a_switch_that_does_not_pay_back_within_the_period_counts_against_merging() -> None:
+    one = Merging(MergeCosts(switch_ms=10_000.0, step_ms=40.0, row_ms=0.1, lora=0.389), MergeConfig(alpha=0.9, period=50))
+    for _ in range(51):
+        step(one, {"a": 8, "b": 2})
+    assert one.alpha > 0.9
+
+
+def test_always_merged_gives_every_adapter_its_turn() -> None:
+    one, draw = AlwaysMerged(turn=10), random.Random(0)
+    here, computed = {"": 3, "a": 9, "b": 1}, {"": 0, "a": 0, "b": 0}
+    for _ in range(300):
+        mode = one.choose(here, here, 100)
+        assert mode.only is not None and len(mode.only) == 1
+        (only,) = mode.only
+        assert mode.merged == only
+        computed[only] += 1
+        one.ran(draw.choice((1, 1, 2)))
+    assert min(computed.values()) > 50
+
+
+# ---- where a copy of the weights is made beside the steps
+
+
+def test_steps_stay_unmerged_until_the_copy_is_whole_and_nobody_pays_for_that_time() -> None:
+    one = merging(alpha=0.8)
+    one.whole = ""
+    assert step(one, {"a": 9, "b": 1}) == Mode(wanted="a")
+    assert one.credits["a"] == one.credits["b"]
+    one.whole = "c"
+    assert step(one, {"a": 9, "b": 1}) == Mode(wanted="a"), "the copy is another adapter's"
+    one.whole = "a"
+    assert step(one, {"a": 9, "b": 1}) == Mode("a", frozenset("a"))
+
+
+def test_a_copy_that_was_given_up_is_wanted_again() -> None:
+    one = merging()
+    one.whole = "a"
+    assert step(one, {"a": 9}).merged == "a"
+    one.unmerge()
+    one.whole = ""
+    assert step(one, {"a": 9}) == Mode(wanted="a")

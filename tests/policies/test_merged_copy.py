@@ -1,0 +1,165 @@
+"""Promise: the merged copy of the weights takes memory that nobody needs, gives it back at once, and knows what it saves."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from motet.policies.adapter_slots import AdapterSlots
+from motet.policies.batch_admission import AdmissionLimits
+from motet.policies.batch_core import BatchCore
+from motet.policies.batch_state import Sequence, StepPlan, advance
+from motet.policies.kv_blocks import KvBlocks
+from motet.policies.merge_decision import MergeConfig, Merging
+from motet.policies.merged_copy import NOTHING_KNOWN, START_MS_PER_MIB, MergedCopy
+from motet.policies.perf_model import MIB
+from motet.policies.step_record import Step
+from motet.shared.model import PerfModel
+
+SIZE, BLOCK = 4, 1000  # tokens and bytes of a KV block
+BLOCKS = 128
+COPY = 20 * BLOCK  # bytes; the boundary moves by 2 blocks at a time
+PERF = PerfModel(
+    prefill_base_ms=1.0,
+    prefill_token_ms=0.1,
+    prefill_lora_ms=0.0,
+    decode_base_ms=10.0,
+    decode_row_ms=0.5,
+    decode_lora_ms=0.04,
+    load_base_ms=0.0,
+    load_ms_per_mib=1.0,
+)
+
+
+class Engine:
+    """A core whose copies are whole as soon as they may be made."""
+
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        self.modes = Merging(NOTHING_KNOWN, MergeConfig(alpha=0.7))
+        self.core: BatchCore[Sequence] = BatchCore(
+            AdmissionLimits(max_running=16, max_step_tokens=64),
+            kv=KvBlocks(blocks, SIZE, capacity=blocks + 4),
+            slots=AdapterSlots(4, 4 * BLOCK),
+            kv_block_bytes=BLOCK,
+            shared=True,
+            modes=self.modes,
+            copies=PERF,
+        )
+        assert self.core.copy is not None
+        self.copy: MergedCopy = self.core.copy
+        self.drops: list[str] = []
+
+    def start(self, adapter: str, tokens: int = 8) -> Sequence:
+        seq = Sequence(
+            order=0, tokens=array("i", range(tokens)), adapter=adapter, adapter_bytes=BLOCK, rank=8, merged_bytes=COPY
+        )
+        self.core.start(seq)
+        return seq
+
+    def step(self) -> StepPlan[Sequence]:
+        before = self.copy.adapter
+        plan = self.core.decide()
+        if plan.dropped:
+            self.drops.append(before)
+        for seq in advance(plan):
+            seq.append(7)
+        if plan.tokens:
+            self.modes.ran(1)
+        if plan.making:
+            self.copy.made(took_ms=12.0)
+        self.core.check()
+        return plan
+
+    @property
+    def claimed(self) -> int:
+        return self.core.memory.claims["merged"].size_bytes
+
+
+def until_merged(engine: Engine, adapter: str) -> int:
+    for steps in range(1, 100):
+        if engine.step().merged == adapter:
+            return steps
+    raise AssertionError(f"{adapter} was not merged")
+
+
+def test_memory_for_a_copy_is_claimed_in_steps_and_the_adapter_is_merged_when_it_is_whole() -> None:
+    engine = Engine()
+    engine.start("a")
+    plan = engine.step()
+    assert plan.wanted == "a" and not plan.making and 0 < engine.claimed < COPY
+    assert until_merged(engine, "a") == 10
+    assert engine.claimed == COPY and engine.core.memory.held()["merged", "used"] == COPY
+
+
+def test_a_copy_leaves_when_a_sequence_finds_no_block_and_takes_none_back_before_there_is_room() -> None:
+    engine = Engine()
+    seq = engine.start("a", tokens=4 * SIZE)
+    until_merged(engine, "a")
+    engine.start("a", tokens=(BLOCKS - 8) * SIZE)
+    plans = [engine.step() for _ in range(3)]
+    assert engine.drops == ["a"] and engine.claimed == 0
+    assert not any(plan.preempted for plan in plans) and seq.blocks
+    for _ in range(20):
+        engine.step()
+    assert engine.claimed == 0, "a quarter of the blocks is not free"
+
+
+def test_a_copy_of_another_adapter_takes_the_place_of_the_first() -> None:
+    engine = Engine()
+    first = engine.start("a")
+    until_merged(engine, "a")
+    engine.core.end(first)
+    engine.start("b")
+    until_merged(engine, "b")
+    assert engine.drops == ["a"] and engine.claimed == COPY and engine.copy.adapter == "b"
+
+
+def test_a_copy_without_use_stays_for_its_adapters_next_requests() -> None:
+    engine = Engine()
+    seq = engine.start("a")
+    until_merged(engine, "a")
+    engine.core.end(seq)
+    engine.start("")
+    assert engine.step().merged == ""
+    assert engine.core.memory.held()["merged", "idle"] == COPY
+    engine.core.end(engine.core.state.running[0])
+    engine.start("a")
+    assert until_merged(engine, "a") == 1
+
+
+def test_lent_blocks_count_as_free_because_the_copy_would_leave() -> None:
+    engine = Engine()
+    free = engine.core.kv_blocks_free
+    seq = engine.start("a")
+    until_merged(engine, "a")
+    engine.core.end(seq)
+    assert engine.core.kv_blocks_free == free
+
+
+def step_of(rows: int, ranks: int, ms: float) -> Step:
+    return Step(time_ms=ms, decode_rows=rows, decode_rank_sum=ranks)
+
+
+def test_the_saved_share_is_learned_from_merged_and_unmerged_steps() -> None:
+    engine = Engine()
+    running = [engine.start("a") for _ in range(8)]
+    engine.step()
+    draw = random.Random(1)
+    for _ in range(3000):
+        rows, lora = draw.choice((2, 4, 8)), draw.random() < 0.5
+        plain_ms = 6.0 + 0.5 * rows
+        engine.copy.observe(step_of(rows, 8 * rows, 1.15 * plain_ms) if lora else step_of(rows, 0, plain_ms))
+    engine.copy.weigh(running)
+    assert engine.copy.lora == pytest.approx(0.15, abs=0.03)
+
+
+def test_making_a_copy_costs_what_the_last_one_took_and_nothing_once_it_is_whole() -> None:
+    engine = Engine()
+    running = [engine.start("a")]
+    engine.copy.weigh(running)
+    assert engine.modes.costs.switch_ms == pytest.approx(START_MS_PER_MIB * COPY / MIB)
+    until_merged(engine, "a")
+    engine.copy.weigh(running)
+    assert engine.modes.costs.switch_ms == 0.0 and engine.copy.make_ms == pytest.approx(12.0)

@@ -1,0 +1,195 @@
+"""Promise: a plan moves requests where they end sooner, only if it pays, and in milliseconds."""
+
+from __future__ import annotations
+
+from itertools import product
+from time import perf_counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.policies.migration_plan import Held, Plan, PlanConfig, Replica, plan
+
+ADAPTERS = "abcd"
+MEMORY = dict.fromkeys(ADAPTERS, 10.0)
+EAGER = PlanConfig(gamma=1.0, eta_ms=0.0, swap_ms=0.0, least_gain=0.0)
+
+
+def held(name: str, adapter: str = "", work_ms: float = 100.0, **more: float | bool) -> Held:
+    return Held(name, adapter, work_ms, more.pop("memory", 0.0), **more)
+
+
+def cost_ms(replicas: list[Replica], to: dict[str, str], config: PlanConfig) -> float:
+    """The objective of the paper, computed from its formula."""
+    times = []
+    for replica in replicas:
+        work_ms, taken, adapters = 0.0, 0.0, set(replica.adapters)
+        for other in replicas:
+            for one in other.requests:
+                if to.get(one.request_id, other.worker_id) != replica.worker_id:
+                    continue
+                moved = other is not replica
+                work_ms += config.gamma * one.work_ms + one.again_ms if moved else one.work_ms
+                taken += one.memory
+                adapters |= {one.adapter} - {""}
+        taken += sum(MEMORY[adapter] for adapter in adapters)
+        times.append(work_ms + config.swap_ms * max(0.0, taken - replica.memory) + config.eta_ms * len(adapters))
+    return max(times)
+
+
+@st.composite
+def clusters(draw: st.DrawFn, workers: int = 5, requests: int = 12) -> list[Replica]:
+    count = draw(st.integers(2, workers))
+    lists: list[list[Held]] = [[] for _ in range(count)]
+    for index in range(draw(st.integers(0, requests))):
+        lists[draw(st.integers(0, count - 1))].append(
+            Held(
+                f"r{index}",
+                draw(st.sampled_from(("", *ADAPTERS))),
+                draw(st.integers(1, 200)),
+                draw(st.integers(0, 50)),
+                draw(st.integers(0, 40)),
+                draw(st.booleans()) and draw(st.booleans()),
+            )
+        )
+    return [
+        Replica(
+            worker_id=f"w{index}",
+            requests=tuple(requests),
+            adapters=draw(st.sets(st.sampled_from(ADAPTERS), max_size=2)),
+            memory=float(draw(st.sampled_from((20, 100, 400)))),
+            takes=draw(st.integers(0, 6)),
+        )
+        for index, requests in enumerate(lists)
+    ]
+
+
+configs = st.builds(
+    PlanConfig,
+    gamma=st.sampled_from((1.0, 1.1, 1.5)),
+    swap_ms=st.sampled_from((0.0, 1.0)),
+    eta_ms=st.sampled_from((0.0, 5.0, 50.0)),
+    top=st.integers(1, 3),
+    least_gain=st.sampled_from((0.0, 0.1, 0.3)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(clusters(), configs)
+def test_every_plan_keeps_the_constraints_and_says_what_it_reaches(replicas: list[Replica], config: PlanConfig) -> None:
+    found = plan(replicas, MEMORY, config)
+    of = {one.request_id: (replica, one) for replica in replicas for one in replica.requests}
+    to = {move.request_id: move.to for move in found.moves}
+    assert len(to) == len(found.moves), "a request moves twice"
+    for move in found.moves:
+        replica, one = of[move.request_id]
+        assert not one.fixed and move.source == replica.worker_id != move.to and move.adapter == one.adapter
+    for replica in replicas:
+        assert sum(move.to == replica.worker_id for move in found.moves) <= replica.takes
+        new = {move.adapter for move in found.moves if move.to == replica.worker_id} - {""} - set(replica.adapters)
+        assert {adapter for adapter, worker in found.loads if worker == replica.worker_id} == new
+    assert found.before_ms == pytest.approx(cost_ms(replicas, {}, config))
+    assert found.after_ms == pytest.approx(cost_ms(replicas, to, config))
+    assert found.bound_ms <= found.after_ms + 1e-6
+    if found.moves:
+        assert found.after_ms <= found.before_ms * (1 - config.least_gain) + 1e-6
+
+
+def best(replicas: list[Replica], config: PlanConfig) -> float:
+    """Of all placements that moves from one half of the workers to the other allow."""
+    order = sorted(replicas, key=lambda one: (-cost_ms([one], {}, config), one.worker_id))
+    top = min(config.top, len(replicas) // 2)
+    under = [one.worker_id for one in order[len(order) - top :]]
+    free = [(one, replica.worker_id) for replica in order[:top] for one in replica.requests if not one.fixed]
+    room = {replica.worker_id: replica.takes for replica in replicas}
+    least = cost_ms(replicas, {}, config)
+    for choice in product(*[[source, *under] for _, source in free]):
+        if all(choice.count(worker) <= room[worker] for worker in under):
+            to = {one.request_id: worker for (one, _), worker in zip(free, choice, strict=True)}
+            least = min(least, cost_ms(replicas, to, config))
+    return least
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters(workers=4, requests=6), configs)
+def test_a_small_plan_is_near_the_best_of_all_plans(replicas: list[Replica], config: PlanConfig) -> None:
+    eager = PlanConfig(gamma=config.gamma, swap_ms=config.swap_ms, eta_ms=config.eta_ms, top=config.top, least_gain=0.0)
+    found, least = plan(replicas, MEMORY, eager), best(replicas, eager)
+    assert found.bound_ms <= least + 1e-6, "the relaxed problem bounds every plan from below"
+    assert least - 1e-6 <= found.after_ms
+    assert found.after_ms - least <= 0.25 * (found.before_ms - least) + 60.0, (
+        "a request of 200 ms, or an adapter, at most in vain"
+    )
+
+
+def moved(found: Plan) -> dict[str, str]:
+    return {move.request_id: move.to for move in found.moves}
+
+
+def test_half_of_the_work_goes_to_the_idle_worker() -> None:
+    busy = Replica(worker_id="busy", requests=[held(f"r{i}") for i in range(8)])
+    found = plan([busy, Replica(worker_id="idle", requests=[])], MEMORY, EAGER)
+    assert len(found.moves) == 4
+    assert found.before_ms == 800 and found.after_ms == 400
+
+
+def test_the_adapter_is_loaded_where_its_requests_go() -> None:
+    busy = Replica(worker_id="busy", requests=[held("r0", "a"), held("r1", "a")], adapters={"a"})
+    found = plan([busy, Replica(worker_id="idle", requests=[])], MEMORY, EAGER)
+    assert found.loads == (("a", "idle"),)
+    there = plan([busy, Replica(worker_id="idle", requests=[], adapters={"a"})], MEMORY, EAGER)
+    assert len(there.moves) == 1 and not there.loads
+
+
+def test_requests_of_one_adapter_stay_together_when_copies_of_it_are_dear() -> None:
+    requests = [held(f"{adapter}{index}", adapter) for adapter in "ab" for index in range(2)]
+    busy = Replica(worker_id="busy", requests=requests, adapters={"a", "b"})
+    found = plan([busy, Replica(worker_id="idle", requests=[])], MEMORY, PlanConfig(gamma=1.0, eta_ms=30.0, least_gain=0.0))
+    assert len(found.loads) == 1 and {name[0] for name in moved(found)} == {found.loads[0][0]}
+
+
+def test_what_gains_too_little_moves_nothing() -> None:
+    replicas = [
+        Replica(worker_id="a", requests=[held("r0", work_ms=100), held("r1", work_ms=10)]),
+        Replica(worker_id="b", requests=[held("r2", work_ms=95)]),
+    ]
+    assert plan(replicas, MEMORY, EAGER).moves
+    assert not plan(replicas, MEMORY, PlanConfig(least_gain=0.1)).moves
+
+
+def test_a_request_stays_when_computing_its_tokens_again_takes_longer_than_waiting() -> None:
+    busy = Replica(worker_id="busy", requests=[held("r0"), held("r1", again_ms=500.0)])
+    idle = Replica(worker_id="idle", requests=[])
+    assert moved(plan([busy, idle], MEMORY, EAGER)) == {"r0": "idle"}
+    heavy = Replica(worker_id="busy", requests=[held("r0", again_ms=500.0), held("r1", again_ms=500.0)])
+    assert not plan([heavy, idle], MEMORY, EAGER).moves
+
+
+def test_memory_that_would_be_swapped_is_work_too() -> None:
+    full = Replica(worker_id="full", requests=[held(f"r{i}", work_ms=1.0, memory=50.0) for i in range(4)], memory=100.0)
+    found = plan([full, Replica(worker_id="empty", requests=[], memory=100.0)], MEMORY, PlanConfig(swap_ms=1.0, eta_ms=0.0))
+    assert len(found.moves) == 2
+
+
+def test_a_plan_for_32_workers_takes_milliseconds() -> None:
+    replicas = [
+        Replica(
+            worker_id=f"w{w:02d}",
+            requests=[
+                held(f"r{w}-{i}", ADAPTERS[(w + i) % 4], work_ms=50.0 + (37 * i) % 400, memory=300.0, again_ms=20.0)
+                for i in range(20 + 8 * (w % 8))
+            ],
+            adapters=set(ADAPTERS),
+            memory=20_000.0,
+        )
+        for w in range(32)
+    ]
+    plan(replicas, MEMORY, PlanConfig())  # imports the solver
+    times = []
+    for _ in range(5):
+        began = perf_counter()
+        found = plan(replicas, MEMORY, PlanConfig())
+        times.append(perf_counter() - began)
+    assert found.moves and found.after_ms < found.before_ms
+    assert min(times) < 0.2, f"{1000 * min(times):.0f} ms"

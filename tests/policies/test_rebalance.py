@@ -1,0 +1,124 @@
+"""Promise: a plan is asked for when some workers are pressed and others are not, and nothing moves twice in vain."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from motet.policies.cluster_state import ClusterState
+from motet.policies.migration_plan import PlanConfig
+from motet.policies.rebalance import RebalanceConfig, Rebalancer
+from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
+
+PERF = PerfModel(
+    prefill_base_ms=10.0,
+    prefill_token_ms=0.1,
+    prefill_lora_ms=0.0,
+    decode_base_ms=30.0,
+    decode_row_ms=0.1,
+    decode_lora_ms=0.0,
+    load_base_ms=1.0,
+    load_ms_per_mib=0.1,
+)
+CONFIG = RebalanceConfig(plan=PlanConfig(eta_ms=0.0))
+
+
+def cluster(
+    *counts: int,
+    base: str = "m",
+    perf: PerfModel = PERF,
+    kv_format: str = "",
+    ttft_slo_ms: float = 0.0,
+    draining: tuple[int, ...] = (),
+) -> ClusterState:
+    """Workers of four seats with so many requests each, four of them running."""
+    state = ClusterState()
+    limits = WorkerLimits(
+        base_model=base, max_model_len=4096, max_running=4, max_waiting=1000, block_size=16, kv_blocks_total=1000,
+        adapter_bytes_total=1 << 30, max_lora_rank=64, kv_format=kv_format, kv_token_bytes=1024,
+    )  # fmt: skip
+    for index, count in enumerate(counts):
+        worker_id = f"w{index}"
+        state.put_worker(worker_id, limits, perf)
+        state.heard(worker_id, 0.0, kv_blocks_free=1000 - min(count, 4) * 10, draining=index in draining)
+        for number in range(count):
+            phase = "running" if number < 4 else "waiting"
+            brief = RequestBrief(f"r{index}-{number}", 0, "", 0, 100, 0, 100, phase, 0.0, ttft_slo_ms)
+            state.put_request(worker_id, brief, 0.0)
+    return state
+
+
+def ask(one: Rebalancer, state: ClusterState, now_s: float, *, always: bool = False):
+    return one.questions(state, now_s, stale_s=3.0, avg_resp_len=100.0, always=always)
+
+
+def test_a_queue_beside_an_idle_worker_asks_for_a_plan_that_moves_waiting_requests() -> None:
+    one, state = Rebalancer(CONFIG), cluster(12, 0)
+    (question,) = ask(one, state, 1.0)
+    assert question.base_model == "m" and question.pressure.most_ms > 500 and question.pressure.least_ms == 0
+    plan = question.answer(CONFIG.plan)
+    assert 4 <= len(plan.moves) <= 7
+    assert all(int(move.request_id.split("-")[1]) >= 4 for move in plan.moves), "those that wait cost nothing to move"
+
+
+def test_pressure_everywhere_and_nowhere_asks_for_none() -> None:
+    assert not ask(Rebalancer(CONFIG), cluster(12, 12), 1.0)
+    assert not ask(Rebalancer(CONFIG), cluster(3, 0), 1.0)
+    assert not ask(Rebalancer(CONFIG), cluster(12), 1.0)
+
+
+def test_a_missed_objective_is_pressure_too() -> None:
+    assert not ask(Rebalancer(RebalanceConfig(wait_ms=1e6)), cluster(8, 0), 1.0)
+    assert ask(Rebalancer(RebalanceConfig(wait_ms=1e6)), cluster(8, 0, ttft_slo_ms=200.0), 1.0)
+
+
+def test_silent_and_draining_workers_take_no_part() -> None:
+    assert not ask(Rebalancer(CONFIG), cluster(12, 0), 10.0), "silent"
+    assert not ask(Rebalancer(CONFIG), cluster(12, 0, draining=(1,)), 1.0)
+
+
+def test_a_plan_is_followed_by_a_pause_and_a_moved_request_stays_for_longer() -> None:
+    one, state = Rebalancer(CONFIG), cluster(12, 0)
+    (question,) = ask(one, state, 1.0)
+    plan = question.answer(CONFIG.plan)
+    one.moved([plan], 1.0)
+    assert not ask(one, state, 1.5)
+    (again,) = ask(one, state, 2.5)
+    moved = {move.request_id for move in plan.moves}
+    assert {held.request_id for replica in again.replicas for held in replica.requests if held.fixed} == moved
+    assert not moved & {move.request_id for move in again.answer(CONFIG.plan).moves}
+
+
+def test_a_dry_run_asks_whatever_the_triggers_say_and_changes_nothing() -> None:
+    one, state = Rebalancer(CONFIG), cluster(3, 0)
+    (question,) = ask(one, state, 1.0, always=True)
+    assert len(question.replicas) == 2
+    assert not ask(one, state, 1.0)
+
+
+def test_a_running_request_costs_the_copy_of_its_blocks_where_that_is_faster_than_its_prefill() -> None:
+    linked = msgspec.structs.replace(PERF, kv_base_ms=1.0, kv_ms_per_mib=10.0)
+    again_ms, copy_ms = 100 * 0.1, 1.0 + 10.0 * 100 / 1024
+
+    def cost(perf: PerfModel, kv_format: str, config: RebalanceConfig) -> float:
+        (question,) = ask(Rebalancer(config), cluster(12, 0, perf=perf, kv_format=kv_format), 1.0)
+        running, waiting = question.replicas[0].requests[0], question.replicas[0].requests[-1]
+        assert waiting.again_ms == 0.0
+        return running.again_ms
+
+    assert cost(linked, "x", CONFIG) == pytest.approx(copy_ms)
+    assert cost(linked, "x", RebalanceConfig(kv_travel=False)) == again_ms
+    assert cost(linked, "", CONFIG) == again_ms, "the engine cannot"
+    assert cost(PERF, "x", CONFIG) == again_ms, "the link is not measured"
+
+
+def test_blocks_travel_with_running_requests_between_workers_that_compute_alike() -> None:
+    linked = msgspec.structs.replace(PERF, kv_base_ms=1.0, kv_ms_per_mib=10.0)
+    one, state = Rebalancer(CONFIG), cluster(6, 0, perf=linked, kv_format="x")
+    assert one.travels(state, "r0-0", "w0", "w1")
+    assert not one.travels(state, "r0-5", "w0", "w1"), "it waits and has no blocks"
+    assert not one.travels(state, "gone", "w0", "w1")
+    assert not Rebalancer(RebalanceConfig(kv_travel=False)).travels(state, "r0-0", "w0", "w1")
+    limits, _ = state.terms("w1")
+    state.put_worker("w1", msgspec.structs.replace(limits, kv_format="y"), linked)
+    assert not one.travels(state, "r0-0", "w0", "w1")

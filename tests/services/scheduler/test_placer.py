@@ -1,0 +1,66 @@
+"""Promise: workers are told which adapters to keep by recent demand, by one scheduler, and not again while nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from motet.shared import subjects
+from motet.shared.bus import decode
+from motet.shared.kv import Bucket
+from motet.shared.placement import Placement, PlacementWatch
+from tests.services.scheduler.test_service import hire, knows, schedule, submit
+from tests.support import eventually
+from tests.support_worker import generate_request, worker_limits
+
+__all__ = ["hire", "schedule"]  # fixtures
+LIMITS = worker_limits(pin_slots=2, pin_bytes=1 << 20)
+
+
+async def placed(bus, *worker_ids: str) -> Callable[[], dict[str, tuple[str, ...]]]:
+    watch = PlacementWatch(bus, ">")
+    await watch.start()
+    return lambda: {worker_id: watch.digests(worker_id) for worker_id in worker_ids}
+
+
+async def test_an_adapter_that_is_asked_for_is_placed_on_workers(bus, schedule, hire):
+    for name in ("w1", "w2"):
+        await hire(name, limits=LIMITS)
+    service = await schedule(rebalance="on", place_s=0.5)
+    await knows(service, "w1", "w2")
+    now = await placed(bus, "w1", "w2")
+    request = generate_request("r0", rank=8)
+    for number in range(4):
+        await submit(bus, generate_request(f"r{number}", rank=8))
+    digest = request.adapter.digest
+    await eventually(lambda: any(digest in digests for digests in now().values()))
+    bucket = await Bucket.open(bus, subjects.KV_PLACEMENT)
+    holder = next(name for name, digests in now().items() if digests)
+    first = await bucket.get(holder)
+    assert decode(first.value, Placement).owner.startswith(service.id)
+    await submit(bus, generate_request("r9", rank=8))
+    before = service._planner._placer._rates.rate(digest, 0.0)
+    await service._planner._placer.place()
+    assert before >= 0 and (await bucket.get(holder)).revision == first.revision, "what has not changed is not written again"
+
+
+async def test_a_worker_that_is_gone_loses_its_placement(bus, schedule, hire):
+    bucket = await Bucket.open(bus, subjects.KV_PLACEMENT)
+    await hire("w1", limits=LIMITS)
+    service = await schedule(rebalance="on", place_s=0.5)
+    await knows(service, "w1")
+    from motet.shared.bus import encode
+
+    await bucket.put("gone", encode(Placement(owner="s", digests=("d",), since_unix_ms=0)))
+
+    async def vanished() -> bool:
+        return await bucket.get("gone") is None
+
+    await eventually(vanished)
+
+
+async def test_nothing_is_placed_while_rebalancing_is_off(bus, schedule, hire):
+    await hire("w1", limits=LIMITS)
+    service = await schedule()
+    await knows(service, "w1")
+    await submit(bus, generate_request("r0", rank=8))
+    assert service._placer is None

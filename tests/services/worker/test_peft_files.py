@@ -1,0 +1,44 @@
+"""Promise: the folder that vLLM reads has the matrices of the registry's blob."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from motet.services.worker.vllm_engine.peft_files import peft_adapter
+from motet.shared.adapter_blob import write_blob
+
+
+def matrices(rank: int, scale: float, seed: int) -> tuple[float, np.ndarray, np.ndarray]:
+    made = np.random.default_rng(seed)
+    return scale, made.random((rank, 6), np.float32), made.random((5, rank), np.float32)
+
+
+def effect(folder: Path, name: str) -> np.ndarray:
+    """What the adapter adds to a weight, as PEFT computes it."""
+    config, weights = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")
+    a, b = (weights[f"base_model.model.model.layers.{name}.lora_{letter}.weight"] for letter in "AB")
+    return config["lora_alpha"] / config["r"] * b @ a
+
+
+def test_each_matrix_comes_back_with_its_scale(tmp_path: Path) -> None:
+    for scales in ((2.0, 2.0), (0.5, 3.0)):
+        pairs = {(0, "q_proj"): matrices(3, scales[0], 1), (1, "down_proj"): matrices(10, scales[1], 2)}
+        (tmp_path / "blob").write_bytes(write_blob(pairs, dtype="F32", layers=2))
+        adapter = peft_adapter(tmp_path / "blob", tmp_path)
+        assert adapter.rank == 10
+        for (layer, module), (scale, a, b) in pairs.items():
+            block = "self_attn" if module == "q_proj" else "mlp"
+            np.testing.assert_allclose(effect(adapter.folder, f"{layer}.{block}.{module}"), scale * b @ a, rtol=1e-5)
+
+
+def test_the_folder_goes_with_the_adapter(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(write_blob({(0, "q_proj"): matrices(4, 1.0, 3)}, dtype="F32", layers=1))
+    adapter = peft_adapter(tmp_path / "blob", tmp_path)
+    folder = adapter.folder
+    assert folder.is_dir()
+    del adapter
+    assert not folder.exists()

@@ -1,0 +1,67 @@
+"""Promise: a worker with `--merge on` merges the adapter of all its requests, and they can go on at another such worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client import Counter, Gauge
+
+from motet.services.worker import metrics
+from motet.shared.messages import pack_tokens
+from motet.shared.model import AdapterRef
+from tests.services.worker.support_service import Running, generate
+from tests.support_models import AdapterFixture
+
+PROMPT, TOKENS = [5, 6, 7], 40
+MERGED = 2  # the adapter of all modules
+
+
+def value(metric: Counter | Gauge) -> float:
+    return sum(sample.value for family in metric.collect() for sample in family.samples if not sample.name.endswith("_created"))
+
+
+async def merged(worker: Running, adapter: AdapterFixture) -> AdapterRef:
+    """Ask for one adapter until it is merged, with thresholds that do not follow the noise of a tiny model's steps."""
+    modes = worker.engine._core.modes
+    modes.config = replace(modes.config, decrement=0.0, multiply=1.0)
+    ref = await worker.mesh.publish_adapter(adapter)
+    for number in range(50):
+        asked = generate([8, 9, number + 3], adapter=ref, max_tokens=TOKENS)
+        await worker.accepted(asked)
+        assert (await worker.mesh.ended(asked.request_id)).finish == "length"
+        if modes.merged == ref.digest:
+            return ref
+    raise AssertionError("it was not merged")
+
+
+async def test_the_adapter_of_all_requests_is_merged_and_metrics_say_so(start, adapters, oracle):
+    worker = await start(merge="on")
+    assert worker.service.engine.capabilities.merged_adapters
+    steps, seconds = value(metrics.MERGED_STEPS), value(metrics.MERGE_S)
+    ref = await merged(worker, adapters[MERGED])
+    asked = generate(PROMPT, adapter=ref, max_tokens=TOKENS)
+    await worker.accepted(asked)
+    await worker.mesh.ended(asked.request_id)
+    assert worker.mesh.tokens(asked.request_id) == oracle.greedy(PROMPT, TOKENS, adapters[MERGED])
+    assert value(metrics.MERGED_STEPS) - steps >= TOKENS and value(metrics.MERGE_S) > seconds
+    assert value(metrics.MERGED_BYTES) > 0
+
+
+async def test_a_request_goes_on_at_another_worker_of_the_same_mode_as_it_would_have(start, adapters):
+    first, second = await start(merge="on"), await start(merge="on")
+    for worker in (first, second):
+        ref = await merged(worker, adapters[MERGED])
+    whole = generate(PROMPT, adapter=ref, max_tokens=TOKENS)
+    await first.accepted(whole)
+    await first.mesh.ended(whole.request_id)
+    tokens = first.mesh.tokens(whole.request_id)
+    rest = generate(PROMPT, adapter=ref, max_tokens=TOKENS, output=pack_tokens(tokens[:9]), epoch=1)
+    await second.accepted(rest)
+    await second.mesh.ended(rest.request_id, 1)
+    assert second.mesh.tokens(rest.request_id, 1) == tokens[9:]
+
+
+async def test_without_the_option_nothing_is_merged(start, adapters):
+    worker = await start()
+    assert not worker.service.engine.capabilities.merged_adapters
+    assert worker.engine._core.modes is None
