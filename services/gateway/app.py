@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import version as installed_version
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import orjson
@@ -188,9 +188,9 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return json_answer({"prompt": await gateway.prompts.text(asked.tokens)})
 
     @api.get("/v1/status")
-    async def status(request: Request) -> Response:
+    async def status(request: Request, plan: Literal["true", "false"] = "false") -> Response:
         caller_of(request).check("admin", "the status")
-        return json_answer(await _status(gateway, plan=request.query_params.get("plan") == "true"))
+        return json_answer(await _status(gateway, plan=plan == "true"))
 
     @app.get("/health")
     async def health() -> Response:
