@@ -21,9 +21,10 @@ from motet.policies.step_record import Step
 from motet.policies.step_times import OnlineFit
 from motet.shared.model import PerfModel
 
-MERGE = MergeConfig(alpha=0.9, beta=0.85, highest=1.0, period=50, credit=200.0, starving=240.0, normal=200.0)
-"""The constants of a live engine. LoRA costs its steps 5 to 15%, so an adapter has to be nearly alone; a switch costs nothing
-once the copy is whole. With these credits a lone request rests for some 40 steps before it is served first."""
+MERGE = MergeConfig(alpha=0.9, beta=0.85, lowest=0.8, highest=1.0, period=50, credit=200.0, starving=240.0, normal=200.0)
+"""The constants of a live engine. LoRA costs its steps 5 to 15%, so an adapter has to be nearly alone, and no threshold falls
+far below that however long merging has won. A switch costs nothing once the copy is whole. With these credits a lone request
+rests for some 40 steps before it is served first."""
 NOTHING_KNOWN = MergeCosts(switch_ms=0.0, step_ms=0.0, row_ms=0.0, lora=0.0)
 """Before the first step."""
 START_MS_PER_MIB = 1.0
@@ -108,7 +109,7 @@ class MergedCopy:
         plain_ms = step_ms + row_ms * len(running)
         size = self.size_bytes or max([seq.merged_bytes for seq in running], default=0)
         self._merging.costs = MergeCosts(
-            switch_ms=0.0 if self.whole else self._ms_per_mib * size / MIB,
+            switch_ms=self._ms_per_mib * size / MIB,
             step_ms=step_ms,
             row_ms=row_ms,
             lora=max(lora_ms, self._least_lora_ms) * sum([seq.rank for seq in running]) / plain_ms if plain_ms else 0.0,
