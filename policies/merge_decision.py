@@ -10,9 +10,9 @@ throughput that both modes would have had since the last one. Algorithm 3: credi
 moves one credit per request that it displaces from the merged adapter to those of the displaced requests; the sum stays the
 same. An adapter above `starving` credits is served before all others until it is below `normal`.
 
-Where a copy of the weights is made beside the steps (`policies.merged_copy`), steps stay unmerged until it is whole. Making it is
-the switch's cost, and may take longer than `period` steps save. So a break point that only this cost decides is put off: the
-saved time adds up until it exceeds the cost, or another adapter has the most requests.
+Where a copy of the weights is made beside the steps (`policies.merged_copy`), steps stay unmerged until it is whole. Making it
+is the switch's cost, and may take longer than `period` steps save. So a break point that only this cost decides is put off:
+the saved time adds up until it exceeds the cost, or another adapter has the most requests.
 
 What the paper leaves open, and what holds here. The rule for `beta` mirrors the one for `alpha`: the other mode pays for the
 switch. Steps with starving requests are unmerged and have all other requests too, as far as there is room: the paper's step has
