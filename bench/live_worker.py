@@ -256,7 +256,7 @@ def main(link_bytes_per_s: float, records: str = "") -> int:
                     report.began_s,
                     stats.time_ms,
                     stats.merge_s,
-                    merging is not None and merging.merged,
+                    merging is not None and bool(merging.merged),
                     merging.resting if merging is not None else 0,
                     0 if stats.prefill_requests else stats.decode_rows,
                 )
