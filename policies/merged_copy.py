@@ -6,15 +6,17 @@
 
 `policies.merge_decision` says which adapter should be merged. Where a copy has to be made first, steps run unmerged until it is
 whole; from then on both modes are one step away. The copy is a cache: it takes KV blocks that nobody needs, a quarter of the KV
-share stays free beside it, and it gives all of them back as soon as a sequence finds no block.
+share stays free beside it, and it gives all of them back as soon as a sequence finds no block. Where KV cache and adapters have
+fixed regions, as on a GPU, it takes memory that neither has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 from motet.policies.batch_state import Sequence
-from motet.policies.memory_boundary import Boundary
+from motet.policies.memory_ledger import Budget, Class
 from motet.policies.merge_decision import MergeConfig, MergeCosts, Merging
 from motet.policies.perf_model import MIB
 from motet.policies.step_record import Step
@@ -39,10 +41,40 @@ EVERY = 4
 """Steps from one that is weighed to the next; the fit would be a noticeable part of a small model's step."""
 
 
+class Lender(Protocol):
+    """Whose memory a copy takes: `memory_boundary.Boundary`, or `SpareMemory`."""
+
+    @property
+    def lent_bytes(self) -> int:
+        """What the copy has."""
+
+    def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
+        """A copy may come from now on. `held`: its bytes by class."""
+
+    def lend(self, size_bytes: int) -> bool:
+        """Let the copy have this much instead of what it has; whether it has that much now."""
+
+
+class SpareMemory:
+    """A device's memory beside fixed regions for KV cache and adapters. What is there is asked of the device, not of this."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.lent_bytes = 0
+
+    def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
+        self._claim = self._budget.claim("merged", 0, held)
+
+    def lend(self, size_bytes: int) -> bool:
+        self._budget.total_bytes += size_bytes - self.lent_bytes
+        self.lent_bytes = self._claim.size_bytes = size_bytes
+        return True
+
+
 class MergedCopy:
     """One engine's copy. `merging` is told when it is whole."""
 
-    def __init__(self, merging: Merging, boundary: Boundary, perf: PerfModel) -> None:
+    def __init__(self, merging: Merging, boundary: Lender, perf: PerfModel) -> None:
         self._merging, self._boundary = merging, boundary
         self._times = OnlineFit([perf.decode_base_ms, perf.decode_row_ms, PRIOR_LORA * perf.decode_lora_ms], shape=SHAPE)
         self._ms_per_mib = START_MS_PER_MIB
