@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ class MergedModel:
     def _make(self, adapter: HostAdapter) -> Iterator[None]:
         packed, taken = adapter.packed, 0
         for index, layer in enumerate(self._pristine.layers):
-            made: dict[str, Linear] = {}
+            made: dict[str, Any] = {}
             for group in self._changed(packed):
                 linear: Linear = getattr(layer, group)
                 weight = linear.weight()
