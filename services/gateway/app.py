@@ -300,6 +300,12 @@ def _absent(absent: Absent) -> dict[str, Any]:
     }
 
 
+def _name_of(gateway: Gateway, digest: str) -> str:
+    """A name of the adapter with this digest, its owner's if it belongs to one; "" when it has none."""
+    entries = (info.entry for info in gateway.adapters.all()) if digest else ()
+    return next((entry.name for entry in entries if entry.digest == digest), "")
+
+
 async def _status(gateway: Gateway, *, plan: bool) -> dict[str, Any]:
     """This gateway, and the workers as a scheduler sees them. `plan`: and what the scheduler would move."""
     owner = gateway.owner
@@ -323,4 +329,5 @@ async def _status(gateway: Gateway, *, plan: bool) -> dict[str, Any]:
     workers, plans = msgspec.to_builtins(reply.workers), msgspec.to_builtins(reply.plans)
     for worker in workers:
         worker["adapters_placed"] = len(gateway.placements.digests(worker["worker_id"]))
+        worker["merged_name"] = _name_of(gateway, worker["merged"])
     return body | {"scheduler_id": reply.scheduler_id, "workers": workers, "plans": plans}

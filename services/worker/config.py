@@ -144,7 +144,8 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
         Literal["off", "on"],
         Meta(
             description="on: an adapter that most requests are for is merged into a copy of the weights, made beside the steps"
-            " in free KV memory; other requests wait meanwhile. Needs the compiled CPU kernels and --device-memory shared"
+            " in free KV memory; other requests wait meanwhile. Needs weights that are not quantized, and on a CPU"
+            " --device-memory shared"
         ),
     ] = "off"
     adapter_cache_dir: Annotated[

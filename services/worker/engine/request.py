@@ -101,7 +101,7 @@ class CopyStats:
 class MergeStats:
     """A step of an engine that can merge an adapter into its weights."""
 
-    merged: bool  # one was
+    merged: str  # digest of the one that was, "" for none
     switched: bool  # another one, or none, than in the step before
     resting: int  # running requests that the step left out
     bytes: int  # KV memory that is lent to the merged copy
