@@ -170,8 +170,8 @@ named function need structured outputs, and no parser. A streamed call is one ev
 that only looks like a call stays content.
 
 **Embeddings** need a worker with a pooling model ([engines](engines.md#pooling-models)); where there is none, the answer is a
-400 that says so. Each of at most 2,048 inputs is a request of its own in the mesh, of which 32 are there at a time. They are not
-taken from NATS.
+400 that says so. Each of at most 2,048 inputs is a request of its own in the mesh, and 32 of them are there at a time. Durable
+requests over NATS cannot ask for embeddings.
 
 **Reasoning** is separated from the content with `--reasoning-parser` (`qwen3`, `deepseek_r1`): it is `reasoning` in messages
 and deltas, as in vLLM.

@@ -151,8 +151,12 @@ EMBEDDING: Mapping[str, Unserved] = {
     "use_activation": Unserved("the model decides whether embeddings have length 1"),
     "normalize": Unserved("the model decides whether embeddings have length 1"),
     "mm_processor_kwargs": Unserved(_TEXT_ONLY),
+    "media_io_kwargs": Unserved(_TEXT_ONLY),
+    "padding": Unserved("inputs are not padded", (None, "do_not_pad")),
     "chat_template": Unserved("use input"),
     "chat_template_kwargs": Unserved("use input"),
+    "add_generation_prompt": Unserved("use input", _OFF),
+    "continue_final_message": Unserved("use input", _OFF),
     # SGLang
     "rid": Unserved("use request_id"),
     "lora_path": Unserved("use model"),

@@ -232,6 +232,7 @@ class Stream:
         """Take in `new`, the tokens of `item` that were not known yet; sets `finish` when they end the sequence."""
         self._fold()
         tokens = self.tokens
+        begun = len(tokens)
         if not tokens and (new or item.embedding):
             self.first_s = now_s()
             self.cached_tokens, self.queue_ms = item.cached_tokens, item.queue_ms
@@ -245,7 +246,9 @@ class Stream:
             reason = item.stop_token if item.stop_token in self.job.sampling.stop_token_ids else None
             if new and not self.job.include_stop:  # the token that ended it is counted and not shown
                 shown, logprobs = new[:-1], logprobs[:-1] if logprobs else None
-        text = self._text.push(shown)
+        free = 0 if self._filter is None else max(0, self.job.sampling.min_tokens - 1 - begun)  # no stop string may end these
+        before = self._text.push(shown[:free]) if free else ""
+        text = self._text.push(shown[free:])
         if finish is not None:
             text += self._text.finish()
         if self._filter is not None and len(tokens) >= self.job.sampling.min_tokens:
@@ -254,7 +257,7 @@ class Stream:
                 finish, reason = "stop", matched
             elif finish is not None:
                 text += self._filter.finish()
-        self._deliver(Delta(text, shown, logprobs, finish, reason))
+        self._deliver(Delta(before + text, shown, logprobs, finish, reason))
         self.see_plain()
 
     def see_plain(self) -> None:

@@ -56,7 +56,7 @@ def _incapable(ask: Ask, screening: Screening) -> MotetError:
     """No live worker has what the request needs."""
     if not ask.needs:
         reason = f"model: the workers of {ask.base_model} have a pooling model, which makes embeddings and no text"
-        if "stale" in screening.rejected:
+        if ask.begun or "stale" in screening.rejected:
             return Unavailable(reason, param="model", retry_after_s=RETRY_S)
         return BadRequest(reason, param="model")
     lacking = screening.lacking or tuple(ask.needs)  # each is there, but on different workers
