@@ -1,7 +1,8 @@
 """POST /v1/embeddings: the request's fields, its plan, and OpenAI's answer. No HTTP here.
 
 Each input is a request of its own in the mesh: it is assigned, watched and given to another worker like one that generates. At
-most `AT_ONCE` inputs of a request are in the mesh at a time.
+most `AT_ONCE` inputs of a request are in the mesh at a time. The first one decides whether the mesh has room for the request;
+from then on an input that finds no room is tried again, since its own siblings may be what it waits for.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from msgspec import Meta
 from motet.services.gateway import fields, protocol
 from motet.services.gateway.owner import Owner
 from motet.services.gateway.stream import Job, Stream
-from motet.shared.errors import MotetError
+from motet.shared.clock import now_s
+from motet.shared.errors import MotetError, Overloaded
 
 INPUTS_MAX = 2048  # as OpenAI
 DIMENSIONS_MAX = 1 << 16
 AT_ONCE = 32
+AGAIN_S = (0.05, 1.0)  # pauses before an input without room is tried again
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -112,21 +115,18 @@ def parse(body: bytes) -> EmbeddingRequest:
 async def collect(owner: Owner, plan: EmbeddingPlan) -> dict[str, Any]:
     """Run a plan to its end and return OpenAI's body for orjson. Raises the MotetError of the first input that fails; the
     others are cancelled then."""
-    room = asyncio.Semaphore(AT_ONCE)
+    first, *others = plan.jobs
+    room, opened = asyncio.Semaphore(AT_ONCE), await owner.open(first)
 
     async def run(job: Job) -> Stream:
         async with room:
-            stream = await owner.open(job)
-            async for _ in stream:
-                pass
-            if not stream.embedding:
-                raise MotetError("the worker answered without an embedding")
-            return stream
+            return await _ended(opened if job is first else await _open(owner, job, now_s() + job.timeout_s))
 
-    running = [asyncio.ensure_future(run(job)) for job in plan.jobs]
+    running = [asyncio.ensure_future(run(job)) for job in (first, *others)]
     try:
         streams: Sequence[Stream] = await asyncio.gather(*running)
     except BaseException:
+        opened.cancel()
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -144,6 +144,26 @@ async def collect(owner: Owner, plan: EmbeddingPlan) -> dict[str, Any]:
     if cached := sum(stream.cached_tokens for stream in streams):
         body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
     return body
+
+
+async def _open(owner: Owner, job: Job, deadline_s: float) -> Stream:
+    """The stream of an input whose siblings are in the mesh: without room it is tried again until `deadline_s`."""
+    while True:
+        try:
+            return await owner.open(job)
+        except Overloaded as error:
+            pause_s = min(max(error.retry_after_s or 0.0, AGAIN_S[0]), AGAIN_S[1])
+            if now_s() + pause_s > deadline_s:
+                raise
+            await asyncio.sleep(pause_s)
+
+
+async def _ended(stream: Stream) -> Stream:
+    async for _ in stream:
+        pass
+    if not stream.embedding:
+        raise MotetError("the worker answered without an embedding")
+    return stream
 
 
 def _base64(embedding: bytes) -> str:

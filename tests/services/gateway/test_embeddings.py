@@ -83,6 +83,24 @@ async def test_few_inputs_of_a_long_list_are_in_the_mesh_at_a_time(
     assert len((await asking).data) == 5
 
 
+async def test_inputs_wait_for_their_own_siblings_instead_of_a_429(mesh: Mesh, client: Client) -> None:
+    mesh.scheduler.refuse_choice = 1
+    asking = asyncio.ensure_future(client.embeddings.create(model="demo", input=["a", "b"], encoding_format="float"))
+    await answer(mesh.first, await assigned(mesh.first))
+    await eventually(lambda: len(mesh.scheduler.submitted) >= 3)  # the second one was tried again
+    assert not asking.done()
+    mesh.scheduler.refuse_choice = None
+    await answer(mesh.first, await assigned(mesh.first, 2))
+    assert len((await asking).data) == 2
+
+
+async def test_a_request_whose_first_input_finds_no_room_is_a_429(mesh: Mesh, client: Client) -> None:
+    mesh.scheduler.refuse_choice = 0
+    with pytest.raises(openai.RateLimitError):
+        await client.embeddings.create(model="demo", input=["a", "b"])
+    assert len(mesh.scheduler.submitted) == 1 and not mesh.gateway.owner.inflight
+
+
 async def test_an_embedding_of_a_lost_worker_is_made_by_another_one(mesh: Mesh, client: Client) -> None:
     asking = asyncio.ensure_future(client.embeddings.create(model="demo", input="hello", encoding_format="float"))
     request = await assigned(mesh.first)
