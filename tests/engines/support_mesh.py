@@ -74,9 +74,9 @@ async def stream(client: Client, number: int, length: int, progress: list[int]) 
     return "".join(pieces), tokens
 
 
-async def go_on_through(client: Client, fault: Callable[[], Awaitable[None]], *, tokens: int = 400) -> None:
-    """A fault happens in the middle of some streams. Each of them gets all its tokens. Greedy streams get the same tokens as
-    without the fault."""
+async def go_on_through(client: Client, fault: Callable[[], Awaitable[None]], *, tokens: int = 400, exact: bool = True) -> None:
+    """A fault happens in the middle of some streams. Each of them gets all its tokens. If `exact`, greedy streams get the same
+    tokens as without the fault."""
     await eventually(lambda: workers(client), within_s=START_S, every_s=0.5)
     quiet, progress = [0] * NUMBER_OF_STREAMS, [0] * NUMBER_OF_STREAMS
     calm = await asyncio.gather(*(stream(client, number, tokens, quiet) for number in range(NUMBER_OF_STREAMS)))
@@ -90,7 +90,7 @@ async def go_on_through(client: Client, fault: Callable[[], Awaitable[None]], *,
         *(stream(client, number, tokens, progress) for number in range(NUMBER_OF_STREAMS)), strike()
     )
     for number, (one, other) in enumerate(zip(shaken[:-1], calm[:-1], strict=True)):
-        assert one == other, f"stream {number} of {NUMBER_OF_STREAMS} went on in another way"
+        assert one == other or not exact, f"stream {number} of {NUMBER_OF_STREAMS} went on in another way"
     assert [billed for _, billed in shaken] == [tokens] * NUMBER_OF_STREAMS
 
 

@@ -63,7 +63,7 @@ async def test_no_stream_is_lost_when_the_core_is_killed(stack: LiveStack, clien
         [core] = core_of(stack.pid("worker-1"))
         os.kill(core, signal.SIGKILL)
 
-    await go_on_through(client, kill)
+    await go_on_through(client, kill, exact=False)  # docs/engines.md: some go on with other tokens
 
 
 @pytest.mark.parametrize(("field", "value"), [("min_p", 0.5), ("logit_bias", {"70": 5.0})])
