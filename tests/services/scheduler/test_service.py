@@ -36,7 +36,7 @@ from motet.shared.messages import (
     SubmitReply,
     pack_tokens,
 )
-from motet.shared.model import Residency, SamplingParams, Slo
+from motet.shared.model import EmbeddingParams, Residency, SamplingParams, Slo
 from motet.shared.telemetry import REGISTRY
 from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits
@@ -341,6 +341,19 @@ async def test_a_capability_that_no_worker_has_is_a_bad_request_that_names_the_f
     assert (await submit(bus, generate_request(needs={"structured": "response_format"}))).worker_id == "w2"
     answer = await submit(bus, generate_request(needs={"structured": "response_format"}))
     assert isinstance(answer, Overloaded) and "all 1 workers" in answer.message
+
+
+async def test_text_that_only_pooling_models_could_make_is_refused_as_are_embeddings_without_one(bus, schedule, hire):
+    await hire("w1")
+    service = await schedule()
+    answer = await submit(bus, generate_request(needs={"embeddings": "model"}, embedding=EmbeddingParams()))
+    assert type(answer) is BadRequest and answer.param == "model" and "no worker of demo serves embeddings" in answer.message
+    await hire("b-pooling", limits=worker_limits(base_model="pooled", capabilities=("embeddings",)))
+    await knows(service, "b-pooling")
+    answer = await submit(bus, generate_request(base_model="pooled"))
+    assert type(answer) is BadRequest and answer.param == "model" and "embeddings and no text" in answer.message
+    asked = generate_request(base_model="pooled", needs={"embeddings": "model"}, embedding=EmbeddingParams())
+    assert (await submit(bus, asked)).worker_id == "b-pooling"
 
 
 # ---- workers that come and go
