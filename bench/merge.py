@@ -167,7 +167,7 @@ async def _gap(rig: Rig) -> dict[str, Any]:
         "unmerged_vs_base": round(1.0 - gap, 4),
         "merged_vs_base": round(statistics.median(merged), 4),
         "merged_vs_base_quartiles": [round(float(np.quantile(merged, q)), 4) for q in (0.25, 0.75)],
-        "gap_recovered": round((statistics.median(merged) - 1.0 + gap) / gap, 3) if gap > 0 else 0.0,
+        "gap_recovered": round((statistics.median(merged) - 1.0 + gap) / gap, 3) if gap > LEAST_GAP else None,
     }
 
 
@@ -283,7 +283,7 @@ def _show(found: dict[str, dict[str, Any]]) -> None:
                 one["decode_ms"]["base"],
                 f"{one['unmerged_vs_base']:.3f}",
                 f"{one['merged_vs_base']:.3f}",
-                f"{one['gap_recovered']:.2f}",
+                "no gap" if one["gap_recovered"] is None else f"{one['gap_recovered']:.2f}",
                 one["copy_work_ms"],
                 one["copy_wait_ms"],
                 one["switch_ms"],
