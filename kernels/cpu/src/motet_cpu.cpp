@@ -61,22 +61,49 @@ void pack_int8(const void* from, int64_t type, int64_t rows, int64_t k, uint8_t*
 void pack_int4(const void* from, int64_t type, int64_t rows, int64_t k, uint8_t* to) {
   memset(to, 0, panel_bytes(I4, k));
   for (int64_t r = 0; r < 16; ++r)
-    for (int64_t group = 0; group < round_up(k, 64) / I4_GROUP; ++group) {
-      uint8_t* block = to + group / 2 * I4_BYTES;
-      float values[I4_GROUP] = {}, furthest = 0;
-      for (int i = 0; i < I4_GROUP; ++i) {
-        const int64_t at = group * I4_GROUP + i;
+    for (int64_t group = 0; group < round_up(k, 64) / I_GROUP; ++group) {
+      uint8_t* block = to + group / 2 * grouped_bytes(I4);
+      float values[I_GROUP] = {}, furthest = 0;
+      for (int i = 0; i < I_GROUP; ++i) {
+        const int64_t at = group * I_GROUP + i;
         if (r < rows && at < k) values[i] = value_of(from, type, r * k + at);
         if (std::fabs(values[i]) > std::fabs(furthest)) furthest = values[i];
       }
       const _Float16 scale = (_Float16)(furthest / -8.0f);
       const float inverse = (float)scale != 0.0f ? 1.0f / (float)scale : 0.0f;
       memcpy(block + group % 2 * 32 + r * 2, &scale, 2);
-      for (int i = 0; i < I4_GROUP; ++i) {
+      for (int i = 0; i < I_GROUP; ++i) {
         const int whole = (int)std::lrintf(std::min(std::max(values[i] * inverse, -8.0f), 7.0f)) + I4_ZERO;
         block[64 + group % 2 * 256 + i / 8 * 64 + r * 4 + i % 4] |= (uint8_t)(whole << (i / 4 % 2 * 4));
       }
     }
+}
+
+// Whole numbers as a checkpoint has them: `from` [rows, k] as unsigned bytes; `scales` and `zeros` [rows, groups] are float16.
+void pack_whole(const uint8_t* from, const uint16_t* scales, const uint16_t* zeros, int64_t type, int64_t rows, int64_t k, uint8_t* to) {
+  const int64_t groups = (k + I_GROUP - 1) / I_GROUP, block_bytes = grouped_bytes(type);
+  memset(to, type == I8 ? I8_ZERO : 0, panel_bytes(type, k));
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint8_t* row = from + r * k;
+    if (type == I8) {
+      for (int64_t i = 0; i < k; ++i) to[i / 4 * 64 + r * 4 + i % 4] = row[i];
+      continue;
+    }
+    for (int64_t group = 0; group < groups; ++group) {
+      uint8_t* block = to + group / 2 * block_bytes;
+      memcpy(block + group % 2 * 32 + r * 2, scales + r * groups + group, 2);
+      if (type != I4) memcpy(block + 64 + group % 2 * 32 + r * 2, zeros + r * groups + group, 2);
+      const int count = (int)std::min<int64_t>(I_GROUP, k - group * I_GROUP);
+      uint8_t* at = block + (type == I4 ? 64 : 128) + group % 2 * (type == I8_GROUPED ? 512 : 256) + r * 4;
+      const uint8_t* values = row + group * I_GROUP;
+      for (int i = 0; i < count; ++i) {
+        if (type == I8_GROUPED)
+          at[i / 4 * 64 + i % 4] = values[i];
+        else
+          at[i / 8 * 64 + i % 4] |= (uint8_t)(values[i] << (i / 4 % 2 * 4));
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -163,6 +190,20 @@ void motet_pack(Engine* engine, const void* from, int64_t from_type, int64_t n, 
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t i = 0; i < k; ++i) ((uint16_t*)out)[i / 2 * 32 + r * 2 + i % 2] = ((const uint16_t*)from)[at + r * k + i];
       }
+    });
+  });
+}
+
+// `from` [n, k], whole numbers in bytes, into `to` of `type`; `scales` and `zeros` are float16 [n, k / 32 rounded up], which I8 has none
+// of, and I4 no zeros.
+void motet_pack_whole(Engine* engine, const uint8_t* from, const uint16_t* scales, const uint16_t* zeros, int64_t n, int64_t k,
+                      int64_t type, void* to) {
+  const int64_t panel = motet_packed_bytes(16, k, type), groups = (k + I_GROUP - 1) / I_GROUP;
+  engine->team.run([=](int) {
+    engine->team.each((n + 15) / 16, [=](int64_t p, int64_t) {
+      const int64_t at = p * 16 * groups;
+      pack_whole(from + p * 16 * k, scales ? scales + at : nullptr, zeros ? zeros + at : nullptr, type,
+                 std::min<int64_t>(16, n - p * 16), k, (uint8_t*)to + p * panel);
     });
   });
 }

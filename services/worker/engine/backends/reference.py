@@ -15,6 +15,7 @@ from motet.services.worker.engine.cores import step_cores
 from motet.services.worker.engine.decode_graphs import DecodeGraphs
 from motet.services.worker.engine.device_memory import DeviceMemory, reserve, weights_of
 from motet.services.worker.engine.linear import Linear
+from motet.services.worker.engine.loader import Makers
 from motet.services.worker.engine.model import Model
 from motet.services.worker.engine.runner import LoadsBetweenSteps, ModelRunner
 from motet.services.worker.engine.torch_steps import TorchSteps
@@ -58,7 +59,7 @@ def torch_runner(
         if options.assist_cores and library is not None:
             assist = CpuAssist(library, memory.pool, cores=options.assist_cores, max_rows=options.assist_rows)
         beside = DeviceAssist(memory.pool, streams, library)
-    model = Model(memory.config, weights_of(options, memory, Linear))
+    model = Model(memory.config, weights_of(options, memory, Makers(Linear)))
     prepare_lora(memory.pool)
     steps = TorchSteps(
         model,
