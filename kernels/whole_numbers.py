@@ -1,7 +1,7 @@
 """Matrices that a checkpoint stores in 8 or 4 bits, and rounding to them.
 
-    whole = round_to(weight, 4)             WholeNumbers
-    whole.floats(torch.float32)             what they stand for
+whole = round_to(weight, 4)             WholeNumbers
+whole.floats(torch.float32)             what they stand for
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def joined(parts: Sequence[WholeNumbers]) -> WholeNumbers:
 def round_to(weight: torch.Tensor, bits: int) -> WholeNumbers:
     """`weight` [out, in] as the compiled kernels round it.
 
-    8 bits: one float32 scale per output, 127 steps to either side. 4 bits: one float16 scale per output and GROUP inputs, and the
-    first of a group's values that are furthest from zero becomes -8.
+    8 bits: one float32 scale per output, 127 steps to either side. 4 bits: one float16 scale per output and GROUP inputs, and
+    the first of a group's values that are furthest from zero becomes -8.
     """
     floats = weight.float()
     if bits == 8:

@@ -39,7 +39,11 @@ def rounded(w: torch.Tensor, bits: int, group_size: int, symmetric: bool, dtype:
     """Minimum and maximum of every group; the last one may be shorter."""
     size = group_size if group_size > 0 else w.shape[1]
     groups = math.ceil(w.shape[1] / size)
-    values, scales, zeros = torch.empty(w.shape, dtype=torch.int64), torch.empty(len(w), groups, dtype=dtype), torch.empty(len(w), groups)
+    values, scales, zeros = (
+        torch.empty(w.shape, dtype=torch.int64),
+        torch.empty(len(w), groups, dtype=dtype),
+        torch.empty(len(w), groups),
+    )
     top = 2**bits - 1
     for g in range(groups):
         part = w[:, g * size : (g + 1) * size].float()
@@ -121,7 +125,14 @@ def _awq(group_size: int) -> Layout:
 def _compressed(form: str, bits: int, group_size: int, symmetric: bool, activations: bool = False) -> Layout:
     strategy = "group" if group_size > 0 else "channel"
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True, "observer": None}
-    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, "dynamic": False, "actorder": None}
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": strategy,
+        "dynamic": False,
+        "actorder": None,
+    }
     weights |= {"group_size": group_size if group_size > 0 else None, "block_structure": None, "observer": "minmax"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs if activations else None}
     config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed", "ignore": ["lm_head"]}
@@ -130,7 +141,7 @@ def _compressed(form: str, bits: int, group_size: int, symmetric: bool, activati
     def write(x: Numbers) -> Tensors:
         return (packed if form == "pack-quantized" else int8)(x, symmetric=symmetric)
 
-    return Layout(bits, group_size, symmetric, write, config, torch.bfloat16 if form == "pack-quantized" else torch.float32)
+    return Layout(bits, group_size, symmetric, write, config, torch.float32 if activations else torch.bfloat16)
 
 
 LAYOUTS = {

@@ -21,8 +21,8 @@ from motet.services.worker.engine.device_memory import kv_bytes_per_block
 from motet.services.worker.engine.engine import Engine
 from motet.services.worker.engine.loader import parameters, quantization_of, resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, read_model_config
-from motet.services.worker.engine.unsupported import UnsupportedModel
 from motet.services.worker.engine.request import EngineLimits, EngineRequest
+from motet.services.worker.engine.unsupported import UnsupportedModel
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.model import SamplingParams, WorkerLimits

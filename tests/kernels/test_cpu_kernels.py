@@ -103,7 +103,14 @@ def test_a_product_with_integers_is_that_of_the_rounded_weights_and_rows(
 @pytest.mark.parametrize("bits", [8, 4])
 def test_whole_numbers_of_a_checkpoint_are_multiplied_as_they_are(engine: CpuEngine, dtype: torch.dtype, bits: int) -> None:
     draw = torch.Generator().manual_seed(5)
-    for n, k, rows, size in [(16, 64, 1, 32), (211, 90, 7, 64), (33, 31, 3, 31), (97, 224, 50, 128), (130, 96, 17, 96), (7, 320, 300, 32)]:
+    for n, k, rows, size in [
+        (16, 64, 1, 32),
+        (211, 90, 7, 64),
+        (33, 31, 3, 31),
+        (97, 224, 50, 128),
+        (130, 96, 17, 96),
+        (7, 320, 300, 32),
+    ]:
         groups = -(-k // size)
         values = torch.randint(0, 2**bits, (n, k), generator=draw, dtype=torch.uint8)
         scales = torch.randn(n, groups, generator=draw).half()
@@ -122,7 +129,10 @@ def test_whole_numbers_of_a_checkpoint_are_multiplied_as_they_are(engine: CpuEng
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_matrix_that_was_rounded_before_is_the_same_bits_as_one_rounded_at_the_start(engine: CpuEngine, bits: int) -> None:
     draw = torch.Generator().manual_seed(6)
-    w, x = torch.randn(70, 192, generator=draw).bfloat16(), torch.randn(9, 192, generator=draw)  # bfloat16: largest values are not alone
+    w, x = (
+        torch.randn(70, 192, generator=draw).bfloat16(),
+        torch.randn(9, 192, generator=draw),
+    )  # bfloat16: largest values are not alone
     now, before = torch.empty(9, 70), torch.empty(9, 70)
     engine.gemm([Packer(engine, f"int{bits}")(w)], x, now, torch.bfloat16)
     engine.gemm([Packer(engine).whole(round_to(w, bits))], x, before, torch.bfloat16)

@@ -67,7 +67,9 @@ def quantization_of(option: str, config: ModelConfig) -> str:
     if config.quantization is None:
         return option
     if option not in ("none", config.quantization.name):
-        raise UnsupportedModel(f"the checkpoint is {config.quantization.name}: it cannot be served with --quantization {option}")
+        raise UnsupportedModel(
+            f"the checkpoint is {config.quantization.name}: it cannot be served with --quantization {option}"
+        )
     return config.quantization.name
 
 
@@ -90,7 +92,7 @@ def load_weights(
     silently otherwise).
     """
     with ExitStack() as stack:
-        files = {path: stack.enter_context(_open(path)) for path in _files(model_dir)}
+        files = {path: stack.enter_context(opened(path)) for path in _files(model_dir)}
         where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 (not a mapping)
         _check(where, config)
 
@@ -113,7 +115,9 @@ def load_weights(
             if q is None or not any(stored):
                 return makers.linear(read(*(f"{parent}{module}.weight" for module in modules)), bias)
             if not all(stored):
-                raise UnsupportedModel(f"{parent}{modules[stored.index(False)]} is stored as floats and {modules} are one matrix")
+                raise UnsupportedModel(
+                    f"{parent}{modules[stored.index(False)]} is stored as floats and {modules} are one matrix"
+                )
             shapes = config.projection_shapes()
             whole = joined([read_module(q, parent + module, *shapes[module][::-1], get) for module in modules])
             return makers.whole(whole, bias) if makers.whole else makers.linear(whole.floats(dtype).to(device), bias)
@@ -176,6 +180,20 @@ def _layer(prefix: str, config: ModelConfig, read: Read, matrix: Matrix[M]) -> L
     )
 
 
+def check_files(model_dir: Path, config: ModelConfig) -> list[Path]:
+    """The checkpoint's files, of which every tensor was checked against `config`. Raises UnsupportedModel."""
+    paths = _files(model_dir)
+    with ExitStack() as stack:
+        files = [stack.enter_context(opened(path)) for path in paths]
+        _check({name: file for file in files for name in file.keys()}, config)  # noqa: SIM118 (not a mapping)
+    return paths
+
+
+def projection_names(config: ModelConfig) -> set[str]:
+    """The names of the projections' matrices in a checkpoint of floats."""
+    return {f"{parent}{module}.weight" for parent, module, _ in _projections(config)}
+
+
 def parameters(config: ModelConfig) -> int:
     """How many elements a checkpoint of this config has."""
     return sum(math.prod(shape) for shape in _expected(config).values())
@@ -214,7 +232,9 @@ def _stored(config: ModelConfig) -> tuple[Shapes, Shapes]:
     allowed: Shapes = {"lm_head.weight": needed.get("lm_head.weight", needed["model.embed_tokens.weight"])}
     q = config.quantization
     if q is not None and not config.tied_embeddings and q.layout in ("packed", "int8") and not q.keeps("lm_head"):
-        raise UnsupportedModel("quantization_config.ignore lacks lm_head: a quantized matrix to the vocabulary is not supported")
+        raise UnsupportedModel(
+            "quantization_config.ignore lacks lm_head: a quantized matrix to the vocabulary is not supported"
+        )
     for parent, module, (fan_in, fan_out) in _projections(config) if q is not None else ():
         assert q is not None
         if not q.keeps(parent + module):
@@ -265,7 +285,8 @@ def _files(model_dir: Path) -> list[Path]:
     raise UnsupportedModel(f"{model_dir} has neither model.safetensors nor model.safetensors.index.json")
 
 
-def _open(path: Path) -> Any:
+def opened(path: Path) -> Any:
+    """A safetensors file, mapped; a context. Raises UnsupportedModel."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

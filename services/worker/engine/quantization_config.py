@@ -46,12 +46,36 @@ class Quantization:
 
 # Fields that say how a checkpoint was made, or how another program should run it.
 _WITHOUT_EFFECT = {
-    "gptq": "damp_percent damp_auto_increment static_groups true_sequential meta quantizer model_name_or_path model_file_base_name"
-    " model_seqlen dataset tokenizer block_name_to_quantize module_name_preceding_first_block batch_size pad_token_id use_exllama"
-    " use_cuda_fp16 max_input_length exllama_config disable_exllama cache_block_outputs mse backend parallel_packing act_group_aware"
-    " modules_in_block_to_quantize".split(),
-    "awq": "backend do_fuse exllama_config fuse_max_seq_len modules_to_fuse q_group_size".split(),
-    "compressed-tensors": "global_compression_ratio quantization_status version".split(),
+    "gptq": [
+        "damp_percent",
+        "damp_auto_increment",
+        "static_groups",
+        "true_sequential",
+        "meta",
+        "quantizer",
+        "model_name_or_path",
+        "model_file_base_name",
+        "model_seqlen",
+        "dataset",
+        "tokenizer",
+        "block_name_to_quantize",
+        "module_name_preceding_first_block",
+        "batch_size",
+        "pad_token_id",
+        "use_exllama",
+        "use_cuda_fp16",
+        "max_input_length",
+        "exllama_config",
+        "disable_exllama",
+        "cache_block_outputs",
+        "mse",
+        "backend",
+        "parallel_packing",
+        "act_group_aware",
+        "modules_in_block_to_quantize",
+    ],
+    "awq": ["backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "q_group_size"],
+    "compressed-tensors": ["global_compression_ratio", "quantization_status", "version"],
 }
 
 
@@ -211,4 +235,3 @@ def _names(one: str, module: str) -> bool:
     if one.startswith("re:"):
         return re.match(one[3:], module) is not None
     return one == module
-

@@ -1,4 +1,4 @@
-"""Tensors of quantized checkpoints as WholeNumbers, by layout; `n` outputs, `k` inputs, `g` groups, 32-bit words of 32 / bits values.
+"""Tensors of quantized checkpoints as WholeNumbers: `n` outputs, `k` inputs, `g` groups, words of 32 bits.
 
     gptq, gptq_v2   qweight [words of k, n], scales [g, n], qzeros [g, words of n], g_idx [k] (optional); gptq stores zeros - 1
     awq             qweight [k, words of n], scales [g, n], qzeros [g, words of n]; a word has outputs 0, 2, 4, 6, 1, 3, 5, 7
@@ -6,8 +6,8 @@
                     weight_g_idx [k] (optional)
     int8            weight int8 [n, k], weight_scale [n, g] or [1], weight_zero_point int8 like the scale
 
-`g_idx` says the group of each input. Groups in another order than the inputs (`desc_act` of GPTQ, `actorder` "group") are refused:
-the kernels multiply neighbouring inputs with one scale.
+`g_idx` says the group of each input. Groups in another order than the inputs (`desc_act` of GPTQ, `actorder` "group") are
+refused: the kernels multiply neighbouring inputs with one scale.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Promise: checkpoints of GPTQ, AWQ and compressed-tensors compute what their numbers stand for; what is not known is refused by name."""
+"""Promise: checkpoints of GPTQ, AWQ and compressed-tensors compute what they stand for; unknown fields are refused by name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from motet.cli.main import cli
 from motet.services.worker.engine.model_config import parse_model_config
 from motet.services.worker.engine.quantization_config import parse_quantization
 from motet.services.worker.engine.unsupported import UnsupportedModel
@@ -36,11 +38,11 @@ class Base:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
     directory = tmp_path_factory.mktemp("base")
     model_dir = make_checkpoint(MODEL, directory)
-    return Base(model_dir, make_adapters(model_dir, directory))
+    return Base(model_dir, make_adapters(model_dir, directory)[2:4])
 
 
 def sequences() -> list[Sequence]:
-    return [Sequence(prompt, i % 9 - 1, 1) for i, prompt in enumerate(random_prompts(9, seed=5))]
+    return [Sequence(prompt, i % 3 - 1, 1) for i, prompt in enumerate(random_prompts(6, seed=5, longest=24))]
 
 
 def floats_checkpoint(config: dict[str, Any], tensors: dict[str, torch.Tensor], path: Path) -> Path:
@@ -60,12 +62,12 @@ def test_a_quantized_checkpoint_says_what_its_floats_say(
     config, tensors = quantize_checkpoint(base.model_dir, tmp_path / "whole", LAYOUTS[layout])
     floats = floats_checkpoint(config, tensors, tmp_path / "floats")
     got, want, widened = sequences(), sequences(), sequences()
-    drive(make_runner(tmp_path / "whole", base.adapters, kernels="cpu"), got, chunk=7)
+    drive(make_runner(tmp_path / "whole", base.adapters, kernels="cpu"), got, chunk=16)
     monkeypatch.setattr(import_module("motet.services.worker.engine.backends.reference"), "Linear", LinearOfRoundedRows)
-    drive(make_runner(floats, base.adapters, kernels="reference"), want, chunk=7)
+    drive(make_runner(floats, base.adapters, kernels="reference"), want, chunk=16)
     assert median(distances(got, want)) < 1e-5, "most are the same"
     assert max(distances(got, want)) < 0.03, "another order of sums rounds some activations to a neighbour"
-    drive(make_runner(tmp_path / "whole", base.adapters, kernels="reference"), widened, chunk=7)
+    drive(make_runner(tmp_path / "whole", base.adapters, kernels="reference"), widened, chunk=16)
     assert max(distances(widened, want)) < 0.03, "the reference reads them too, as floats"
 
 
@@ -101,9 +103,14 @@ def test_biases_of_zero_from_old_gptq_programs_are_ignored_and_others_refused(tm
     [
         ("awq", "model.layers.0.mlp.up_proj.qweight", lambda t: t[:, :-1], r"up_proj\.qweight has shape \[64, 11\]"),
         ("awq", "model.layers.0.mlp.up_proj.qweight", lambda t: t.short(), r"up_proj\.qweight is stored as I16"),
-        ("awq", "model.layers.2.mlp.up_proj.scales", lambda t: t * torch.inf, r"layers\.2\.mlp\.up_proj has scales that are not"),
+        (
+            "awq",
+            "model.layers.2.mlp.up_proj.scales",
+            lambda t: t * torch.inf,
+            r"layers\.2\.mlp\.up_proj has scales that are not",
+        ),
         ("packed-4-groups", "model.layers.0.mlp.up_proj.weight_shape", lambda t: t.flip(0), r"weight_shape is \[64, 96\]"),
-        ("int8-w8a8", "model.layers.0.mlp.up_proj.weight_scale", None, r"lacks 1 of .* up_proj\.weight_scale"),
+        ("int8-w8a8", "model.layers.0.mlp.up_proj.weight_scale", None, r"lacks 1 of .*up_proj\.weight_scale"),
     ],
 )
 def test_tensors_that_contradict_the_quantization_are_refused(
@@ -196,3 +203,25 @@ def test_a_quantized_matrix_to_the_vocabulary_is_refused(base: Base, tmp_path: P
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="lacks lm_head"):
         make_runner(tmp_path / "model", [], kernels="cpu")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_motet_quantize_writes_what_a_worker_rounds_at_its_start(base: Base, tmp_path: Path, bits: int) -> None:
+    (base.model_dir / "tokenizer.json").write_text("{}")
+    out = tmp_path / "out"
+    done = CliRunner().invoke(cli, ["quantize", str(base.model_dir), str(out), "--bits", str(bits)])
+    assert done.exit_code == 0, done.output
+    assert f"{out}: " in done.stdout
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert len(list(out.glob("*.safetensors"))) == len(list(base.model_dir.glob("*.safetensors"))) > 1
+    got, want = sequences(), sequences()
+    drive(make_runner(out, base.adapters, kernels="cpu"), got, chunk=16)
+    drive(make_runner(base.model_dir, base.adapters, kernels="cpu", quantization=f"int{bits}"), want, chunk=16)
+    assert max(distances(got, want)) == 0.0, "the same bits"
+    again = CliRunner().invoke(cli, ["quantize", str(out), str(tmp_path / "twice")])
+    assert again.exit_code != 0
+    assert f"is int{bits} already" in again.output
+    taken = CliRunner().invoke(cli, ["quantize", str(base.model_dir), str(out)])
+    assert taken.exit_code != 0
+    assert "exists already" in taken.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing half made stays"
