@@ -29,6 +29,7 @@ class Quantization:
     group_size: int  # inputs that share a scale; 0 for whole rows
     symmetric: bool
     per_tensor: bool = False  # one scale for a whole matrix
+    reordered: bool = False  # inputs may be out of the order of their groups: then `g_idx` says so
     plain: tuple[str, ...] = ()  # modules stored as floats
     plain_means: Literal["name", "part"] = "name"  # whether `plain` has whole names (and "re:" patterns) or parts of names
 
@@ -100,9 +101,9 @@ def _gptq(fields: _Fields) -> Quantization:
     fields.choice("pack_dtype", ("int32",), "int32")
     for name in ("lm_head", "is_marlin_format", "dynamic", "adapter", "rotation"):
         fields.empty(name)
-    fields.take("desc_act")  # what it means is in the tensor g_idx, which is checked
+    reordered = fields.flag("desc_act", False)
     bits, group_size, symmetric = fields.choice("bits", (4, 8)), fields.group_size("group_size"), fields.flag("sym", True)
-    return Quantization(layout, bits, group_size, symmetric)
+    return Quantization(layout, bits, group_size, symmetric, reordered=reordered)
 
 
 def _awq(fields: _Fields) -> Quantization:
@@ -145,14 +146,15 @@ def _compressed_tensors(fields: _Fields) -> Quantization:
     size = weights.group_size("group_size") if strategy == "group" else 0
     if weights.flag("dynamic", False):
         weights.refuse("dynamic", "is true: stored scales are expected")
-    weights.take("actorder")  # what it means is in the tensor weight_g_idx, which is checked
+    order = weights.choice("actorder", (None, "weight", "static", "group", "dynamic"))
     symmetric = weights.flag("symmetric", True)
     _drop_scheme(weights)
     for one in (weights, group, groups):
         one.end()
     plain = fields.names("ignore")
     layout: Literal["packed", "int8"] = "packed" if form == "pack-quantized" else "int8"
-    return Quantization(layout, bits, size, symmetric, strategy == "tensor", plain)
+    reordered = order in ("group", "dynamic")
+    return Quantization(layout, bits, size, symmetric, strategy == "tensor", reordered, plain)
 
 
 def _drop_scheme(scheme: _Fields) -> None:

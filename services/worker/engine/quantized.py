@@ -35,20 +35,24 @@ def tensors_of(q: Quantization, module: str, n: int, k: int) -> tuple[Shapes, Sh
     groups = -(-k // q.group_size) if q.group_size else 1
     if (q.layout == "awq" and n % per_word) or (q.layout.startswith("gptq") and (n % per_word or k % per_word)):
         raise UnsupportedModel(f"{module} is [{n}, {k}]: sizes in {q.layout} are multiples of {per_word}")
+    found: Shapes
     scales: Shapes = {f"{module}.scales": (FLOATS, [groups, n]), f"{module}.qzeros": (("I32",), [groups, words_n])}
     if q.layout == "awq":
         return {f"{module}.qweight": (("I32",), [k, words_n])} | scales, {}
     if q.layout in ("gptq", "gptq_v2"):
-        return {f"{module}.qweight": (("I32",), [words_k, n])} | scales, {f"{module}.g_idx": (("I32",), [k])}
+        order: Shapes = {f"{module}.g_idx": (("I32",), [k])}
+        found = {f"{module}.qweight": (("I32",), [words_k, n])} | scales
+        return (found | order, {}) if q.reordered else (found, order)
     scale = [1] if q.per_tensor else [n, groups]
-    found: Shapes = {f"{module}.weight_scale": (FLOATS, scale)}
+    found = {f"{module}.weight_scale": (FLOATS, scale)}
     zero = f"{module}.weight_zero_point"
     if q.layout == "int8":
         return found | {f"{module}.weight": (("I8",), [n, k])} | ({} if q.symmetric else {zero: (("I8",), scale)}), {}
     found |= {f"{module}.weight_packed": (("I32",), [n, words_k]), f"{module}.weight_shape": (("I64", "I32"), [2])}
     if not q.symmetric:
         found[zero] = (("I32",), [words_n, groups])
-    return found, {f"{module}.weight_g_idx": (("I32",), [k])}
+    order = {f"{module}.weight_g_idx": (("I32",), [k])}
+    return (found | order, {}) if q.reordered else (found, order)
 
 
 def read_module(q: Quantization, module: str, n: int, k: int, get: Callable[[str], torch.Tensor | None]) -> WholeNumbers:

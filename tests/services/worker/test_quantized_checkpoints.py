@@ -85,6 +85,15 @@ def test_inputs_out_of_the_order_of_their_groups_are_refused(base: Base, tmp_pat
         make_runner(tmp_path / "model", [], kernels="cpu")
 
 
+def test_reordered_inputs_need_their_groups(base: Base, tmp_path: Path) -> None:
+    quantized(base, tmp_path / "model", "packed-4-groups")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"lacks 21 of .*weight_g_idx"):
+        make_runner(tmp_path / "model", [], kernels="cpu")
+
+
 def test_biases_of_zero_from_old_gptq_programs_are_ignored_and_others_refused(tmp_path: Path) -> None:
     model_dir = make_checkpoint("mistral", tmp_path)
     quantize_checkpoint(model_dir, tmp_path / "model", LAYOUTS["gptq-4-groups"])
@@ -171,6 +180,7 @@ GROUP = ("config_groups", "group_0")
         ("gptq-4-groups", ("checkpoint_format",), "marlin"),
         ("gptq-4-groups", ("dynamic",), {"-:.*": {}}),
         ("gptq-4-groups", ("surprise",), 1),
+        ("gptq-4-groups", ("desc_act",), None),
         ("awq", ("version",), "gemv"),
         ("awq", ("bits",), 8),
         ("awq", ("modules_to_not_convert",), "lm_head"),
@@ -183,6 +193,7 @@ GROUP = ("config_groups", "group_0")
         ("packed-4-groups", (*GROUP, "weights", "strategy"), "block"),
         ("packed-4-groups", (*GROUP, "weights", "num_bits"), 2),
         ("packed-4-groups", (*GROUP, "weights", "surprise"), 1),
+        ("packed-4-groups", (*GROUP, "weights", "actorder"), True),
         ("int8-w8a8", (*GROUP, "input_activations", "dynamic"), False),
         ("int8-w8a8", (*GROUP, "input_activations", "num_bits"), 4),
         ("int8-w8a8", (*GROUP, "output_activations"), {"num_bits": 8}),
