@@ -27,6 +27,9 @@ INTEGERS = {"int8": 3, "int4": 4}
 I4_SHIFTED, I8_GROUPED = 5, 6
 """4 and 8 bits with a scale and a zero point per output and 32 inputs, as some checkpoints have them."""
 
+PANEL = 16
+"""Outputs that are packed together."""
+
 MAX_FAN_IN = 1 << 16
 """Of a matrix of whole numbers: products of 8 bits are added in 32."""
 
@@ -391,11 +394,20 @@ class Packer:
         self._engine, self._kind, self._arena = engine, INTEGERS[integers] if integers else None, Arena(engine.library)
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
-        n, k = weight.shape
-        kind = TYPES[weight.dtype] if self._kind is None else self._kind
+        return self.parts([weight], bias)
+
+    def parts(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Packed:
+        """A matrix from some that are one below the other."""
+        if any(len(part) % PANEL for part in parts[:-1]):
+            parts = [torch.cat(list(parts))]
+        n, k, of = sum(len(part) for part in parts), parts[0].shape[1], TYPES[parts[0].dtype]
+        kind = of if self._kind is None else self._kind
         packed = self._room(n, k, kind, bias)
-        data, scale = packed.matrix.data, packed.matrix.scale
-        self._engine.library.motet_pack(self._engine.handle, address(weight), TYPES[weight.dtype], n, k, kind, data, scale)
+        library, data, scale = self._engine.library, packed.matrix.data, packed.matrix.scale
+        for part in parts:
+            library.motet_pack(self._engine.handle, address(part), of, len(part), k, kind, data, scale)
+            data += library.motet_packed_bytes(len(part), k, kind)
+            scale = scale and scale + 4 * len(part)
         return packed
 
     def whole(self, weight: WholeNumbers, bias: torch.Tensor | None = None) -> Packed:

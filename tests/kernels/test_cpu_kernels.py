@@ -99,6 +99,19 @@ def test_a_product_with_integers_is_that_of_the_rounded_weights_and_rows(
         close(y, want)
 
 
+@pytest.mark.parametrize("integers", [None, "int8", "int4"])
+@pytest.mark.parametrize("sizes", [(32, 16, 5), (7, 48, 1)])
+def test_a_matrix_of_parts_is_the_same_bits_as_one_of_their_rows(
+    engine: CpuEngine, integers: str | None, sizes: tuple[int, ...]
+) -> None:
+    draw = torch.Generator().manual_seed(7)
+    parts, x = [torch.randn(n, 70, generator=draw).bfloat16() for n in sizes], torch.randn(4, 70, generator=draw)
+    one, many = torch.empty(4, sum(sizes)), torch.empty(4, sum(sizes))
+    engine.gemm([Packer(engine, integers)(torch.cat(parts))], x, one, torch.bfloat16)
+    engine.gemm([Packer(engine, integers).parts(parts)], x, many, torch.bfloat16)
+    assert torch.equal(one, many)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_whole_numbers_of_a_checkpoint_are_multiplied_as_they_are(engine: CpuEngine, dtype: torch.dtype, bits: int) -> None:

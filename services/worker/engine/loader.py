@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,12 +73,19 @@ def quantization_of(option: str, config: ModelConfig) -> str:
     return config.quantization.name
 
 
+Linear = Callable[[Sequence[torch.Tensor], "torch.Tensor | None"], M]
+
+
 @dataclass(frozen=True, slots=True)
 class Makers(Generic[M]):
-    """What turns matrices [out, in] and their biases, or None, into an M."""
+    """What turns matrices [out, in] and their biases, or None, into an M.
 
-    linear: Callable[[torch.Tensor, torch.Tensor | None], M]
-    head: Callable[[torch.Tensor, torch.Tensor | None], M] | None = None  # of the matrix to the vocabulary, where another
+    Floats come in parts, one below the other, in the right type on the right device. A part may be mapped from the
+    checkpoint's file: it is to be copied, not kept.
+    """
+
+    linear: Linear[M]
+    head: Linear[M] | None = None  # of the matrix to the vocabulary, where another
     whole: Callable[[WholeNumbers, torch.Tensor | None], M] | None = None  # of a quantized checkpoint; None: as floats
 
 
@@ -109,18 +116,22 @@ def load_weights(
             tensor: torch.Tensor | None = where[name].get_tensor(name) if name in where else None
             return tensor
 
+        def mapped(name: str) -> torch.Tensor:
+            tensor: torch.Tensor = where[name].get_tensor(name).to(device, dtype)
+            return tensor
+
         def matrix(parent: str, modules: tuple[str, ...], bias: torch.Tensor | None) -> M:
             q = config.quantization
             stored = [q is not None and not q.keeps(parent + module) for module in modules]
             if q is None or not any(stored):
-                return makers.linear(read(*(f"{parent}{module}.weight" for module in modules)), bias)
+                return makers.linear([mapped(f"{parent}{module}.weight") for module in modules], bias)
             if not all(stored):
                 raise UnsupportedModel(
                     f"{parent}{modules[stored.index(False)]} is stored as floats and {modules} are one matrix"
                 )
             shapes = config.projection_shapes()
             whole = joined([read_module(q, parent + module, *shapes[module][::-1], get) for module in modules])
-            return makers.whole(whole, bias) if makers.whole else makers.linear(whole.floats(dtype).to(device), bias)
+            return makers.whole(whole, bias) if makers.whole else makers.linear([whole.floats(dtype).to(device)], bias)
 
         return _fused(config, read, matrix, makers.head or makers.linear)
 
@@ -137,7 +148,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
         return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, RANDOM_DEVIATION, generator=draw)
 
     def matrix(parent: str, modules: tuple[str, ...], bias: torch.Tensor | None) -> M:
-        return makers.linear(read(*(f"{parent}{module}.weight" for module in modules)), bias)
+        return makers.linear([read(*(f"{parent}{module}.weight" for module in modules))], bias)
 
     return _fused(config, read, matrix, makers.head or makers.linear)
 
@@ -146,15 +157,13 @@ Read = Callable[..., torch.Tensor]  # tensors by their names in a checkpoint, se
 Matrix = Callable[[str, tuple[str, ...], "torch.Tensor | None"], M]  # projections of a parent as one, with their biases
 
 
-def _fused(
-    config: ModelConfig, read: Read, matrix: Matrix[M], head: Callable[[torch.Tensor, torch.Tensor | None], M]
-) -> ModelWeights[M]:
+def _fused(config: ModelConfig, read: Read, matrix: Matrix[M], head: Linear[M]) -> ModelWeights[M]:
     embed = read("model.embed_tokens.weight")
     return ModelWeights(
         embed=embed,
         layers=[_layer(f"model.layers.{i}.", config, read, matrix) for i in range(config.num_layers)],
         norm=read("model.norm.weight"),
-        lm_head=head(embed if config.tied_embeddings else read("lm_head.weight"), None),
+        lm_head=head([embed if config.tied_embeddings else read("lm_head.weight")], None),
     )
 
 

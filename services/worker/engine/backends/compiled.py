@@ -89,7 +89,7 @@ def _forward(engine: CpuEngine, options: BackendOptions, memory: DeviceMemory) -
     stored = config.quantization is not None and options.load_format != "dummy"
     pack = Packer(engine, None if quantization == "none" or stored else quantization)
     head = pack if quantization == "none" else Packer(engine, "int8")  # in int4 too: small, and what says the token
-    weights = weights_of(options, memory, Makers(pack, head, pack.whole))
+    weights = weights_of(options, memory, Makers(pack.parts, head.parts, pack.whole))
     half = config.head_dim // 2
     rope = RotaryEmbedding(config.rope, config.head_dim, torch.float32, memory.device)
 

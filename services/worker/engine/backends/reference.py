@@ -59,7 +59,7 @@ def torch_runner(
         if options.assist_cores and library is not None:
             assist = CpuAssist(library, memory.pool, cores=options.assist_cores, max_rows=options.assist_rows)
         beside = DeviceAssist(memory.pool, streams, library)
-    model = Model(memory.config, weights_of(options, memory, Makers(Linear)))
+    model = Model(memory.config, weights_of(options, memory, Makers(lambda parts, bias: Linear(torch.cat(list(parts)), bias))))
     prepare_lora(memory.pool)
     steps = TorchSteps(
         model,
