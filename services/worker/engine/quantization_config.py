@@ -185,7 +185,7 @@ class _Fields:
 
     def choice(self, name: str, among: tuple[Any, ...], default: Any = None) -> Any:
         value = self.take(name, default)
-        if value not in among or isinstance(value, bool):
+        if not any(value == one and type(value) is type(one) for one in among):
             self.refuse(name, f"is {value!r}: {' or '.join(map(repr, among))} is expected")
         return value
 

@@ -174,6 +174,7 @@ GROUP = ("config_groups", "group_0")
     [
         ("gptq-4-groups", ("quant_method",), "hqq"),
         ("gptq-4-groups", ("bits",), 3),
+        ("gptq-4-groups", ("bits",), 4.0),
         ("gptq-4-groups", ("group_size",), 16),
         ("gptq-4-groups", ("sym",), "yes"),
         ("gptq-4-groups", ("lm_head",), True),
@@ -184,6 +185,8 @@ GROUP = ("config_groups", "group_0")
         ("awq", ("version",), "gemv"),
         ("awq", ("bits",), 8),
         ("awq", ("modules_to_not_convert",), "lm_head"),
+        ("packed-4-groups", ("format",), ["pack-quantized"]),
+        ("packed-4-groups", ("config_groups",), None),
         ("packed-4-groups", ("format",), "marlin-24"),
         ("packed-4-groups", ("kv_cache_scheme",), {"num_bits": 8}),
         ("packed-4-groups", ("ignore",), ["re:("]),
