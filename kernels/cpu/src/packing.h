@@ -77,29 +77,41 @@ static void pack_int4(const T* from, int64_t rows, int64_t k, uint8_t* to) {
     }
 }
 
+// Four bytes of a row, of which `live` exist.
+INLINE uint32_t four_bytes(const uint8_t* from, int64_t live) {
+  uint32_t four = 0;
+  if (live >= 4)
+    memcpy(&four, from, 4);
+  else if (live > 0)
+    memcpy(&four, from, live);
+  return four;
+}
+
 // Whole numbers as a checkpoint has them: `from` [rows, k] as unsigned bytes; `scales` and `zeros` [rows, groups] are float16.
 inline void pack_whole(const uint8_t* from, const uint16_t* scales, const uint16_t* zeros, int64_t type, int64_t rows, int64_t k,
                        uint8_t* to) {
   const int64_t groups = (k + I_GROUP - 1) / I_GROUP, block_bytes = grouped_bytes(type);
-  memset(to, type == I8 ? I8_ZERO : 0, panel_bytes(type, k));
+  if (rows < PANEL || k % 64) memset(to, type == I8 ? I8_ZERO : 0, panel_bytes(type, k));
   for (int64_t r = 0; r < rows; ++r) {
     const uint8_t* row = from + r * k;
+    uint8_t* out = to + r * 4;
     if (type == I8) {
-      for (int64_t i = 0; i < k; i += 4) memcpy(to + i / 4 * 64 + r * 4, row + i, std::min<int64_t>(4, k - i));
+      for (int64_t i = 0; i < k; i += 4) {
+        const uint32_t four = four_bytes(row + i, k - i);
+        memcpy(out + i * 16, &four, 4);
+      }
       continue;
     }
     for (int64_t group = 0; group < groups; ++group) {
       uint8_t* block = to + group / 2 * block_bytes;
       memcpy(block + group % 2 * 32 + r * 2, scales + r * groups + group, 2);
       if (type != I4) memcpy(block + 64 + group % 2 * 32 + r * 2, zeros + r * groups + group, 2);
-      const int count = (int)std::min<int64_t>(I_GROUP, k - group * I_GROUP);
       uint8_t* at = block + (type == I4 ? 64 : 128) + group % 2 * (type == I8_GROUPED ? 512 : 256) + r * 4;
-      const uint8_t* values = row + group * I_GROUP;
-      for (int i = 0; i < count; ++i) {
-        if (type == I8_GROUPED)
-          at[i / 4 * 64 + i % 4] = values[i];
-        else
-          at[i / 8 * 64 + i % 4] |= (uint8_t)(values[i] << (i / 4 % 2 * 4));
+      const int64_t step = type == I8_GROUPED ? 4 : 8;
+      for (int64_t i = group * I_GROUP, end = i + I_GROUP; i < end; i += step, at += 64) {
+        uint32_t line = four_bytes(row + i, k - i);
+        if (type != I8_GROUPED) line |= four_bytes(row + i + 4, k - i - 4) << 4;
+        memcpy(at, &line, 4);
       }
     }
   }
