@@ -61,8 +61,8 @@ POLICIES = {
     "lru": Policy(eviction="lru"),
     "fair-share": Policy(eviction="fair-share"),
     "gdsf": Policy(eviction="gdsf"),
-    "motet": Policy(eviction="forecast"),
-    "motet, put off": Policy(eviction="forecast", queues="motet"),
+    "motet": Policy(eviction="next-use"),
+    "motet, put off": Policy(eviction="next-use", queues="motet"),
 }
 OURS = ("motet", "motet, put off")
 SAME_MEMORY = ("lru", "fair-share", "gdsf")
@@ -73,7 +73,7 @@ FREE = "copies that take no time"
 """No cache and no prefetch can do better with the same queue."""
 FUTURE, POPULARITY_KNOWN = "future known", "popularity known"
 NO_COPY_MS = 1e-3
-EVICTIONS: tuple[EvictionName, ...] = ("none", "lru", "fair-share", "score", "gdsf", "forecast")
+EVICTIONS: tuple[EvictionName, ...] = ("none", "lru", "fair-share", "score", "gdsf", "next-use")
 EVICTIONS_S = 600.0
 """Counted time of the runs that compare evictions: a cache has to fill before it can lose anything."""
 spawn = multiprocessing.get_context("spawn")
@@ -230,17 +230,17 @@ def _evictions(bench: Bench) -> dict[str, Any]:
         cases[FUTURE] = replace(setting, policy=Policy(eviction="lru", knows="future"))
         if n:
             cases[POPULARITY_KNOWN] = replace(setting, policy=Policy(eviction="lru", knows="popularity"))
-        cases[FREE] = replace(setting, policy=Policy(eviction="forecast"), copy_ms=NO_COPY_MS)
+        cases[FREE] = replace(setting, policy=Policy(eviction="next-use"), copy_ms=NO_COPY_MS)
         title = f"{popularity} {n or 'GenTD26'} adapters, {memory:g} GiB, {rate:g}/s"
         found = bench.all(cases, title, 4)
         for name, one in found.items():
             rows.append([title, name, one.ttft_p50 / 1e3, one.ttft_p99 / 1e3, 100 * one.hit_rate])
         if found:
-            others = min(found[name].ttft_p99 for name in EVICTIONS if name != "forecast")
+            others = min(found[name].ttft_p99 for name in EVICTIONS if name != "next-use")
             figures[title] = {name: _rounded(one) for name, one in found.items()} | {
-                "best_other_vs_ours": round(others / found["forecast"].ttft_p99, 4),
-                "gain_of_future": _share(found["none"], found["forecast"], found[FUTURE]),
-                "gain_of_popularity": _share(found["none"], found["forecast"], found[POPULARITY_KNOWN]) if n else None,
+                "best_other_vs_ours": round(others / found["next-use"].ttft_p99, 4),
+                "gain_of_future": _share(found["none"], found["next-use"], found[FUTURE]),
+                "gain_of_popularity": _share(found["none"], found["next-use"], found[POPULARITY_KNOWN]) if n else None,
             }
     print(report.table("evictions", ("setting", "eviction", "TTFT p50 s", "p99 s", "needs no copy %"), rows))
     return {"evictions": figures}
@@ -275,7 +275,7 @@ def _prediction(bench: Bench) -> dict[str, Any]:
     if bench.quick:
         queues = {"chameleon": "chameleon"}
     cases = {
-        (name, kind): replace(bench.base, rate=HIGH, policy=Policy(eviction="forecast", queues=which), predict=kind)
+        (name, kind): replace(bench.base, rate=HIGH, policy=Policy(eviction="next-use", queues=which), predict=kind)
         for name, which in queues.items()
         for kind in PREDICTIONS
     }

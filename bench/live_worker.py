@@ -74,6 +74,7 @@ class StepSeen:
     merge_s: float
     merged: bool
     resting: int  # requests that it left out
+    decoding: int  # requests that computed one token; 0 if others computed a prompt
 
 
 def command(words: Sequence[str], options: Mapping[str, str], log: Path, module: str = "motet") -> subprocess.Popen[bytes]:
@@ -255,8 +256,9 @@ def main(link_bytes_per_s: float, records: str = "") -> int:
                     report.began_s,
                     stats.time_ms,
                     stats.merge_s,
-                    merging is not None and merging.merged,
+                    merging is not None and bool(merging.merged),
                     merging.resting if merging is not None else 0,
+                    0 if stats.prefill_requests else stats.decode_rows,
                 )
                 file.write(json.dumps(astuple(seen)) + "\n")
 

@@ -2,8 +2,10 @@
 
 Two worker processes with the same model and adapters, one of them with `--merge on`, take turns; the other one sleeps.
 
-    gap       laps of 32 requests at once: without LoRA, of one adapter unmerged, of one adapter merged (whole copy)
-              gap_recovered = (merged - unmerged) / (without LoRA - unmerged), in output tokens/s, medians of the laps
+    gap       short laps of 32 requests at once, in turn: without LoRA, of one adapter unmerged, of one adapter merged (whole
+              copy). A lap counts with the median time from one decoding step of all 32 to the next, and each round of three
+              laps with the speeds of the modes over that without LoRA, so that a machine that gets slower changes neither.
+              gap_recovered = (merged - unmerged) / (without LoRA - unmerged), medians of the rounds
     copy      32 streams of two adapters decode; those of the second one end, and a copy for the first one is made beside the
               steps and takes over. worst_itl_ratio = the longest gap between two tokens of a stream from the first slice to
               the first merged tokens, over the median gap of the unmerged steps of as many streams
@@ -39,9 +41,11 @@ from motet.twin.workload import Workload
 
 SEATS, CLIENTS = 32, 48
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
-COPY_TOKENS = 400  # of the streams beside which a copy is made
+LAP_TOKENS = 48
+COPY_TOKENS = 300  # of the streams beside which a copy is made
 RANK, ADAPTERS = 32, 4
-ROUNDS, COPIES, PHASES, PHASE_S = 4, 3, 2, 20.0
+ROUNDS, COPIES, PHASES, PHASE_S = 12, 3, 2, 20.0
+LEAST_STEPS = 5  # of a lap that decode for all seats in the lap's mode
 DOMINANT = 0.9  # of the requests of a phase
 WARM_LAPS = 12
 GOALS = {"gap_recovered": 0.8, "mixed_vs_unmerged": 1.0}
@@ -53,6 +57,7 @@ class Size:
 
     prompt_tokens: int = PROMPT_TOKENS
     output_tokens: int = OUTPUT_TOKENS
+    lap_tokens: int = LAP_TOKENS
     copy_tokens: int = COPY_TOKENS
     rounds: int = ROUNDS
     copies: int = COPIES
@@ -60,9 +65,9 @@ class Size:
     phase_s: float = PHASE_S
 
 
-SIZES = {"M": Size(prompt_tokens=16, output_tokens=32, copy_tokens=100, rounds=2, copies=1)}
+SIZES = {"M": Size(prompt_tokens=16, output_tokens=32, lap_tokens=24, copy_tokens=160, rounds=8, copies=1)}
 """Of models whose steps are long; the whole bench has ten minutes."""
-QUICK = Size(output_tokens=16, copy_tokens=200, rounds=1, copies=1, phases=2, phase_s=2.0)
+QUICK = Size(output_tokens=16, lap_tokens=24, copy_tokens=200, rounds=1, copies=1, phases=2, phase_s=2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,32 +145,45 @@ def _say(text: str) -> None:
 async def _gap(rig: Rig) -> dict[str, Any]:
     one = {name: rig.adapters[name][0] for name, _ in rig.both}
     for _ in range(WARM_LAPS):
-        await _lap(rig, rig.merging, one["merged"], rig.size.output_tokens)
+        await _lap(rig, rig.merging, one["merged"])
         if rig.merging.steps()[-1].merged:
             break
     else:
         raise RuntimeError("the adapter of all requests was not merged")
     ways = [("base", rig.plain, None), ("unmerged", rig.plain, one["unmerged"]), ("merged", rig.merging, one["merged"])]
     for _, worker, adapter in ways[:2]:
-        await _lap(rig, worker, adapter, 8)
-    rates: dict[str, list[float]] = {name: [] for name, _, _ in ways}
-    for _ in rig.watch.rounds(rig.size.rounds, "rounds of the gap", within=0.65):
+        await _lap(rig, worker, adapter)
+    rounds: list[dict[str, float]] = []
+    for _ in rig.watch.rounds(rig.size.rounds, "rounds of the gap", at_least=2, within=0.65):
+        rounds.append({})
         for name, worker, adapter in ways:
-            rates[name].append(await _lap(rig, worker, adapter, rig.size.output_tokens))
+            seen = await _lap(rig, worker, adapter)
+            rounds[-1][name] = _decode_ms([step for step in seen if step.merged == (name == "merged")])
         ways.append(ways.pop(0))
-    base, unmerged, merged = (statistics.median(rates[name]) for name in ("base", "unmerged", "merged"))
+    unmerged, merged = ([one["base"] / one[name] for one in rounds] for name in ("unmerged", "merged"))
+    gap = 1.0 - statistics.median(unmerged)
     return {
-        "tokens_per_s": {name: round(statistics.median(found), 1) for name, found in rates.items()},
-        "unmerged_vs_base": round(unmerged / base, 3),
-        "merged_vs_base": round(merged / base, 3),
-        "gap_recovered": round((merged - unmerged) / (base - unmerged), 3) if base != unmerged else 0.0,
+        "decode_ms": {name: round(statistics.median(one[name] for one in rounds), 3) for name, _, _ in ways},
+        "unmerged_vs_base": round(1.0 - gap, 4),
+        "merged_vs_base": round(statistics.median(merged), 4),
+        "merged_vs_base_quartiles": [round(float(np.quantile(merged, q)), 4) for q in (0.25, 0.75)],
+        "gap_recovered": round((statistics.median(merged) - 1.0 + gap) / gap, 3) if gap > 0 else 0.0,
     }
 
 
-async def _lap(rig: Rig, worker: LiveWorker, adapter: AdapterRef | None, tokens: int) -> float:
-    """Output tokens per second of requests that come at once."""
-    served = await _at_once(rig, worker, [0 if adapter else -1] * SEATS, [adapter] if adapter else [], [tokens] * SEATS)
-    return sum(one.tokens for one in served) / max(one.end_s for one in served)
+def _decode_ms(steps: Sequence[StepSeen]) -> float:
+    """The median time from the beginning of a step in which all seats decode to that of the next one."""
+    found = [1000 * (b.began_s - a.began_s) for a, b in pairwise(steps) if a.decoding == b.decoding == SEATS and not b.merge_s]
+    if len(found) < LEAST_STEPS:
+        raise RuntimeError(f"only {len(found)} of {len(steps)} steps decoded for {SEATS} requests in the lap's mode")
+    return statistics.median(found)
+
+
+async def _lap(rig: Rig, worker: LiveWorker, adapter: AdapterRef | None) -> list[StepSeen]:
+    """The steps of requests that come at once."""
+    before = len(worker.steps())
+    await _at_once(rig, worker, [0 if adapter else -1] * SEATS, [adapter] if adapter else [], [rig.size.lap_tokens] * SEATS)
+    return worker.steps()[before:]
 
 
 async def _at_once(
@@ -191,7 +209,7 @@ async def _copies(rig: Rig) -> dict[str, Any]:
     for number in range(rig.size.copies):
         before = len(rig.merging.steps())
         pair = [adapters[number % ADAPTERS], adapters[(number + 1) % ADAPTERS]]  # the first one's copy is there
-        served = await _at_once(rig, rig.merging, [0] * half + [1] * half, pair, [long // 4] * half + [long] * half)
+        served = await _at_once(rig, rig.merging, [0] * half + [1] * half, pair, [long // 6] * half + [long] * half)
         found.append(_copy_of(rig.merging.steps()[before:], served[half:], rig.merging.began_s))
         rig.watch.mark()
     return {
@@ -259,13 +277,12 @@ async def _mixed(rig: Rig) -> dict[str, Any]:
 def _show(found: dict[str, dict[str, Any]]) -> None:
     rows: list[list[object]] = []
     for model, one in found.items():
-        rates = one["tokens_per_s"]
         rows.append(
             [
                 model,
-                rates["base"],
-                rates["unmerged"],
-                rates["merged"],
+                one["decode_ms"]["base"],
+                f"{one['unmerged_vs_base']:.3f}",
+                f"{one['merged_vs_base']:.3f}",
                 f"{one['gap_recovered']:.2f}",
                 one["copy_work_ms"],
                 one["copy_wait_ms"],
@@ -276,7 +293,15 @@ def _show(found: dict[str, dict[str, Any]]) -> None:
             ]
         )
     columns = (
-        *("model", "no LoRA, tokens/s", "one adapter", "merged", "gap recovered (0.8)", "copy: work ms", "until merged ms"),
+        *(
+            "model",
+            "decoding step without LoRA, ms",
+            "speed: one adapter",
+            "merged",
+            "gap recovered (0.8)",
+            "copy: work ms",
+            "until merged ms",
+        ),
         *("switch ms", "worst ITL / median", "mixed / unmerged", "merged steps"),
     )
     print(report.table(f"{SEATS} requests, one adapter of rank {RANK}", columns, rows))

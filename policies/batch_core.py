@@ -24,7 +24,7 @@ from motet.policies.kv_travel import HeldBlocks
 from motet.policies.memory_boundary import Boundary
 from motet.policies.memory_ledger import Budget, device_budget
 from motet.policies.merge_decision import Merging, Modes
-from motet.policies.merged_copy import MergedCopy
+from motet.policies.merged_copy import MergedCopy, SpareMemory
 from motet.policies.perf_model import Coefficients
 from motet.shared.model import PerfModel
 
@@ -61,7 +61,7 @@ class BatchCore(Generic[S]):
     `shared`: KV blocks and adapters share one budget. It needs `kv_block_bytes`, and `kv.capacity` bounds the blocks.
     `modes`: the engine can merge an adapter into its weights, and this decides when; steps that have run are told to it.
     `copies`: a merged copy of the weights is made beside the steps (`copy`), and its costs are estimated from these times. It
-    needs a `Merging` as `modes`, and `shared`.
+    needs a `Merging` as `modes`.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class BatchCore(Generic[S]):
         self.modes = modes
         self.copy: MergedCopy | None = None
         if copies is not None:
-            assert isinstance(modes, Merging) and self.boundary is not None, "a copy needs a policy and shared memory"
-            self.copy = MergedCopy(modes, self.boundary, copies)
+            assert isinstance(modes, Merging), "a copy needs a policy"
+            self.copy = MergedCopy(modes, self.boundary or SpareMemory(self.memory), copies)
         self._copy_leaves = False  # with the next decision: sequences lack memory, or its adapter is gone
         self._orders = count()
         self._foreseen = ""  # the last adapter that came without a request
@@ -196,10 +196,11 @@ class BatchCore(Generic[S]):
         return plan
 
     def _before(self, copy: MergedCopy) -> bool:
-        """Give the merged copy up when sequences lack memory, or its adapter is gone; whether it was given up."""
+        """Give the merged copy up when sequences lack memory that it has, or its adapter is gone; whether it was given up."""
         state = self.state
         copy.weigh(state.running)
-        if not copy.adapter or not (self._copy_leaves or state.kv.free < len(state.running)):
+        short = self.boundary is not None and state.kv.free < len(state.running)
+        if not copy.adapter or not (self._copy_leaves or short):
             return False
         copy.drop()
         turn(state, "")
@@ -207,7 +208,7 @@ class BatchCore(Generic[S]):
 
     def _after(self, copy: MergedCopy, plan: StepPlan[S]) -> None:
         """Claim memory for the copy that the step would have liked to have."""
-        self._copy_leaves = plan.short or bool(plan.preempted)
+        self._copy_leaves = self.boundary is not None and (plan.short or bool(plan.preempted))
         if not plan.wanted or self._copy_leaves:
             return
         before, state = copy.adapter, self.state

@@ -8,7 +8,7 @@ after the others, and pinned ones last (`AdapterSlots.victims`). No adapter is e
     score        .45 F + .10 R + .45 S, the lowest first (Chameleon section 4.2): keeps what is used often and large
     fair-share   the same with equal weights (section 5.3)
     gdsf         F * cost / bytes + age (Greedy Dual Size Frequency): the age is the value of the last victim
-    forecast     seconds of copying that keeping a byte is expected to save: P(next use in time) * cost / bytes
+    next-use     P(the next request is for it) * cost / bytes: seconds of copying that keeping a byte is expected to save
     none         nothing is kept that no request runs with or waits for (S-LoRA)
 
 Times are seconds on the clock of `now_s`, which the tier's owner sets.
@@ -20,21 +20,15 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop
-from itertools import islice
 from typing import Literal, Protocol
 
-from motet.policies.load_forecast import Forecast
-from motet.policies.memory_worth import LIFE_SHARE
+from motet.policies.next_request import NextRequest
 
-EvictionName = Literal["lru", "score", "fair-share", "gdsf", "forecast", "none"]
+EvictionName = Literal["lru", "score", "fair-share", "gdsf", "next-use", "none"]
 REFRESH_S = 300.0
 """T_refresh: uses before that count no more."""
 Cost = Callable[[str, int], float]
 """Seconds to bring an adapter of so many bytes back, from the tier that it would come from."""
-FIRST_LIFE_S = 60.0
-"""Time that an idle adapter is taken to survive until one was evicted."""
-WINDOW = 64
-"""So many idle adapters are compared by forecast at a time: those that were released longest ago."""
 
 
 class Eviction(Protocol):
@@ -101,8 +95,6 @@ class _Ranked:
 
     now_s: float = 0.0
     keeps: bool = True
-    window: int | None = None
-    """So many are compared at a time, those that were released longest ago first; None for all."""
     _sizes: dict[str, int] = field(default_factory=dict)  # of all adapters in the tier
     _used_s: dict[str, float] = field(default_factory=dict)  # when each of them was last used
     _idle: dict[str, None] = field(default_factory=dict)
@@ -131,11 +123,11 @@ class _Ranked:
 
     def __iter__(self) -> Iterator[str]:
         """The least valuable first."""
-        value, idle = self._value(), enumerate(self._idle)
-        while heap := [(value(digest), self._used_s[digest], turn, digest) for turn, digest in islice(idle, self.window)]:
-            heapify(heap)
-            while heap:
-                yield heappop(heap)[-1]
+        value = self._value()
+        heap = [(value(digest), self._used_s[digest], turn, digest) for turn, digest in enumerate(self._idle)]
+        heapify(heap)
+        while heap:
+            yield heappop(heap)[-1]
 
     def _value(self) -> Callable[[str], float]:
         """What an idle adapter is worth now."""
@@ -212,36 +204,39 @@ class Gdsf(_Ranked):
 
 
 @dataclass(eq=False)
-class ForecastValue(_Ranked):
-    """Expected seconds of copying saved per byte: P(used again while it would survive) * cost / bytes.
+class NextUse(_Ranked):
+    """Expected seconds of copying saved per byte by the next request: P(it is for this adapter) * cost / bytes.
 
-    An idle adapter survives for about as long as the last victims did, from their last use to their eviction (the
-    characteristic time of a cache). The chance of a use within that time is `load_forecast`'s, which also knows adapters that
-    are not here. Only WINDOW adapters are compared at a time, since each takes microseconds of a step.
+    An adapter that came ahead of its request is worth as much as if it had been used once more.
     """
 
-    window: int | None = WINDOW
     cost: Cost = lambda digest, size_bytes: 1.0
-    forecast: Forecast = field(default_factory=Forecast)
-    _life_s: float = FIRST_LIFE_S
+    requests: NextRequest = field(default_factory=NextRequest)
+    _ahead: dict[str, list[float]] = field(default_factory=dict)
 
     def use(self, digest: str, size_bytes: int) -> None:
-        """The forecast counts the use."""
+        """Count the request."""
         super().use(digest, size_bytes)
-        self.forecast.used(digest, self.now_s)
+        self._ahead.pop(digest, None)
+        self.requests.room(len(self._sizes))
+        self.requests.used(digest)
+
+    def come(self, digest: str, size_bytes: int) -> None:
+        """Nothing is counted; until its request comes the adapter has the worth of one."""
+        super().come(digest, size_bytes)
+        self._ahead[digest] = self.requests.one()
 
     def forget(self, digest: str) -> None:
-        """Learn how long the adapter survived."""
-        if digest in self._idle:
-            self._life_s += LIFE_SHARE * (self.now_s - self._used_s[digest] - self._life_s)
+        """Its requests stay counted."""
         super().forget(digest)
+        self._ahead.pop(digest, None)
 
     def _value(self) -> Callable[[str], float]:
-        now_s, life_s, sizes = self.now_s, self._life_s, self._sizes
+        chance, ahead, sizes, cost = self.requests.chance(), self._ahead.get, self._sizes, self.cost
 
         def value(digest: str) -> float:
             size_bytes = sizes[digest]
-            return self.forecast.chance(digest, now_s, life_s) * self.cost(digest, size_bytes) / max(1, size_bytes)
+            return chance(digest, ahead(digest)) * cost(digest, size_bytes) / max(1, size_bytes)
 
         return value
 
@@ -257,7 +252,7 @@ def make_eviction(name: EvictionName, cost: Cost = lambda digest, size_bytes: 1.
             return Score(frequency=1 / 3, recency=1 / 3, size=1 / 3)
         case "gdsf":
             return Gdsf(cost=cost)
-        case "forecast":
-            return ForecastValue(cost=cost)
+        case "next-use":
+            return NextUse(cost=cost)
         case "none":
             return KeepNothing()

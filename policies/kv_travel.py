@@ -1,4 +1,5 @@
-"""KV blocks that follow a moved request to its next worker: whether that pays, and which blocks are held for it.
+"""Copies the KV blocks of a moved request to its next worker: decides whether a copy is faster than another prefill, and keeps
+the blocks on both workers until the copy has ended.
 
     old worker   running ──hold──> held ──read──> bytes ─┐      it frees them when they were read, or after a moment
     new worker   idle    ──hold──> held ──grow──> written ──publish──> held ──drop──> idle ──> its request finds them by key
@@ -6,8 +7,9 @@
 Blocks are named by content (`policies.kv_blocks`), so a request that starts on the new worker takes what has arrived from the
 prefix cache and computes the rest. Nothing depends on whether blocks travel, or on how many arrive: only time does.
 
-It pays when it is predicted to take clearly less time than the prefill that it saves (`SURE`). Both sides are measured: prefill
-by `policies.step_times`, the link by `LinkTimes`. The predicted prefill is also the most that a request waits for its blocks.
+Copying pays when it is predicted to take clearly less time than the prefill that it saves (`SURE`). Both sides are measured:
+prefill by `policies.step_times`, the link by `LinkTimes`. A request waits for its blocks at most as long as its prefill was
+predicted to take.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ throughput that both modes would have had since the last one. Algorithm 3: credi
 moves one credit per request that it displaces from the merged adapter to those of the displaced requests; the sum stays the
 same. An adapter above `starving` credits is served before all others until it is below `normal`.
 
-Where a copy of the weights is made beside the steps (`policies.merged_copy`), steps stay unmerged until it is whole.
+Where a copy of the weights is made beside the steps (`policies.merged_copy`), steps stay unmerged until it is whole. Making it
+is the switch's cost, and may take longer than `period` steps save. So a break point that only this cost decides is put off:
+the saved time adds up until it exceeds the cost, or another adapter has the most requests.
 
 What the paper leaves open, and what holds here. The rule for `beta` mirrors the one for `alpha`: the other mode pays for the
 switch. Steps with starving requests are unmerged and have all other requests too, as far as there is room: the paper's step has
@@ -116,6 +118,11 @@ class _Tally:
         self.unmerged_rows += times * other.unmerged_rows
         self.unmerged_ms += times * other.unmerged_ms
 
+    def merged_wins(self, merged_extra_ms: float = 0.0, unmerged_extra_ms: float = 0.0) -> bool:
+        """Whether merged steps would have computed more rows per time, if the modes had taken so much longer."""
+        merged_ms, unmerged_ms = self.merged_ms + merged_extra_ms, self.unmerged_ms + unmerged_extra_ms
+        return self.merged_rows * unmerged_ms > self.unmerged_rows * merged_ms
+
 
 @dataclass(eq=False)
 class Merging:
@@ -154,7 +161,7 @@ class Merging:
         if biggest != self._biggest:
             self._biggest = biggest
             self._break()
-        elif self._tally.steps >= self.config.period:
+        elif self._tally.steps >= self.config.period and not self._may_pay_back():
             self._break()
         rows, wanted = sum(fcfs.values()), ""
         if self.merged:
@@ -242,15 +249,26 @@ class Merging:
         alone, costs = min(here[candidate], most), self.costs
         self._step = _Tally(1, alone, costs.merged_ms(alone), rows, costs.unmerged_ms(rows))
 
+    def _may_pay_back(self) -> bool:
+        """Whether merged steps would have been faster, though not by as much as it takes to make a copy. Then the time since
+        the last break point says nothing against merging yet, and counts on."""
+        if self.merged or self.whole is None:
+            return False
+        return self._tally.merged_wins() and not self._tally.merged_wins(self._switch_ms)
+
+    @property
+    def _switch_ms(self) -> float:
+        """What the next switch costs. Only one to an adapter without a whole copy does where there are copies."""
+        made = self.whole is not None and (bool(self.merged) or self.whole == self._biggest)
+        return 0.0 if made else self.costs.switch_ms
+
     def _break(self) -> None:
         """Algorithm 2: tune the threshold of the mode that ends here or goes on."""
         seen, self._tally = self._tally, _Tally()
         if not seen.merged_rows or not seen.unmerged_rows:
             return
-        config, switch_ms = self.config, self.costs.switch_ms
-        merged_ms = seen.merged_ms + (0.0 if self.merged else switch_ms)
-        unmerged_ms = seen.unmerged_ms + (switch_ms if self.merged else 0.0)
-        wins = seen.merged_rows * unmerged_ms > seen.unmerged_rows * merged_ms
+        config, switch_ms = self.config, self._switch_ms
+        wins = seen.merged_wins(*((0.0, switch_ms) if self.merged else (switch_ms, 0.0)))
         threshold = self.beta if self.merged else self.alpha
         threshold = threshold - config.decrement if wins else threshold * config.multiply
         threshold = min(max(threshold, config.lowest), config.highest)

@@ -6,24 +6,27 @@
 
 `policies.merge_decision` says which adapter should be merged. Where a copy has to be made first, steps run unmerged until it is
 whole; from then on both modes are one step away. The copy is a cache: it takes KV blocks that nobody needs, a quarter of the KV
-share stays free beside it, and it gives all of them back as soon as a sequence finds no block.
+share stays free beside it, and it gives all of them back as soon as a sequence finds no block. Where KV cache and adapters have
+fixed regions, as on a GPU, it takes memory that neither has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
 
 from motet.policies.batch_state import Sequence
-from motet.policies.memory_boundary import Boundary
+from motet.policies.memory_ledger import Budget, Class
 from motet.policies.merge_decision import MergeConfig, MergeCosts, Merging
 from motet.policies.perf_model import MIB
 from motet.policies.step_record import Step
 from motet.policies.step_times import OnlineFit
 from motet.shared.model import PerfModel
 
-MERGE = MergeConfig(alpha=0.9, beta=0.85, highest=1.0, period=50, credit=200.0, starving=240.0, normal=200.0)
-"""The constants of a live engine. LoRA costs its steps 5 to 15%, so an adapter has to be nearly alone; a switch costs nothing
-once the copy is whole. With these credits a lone request rests for some 40 steps before it is served first."""
+MERGE = MergeConfig(alpha=0.9, beta=0.85, lowest=0.8, highest=1.0, period=50, credit=200.0, starving=240.0, normal=200.0)
+"""The constants of a live engine. LoRA costs its steps 5 to 15%, so an adapter has to be nearly alone, and no threshold falls
+far below that however long merging has won. A switch costs nothing once the copy is whole. With these credits a lone request
+rests for some 40 steps before it is served first."""
 NOTHING_KNOWN = MergeCosts(switch_ms=0.0, step_ms=0.0, row_ms=0.0, lora=0.0)
 """Before the first step."""
 START_MS_PER_MIB = 1.0
@@ -38,10 +41,40 @@ EVERY = 4
 """Steps from one that is weighed to the next; the fit would be a noticeable part of a small model's step."""
 
 
+class Lender(Protocol):
+    """Whose memory a copy takes: `memory_boundary.Boundary`, or `SpareMemory`."""
+
+    @property
+    def lent_bytes(self) -> int:
+        """What the copy has."""
+
+    def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
+        """A copy may come from now on. `held`: its bytes by class."""
+
+    def lend(self, size_bytes: int) -> bool:
+        """Let the copy have this much instead of what it has; whether it has that much now."""
+
+
+class SpareMemory:
+    """A device's memory beside fixed regions for KV cache and adapters. What is there is asked of the device, not of this."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.lent_bytes = 0
+
+    def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
+        self._claim = self._budget.claim("merged", 0, held)
+
+    def lend(self, size_bytes: int) -> bool:
+        self._budget.total_bytes += size_bytes - self.lent_bytes
+        self.lent_bytes = self._claim.size_bytes = size_bytes
+        return True
+
+
 class MergedCopy:
     """One engine's copy. `merging` is told when it is whole."""
 
-    def __init__(self, merging: Merging, boundary: Boundary, perf: PerfModel) -> None:
+    def __init__(self, merging: Merging, boundary: Lender, perf: PerfModel) -> None:
         self._merging, self._boundary = merging, boundary
         self._times = OnlineFit([perf.decode_base_ms, perf.decode_row_ms, PRIOR_LORA * perf.decode_lora_ms], shape=SHAPE)
         self._ms_per_mib = START_MS_PER_MIB
@@ -108,7 +141,7 @@ class MergedCopy:
         plain_ms = step_ms + row_ms * len(running)
         size = self.size_bytes or max([seq.merged_bytes for seq in running], default=0)
         self._merging.costs = MergeCosts(
-            switch_ms=0.0 if self.whole else self._ms_per_mib * size / MIB,
+            switch_ms=self._ms_per_mib * size / MIB,
             step_ms=step_ms,
             row_ms=row_ms,
             lora=max(lora_ms, self._least_lora_ms) * sum([seq.rank for seq in running]) / plain_ms if plain_ms else 0.0,

@@ -82,6 +82,8 @@ class Snapshot(Word, Protocol):
     requests: list[RequestBrief]
     adapters: list[Residency]
     lists_disk: bool
+    merged: str
+    merged_share: float
 
 
 class Delta(Word, Protocol):
@@ -108,6 +110,8 @@ class Known:
     kv_blocks_free: int = 0
     adapter_bytes_free: int = 0
     draining: bool = False
+    merged: str = ""  # digest of the adapter in its weights, as of the last snapshot
+    merged_share: float = 0.0  # of its requests
 
     def take(self, word: Word, now_s: float) -> None:
         """Take in the facts that every message states in full."""
@@ -170,6 +174,7 @@ class WorkerBook:
         elif said.seq != known.seq + 1 and known.in_sync:
             self.gaps += 1
         known.limits, known.in_sync, known.snapshot_s = said.limits, True, now_s
+        known.merged, known.merged_share = said.merged, said.merged_share
         known.take(said, now_s)
         self._reader.whole(known, said, now_s)
         return True

@@ -29,6 +29,8 @@ class View:
         self.kv_blocks_free = limits.kv_blocks_most
         self.adapter_bytes_free = limits.adapter_bytes_most
         self.draining = False
+        self.merged = ""
+        """Digest of the adapter that is merged into the weights. Like free memory it is told by the next message."""
         self.requests: dict[str, RequestBrief] = {}
         self.adapters: dict[str, Residency] = {}
         self._draining_told = False
@@ -69,6 +71,13 @@ class View:
     def running_left(self) -> int:
         """Output tokens that the running requests are still expected to produce."""
         return sum(tokens_left(brief) for brief in self.requests.values() if brief.phase == "running")
+
+    @property
+    def merged_share(self) -> float:
+        """The share of the requests here that are for the merged adapter; 0 without one."""
+        if not self.merged or not self.requests:
+            return 0.0
+        return sum(brief.adapter_digest == self.merged for brief in self.requests.values()) / len(self.requests)
 
     def told(self) -> None:
         """Forget all changes: a message has told them, or there is no listener."""

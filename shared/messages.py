@@ -269,6 +269,9 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
 
     `kv_blocks_free` are the blocks that a new request could get if all caches left; `adapter_bytes_free` hold nothing. If both
     share their memory (`WorkerLimits.kv_block_bytes`), the same bytes count in both.
+
+    `merged` is the digest of the adapter that is merged into the weights of its steps, "" for none. `merged_share` is the share
+    of `requests` that are for it.
     """
 
     worker_id: str
@@ -284,6 +287,8 @@ class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     adapters: list[Residency]
     lists_disk: bool = True
     prefill_tokens_waiting: int = 0
+    merged: str = ""
+    merged_share: float = 0.0
     v: int = VERSION
 
 
@@ -346,6 +351,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     """A worker as a scheduler sees it. `age_ms` is the time since its last message; `stale`: too old to get requests.
 
     `waiting` counts requests that wait or load. It includes `in_flight`: assigned requests that its state does not show yet.
+    `merged` and `merged_share` are as of its last snapshot.
     """
 
     worker_id: str
@@ -369,6 +375,8 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     age_ms: int
     capabilities: tuple[str, ...] = ()
     quantization: str = "none"
+    merged: str = ""  # digest
+    merged_share: float = 0.0  # of its requests
 
 
 class MoveStatus(msgspec.Struct, kw_only=True):

@@ -110,6 +110,7 @@ class FakeWorker:
         self.pings = 0
         self.requests: dict[str, RequestBrief] = {}
         self.adapters: list[Residency] = []
+        self.merged, self.merged_share = "", 0.0
         self.seq = 0
         self._step = 0
         self._beat: asyncio.Task[None] | None = None
@@ -143,6 +144,8 @@ class FakeWorker:
                 draining=self.draining,
                 requests=list(self.requests.values()) if self.shows else [],
                 adapters=self.adapters,
+                merged=self.merged,
+                merged_share=self.merged_share,
             ),
         )
 

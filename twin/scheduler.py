@@ -56,6 +56,8 @@ class Snapshot(Word, kw_only=True):
     requests: list[RequestBrief]
     adapters: list[Residency]
     lists_disk: bool = True
+    merged: str = ""
+    merged_share: float = 0.0
 
 
 class Delta(Word, kw_only=True):

@@ -93,7 +93,7 @@ class WorkerSpec:
     max_step_tokens: int = 512
     max_loras: int = 64
     prefix_cache: bool = False
-    eviction: EvictionName = "gdsf"
+    eviction: EvictionName = "next-use"
     queues: QueuesName = "fcfs"
     prefetch: int = 0  # waiting requests whose adapters are copied before their turn
     foresight: bool = False  # adapters are brought before anybody asks for them

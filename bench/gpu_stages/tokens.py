@@ -27,6 +27,7 @@ from motet.services.worker.engine.backend import BackendOptions
 from motet.services.worker.engine.backends import open_backend
 from motet.services.worker.engine.decode_graphs import DecodeBuffers, DecodeGraphs
 from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.model import Model
 from motet.services.worker.engine.request import EngineLimits, EngineRequest
 from motet.services.worker.engine.runner import ModelRunner
 from motet.services.worker.engine.step_batch import StepBatch
@@ -190,12 +191,11 @@ class _Repeated(DecodeGraphs):
     """Graphs of a device that has none: a replay launches everything anew, from the same buffers into the same logits."""
 
     def __init__(self, runner: ModelRunner, scratch_block: int) -> None:
-        steps: Any = runner.steps
-        self._model, self._cache, self._pool = steps._model, runner.memory.cache, runner.pool
+        self._cache, self._pool = runner.memory.cache, runner.pool
         self._scratch_block, self._captured = scratch_block, {}
 
-    def _capture(self, bucket: Any, adapted: bool, batch: StepBatch) -> Any:
-        buffers = DecodeBuffers(bucket, self._model, self._cache, self._pool, self._scratch_block, adapted=adapted)
+    def _capture(self, bucket: Any, adapted: bool, batch: StepBatch, model: Model) -> Any:
+        buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
         buffers.fill(batch)
         logits = buffers.run()
         return buffers, _Replay(buffers, logits), logits

@@ -73,6 +73,12 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
             f"{worker['adapters_on_device']} / {worker['adapters_on_host']} / {worker['adapters_placed']}",
         )
     console.print(table)
+    for worker in (one for one in answer["workers"] if one.get("merged")):
+        name = worker["merged_name"] or worker["merged"][:12]
+        console.print(
+            f"{worker['worker_id']} has {escape(name)} merged into its weights: {worker['merged_share']:.0%} of its requests",
+            highlight=False,
+        )
     told = " ".join(reasons)
     for absent in (one for one in answer["absent_workers"] if one["worker_id"] not in told):
         console.print(f"[yellow]not serving:[/] {escape(absent['summary'])}", highlight=False)

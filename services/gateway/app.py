@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import version as installed_version
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import orjson
@@ -188,9 +188,9 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return json_answer({"prompt": await gateway.prompts.text(asked.tokens)})
 
     @api.get("/v1/status")
-    async def status(request: Request) -> Response:
+    async def status(request: Request, plan: Literal["true", "false"] = "false") -> Response:
         caller_of(request).check("admin", "the status")
-        return json_answer(await _status(gateway, plan=request.query_params.get("plan") == "true"))
+        return json_answer(await _status(gateway, plan=plan == "true"))
 
     @app.get("/health")
     async def health() -> Response:
@@ -300,6 +300,12 @@ def _absent(absent: Absent) -> dict[str, Any]:
     }
 
 
+def _name_of(gateway: Gateway, digest: str) -> str:
+    """A name of the adapter with this digest, its owner's if it belongs to one; "" when it has none."""
+    entries = (info.entry for info in gateway.adapters.all()) if digest else ()
+    return next((entry.name for entry in entries if entry.digest == digest), "")
+
+
 async def _status(gateway: Gateway, *, plan: bool) -> dict[str, Any]:
     """This gateway, and the workers as a scheduler sees them. `plan`: and what the scheduler would move."""
     owner = gateway.owner
@@ -323,4 +329,5 @@ async def _status(gateway: Gateway, *, plan: bool) -> dict[str, Any]:
     workers, plans = msgspec.to_builtins(reply.workers), msgspec.to_builtins(reply.plans)
     for worker in workers:
         worker["adapters_placed"] = len(gateway.placements.digests(worker["worker_id"]))
+        worker["merged_name"] = _name_of(gateway, worker["merged"])
     return body | {"scheduler_id": reply.scheduler_id, "workers": workers, "plans": plans}

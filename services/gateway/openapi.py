@@ -338,6 +338,7 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
             "get": _operation(
                 "This gateway, and workers as a scheduler sees them. With `plan=true` also which requests would move.",
                 _ok("Status"),
+                400,
                 parameters=(plan,),
             )
         },

@@ -147,4 +147,6 @@ class WatchedCluster:
             age_ms=round((now_s - worker.heard_s) * 1000),
             capabilities=worker.limits.capabilities,
             quantization=worker.limits.quantization,
+            merged=worker.merged,
+            merged_share=worker.merged_share,
         )

@@ -165,6 +165,8 @@ def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device
     on_cpu = device == "cpu"
     free = free_host_bytes() if on_cpu else int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     left = free - weights - config.adapters.lora_bytes
+    if config.adapters.merge == "on" and not on_cpu:
+        left -= weights  # the most that a merged copy takes; on a CPU it borrows KV blocks
     if left <= 0:
         raise ConfigError(
             f"--model: weights of {weights >> 20} MiB and --lora-memory-mib {config.adapters.lora_memory_mib}"

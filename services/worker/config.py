@@ -122,11 +122,11 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
     adapter_eviction: Annotated[
         EvictionName,
         Meta(
-            description="which idle adapter leaves a full memory first: gdsf (fewest uses, weighted by copying time per byte),"
-            " lru, score (Chameleon's), fair-share, forecast (least copying time expected to be saved per byte), none (nothing"
-            " is kept)"
+            description="which idle adapter leaves a full memory first: next-use (least likely to be asked for next, weighted"
+            " by copying time per byte), gdsf (the same by frequency and an age), lru, score (Chameleon's), fair-share, none"
+            " (nothing is kept)"
         ),
-    ] = "gdsf"
+    ] = "next-use"
     adapter_prefetch: Annotated[
         int,
         Meta(
@@ -144,7 +144,8 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
         Literal["off", "on"],
         Meta(
             description="on: an adapter that most requests are for is merged into a copy of the weights, made beside the steps"
-            " in free KV memory; other requests wait meanwhile. Needs the compiled CPU kernels and --device-memory shared"
+            " in free KV memory; other requests wait meanwhile. Needs weights that are not quantized, and on a CPU"
+            " --device-memory shared"
         ),
     ] = "off"
     adapter_cache_dir: Annotated[

@@ -59,7 +59,8 @@ class KvAccess(Protocol):
         """A copy of blocks that are held, uint8; None when they cannot be had any more."""
 
     def land(self, name: str, keys: Sequence[bytes], content: bytearray) -> asyncio.Future[bool]:
-        """Write blocks behind those that are held, and hold them too; False without room."""
+        """Write a move's next blocks, after those that `find` or an earlier call got. They stay until `drop`. Without
+        free blocks nothing is written, and the answer is False."""
 
     def drop(self, name: str) -> None:
         """Hold them no more."""

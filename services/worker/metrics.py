@@ -95,6 +95,11 @@ MERGE_S = Counter(
     registry=REGISTRY,
 )
 MERGED_BYTES = Gauge("motet_worker_merged_copy_bytes", "KV memory lent to the merged copy of the weights.", registry=REGISTRY)
+MERGED_SHARE = Gauge(
+    "motet_worker_merged_share_ratio",
+    "Share of the worker's requests that are for the adapter that is merged into the weights; 0 without one.",
+    registry=REGISTRY,
+)
 RESTING = Gauge(
     "motet_worker_resting_requests", "Running requests that wait while another adapter is merged.", registry=REGISTRY
 )

@@ -419,7 +419,9 @@ class WorkerService:
         if stats.merge_s:
             metrics.MERGE_S.inc(stats.merge_s)
         if stats.merging is not None:
+            view.merged = stats.merging.merged
             _measure_merging(stats.merging)
+            metrics.MERGED_SHARE.set(view.merged_share)
         metrics.COPIES.set(stats.copies.under_way if stats.copies is not None else 0)
         if stats.copies is not None:
             _measure_copies(stats.copies)
@@ -440,7 +442,7 @@ class WorkerService:
 
 
 def _measure_merging(stats: MergeStats) -> None:
-    metrics.MERGED_STEPS.inc(stats.merged)
+    metrics.MERGED_STEPS.inc(bool(stats.merged))
     metrics.MERGE_SWITCHES.inc(stats.switched)
     metrics.MERGED_BYTES.set(stats.bytes)
     metrics.RESTING.set(stats.resting)

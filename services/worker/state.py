@@ -58,6 +58,8 @@ class WorkerView(View):
             adapters=adapters,
             lists_disk=lists_disk,
             prefill_tokens_waiting=self.prefill_tokens_waiting,
+            merged=self.merged,
+            merged_share=self.merged_share,
         )
 
     def delta(self, unix_ms: int) -> WorkerDelta:

@@ -22,7 +22,7 @@ def requests(adapters: list[Any]) -> list[EngineRequest]:
 
 
 @pytest.mark.parametrize("queues", ["sjf", "static", "chameleon", "motet"])
-@pytest.mark.parametrize("eviction", ["score", "forecast", "none"])
+@pytest.mark.parametrize("eviction", ["score", "next-use", "none"])
 def test_queues_and_evictions_change_no_token(checkpoint, queues: str, eviction: str) -> None:
     model_dir, adapters = checkpoint
     few = {"kv_blocks": 30, "max_running": 12, "max_step_tokens": 48, "max_loras": 4}

@@ -6,8 +6,7 @@ from typing import get_args
 import pytest
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.eviction import REFRESH_S, Eviction, EvictionName, ForecastValue, Gdsf, Score, make_eviction
-from motet.policies.load_forecast import Forecast
+from motet.policies.eviction import REFRESH_S, Eviction, EvictionName, Gdsf, NextUse, Score, make_eviction
 
 NAMES = get_args(EvictionName)
 
@@ -76,15 +75,31 @@ def test_gdsf_ages_so_that_what_was_popular_once_leaves() -> None:
     assert list(order) == ["popular", "new-5"]
 
 
-def test_the_forecast_keeps_what_comes_again_soon_and_is_costly_to_bring_back() -> None:
-    order = ForecastValue(cost=lambda digest, size_bytes: 10.0 if digest.startswith("far") else 1.0)
-    for at in range(0, 100, 10):
-        used(order, "steady", at=at)
-    used(order, "rare", at=5.0)
-    used(order, "far-rare", at=5.0)
-    order.now_s = 101.0
-    assert next(iter(order)) == "rare"
-    assert list(order).index("far-rare") > 0
+def test_next_use_keeps_what_is_asked_for_often_and_is_costly_to_bring_back() -> None:
+    order = NextUse(cost=lambda digest, size_bytes: 10.0 if digest.startswith("far") else 1.0)
+    used(order, "rare", at=0.0)
+    used(order, "far-rare", at=0.0)
+    for at in range(10):
+        used(order, "steady", at=1.0 + at)
+    assert list(order) == ["rare", "far-rare", "steady"]
+
+
+def test_next_use_remembers_how_often_an_adapter_was_asked_for_that_has_left() -> None:
+    order = NextUse()
+    for at in range(5):
+        used(order, "popular", at=at)
+    order.forget("popular")
+    for digest in ("twice", "twice", "popular"):
+        used(order, digest, at=9.0)
+    assert list(order) == ["twice", "popular"]
+
+
+def test_next_use_keeps_an_adapter_that_came_ahead_until_its_request_has_come() -> None:
+    order = NextUse()
+    used(order, "once", at=0.0)
+    order.come("ahead", 10)
+    order.release("ahead")
+    assert list(order) == ["once", "ahead"]
 
 
 def pinned_waited_and_idle() -> AdapterSlots:
@@ -117,7 +132,7 @@ def test_a_prefetch_takes_no_room_from_what_is_waited_for_or_pinned() -> None:
     slots.check({})
 
 
-@pytest.mark.parametrize("name", ["score", "gdsf"])
+@pytest.mark.parametrize("name", ["score", "gdsf", "next-use"])
 def test_a_copy_ahead_of_its_request_and_the_request_count_as_one_use(name: EvictionName) -> None:
     """The adapter that was copied ahead came last. Were its copy a use too, it would leave after the other."""
     slots = AdapterSlots(2, 100, eviction=make_eviction(name))
@@ -129,15 +144,6 @@ def test_a_copy_ahead_of_its_request_and_the_request_count_as_one_use(name: Evic
         slots.release(digest)
     slots.eviction.now_s += 1.0
     assert next(iter(slots.eviction)) == "ahead"
-
-
-def test_the_forecast_counts_a_copy_ahead_of_its_request_and_the_request_once() -> None:
-    forecast = Forecast()
-    slots = AdapterSlots(2, 100, eviction=ForecastValue(forecast=forecast))
-    assert slots.prefetch("ahead", 10)
-    for digest in ("ahead", "asked"):
-        assert slots.acquire(digest, 10)
-    assert forecast.rate("ahead", 1.0) == forecast.rate("asked", 1.0) > 0
 
 
 def test_without_a_cache_adapters_leave_unless_somebody_waits_for_them() -> None:

@@ -81,7 +81,7 @@ def idle(slots: AdapterSlots, *digests: str) -> None:
 
 
 def test_a_foreseen_adapter_takes_room_from_those_named_and_not_from_pinned_or_waited_ones() -> None:
-    for name in ("lru", "score", "fair-share", "gdsf", "forecast"):
+    for name in ("lru", "score", "fair-share", "gdsf", "next-use"):
         kind: EvictionName = name  # type: ignore[assignment]
         slots = AdapterSlots(4, 4 * SIZE, eviction=make_eviction(kind))
         idle(slots, *"abcd")

@@ -131,7 +131,7 @@ def test_lru_forgets_what_is_used_again() -> None:
 
 
 def test_a_copy_whose_file_is_gone_is_worth_more_than_one_that_is_on_disk() -> None:
-    tier: HostTier[int] = HostTier(2 * SIZE, None, eviction="forecast")
+    tier: HostTier[int] = HostTier(2 * SIZE, None, eviction="next-use")
     for holder, digest in enumerate("ab"):
         tier.hold(ref(digest), holder)
         tier.loaded(digest, SIZE, SIZE)

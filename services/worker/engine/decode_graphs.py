@@ -3,9 +3,9 @@
     step (numpy) --padded to its bucket--> buffers that never move --replay--> logits
 
 A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step
-that fits; steps without a row of any adapter have graphs of their own, without LoRA. What differs between such steps (tokens,
-tables, which adapters, how much work) lies in the buffers. A padding row is token 0 of the base alone; it writes and reads the
-scratch block, which no sequence uses.
+that fits. Steps without a row of any adapter have graphs of their own, without LoRA. So have merged steps, whose weights lie
+elsewhere; these graphs go with the merged copy. What differs between such steps (tokens, tables, which adapters, how much work)
+lies in the buffers. A padding row is token 0 of the base alone; it writes and reads the scratch block, which no sequence uses.
 """
 
 from __future__ import annotations
@@ -74,15 +74,20 @@ class DecodeBuffers:
 
 
 class DecodeGraphs:
-    """The graphs of one model on one GPU."""
+    """The graphs of one model and its merged copy on one GPU."""
 
-    def __init__(self, model: Model, cache: KvCache, pool: LoraPool, *, scratch_block: int) -> None:
-        self._model, self._cache, self._pool, self._scratch_block = model, cache, pool, scratch_block
-        self._captured: dict[tuple[Bucket, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
+    def __init__(self, cache: KvCache, pool: LoraPool, *, scratch_block: int) -> None:
+        self._cache, self._pool, self._scratch_block = cache, pool, scratch_block
+        self._captured: dict[tuple[Bucket, bool, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share it
 
-    def forward(self, batch: StepBatch) -> torch.Tensor | None:
-        """The wanted logits, valid until the next call; None when the step does more than decode or fits no bucket."""
+    def forget_merged(self) -> None:
+        """The merged copy of the weights goes: no graph may read it any more."""
+        self._captured = {key: captured for key, captured in self._captured.items() if not key[2]}
+
+    def forward(self, batch: StepBatch, model: Model) -> torch.Tensor | None:
+        """The wanted logits by `model`, the merged one if the batch is; valid until the next call. None when the step does more
+        than decode or fits no bucket."""
         rows = len(batch.token_ids)
         if rows != len(batch.context_lens):
             return None
@@ -91,18 +96,18 @@ class DecodeGraphs:
         bucket = bucket_for(rows, blocks, self._cache.tile_blocks if gathers else ROWS[-1] * self._cache.null_block)
         if bucket is None:
             return None
-        key = bucket, bool((batch.row_slot >= 0).any())
+        key = bucket, bool((batch.row_slot >= 0).any()), batch.merged
         if key not in self._captured:
-            self._captured[key] = self._capture(*key, batch)
+            self._captured[key] = self._capture(bucket, key[1], batch, model)
         buffers, graph, logits = self._captured[key]
         buffers.fill(batch)
         graph.replay()
         return logits[torch.from_numpy(batch.logit_rows).to(logits.device)]
 
     def _capture(
-        self, bucket: Bucket, adapted: bool, batch: StepBatch
+        self, bucket: Bucket, adapted: bool, batch: StepBatch, model: Model
     ) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]:
-        buffers = DecodeBuffers(bucket, self._model, self._cache, self._pool, self._scratch_block, adapted=adapted)
+        buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
         buffers.fill(batch)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -340,7 +340,7 @@ class Engine:
         copy.observe(stats)
         assert self._core.modes is not None, "an engine with a merged copy chooses between modes"
         self._core.modes.ran(1)
-        stats.merging = MergeStats(bool(plan.merged), plan.switched, plan.resting, copy.claimed_bytes, copy.lora)
+        stats.merging = MergeStats(plan.merged, plan.switched, plan.resting, copy.claimed_bytes, copy.lora)
 
     def _postprocess(self, drawing: list[LiveSequence], drawn: Drawn, stats: StepStats) -> None:
         stats.sampled = len(drawing)

@@ -31,7 +31,8 @@ class TravellingKv:
         return self._runner.read_kv(blocks) if blocks is not None else None
 
     def land(self, name: str, keys: Sequence[bytes], content: bytearray) -> bool:
-        """Write blocks behind those that are held, and hold them; whether there was room."""
+        """Write a move's next blocks, after those that `find` or an earlier call got. They stay until `drop`. Without
+        free blocks nothing is written, and the answer is False."""
         blocks = self._held.grow(name, len(keys))
         if blocks is None:
             return False

@@ -28,6 +28,14 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return F.linear(x, self._weight, self._bias)
 
+    def weight(self) -> torch.Tensor:
+        """The matrix [out, in] as it was given; where it is packed, a copy."""
+        return self._weight.to_dense() if self._packed else self._weight
+
+    def like(self, weight: torch.Tensor) -> Linear:
+        """The same with another matrix of the same shape."""
+        return Linear(weight, self._bias)
+
 
 def _can_pack(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():

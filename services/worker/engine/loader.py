@@ -81,7 +81,7 @@ class Makers(Generic[M]):
     """What turns matrices [out, in] and their biases, or None, into an M.
 
     Floats come in parts, one below the other, in the right type on the right device. A part may be mapped from the
-    checkpoint's file: it is to be copied, not kept.
+    checkpoint's file.
     """
 
     linear: Linear[M]

@@ -21,6 +21,7 @@ from motet.shared.telemetry import logger
 
 SHARE = 0.2
 """Of a step's time that a slice takes, so of the time between two tokens while a copy is made."""
+NO_ROOM = "--merge on: on a CPU the merged copy borrows memory from the KV cache, which needs --device-memory shared"
 log = logger("motet.worker.merging")
 
 

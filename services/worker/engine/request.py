@@ -27,7 +27,7 @@ class EngineLimits:
     max_loras: int  # adapters on the device at once
     prefix_cache: bool = True
     max_model_len: int = 0  # longest prompt plus output; 0 for the model's own
-    eviction: EvictionName = "gdsf"  # of adapters on the device
+    eviction: EvictionName = "next-use"  # of adapters on the device
     queues: QueuesName = "fcfs"
     prefetch: int = 0  # waiting requests whose adapters are copied before their turn
 
@@ -101,7 +101,7 @@ class CopyStats:
 class MergeStats:
     """A step of an engine that can merge an adapter into its weights."""
 
-    merged: bool  # one was
+    merged: str  # digest of the one that was, "" for none
     switched: bool  # another one, or none, than in the step before
     resting: int  # running requests that the step left out
     bytes: int  # KV memory that is lent to the merged copy

@@ -42,4 +42,5 @@ def arranged(batch: StepBatch) -> StepBatch:
         block_tables=batch.block_tables[order],
         kv_slots=batch.kv_slots[rows],
         logit_rows=moved_to[batch.logit_rows],
+        merged=batch.merged,
     )

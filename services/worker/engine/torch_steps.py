@@ -18,6 +18,7 @@ from motet.kernels.cpu.assist import AssistCounts, Helpers
 from motet.kernels.device import AssistedStep, DeviceAssist, DeviceLoader, Mark
 from motet.services.worker.assist import CpuAssist
 from motet.services.worker.engine.decode_graphs import DecodeGraphs
+from motet.services.worker.engine.merged_model import MergedModel
 from motet.services.worker.engine.model import Model
 from motet.services.worker.engine.step_batch import StepBatch, arranged
 from motet.shared.telemetry import logger
@@ -29,7 +30,8 @@ _log = logger(__name__)
 class TorchSteps:
     """A model over a KV cache and an adapter pool, all on one device.
 
-    `graphs` is None where there are none, `beside` and `loader` where copies stop the steps, `processes` without CPU processes.
+    `graphs` is None where there are none, `beside` and `loader` where copies stop the steps, `processes` without CPU processes,
+    `merged` where no adapter is merged.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class TorchSteps:
         beside: DeviceAssist | None,
         loader: DeviceLoader | None,
         processes: CpuAssist | None,
+        merged: MergedModel | None = None,
     ) -> None:
         self._model, self._cache, self._pool = model, cache, pool
+        self._merged = merged
         self._graphs, self._beside, self._loader, self._processes = graphs, beside, loader, processes
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(pool, self._lora_rows)
@@ -61,7 +65,7 @@ class TorchSteps:
         """
         if helpers is not None:
             return self._assisted(arranged(batch), helpers)
-        logits = self._graphs.forward(batch) if self._graphs is not None else None
+        logits = self._graphs.forward(batch, self._model_of(batch)) if self._graphs is not None else None
         if logits is not None:
             return logits
         batch = arranged(batch)
@@ -77,6 +81,13 @@ class TorchSteps:
         """No step follows."""
         if self._beside is not None:
             self._beside.close()
+
+    def _model_of(self, batch: StepBatch) -> Model:
+        """The weights that the step computes with."""
+        if not batch.merged:
+            return self._model
+        assert self._merged is not None and self._merged.whole, "a merged step needs a whole copy"
+        return self._merged.model
 
     def _assisted(self, batch: StepBatch, helpers: Helpers) -> torch.Tensor:
         """A process may fail or be late: then the step runs again and waits for the copies instead.
@@ -107,7 +118,7 @@ class TorchSteps:
             kv_slots=batch.kv_slots,
             windows=self._model.config.windows,
         )
-        return self._model.forward(
+        return self._model_of(batch).forward(
             self._to_device(batch.token_ids),
             self._to_device(batch.positions),
             self._to_device(batch.logit_rows),

@@ -76,7 +76,7 @@ class VllmEngine:
     options: VllmOptions
     deliver: Callable[[StepReport], None]
     slot_bytes: int = 1
-    eviction: EvictionName = "gdsf"
+    eviction: EvictionName = "next-use"
     queues: QueuesName = "fcfs"
     core: Core = field(init=False)
     _live: dict[str, VllmSequence] = field(default_factory=dict)  # by id at vLLM

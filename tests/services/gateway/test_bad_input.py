@@ -181,6 +181,13 @@ async def test_a_bad_objective_names_its_header(mesh: Mesh, http: aiohttp.Client
         assert error["param"] == name
 
 
+async def test_a_bad_query_parameter_is_named(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+    for path, name in (("/v1/status?plan=maybe", "plan"), ("/v1/status?plan=", "plan"), ("/v1/audit?limit=0", "limit")):
+        async with http.get(f"{mesh.url}{path}") as answer:
+            error = (await answer.json())["error"]
+        assert answer.status == 400 and name in f"{error['param']} {error['message']}", path
+
+
 async def test_an_oversized_body_is_refused_before_it_is_read(mesh: Mesh) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", mesh.gateway.port)
     writer.write(

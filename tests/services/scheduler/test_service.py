@@ -179,6 +179,7 @@ async def test_status_lists_every_worker(bus, schedule, hire):
     def prepare(worker: FakeWorker) -> None:
         worker.adapters = [Residency("d1", 8, 10, "device"), Residency("d2", 8, 10, "host")]
         worker.requests["r"] = brief_of(generate_request("r", rank=8), "running")
+        worker.merged, worker.merged_share = "d1", 0.75
 
     await hire("w1", prepare=prepare)
     service = await schedule(instance_id="brain")
@@ -191,6 +192,7 @@ async def test_status_lists_every_worker(bus, schedule, hire):
     assert (other.worker_id, other.base_model, other.running) == ("w0", "other", 0)
     assert (other.engine, other.capabilities, demo.engine, demo.capabilities) == ("vllm", ("structured",), "native", ())
     assert (other.quantization, demo.quantization) == ("int4", "none")
+    assert (demo.merged, demo.merged_share, other.merged) == ("d1", 0.75, "")
     assert (demo.worker_id, demo.running, demo.adapters_on_device, demo.adapters_on_host) == ("w1", 1, 1, 1)
     assert (demo.kv_blocks_free, demo.kv_blocks_total, demo.stale, demo.draining) == (512, 512, False, False)
 

@@ -10,6 +10,7 @@ import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -17,12 +18,17 @@ import pytest
 import torch
 import transformers
 
+from motet.policies.memory_ledger import Budget
 from motet.policies.merge_decision import MergeConfig
-from motet.policies.merged_copy import MERGE
+from motet.policies.merged_copy import MERGE, SpareMemory
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engine.adapter_weights import HostAdapter
+from motet.services.worker.engine.decode_graphs import DecodeBuffers, DecodeGraphs
 from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.merged_model import MergedModel
+from motet.services.worker.engine.model import Model
 from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engine.step_batch import StepBatch
 from motet.services.worker.vllm_engine.assemble import make_engine as make_vllm
 from motet.shared.config import ConfigError
 from tests.services.worker.support_engine import BLOCK_SIZE, Run, make_engine, request, run
@@ -37,7 +43,8 @@ ALL_MODULES = 2  # the adapter that changes every module
 class Case:
     """A model, its adapters as peft and as the engine have them."""
 
-    def __init__(self, family: str, directory: Path) -> None:
+    def __init__(self, family: str, kernels: str, directory: Path) -> None:
+        self.kernels = kernels
         self.model_dir = make_checkpoint(family, directory)
         self.fixtures: list[AdapterFixture] = make_adapters(self.model_dir, directory)
         config = read_model_config(self.model_dir)
@@ -60,18 +67,20 @@ class Case:
         return answers
 
 
-@pytest.fixture(scope="module", params=[UNTIED, TIED])
+@pytest.fixture(scope="module", params=[(UNTIED, "cpu"), (TIED, "cpu"), (UNTIED, "reference")], ids="-".join)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(request.param, tmp_path_factory.mktemp("merging"))
+    return Case(*request.param, tmp_path_factory.mktemp("merging"))
 
 
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(UNTIED, tmp_path_factory.mktemp("merging-untied"))
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def untied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(UNTIED, request.param, tmp_path_factory.mktemp("merging-untied"))
 
 
 def merging(case: Case, *, merge: bool = True, merge_config: MergeConfig = UNTUNED, **options: Any) -> Engine:
-    return make_engine(case.model_dir, runner_options={"elastic": True, "merge": merge}, merge=merge_config, **options)
+    return make_engine(
+        case.model_dir, runner_options={"elastic": True, "merge": merge, "kernels": case.kernels}, merge=merge_config, **options
+    )
 
 
 def whole_copy(engine: Engine, case: Case, adapter: int) -> None:
@@ -86,7 +95,7 @@ def whole_copy(engine: Engine, case: Case, adapter: int) -> None:
 
 
 def merged_steps(result: Run) -> int:
-    return sum(stats.merging is not None and stats.merging.merged for stats in result.steps)
+    return sum(stats.merging is not None and bool(stats.merging.merged) for stats in result.steps)
 
 
 # ---- answers
@@ -170,6 +179,70 @@ def test_a_sequence_that_saw_a_switch_leaves_no_blocks_of_both_modes(untied: Cas
     assert 0 < after.first["after"].cached_tokens <= len(prompt) + unmerged
 
 
+# ---- the torch model
+
+
+class Repeated(DecodeGraphs):
+    """Graphs of a device that has none: a replay launches everything anew, from the same buffers into the same logits."""
+
+    def __init__(self, runner: Any, scratch_block: int) -> None:
+        self._cache, self._pool = runner.memory.cache, runner.pool
+        self._scratch_block, self._captured = scratch_block, {}
+
+    def _capture(self, bucket: Any, adapted: bool, batch: StepBatch, model: Model) -> Any:
+        buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
+        logits = buffers.run()
+        return buffers, SimpleNamespace(replay=lambda: logits.copy_(buffers.run())), logits
+
+
+@pytest.mark.parametrize("untied", ["reference"], indirect=True)
+def test_graphs_of_merged_steps_are_their_own_and_go_with_the_copy(untied: Case) -> None:
+    engine, prompts = merging(untied), random_prompts(4, seed=1)
+    runner: Any = engine._runner
+    graphs = runner.steps._graphs = Repeated(runner, scratch_block=runner.memory.cache.data.shape[1] - 1)
+    runner.merged._dropped = graphs.forget_merged
+    for adapter in (0, ALL_MODULES):
+        whole_copy(engine, untied, adapter)
+        result = run(engine, [request(str(i), prompt, untied.adapters[adapter]) for i, prompt in enumerate(prompts)])
+        assert merged_steps(result) == len(result.steps) and any(key[2] for key in graphs._captured)
+        assert [result.tokens[str(i)] for i in range(4)] == untied.merged_greedy(prompts, 12, adapter)
+    assert engine.unload_adapter(untied.adapters[ALL_MODULES].digest)
+    run(engine, [request("base", [5, 6, 7], max_tokens=4)])
+    assert graphs._captured and not any(key[2] for key in graphs._captured)
+
+
+def test_the_torch_model_merges_every_matrix_as_the_product_of_its_factors_says(tmp_path: Path) -> None:
+    case = Case(UNTIED, "reference", tmp_path)
+    merged, adapter = merging(case)._runner.merged, case.adapters[ALL_MODULES]
+    assert isinstance(merged, MergedModel)
+    merged.begin(adapter)
+    while not merged.advance(lambda: True):
+        pass
+    pristine = merged._pristine.layers
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.model_dir, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = peft.PeftModel.from_pretrained(model, case.fixtures[ALL_MODULES].path).merge_and_unload()
+    for number, (layer, theirs) in enumerate(zip(merged.model.weights.layers, whole.model.layers, strict=True)):
+        torch.testing.assert_close(layer.o.weight(), theirs.self_attn.o_proj.weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(layer.down.weight(), theirs.mlp.down_proj.weight, rtol=1e-5, atol=1e-6)
+        fused = torch.cat([getattr(theirs.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj")])
+        torch.testing.assert_close(layer.qkv.weight(), fused, rtol=1e-5, atol=1e-6)
+        assert layer.gate_up is not pristine[number].gate_up
+    merged.drop()
+    assert merged.nbytes == 0 and merged.model.weights.layers == pristine
+
+
+def test_memory_beside_fixed_regions_is_no_part_of_them() -> None:
+    budget = Budget("device", 100)
+    budget.claim("kv", 100, lambda: {"running": 60})
+    spare = SpareMemory(budget)
+    spare.lends(lambda: {"used": spare.lent_bytes})
+    assert spare.lend(40) and spare.lent_bytes == budget.claims["merged"].size_bytes == 40
+    budget.check()
+    assert spare.lend(0) and budget.total_bytes == budget.claims["kv"].size_bytes == 100
+
+
 # ---- memory
 
 
@@ -206,7 +279,7 @@ def test_the_copy_of_an_adapter_that_was_deleted_goes(untied: Case) -> None:
     [
         ({"quantization": "int8"}, "int8"),
         ({"elastic": False}, "--device-memory shared"),
-        ({"kernels": "reference"}, "compiled CPU kernels"),
+        ({"kernels": "reference", "elastic": False}, "--device-memory shared"),
     ],
 )
 def test_a_backend_that_cannot_merge_refuses_with_the_reason(untied: Case, options: dict[str, Any], reason: str) -> None:

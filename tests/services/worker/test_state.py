@@ -75,6 +75,17 @@ def test_deltas_rebuild_the_next_snapshot_whatever_happens(seed):
     assert as_sets(known) == as_sets(view.snapshot(START_PERF, 0))
 
 
+def test_a_snapshot_tells_the_merged_adapter_and_its_share_of_the_requests():
+    view = WorkerView("w1", "first", worker_limits())
+    for name, adapter in (("a", 8), ("b", 8), ("c", 8), ("base", 0)):
+        view.put(brief_of(generate_request(name, rank=adapter), "running"))
+    unmerged = view.snapshot(START_PERF, 0)
+    view.merged = view.requests["a"].adapter_digest
+    merged = view.snapshot(START_PERF, 0)
+    assert (unmerged.merged, unmerged.merged_share) == ("", 0.0)
+    assert (merged.merged, merged.merged_share) == (view.merged, 0.75)
+
+
 def test_what_comes_and_goes_between_two_deltas_is_reported_as_gone():
     view = WorkerView("w1", "first", worker_limits())
     view.snapshot(START_PERF, 0)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from prometheus_client import Counter, Gauge
 
 from motet.services.worker import metrics
-from motet.shared.messages import pack_tokens
+from motet.shared.messages import WorkerSnapshot, pack_tokens
 from motet.shared.model import AdapterRef
 from tests.services.worker.support_service import Running, generate
+from tests.support import eventually
 from tests.support_models import AdapterFixture
 
 PROMPT, TOKENS = [5, 6, 7], 40
@@ -45,6 +46,13 @@ async def test_the_adapter_of_all_requests_is_merged_and_metrics_say_so(start, a
     assert worker.mesh.tokens(asked.request_id) == oracle.greedy(PROMPT, TOKENS, adapters[MERGED])
     assert value(metrics.MERGED_STEPS) - steps >= TOKENS and value(metrics.MERGE_S) > seconds
     assert value(metrics.MERGED_BYTES) > 0
+
+
+async def test_the_next_snapshot_names_the_merged_adapter(start, adapters):
+    worker = await start(merge="on")
+    ref = await merged(worker, adapters[MERGED])
+    states = worker.mesh.states
+    await eventually(lambda: any(isinstance(state, WorkerSnapshot) and state.merged == ref.digest for state in states))
 
 
 async def test_a_request_goes_on_at_another_worker_of_the_same_mode_as_it_would_have(start, adapters):

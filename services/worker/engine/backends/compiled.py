@@ -13,6 +13,7 @@ from motet.services.worker.engine.backend import BackendMissing, BackendOptions
 from motet.services.worker.engine.cores import on_cores, step_cores
 from motet.services.worker.engine.device_memory import DeviceMemory, reserve, weights_of
 from motet.services.worker.engine.loader import Makers, quantization_of
+from motet.services.worker.engine.merging import NO_ROOM
 from motet.services.worker.engine.model import RotaryEmbedding
 from motet.services.worker.engine.model_config import read_model_config
 from motet.services.worker.engine.runner import ModelRunner
@@ -56,7 +57,7 @@ def compiled(options: BackendOptions) -> ModelRunner:
             " again; choose one of the two"
         )
     if options.merge and not options.elastic:
-        raise ConfigError("--merge on: the merged copy borrows memory from the KV cache, which needs --device-memory shared")
+        raise ConfigError(NO_ROOM)
     cores = step_cores(options.assist_cores)
     try:
         with on_cores(cores if options.assist_cores else None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +16,8 @@ from motet.services.worker.engine.decode_graphs import DecodeGraphs
 from motet.services.worker.engine.device_memory import DeviceMemory, reserve, weights_of
 from motet.services.worker.engine.linear import Linear
 from motet.services.worker.engine.loader import Makers
+from motet.services.worker.engine.merged_model import MergedModel
+from motet.services.worker.engine.merging import NO_ROOM
 from motet.services.worker.engine.model import Model
 from motet.services.worker.engine.runner import LoadsBetweenSteps, ModelRunner
 from motet.services.worker.engine.torch_steps import TorchSteps
@@ -40,14 +42,12 @@ def torch_runner(
     streams: DeviceStreams | None,
     library: CpuEngine | None,
     *,
-    graphs: Callable[[Model], DecodeGraphs] | None = None,
+    graphs: DecodeGraphs | None = None,
     assist_relief: float = 0.0,
 ) -> ModelRunner:
     """The torch model on the memory's device. Without `streams` copies of adapters stop the steps."""
-    if options.merge:
-        raise ConfigError(
-            f"--merge on: only the compiled CPU kernels make merged copies, and the model is on {memory.device} with torch's"
-        )
+    if options.merge and memory.device.type == "cpu" and not memory.elastic:
+        raise ConfigError(NO_ROOM)
     if options.quantization != "none":
         raise ConfigError(
             f"--quantization {options.quantization}: only the compiled CPU kernels read such weights, and they are not in use"
@@ -59,16 +59,21 @@ def torch_runner(
         if options.assist_cores and library is not None:
             assist = CpuAssist(library, memory.pool, cores=options.assist_cores, max_rows=options.assist_rows)
         beside = DeviceAssist(memory.pool, streams, library)
-    model = Model(memory.config, weights_of(options, memory, Makers(lambda parts, bias: Linear(torch.cat(list(parts)), bias))))
+    model = Model(memory.config, weights_of(options, memory, Makers(_linear)))
     prepare_lora(memory.pool)
+    merged = None
+    if options.merge:
+        dropped = graphs.forget_merged if graphs is not None else lambda: None
+        merged = MergedModel(model, memory.config.projection_shapes(), dropped=dropped)
     steps = TorchSteps(
         model,
         memory.cache,
         memory.pool,
-        graphs=graphs(model) if graphs is not None else None,
+        graphs=graphs,
         beside=beside,
         loader=loader,
         processes=assist,
+        merged=merged,
     )
     return ModelRunner(
         memory=memory,
@@ -78,7 +83,12 @@ def torch_runner(
         assist=assist,
         assist_relief=assist_relief,
         cores=step_cores(options.assist_cores) if assist is not None else None,
+        merged=merged,
     )
+
+
+def _linear(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Linear:
+    return Linear(parts[0] if len(parts) == 1 else torch.cat(list(parts)), bias)
 
 
 def _hardware(device: torch.device) -> str:

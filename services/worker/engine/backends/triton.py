@@ -11,7 +11,6 @@ from motet.services.worker.engine.backend import BackendMissing, BackendOptions
 from motet.services.worker.engine.backends.reference import lora_library, torch_runner
 from motet.services.worker.engine.decode_graphs import DecodeGraphs
 from motet.services.worker.engine.device_memory import DeviceMemory, reserve
-from motet.services.worker.engine.model import Model
 from motet.services.worker.engine.runner import ModelRunner
 from motet.shared.telemetry import logger
 
@@ -25,11 +24,9 @@ def triton(options: BackendOptions) -> ModelRunner:
     memory = reserve(options, spare_blocks=1)
     library = lora_library() if options.assist_cores else None
 
-    def graphs(model: Model) -> DecodeGraphs:
-        return DecodeGraphs(model, memory.cache, memory.pool, scratch_block=options.kv_blocks)
-
+    graphs = DecodeGraphs(memory.cache, memory.pool, scratch_block=options.kv_blocks) if options.graphs else None
     memory.cache.library = agreeing_library(memory.cache, heads=memory.config.num_heads, windows=memory.config.windows)
-    return torch_runner(options, memory, _streams(memory), library, graphs=graphs if options.graphs else None)
+    return torch_runner(options, memory, _streams(memory), library, graphs=graphs)
 
 
 def _streams(memory: DeviceMemory) -> DeviceStreams | None:
