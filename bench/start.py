@@ -86,9 +86,9 @@ def _child(model: str, quantization: str, began: str) -> None:
     config = WorkerConfig.of(model=model, quantization=quantization, kv_memory_gib=0.5, lora_memory_mib=256)
     warm_up = assembling._warm_up
 
-    def timed(*args: Any) -> None:
+    def timed(engine: Any, limits: Any, vocab_size: int, times: Any) -> None:
         marks.append(time.monotonic())
-        warm_up(*args)
+        warm_up(engine, limits, vocab_size, times)
 
     assembling._warm_up = timed
     assembly = assembling.assemble(config, Path(model), StepTimes(START_PERF))
