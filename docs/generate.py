@@ -169,12 +169,20 @@ format (`hermes`, which Qwen writes too, `llama3_json`, `mistral`). Any engine s
 named function need structured outputs, and no parser. A streamed call is one event, sent when the call is complete. A text
 that only looks like a call stays content.
 
+**Embeddings** need a worker with a pooling model ([engines](engines.md#pooling-models)); where there is none, the answer is a
+400 that says so. Each of at most 2,048 inputs is a request of its own in the mesh, and 32 of them are there at a time. Durable
+requests over NATS cannot ask for embeddings.
+
 **Reasoning** is separated from the content with `--reasoning-parser` (`qwen3`, `deepseek_r1`): it is `reasoning` in messages
 and deltas, as in vLLM.
 
 {tables}
 """
-_SCHEMAS = {"chat": ("ChatRequest", unserved.CHAT), "completions": ("CompletionRequest", unserved.COMPLETION)}
+_SCHEMAS = {
+    "chat": ("/v1/chat/completions", "ChatRequest", unserved.CHAT),
+    "completions": ("/v1/completions", "CompletionRequest", unserved.COMPLETION),
+    "embeddings": ("/v1/embeddings", "EmbeddingRequest", unserved.EMBEDDING),
+}
 
 
 def api() -> str:
@@ -182,8 +190,7 @@ def api() -> str:
     clients: dict[str, Any] = json.loads((ROOT / "docs" / "client_fields.json").read_text())
     schemas = document(GatewayConfig.of(model="model"), "")["components"]["schemas"]
     parts = []
-    for kind, (schema, others) in _SCHEMAS.items():
-        path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+    for kind, (path, schema, others) in _SCHEMAS.items():
         parts += [f"### POST {path}", "", "| field | of | what happens |", "| --- | --- | --- |"]
         properties = schemas[schema]["properties"]
         for name in sorted(properties):

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.cluster_state import ClusterState, capability_bits
+from motet.policies.cluster_state import EMBEDDINGS_BIT, ClusterState, capability_bits
 
 Reason = Literal["capability", "stale", "max_model_len", "kv_memory", "lora_rank", "draining", "tried", "full"]
 PERMANENT: frozenset[Reason] = frozenset({"capability", "max_model_len", "kv_memory", "lora_rank"})
@@ -43,6 +43,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     tenant_weight: float = 1.0  # its share relative to other tenants'
     demand: float = 0.0  # recent demand of the tenant (policies.demand.Standing); 0 for unknown
     largest_demand: float = 0.0
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it wants an embedding, and no text."""
+        return "embeddings" in self.needs
 
 
 class Screening(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,18 +96,19 @@ def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Scree
 
 
 def lacking(state: ClusterState, ask: Ask) -> NDArray[np.bool_]:
-    """The rows of the workers without a capability that the request needs."""
-    needed = np.uint64(capability_bits(ask.needs))
-    return (state.table["capabilities"] & needed) != needed
+    """The rows of the workers without a capability that the request needs, and of pooling models if it wants text."""
+    needed = capability_bits(ask.needs)
+    examined = np.uint64(needed | EMBEDDINGS_BIT)
+    return (state.table["capabilities"] & examined) != np.uint64(needed)
 
 
 def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> dict[Reason, NDArray[np.bool_]]:
     """Per reason that is possible, which rows fail; the first one that applies is the one a person should read."""
     t = state.table
-    needed = ask.tokens + 1  # room for one new token, or there is nothing to generate
+    needed = ask.tokens + (not ask.embeds)  # room for one new token, or there is nothing to generate
     context, rank = state.least
     failures: dict[Reason, NDArray[np.bool_]] = {}
-    if ask.needs:
+    if ask.needs or state.pooling:
         failures["capability"] = lacking(state, ask)
     failures["stale"] = t["heard_s"] < now_s - stale_s
     if needed > context:

@@ -66,6 +66,7 @@ ON_DEVICE, IN_USE, ON_HOST = 1, 2, 4  # where an adapter is: one bit each
 MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
 _ANY = 1 << 40  # tokens, or a rank, above all
 CAPABILITY_BITS: dict[str, int] = {word: 1 << bit for bit, word in enumerate(get_args(Capability))}
+EMBEDDINGS_BIT = CAPABILITY_BITS["embeddings"]
 _SIZES_KEPT = 64  # sizes of adapters, which are those of a few ranks
 _UNKNOWN_BIT = 1 << 63  # no worker has it
 _TIER_BITS: dict[Tier, int] = {"device": ON_DEVICE | ON_HOST, "host": ON_HOST, "disk": 0}
@@ -182,6 +183,7 @@ class ClusterState:
         self._holders: dict[str, Holders] = {}
         self._bases: dict[str, int] = {}
         self.held_back: set[int] = set()  # the rows that are draining or refusing
+        self.pooling: set[int] = set()  # the rows with a pooling model
         self._perf: PerfColumns | None = None  # this and the next two are computed on demand, see `_forget_derived`
         self._least: tuple[int, int] | None = None
         self._serving: dict[int, NDArray[np.bool_]] = {}
@@ -273,6 +275,7 @@ class ClusterState:
         t["max_model_len"][row] = limits.max_model_len
         t["max_lora_rank"][row] = limits.max_lora_rank
         t["capabilities"][row] = capability_bits(word for word in limits.capabilities if word in CAPABILITY_BITS)
+        (self.pooling.add if "embeddings" in limits.capabilities else self.pooling.discard)(row)
         t["max_running"][row] = limits.max_running
         t["max_requests"][row] = limits.max_running + limits.max_waiting
         t["block_size"][row] = limits.block_size
@@ -301,6 +304,7 @@ class ClusterState:
         self.ids[row] = ""
         self._free.append(row)
         self.held_back.discard(row)
+        self.pooling.discard(row)
         self._forget_derived()
 
     def heard(self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool) -> None:

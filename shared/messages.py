@@ -19,6 +19,7 @@ from motet.shared.model import (
     AdapterEntry,
     AdapterRef,
     AdapterVersion,
+    EmbeddingParams,
     FinishReason,
     PerfModel,
     RequestBrief,
@@ -61,6 +62,8 @@ class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One sequence to generate. `n` choices are n of these. A resumed request carries the tokens that it already has.
 
+    With `embedding` the prompt's embedding is wanted instead: it comes in the only item, without tokens.
+
     (request_id, epoch) is unique: every resubmission by the owning gateway raises `epoch` by one, and items of a worker's
     frames count only with the latest epoch. Output token i has index i, counted from 0 across epochs.
     """
@@ -87,6 +90,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     move_to: str = ""  # the worker that a Move named: it is tried first; not passed on to workers
     kv: KvOffer | None = None  # of a moved request: its worker may fetch KV blocks instead of computing them again
     losses: int = 0  # workers lost with it in a row, without a new token
+    embedding: EmbeddingParams | None = None  # needs "embeddings"
     v: int = VERSION
 
 
@@ -145,6 +149,7 @@ class StreamItem(msgspec.Struct, array_like=True):
     cached_tokens: int = 0  # on the first item: prompt tokens served from the prefix cache
     queue_ms: float = 0.0  # on the first item: from arrival at the worker to its first prefill chunk
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # on the first item: one per prompt token, None for the first
+    embedding: bytes = b""  # little-endian float32; the item has finish "stop" and no tokens
 
 
 class TokenFrame(msgspec.Struct, array_like=True):

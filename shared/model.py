@@ -23,10 +23,10 @@ ADAPTER_NAME_RULE = (
 Tier = Literal["device", "host", "disk"]
 Phase = Literal["loading", "waiting", "running"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-Capability = Literal["structured", "prompt_logprobs"]
-"""What only some engines can do: constrain the output to a grammar; tell the log-probabilities of the prompt's tokens. A worker
-announces the capabilities of its engine. A request lists the capabilities that it needs, and goes to a worker that announces
-them all."""
+Capability = Literal["structured", "prompt_logprobs", "embeddings"]
+"""What only some engines can do: constrain the output to a grammar; tell the log-probabilities of the prompt's tokens; make
+embeddings of texts. A worker announces the capabilities of its engine. A request lists the capabilities that it needs, and goes
+to a worker that announces them all. A worker with "embeddings" has a pooling model, which makes embeddings and nothing else."""
 
 
 def is_adapter_name(name: str) -> bool:
@@ -82,6 +82,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
     structured: StructuredOutput | None = None  # needs "structured"
     prompt_logprobs: int | None = None  # needs "prompt_logprobs"
+
+
+class EmbeddingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What embedding a request is for. `dimensions`: its length, where the model can shorten it; None for the model's own."""
+
+    dimensions: int | None = None
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

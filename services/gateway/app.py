@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from motet.services.gateway import adapters_api, answers, idempotency, keys_api, openapi, protocol
+from motet.services.gateway import adapters_api, answers, embeddings, idempotency, keys_api, openapi, protocol
 from motet.services.gateway.absent import Absent
 from motet.services.gateway.adapters_api import created_unix_ms, public_source, shown_source
 from motet.services.gateway.auth import Keys, caller_of
@@ -111,25 +111,25 @@ def build_app(gateway: Gateway) -> ASGIApp:
         turn.end()
         return _json(body, turn.headers() | ({"idempotent-replayed": "true"} if again else {}))
 
-    async def planned(request: Request, parsed: Any, slo: Slo, turn: Turn) -> Plan:
-        state = request.state
-        plan: Plan = await gateway.planner.plan(
-            parsed, tenant=state.tenant, slo=slo, request_id=state.given_id, drawn=state.drawn_id
-        )
+    async def planned(request: Request, parsed: Any, slo: Slo, turn: Turn) -> Any:
+        state, planner = request.state, gateway.planner
+        make: Any = planner.plan_embeddings if isinstance(parsed, embeddings.EmbeddingRequest) else planner.plan
+        plan = await make(parsed, tenant=state.tenant, slo=slo, request_id=state.given_id, drawn=state.drawn_id)
         turn.spend(plan.prompt_tokens)
         return plan
 
     async def whole(request: Request, parsed: Any, slo: Slo, turn: Turn) -> bytes:
         try:
-            body = await answers.collect(owner, await planned(request, parsed, slo, turn))
+            collect: Any = embeddings.collect if isinstance(parsed, embeddings.EmbeddingRequest) else answers.collect
+            body = await collect(owner, await planned(request, parsed, slo, turn))
         except BaseException:
             turn.fail()
             raise
-        turn.end(body["usage"]["completion_tokens"])
-        return orjson.dumps(body)
+        turn.end(body["usage"].get("completion_tokens", 0))
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
     async def stream(request: Request, parsed: Any, slo: Slo, turn: Turn) -> Response:
-        plan = await planned(request, parsed, slo, turn)
+        plan: Plan = await planned(request, parsed, slo, turn)
         streams, signal = await while_connected(request, answers.open_all(owner, plan))
         events = SseResponse(plan, streams, signal, owner.detokenizer)
         events.headers.update(turn.headers())
@@ -142,6 +142,10 @@ def build_app(gateway: Gateway) -> ASGIApp:
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await run(request, protocol.parse_completion)
+
+    @api.post("/v1/embeddings")
+    async def embed(request: Request) -> Response:
+        return await run(request, embeddings.parse)
 
     @api.get("/v1/models")
     async def models(request: Request) -> Response:

@@ -141,6 +141,27 @@ COMPLETION: Mapping[str, Unserved] = _BOTH | {
     "prompt_embeds": Unserved("prompts are text or token ids"),
 }
 
+EMBEDDING: Mapping[str, Unserved] = {
+    # OpenAI
+    "user": _BOTH["user"],
+    # vLLM
+    "messages": Unserved("use input"),
+    "embed_dtype": Unserved("numbers are float32", (None, "float32")),
+    "endianness": Unserved("numbers are little-endian", (None, "native", "little")),
+    "use_activation": Unserved("the model decides whether embeddings have length 1"),
+    "normalize": Unserved("the model decides whether embeddings have length 1"),
+    "mm_processor_kwargs": Unserved(_TEXT_ONLY),
+    "media_io_kwargs": Unserved(_TEXT_ONLY),
+    "padding": Unserved("inputs are not padded", (None, "do_not_pad")),
+    "chat_template": Unserved("use input"),
+    "chat_template_kwargs": Unserved("use input"),
+    "add_generation_prompt": Unserved("use input", _OFF),
+    "continue_final_message": Unserved("use input", _OFF),
+    # SGLang
+    "rid": Unserved("use request_id"),
+    "lora_path": Unserved("use model"),
+}
+
 TOKENIZE: Mapping[str, Unserved] = {
     name: CHAT[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
 } | {"tools": Unserved("use chat_template_kwargs", (None, []))}

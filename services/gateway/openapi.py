@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import FileResponse, Response
 
-from motet.services.gateway import fields, protocol, schemas
+from motet.services.gateway import embeddings, fields, protocol, schemas
 from motet.services.gateway.adapters_api import AdapterRequest, LoadRequest, PinRequest, UnloadRequest
 from motet.services.gateway.config import MAX_BODY_BYTES, GatewayConfig
 from motet.services.gateway.http import json_answer
@@ -27,6 +27,7 @@ _JSON, _TEXT, _EVENTS, _FORM = "application/json", "text/plain", "text/event-str
 _REQUESTS = (
     protocol.ChatRequest,
     protocol.CompletionRequest,
+    embeddings.EmbeddingRequest,
     protocol.TokenizeRequest,
     protocol.DetokenizeRequest,
     AdapterRequest,
@@ -40,6 +41,7 @@ _ANSWERS = (
     schemas.ErrorAnswer,
     schemas.ChatCompletion,
     schemas.Completion,
+    schemas.Embeddings,
     schemas.Model,
     schemas.Models,
     schemas.Adapter,
@@ -175,6 +177,7 @@ def _schemas() -> dict[str, Any]:
     for name, unserved in (
         ("ChatRequest", fields.CHAT),
         ("CompletionRequest", fields.COMPLETION),
+        ("EmbeddingRequest", fields.EMBEDDING),
         ("TokenizeRequest", fields.TOKENIZE),
     ):
         components[name]["properties"] |= {field: one.schema for field, one in unserved.items()}
@@ -274,6 +277,15 @@ def _paths() -> dict[str, dict[str, dict[str, Any]]]:
                 generated("Completion"),
                 *(404, 409, 422, 429, 504),
                 body=_body("CompletionRequest"),
+                parameters=slo,
+            )
+        },
+        "/v1/embeddings": {
+            "post": _operation(
+                "Embeddings of texts, by workers with a pooling model.",
+                _ok("Embeddings"),
+                *(404, 409, 422, 429, 504),
+                body=_body("EmbeddingRequest"),
                 parameters=slo,
             )
         },

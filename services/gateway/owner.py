@@ -247,6 +247,7 @@ class Owner:
             move_to=to,
             kv=kv,
             losses=stream.losses,
+            embedding=job.embedding,
         )
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=timeout_s)
         if isinstance(reply, Refused):
@@ -502,7 +503,7 @@ class Owner:
         if isinstance(stream.error, SlowReader):
             outcome = stream.error.code
         metrics.observe(stream, outcome or stream.finish or "error")
-        if stream.finish in ("stop", "length") and stream.error is None:
+        if stream.finish in ("stop", "length") and stream.error is None and stream.job.embedding is None:
             adapter = stream.job.adapter
             report = Outcome(
                 adapter_digest=adapter.digest if adapter else "",

@@ -17,6 +17,7 @@ import msgspec
 from motet.policies import length_features
 from motet.services.gateway.calls import THINK, Parsing
 from motet.services.gateway.config import GatewayConfig
+from motet.services.gateway.embeddings import EmbeddingPlan, EmbeddingRequest
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.prompt import Prompts
 from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest, NamedTool
@@ -24,7 +25,7 @@ from motet.services.gateway.stream import Job
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
 from motet.shared.messages import AdapterInfo
-from motet.shared.model import AdapterRef, SamplingParams, Slo, StructuredOutput
+from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams, Slo, StructuredOutput
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
 
@@ -196,6 +197,51 @@ class Planner:
             parsing=parsing,
         )
 
+    async def plan_embeddings(
+        self,
+        request: EmbeddingRequest,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        slo: Slo | None = None,
+        request_id: str = "",
+        drawn: str = "",
+    ) -> EmbeddingPlan:
+        """A plan with every input resolved and tokenized; arguments and errors as for `plan`."""
+        arrived_s = now_s()
+        adapter = self.adapter(request.model, tenant)
+        given = request.inputs()
+        texts = [text for text in given if isinstance(text, str)]
+        special, keep = request.add_special_tokens is not False, request.truncate_prompt_tokens
+        longest = self.max_model_len if keep is None else None
+        tokenized = iter(await self._prompts.texts(texts, add_special_tokens=special, longest=longest, param="input"))
+        drawn, jobs = drawn or secrets.token_hex(12), list[Job]()
+        for one in given:
+            tokens = next(tokenized) if isinstance(one, str) else self._known(one, "input")
+            if keep is not None:
+                kept = keep if keep > 0 else self.max_model_len
+                tokens = tokens[-kept:] if request.truncation_side == "left" else tokens[:kept]
+            jobs.append(
+                Job(
+                    request_id=f"embd-{drawn}-{len(jobs)}",
+                    model=request.model or self.base_model,
+                    prompt=self._checked(tokens, "input", room=0),
+                    sampling=SamplingParams(max_tokens=1, temperature=0.0),
+                    slo=_objective(slo or self._config.slo.classes["standard"], 1),
+                    adapter=adapter,
+                    tenant=tenant,
+                    tenant_weight=self._weight(tenant),
+                    cache_salt=request.cache_salt or "",
+                    priority=request.priority or 0,
+                    needs={"embeddings": "model"},
+                    embedding=EmbeddingParams(dimensions=request.dimensions),
+                    timeout_s=self._config.requests.request_timeout_s,
+                    arrived_s=arrived_s,
+                )
+            )
+        if named := request_id or request.request_id:
+            log.info("named", extra={"request_id": f"embd-{drawn}", "client_id": named})
+        return EmbeddingPlan(request=request, model=request.model or self.base_model, jobs=jobs)
+
     def _for_predictor(
         self, request: ChatRequest | CompletionRequest, number: int, prompt: list[int], sampling: SamplingParams
     ) -> tuple[bytes, str]:
@@ -306,23 +352,26 @@ class Planner:
             keep = max(self.max_model_len - (wanted or 1), 1)
         return tokens[:keep] if request.truncation_side == "right" else tokens[-keep:]
 
-    def _known(self, tokens: list[int]) -> list[int]:
+    def _known(self, tokens: list[int], param: str = "prompt") -> list[int]:
         size = self._prompts.vocab_size
         if tokens and not (min(tokens) >= 0 and max(tokens) < size):
             wrong = next(token for token in tokens if not 0 <= token < size)
-            raise BadRequest(f"token id {wrong} is outside the vocabulary of {size}", param="prompt")
+            raise BadRequest(f"token id {wrong} is outside the vocabulary of {size}", param=param)
         return tokens
 
-    def _checked(self, tokens: list[int], param: str) -> list[int]:
+    def _checked(self, tokens: list[int], param: str, *, room: int = 1) -> list[int]:
+        """The tokens, which with `room` more fit the context."""
         longest = self.max_model_len
         if not tokens:
-            raise BadRequest("the prompt has no tokens", param=param)
-        if len(tokens) >= longest:
-            raise PromptTooLong(
-                f"This model's maximum context length is {longest} tokens, but the prompt has {len(tokens)} tokens"
-                " and needs room for at least one more.",
-                param=param,
+            raise BadRequest(f"the {'prompt' if room else param} has no tokens", param=param)
+        if len(tokens) + room > longest:
+            reason = f"This model's maximum context length is {longest} tokens, but the "
+            reason += (
+                f"prompt has {len(tokens)} tokens and needs room for at least one more."
+                if room
+                else (f"{param} has {len(tokens)} tokens.")
             )
+            raise PromptTooLong(reason, param=param)
         return tokens
 
     def _check_scored(self, scored: tuple[str, int], prompt_tokens: int) -> None:

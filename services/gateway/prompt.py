@@ -122,19 +122,25 @@ class Prompts:
         return await self._run(work, size, counting=counting, param="messages")
 
     async def texts(
-        self, texts: list[str], *, add_special_tokens: bool = True, longest: int | None = None, counting: bool = False
+        self,
+        texts: list[str],
+        *,
+        add_special_tokens: bool = True,
+        longest: int | None = None,
+        counting: bool = False,
+        param: str = "prompt",
     ) -> list[list[int]]:
         """Tokens of plain texts, with the special tokens the tokenizer adds; a BOS already in a text is not doubled.
 
         `longest` and `counting` as in `chat`.
         """
         for text in texts:
-            self._refuse_hopeless(text, longest, "prompt")
+            self._refuse_hopeless(text, longest, param)
 
         def work() -> list[list[int]]:
             return [self._plain(text, add_special_tokens) for text in texts]
 
-        return await self._run(work, sum(map(len, texts)), counting=counting, param="prompt")
+        return await self._run(work, sum(map(len, texts)), counting=counting, param=param)
 
     async def text(self, tokens: list[int]) -> str:
         """The text of tokens, special ones included."""

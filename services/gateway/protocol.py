@@ -72,19 +72,13 @@ _MESSAGE_SCHEMA = {
     ],
     "description": "Other properties are passed to the chat template. Only an assistant's message may have no content.",
 }
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": SEQUENCES_MAX},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {
-            "type": "array",
-            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-            "minItems": 1,
-            "maxItems": SEQUENCES_MAX,
-        },
-    ]
-}
+
+
+def prompt_schema(most: int) -> dict[str, Any]:
+    """The JSON schema of one or several prompts, at most `most`."""
+    tokens = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": most}
+    return {"anyOf": [{"type": "string"}, several | {"items": {"type": "string"}}, tokens, several | {"items": tokens}]}
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -410,7 +404,9 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
 class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 
-    prompt: Annotated[Any, Meta(description="One or several prompts, as text or token ids.", extra_json_schema=_PROMPT_SCHEMA)]
+    prompt: Annotated[
+        Any, Meta(description="One or several prompts, as text or token ids.", extra_json_schema=prompt_schema(SEQUENCES_MAX))
+    ]
     echo: Annotated[bool, Meta(description="Return the prompt before the new text; with logprobs, not streamed.")] | None = (
         False
     )
@@ -442,20 +438,7 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
 
     def prompts(self) -> list[str | list[int]]:
         """One or several prompts, as text or token ids. Raises BadRequest."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not isinstance(prompt, list):
-            raise BadRequest("expected a string, a list of strings, a list of token ids or a list of those", param="prompt")
-        if not prompt:
-            raise BadRequest("the list is empty", param="prompt")
-        if _is_token_list(prompt):
-            return [prompt]
-        if len(prompt) > SEQUENCES_MAX:
-            raise BadRequest(f"at most {SEQUENCES_MAX} prompts are taken, not {len(prompt)}", param="prompt")
-        if all(isinstance(p, str) for p in prompt) or all(isinstance(p, list) and _is_token_list(p) for p in prompt):
-            return prompt
-        raise BadRequest("expected a string, a list of strings, a list of token ids or a list of those", param="prompt")
+        return prompts_of(self.prompt, "prompt", most=SEQUENCES_MAX)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -486,6 +469,23 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     tokens: Annotated[list[TokenId], Meta(max_length=DETOKENIZE_MAX, description="Token ids.")]
 
 
+def prompts_of(given: Any, param: str, *, most: int) -> list[str | list[int]]:
+    """One or several prompts, as text or token ids. Raises BadRequest naming `param`, also for more than `most`."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list):
+        raise BadRequest("expected a string, a list of strings, a list of token ids or a list of those", param=param)
+    if not given:
+        raise BadRequest("the list is empty", param=param)
+    if _is_token_list(given):
+        return [given]
+    if len(given) > most:
+        raise BadRequest(f"at most {most} {param}s are taken, not {len(given)}", param=param)
+    if all(isinstance(p, str) for p in given) or all(isinstance(p, list) and _is_token_list(p) for p in given):
+        return given
+    raise BadRequest("expected a string, a list of strings, a list of token ids or a list of those", param=param)
+
+
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
@@ -494,21 +494,21 @@ _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 def parse_chat(body: bytes) -> ChatRequest:
     """A chat request. Raises BadRequest naming the field, or saying that it is not JSON."""
-    request: ChatRequest = _known(body, _chat, fields.CHAT)
+    request: ChatRequest = known(body, _chat, fields.CHAT)
     request.check()
     return request
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """A completion request. Raises BadRequest naming the field, or saying that it is not JSON."""
-    request: CompletionRequest = _known(body, _completion, fields.COMPLETION)
+    request: CompletionRequest = known(body, _completion, fields.COMPLETION)
     request.check()
     return request
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """What to tokenize. Raises BadRequest naming the field, or saying that it is not JSON."""
-    request: TokenizeRequest = _known(body, _tokenize, fields.TOKENIZE)
+    request: TokenizeRequest = known(body, _tokenize, fields.TOKENIZE)
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("expected one of `prompt` and `messages`", param="prompt")
     return request
@@ -540,7 +540,7 @@ class _UnknownField(BadRequest):
     """A field of the body itself that its struct does not have."""
 
 
-def _known(body: bytes, decoder: Any, unserved: Mapping[str, fields.Unserved]) -> Any:
+def known(body: bytes, decoder: Any, unserved: Mapping[str, fields.Unserved]) -> Any:
     """`body` by `decoder`, where it may also have harmless fields of `unserved`."""
     try:
         return decode(body, decoder)

@@ -165,6 +165,33 @@ class Completion(_Answer):
     usage: Usage
 
 
+class Embedding(_Answer):
+    """The embedding of one input."""
+
+    object: Literal["embedding"]
+    index: Annotated[int, Meta(description="Position of the input, from 0.")]
+    embedding: Annotated[
+        list[float] | str, Meta(description="Numbers, or with `base64` the bytes of little-endian float32 numbers.")
+    ]
+
+
+class InputUsage(_Answer):
+    """Token counts of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | UnsetType = UNSET
+
+
+class Embeddings(_Answer):
+    """The answer to POST /v1/embeddings."""
+
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: InputUsage
+
+
 class Model(_Answer):
     """The base model or an adapter, with the fields that vLLM gives a model."""
 

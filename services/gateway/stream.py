@@ -20,7 +20,7 @@ from motet.services.gateway.detokenize import Detokenizer, StopFilter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
 from motet.shared.messages import StreamItem, TokenLogprobs
-from motet.shared.model import AdapterRef, FinishReason, SamplingParams, Slo
+from motet.shared.model import AdapterRef, EmbeddingParams, FinishReason, SamplingParams, Slo
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +43,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     continues_text: bool = False  # the output is glued to the prompt's text: keep a leading space
     priority: int = 0
     needs: dict[str, str] = {}  # capabilities that its worker must have, and the client's field for each
+    embedding: EmbeddingParams | None = None  # the prompt's embedding is wanted, and no token
     timeout_s: float = 600.0
     arrived_s: float = 0.0  # `now_s()` when the client's request came; 0 for when it is opened
 
@@ -105,6 +106,7 @@ class Stream:
         "cached_tokens",
         "deadline",
         "early",
+        "embedding",
         "epoch",
         "error",
         "excluded",
@@ -146,6 +148,7 @@ class Stream:
         self.cached_tokens = 0
         self.queue_ms = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.embedding = b""  # little-endian float32
         self.plain = False  # the next tokens may go through `push_plain`
         self.finish: FinishReason | None = None
         self.error: MotetError | None = None
@@ -229,10 +232,12 @@ class Stream:
         """Take in `new`, the tokens of `item` that were not known yet; sets `finish` when they end the sequence."""
         self._fold()
         tokens = self.tokens
-        if not tokens and new:
+        begun = len(tokens)
+        if not tokens and (new or item.embedding):
             self.first_s = now_s()
             self.cached_tokens, self.queue_ms = item.cached_tokens, item.queue_ms
             self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
+            self.embedding = item.embedding
         tokens += new
         finish = item.finish
         reason: int | str | None = None
@@ -241,7 +246,9 @@ class Stream:
             reason = item.stop_token if item.stop_token in self.job.sampling.stop_token_ids else None
             if new and not self.job.include_stop:  # the token that ended it is counted and not shown
                 shown, logprobs = new[:-1], logprobs[:-1] if logprobs else None
-        text = self._text.push(shown)
+        free = 0 if self._filter is None else max(0, self.job.sampling.min_tokens - 1 - begun)  # no stop string may end these
+        before = self._text.push(shown[:free]) if free else ""
+        text = self._text.push(shown[free:])
         if finish is not None:
             text += self._text.finish()
         if self._filter is not None and len(tokens) >= self.job.sampling.min_tokens:
@@ -250,7 +257,7 @@ class Stream:
                 finish, reason = "stop", matched
             elif finish is not None:
                 text += self._filter.finish()
-        self._deliver(Delta(text, shown, logprobs, finish, reason))
+        self._deliver(Delta(before + text, shown, logprobs, finish, reason))
         self.see_plain()
 
     def see_plain(self) -> None:

@@ -14,7 +14,11 @@ from __future__ import annotations
 from motet.policies.candidates import PERMANENT, Ask, Screening
 from motet.shared.errors import BadRequest, MotetError, Overloaded, PromptTooLong, Unavailable
 
-MEANINGS: dict[str, str] = {"structured": "structured outputs", "prompt_logprobs": "log-probabilities of prompts"}
+MEANINGS: dict[str, str] = {
+    "structured": "structured outputs",
+    "prompt_logprobs": "log-probabilities of prompts",
+    "embeddings": "embeddings",
+}
 """Capabilities, for people."""
 RETRY_S = 1.0
 """Retry-After for clients while no worker is there."""
@@ -50,6 +54,11 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
 
 def _incapable(ask: Ask, screening: Screening) -> MotetError:
     """No live worker has what the request needs."""
+    if not ask.needs:
+        reason = f"model: the workers of {ask.base_model} have a pooling model, which makes embeddings and no text"
+        if ask.begun or "stale" in screening.rejected:
+            return Unavailable(reason, param="model", retry_after_s=RETRY_S)
+        return BadRequest(reason, param="model")
     lacking = screening.lacking or tuple(ask.needs)  # each is there, but on different workers
     wanted = " and ".join(MEANINGS.get(word, word) for word in lacking)
     field = ask.needs[lacking[0]]

@@ -33,13 +33,20 @@ def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], 
     for word, field in request.needs.items():
         if word not in acceptable.serves:
             raise BadRequest(f"{field}: this worker's engine has no {word!r}", param=field)
+    embeds = request.embedding is not None
+    if embeds != ("embeddings" in acceptable.serves):
+        made = "text, no embeddings" if embeds else "embeddings, no text"
+        raise BadRequest(f"model: this worker's model makes {made}", param="model")
     prompt = _tokens(request.prompt, "prompt", acceptable.vocab_size)
     output = _tokens(request.output, "output", acceptable.vocab_size)
     _check_sampling(request.sampling, acceptable)
     if not prompt:
         raise BadRequest("the prompt has no tokens", param="prompt")
     longest = acceptable.max_model_len
-    if len(prompt) >= longest:
+    if embeds:
+        if len(prompt) > longest:
+            raise PromptTooLong(f"the input has {len(prompt)} tokens; the model takes {longest}", param="input")
+    elif len(prompt) >= longest:
         raise PromptTooLong(
             f"the prompt has {len(prompt)} tokens; the model's context of {longest} must also hold one token of output",
             param="prompt",

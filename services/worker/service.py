@@ -321,6 +321,7 @@ class WorkerService:
             tenant_weight=request.tenant_weight,
             kv=request.kv,
             losses=request.losses,
+            embedding=request.embedding,
         )
         if request.kv is not None and self.shell.travel is not None:
             taken.kv_wait_s = self.shell.travel.wait_s(request.kv, len(prompt) + len(output), brief.rank)

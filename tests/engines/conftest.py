@@ -31,6 +31,7 @@ from tests.support_models import make_adapters, make_checkpoint
 
 NO_WHITESPACE = """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
 """For vLLM: the models of these tests would write nothing else between the parts of a JSON text."""
+PATIENCE_S = 120.0
 Deliver = Callable[[StepReport], None]
 
 
@@ -91,7 +92,7 @@ class Driven:
     async def ended(self, request: EngineRequest) -> StreamItem:
         """The last item of a request, after checking that indices run on and that there is only one end."""
         key = request.request_id, request.epoch
-        await eventually(lambda: any(item.finish for item in self.items(*key)))
+        await eventually(lambda: any(item.finish for item in self.items(*key)), within_s=PATIENCE_S)
         items, index = self.items(*key), len(request.output)
         for item in items:
             assert item.index == index, "a token is missing or comes twice"
@@ -158,5 +159,5 @@ async def driven(
     found.engine.abort_all(WorkerLost("the test is over"))
     for digest in found.on_device():
         found.engine.unload_adapter(digest)
-    await eventually(lambda: not found.on_device() and found.engine.busy_s() == 0.0)
+    await eventually(lambda: not found.on_device() and found.engine.busy_s() == 0.0, within_s=PATIENCE_S)
     found.reports.clear()

@@ -26,35 +26,23 @@ from tests.docs.support_pages import MIGRATION, table
 from tests.e2e.asking import PROMPT, answered
 from tests.e2e.live import ROOT, LiveStack
 from tests.engines.conftest import NO_WHITESPACE
+from tests.engines.support_mesh import START_S, core_of, go_on_through, said, serving, vllm_stack, workers
 from tests.support import eventually
 
 pytestmark = pytest.mark.skipif(not os.environ.get("MOTET_TEST_VLLM"), reason="needs vLLM: make test-vllm")
 SCHEMA = {"type": "object", "properties": {"big": {"type": "boolean"}}, "required": ["big"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "measure", "parameters": SCHEMA}}
-NUMBER_OF_STREAMS = 6
-START_S = 240.0
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
-    """`motet up --engine vllm`: one worker with three slots, a model whose chat template reads tools. At the end it stops
-    cleanly, and no process of vLLM is left."""
+    """A mesh whose model has a chat template that reads tools."""
     model = shutil.copytree(DEMO / "model", tmp_path_factory.mktemp("vllm-model") / BASE)
     tokenizer = json.loads((model / "tokenizer_config.json").read_text())
     tokenizer["chat_template"] = "{%- for tool in tools or [] %}{%- endfor %}" + tokenizer["chat_template"]
     (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    env = {"MOTET_KV_MEMORY_GIB": "0.06", "MOTET_MAX_LORAS": "3", "MOTET_MAX_LORA_RANK": "64", "MOTET_MAX_RUNNING": "8"}
-    flags = ["--engine", "vllm", f"--engine-args={NO_WHITESPACE}", "--drain-s", "1", "--model", str(model)]
-    live = LiveStack(tmp_path_factory.mktemp("vllm-stack"), *flags, env=env)
-    live.launch()
-    try:
-        live.wait_ready(START_S)
+    with vllm_stack(tmp_path_factory.mktemp("vllm-stack"), model, NO_WHITESPACE) as live:
         yield live
-        cores = core_of(live.pid("worker-1"))
-        assert live.stop() == 0, live.output.read_text()[-4000:]
-        assert not [pid for pid in cores if Path(f"/proc/{pid}").exists()]
-    finally:
-        live.stop()
 
 
 @pytest.fixture
@@ -102,6 +90,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": BASE, "prompt": "x", "max_tokens": 1},
     "/v1/load_lora_adapter": {"lora_name": "loaded", "lora_path": str(DEMO / "adapters" / "upper-case")},
     "/v1/unload_lora_adapter": {"lora_name": "loaded"},
+    "/v1/embeddings": {"model": BASE, "input": "x"},
     "/tokenize": {"model": BASE, "prompt": "x"},
     "/detokenize": {"model": BASE, "tokens": [90]},
 }
@@ -184,79 +173,6 @@ async def test_greedy_streams_move_to_another_engine_and_back(stack: LiveStack, 
 
         await go_on_through(client, to_vllm, tokens=1500)
         assert not await serving(client, "native")
-
-
-# ---- how the tests ask
-
-
-async def said(client: Client, model: str = BASE, **fields: Any) -> str:
-    """The answer to a greedy completion."""
-    body = {"model": model, "prompt": PROMPT("hello"), "max_tokens": 60, "temperature": 0} | fields
-    return str((await client.call("POST", "/v1/completions", json=body))["choices"][0]["text"])
-
-
-async def workers(client: Client) -> list[dict[str, Any]]:
-    status = await client.call("GET", "/v1/status")
-    return [worker for worker in status["workers"] if not worker["stale"] and not worker["draining"]]
-
-
-async def serving(client: Client, worker_id: str) -> bool:
-    return worker_id in {worker["worker_id"] for worker in await workers(client)}
-
-
-async def stream(client: Client, number: int, length: int, progress: list[int]) -> tuple[str, int]:
-    """A long completion, greedy but for the last: its text and how many tokens were billed."""
-    sampled = number == NUMBER_OF_STREAMS - 1
-    body = {
-        "model": TASKS[number % 4].adapter,
-        "prompt": PROMPT(f"gdud flwi {number}"),
-        "max_tokens": length,
-        "ignore_eos": True,
-        "temperature": 0.8 if sampled else 0.0,
-        "seed": 1,
-        "stream_options": {"include_usage": True},
-    }
-    pieces: list[str] = []
-    tokens = 0
-    async for event in client.events("/v1/completions", body):
-        if event.get("usage"):
-            tokens = event["usage"]["completion_tokens"]
-        pieces += [choice["text"] for choice in event["choices"]]
-        progress[number] = len(pieces)
-    return "".join(pieces), tokens
-
-
-async def go_on_through(client: Client, fault: Callable[[], Awaitable[None]], *, tokens: int = 400) -> None:
-    """A fault happens in the middle of some streams. Each of them gets all its tokens. Greedy streams get the same tokens as
-    without the fault."""
-    await eventually(lambda: workers(client), within_s=START_S, every_s=0.5)
-    quiet, progress = [0] * NUMBER_OF_STREAMS, [0] * NUMBER_OF_STREAMS
-    calm = await asyncio.gather(*(stream(client, number, tokens, quiet) for number in range(NUMBER_OF_STREAMS)))
-
-    async def strike() -> None:
-        await eventually(lambda: min(progress) >= 10, within_s=90)
-        await fault()
-        assert max(progress) < tokens, "the fault came too late"
-
-    *shaken, _ = await asyncio.gather(
-        *(stream(client, number, tokens, progress) for number in range(NUMBER_OF_STREAMS)), strike()
-    )
-    assert shaken[:-1] == calm[:-1]
-    assert [billed for _, billed in shaken] == [tokens] * NUMBER_OF_STREAMS
-
-
-def core_of(worker: int) -> list[int]:
-    """Process ids of vLLM's core below a worker."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            child = f"\nPPid:\t{worker}\n" in status.read_text()
-            name = (status.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if child and b"EngineCore" in name:
-            found.append(int(status.parent.name))
-    return found
 
 
 @asynccontextmanager

@@ -111,6 +111,24 @@ def test_a_request_goes_only_to_workers_with_the_capabilities_that_it_needs():
     assert who(state, ask(needs={"structured": "regex"})) == []
 
 
+def test_a_pooling_model_gets_the_requests_for_embeddings_and_no_others():
+    state = cluster(capabilities=("embeddings",))
+    assert who(state, ask()) == ["ok"]
+    assert who(state, ask(needs={"embeddings": "model"})) == ["odd"]
+    assert who(state, ask(needs={"structured": "regex"})) == []
+    state.drop_worker("ok")
+    assert (who(state, ask()), screen(state, ask(), NOW_S, STALE_S).rejected) == ([], {"capability": 1})
+    state.put_worker("odd", worker_limits(), PERF)  # restarted with another model
+    state.heard("odd", NOW_S, kv_blocks_free=512, draining=False)
+    assert who(state, ask()) == ["odd"]
+
+
+def test_an_input_of_an_embedding_may_fill_the_context():
+    state = cluster(capabilities=("embeddings",), max_model_len=100)
+    assert who(state, ask(needs={"embeddings": "model"}, tokens=100)) == ["odd"]
+    assert who(state, ask(needs={"embeddings": "model"}, tokens=101)) == []
+
+
 def test_screening_names_the_capabilities_that_no_live_worker_has():
     state = cluster(capabilities=("structured",), max_lora_rank=4)
     both = ask(needs={"structured": "regex", "prompt_logprobs": "echo"})
@@ -146,7 +164,7 @@ def test_whatever_the_limits_and_however_they_change_the_candidates_are_those_th
                 max_model_len=draw.choice([64, 1024]),
                 kv_blocks_total=draw.choice([4, 512]),
                 max_lora_rank=draw.choice([8, 64]),
-                capabilities=draw.choice([(), ("structured",), ("prompt_logprobs", "structured")]),
+                capabilities=draw.choice([(), ("structured",), ("prompt_logprobs", "structured"), ("embeddings",)]),
             )
             state.put_worker(worker_id, limits[worker_id], PERF)
             state.heard(worker_id, NOW_S, kv_blocks_free=4, draining=False)
@@ -154,9 +172,11 @@ def test_whatever_the_limits_and_however_they_change_the_candidates_are_those_th
             tokens=draw.choice([40, 63, 64, 1023]),
             rank=draw.choice([0, 8, 9, 64]),
             base_model=draw.choice(["demo", "x"]),
-            needs=draw.choice([{}, {}, {"structured": "regex"}, {"structured": "regex", "prompt_logprobs": "echo"}]),
+            needs=draw.choice(
+                [{}, {}, {"structured": "regex"}, {"structured": "regex", "prompt_logprobs": "echo"}, {"embeddings": "model"}]
+            ),
         )
-        needed = request.tokens + 1
+        needed = request.tokens + (not request.embeds)
         assert who(state, request) == sorted(
             worker_id
             for worker_id, its in limits.items()
@@ -164,4 +184,5 @@ def test_whatever_the_limits_and_however_they_change_the_candidates_are_those_th
             and needed <= min(its.max_model_len, its.kv_blocks_total * its.block_size)
             and request.rank <= its.max_lora_rank
             and request.needs.keys() <= set(its.capabilities)
+            and request.embeds == ("embeddings" in its.capabilities)
         )

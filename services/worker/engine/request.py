@@ -10,7 +10,7 @@ from motet.policies.eviction import EvictionName
 from motet.policies.request_queues import QueuesName
 from motet.policies.step_record import Step
 from motet.shared.messages import KvOffer, StreamItem
-from motet.shared.model import RequestBrief, SamplingParams, Slo, Tier
+from motet.shared.model import EmbeddingParams, RequestBrief, SamplingParams, Slo, Tier
 
 if TYPE_CHECKING:
     from motet.services.worker.engine.adapter_weights import HostAdapter
@@ -53,6 +53,7 @@ class EngineRequest:
     kv: KvOffer | None = None  # from where it has moved
     kv_wait_s: float = 0.0  # the longest time to wait for KV blocks from there; 0: they are computed
     losses: int = 0  # workers lost with it in a row, without a new token
+    embedding: EmbeddingParams | None = None  # the prompt's embedding is wanted, and no token
 
     def brief(self, adapter_digest: str, rank: int, output_tokens: int, *, running: bool) -> RequestBrief:
         """What a scheduler must know of it. `output_tokens`: so far; `running`: it is in a batch."""

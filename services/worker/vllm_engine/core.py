@@ -64,11 +64,24 @@ class Core:
     takes_seeds: bool
     """vLLM 0.32 on a CPU dies of a request with a seed whose prompt takes more than one step: `set_offset` of a generator."""
 
-    def check(self, sampling: Any) -> None:
+    @property
+    def pools(self) -> bool:
+        """Whether its model makes embeddings, and no text."""
+        return bool(self.config.model_config.runner_type == "pooling")
+
+    @property
+    def speculates(self) -> bool:
+        """Whether it drafts tokens: then vLLM 0.32 takes neither `logit_bias` nor `min_p`."""
+        return self.config.speculative_config is not None
+
+    def check(self, params: Any) -> None:
         """Complete vLLM's parameters of a request and check them, as its own front end would. Compiles a grammar, which takes
         a while. Raises VLLMClientError or ValueError for what it cannot run."""
         config = self.config
-        sampling.verify(config.model_config, config.speculative_config, config.structured_outputs_config, self.tokenizer)
+        if self.pools:
+            params.verify(config.model_config)
+        else:
+            params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, self.tokenizer)
 
 
 def padded_rank(rank: int) -> int:
@@ -91,7 +104,8 @@ def words(options: VllmOptions) -> list[str]:
     own += ["--max-lora-rank", str(padded_rank(options.max_lora_rank)), "--max-num-seqs", str(options.max_running)]
     own += ["--max-num-batched-tokens", str(max(options.max_step_tokens, options.max_running))]
     own += ["--enable-logging-iteration-details", "--worker-extension-cls", f"{EXECUTORS}.AdapterSlots"]
-    own += ["--enable-prefix-caching" if options.prefix_cache else "--no-enable-prefix-caching"]
+    if not options.prefix_cache:  # else where vLLM can: not with every pooling model
+        own += ["--no-enable-prefix-caching"]
     if options.max_model_len:
         own += ["--max-model-len", str(options.max_model_len)]
     if options.kv_bytes:
@@ -127,8 +141,6 @@ def start_core(options: VllmOptions) -> Core:
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, VLLMError, SystemExit) as error:
         raise ConfigError(f"--engine-args: {error}") from None
-    if config.model_config.runner_type != "generate":
-        raise ConfigError("--engine-args: --runner pooling: Motet serves models that generate text, no pooling models")
     from motet.services.worker.vllm_engine import executors
 
     executor = executors.BOUND.get(Executor.get_class(config), Executor.get_class(config))
@@ -148,27 +160,21 @@ def start_core(options: VllmOptions) -> Core:
 
 async def warm(core: Core) -> None:
     """Let a core compile what it compiles at first use, which takes it up to half a minute, before a request waits for that:
-    the kernel of log-probabilities, and a constraint. Raises what the client raises when the core has died."""
-    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    the kernel of log-probabilities, and a constraint. Raises ConfigError for a pooling model that makes no embeddings, or what
+    the client raises when the core has died."""
     from vllm.v1.engine import EngineCoreRequest
 
-    sampling = SamplingParams(
-        max_tokens=2,
-        temperature=0.0,
-        ignore_eos=True,
-        logprobs=1,
-        prompt_logprobs=1,
-        detokenize=False,
-        structured_outputs=StructuredOutputsParams(regex="[a-z]*") if core.tokenizer is not None else None,
-    )
-    core.check(sampling)
+    if core.pools and "embed" not in (tasks := await core.client.get_supported_tasks_async()):
+        raise ConfigError(f"--model: this pooling model is for {', '.join(tasks)}; Motet serves those that make embeddings")
+    params = _warm_pooling() if core.pools else _warm_sampling(core)
+    core.check(params)
     request = EngineCoreRequest(
         request_id="warm",
         external_req_id="warm",
         prompt_token_ids=[0, 0],
         mm_features=None,
-        sampling_params=sampling,
-        pooling_params=None,
+        sampling_params=None if core.pools else params,
+        pooling_params=params if core.pools else None,
         arrival_time=time.time(),
         lora_request=None,
         cache_salt=None,
@@ -177,6 +183,26 @@ async def warm(core: Core) -> None:
     await core.client.add_request_async(request)
     while not any(output.finish_reason is not None for output in (await core.client.get_output_async()).outputs):
         pass
+
+
+def _warm_sampling(core: Core) -> Any:
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+    return SamplingParams(
+        max_tokens=2,
+        temperature=0.0,
+        ignore_eos=True,
+        logprobs=1,
+        prompt_logprobs=1,
+        detokenize=False,
+        structured_outputs=StructuredOutputsParams(regex="[a-z]*") if core.tokenizer is not None else None,
+    )
+
+
+def _warm_pooling() -> Any:
+    from vllm.pooling_params import PoolingParams
+
+    return PoolingParams(task="embed")
 
 
 def _ends(model: Any) -> frozenset[int]:

@@ -42,7 +42,15 @@ from motet.services.worker.engine_protocol import Capabilities
 from motet.services.worker.engine_thread import StepReport
 from motet.services.worker.vllm_engine.core import Core, VllmOptions, start_core, warm
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter
-from motet.services.worker.vllm_engine.requests import VllmSequence, core_request, ending, pausable, refusal, token_logprobs
+from motet.services.worker.vllm_engine.requests import (
+    VllmSequence,
+    core_request,
+    ending,
+    float32_bytes,
+    pausable,
+    refusal,
+    token_logprobs,
+)
 from motet.shared.clock import now_s
 from motet.shared.errors import BadRequest, MotetError, WorkerLost
 from motet.shared.messages import StreamItem
@@ -58,6 +66,8 @@ VLLM = Capabilities(
     preempts="engine",
     serves=frozenset({"structured", "prompt_logprobs"}),
 )
+POOLING = replace(VLLM, logprobs=False, serves=frozenset({"embeddings"}))
+"""With a pooling model (`--runner pooling`)."""
 AHEAD = 2
 """Requests in vLLM's queue beyond the sequences that it runs: a seat that becomes free is taken in the next step."""
 RESTARTS = 3
@@ -102,6 +112,8 @@ class VllmEngine:
     @property
     def capabilities(self) -> Capabilities:
         """Those of vLLM under this worker, once it has started. Without a tokenizer it keeps to no constraint."""
+        if self.core.pools:
+            return POOLING
         if self.core.tokenizer is None:
             return replace(VLLM, serves=VLLM.serves - {"structured"})
         return VLLM
@@ -198,6 +210,7 @@ class VllmEngine:
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
         sampling, adapter = request.sampling, request.adapter
+        longest = self.core.max_model_len if request.embedding is None else len(request.prompt) + 1
         live = VllmSequence(
             order=0,
             priority=request.priority,
@@ -207,7 +220,7 @@ class VllmEngine:
             adapter_bytes=self.slot_bytes if adapter else 0,
             request=request,
             prompt_tokens=len(request.prompt),
-            max_length=min(self.core.max_model_len, len(request.prompt) + sampling.max_tokens),
+            max_length=min(longest, len(request.prompt) + sampling.max_tokens),
             rank=adapter.rank if adapter else 0,
             expected_length=len(request.prompt) + request.predicted_tokens,
             tenant=request.tenant,
@@ -301,7 +314,7 @@ class VllmEngine:
         try:
             request = core_request(live, core, self._number(live.adapter) if live.adapter else 0)
             if live.request.sampling.structured is None:
-                core.check(request.sampling_params)
+                core.check(request.params)
             else:
                 await asyncio.to_thread(core.check, request.sampling_params)
         except Exception as error:
@@ -374,6 +387,8 @@ class VllmEngine:
                     None,
                     *token_logprobs(output.new_prompt_logprobs_tensors, request.sampling.prompt_logprobs or 0),
                 ]
+        if output.pooling_output is not None:
+            item.embedding = float32_bytes(output.pooling_output)
         if output.new_logprobs is not None and request.sampling.logprobs is not None:
             item.logprobs = token_logprobs(output.new_logprobs, request.sampling.logprobs)
         match None if output.finish_reason is None else str(output.finish_reason):

@@ -49,14 +49,44 @@ def core_request(live: VllmSequence, core: Core, number: int) -> Any:
     """What vLLM's core is sent. `number`: vLLM's of the adapter. Raises BadRequest, or what vLLM raises for parameters that it
     does not take."""
     from vllm.lora.request import LoRARequest
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.v1.engine import EngineCoreRequest
+
+    request, pools = live.request, live.request.embedding is not None
+    lora = None
+    if request.adapter is not None:
+        adapter = cast(PeftAdapter, request.adapter)
+        lora = LoRARequest(adapter.digest, number, str(adapter.folder))
+    return EngineCoreRequest(
+        request_id=live.core_id,
+        external_req_id=live.core_id,
+        prompt_token_ids=list(live.tokens),
+        mm_features=None,
+        sampling_params=None if pools else sampling_params(live, core),
+        pooling_params=pooling_params(live) if pools else None,
+        arrival_time=live.entered_s,
+        lora_request=lora,
+        cache_salt=request.cache_scope.hex() + live.adapter if request.cache_scope or live.adapter else None,
+        data_parallel_rank=None,
+    )
+
+
+def pooling_params(live: VllmSequence) -> Any:
+    """vLLM's parameters of a request for an embedding."""
+    from vllm.pooling_params import PoolingParams
+
+    assert live.request.embedding is not None
+    return PoolingParams(task="embed", dimensions=live.request.embedding.dimensions)
+
+
+def sampling_params(live: VllmSequence, core: Core) -> Any:
+    """vLLM's parameters of a request for text. Raises as `core_request`."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     request, asked, output = live.request, live.request.sampling, live.output
     if asked.structured is not None and output:
         raise BadRequest("a constrained output cannot be resumed", param="structured_outputs")
     bias = dict(asked.logit_bias)
-    if output and (asked.presence_penalty or asked.frequency_penalty):
+    if output and (asked.presence_penalty or asked.frequency_penalty) and not core.speculates:
         # vLLM counts the output as prompt; a bias of a token stands for its penalties so far
         for token in set(output):
             penalty = asked.presence_penalty + asked.frequency_penalty * output.count(token)
@@ -87,22 +117,7 @@ def core_request(live: VllmSequence, core: Core, number: int) -> Any:
         sampling._all_stop_token_ids |= core.eos_token_ids
     if asked.bad_words:
         sampling._bad_words_token_ids = [list(word) for word in asked.bad_words]
-    lora = None
-    if request.adapter is not None:
-        adapter = cast(PeftAdapter, request.adapter)
-        lora = LoRARequest(adapter.digest, number, str(adapter.folder))
-    return EngineCoreRequest(
-        request_id=live.core_id,
-        external_req_id=live.core_id,
-        prompt_token_ids=list(live.tokens),
-        mm_features=None,
-        sampling_params=sampling,
-        pooling_params=None,
-        arrival_time=live.entered_s,
-        lora_request=lora,
-        cache_salt=request.cache_scope.hex() + live.adapter if request.cache_scope or live.adapter else None,
-        data_parallel_rank=None,
-    )
+    return sampling
 
 
 def ending(request: EngineRequest, core: Core) -> set[int]:
@@ -145,8 +160,19 @@ def refusal(error: Exception, request: EngineRequest) -> MotetError:
     if not isinstance(error, ValueError | VLLMClientError):
         log.error("a request was not understood", exc_info=error)
         return MotetError(f"the engine failed: {error!r}")
-    constrained = request.sampling.structured is not None
-    return BadRequest(str(error), param="structured_outputs" if constrained else getattr(error, "parameter", None))
+    param = getattr(error, "parameter", None)
+    if request.embedding is not None:
+        param = "dimensions"
+    elif request.sampling.structured is not None:
+        param = "structured_outputs"
+    elif "speculative" in str(error):
+        param = "min_p" if request.sampling.min_p else "logit_bias"
+    return BadRequest(str(error), param=param)
+
+
+def float32_bytes(embedding: Any) -> bytes:
+    """A tensor of numbers as little-endian float32."""
+    return bytes(embedding.float().flatten().numpy().astype("<f4").tobytes())
 
 
 def token_logprobs(told: Any, most: int) -> list[TokenLogprobs]:

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import openai.types.chat.completion_create_params as openai_chat
 import openai.types.completion_create_params as openai_completions
+import openai.types.embedding_create_params as openai_embeddings
 import pytest
 
-from motet.services.gateway import fields, protocol
+from motet.services.gateway import embeddings, fields, protocol
 from motet.shared.errors import BadRequest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,6 +22,7 @@ TEXT: dict[str, Any] = {"prompt": "x"}
 KINDS = {
     "chat": (protocol.parse_chat, CHAT, protocol.ChatRequest, fields.CHAT),
     "completions": (protocol.parse_completion, TEXT, protocol.CompletionRequest, fields.COMPLETION),
+    "embeddings": (embeddings.parse, {"input": "x"}, embeddings.EmbeddingRequest, fields.EMBEDDING),
 }
 
 
@@ -46,6 +48,7 @@ def test_the_list_of_openai_fields_is_that_of_its_client() -> None:
         assert set(module.CompletionCreateParamsStreaming.__annotations__) | {
             name for base in module.CompletionCreateParamsBase.__mro__ for name in getattr(base, "__annotations__", {})
         } == set(CLIENTS[kind]["OpenAI"])
+    assert set(openai_embeddings.EmbeddingCreateParams.__annotations__) == set(CLIENTS["embeddings"]["OpenAI"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,6 +69,8 @@ def test_a_field_that_nobody_knows_is_refused_by_name(kind: str) -> None:
         with pytest.raises(BadRequest, match="no such field") as refused:
             parse(kind, **more)
         assert refused.value.param == "temprature"
+    if kind == "embeddings":
+        return
     with pytest.raises(BadRequest) as refused:
         parse(kind, stream=True, stream_options={"x": 1})
     assert refused.value.param == "stream_options.x"

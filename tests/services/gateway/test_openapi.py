@@ -35,7 +35,15 @@ def schema_of(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 async def test_every_field_has_a_meaning_and_every_route_its_errors(described: dict[str, Any]) -> None:
     schemas = described["components"]["schemas"]
-    for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest", "AdapterRequest", "LoadRequest"):
+    for name in (
+        "ChatRequest",
+        "CompletionRequest",
+        "EmbeddingRequest",
+        "TokenizeRequest",
+        "DetokenizeRequest",
+        "AdapterRequest",
+        "LoadRequest",
+    ):
         assert schemas[name]["additionalProperties"] is False
         for field, schema in schemas[name]["properties"].items():
             assert schema.get("description"), f"{name}.{field}"

@@ -338,6 +338,19 @@ async def test_a_stop_string_ends_the_request_here_and_at_the_worker(mesh: Mesh)
     await cancelled(mesh.first, "r1")
 
 
+async def test_a_stop_string_among_the_first_tokens_does_not_count_however_many_come_at_once(mesh: Mesh) -> None:
+    spoken = 2 * TOKENS
+    for number, size in enumerate((1, 3, len(spoken))):
+        limits = {"min_tokens": len(TOKENS) + 1}
+        stream = await mesh.owner.open(job(f"r{number}", stop=("größ",), sampling=limits, max_tokens=len(spoken)))
+        request = await assigned(mesh.first, number + 1)
+        for index in range(0, len(spoken), size):
+            await mesh.first.emit(request, index, spoken[index : index + size])
+        deltas = await read(stream)
+        assert (deltas[-1].finish, deltas[-1].stop_reason) == ("stop", "größ")
+        assert text_of(deltas).startswith("hello world, größe") and text_of(deltas).endswith("hello world, ")
+
+
 async def test_the_token_that_ended_it_is_counted_and_not_shown(mesh: Mesh) -> None:
     stream = await mesh.owner.open(job(sampling={"stop_token_ids": (99,)}))
     await mesh.first.emit(await assigned(mesh.first), 0, [*TOKENS[:2], 99], "stop", stop_token=99)

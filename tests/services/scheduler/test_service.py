@@ -36,7 +36,7 @@ from motet.shared.messages import (
     SubmitReply,
     pack_tokens,
 )
-from motet.shared.model import Residency, SamplingParams, Slo
+from motet.shared.model import EmbeddingParams, Residency, SamplingParams, Slo
 from motet.shared.telemetry import REGISTRY
 from tests.support import eventually
 from tests.support_worker import FakeWorker, brief_of, generate_request, worker_limits
@@ -343,6 +343,19 @@ async def test_a_capability_that_no_worker_has_is_a_bad_request_that_names_the_f
     assert isinstance(answer, Overloaded) and "all 1 workers" in answer.message
 
 
+async def test_text_that_only_pooling_models_could_make_is_refused_as_are_embeddings_without_one(bus, schedule, hire):
+    await hire("w1")
+    service = await schedule()
+    answer = await submit(bus, generate_request(needs={"embeddings": "model"}, embedding=EmbeddingParams()))
+    assert type(answer) is BadRequest and answer.param == "model" and "no worker of demo serves embeddings" in answer.message
+    await hire("b-pooling", limits=worker_limits(base_model="pooled", capabilities=("embeddings",)))
+    await knows(service, "b-pooling")
+    answer = await submit(bus, generate_request(base_model="pooled"))
+    assert type(answer) is BadRequest and answer.param == "model" and "embeddings and no text" in answer.message
+    asked = generate_request(base_model="pooled", needs={"embeddings": "model"}, embedding=EmbeddingParams())
+    assert (await submit(bus, asked)).worker_id == "b-pooling"
+
+
 # ---- workers that come and go
 
 
@@ -481,7 +494,7 @@ async def test_without_a_predictor_the_schedulers_own_quantiles_decide(bus, sche
 
 
 async def test_a_slow_predictor_costs_its_deadline_and_no_more(bus, connect, schedule, hire):
-    await predictor(await connect("predictor-1"), 7, delay_s=0.05)
+    await predictor(await connect("predictor-1"), 7, delay_s=2.0)
     await hire("w1")
     await schedule()
     before = counted("prediction_misses", reason="late")
@@ -491,8 +504,8 @@ async def test_a_slow_predictor_costs_its_deadline_and_no_more(bus, connect, sch
         assert (await submit(bus, generate_request())).predicted_tokens == 64
         times.append(time.monotonic() - began)
     assert counted("prediction_misses", reason="late") == before + 20
-    # 5 ms of deadline and the ordinary round trips; the median, since other processes share the machine
-    assert sorted(times)[10] < 0.03
+    # 5 ms of deadline and the ordinary round trips; the median, and generous, since other processes share the machine
+    assert sorted(times)[10] < 1.0
 
 
 # ---- admission by objective

@@ -10,7 +10,7 @@ import pytest
 from motet.services.worker.admission import Acceptable, check
 from motet.shared.errors import BadRequest, ModelNotFound, MotetError, PromptTooLong
 from motet.shared.messages import GenerateRequest, pack_tokens
-from motet.shared.model import AdapterRef, SamplingParams, Slo
+from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams, Slo
 
 VOCAB, LONGEST, EOS = 100, 32, 2
 ACCEPTABLE = Acceptable(
@@ -40,6 +40,21 @@ def test_what_the_engine_cannot_do_is_refused_with_the_field_that_asks_for_it() 
         check(request, ACCEPTABLE)
     assert refused.value.param == "regex"
     assert check(request, replace(ACCEPTABLE, serves=frozenset({"structured"})))[0] == [1, 2, 3]
+
+
+def test_a_pooling_model_takes_embeddings_alone_and_others_take_none() -> None:
+    pooling = replace(ACCEPTABLE, serves=frozenset({"embeddings"}))
+    text, embedding = asked([5] * 4), asked([5] * LONGEST)
+    embedding.needs, embedding.embedding = {"embeddings": "model"}, EmbeddingParams()
+    assert len(check(embedding, pooling)[0]) == LONGEST
+    for request, acceptable in ((text, pooling), (embedding, ACCEPTABLE)):
+        with pytest.raises(BadRequest) as refused:
+            check(request, acceptable)
+        assert refused.value.param == "model"
+    embedding.prompt = pack_tokens([5] * (LONGEST + 1))
+    with pytest.raises(PromptTooLong) as too_long:
+        check(embedding, pooling)
+    assert too_long.value.param == "input"
 
 
 def test_what_fits_comes_back_as_token_ids() -> None:
