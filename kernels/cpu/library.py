@@ -18,10 +18,17 @@ import torch
 
 from motet.kernels.cpu.build import ISAS, BuildError, available_isas, build
 from motet.kernels.pool import MODULES, PAGE_RANKS, LoraPool, PackedLora
+from motet.kernels.whole_numbers import WholeNumbers
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INTEGERS = {"int8": 3, "int4": 4}
 """Weights of whole numbers: with one scale per output, or per output and 32 inputs."""
+
+I4_SHIFTED, I8_GROUPED = 5, 6
+"""4 and 8 bits with a scale and a zero point per output and 32 inputs, as some checkpoints have them."""
+
+PANEL = 16
+"""Outputs that are packed together."""
 
 MAX_FAN_IN = 1 << 16
 """Of a matrix of whole numbers: products of 8 bits are added in 32."""
@@ -166,6 +173,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "motet_release": (None, [c_void_p, c_int64]),
     "motet_packed_bytes": (c_int64, [c_int64, c_int64, c_int64]),
     "motet_pack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
+    "motet_pack_whole": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "motet_merge": (
         None,
         [c_void_p, POINTER(Pool), c_int64, c_int64, c_int64, POINTER(Matrix), c_void_p, c_int64, c_int64],
@@ -386,15 +394,58 @@ class Packer:
         self._engine, self._kind, self._arena = engine, INTEGERS[integers] if integers else None, Arena(engine.library)
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
-        n, k = weight.shape
-        library, kind = self._engine.library, TYPES[weight.dtype] if self._kind is None else self._kind
-        if k > MAX_FAN_IN and self._kind is not None:
+        return self.parts([weight], bias)
+
+    def parts(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Packed:
+        """A matrix from some that are one below the other."""
+        if any(len(part) % PANEL for part in parts[:-1]):
+            parts = [torch.cat(list(parts))]
+        n, k, of = sum(len(part) for part in parts), parts[0].shape[1], TYPES[parts[0].dtype]
+        kind = of if self._kind is None else self._kind
+        packed = self._room(n, k, kind, bias)
+        library, data, scale = self._engine.library, packed.matrix.data, packed.matrix.scale
+        for part in parts:
+            library.motet_pack(self._engine.handle, address(part), of, len(part), k, kind, data, scale)
+            data += library.motet_packed_bytes(len(part), k, kind)
+            scale = scale and scale + 4 * len(part)
+        return packed
+
+    def whole(self, weight: WholeNumbers, bias: torch.Tensor | None = None) -> Packed:
+        """A matrix that is whole numbers already: its values stay as they are, scales of groups become float16."""
+        n, k = weight.values.shape
+        values = weight.values.contiguous()
+        if weight.bits == 8 and weight.per_output and weight.zeros is None:
+            packed = self._room(n, k, INTEGERS["int8"], bias)
+            scales = weight.scales.float().contiguous()
+            ctypes.memmove(packed.matrix.scale, address(scales), n * 4)
+            groups, zeros = None, None
+        else:
+            groups, zeros = weight.per_group(weight.scales), weight.zeros
+            if weight.bits == 8 and zeros is None:
+                zeros = torch.full_like(weight.scales, weight.middle)
+            kind = I8_GROUPED if weight.bits == 8 else INTEGERS["int4"] if zeros is None else I4_SHIFTED
+            packed = self._room(n, k, kind, bias)
+            zeros = None if zeros is None else weight.per_group(zeros)
+        self._engine.library.motet_pack_whole(
+            self._engine.handle,
+            address(values),
+            None if groups is None else address(groups),
+            None if zeros is None else address(zeros),
+            n,
+            k,
+            packed.matrix.type,
+            packed.matrix.data,
+        )
+        return packed
+
+    def _room(self, n: int, k: int, kind: int, bias: torch.Tensor | None) -> Packed:
+        """A matrix without content."""
+        if kind == INTEGERS["int8"] and k > MAX_FAN_IN:
             raise ValueError(f"a matrix of {k} inputs: sums of whole numbers have room for {MAX_FAN_IN}")
-        data = self._arena.take(library.motet_packed_bytes(n, k, kind))
+        data = self._arena.take(self._engine.library.motet_packed_bytes(n, k, kind))
         scale = self._arena.take(n * 4) if kind == INTEGERS["int8"] else None
         floats = None if bias is None else bias.float().contiguous()
         matrix = Matrix(data, scale, None if floats is None else floats.data_ptr(), n, k, kind)
-        library.motet_pack(self._engine.handle, address(weight), TYPES[weight.dtype], n, k, kind, data, scale)
         return Packed(matrix, (self._arena, floats))
 
 

@@ -34,6 +34,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "rebalance": ("motet.cli.rebalance:rebalance", "Show which requests would move to other workers."),
     },
     "Planning": {
+        "quantize": ("motet.cli.quantize:quantize", "Write a model with weights of 8 or 4 bits."),
         "profile": ("motet.cli.profile:profile", "Measure a worker's step times on this machine."),
         "simulate": ("motet.cli.simulate:simulate", "Simulate a cluster under a workload (the digital twin)."),
     },

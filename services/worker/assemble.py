@@ -19,9 +19,10 @@ from motet.services.worker.engine.backend import Backend, BackendOptions
 from motet.services.worker.engine.backends import open_backend
 from motet.services.worker.engine.device_memory import kv_bytes_per_block
 from motet.services.worker.engine.engine import Engine
-from motet.services.worker.engine.loader import parameters, resolve_dtype
-from motet.services.worker.engine.model_config import ModelConfig, UnsupportedModel, read_model_config
+from motet.services.worker.engine.loader import parameters, quantization_of, resolve_dtype
+from motet.services.worker.engine.model_config import ModelConfig, read_model_config
 from motet.services.worker.engine.request import EngineLimits, EngineRequest
+from motet.services.worker.engine.unsupported import UnsupportedModel
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.model import SamplingParams, WorkerLimits
@@ -103,7 +104,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
     limits = WorkerLimits(
         base_model=config.base.name,
         device=device,
-        quantization=config.engine.quantization,
+        quantization=quantization_of(config.engine.quantization, model),
         max_model_len=max_model_len,
         max_running=config.batch.max_running,
         max_waiting=config.batch.max_waiting,
@@ -151,12 +152,16 @@ def _check_copies(config: WorkerConfig, runner: Backend, link_bytes_per_s: float
 
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
     block_bytes = kv_bytes_per_block(model, dtype=config.engine.dtype, block_size=config.kv.block_size)
-    itemsize = {"int8": 1.0, "int4": 9 / 16}.get(config.engine.quantization, resolve_dtype(config.engine.dtype, model).itemsize)
+    quantization = quantization_of(config.engine.quantization, model)
+    itemsize = {"int8": 1.0, "int4": 9 / 16}.get(quantization, resolve_dtype(config.engine.dtype, model).itemsize)
     if config.engine.load_format == "dummy":
         weights = int(parameters(model) * itemsize)
     else:
         weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
-        weights = int(weights * itemsize / resolve_dtype("auto", model).itemsize)
+        if model.quantization is None:
+            weights = int(weights * itemsize / resolve_dtype("auto", model).itemsize)
+        elif device != "cpu":  # as floats there
+            weights = parameters(model) * resolve_dtype(config.engine.dtype, model).itemsize
     on_cpu = device == "cpu"
     free = free_host_bytes() if on_cpu else int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     left = free - weights - config.adapters.lora_bytes

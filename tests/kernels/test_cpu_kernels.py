@@ -13,6 +13,7 @@ import torch
 
 from motet.kernels import GROUPS, AttentionBatch, KvCache, LoraPool, PackedLora, attend
 from motet.kernels.cpu import CpuEngine, Packer, available_isas
+from motet.kernels.whole_numbers import WholeNumbers, round_to
 from tests.support_integers import to_4_bits, to_8_bits
 
 ISAS = os.environ.get("MOTET_TEST_ISAS", "").split() or available_isas()  # `make sanitize` takes two of them
@@ -96,6 +97,59 @@ def test_a_product_with_integers_is_that_of_the_rounded_weights_and_rows(
         engine.gemm([Packer(engine, integers)(w, bias)], x, y, dtype, add=add)
         want = to_8_bits(as_activation(engine, x, dtype)) @ rounded(w).T + (0 if bias is None else bias.double()) + 3.0 * add
         close(y, want)
+
+
+@pytest.mark.parametrize("integers", [None, "int8", "int4"])
+@pytest.mark.parametrize("sizes", [(32, 16, 5), (7, 48, 1)])
+def test_a_matrix_of_parts_is_the_same_bits_as_one_of_their_rows(
+    engine: CpuEngine, integers: str | None, sizes: tuple[int, ...]
+) -> None:
+    draw = torch.Generator().manual_seed(7)
+    parts, x = [torch.randn(n, 70, generator=draw).bfloat16() for n in sizes], torch.randn(4, 70, generator=draw)
+    one, many = torch.empty(4, sum(sizes)), torch.empty(4, sum(sizes))
+    engine.gemm([Packer(engine, integers)(torch.cat(parts))], x, one, torch.bfloat16)
+    engine.gemm([Packer(engine, integers).parts(parts)], x, many, torch.bfloat16)
+    assert torch.equal(one, many)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_whole_numbers_of_a_checkpoint_are_multiplied_as_they_are(engine: CpuEngine, dtype: torch.dtype, bits: int) -> None:
+    draw = torch.Generator().manual_seed(5)
+    for n, k, rows, size in [
+        (16, 64, 1, 32),
+        (211, 90, 7, 64),
+        (33, 31, 3, 31),
+        (97, 224, 50, 128),
+        (130, 96, 17, 96),
+        (7, 320, 300, 32),
+    ]:
+        groups = -(-k // size)
+        values = torch.randint(0, 2**bits, (n, k), generator=draw, dtype=torch.uint8)
+        scales = torch.randn(n, groups, generator=draw).half()
+        x, bias = torch.randn(rows, k, generator=draw) * 10, torch.randn(n, generator=draw)
+        anywhere = torch.randint(0, 2**bits + 1, (n, groups), generator=draw).float()
+        for zeros in (None, anywhere):
+            whole = WholeNumbers(bits, values, scales, zeros, size)
+            y = torch.full((rows, n), float("nan"))
+            engine.gemm([Packer(engine).whole(whole, bias)], x, y, dtype)
+            group = torch.arange(k) // size
+            middle = 2.0 ** (bits - 1) if zeros is None else zeros.double()[:, group]
+            want = to_8_bits(as_activation(engine, x, dtype)) @ ((values.double() - middle) * scales.double()[:, group]).T
+            close(y, want + bias.double())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_matrix_that_was_rounded_before_is_the_same_bits_as_one_rounded_at_the_start(engine: CpuEngine, bits: int) -> None:
+    draw = torch.Generator().manual_seed(6)
+    w, x = (
+        torch.randn(70, 192, generator=draw).bfloat16(),
+        torch.randn(9, 192, generator=draw),
+    )  # bfloat16: largest values are not alone
+    now, before = torch.empty(9, 70), torch.empty(9, 70)
+    engine.gemm([Packer(engine, f"int{bits}")(w)], x, now, torch.bfloat16)
+    engine.gemm([Packer(engine).whole(round_to(w, bits))], x, before, torch.bfloat16)
+    assert torch.equal(now, before)
 
 
 @pytest.mark.parametrize(("integers", "error"), [("int8", 0.012), ("int4", 0.09)])

@@ -6,7 +6,7 @@
 //   F16   [k][16]            two
 //   BF16  [k / 2][16][2]     two: what vdpbf16ps reads, and 16 lines are an AMX tile
 //   I8    [k / 4][16][4]     four, k padded to 64: gemm_integers.h
-//   I4    groups of 32 k     14, k padded to 64: gemm_integers.h
+//   I4, I4_SHIFTED, I8_GROUPED    groups of 32 k, k padded to 64: gemm_integers.h
 //
 // Every sum runs over k in order in one accumulator, so a row's result does not depend on the other rows. A piece of work
 // is a group of panels for a block of rows; while it computes it prefetches the group that comes next. A gated product
@@ -75,13 +75,14 @@ struct Gemm {
   char* rounded = nullptr;         // what integers are multiplied with: room for x as whole numbers, see gemm_integers.h
 };
 
-constexpr int64_t I4_BYTES = 9 * 64;  // of a panel's 64 k: a line of scales and eight of values
+// Bytes of 64 k of a panel in groups: a line of scales, perhaps one of zero points, and values.
+INLINE constexpr int64_t grouped_bytes(int64_t type) { return (type == I8_GROUPED ? 18 : type == I4_SHIFTED ? 10 : 9) * 64; }
 
 INLINE bool is_integer(int64_t type) { return type >= I8; }
 
 INLINE int64_t panel_bytes(int64_t type, int64_t k) {
   static const int bytes[] = {4, 2, 2};
-  if (type == I4) return round_up(k, 64) / 64 * I4_BYTES;
+  if (type > I8) return round_up(k, 64) / 64 * grouped_bytes(type);
   return type == I8 ? round_up(k, 64) * PANEL : round_up(k, 32) * PANEL * bytes[type];
 }
 INLINE int64_t panel_bytes(const Matrix& w) { return panel_bytes(w.type, w.k); }

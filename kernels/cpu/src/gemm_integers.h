@@ -4,18 +4,20 @@
 //   x[r, k] = scale[r] * q[r, k]            q in -127..127, scale = max |x[r]| / 127
 //   I8   w[n, k] = scale[n] * (b - 128)     b unsigned; y = scale[n] * scale[r] * (sum b q - 128 sum q)
 //   I4   w[n, k] = scale[n, k / 32] * (b - 8), b in 0..15: the same for each group of 32 k, whose sums are added as floats
+//   I4_SHIFTED, I8_GROUPED: w[n, k] = scale[n, k / 32] * (b - zero[n, k / 32]), b of 4 or 8 bits
 //
 // Sums of whole numbers are exact, and floats are added in order of k, so a row's result depends neither on the other rows nor on
 // the instruction.
 //
 // A panel of I8 is [k / 4][16 outputs][4]. A panel of I4 is, for each 64 k, a line of scales [2 groups][16] in float16, then four
-// lines for each group; the low halves of a line's bytes are 4 k as in I8, the high halves the next 4.
+// lines for each group; the low halves of a line's bytes are 4 k as in I8, the high halves the next 4. I4_SHIFTED and I8_GROUPED
+// have a line of zero points after the scales, float16 as well; a group of I8_GROUPED has eight lines, each 4 k.
 #pragma once
 #include "gemm.h"
 
 namespace motet {
 
-constexpr int I4_GROUP = 32;
+constexpr int I_GROUP = 32;
 constexpr int I8_ZERO = 128, I4_ZERO = 8;  // what is added to weights to make them unsigned
 
 // Where a row of x lies as whole numbers: [k padded to 64] int8, then its scale, sum, and the sums of its groups.
@@ -27,7 +29,7 @@ struct RoundedRow {
 // Bytes from row to row: an odd number of cache lines.
 INLINE int64_t rounded_stride(int64_t k) {
   const int64_t padded = round_up(k, 64);
-  return round_up(padded + 8 + padded / I4_GROUP * 4, 128) + 64;
+  return round_up(padded + 8 + padded / I_GROUP * 4, 128) + 64;
 }
 INLINE RoundedRow rounded_row(char* rows, int64_t row, int64_t k) {
   char* at = rows + row * rounded_stride(k);
@@ -66,9 +68,9 @@ static void round_row(const A* x, int64_t k, const RoundedRow& to) {
     memcpy(to.values + i, &whole, live);
   }
   int32_t all = 0;
-  for (int64_t group = 0; group < padded / I4_GROUP; ++group) {
+  for (int64_t group = 0; group < padded / I_GROUP; ++group) {
     int32_t sum = 0;
-    for (int i = 0; i < I4_GROUP; ++i) sum += to.values[group * I4_GROUP + i];
+    for (int i = 0; i < I_GROUP; ++i) sum += to.values[group * I_GROUP + i];
     to.groups[group] = sum;
     all += sum;
   }
@@ -141,10 +143,12 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
     for (int p = 0; p < N; ++p) store(out + r * P * PANEL + p * W, as_float(acc[r][p]) * *rounded_row((char*)rows, r, k).scale);
 }
 
-template <int R, int P>
-static __attribute__((noinline)) void int4_sums(const uint8_t* w, int64_t panel_stride, const char* rows, int64_t k, float* out,
-                                                Ahead& all_ahead, int per_line) {
+template <int TYPE, int R, int P>
+static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t panel_stride, const char* rows, int64_t k, float* out,
+                                                   Ahead& all_ahead, int per_line) {
   constexpr int VP = PANEL / W, N = P * VP;
+  constexpr bool FOUR_BITS = TYPE != I8_GROUPED, SHIFTED = TYPE != I4;
+  constexpr int LINES = FOUR_BITS ? 4 : 8, VALUES_AT = SHIFTED ? 128 : 64;  // lines of a group; where the first begins
   vf sums[R][N];
   RoundedRow row[R];
 #pragma GCC unroll 16
@@ -157,36 +161,47 @@ static __attribute__((noinline)) void int4_sums(const uint8_t* w, int64_t panel_
   const auto fetch = [&](int lines) __attribute__((always_inline)) {
     for (int j = 0; j < lines && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
   };
-  for (int64_t group = 0, groups = round_up(k, 64) / I4_GROUP; group < groups; ++group) {
-    if (group % 2 == 0) fetch(per_line);
-    const uint8_t* values_at = w + group / 2 * I4_BYTES + 64 + group % 2 * 256;
+  for (int64_t group = 0, groups = round_up(k, 64) / I_GROUP; group < groups; ++group) {
+    const uint8_t* scales_at = w + group / 2 * grouped_bytes(TYPE) + group % 2 * 32;
+    const uint8_t* values_at = w + group / 2 * grouped_bytes(TYPE) + VALUES_AT + group % 2 * LINES * 64;
+    if (SHIFTED || group % 2 == 0) fetch(per_line);
     vi acc[R][N];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-      for (int p = 0; p < N; ++p) acc[r][p] = vi{} - I4_ZERO * row[r].groups[group];
-#pragma GCC unroll 4
-    for (int line = 0; line < 4; ++line) {
+      for (int p = 0; p < N; ++p) acc[r][p] = SHIFTED ? vi{} : vi{} - I4_ZERO * row[r].groups[group];
+#pragma GCC unroll 8
+    for (int line = 0; line < LINES; ++line) {
       fetch(per_line);
       vu low[N], high[N];
 #pragma GCC unroll 16
       for (int p = 0; p < N; ++p) {
         const vu both = line_bytes(values_at + (p / VP) * panel_stride + line * 64, p % VP * W);
-        low[p] = both & 0x0f0f0f0fu, high[p] = (both >> 4) & 0x0f0f0f0fu;
+        low[p] = FOUR_BITS ? both & 0x0f0f0f0fu : both;
+        if (FOUR_BITS) high[p] = (both >> 4) & 0x0f0f0f0fu;
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const int8_t* x = row[r].values + group * I4_GROUP + line * 8;
-        const vi first = four_values(x), second = four_values(x + 4);
+        const int8_t* x = row[r].values + group * I_GROUP + line * (FOUR_BITS ? 8 : 4);
+        const vi first = four_values(x);
 #pragma GCC unroll 16
-        for (int p = 0; p < N; ++p) acc[r][p] = dot4(dot4(acc[r][p], low[p], first), high[p], second);
+        for (int p = 0; p < N; ++p) acc[r][p] = dot4(acc[r][p], low[p], first);
+        if (!FOUR_BITS) continue;
+        const vi second = four_values(x + 4);
+#pragma GCC unroll 16
+        for (int p = 0; p < N; ++p) acc[r][p] = dot4(acc[r][p], high[p], second);
       }
     }
 #pragma GCC unroll 16
     for (int p = 0; p < N; ++p) {
-      const vf scale = load((const f16*)(w + (p / VP) * panel_stride + group / 2 * I4_BYTES + group % 2 * 32) + p % VP * W);
+      const uint8_t* at = scales_at + (p / VP) * panel_stride;
+      const vf scale = load((const f16*)at + p % VP * W);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) sums[r][p] += scale * as_float(acc[r][p]);
+      for (int r = 0; r < R; ++r) {
+        vf whole = as_float(acc[r][p]);  // below 2^24 with and without the zero point: exact
+        if (SHIFTED) whole -= load((const f16*)(at + 64) + p % VP * W) * broadcast((float)row[r].groups[group]);
+        sums[r][p] += scale * whole;
+      }
     }
   }
   all_ahead = ahead;
@@ -198,43 +213,43 @@ static __attribute__((noinline)) void int4_sums(const uint8_t* w, int64_t panel_
 
 // Panels that are multiplied together and the most rows with them, so that sums and weights fit the registers.
 #if MOTET_LEVEL >= 2
-constexpr int I8_PANELS = 3, I8_ROWS = 8, I4_PANELS = 2, I4_ROWS = 6;
+constexpr int I8_PANELS = 3, I8_ROWS = 8, I_PANELS = 2, I_ROWS = 6;
 #else
-constexpr int I8_PANELS = 1, I8_ROWS = MOTET_LEVEL == 1 ? 4 : 2, I4_PANELS = 1, I4_ROWS = MOTET_LEVEL == 1 ? 2 : 1;
+constexpr int I8_PANELS = 1, I8_ROWS = MOTET_LEVEL == 1 ? 4 : 2, I_PANELS = 1, I_ROWS = MOTET_LEVEL == 1 ? 2 : 1;
 #endif
 
-template <bool FOUR_BITS, class A, int R, int P>
+template <int TYPE, class A, int R, int P>
 INLINE void integer_block(const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row, int64_t panel, Ahead& ahead, int per_line) {
   alignas(64) float sums[R * P * PANEL];
   const char* rows = g.rounded + row * rounded_stride(g.w->k);
-  if constexpr (FOUR_BITS)
-    int4_sums<R, P>(w, stride, rows, g.w->k, sums, ahead, per_line);
-  else
+  if constexpr (TYPE == I8)
     int8_sums<R, P>(w, stride, rows, g.w->k, sums, ahead, per_line);
+  else
+    grouped_sums<TYPE, R, P>(w, stride, rows, g.w->k, sums, ahead, per_line);
   finish(g, row, R, panel, P, Sums{sums, P * PANEL, PANEL});
 }
 
 // At most R rows and P panels.
-template <bool FOUR_BITS, class A, int R, int P>
+template <int TYPE, class A, int R, int P>
 INLINE void integer_rows(int rows, int panels, const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row, int64_t panel,
                          Ahead& ahead, int per_line) {
   if constexpr (P > 1)
-    if (panels < P) return integer_rows<FOUR_BITS, A, R, P - 1>(rows, panels, g, w, stride, row, panel, ahead, per_line);
+    if (panels < P) return integer_rows<TYPE, A, R, P - 1>(rows, panels, g, w, stride, row, panel, ahead, per_line);
   if constexpr (R > 1)
-    if (rows < R) return integer_rows<FOUR_BITS, A, R - 1, P>(rows, panels, g, w, stride, row, panel, ahead, per_line);
-  integer_block<FOUR_BITS, A, R, P>(g, w, stride, row, panel, ahead, per_line);
+    if (rows < R) return integer_rows<TYPE, A, R - 1, P>(rows, panels, g, w, stride, row, panel, ahead, per_line);
+  integer_block<TYPE, A, R, P>(g, w, stride, row, panel, ahead, per_line);
 }
 
 // The fewest possible blocks of rows of nearly equal size, because each block reads the weights once.
-template <bool FOUR_BITS, class A>
+template <int TYPE, class A>
 static void integer_panels(const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel, int panels,
                            Ahead ahead) {
-  constexpr int ROWS = FOUR_BITS ? I4_ROWS : I8_ROWS, PANELS = FOUR_BITS ? I4_PANELS : I8_PANELS;
+  constexpr int ROWS = TYPE == I8 ? I8_ROWS : I_ROWS, PANELS = TYPE == I8 ? I8_PANELS : I_PANELS;
   int64_t blocks = (row1 - row0 + ROWS - 1) / ROWS;
   const int per_line = (int)((panels + blocks - 1) / blocks);  // lines ahead for every line of weights read
   for (int64_t row = row0; row < row1; --blocks) {
     const int rows = (int)((row1 - row + blocks - 1) / blocks);
-    integer_rows<FOUR_BITS, A, ROWS, PANELS>(rows, panels, g, w, stride, row, panel, ahead, per_line);
+    integer_rows<TYPE, A, ROWS, PANELS>(rows, panels, g, w, stride, row, panel, ahead, per_line);
     row += rows;
   }
 }

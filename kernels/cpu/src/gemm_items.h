@@ -24,7 +24,7 @@ struct GemmItems {
     const int64_t type = g.w->type, row_bytes = is_integer(type) ? rounded_stride(g.w->k) : g.ldx * (int64_t)sizeof(A);
     tiles = on_tiles<A>(type);
     panels = (g.w->n + PANEL - 1) / PANEL;
-    per_group = tiles ? 2 : type == I8 ? I8_PANELS : type == I4 ? I4_PANELS : GROUP;
+    per_group = tiles ? 2 : type == I8 ? I8_PANELS : is_integer(type) ? I_PANELS : GROUP;
     groups = (panels + per_group - 1) / per_group;
     groups_each = g.gated ? 2 : 1;
     items_each = (groups + groups_each - 1) / groups_each;
@@ -55,11 +55,13 @@ static void gemm_group(const Gemm<A>& g, const GemmItems<A>& items, int64_t row0
     ahead.end = ahead.at + (items.tiles ? 1 : count) * bytes;
     ahead.gap = items.tiles && count == 2 ? apart : 0;
   }
-  if (w.type == I4) return integer_panels<true>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
+  if (w.type == I4) return integer_panels<I4>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
+  if (w.type == I4_SHIFTED) return integer_panels<I4_SHIFTED>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
+  if (w.type == I8_GROUPED) return integer_panels<I8_GROUPED>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
 #if MOTET_LEVEL >= 4
   if (w.type == I8) return int8_panels_by_tiles(g, data, apart, row0, row1, panel, panels, ahead);
 #else
-  if (w.type == I8) return integer_panels<false>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
+  if (w.type == I8) return integer_panels<I8>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
 #endif
   if constexpr (sizeof(A) == 2) {
 #if MOTET_LEVEL >= 4

@@ -15,71 +15,11 @@
 #include "forward.h"
 #include "loader.h"
 #include "merge.h"
+#include "packing.h"
 #include "probes.h"
 #include "team.h"
 
-namespace {
-
 using namespace motet;
-
-// One 2- or 4-byte unit of 16 rows per line; a unit is two bf16 neighbours, one float or one f16.
-template <class U>
-void pack_panel(const U* from, int64_t rows, int64_t k, int64_t stride, int64_t padded, U* to) {
-  for (int64_t i = 0; i < k; ++i)
-    for (int64_t r = 0; r < 16; ++r) to[i * 16 + r] = r < rows ? from[r * stride + i] : U{};
-  memset(to + k * 16, 0, (padded - k) * 16 * sizeof(U));
-}
-
-float value_of(const void* from, int64_t type, int64_t at) {
-  if (type == F32) return ((const float*)from)[at];
-  const uint16_t bits = ((const uint16_t*)from)[at];
-  float value;
-  if (type == BF16) {
-    const uint32_t wide = (uint32_t)bits << 16;
-    memcpy(&value, &wide, 4);
-    return value;
-  }
-  _Float16 half;
-  memcpy(&half, &bits, 2);
-  return (float)half;
-}
-
-// Panels of integers, see gemm_integers.h.
-void pack_int8(const void* from, int64_t type, int64_t rows, int64_t k, uint8_t* to, float* scale) {
-  memset(to, I8_ZERO, panel_bytes(I8, k));
-  for (int64_t r = 0; r < rows; ++r) {
-    float largest = 0;
-    for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::fabs(value_of(from, type, r * k + i)));
-    scale[r] = largest / 127.0f;
-    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-    for (int64_t i = 0; i < k; ++i)
-      to[i / 4 * 64 + r * 4 + i % 4] = (uint8_t)(std::lrintf(value_of(from, type, r * k + i) * inverse) + I8_ZERO);
-  }
-}
-
-// The largest value of a group becomes -8, so that all sixteen numbers are used.
-void pack_int4(const void* from, int64_t type, int64_t rows, int64_t k, uint8_t* to) {
-  memset(to, 0, panel_bytes(I4, k));
-  for (int64_t r = 0; r < 16; ++r)
-    for (int64_t group = 0; group < round_up(k, 64) / I4_GROUP; ++group) {
-      uint8_t* block = to + group / 2 * I4_BYTES;
-      float values[I4_GROUP] = {}, furthest = 0;
-      for (int i = 0; i < I4_GROUP; ++i) {
-        const int64_t at = group * I4_GROUP + i;
-        if (r < rows && at < k) values[i] = value_of(from, type, r * k + at);
-        if (std::fabs(values[i]) > std::fabs(furthest)) furthest = values[i];
-      }
-      const _Float16 scale = (_Float16)(furthest / -8.0f);
-      const float inverse = (float)scale != 0.0f ? 1.0f / (float)scale : 0.0f;
-      memcpy(block + group % 2 * 32 + r * 2, &scale, 2);
-      for (int i = 0; i < I4_GROUP; ++i) {
-        const int whole = (int)std::lrintf(std::min(std::max(values[i] * inverse, -8.0f), 7.0f)) + I4_ZERO;
-        block[64 + group % 2 * 256 + i / 8 * 64 + r * 4 + i % 4] |= (uint8_t)(whole << (i / 4 % 2 * 4));
-      }
-    }
-}
-
-}  // namespace
 
 // The caller's handle: a team of threads and the memory that its steps use.
 struct Engine {
@@ -149,9 +89,9 @@ void motet_pack(Engine* engine, const void* from, int64_t from_type, int64_t n, 
       char* out = (char*)to + p * panel;
       const char* values = (const char*)from + at * (from_type == F32 ? 4 : 2);
       if (type == I8)
-        pack_int8(values, from_type, rows, k, (uint8_t*)out, scale + p * 16);
+        BY_TYPE(from_type, pack_int8((const T*)values, rows, k, (uint8_t*)out, scale + p * 16))
       else if (type == I4)
-        pack_int4(values, from_type, rows, k, (uint8_t*)out);
+        BY_TYPE(from_type, pack_int4((const T*)values, rows, k, (uint8_t*)out))
       else if (type == F32)
         pack_panel((const uint32_t*)from + at, rows, k, k, padded, (uint32_t*)out);
       else if (type == F16)
@@ -163,6 +103,20 @@ void motet_pack(Engine* engine, const void* from, int64_t from_type, int64_t n, 
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t i = 0; i < k; ++i) ((uint16_t*)out)[i / 2 * 32 + r * 2 + i % 2] = ((const uint16_t*)from)[at + r * k + i];
       }
+    });
+  });
+}
+
+// `from` [n, k], whole numbers in bytes, into `to` of `type`; `scales` and `zeros` are float16 [n, k / 32 rounded up], which I8 has none
+// of, and I4 no zeros.
+void motet_pack_whole(Engine* engine, const uint8_t* from, const uint16_t* scales, const uint16_t* zeros, int64_t n, int64_t k,
+                      int64_t type, void* to) {
+  const int64_t panel = motet_packed_bytes(16, k, type), groups = (k + I_GROUP - 1) / I_GROUP;
+  engine->team.run([=](int) {
+    engine->team.each((n + 15) / 16, [=](int64_t p, int64_t) {
+      const int64_t at = p * 16 * groups;
+      pack_whole(from + p * 16 * k, scales ? scales + at : nullptr, zeros ? zeros + at : nullptr, type,
+                 std::min<int64_t>(16, n - p * 16), k, (uint8_t*)to + p * panel);
     });
   });
 }

@@ -8,10 +8,10 @@ namespace motet {
 class Channel;
 }
 
-enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, I4 = 4 };
+enum Type : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, I4 = 4, I4_SHIFTED = 5, I8_GROUPED = 6 };
 
-// A packed [n, k] matrix: panels of 16 outputs, see gemm.h. `scale` [n] belongs to I8 (I4 has its scales among the values), `bias` [n]
-// may be null.
+// A packed [n, k] matrix: panels of 16 outputs, see gemm.h. `scale` [n] belongs to I8 (the other integers have scales among the
+// values), `bias` [n] may be null.
 struct Matrix {
   const void* data;
   const float* scale;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from motet.kernels import KvCache, LoraPool
 from motet.kernels.device import numbered
 from motet.services.worker.engine.backend import BackendOptions
-from motet.services.worker.engine.loader import M, ModelWeights, load_weights, random_weights, resolve_dtype
+from motet.services.worker.engine.loader import M, Makers, ModelWeights, load_weights, random_weights, resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, read_model_config
 
 
@@ -66,16 +66,11 @@ def reserve(options: BackendOptions, *, spare_blocks: int = 0) -> DeviceMemory:
     return DeviceMemory(config, dtype, device, cache, pool, elastic=both > 0)
 
 
-def weights_of(
-    options: BackendOptions,
-    memory: DeviceMemory,
-    linear: Callable[[torch.Tensor, torch.Tensor | None], M],
-    head: Callable[[torch.Tensor, torch.Tensor | None], M] | None = None,
-) -> ModelWeights[M]:
+def weights_of(options: BackendOptions, memory: DeviceMemory, makers: Makers[M]) -> ModelWeights[M]:
     """The checkpoint's weights, or random ones, in the memory's type on its device. Raises UnsupportedModel."""
     if options.load_format == "dummy":
-        return random_weights(memory.config, memory.dtype, memory.device, linear, head)
-    return load_weights(options.model_dir, memory.config, memory.dtype, memory.device, linear, head)
+        return random_weights(memory.config, memory.dtype, memory.device, makers)
+    return load_weights(options.model_dir, memory.config, memory.dtype, memory.device, makers)
 
 
 def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int) -> int:

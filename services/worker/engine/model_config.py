@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from motet.shared.config import ConfigError
+from motet.services.worker.engine.quantization_config import Quantization, parse_quantization
+from motet.services.worker.engine.unsupported import UnsupportedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
 RopeType = Literal["default", "linear", "llama3", "yarn"]
-
-
-class UnsupportedModel(ConfigError):
-    """A checkpoint the native engine does not run; the message names the key or file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +65,7 @@ class ModelConfig:
     tied_embeddings: bool
     dtype: str  # what the checkpoint says it is stored in
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = None  # None: floats
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
         """{module: (in, out)} of the seven linear layers an adapter may target, in `shared.model.MODULES` order."""
@@ -96,8 +94,6 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """`config.json` and `generation_config.json`, already decoded. Raises UnsupportedModel."""
     family = _family(config)
-    if config.get("quantization_config"):
-        raise UnsupportedModel("quantization_config: quantized checkpoints are not supported; give the bf16, fp16 or fp32 one")
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act is {activation!r}: only 'silu' is supported")
@@ -136,6 +132,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] 
         tied_embeddings=_flag(config, "tie_word_embeddings", False),
         dtype=_dtype(config),
         eos_token_ids=_eos(config, generation or {}),
+        quantization=parse_quantization(config),
     )
 
 

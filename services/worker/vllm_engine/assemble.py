@@ -11,7 +11,8 @@ from typing import Any
 
 from motet.policies.pins import PIN_SHARE
 from motet.services.worker.config import GIB, MIB, WorkerConfig, free_host_bytes
-from motet.services.worker.engine.model_config import UnsupportedModel, read_model_config
+from motet.services.worker.engine.model_config import read_model_config
+from motet.services.worker.engine.unsupported import UnsupportedModel
 from motet.services.worker.engine_thread import StepReport
 from motet.services.worker.vllm_engine.core import VllmOptions, padded_rank
 from motet.services.worker.vllm_engine.engine import VllmEngine

@@ -12,8 +12,10 @@ from motet.services.worker.assist import CpuAssist
 from motet.services.worker.engine.backend import BackendMissing, BackendOptions
 from motet.services.worker.engine.cores import on_cores, step_cores
 from motet.services.worker.engine.device_memory import DeviceMemory, reserve, weights_of
+from motet.services.worker.engine.loader import Makers, quantization_of
 from motet.services.worker.engine.merging import NO_ROOM
 from motet.services.worker.engine.model import RotaryEmbedding
+from motet.services.worker.engine.model_config import read_model_config
 from motet.services.worker.engine.runner import ModelRunner
 from motet.services.worker.engine.step_batch import StepBatch
 from motet.shared.clock import now_s
@@ -48,9 +50,10 @@ def compiled(options: BackendOptions) -> ModelRunner:
     """Raises BackendMissing before anything is loaded, ConfigError, UnsupportedModel."""
     if torch.device(options.device).type != "cpu":
         raise BackendMissing(f"the model is on {options.device}")
-    if options.merge and options.quantization != "none":
+    quantization = quantization_of(options.quantization, read_model_config(options.model_dir))
+    if options.merge and quantization != "none":
         raise ConfigError(
-            f"--merge on: with --quantization {options.quantization} every merged weight would be rounded to a coarse grid"
+            f"--merge on: with --quantization {quantization} every merged weight would be rounded to a coarse grid"
             " again; choose one of the two"
         )
     if options.merge and not options.elastic:
@@ -83,9 +86,11 @@ def compiled(options: BackendOptions) -> ModelRunner:
 
 def _forward(engine: CpuEngine, options: BackendOptions, memory: DeviceMemory) -> CpuForward:
     config = memory.config
-    pack = Packer(engine, None if options.quantization == "none" else options.quantization)
-    head = Packer(engine, "int8") if options.quantization == "int4" else pack  # small, and what says the token
-    weights = weights_of(options, memory, pack, head)
+    quantization = quantization_of(options.quantization, config)
+    stored = config.quantization is not None and options.load_format != "dummy"
+    pack = Packer(engine, None if quantization == "none" or stored else quantization)
+    head = pack if quantization == "none" else Packer(engine, "int8")  # in int4 too: small, and what says the token
+    weights = weights_of(options, memory, Makers(pack.parts, head.parts, pack.whole))
     half = config.head_dim // 2
     rope = RotaryEmbedding(config.rope, config.head_dim, torch.float32, memory.device)
 

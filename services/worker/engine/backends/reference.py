@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from motet.kernels import prepare_lora
@@ -13,6 +15,7 @@ from motet.services.worker.engine.cores import step_cores
 from motet.services.worker.engine.decode_graphs import DecodeGraphs
 from motet.services.worker.engine.device_memory import DeviceMemory, reserve, weights_of
 from motet.services.worker.engine.linear import Linear
+from motet.services.worker.engine.loader import Makers
 from motet.services.worker.engine.merged_model import MergedModel
 from motet.services.worker.engine.merging import NO_ROOM
 from motet.services.worker.engine.model import Model
@@ -56,7 +59,7 @@ def torch_runner(
         if options.assist_cores and library is not None:
             assist = CpuAssist(library, memory.pool, cores=options.assist_cores, max_rows=options.assist_rows)
         beside = DeviceAssist(memory.pool, streams, library)
-    model = Model(memory.config, weights_of(options, memory, Linear))
+    model = Model(memory.config, weights_of(options, memory, Makers(_linear)))
     prepare_lora(memory.pool)
     merged = None
     if options.merge:
@@ -82,6 +85,10 @@ def torch_runner(
         cores=step_cores(options.assist_cores) if assist is not None else None,
         merged=merged,
     )
+
+
+def _linear(parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Linear:
+    return Linear(parts[0] if len(parts) == 1 else torch.cat(list(parts)), bias)
 
 
 def _hardware(device: torch.device) -> str:
