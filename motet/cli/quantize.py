@@ -17,7 +17,7 @@ from motet.shared.hub import resolve_model
 def quantize(model: str, out: Path, bits: str) -> None:
     """Write MODEL, a directory or Hugging Face id, to the new directory OUT with weights of 8 or 4 bits.
 
-    The layout is that of compressed-tensors, which vLLM reads too. `motet worker --model OUT` needs no --quantization.
+    The layout is that of compressed-tensors. `motet worker --model OUT` needs no --quantization.
     Embeddings, norms and the matrix to the vocabulary keep their type.
     """
     from motet.services.worker.engine.quantize import quantize as write  # torch takes seconds to import
