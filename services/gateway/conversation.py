@@ -99,7 +99,7 @@ def text_of(message: dict[str, Any]) -> str:
 
 def images(messages: list[dict[str, Any]]) -> list[Image]:
     """The images of the messages. Raises BadRequest naming the part: for one that is no image, for one too many."""
-    found = []
+    found: list[Image] = []
     for i, message in enumerate(messages):
         content = message.get("content")
         for j, part in enumerate(content if isinstance(content, list) else ()):

@@ -35,24 +35,24 @@ PROMPT = "user: what is <image> and?\nassistant: "
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.engines import support_llava
+def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.engines import support_idefics
 
-    return support_llava.make_llava(tmp_path_factory.mktemp("llava") / "llava")
+    return support_idefics.make_model(tmp_path_factory.mktemp("seeing") / "model")
 
 
 @pytest.fixture(scope="module")
-def peft_folder(llava: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.engines import support_llava
+def peft_folder(seeing_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.engines import support_idefics
 
-    return support_llava.make_adapter(llava, tmp_path_factory.mktemp("llava-adapter"))
+    return support_idefics.make_adapter(seeing_model, tmp_path_factory.mktemp("seeing-adapters") / "drawn")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def seeing(llava: Path) -> AsyncIterator[Driven]:
+async def seeing(seeing_model: Path) -> AsyncIterator[Driven]:
     reports: list[Any] = []
     options = VllmOptions(
-        model_dir=llava,
+        model_dir=seeing_model,
         max_running=4,
         max_step_tokens=256,
         max_loras=2,
@@ -68,93 +68,95 @@ async def seeing(llava: Path) -> AsyncIterator[Driven]:
 
 
 @pytest.fixture(scope="module")
-def adapter(seeing: Driven, llava: Path, peft_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> PeftAdapter:
+def adapter(seeing: Driven, seeing_model: Path, peft_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> PeftAdapter:
     """The folder that the worker makes of what the registry keeps."""
     assert isinstance(seeing.engine, VllmEngine)
     config, file = (peft_folder / "adapter_config.json").read_bytes(), peft_folder / "adapter_model.safetensors"
     with file.open("rb") as weights:
-        converted = convert(config, weights, file.stat().st_size, read_shapes(llava), max_rank=16, max_bytes=1 << 24)
-    blobs = tmp_path_factory.mktemp("llava-blobs")
+        converted = convert(config, weights, file.stat().st_size, read_shapes(seeing_model), max_rank=16, max_bytes=1 << 24)
+    blobs = tmp_path_factory.mktemp("seeing-blobs")
     (blobs / "blob").write_bytes(converted.blob)
     return peft_adapter(blobs / "blob", blobs, converted.digest, seeing.engine.adapter_prefix)
 
 
-def asks(llava: Path, name: str, *images: bytes, prompt: str = PROMPT, **given: Any) -> EngineRequest:
+def asks(seeing_model: Path, name: str, *images: bytes, prompt: str = PROMPT, **given: Any) -> EngineRequest:
     from tokenizers import Tokenizer
 
-    tokens = Tokenizer.from_file(str(llava / "tokenizer.json")).encode(prompt).ids
+    tokens = Tokenizer.from_file(str(seeing_model / "tokenizer.json")).encode(prompt).ids
     request = plain_request(name, tokens, max_tokens=LENGTH, **given)
     request.images = [Image(data=data, param=f"messages[0].content[{at}]") for at, data in enumerate(images)]
     return request
 
 
-def expected(llava: Path, *images: bytes, prompt: str = PROMPT, adapter: Path | None = None) -> tuple[list[int], int]:
-    from tests.engines import support_llava
+def expected(seeing_model: Path, *images: bytes, prompt: str = PROMPT, adapter: Path | None = None) -> tuple[list[int], int]:
+    from tests.engines import support_idefics
 
-    return support_llava.said_by_transformers(llava, prompt, list(images), LENGTH, adapter)
+    return support_idefics.said_by_transformers(seeing_model, prompt, list(images), LENGTH, adapter)
 
 
 def picture(seed: int, **given: Any) -> bytes:
-    from tests.engines import support_llava
+    from tests.engines import support_idefics
 
-    return support_llava.picture(seed, **given)
+    return support_idefics.picture(seed, **given)
 
 
-async def test_the_model_sees_the_image(seeing: Driven, llava: Path) -> None:
+async def test_the_model_sees_the_image(seeing: Driven, seeing_model: Path) -> None:
     assert seeing.engine.capabilities.serves == VLLM.serves | {"images"}
     images = [picture(1), picture(2, kind="JPEG"), picture(3, mode="RGBA")]
     for number, data in enumerate(images):
-        seeing.engine.add(asks(llava, f"one-{number}", data))
+        seeing.engine.add(asks(seeing_model, f"one-{number}", data))
     both = "user: <image> and <image>\nassistant: "
-    seeing.engine.add(asks(llava, "both", *images[:2], prompt=both))
+    seeing.engine.add(asks(seeing_model, "both", *images[:2], prompt=both))
     for number, data in enumerate(images[:2]):
-        tokens, size = expected(llava, data)
-        assert await seeing.tokens(asks(llava, f"one-{number}")) == tokens
+        tokens, size = expected(seeing_model, data)
+        assert await seeing.tokens(asks(seeing_model, f"one-{number}")) == tokens
         assert seeing.items(f"one-{number}")[0].prompt_tokens == size
-    tokens, size = expected(llava, *images[:2], prompt=both)
-    assert await seeing.tokens(asks(llava, "both")) == tokens
+    tokens, size = expected(seeing_model, *images[:2], prompt=both)
+    assert await seeing.tokens(asks(seeing_model, "both")) == tokens
     assert seeing.items("both")[0].prompt_tokens == size
-    assert (await seeing.ended(asks(llava, "one-2"))).finish == "length"  # on white, which transformers does not add
+    assert (await seeing.ended(asks(seeing_model, "one-2"))).finish == "length"  # on white, which transformers does not add
 
 
-async def test_the_prefix_cache_tells_images_apart(seeing: Driven, llava: Path) -> None:
+async def test_the_prefix_cache_tells_images_apart(seeing: Driven, seeing_model: Path) -> None:
     long = "user: " + "a b c d " * 10 + "<image> and?\nassistant: "
     for turn in range(2):
         for seed in (4, 5):
-            one = asks(llava, f"turn-{turn}-{seed}", picture(seed), prompt=long)
+            one = asks(seeing_model, f"turn-{turn}-{seed}", picture(seed), prompt=long)
             seeing.engine.add(one)
-            assert await seeing.tokens(one) == expected(llava, picture(seed), prompt=long)[0]
+            assert await seeing.tokens(one) == expected(seeing_model, picture(seed), prompt=long)[0]
 
 
-async def test_a_resumed_request_goes_on_as_it_would_have(seeing: Driven, llava: Path) -> None:
-    seeing.engine.add(whole := asks(llava, "whole", picture(1)))
+async def test_a_resumed_request_goes_on_as_it_would_have(seeing: Driven, seeing_model: Path) -> None:
+    seeing.engine.add(whole := asks(seeing_model, "whole", picture(1)))
     tokens = await seeing.tokens(whole)
-    resumed = asks(llava, "resumed", picture(1), output=tokens[:9], epoch=1)
+    resumed = asks(seeing_model, "resumed", picture(1), output=tokens[:9], epoch=1)
     seeing.engine.add(resumed)
     assert await seeing.tokens(resumed) == tokens[9:]
 
 
 async def test_an_adapter_of_the_language_model_is_used(
-    seeing: Driven, llava: Path, adapter: PeftAdapter, peft_folder: Path
+    seeing: Driven, seeing_model: Path, adapter: PeftAdapter, peft_folder: Path
 ) -> None:
-    seeing.engine.add(without := asks(llava, "without", picture(1)))
-    seeing.engine.add(one := asks(llava, "adapted", picture(1), adapter=adapter))
-    wanted, _ = expected(llava, picture(1), adapter=peft_folder)
+    seeing.engine.add(without := asks(seeing_model, "without", picture(1)))
+    seeing.engine.add(one := asks(seeing_model, "adapted", picture(1), adapter=adapter))
+    wanted, _ = expected(seeing_model, picture(1), adapter=peft_folder)
     assert await seeing.tokens(one) == wanted != await seeing.tokens(without)
 
 
-async def test_what_cannot_be_read_ends_its_request_alone(seeing: Driven, llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_read_ends_its_request_alone(
+    seeing: Driven, seeing_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from motet.services.worker.vllm_engine import images
 
     monkeypatch.setattr(images, "PIXELS_MAX", 80 * 60)
     wrong = {
-        "broken": asks(llava, "broken", b"\x89PNG\r\n\x1a\n and nothing"),
-        "cut": asks(llava, "cut", picture(1)[:200]),
-        "large": asks(llava, "large", picture(1, size=(81, 60))),
-        "one more": asks(llava, "one more", picture(1), picture(2)),
-        "one too few": asks(llava, "one too few", picture(1), prompt="user: <image> <image>\nassistant: "),
+        "broken": asks(seeing_model, "broken", b"\x89PNG\r\n\x1a\n and nothing"),
+        "cut": asks(seeing_model, "cut", picture(1)[:200]),
+        "large": asks(seeing_model, "large", picture(1, size=(81, 60))),
+        "one more": asks(seeing_model, "one more", picture(1), picture(2)),
+        "one too few": asks(seeing_model, "one too few", picture(1), prompt="user: <image> <image>\nassistant: "),
     }
-    right = asks(llava, "right", picture(1))
+    right = asks(seeing_model, "right", picture(1))
     for one in (*wrong.values(), right):
         seeing.engine.add(one)
     for name, one in wrong.items():
@@ -164,14 +166,16 @@ async def test_what_cannot_be_read_ends_its_request_alone(seeing: Driven, llava:
     assert (await seeing.ended(right)).finish == "length"
 
 
-async def test_a_prompt_that_its_images_make_too_long_is_refused(seeing: Driven, llava: Path) -> None:
-    one = asks(llava, "long", *[picture(1)] * 16, prompt="user: " + "<image>" * 16 + "\nassistant: ")
+async def test_a_prompt_that_its_images_make_too_long_is_refused(seeing: Driven, seeing_model: Path) -> None:
+    one = asks(seeing_model, "long", *[picture(1)] * 16, prompt="user: " + "<image>" * 16 + "\nassistant: ")
     seeing.engine.add(one)
     error = (await seeing.ended(one)).error
     assert error is not None and error.param == "messages[0].content[0]" and "256" in error.message
 
 
-async def test_a_mesh_takes_images_from_data_urls_and_keeps_them_through_a_death(llava: Path, tmp_path: Path) -> None:
+async def test_a_mesh_takes_images_from_data_urls_and_keeps_them_through_a_death(
+    seeing_model: Path, peft_folder: Path, tmp_path: Path
+) -> None:
     url = f"data:image/png;base64,{base64.b64encode(picture(1)).decode()}"
 
     def body(url: str, **more: Any) -> dict[str, Any]:
@@ -179,14 +183,17 @@ async def test_a_mesh_takes_images_from_data_urls_and_keeps_them_through_a_death
         messages = [{"role": "user", "content": [*content, {"type": "text", "text": " and?"}]}]
         return {"messages": messages, "temperature": 0, "ignore_eos": True, "max_tokens": 200} | more
 
-    with vllm_stack(tmp_path, llava, "") as stack:
+    with vllm_stack(tmp_path, seeing_model, "", adapters=peft_folder.parent) as stack:
         async with Client(stack.facts().urls[0], timeout_s=240.0) as client:
             [worker] = await workers(client)
             assert "images" in worker["capabilities"]
             calm = await client.call("POST", "/v1/chat/completions", json=body(url, return_token_ids=True))
-            tokens, size = expected(llava, picture(1))
+            tokens, size = expected(seeing_model, picture(1))
             assert calm["choices"][0]["token_ids"][:LENGTH] == tokens
             assert calm["usage"]["prompt_tokens"] == size
+            adapted = body(url, return_token_ids=True, model=peft_folder.name)
+            told = await client.call("POST", "/v1/chat/completions", json=adapted)
+            assert told["choices"][0]["token_ids"][:LENGTH] == expected(seeing_model, picture(1), adapter=peft_folder)[0]
 
             seen: list[int] = []
             async for event in client.events("/v1/chat/completions", body(url, return_token_ids=True)):

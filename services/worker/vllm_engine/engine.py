@@ -26,6 +26,7 @@ import contextlib
 from array import array
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, cast
 from weakref import ref
@@ -316,9 +317,10 @@ class VllmEngine:
         try:
             images = None
             if live.request.images and core.reader is not None:
-                read = core.reader.read, live.request.prompt, live.request.images
-                images = await asyncio.get_running_loop().run_in_executor(core.reader.thread, *read)
+                read = partial(core.reader.read, live.request.prompt, live.request.images)
+                images = await asyncio.get_running_loop().run_in_executor(core.reader.thread, read)
                 live.image_tokens = len(images.tokens) - live.prompt_tokens
+                live.scheduled = self._entry.state.kv.blocks_for(live.length + live.image_tokens)
             request = core_request(live, core, self._number(live.adapter) if live.adapter else 0, images)
             if live.request.sampling.structured is None:
                 core.check(request.params)

@@ -1,5 +1,5 @@
-"""What the worker adds to vLLM's processes: they end with it, and they free a slot by order. Only vLLM's environment imports
-this file."""
+"""What the worker adds to vLLM's processes: they end with it, free a slot by order, and have a mended CPU kernel. Only vLLM's
+environment imports this file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from motet.services.worker.vllm_engine.core import end_with_parent
+from motet.services.worker.vllm_engine.cpu_kernels import mend
 
+mend()
 LAYER = re.compile(r"(.*?)layers\.\d+\.(?:self_attn|mlp)\.")
 """The name of a linear layer of a language model."""
 

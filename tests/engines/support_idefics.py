@@ -1,4 +1,6 @@
-"""A tiny LLaVA with random weights, and what transformers says of a prompt with images. For vLLM's environment."""
+"""A tiny Idefics3 with random weights, and what transformers says of a prompt with images. For vLLM's environment.
+
+Idefics3 is a model for images that needs no torchvision."""
 
 from __future__ import annotations
 
@@ -13,20 +15,20 @@ from PIL import Image as Pil
 from tokenizers import Tokenizer
 from transformers import (
     AutoProcessor,
-    CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
     LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
     PreTrainedTokenizerFast,
 )
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from motet.examples.demo import DEMO
 
-SIDE, PATCH = 56, 14
-IMAGE_TOKENS = (SIDE // PATCH) ** 2
-PLACEHOLDER = "<image>"
+SIDE, PATCH, SHUFFLE = 56, 14, 2
+IMAGE_TOKENS = (SIDE // PATCH) ** 2 // SHUFFLE**2
+TAGS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
@@ -34,8 +36,8 @@ TEMPLATE = (
 )
 
 
-def make_llava(folder: Path, *, seed: int = 1) -> Path:
-    """A LLaVA of two layers for text and two for images, in float32, with the demo's tokenizer and an image token."""
+def make_model(folder: Path, *, seed: int = 1) -> Path:
+    """Two layers for text and two for images, in float32, with the demo's tokenizer and the tags of images."""
     torch.manual_seed(seed)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(DEMO / "model" / "tokenizer.json")),
@@ -43,7 +45,7 @@ def make_llava(folder: Path, *, seed: int = 1) -> Path:
         eos_token="</s>",
         pad_token="</s>",
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": [PLACEHOLDER]})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(TAGS)})
     text = LlamaConfig(
         vocab_size=len(tokenizer) + 7,
         hidden_size=64,
@@ -54,41 +56,51 @@ def make_llava(folder: Path, *, seed: int = 1) -> Path:
         head_dim=32,
         max_position_embeddings=512,
         eos_token_id=2,
-        initializer_range=0.3,
+        pad_token_id=2,
     )
-    vision = CLIPVisionConfig(
+    vision = Idefics3VisionConfig(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         image_size=SIDE,
         patch_size=PATCH,
-        projection_dim=64,
-        initializer_range=0.3,
     )
-    config = LlavaConfig(
+    config = Idefics3Config(
         vision_config=vision,
         text_config=text,
-        image_token_index=tokenizer.convert_tokens_to_ids(PLACEHOLDER),
-        vision_feature_layer=-1,
-        image_seq_length=IMAGE_TOKENS,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=SHUFFLE,
+        pad_token_id=2,
     )
-    model = LlavaForConditionalGeneration(config).float().eval()
+    model = Idefics3ForConditionalGeneration(config).float().eval()
     with torch.no_grad():
-        for name, weights in model.named_parameters():
+        for weights in model.parameters():
             if weights.ndim > 1:
-                torch.nn.init.normal_(weights, std=0.15 if "language_model" in name else 0.1)
+                torch.nn.init.normal_(weights, std=0.15)
     model.save_pretrained(folder)
-    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
-    LlavaProcessor(
-        images,
-        tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        chat_template=TEMPLATE,
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
+    side = {"longest_edge": SIDE}
+    images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_TOKENS, chat_template=TEMPLATE).save_pretrained(folder)
     return folder
+
+
+def make_adapter(folder: Path, into: Path, *, seed: int = 7) -> Path:
+    """An adapter of the language model's attention and MLP, as PEFT saves it."""
+    torch.manual_seed(seed)
+    targets = r".*text_model.*\.(q_proj|v_proj|up_proj)"
+    adapted = peft.get_peft_model(load(folder), peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets))
+    with torch.no_grad():
+        for name, weights in adapted.named_parameters():
+            if "lora_" in name:
+                weights.normal_(0.0, 0.15)
+    adapted.save_pretrained(into)
+    return into
+
+
+def load(folder: Path) -> Any:
+    """The model in float32."""
+    return Idefics3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def picture(seed: int, *, kind: str = "PNG", mode: str = "RGB", size: tuple[int, int] = (80, 60)) -> bytes:
@@ -105,28 +117,9 @@ def said_by_transformers(
     """The most likely tokens after a prompt, and how many tokens the prompt has."""
     processor: Any = AutoProcessor.from_pretrained(folder)
     model = load(folder) if adapter is None else peft.PeftModel.from_pretrained(load(folder), adapter)
-    given = processor(text=prompt, images=[Pil.open(io.BytesIO(one)).convert("RGB") for one in images], return_tensors="pt")
+    opened = [Pil.open(io.BytesIO(one)).convert("RGB") for one in images]
+    given = processor(text=prompt, images=[opened], return_tensors="pt")
     with torch.inference_mode():
         out = model.generate(**given, max_new_tokens=length, min_new_tokens=length, do_sample=False, eos_token_id=None)
     size = given["input_ids"].shape[1]
     return [int(token) for token in out[0, size:]], size
-
-
-def make_adapter(folder: Path, into: Path, *, seed: int = 7) -> Path:
-    """An adapter of the language model's attention and MLP, as PEFT saves it."""
-    torch.manual_seed(seed)
-    lora = peft.LoraConfig(
-        r=8, lora_alpha=16, init_lora_weights=False, target_modules=r".*language_model.*\.(q_proj|v_proj|up_proj)"
-    )
-    adapted = peft.get_peft_model(load(folder), lora)
-    with torch.no_grad():
-        for name, weights in adapted.named_parameters():
-            if "lora_" in name:
-                weights.normal_(0.0, 0.15)
-    adapted.save_pretrained(into)
-    return into
-
-
-def load(folder: Path) -> Any:
-    """The model in float32."""
-    return LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
