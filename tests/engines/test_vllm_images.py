@@ -154,16 +154,16 @@ async def test_what_cannot_be_read_ends_its_request_alone(
         "cut": asks(seeing_model, "cut", picture(1)[:200]),
         "large": asks(seeing_model, "large", picture(1, size=(81, 60))),
         "one more": asks(seeing_model, "one more", picture(1), picture(2)),
-        "one too few": asks(seeing_model, "one too few", picture(1), prompt="user: <image> <image>\nassistant: "),
     }
     right = asks(seeing_model, "right", picture(1))
-    for one in (*wrong.values(), right):
+    stray = asks(seeing_model, "stray", picture(1), prompt="user: <image> <image>\nassistant: ")  # the text has one of its own
+    for one in (*wrong.values(), stray, right):
         seeing.engine.add(one)
     for name, one in wrong.items():
         error = (await seeing.ended(one)).error
         assert error is not None, name
         assert (from_info(error).status, error.param) == (400, "messages[0].content[0]"), (name, error)
-    assert (await seeing.ended(right)).finish == "length"
+    assert [(await seeing.ended(one)).finish for one in (stray, right)] == ["length"] * 2
 
 
 async def test_a_prompt_that_its_images_make_too_long_is_refused(seeing: Driven, seeing_model: Path) -> None:
