@@ -167,7 +167,9 @@ async def test_what_cannot_be_read_ends_its_request_alone(
 
 
 async def test_a_prompt_that_its_images_make_too_long_is_refused(seeing: Driven, seeing_model: Path) -> None:
-    one = asks(seeing_model, "long", *[picture(1)] * 16, prompt="user: " + "<image>" * 16 + "\nassistant: ")
+    prompt = "user: " + "abc" * 50 + "<image>" * 16
+    one = asks(seeing_model, "long", *[picture(1)] * 16, prompt=prompt)
+    assert len(one.prompt) < 256, "without its images it would fit"
     seeing.engine.add(one)
     error = (await seeing.ended(one)).error
     assert error is not None and error.param == "messages[0].content[0]" and "256" in error.message
