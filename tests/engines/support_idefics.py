@@ -30,7 +30,7 @@ SIDE, PATCH, SHUFFLE = 56, 14, 2
 IMAGE_TOKENS = (SIDE // PATCH) ** 2 // SHUFFLE**2
 TAGS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )

@@ -76,7 +76,7 @@ def adapter(seeing: Driven, seeing_model: Path, peft_folder: Path, tmp_path_fact
         converted = convert(config, weights, file.stat().st_size, read_shapes(seeing_model), max_rank=16, max_bytes=1 << 24)
     blobs = tmp_path_factory.mktemp("seeing-blobs")
     (blobs / "blob").write_bytes(converted.blob)
-    return peft_adapter(blobs / "blob", blobs, converted.digest, seeing.engine.adapter_prefix)
+    return peft_adapter(blobs / "blob", blobs, converted.digest, seeing.engine.core.adapter_prefix)
 
 
 def asks(seeing_model: Path, name: str, *images: bytes, prompt: str = PROMPT, **given: Any) -> EngineRequest:

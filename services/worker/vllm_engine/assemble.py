@@ -78,7 +78,7 @@ def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepRe
 def assembly_of(config: WorkerConfig, engine: VllmEngine) -> VllmAssembly:
     """The facts of a started engine."""
     core, folders = engine.core, tempfile.TemporaryDirectory(prefix="motet-vllm-adapters-")
-    slots = engine.options.max_loras if core.adapters else 0
+    slots = engine.options.max_loras if core.adapter_prefix else 0
     limits = WorkerLimits(
         base_model=config.base.name,
         engine="vllm",
@@ -89,14 +89,14 @@ def assembly_of(config: WorkerConfig, engine: VllmEngine) -> VllmAssembly:
         block_size=core.block_size,
         kv_blocks_total=core.kv_blocks,
         adapter_bytes_total=slots * engine.slot_bytes,
-        max_lora_rank=config.adapters.max_lora_rank if core.adapters else 0,
+        max_lora_rank=config.adapters.max_lora_rank if core.adapter_prefix else 0,
         copies="stall",
         pin_slots=slots // PIN_SHARE,
         pin_bytes=min(slots * engine.slot_bytes, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
     )
 
     def parse_adapter(path: Path, digest: str) -> Any:
-        return peft_adapter(path, Path(folders.name), digest, engine.adapter_prefix)
+        return peft_adapter(path, Path(folders.name), digest, core.adapter_prefix)
 
     return VllmAssembly(limits, core.vocab_size, core.eos_token_ids, parse_adapter, folders)
 

@@ -66,27 +66,18 @@ class Core:
     kv_blocks: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    adapters: bool
-    """Whether it has a LoRA manager: vLLM runs some pooling models, such as BERT, without."""
     reader: ImageReader | None
     """For prompts with images, where the model takes them."""
     takes_seeds: bool
     """vLLM 0.32 on a CPU dies of a request with a seed whose prompt takes more than one step: `set_offset` of a generator."""
+    adapter_prefix: str = ""
+    """What vLLM's names of the text model's layers begin with: "model.", or more in a model that takes images; known after
+    `warm`. "" for a model without layers that our adapters change, such as BERT."""
 
     @property
     def pools(self) -> bool:
         """Whether its model makes embeddings, and no text."""
         return bool(self.config.model_config.runner_type == "pooling")
-
-    async def adapter_prefix(self) -> str:
-        """What vLLM's names of the language model's layers begin with: "model.", or more in a model that takes images. Raises
-        ConfigError for a model with none, or several, of such stacks of layers."""
-        if not self.adapters:
-            return ""
-        prefixes = {one for told in await self.client.collective_rpc_async("layer_prefixes") for one in told}
-        if len(prefixes) != 1:
-            raise ConfigError(f"--model: vLLM has LoRA for {sorted(prefixes) or 'no'} layers; one stack of layers is expected")
-        return str(prefixes.pop())
 
     @property
     def speculates(self) -> bool:
@@ -182,7 +173,6 @@ def start_core(options: VllmOptions) -> Core:
         kv_blocks=config.cache_config.num_gpu_blocks,
         vocab_size=config.model_config.get_vocab_size(),
         eos_token_ids=_ends(config.model_config),
-        adapters=config.lora_config is not None,
         reader=_reader(config) if tokenizer is not None else None,
         takes_seeds=not current_platform.is_cpu(),
     )
@@ -200,8 +190,8 @@ def _reader(config: Any) -> ImageReader | None:
 
 async def warm(core: Core) -> None:
     """Let a core compile what it compiles at first use, which takes it up to half a minute, before a request waits for that:
-    the kernel of log-probabilities, and a constraint. Raises ConfigError for a pooling model that makes no embeddings, or what
-    the client raises when the core has died."""
+    the kernel of log-probabilities, and a constraint. Then ask it for its layers. Raises ConfigError for a pooling model that
+    makes no embeddings and for several stacks of layers, or what the client raises when the core has died."""
     from vllm.v1.engine import EngineCoreRequest
 
     if core.pools and "embed" not in (tasks := await core.client.get_supported_tasks_async()):
@@ -223,6 +213,11 @@ async def warm(core: Core) -> None:
     await core.client.add_request_async(request)
     while not any(output.finish_reason is not None for output in (await core.client.get_output_async()).outputs):
         pass
+    if core.config.lora_config is not None:
+        prefixes = {one for told in await core.client.collective_rpc_async("layer_prefixes") for one in told}
+        if len(prefixes) > 1:
+            raise ConfigError(f"--model: vLLM has LoRA for {', '.join(sorted(prefixes))}; one stack of layers is expected")
+        core.adapter_prefix = prefixes.pop() if prefixes else ""
 
 
 def _warm_sampling(core: Core) -> Any:

@@ -90,7 +90,6 @@ class VllmEngine:
     eviction: EvictionName = "next-use"
     queues: QueuesName = "fcfs"
     core: Core = field(init=False)
-    adapter_prefix: str = field(init=False)
     _live: dict[str, VllmSequence] = field(default_factory=dict)  # by id at vLLM
     _adapters: dict[str, PeftAdapter] = field(default_factory=dict)  # of slots
     _copies: dict[str, ref[PeftAdapter]] = field(default_factory=dict)  # of vLLM's host memory
@@ -126,7 +125,6 @@ class VllmEngine:
         """Start vLLM's core. Raises ConfigError, or what vLLM raises."""
         self.core = await asyncio.to_thread(start_core, self.options)
         await warm(self.core)
-        self.adapter_prefix = await self.core.adapter_prefix()
         slots = AdapterSlots(
             self.options.max_loras,
             self.options.max_loras * self.slot_bytes,
@@ -261,7 +259,7 @@ class VllmEngine:
 
     def load_adapter(self, adapter: Any, over: Collection[str] | None = None) -> None:
         """Bring an adapter to a slot, if there is one."""
-        if not self._up or not self.core.adapters:
+        if not self._up or not self.core.adapter_prefix:
             return
         entry, digest = self._entry, adapter.digest
         grant = entry.load(digest, self.slot_bytes) if over is None else entry.foresee(digest, self.slot_bytes, over)
