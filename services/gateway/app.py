@@ -171,7 +171,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
         gateway.planner.adapter(asked.model, request.state.tenant)
         prompts, special = gateway.prompts, asked.add_special_tokens
         if asked.messages is not None:
-            if images := conversation.images(asked.messages):  # only an engine knows how many tokens they are
+            if images := conversation.take_images(asked.messages):  # only an engine knows how many tokens they are
                 raise BadRequest(f"{images[0].param}: images are not counted", param=images[0].param)
             tokens = await prompts.chat(
                 asked.messages,

@@ -1,9 +1,9 @@
 """The messages of a chat: their JSON schema, the conversation that a chat template reads, and the images in it. No HTTP here.
 
-    texts(messages)     each content is one string, which every template reads
-    parts(messages)     each content is a list of {"type": "text", "text": ...} and {"type": "image"}, as templates of models
-                        that take images read it
-    images(messages)    the images themselves, in the order of those parts
+    texts(messages)         each content is one string, which every template reads
+    parts(messages)         each content is a list of {"type": "text", "text": ...} and {"type": "image"}, which templates of
+                            models that take images read
+    take_images(messages)   the images themselves, in the order of those parts
 
 An image comes in the request as a `data:` URL. Others are refused: a gateway fetches nothing.
 """
@@ -97,8 +97,11 @@ def text_of(message: dict[str, Any]) -> str:
     return content or ""
 
 
-def images(messages: list[dict[str, Any]]) -> list[Image]:
-    """The images of the messages. Raises BadRequest naming the part: for one that is no image, for one too many."""
+def take_images(messages: list[dict[str, Any]]) -> list[Image]:
+    """The images of the messages. Their URLs are taken out, so that nobody holds each image twice.
+
+    Raises BadRequest naming the part: for one that is no image, for one too many.
+    """
     found: list[Image] = []
     for i, message in enumerate(messages):
         content = message.get("content")
@@ -108,6 +111,7 @@ def images(messages: list[dict[str, Any]]) -> list[Image]:
                 if len(found) == IMAGES_MAX:
                     raise BadRequest(f"{at}: a request may have {IMAGES_MAX} images", param=at)
                 found.append(Image(data=_read(part, at), param=at))
+                part["image_url"] = None
     return found
 
 

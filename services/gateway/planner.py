@@ -302,7 +302,7 @@ class Planner:
 
     def _images(self, request: ChatRequest) -> list[Image]:
         """The images of a chat. Raises BadRequest or TooLarge naming the part or the field that does not go with it."""
-        images = request.images()
+        images = request.take_images()
         if not images:
             return images
         if not self._prompts.takes_images:

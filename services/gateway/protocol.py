@@ -379,9 +379,9 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         """The messages with text content joined to one string. Raises BadRequest naming the message."""
         return conversation.texts(self.messages)
 
-    def images(self) -> list[Image]:
-        """The images of the messages, in order. Raises BadRequest naming the part."""
-        return conversation.images(self.messages)
+    def take_images(self) -> list[Image]:
+        """The images of the messages, in order; they are taken out. Raises BadRequest naming the part."""
+        return conversation.take_images(self.messages)
 
 
 class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
