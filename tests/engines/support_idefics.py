@@ -31,7 +31,7 @@ IMAGE_TOKENS = (SIDE // PATCH) ** 2 // SHUFFLE**2
 TAGS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -41,9 +41,9 @@ def make_model(folder: Path, *, seed: int = 1) -> Path:
     torch.manual_seed(seed)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(DEMO / "model" / "tokenizer.json")),
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="</s>",
+        bos_token="<|bos|>",
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(TAGS)})
     text = LlamaConfig(
@@ -56,7 +56,7 @@ def make_model(folder: Path, *, seed: int = 1) -> Path:
         head_dim=32,
         max_position_embeddings=512,
         eos_token_id=2,
-        pad_token_id=2,
+        pad_token_id=0,
     )
     vision = Idefics3VisionConfig(
         hidden_size=64,
@@ -71,7 +71,7 @@ def make_model(folder: Path, *, seed: int = 1) -> Path:
         text_config=text,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=SHUFFLE,
-        pad_token_id=2,
+        pad_token_id=0,
     )
     model = Idefics3ForConditionalGeneration(config).float().eval()
     with torch.no_grad():

@@ -178,7 +178,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = tmp_path_factory.mktemp("bert") / "model"
     BertModel(config).eval().save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "model" / "tokenizer.json"), pad_token="</s>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "model" / "tokenizer.json"), pad_token="<|pad|>").save_pretrained(folder)
     return folder
 
 
