@@ -145,6 +145,7 @@ class Planner:
         model, adapter = self._named(request, tenant)
         chat = isinstance(request, ChatRequest)
         stops = request.stops()
+        images = self._images(request) if isinstance(request, ChatRequest) else []
         prompts = await (self._chat_prompt(request) if isinstance(request, ChatRequest) else self._text_prompts(request))
         n = request.n or 1
         if len(prompts) * n > SEQUENCES_MAX:
@@ -155,7 +156,6 @@ class Planner:
         bad_words = await self._bad_words(request.bad_words or [])
         constraint = request.constraint()
         needs = {"structured": constraint[0]} if constraint else {}
-        images = self._images(request) if isinstance(request, ChatRequest) else []
         if images:
             needs["images"] = images[0].param
         if scored := request.prompt_logprobs_wanted():
