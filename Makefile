@@ -92,12 +92,14 @@ $(LLAMA_STAMP):
 		--no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf==0.19.0
 	@touch $@
 
-# torchvision, torchaudio and torchcodec do not load beside torch's CPU build, and vLLM does without them.
+# torchvision, torchaudio and torchcodec load only if they were built for the same torch. Without torchvision vLLM does without
+# LLaVA, Gemma 3, Qwen-VL and others for images.
 # tcmalloc is no wheel: the system's is used when it is there, else Debian's package is unpacked beside libiomp5.
 $(VLLM_STAMP):
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM)
-	$(VLLM_VENV)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@for package in torchvision torchaudio torchcodec; do \
+		$(VLLM_VENV)/bin/python -W ignore -c "import $$package" 2>/dev/null || $(VLLM_VENV)/bin/python -m pip uninstall -y $$package; done
 	@test -e /usr/lib/$$(uname -m)-linux-gnu/libtcmalloc_minimal.so.4 || test -e /usr/lib64/libtcmalloc_minimal.so.4 || { \
 		cd $(VLLM_VENV) && apt-get download libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4*.deb tcmalloc && \
 		cp -a tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4* lib/ && rm -r tcmalloc libtcmalloc-minimal4*.deb; }

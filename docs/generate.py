@@ -169,6 +169,10 @@ format (`hermes`, which Qwen writes too, `llama3_json`, `mistral`). Any engine s
 named function need structured outputs, and no parser. A streamed call is one event, sent when the call is complete. A text
 that only looks like a call stays content.
 
+**Images** in chats are `image_url` parts with a `data:` URL. They need a worker whose model takes images
+([engines](engines.md#images)); where there is none, the answer is a 400 that names the part. Addresses are refused: nothing is
+fetched.
+
 **Embeddings** need a worker with a pooling model ([engines](engines.md#pooling-models)); where there is none, the answer is a
 400 that says so. Each of at most 2,048 inputs is a request of its own in the mesh, and 32 of them are there at a time. Durable
 requests over NATS cannot ask for embeddings.

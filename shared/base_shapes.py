@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,35 @@ class _Config(msgspec.Struct, frozen=True):
     num_attention_heads: _Size
     num_key_value_heads: _Size | None = None
     head_dim: _Size | None = None
+
+
+TEXT_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "gemma3_text": {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    },
+}
+"""What the `text_config` of LLaVA and Gemma 3 leaves out: transformers' defaults for the type of the text model."""
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a `config.json` that describes the text model: all of it, or `text_config` of a model that takes images."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    return TEXT_DEFAULTS.get(str(text.get("model_type")), {}) | text
 
 
 class BaseShapes(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +97,7 @@ class BaseShapes(msgspec.Struct, frozen=True, kw_only=True):
 def parse_shapes(config_json: bytes) -> BaseShapes:
     """The shapes a `config.json` describes. Raises BadRequest naming the key that is missing or out of range."""
     try:
-        config = msgspec.json.decode(config_json, type=_Config)
+        config = msgspec.convert(text_config(msgspec.json.decode(config_json, type=dict[str, Any])), _Config)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadRequest(f"base model's config.json: {error}") from None
     kv_heads = config.num_key_value_heads or config.num_attention_heads

@@ -59,6 +59,13 @@ class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
     token: str
 
 
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt: the bytes of its file, PNG, JPEG, WebP or GIF. `param`: the client's field, for errors."""
+
+    data: bytes
+    param: str
+
+
 class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One sequence to generate. `n` choices are n of these. A resumed request carries the tokens that it already has.
 
@@ -91,6 +98,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv: KvOffer | None = None  # of a moved request: its worker may fetch KV blocks instead of computing them again
     losses: int = 0  # workers lost with it in a row, without a new token
     embedding: EmbeddingParams | None = None  # needs "embeddings"
+    images: list[Image] = []  # needs "images"; the prompt has the model's placeholder for each, in this order
     v: int = VERSION
 
 
@@ -150,6 +158,7 @@ class StreamItem(msgspec.Struct, array_like=True):
     queue_ms: float = 0.0  # on the first item: from arrival at the worker to its first prefill chunk
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # on the first item: one per prompt token, None for the first
     embedding: bytes = b""  # little-endian float32; the item has finish "stop" and no tokens
+    prompt_tokens: int = 0  # on the first item of a prompt with images: its tokens with theirs
 
 
 class TokenFrame(msgspec.Struct, array_like=True):

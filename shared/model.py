@@ -23,10 +23,14 @@ ADAPTER_NAME_RULE = (
 Tier = Literal["device", "host", "disk"]
 Phase = Literal["loading", "waiting", "running"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-Capability = Literal["structured", "prompt_logprobs", "embeddings"]
+Capability = Literal["structured", "prompt_logprobs", "embeddings", "images"]
 """What only some engines can do: constrain the output to a grammar; tell the log-probabilities of the prompt's tokens; make
-embeddings of texts. A worker announces the capabilities of its engine. A request lists the capabilities that it needs, and goes
-to a worker that announces them all. A worker with "embeddings" has a pooling model, which makes embeddings and nothing else."""
+embeddings of texts; read the images of a prompt. A worker announces the capabilities of its engine. A request lists the
+capabilities that it needs, and goes to a worker that announces them all. A worker with "embeddings" has a pooling model, which
+makes embeddings and nothing else."""
+
+IMAGES_MAX = 16
+"""Images of one request."""
 
 
 def is_adapter_name(name: str) -> bool:

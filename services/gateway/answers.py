@@ -165,10 +165,11 @@ def usage(plan: Plan, streams: list[Stream]) -> dict[str, Any]:
     """Token counts of the whole request so far, as OpenAI reports them."""
     completion = sum(len(stream.tokens) for stream in streams)
     cached = max((stream.cached_tokens for stream in streams), default=0)
+    prompt = sum(stream.prompt_tokens for stream in streams[:: plan.request.n or 1])
     body: dict[str, Any] = {
-        "prompt_tokens": plan.prompt_tokens,
+        "prompt_tokens": prompt,
         "completion_tokens": completion,
-        "total_tokens": plan.prompt_tokens + completion,
+        "total_tokens": prompt + completion,
     }
     if cached:
         body["prompt_tokens_details"] = {"cached_tokens": cached}

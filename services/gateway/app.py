@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from motet.services.gateway import adapters_api, answers, embeddings, idempotency, keys_api, openapi, protocol
+from motet.services.gateway import adapters_api, answers, conversation, embeddings, idempotency, keys_api, openapi, protocol
 from motet.services.gateway.absent import Absent
 from motet.services.gateway.adapters_api import created_unix_ms, public_source, shown_source
 from motet.services.gateway.auth import Keys, caller_of
@@ -32,7 +32,7 @@ from motet.shared import subjects
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
-from motet.shared.errors import ModelNotFound, MotetError, Unauthorized, from_info
+from motet.shared.errors import BadRequest, ModelNotFound, MotetError, Unauthorized, from_info
 from motet.shared.messages import AdapterInfo, Refused, StatusReply, StatusRequest
 from motet.shared.model import Slo
 from motet.shared.placement import PlacementWatch
@@ -171,8 +171,10 @@ def build_app(gateway: Gateway) -> ASGIApp:
         gateway.planner.adapter(asked.model, request.state.tenant)
         prompts, special = gateway.prompts, asked.add_special_tokens
         if asked.messages is not None:
+            if images := conversation.take_images(asked.messages):  # only an engine knows how many tokens they are
+                raise BadRequest(f"{images[0].param}: images are not counted", param=images[0].param)
             tokens = await prompts.chat(
-                protocol.ChatRequest(messages=asked.messages).conversation(),
+                asked.messages,
                 add_generation_prompt=asked.add_generation_prompt and not asked.continue_final_message,
                 continue_final_message=asked.continue_final_message,
                 add_special_tokens=bool(special),

@@ -38,7 +38,8 @@ _OFF = (None, False)
 _HINT = None  # any value
 
 _GRAMMAR = "use structured_outputs, as in vLLM since it removed this field"
-_TEXT_ONLY = "input and output are text only"
+_TEXT_ONLY = "input is text and images, output is text"
+_AS_TRAINED = "images are prepared as the model's own processor does it"
 _NO_TOOLS = "use tools and tool_choice"
 _ELSEWHERE = "the scheduler decides where a request runs"
 _ADAPTERS = "register adapters under /v1/adapters and request them by name"
@@ -84,7 +85,7 @@ _BOTH: dict[str, Unserved] = {
     "session_params": Unserved("requests do not share sessions"),
     "custom_params": Unserved("there are no custom logit processors"),
     "custom_logit_processor": Unserved("client code is never run"),
-    "images_config": Unserved(_TEXT_ONLY),
+    "images_config": Unserved(_AS_TRAINED),
     "bootstrap_host": Unserved(_ELSEWHERE),
     "bootstrap_port": Unserved(_ELSEWHERE),
     "bootstrap_room": Unserved(_ELSEWHERE),
@@ -118,8 +119,8 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
     # vLLM
     "echo": Unserved("answers contain the new text only", _OFF),
     "chat_template": Unserved("the model's own template is used"),
-    "media_io_kwargs": Unserved(_TEXT_ONLY),
-    "mm_processor_kwargs": Unserved(_TEXT_ONLY),
+    "media_io_kwargs": Unserved(_AS_TRAINED),
+    "mm_processor_kwargs": Unserved(_AS_TRAINED),
     "return_prompt_text": Unserved(_NOT_RETURNED, _OFF),
     # SGLang
     "return_prompt_token_ids": Unserved("use return_token_ids", _OFF),
@@ -127,8 +128,8 @@ CHAT: Mapping[str, Unserved] = _BOTH | {
     "reasoning": Unserved("use reasoning_effort"),
     "task": Unserved("it affects one model family only, which is not served"),
     "stream_reasoning": Unserved("reasoning is streamed as it comes", _HINT),
-    "max_dynamic_patch": Unserved(_TEXT_ONLY),
-    "min_dynamic_patch": Unserved(_TEXT_ONLY),
+    "max_dynamic_patch": Unserved(_AS_TRAINED),
+    "min_dynamic_patch": Unserved(_AS_TRAINED),
     "use_audio_in_video": Unserved(_TEXT_ONLY, _OFF),
     "input_ids": Unserved("use /v1/completions for token ids"),
     # LoRAX
@@ -150,8 +151,8 @@ EMBEDDING: Mapping[str, Unserved] = {
     "endianness": Unserved("numbers are little-endian", (None, "native", "little")),
     "use_activation": Unserved("the model decides whether embeddings have length 1"),
     "normalize": Unserved("the model decides whether embeddings have length 1"),
-    "mm_processor_kwargs": Unserved(_TEXT_ONLY),
-    "media_io_kwargs": Unserved(_TEXT_ONLY),
+    "mm_processor_kwargs": Unserved("embeddings are made of text"),
+    "media_io_kwargs": Unserved("embeddings are made of text"),
     "padding": Unserved("inputs are not padded", (None, "do_not_pad")),
     "chat_template": Unserved("use input"),
     "chat_template_kwargs": Unserved("use input"),

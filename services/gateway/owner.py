@@ -63,6 +63,7 @@ SILENCE_S = 1.0
 WATCH_S = 0.1
 LOSSES_MAX = 4
 EARLY_MAX = 256
+IMAGE_BYTES_MAX = 256 << 20
 STRAY_EVERY_S = 1.0
 STRAYS_MAX = 4096
 
@@ -138,6 +139,14 @@ class Owner:
             metrics.REFUSED.labels("inflight").inc()
             raise Overloaded(f"this gateway is at its limit of {self._max_inflight} sequences", retry_after_s=1.0)
 
+    def _check_image_room(self, job: Job) -> None:
+        """Raises Overloaded beyond `IMAGE_BYTES_MAX`: images are kept until their request ends, for a resumption."""
+        if job.images:
+            held = sum(len(image.data) for stream in self._active.values() for image in stream.job.images)
+            if held + sum(len(image.data) for image in job.images) > IMAGE_BYTES_MAX:
+                metrics.REFUSED.labels("images").inc()
+                raise Overloaded(f"this gateway is at its limit of {IMAGE_BYTES_MAX} bytes of images", retry_after_s=1.0)
+
     def _repeat_refusal(self, job: Job) -> None:
         """Raises Overloaded if a request that asked for no more was refused just now."""
         again = self._refusals.find(*_demands(job), now_s())
@@ -156,6 +165,7 @@ class Owner:
         self.check_room()
         if job.request_id in self._active:
             raise Conflict(f"request {job.request_id} is already running")
+        self._check_image_room(job)
         self._repeat_refusal(job)
         stream = Stream(job, self.detokenizer, self._on_cancel, signal, self._buffer_tokens)
         self._active[job.request_id] = stream
@@ -248,6 +258,7 @@ class Owner:
             kv=kv,
             losses=stream.losses,
             embedding=job.embedding,
+            images=job.images,
         )
         reply = await self._bus.request(subjects.SUBMIT, request, SubmitReply, timeout_s=timeout_s)
         if isinstance(reply, Refused):

@@ -23,8 +23,8 @@ from motet.services.gateway.prompt import Prompts
 from motet.services.gateway.protocol import SEQUENCES_MAX, ChatRequest, CompletionRequest, NamedTool
 from motet.services.gateway.stream import Job
 from motet.shared.clock import now_s, unix_ms
-from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
-from motet.shared.messages import AdapterInfo
+from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong, TooLarge
+from motet.shared.messages import AdapterInfo, Image
 from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams, Slo, StructuredOutput
 from motet.shared.telemetry import logger
 from motet.shared.tenancy import DEFAULT_TENANT, qualified
@@ -35,6 +35,8 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 DECODED_TOKENS = 256  # of a prompt of token ids: as much of it as the predictor looks at
 SCORES_MAX = 49_152  # log-probabilities of one prompt: 14 bytes each, in a message of at most 1 MiB
 TAG_TOKENS = 16  # at the end of a prompt, where a chat template may open the reasoning
+MESSAGE_BYTES = 1 << 20  # NATS's default
+REQUEST_BYTES = 1 << 18  # of a message: for what a request has beside its images
 SLO_MIN_MS = 0.001  # numbers near zero would overflow where objectives are divided by
 SLO_MAX_MS = 3_600_000
 SLO_FIELDS = {"class": "slo.class", "ttft_ms": "slo.ttft_ms", "tpot_ms": "slo.tpot_ms"}
@@ -74,10 +76,17 @@ class Planner:
     """Makes Plans for one base model."""
 
     def __init__(
-        self, config: GatewayConfig, prompts: Prompts, adapters: Adapters, fleet: Fleet, weight: Callable[[str], float]
+        self,
+        config: GatewayConfig,
+        prompts: Prompts,
+        adapters: Adapters,
+        fleet: Fleet,
+        weight: Callable[[str], float],
+        message_bytes: Callable[[], int] = lambda: MESSAGE_BYTES,
     ) -> None:
-        """`weight(tenant)` is the tenant's share relative to others' while workers are saturated."""
-        self._weight = weight
+        """`weight(tenant)` is the tenant's share relative to others' while workers are saturated; `message_bytes()` the largest
+        message in the mesh."""
+        self._weight, self._message_bytes = weight, message_bytes
         self._config, self._prompts, self._adapters, self._fleet = config, prompts, adapters, fleet
         self.base_model = config.base.name
 
@@ -136,6 +145,7 @@ class Planner:
         model, adapter = self._named(request, tenant)
         chat = isinstance(request, ChatRequest)
         stops = request.stops()
+        images = self._images(request) if isinstance(request, ChatRequest) else []
         prompts = await (self._chat_prompt(request) if isinstance(request, ChatRequest) else self._text_prompts(request))
         n = request.n or 1
         if len(prompts) * n > SEQUENCES_MAX:
@@ -146,6 +156,8 @@ class Planner:
         bad_words = await self._bad_words(request.bad_words or [])
         constraint = request.constraint()
         needs = {"structured": constraint[0]} if constraint else {}
+        if images:
+            needs["images"] = images[0].param
         if scored := request.prompt_logprobs_wanted():
             needs["prompt_logprobs"] = scored[0]
             self._check_scored(scored, max(map(len, prompts)))
@@ -180,6 +192,7 @@ class Planner:
                         cache_salt=request.cache_salt or "",
                         priority=request.priority or 0,
                         needs=needs,
+                        images=images,
                         timeout_s=timeout_s or self._config.requests.request_timeout_s,
                         arrived_s=arrived_s,
                     )
@@ -278,7 +291,7 @@ class Planner:
 
     async def _chat_prompt(self, request: ChatRequest) -> list[list[int]]:
         tokens = await self._prompts.chat(
-            request.conversation(),
+            request.messages,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=bool(request.continue_final_message),
             add_special_tokens=bool(request.add_special_tokens),
@@ -286,6 +299,23 @@ class Planner:
             longest=self._longest(request),
         )
         return [self._checked(self._truncated(request, tokens), "messages")]
+
+    def _images(self, request: ChatRequest) -> list[Image]:
+        """The images of a chat. Raises BadRequest or TooLarge naming the part or the field that does not go with it."""
+        images = request.take_images()
+        if not images:
+            return images
+        if not self._prompts.takes_images:
+            at = images[0].param
+            raise BadRequest(f"{at}: this model's chat template has no place for images", param=at)
+        for param in ("truncate_prompt_tokens", "prompt_logprobs"):
+            if getattr(request, param) is not None:
+                raise BadRequest(f"{param} is not supported with images", param=param)
+        size, most = sum(len(image.data) for image in images), self._message_bytes() - REQUEST_BYTES
+        if size > most:
+            at = images[-1].param
+            raise TooLarge(f"{at}: the images have {size} bytes together; a request may have {most}", param=at)
+        return images
 
     def _variables(self, request: ChatRequest) -> dict[str, Any] | None:
         """The chat template's variables. A field that the template does not use is refused by name."""

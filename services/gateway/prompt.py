@@ -28,6 +28,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
+from motet.services.gateway import conversation
+from motet.shared.base_shapes import text_config
 from motet.shared.config import ConfigError
 from motet.shared.errors import BadRequest, Overloaded, PromptTooLong
 
@@ -40,6 +42,7 @@ WAITING_CHARS_MAX = 32 << 20
 COUNTED_CHARS_MAX = 1 << 20  # of one /tokenize: some seconds
 COUNTED_WAITING_MAX = 16
 NFC_CHARS_MAX = 4  # characters that NFC composes to one, at most
+PROBE = "motet-probe"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -61,7 +64,8 @@ class Prompts:
         config = _read_json(model_dir / "config.json")
         if not config:
             raise ConfigError(f"--model: {model_dir} has no config.json, so it is not a model in Hugging Face format")
-        self.context_length = int(config.get("max_position_embeddings") or 0)
+        text = text_config(config)
+        self.context_length = int(text.get("max_position_embeddings") or 0)
         if self.context_length < 1:
             raise ConfigError(f"--model: {model_dir}/config.json has no max_position_embeddings")
         path = model_dir / "tokenizer.json"
@@ -70,7 +74,7 @@ class Prompts:
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.vocab_size = max(int(config.get("vocab_size") or 0), self.tokenizer.get_vocab_size(with_added_tokens=True))
+        self.vocab_size = max(int(text.get("vocab_size") or 0), self.tokenizer.get_vocab_size(with_added_tokens=True))
         settings = _read_json(model_dir / "tokenizer_config.json")
         self._specials = _special_tokens(settings, _read_json(model_dir / "special_tokens_map.json"))
         bos = self._specials.get("bos_token")
@@ -79,6 +83,8 @@ class Prompts:
         self._template = _compile(source) if source else None
         self.template_reads = _variables(source) if source else frozenset()
         """The variables that the chat template looks at."""
+        self.takes_images = self._template is not None and self._reads_parts()
+        """Whether the chat template has a place for images. Then it reads contents as lists of parts."""
         self.defaults = _generation_defaults(model_dir)
         self._token_chars_max = _token_chars_max(self.tokenizer)
         self._requests = _Lane("tokenize", THREADS, WAITING_MAX, WAITING_CHARS_MAX)
@@ -100,13 +106,16 @@ class Prompts:
         longest: int | None = None,
         counting: bool = False,
     ) -> list[int]:
-        """Tokens of a conversation. Raises BadRequest naming `messages` when the template refuses it.
+        """Tokens of a conversation, with the model's placeholder where an image is.
+
+        Raises BadRequest naming a message or part, or `messages` when the template refuses them.
 
         `longest`: largest useful number of tokens; a text that must have more raises PromptTooLong before it is tokenized.
         `counting`: for /tokenize, which has its own thread and limit.
         """
         if self._template is None:
             raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
+        messages = conversation.parts(messages) if self.takes_images else conversation.texts(messages)
         size = sum(MESSAGE_CHARS + _chars(message) for message in messages) + (_chars(variables) if variables else 0)
 
         def work() -> list[int]:
@@ -192,11 +201,24 @@ class Prompts:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise BadRequest(f"the chat template refuses these messages: {error}", param="messages") from None
         if continue_final_message:
-            final = str(messages[-1].get("content") or "").strip()
+            final = conversation.text_of(messages[-1]).strip()
             if not final or final not in text:
                 raise BadRequest("the final message has no text to continue", param="continue_final_message")
             text = text[: text.rindex(final) + len(final)]
         return text
+
+    def _reads_parts(self) -> bool:
+        text = {"type": "text", "text": PROBE}
+
+        def rendered(parts: list[dict[str, Any]]) -> str:
+            try:
+                return self.render([{"role": "user", "content": parts}])
+            except BadRequest:
+                return ""
+
+        without, with_image = rendered([text]), rendered([{"type": "image"}, text])
+        listed = any(quoted in without + with_image for quoted in ("'type'", '"type"'))  # as one value, not part by part
+        return PROBE in without and PROBE in with_image and with_image != without and not listed
 
     async def _run(self, work: Callable[[], T], size: int, *, counting: bool, param: str) -> T:
         if counting and size > COUNTED_CHARS_MAX:
@@ -285,11 +307,12 @@ def _special_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> di
 
 
 def _template_source(model_dir: Path, settings: dict[str, Any]) -> str:
-    """chat_template.jinja, else tokenizer_config.json's template (of several the one named "default"); "" for none."""
+    """chat_template.jinja, else a processor's chat_template.json, else tokenizer_config.json's template (of several the one
+    named "default"); "" for none."""
     own_file = model_dir / "chat_template.jinja"
     if own_file.is_file():
         return own_file.read_text(encoding="utf-8")
-    template = settings.get("chat_template") or ""
+    template = _read_json(model_dir / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
     if isinstance(template, list):
         return next((t["template"] for t in template if t.get("name") == "default"), "")
     return str(template)

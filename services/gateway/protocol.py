@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from motet.services.gateway import fields, structured
+from motet.services.gateway import conversation, fields, structured
 from motet.services.gateway.structured import ResponseFormat, StructuredOutputs, Text
 from motet.shared.errors import BadRequest
+from motet.shared.messages import Image
 from motet.shared.model import StructuredOutput
 
 CHOICES_MAX = 64  # n
@@ -46,32 +47,6 @@ RequestId = Annotated[
 ]
 Adapter = Annotated[str, Meta(description="Name of the adapter; `model` may then be missing or the base model's name.")]
 _CONSTRAINED = "needs an engine that serves structured outputs"
-_MESSAGE_SCHEMA = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"type": "string", "minLength": 1},
-        "content": {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "null", "description": "of an assistant's message"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "required": ["type", "text"],
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                    },
-                },
-            ]
-        },
-    },
-    "anyOf": [
-        {"properties": {"role": {"const": "assistant"}}},
-        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
-    ],
-    "description": "Other properties are passed to the chat template. Only an assistant's message may have no content.",
-}
 
 
 def prompt_schema(most: int) -> dict[str, Any]:
@@ -312,8 +287,12 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[
-        list[Annotated[dict[str, Any], Meta(extra_json_schema=_MESSAGE_SCHEMA)]],
-        Meta(min_length=1, max_length=MESSAGES_MAX, description="The conversation; content is text."),
+        list[Annotated[dict[str, Any], Meta(extra_json_schema=conversation.SCHEMA)]],
+        Meta(
+            min_length=1,
+            max_length=MESSAGES_MAX,
+            description="The conversation: text, and images where the model takes them.",
+        ),
     ]
     max_completion_tokens: (
         Annotated[int, Meta(ge=1, le=1 << 31, description="OpenAI's newer name of max_tokens; takes precedence over it.")]
@@ -398,7 +377,11 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages with text content joined to one string. Raises BadRequest naming the message."""
-        return [_message(message, i) for i, message in enumerate(self.messages)]
+        return conversation.texts(self.messages)
+
+    def take_images(self) -> list[Image]:
+        """The images of the messages, in order; they are taken out. Raises BadRequest naming the part."""
+        return conversation.take_images(self.messages)
 
 
 class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
@@ -448,7 +431,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: Annotated[str, Meta(description="Text to tokenize; or use `messages`.")] | None = None
     messages: (
         Annotated[
-            list[Annotated[dict[str, Any], Meta(extra_json_schema=_MESSAGE_SCHEMA)]],
+            list[Annotated[dict[str, Any], Meta(extra_json_schema=conversation.SCHEMA)]],
             Meta(min_length=1, max_length=MESSAGES_MAX, description="Conversation to tokenize; or use `prompt`."),
         ]
         | None
@@ -572,44 +555,3 @@ def _unsupported(name: str, detail: str = "") -> BadRequest:
 
 def _is_token_list(value: list[Any]) -> bool:
     return set(map(type, value)) <= {int}  # not bool
-
-
-def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
-    where = f"messages[{i}]"
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise BadRequest(f"{where}.role: expected a string", param=f"{where}.role")
-    if isinstance(content, list):
-        texts = []
-        for j, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                at = f"{where}.content[{j}]"
-                raise BadRequest(f"{at}: only parts of type text with a text string are supported, not {kind!r}", param=at)
-            texts.append(part["text"])
-        content = "\n".join(texts)
-        message = message | {"content": content}
-    if message.get("tool_calls"):
-        message = message | {"tool_calls": _calls(message["tool_calls"], f"{where}.tool_calls")}
-    if content is None:
-        if role != "assistant":
-            raise BadRequest(f"{where}.content: expected a string or text parts", param=f"{where}.content")
-    elif not isinstance(content, str):
-        raise BadRequest(f"{where}.content: expected a string or text parts", param=f"{where}.content")
-    return message
-
-
-def _calls(given: Any, where: str) -> list[dict[str, Any]]:
-    """Earlier tool calls with their arguments as objects, which is what chat templates read."""
-    try:
-        calls = msgspec.convert(given, list[dict[str, Any]])
-        return [call | {"function": call["function"] | {"arguments": _arguments(call["function"])}} for call in calls]
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
-        raise BadRequest(
-            f"{where}: expected calls with a function's name and its arguments as JSON text", param=where
-        ) from None
-
-
-def _arguments(function: dict[str, Any]) -> Any:
-    arguments = function.get("arguments") or "{}"
-    return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments

@@ -90,7 +90,14 @@ class GatewayService:
             max_inflight=config.requests.max_inflight,
             stream_buffer_tokens=config.requests.stream_buffer_tokens,
         )
-        self.planner = Planner(config, self.prompts, self.adapters, self.fleet, lambda tenant: self.limits.of(tenant).weight)
+        self.planner = Planner(
+            config,
+            self.prompts,
+            self.adapters,
+            self.fleet,
+            lambda tenant: self.limits.of(tenant).weight,
+            lambda: self.bus.max_payload,
+        )
         self.intake = Intake(self.bus, self.owner, self.planner, config, self.limits)
         self.placements = PlacementWatch(self.bus, ">")
         await self.adapters.start()

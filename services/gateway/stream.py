@@ -19,7 +19,7 @@ import msgspec
 from motet.services.gateway.detokenize import Detokenizer, StopFilter
 from motet.shared.clock import now_s
 from motet.shared.errors import MotetError, Overloaded
-from motet.shared.messages import StreamItem, TokenLogprobs
+from motet.shared.messages import Image, StreamItem, TokenLogprobs
 from motet.shared.model import AdapterRef, EmbeddingParams, FinishReason, SamplingParams, Slo
 
 
@@ -44,6 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     needs: dict[str, str] = {}  # capabilities that its worker must have, and the client's field for each
     embedding: EmbeddingParams | None = None  # the prompt's embedding is wanted, and no token
+    images: list[Image] = []  # of the prompt, which has the model's placeholder for each
     timeout_s: float = 600.0
     arrived_s: float = 0.0  # `now_s()` when the client's request came; 0 for when it is opened
 
@@ -118,6 +119,7 @@ class Stream:
         "opened_s",
         "plain",
         "prompt_logprobs",
+        "prompt_tokens",
         "queue_ms",
         "resumed_s",
         "retractable",
@@ -149,6 +151,7 @@ class Stream:
         self.queue_ms = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.embedding = b""  # little-endian float32
+        self.prompt_tokens = len(job.prompt)  # those of images are known with the first token
         self.plain = False  # the next tokens may go through `push_plain`
         self.finish: FinishReason | None = None
         self.error: MotetError | None = None
@@ -238,6 +241,7 @@ class Stream:
             self.cached_tokens, self.queue_ms = item.cached_tokens, item.queue_ms
             self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
             self.embedding = item.embedding
+            self.prompt_tokens = item.prompt_tokens or self.prompt_tokens
         tokens += new
         finish = item.finish
         reason: int | str | None = None

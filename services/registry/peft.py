@@ -97,8 +97,9 @@ _UNSUPPORTED = {
 
 _CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # initialisations that also rewrite the base weights
 
-_KEY = re.compile(
-    r"base_model\.model\.model\.layers\.(\d{1,5})\.(self_attn|mlp)\.([a-z]+_proj)\.(lora_[AB])(?:\.default)?\.weight"
+_KEY = re.compile(  # the text model of a model that takes images is called `language_model` or `text_model`
+    r"base_model\.model\.(?:language_model\.)?model\.(?:language_model\.|text_model\.)?layers\.(\d{1,5})"
+    r"\.(self_attn|mlp)\.([a-z]+_proj)\.(lora_[AB])(?:\.default)?\.weight"
 )
 _EXPONENT = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 _NUMPY = {"F32": "<f4", "F16": "<u2", "BF16": "<u2"}

@@ -18,6 +18,7 @@ MEANINGS: dict[str, str] = {
     "structured": "structured outputs",
     "prompt_logprobs": "log-probabilities of prompts",
     "embeddings": "embeddings",
+    "images": "images",
 }
 """Capabilities, for people."""
 RETRY_S = 1.0
@@ -40,6 +41,8 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
     if rejected.keys() - PERMANENT - {"stale"}:
         away = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
         return Unavailable(f"no worker of {ask.base_model} takes requests now: {away}", retry_after_s=RETRY_S)
+    if "lora_rank" in rejected and not screening.largest_rank:
+        return BadRequest(f"the workers of {ask.base_model} run it without adapters", param="model")
     if "lora_rank" in rejected:
         return BadRequest(
             f"the adapter's rank {ask.rank} is above {screening.largest_rank}, the largest a worker of {ask.base_model} takes",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from motet.shared.errors import BadRequest, ModelNotFound, PromptTooLong
 from motet.shared.messages import GenerateRequest, unpack_tokens
-from motet.shared.model import SamplingParams
+from motet.shared.model import IMAGES_MAX, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,11 @@ def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], 
     if embeds != ("embeddings" in acceptable.serves):
         made = "text, no embeddings" if embeds else "embeddings, no text"
         raise BadRequest(f"model: this worker's model makes {made}", param="model")
+    if request.images and "images" not in acceptable.serves:
+        at = request.images[0].param
+        raise BadRequest(f"{at}: this worker's model takes no images", param=at)
+    if len(request.images) > IMAGES_MAX:
+        raise BadRequest(f"a request may have {IMAGES_MAX} images", param="images")
     prompt = _tokens(request.prompt, "prompt", acceptable.vocab_size)
     output = _tokens(request.output, "output", acceptable.vocab_size)
     _check_sampling(request.sampling, acceptable)
@@ -57,6 +62,8 @@ def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], 
             param="output",
         )
     adapter = request.adapter
+    if adapter is not None and not acceptable.max_lora_rank:
+        raise BadRequest(f"this worker runs {acceptable.base_model} without adapters", param="model")
     if adapter is not None and not 1 <= adapter.rank <= acceptable.max_lora_rank:
         raise BadRequest(
             f"adapter {adapter.name!r} has rank {adapter.rank}; this worker takes ranks 1 to {acceptable.max_lora_rank}",

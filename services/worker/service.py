@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from motet.services.worker.vllm_engine.assemble import VllmAssembly
 
 log = logger("motet.worker")
+IMAGE_BYTES_MAX = 256 << 20  # of all requests here
 MAX_FAILURES = 3  # failing steps in a row before the worker gives its requests back and leaves
 STALLED_S = 60.0  # one step longer than this makes the worker not ready
 HAND_BACK_S = 3.0
@@ -290,6 +291,7 @@ class WorkerService:
     def _take(self, request: GenerateRequest) -> None:
         self.asked_s = now_s()
         prompt, output = admission.check(request, self._acceptable)
+        self._check_image_room(request)
         adapter, slo = request.adapter, request.slo
         brief = RequestBrief(
             request_id=request.request_id,
@@ -322,6 +324,7 @@ class WorkerService:
             kv=request.kv,
             losses=request.losses,
             embedding=request.embedding,
+            images=request.images,
         )
         if request.kv is not None and self.shell.travel is not None:
             taken.kv_wait_s = self.shell.travel.wait_s(request.kv, len(prompt) + len(output), brief.rank)
@@ -336,6 +339,13 @@ class WorkerService:
                 raise Unavailable(self.unhealthy or f"worker {self.worker_id} is draining")
             case "full":
                 raise Overloaded(f"worker {self.worker_id} has {len(self.core)} requests", retry_after_s=refusal.retry_after_s)
+
+    def _check_image_room(self, request: GenerateRequest) -> None:
+        """Raises Overloaded if the images of all requests here would have more than `IMAGE_BYTES_MAX`."""
+        if request.images:
+            images = [*request.images, *(image for entry in self.core for image in entry.payload.images)]
+            if sum(len(image.data) for image in images) > IMAGE_BYTES_MAX:
+                raise Overloaded(f"worker {self.worker_id} has no room for more images", retry_after_s=1.0)
 
     def _cache_scope(self, request: GenerateRequest) -> bytes:
         """Prompts of an adapter never leave their tenant's cache; those of the base model do if that was asked for."""

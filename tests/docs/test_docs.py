@@ -81,6 +81,7 @@ def test_the_engines_page_says_what_the_engines_declare() -> None:
         assert said["log-probabilities"] == yes[engine.logprobs]
         assert said["structured outputs"] == yes["structured" in engine.serves]
         assert said["log-probabilities of prompts"] == yes["prompt_logprobs" in engine.serves]
+        assert said["images in chats"] == ("yes, where the model takes them" if engine is VLLM else "no")
         assert said["embeddings (`/v1/embeddings`)"] == ("yes, with a pooling model" if engine is VLLM else "no")
         assert "embeddings" not in engine.serves and "embeddings" in POOLING.serves
         assert said["KV blocks travel with requests that move"] == yes[engine.kv_travels]

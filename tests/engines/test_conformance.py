@@ -233,6 +233,7 @@ async def test_aborting_ends_everything_with_the_error_given(driven: Driven) -> 
         assert end.finish == "error" and end.error is not None and end.error.code == "worker_lost"
 
 
+@pytest.mark.timeout(900)  # five cores start, one after another
 async def test_a_request_that_kills_its_core_is_the_only_one_that_ends_of_it(driven: Driven) -> None:
     """The test submits again what is lost, as gateways do. vLLM's core dies of a token that its model does not have, which a
     worker never lets through."""
@@ -257,6 +258,7 @@ async def test_a_request_that_kills_its_core_is_the_only_one_that_ends_of_it(dri
     assert ended[0].losses == LOSSES_MAX - 1 and not ended[0].output
     assert [len(one.output) for one in ended[1:]] == [60] * len(others)
     assert all(one.losses <= 2 for one in ended[1:])
+    assert sum(report.output.failure is not None for report in driven.reports) == LOSSES_MAX, "cores that died"
 
 
 async def test_memory_is_given_back_and_an_idle_engine_is_silent(driven: Driven) -> None:

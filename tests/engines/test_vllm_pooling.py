@@ -159,3 +159,62 @@ async def test_a_mesh_of_a_pooling_model_answers_and_loses_no_embedding_with_its
             with pytest.raises(ApiError, match="makes embeddings and no text") as refused:
                 await client.call("POST", "/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 1})
             assert refused.value.status == 400
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small BERT with random weights, which vLLM runs without LoRA."""
+    import torch
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=288,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+    )
+    folder = tmp_path_factory.mktemp("bert") / "model"
+    BertModel(config).eval().save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_file=str(DEMO / "model" / "tokenizer.json"), pad_token="<|pad|>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def for_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an adapter whose shapes are those of `bert`."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    )
+    adapted = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    folder = tmp_path_factory.mktemp("for-bert")
+    adapted.save_pretrained(folder / "small")
+    return folder
+
+
+async def test_a_model_that_vllm_runs_without_adapters_makes_embeddings_and_says_so_for_an_adapter(
+    bert: Path, for_bert: Path, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModel
+
+    args = "--runner pooling --max-num-batched-tokens 128"
+    with vllm_stack(tmp_path, bert, args, adapters=for_bert) as stack:
+        async with Client(stack.facts().urls[0], timeout_s=300.0) as client:
+            [worker] = await workers(client)
+            assert (worker["capabilities"], worker["adapter_bytes_total"]) == (["embeddings"], 0)
+            told = await client.call("POST", "/v1/embeddings", json={"input": PROMPTS[:2]})
+            with torch.inference_mode():
+                model = AutoModel.from_pretrained(bert, dtype=torch.float32)
+                hidden = [model(torch.tensor([prompt])).last_hidden_state[0, 0] for prompt in PROMPTS[:2]]
+            for one, first in zip(told["data"], hidden, strict=True):
+                wanted = torch.nn.functional.normalize(first, dim=0)
+                np.testing.assert_allclose(one["embedding"], np.asarray(wanted), atol=1e-3)
+            with pytest.raises(ApiError, match="without adapters") as refused:
+                await client.call("POST", "/v1/embeddings", json={"model": "small", "input": "x"})
+            assert refused.value.status == 400

@@ -9,7 +9,7 @@ from motet.policies.cold_start import AssistRates
 from motet.policies.eviction import EvictionName
 from motet.policies.request_queues import QueuesName
 from motet.policies.step_record import Step
-from motet.shared.messages import KvOffer, StreamItem
+from motet.shared.messages import Image, KvOffer, StreamItem
 from motet.shared.model import EmbeddingParams, RequestBrief, SamplingParams, Slo, Tier
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class EngineRequest:
     kv_wait_s: float = 0.0  # the longest time to wait for KV blocks from there; 0: they are computed
     losses: int = 0  # workers lost with it in a row, without a new token
     embedding: EmbeddingParams | None = None  # the prompt's embedding is wanted, and no token
+    images: list[Image] = field(default_factory=list)  # the prompt has the model's placeholder for each
 
     def brief(self, adapter_digest: str, rank: int, output_tokens: int, *, running: bool) -> RequestBrief:
         """What a scheduler must know of it. `output_tokens`: so far; `running`: it is in a batch."""

@@ -17,6 +17,7 @@ from motet.services.worker.engine_thread import StepReport
 from motet.services.worker.vllm_engine.core import VllmOptions, padded_rank
 from motet.services.worker.vllm_engine.engine import VllmEngine
 from motet.services.worker.vllm_engine.peft_files import peft_adapter
+from motet.shared.base_shapes import text_config
 from motet.shared.config import ConfigError
 from motet.shared.model import WorkerLimits
 from motet.shared.telemetry import logger
@@ -77,7 +78,7 @@ def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepRe
 def assembly_of(config: WorkerConfig, engine: VllmEngine) -> VllmAssembly:
     """The facts of a started engine."""
     core, folders = engine.core, tempfile.TemporaryDirectory(prefix="motet-vllm-adapters-")
-    slots = engine.options.max_loras
+    slots = engine.options.max_loras if core.adapter_prefix else 0
     limits = WorkerLimits(
         base_model=config.base.name,
         engine="vllm",
@@ -88,14 +89,14 @@ def assembly_of(config: WorkerConfig, engine: VllmEngine) -> VllmAssembly:
         block_size=core.block_size,
         kv_blocks_total=core.kv_blocks,
         adapter_bytes_total=slots * engine.slot_bytes,
-        max_lora_rank=config.adapters.max_lora_rank,
+        max_lora_rank=config.adapters.max_lora_rank if core.adapter_prefix else 0,
         copies="stall",
         pin_slots=slots // PIN_SHARE,
         pin_bytes=min(slots * engine.slot_bytes, config.adapters.host_cache_mib * MIB) // PIN_SHARE,
     )
 
     def parse_adapter(path: Path, digest: str) -> Any:
-        return peft_adapter(path, Path(folders.name), digest)
+        return peft_adapter(path, Path(folders.name), digest, core.adapter_prefix)
 
     return VllmAssembly(limits, core.vocab_size, core.eos_token_ids, parse_adapter, folders)
 
@@ -107,7 +108,7 @@ def stored_type(model_dir: Path) -> str:
         config = json.loads((model_dir / "config.json").read_bytes())
     except (OSError, ValueError):
         return "auto"
-    text = config.get("text_config") or config
+    text = text_config(config)
     told = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     return told if told in ("float32", "float16", "bfloat16") else "auto"
 

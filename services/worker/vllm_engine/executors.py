@@ -1,12 +1,19 @@
-"""What the worker adds to vLLM's processes: they end with it, and they free a slot by order. Only vLLM's environment imports
-this file."""
+"""What the worker adds to vLLM's processes: they end with it, free a slot by order, and have a mended CPU kernel. Only vLLM's
+environment imports this file."""
 
 from __future__ import annotations
+
+import re
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from motet.services.worker.vllm_engine.core import end_with_parent
+from motet.services.worker.vllm_engine.cpu_kernels import mend
+
+mend()
+LAYER = re.compile(r"(.*?)layers\.\d+\.(?:self_attn|mlp)\.")
+"""The name of a linear layer of a language model."""
 
 
 class BoundUniProc(UniProcExecutor):
@@ -26,11 +33,17 @@ class BoundMultiproc(MultiprocExecutor):
 
 
 class AdapterSlots:
-    """An order that vLLM lacks. vLLM adds it to its worker class (`--worker-extension-cls`)."""
+    """Orders that vLLM lacks. vLLM adds it to its worker class (`--worker-extension-cls`)."""
 
     def free_lora_slot(self, number: int) -> None:
         """Take an adapter out of its slot and keep its weights in host memory. `number`: vLLM's of the adapter."""
         self.model_runner.lora_manager._adapter_manager.deactivate_adapter(number)  # type: ignore[attr-defined]
+
+    def layer_prefixes(self) -> list[str]:
+        """What the names of layers with LoRA begin with, before `layers.<n>`."""
+        modules = self.model_runner.lora_manager._adapter_manager.modules  # type: ignore[attr-defined]
+        found = (LAYER.match(name) for name in modules)
+        return sorted({one[1] for one in found if one is not None})
 
 
 BOUND = {UniProcExecutor: BoundUniProc, MultiprocExecutor: BoundMultiproc}

@@ -1,7 +1,9 @@
 """Adapters as vLLM reads them: a folder in PEFT's layout, made from a `motet-lora/2` blob.
 
     <folder>/adapter_config.json          r: the largest rank; lora_alpha / r: the scale
-    <folder>/adapter_model.safetensors    base_model.model.model.layers.<n>.<block>.<module>.lora_{A,B}.weight
+    <folder>/adapter_model.safetensors    base_model.model.<prefix>layers.<n>.<block>.<module>.lora_{A,B}.weight
+
+The prefix is "model.", or that of the language model within a model that takes images.
 
 PEFT knows one scale. When an adapter's modules have several, each B is multiplied by its own and the folder's scale is 1.
 """
@@ -21,6 +23,7 @@ import numpy as np
 
 from motet.shared.adapter_blob import PAGE_RANKS, BlobIndex, read_index
 
+PREFIX = "model."
 _TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -35,19 +38,19 @@ class PeftAdapter:
     folder: Path
 
 
-def peft_adapter(blob: Path, folders: Path, digest: str = "") -> PeftAdapter:
+def peft_adapter(blob: Path, folders: Path, digest: str = "", prefix: str = PREFIX) -> PeftAdapter:
     """Write the folder of a blob below `folders`. Raises InvalidAdapter or OSError."""
     data = np.memmap(blob, mode="r", dtype=np.uint8)
     index = read_index(data.data, data.size)
     digest = digest or hashlib.sha256(data.data).hexdigest()
     folder = Path(tempfile.mkdtemp(prefix=digest[:16] + ".", dir=folders))  # of this copy alone: another may come and go
-    write_peft(data, index, folder)
+    write_peft(data, index, folder, prefix)
     adapter = PeftAdapter(digest=digest, rank=index.rank, nbytes=data.size, blob_bytes=data.size, folder=folder)
     weakref.finalize(adapter, shutil.rmtree, folder, ignore_errors=True)
     return adapter
 
 
-def write_peft(data: np.ndarray[Any, Any], index: BlobIndex, folder: Path) -> None:
+def write_peft(data: np.ndarray[Any, Any], index: BlobIndex, folder: Path, prefix: str = PREFIX) -> None:
     """Both files. `data`: the blob's bytes."""
     scales = {scale for part in index.parts for scale, rank in zip(part.scales, part.ranks, strict=True) if rank}
     one = scales.pop() if len(scales) == 1 else None
@@ -67,7 +70,7 @@ def write_peft(data: np.ndarray[Any, Any], index: BlobIndex, folder: Path) -> No
             b = packed[:, layer, PAGE_RANKS * part.fan_in :].reshape(-1, part.fan_out)[:rank].T
             if one is None:
                 b = _times(b, scale)
-            name = f"base_model.model.model.layers.{layer}.{block}.{part.module}"
+            name = f"base_model.model.{prefix}layers.{layer}.{block}.{part.module}"
             for letter, matrix in (("A", a), ("B", b)):
                 raw = np.ascontiguousarray(matrix).tobytes()
                 where = [at, at + len(raw)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from motet.policies.engine_entry import Entrant
 from motet.services.worker.engine.request import EngineRequest
@@ -17,6 +17,9 @@ from motet.shared.errors import BadRequest, MotetError
 from motet.shared.messages import TokenLogprobs
 from motet.shared.model import RequestBrief, StructuredOutput
 from motet.shared.telemetry import logger
+
+if TYPE_CHECKING:
+    from motet.services.worker.vllm_engine.images import ImagePrompt
 
 log = logger("motet.worker.vllm")
 
@@ -31,6 +34,8 @@ class VllmSequence(Entrant):
     core_id: str = ""
     entered_s: float = 0.0
     reported: bool = False
+    image_tokens: int = 0
+    """Tokens of its images, beyond one placeholder each; known when it has entered."""
 
     @property
     def output_tokens(self) -> int:
@@ -45,9 +50,9 @@ class VllmSequence(Entrant):
         return self.request.brief(self.adapter, self.rank, self.output_tokens, running=bool(self.core_id))
 
 
-def core_request(live: VllmSequence, core: Core, number: int) -> Any:
-    """What vLLM's core is sent. `number`: vLLM's of the adapter. Raises BadRequest, or what vLLM raises for parameters that it
-    does not take."""
+def core_request(live: VllmSequence, core: Core, number: int, images: ImagePrompt | None = None) -> Any:
+    """What vLLM's core is sent. `number`: vLLM's of the adapter; `images`: of a prompt with images. Raises BadRequest, or what
+    vLLM raises for parameters that it does not take."""
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
 
@@ -59,8 +64,8 @@ def core_request(live: VllmSequence, core: Core, number: int) -> Any:
     return EngineCoreRequest(
         request_id=live.core_id,
         external_req_id=live.core_id,
-        prompt_token_ids=list(live.tokens),
-        mm_features=None,
+        prompt_token_ids=list(live.tokens) if images is None else images.tokens + live.output,
+        mm_features=None if images is None else images.features,
         sampling_params=None if pools else sampling_params(live, core),
         pooling_params=pooling_params(live) if pools else None,
         arrival_time=live.entered_s,

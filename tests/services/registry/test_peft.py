@@ -328,3 +328,14 @@ def test_no_patterns_and_no_matches_start_no_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("a process was started"))
     assert assign("rank_pattern", [], TINY.paths()) == {}
     assert assign("rank_pattern", ["elsewhere.q_proj"], TINY.paths()) == {}
+
+
+@pytest.mark.parametrize("name", ["model.language_model.", "language_model.model.", "model.text_model."])
+def test_an_adapter_of_a_model_that_takes_images_changes_its_text_model(name: str):
+    tensors = random_tensors()
+    weights = {key.replace("base_model.model.model.", f"base_model.model.{name}"): value for key, value in tensors.items()}
+    assert set(weights).isdisjoint(tensors)
+    assert run(safetensors_bytes(weights), peft_config()).digest == run(safetensors_bytes(tensors), peft_config()).digest
+    vision = {key.replace("model.model.layers", "model.model.vision_tower.layers"): value for key, value in tensors.items()}
+    with pytest.raises(InvalidAdapter, match="vision_tower"):
+        run(safetensors_bytes(vision), peft_config())

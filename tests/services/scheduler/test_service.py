@@ -320,6 +320,13 @@ async def test_what_no_worker_can_ever_hold_is_a_bad_request_with_both_numbers(b
     assert type(answer) is BadRequest and "32" in answer.message and "16" in answer.message and answer.param == "model"
 
 
+async def test_an_adapter_for_a_model_that_runs_without_adapters_is_a_bad_request(bus, schedule, hire):
+    await hire("w1", limits=worker_limits(max_lora_rank=0))
+    await schedule()
+    answer = await submit(bus, generate_request(rank=8))
+    assert type(answer) is BadRequest and "without adapters" in answer.message and answer.param == "model"
+
+
 async def test_a_request_that_needs_a_capability_goes_to_a_worker_that_has_it(bus, schedule, hire):
     await hire("a-native")
     await hire("b-vllm", limits=worker_limits(engine="vllm", capabilities=("structured",)))

@@ -9,8 +9,8 @@ import pytest
 
 from motet.services.worker.admission import Acceptable, check
 from motet.shared.errors import BadRequest, ModelNotFound, MotetError, PromptTooLong
-from motet.shared.messages import GenerateRequest, pack_tokens
-from motet.shared.model import AdapterRef, EmbeddingParams, SamplingParams, Slo
+from motet.shared.messages import GenerateRequest, Image, pack_tokens
+from motet.shared.model import IMAGES_MAX, AdapterRef, EmbeddingParams, SamplingParams, Slo
 
 VOCAB, LONGEST, EOS = 100, 32, 2
 ACCEPTABLE = Acceptable(
@@ -90,3 +90,23 @@ def test_what_fits_comes_back_as_token_ids() -> None:
 def test_what_cannot_run_is_refused_with_the_reason(changes: dict[str, Any], error: type[MotetError], words: str) -> None:
     with pytest.raises(error, match=words):
         check(asked(**changes), ACCEPTABLE)
+
+
+def test_images_are_taken_where_the_model_reads_them() -> None:
+    request = asked([1, 2, 3])
+    request.images = [Image(data=b"x", param="messages[0].content[1]")]
+    with pytest.raises(BadRequest, match="no images") as refused:
+        check(request, ACCEPTABLE)
+    assert refused.value.param == "messages[0].content[1]"
+    seeing = replace(ACCEPTABLE, serves=frozenset({"images"}))
+    assert check(request, seeing) == ([1, 2, 3], [])
+    request.images *= IMAGES_MAX + 1
+    with pytest.raises(BadRequest, match=str(IMAGES_MAX)):
+        check(request, seeing)
+
+
+def test_a_worker_without_adapters_says_so() -> None:
+    adapter = AdapterRef(name="a", digest="d", rank=8, size_bytes=1)
+    with pytest.raises(BadRequest, match="without adapters") as refused:
+        check(asked([1], adapter=adapter), replace(ACCEPTABLE, max_lora_rank=0))
+    assert refused.value.param == "model"

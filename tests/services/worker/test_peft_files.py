@@ -42,3 +42,12 @@ def test_the_folder_goes_with_the_adapter(tmp_path: Path) -> None:
     assert folder.is_dir()
     del adapter
     assert not folder.exists()
+
+
+def test_names_begin_with_what_the_language_model_is_called(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(write_blob({(0, "q_proj"): matrices(4, 1.0, 3)}, dtype="F32", layers=1))
+    adapter = peft_adapter(tmp_path / "blob", tmp_path, prefix="language_model.model.")
+    names = load_file(adapter.folder / "adapter_model.safetensors")
+    assert set(names) == {
+        f"base_model.model.language_model.model.layers.0.self_attn.q_proj.lora_{half}.weight" for half in "AB"
+    }
