@@ -16,8 +16,10 @@ the saved time adds up until it exceeds the cost, or another adapter has the mos
 
 What the paper leaves open, and what holds here. The rule for `beta` mirrors the one for `alpha`: the other mode pays for the
 switch. Steps with starving requests are unmerged and have all other requests too, as far as there is room: the paper's step has
-the starving ones alone, but places left empty help nobody. A starving adapter gives back `relief` credits per request and step,
-to those that have less than at the start. Base requests (adapter "") rest and starve like the others and are never merged.
+the starving ones alone, but places left empty help nobody. In every unmerged step adapters with more credits than at the start
+give back `relief` of them per request, to those that have less: a starving adapter while it is served, and the others too, or
+an adapter that has paid all it had would never be merged again. Base requests (adapter "") rest and starve like the others and
+are never merged.
 
 Two things are not in the paper. A resting request keeps its seat and its KV blocks, so a merged batch is the smaller the more
 requests rest. So from a share of `drain` on, the biggest adapter's waiting requests join an unmerged batch first: the others
@@ -35,6 +37,8 @@ from typing import NamedTuple, Protocol
 MAX_KNOWN = 4096
 """Credits are kept for this many adapters; beyond, those without a request here are forgotten, the oldest first."""
 FOREVER = 1 << 30
+ROUNDING = 1e-9
+"""Of the credits at the start: differences below are none."""
 
 
 class Mode(NamedTuple):
@@ -103,7 +107,7 @@ class MergeConfig:
     credit: float = 20_000.0  # of an adapter that nobody has seen yet
     starving: float = 24_000.0  # T_starve
     normal: float = 20_000.0  # T_normal
-    relief: float = 1.0  # credits that a starving adapter gives back per request and step
+    relief: float = 1.0  # credits that are given back per request and unmerged step
     drain: float = inf  # share of the biggest adapter from which on its waiting requests join first
     rest_ms: float = inf  # the longest time for which requests rest
 
@@ -149,6 +153,7 @@ class Merging:
     _moves: dict[str, float] = field(default_factory=dict)  # credits that one such step moves
     _biggest: str = ""
     _asked: float = 0.0  # credits that the merged adapter needs to stay merged
+    _poor: set[str] = field(default_factory=set)  # adapters that could not pay, until they have their credits back
     _turned: bool = False  # the last choice changed the mode
     _rested_ms: float = 0.0  # time with resting requests, less the unmerged time since
     _step_ms: float = 0.0  # what one step in the mode chosen last adds to it
@@ -171,7 +176,8 @@ class Merging:
             self._step_ms = -self.costs.unmerged_ms(rows)
             self._moves = repay(starving, here, self.credits, self.config.credit, self.config.relief)
             return Mode(first=frozenset(starving))
-        biggest = max((one for one in here if one and self._eligible(one, here, fcfs)), key=here.__getitem__, default="")
+        biggest = max((one for one in here if one), key=here.__getitem__, default="")
+        pays = bool(biggest) and self._eligible(biggest, here, fcfs)
         if biggest != self._biggest:
             self._biggest = biggest
             self._break()
@@ -181,7 +187,7 @@ class Merging:
             stays = self.merged in here and self._eligible(self.merged, here, fcfs)
             if not stays or here[self.merged] < self.beta * rows:
                 self._turn("")
-        elif biggest and here[biggest] > self.alpha * rows:
+        elif pays and here[biggest] > self.alpha * rows:
             if self.whole is None or self.whole == biggest:
                 self._turn(biggest)
             else:
@@ -189,8 +195,8 @@ class Merging:
         self._compare(fcfs, here, most)
         if not self.merged:
             self._asked, self._step_ms = 0.0, -self.costs.unmerged_ms(rows)
-            if not biggest or here[biggest] < self.config.drain * rows:
-                self._moves = {}
+            if not pays or here[biggest] < self.config.drain * rows:
+                self._moves = repay(here, here, self.credits, self.config.credit, self.config.relief)
                 return Mode(wanted=wanted)
             self._moves = transfer(here, fcfs)
             return Mode(first=frozenset((biggest,)), wanted=wanted)
@@ -212,6 +218,7 @@ class Merging:
         if self._turned:
             return 1
         left: float = max(1, self.config.period - self._tally.steps)
+        fair = self.config.credit
         if self._step_ms > 0.0:
             left = min(left, (self.config.rest_ms - self._rested_ms) / self._step_ms)
         elif self._overdue and self._step_ms:
@@ -221,9 +228,11 @@ class Merging:
             if adapter in self.starving:
                 room = held - self.config.normal if moved < 0 else inf
             elif moved > 0:
-                room = self.config.starving - held
-            else:
+                room = (self.config.starving if self.merged or held >= fair else fair) - held
+            elif self.merged:
                 room = held - self._asked if adapter == self.merged else inf
+            else:
+                room = held - fair if held > fair else inf
             left = min(left, room / abs(moved) if moved else inf)
         return max(1, int(left))
 
@@ -243,17 +252,23 @@ class Merging:
             for adapter in [one for one in credits if one not in here][: len(credits) - MAX_KNOWN]:
                 del credits[adapter]
                 self.starving.discard(adapter)
+                self._poor.discard(adapter)
 
     def _served_first(self) -> set[str]:
         """The adapters that starve."""
         config, credits = self.config, self.credits
         self.starving.update([adapter for adapter, credit in credits.items() if credit > config.starving])
-        self.starving = {one for one in self.starving if credits[one] >= config.normal}
+        self.starving = {one for one in self.starving if credits[one] > config.normal + ROUNDING * config.credit}
         return self.starving
 
     def _eligible(self, adapter: str, here: Mapping[str, int], fcfs: Mapping[str, int]) -> bool:
-        """Whether the adapter can pay for one step of its own requests alone."""
-        return self.credits[adapter] >= sum(fcfs.values()) - min(fcfs.get(adapter, 0), here[adapter])
+        """Whether the adapter can pay for one step of its own requests alone, and has got back what it paid since it could not:
+        otherwise it would be merged for one step again and again."""
+        if self.credits[adapter] < sum(fcfs.values()) - min(fcfs.get(adapter, 0), here[adapter]):
+            self._poor.add(adapter)
+        elif self.credits[adapter] >= self.config.credit * (1.0 - ROUNDING):
+            self._poor.discard(adapter)
+        return adapter not in self._poor
 
     # ---- thresholds
 
@@ -352,12 +367,14 @@ def transfer(batch: Mapping[str, int], fcfs: Mapping[str, int]) -> dict[str, flo
 
 
 def repay(
-    starving: Collection[str], here: Mapping[str, int], credits: Mapping[str, float], fair: float, relief: float = 1.0
+    givers: Collection[str], here: Mapping[str, int], credits: Mapping[str, float], fair: float, relief: float = 1.0
 ) -> dict[str, float]:
-    """The credits that starving adapters give back for a step with their requests, to those below the fair amount in proportion
-    to what they lack. The sum is 0."""
+    """The credits that those of `givers` with more than the fair amount give back for a step with their requests, to those with
+    less in proportion to what they lack. The sum is 0."""
+    rows = {adapter: here[adapter] for adapter in givers if adapter in here and credits[adapter] > fair}
+    if not rows:
+        return {}
     lack = {adapter: fair - credit for adapter, credit in credits.items() if credit < fair}
-    rows = {adapter: here[adapter] for adapter in starving if adapter in here}
     lacking, paid = sum(lack.values()), min(relief * sum(rows.values()), sum(lack.values()))
     if not paid:
         return {}
