@@ -67,7 +67,15 @@ LIMITS = WorkerLimits(
     copies="wait",
 )
 MERGE = MergeConfig(
-    alpha=0.9, beta=0.6, lowest=0.9, credit=500_000.0, starving=650_000.0, normal=500_000.0, relief=8.0, drain=0.5
+    alpha=0.9,
+    beta=0.6,
+    lowest=0.9,
+    lowest_beta=0.5,
+    credit=500_000.0,
+    starving=650_000.0,
+    normal=500_000.0,
+    relief=8.0,
+    drain=0.5,
 )
 """Of a worker alone, where the average latency counts and requests may wait for minutes."""
 FAIR = MergeConfig()

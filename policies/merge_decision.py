@@ -101,8 +101,9 @@ class MergeConfig:
     beta: float = 0.6
     decrement: float = 0.02  # gamma_dec and gamma_mul
     multiply: float = 1.05
-    lowest: float = 0.3  # bounds of both thresholds
-    highest: float = 1.5
+    lowest: float = 0.3  # alpha's lower bound
+    lowest_beta: float = 0.3
+    highest: float = 1.5  # of both
     period: int = 100  # steps between two break points, at most
     credit: float = 20_000.0  # of an adapter that nobody has seen yet
     starving: float = 24_000.0  # T_starve
@@ -309,7 +310,7 @@ class Merging:
         wins = seen.merged_wins(*((0.0, switch_ms) if self.merged else (switch_ms, 0.0)))
         threshold = self.beta if self.merged else self.alpha
         threshold = threshold - config.decrement if wins else threshold * config.multiply
-        threshold = min(max(threshold, config.lowest), config.highest)
+        threshold = min(max(threshold, config.lowest_beta if self.merged else config.lowest), config.highest)
         if self.merged:
             self.beta = threshold
         else:

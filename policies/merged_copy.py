@@ -24,7 +24,16 @@ from motet.policies.step_times import OnlineFit
 from motet.shared.model import PerfModel
 
 MERGE = MergeConfig(
-    alpha=0.9, beta=0.85, lowest=0.8, highest=1.0, period=50, credit=200.0, starving=240.0, normal=200.0, rest_ms=500.0
+    alpha=0.9,
+    beta=0.85,
+    lowest=0.8,
+    lowest_beta=0.8,
+    highest=1.0,
+    period=50,
+    credit=200.0,
+    starving=240.0,
+    normal=200.0,
+    rest_ms=500.0,
 )
 """The constants of a live engine. LoRA costs its steps 5 to 15%, so an adapter has to be nearly alone, and no threshold falls
 far below that however long merging has won. A switch costs nothing once the copy is whole. With these credits a lone request

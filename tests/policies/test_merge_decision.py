@@ -119,7 +119,8 @@ def test_credits_move_and_are_never_made(history: list[tuple[dict[str, int], dic
         mode = one.choose(here, whole, sum(here.values()))
         assert mode.only is None or (mode.only and mode.only <= whole.keys()), "there is something to compute"
         assert not mode.merged or mode.only == {mode.merged}
-        assert one.config.lowest <= min(one.alpha, one.beta) and max(one.alpha, one.beta) <= one.config.highest
+        config = one.config
+        assert config.lowest <= one.alpha <= config.highest and config.lowest_beta <= one.beta <= config.highest
         one.ran(1)
         assert sum(one.credits.values()) == pytest.approx(credit * len(one.credits))
 
