@@ -155,6 +155,7 @@ class LoraPool:
         self.loaded = np.zeros(slots, dtype=bool)
         self.loaded_layers = np.frombuffer(mmap.mmap(-1, 4 * slots), dtype=np.int32)  # whole pages: a device writes it too
         self.still: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.resizing: Callable[[int], None] | None = None  # hears `bytes_total` while the memory behind it is still there
         self._holes: list[tuple[int, int]] = [(0, self._lines)] if self._lines else []
         self._views: dict[tuple[int, str, bool], torch.Tensor] = {}
         if self._lines < self._capacity:
@@ -237,9 +238,12 @@ class LoraPool:
             expect(self.arena[old * LINE : lines * LINE])
             if lines > old:
                 self._release(old, lines - old)
-            return
-        self._clear_above(lines)
-        give_back(self.arena[lines * LINE : old * LINE])
+        else:
+            self._clear_above(lines)
+        if self.resizing is not None:
+            self.resizing(self.bytes_total)
+        if lines < old:
+            give_back(self.arena[lines * LINE : old * LINE])
 
     def rows(self, layer: int, module: str, *, b: bool) -> torch.Tensor:
         """A view whose row `table[slot, m, p]` is that page's A [8 * in] of `layer`, or its B^T [8 * out] with `b`."""

@@ -189,6 +189,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "motet_loader_free": (None, [c_void_p]),
     "motet_loader_begin": (None, [c_void_p, c_int64, POINTER(Pool)]),
     "motet_loader_cancel": (None, [c_void_p, c_int64]),
+    "motet_loader_expect": (None, [c_void_p, c_int64]),
     "motet_loader_hold": (None, [c_void_p]),
     "motet_loader_release": (None, [c_void_p]),
     "motet_loader_state": (None, [c_void_p, POINTER(c_int64)]),

@@ -33,10 +33,10 @@ class CpuLoader(Sources):
     def __init__(self, engine: CpuEngine, pool: LoraPool, *, link_bytes_per_s: float = 0.0) -> None:
         super().__init__(pool)
         self._library, self._meter = engine.library, LinkMeter(link_bytes_per_s)
-        arena = pool.arena
         self._handle = self._library.motet_loader_new(
-            byref(pool_struct(pool)), arena.nbytes, arena.element_size(), link_bytes_per_s
+            byref(pool_struct(pool)), pool.bytes_total, pool.arena.element_size(), link_bytes_per_s
         )
+        pool.resizing = partial(self._library.motet_loader_expect, self._handle)
         pool.still = partial(_no_copying, self._library, self._handle)  # not `self`: nobody is to keep us alive
 
     def __del__(self) -> None:
@@ -46,7 +46,7 @@ class CpuLoader(Sources):
         """End the thread; loads under way stay as they are."""
         handle, self._handle = getattr(self, "_handle", None), None
         if handle:
-            self._pool.still = nullcontext
+            self._pool.still, self._pool.resizing = nullcontext, None
             self._library.motet_loader_free(handle)
             self._sources.clear()
 

@@ -35,7 +35,7 @@ from motet.shared import subjects
 from motet.shared.bus import decode, encode
 from motet.shared.config import BusConfig
 from motet.shared.messages import Move, WorkerSnapshot, WorkerState
-from tests.chaos.relay import Relay
+from tests.chaos.relay import Relay, RelayProcess
 from tests.support import eventually
 
 TENANTS = ("north", "south", "west")
@@ -90,6 +90,7 @@ class ChaosMesh:
         self.killed: dict[str, list[float]] = {}
         self._credentials = directory / "credentials"
         self.nats: dict[str, NatsServer] = {}
+        self._relays = RelayProcess()
         self.monitors: dict[str, int] = {}  # ports of the brokers' own monitoring
 
     # ---- life
@@ -117,7 +118,9 @@ class ChaosMesh:
         )
         self.stack = stack
         stack.source, stack.env = self.options.source, self.options.env
-        stack.relays = {name: [await self._relay(server) for server in self.nats.values()] for name in stack.names()}
+        await self._relays.start()
+        brokers = [server.port for server in self.nats.values()]
+        stack.relays = {name: [await self._relays.open("127.0.0.1", port) for port in brokers] for name in stack.names()}
         await stack.start()
         self.adapters = sorted(path.name for path in adapters.iterdir())
         await self.healed()
@@ -141,11 +144,6 @@ class ChaosMesh:
             bus = await self.connect()
             await eventually(lambda: _has_leader(bus), within_s=30, every_s=0.2)
             await bus.close()
-
-    async def _relay(self, server: NatsServer) -> Relay:
-        relay = Relay("127.0.0.1", server.port)
-        await relay.start()
-        return relay
 
     async def connect(self) -> NatsClient:
         """A connection to the brokers for the harness itself, which may do everything."""
@@ -188,13 +186,11 @@ class ChaosMesh:
 
     async def stop(self) -> None:
         if hasattr(self, "stack"):  # it may not have come that far
-            relays = [relay for each in self.stack.relays.values() for relay in each]
-            for relay in relays:
-                relay.heal()
+            for relays in self.stack.relays.values():
+                for relay in relays:
+                    relay.heal()
             await self.stack.stop()
-            for relay in relays:
-                await relay.stop()
-            await asyncio.sleep(0)  # their connections end in tasks of their own
+        await self._relays.stop()
         for server in self.nats.values():
             server.stop()
 

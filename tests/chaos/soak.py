@@ -173,11 +173,11 @@ async def _subscriptions(mesh: ChaosMesh) -> dict[int, int]:
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
         connections = (await answer.json())["connections"]
     by_port = {connection["port"]: connection["subscriptions"] for connection in connections}
-    return {
-        mesh.child(name).pid: sum(by_port.get(port, 0) for relay in relays for port in relay.far_ports())
-        for name, relays in mesh.stack.relays.items()
-        if name not in mesh.nats
-    }
+    subscriptions: dict[int, int] = {}
+    for name, relays in mesh.stack.relays.items():
+        ports = [port for relay in relays for port in await relay.far_ports()]
+        subscriptions[mesh.child(name).pid] = sum(by_port.get(port, 0) for port in ports)
+    return subscriptions
 
 
 def report(samples: Samples) -> int:

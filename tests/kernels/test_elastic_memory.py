@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from motet.kernels import KvCache, LoraPool, PackedLora, PoolFull
+from motet.kernels.cpu import CpuEngine
+from motet.kernels.cpu.loading import CpuLoader
 from tests.kernels.test_lora import LAYERS, SHAPES, random_adapter
 
 MIB = 1 << 20
@@ -102,3 +105,22 @@ def test_a_smaller_pool_gives_back_its_end() -> None:
     pool.resize(32 * MIB)
     pool.arena[: 8 * MIB] = 2.0
     assert resident_bytes(pool.arena) <= 32 * MIB + HUGE
+
+
+def test_the_loader_touches_the_memory_of_the_pool_and_none_of_the_caches() -> None:
+    def settled() -> int:
+        """Resident bytes once they have not changed for a while."""
+        seen = [-1, resident_bytes(pool.arena)]
+        while seen[-1] < pool.bytes_total or seen[-1] != seen[-2]:
+            time.sleep(0.05)
+            seen.append(resident_bytes(pool.arena))
+        return seen[-1]
+
+    pool = LoraPool(SHAPES, layers=LAYERS, slots=8, max_rank=64, bytes_total=16 * MIB, dtype=torch.float32, capacity=128 * MIB)
+    loader = CpuLoader(CpuEngine(threads=1), pool)
+    assert settled() <= 16 * MIB + EDGES
+    pool.resize(64 * MIB)
+    assert 64 * MIB <= settled() <= 64 * MIB + HUGE
+    pool.resize(32 * MIB)
+    assert 32 * MIB <= settled() <= 32 * MIB + EDGES
+    loader.close()

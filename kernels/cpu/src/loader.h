@@ -9,8 +9,9 @@
 //   memory's speed and then sleeps once, until the link would have brought it. Remaining bytes are counted on the link.
 // - copying a piece and moving a page exclude each other; every piece looks its page up in the table again.
 // - when cancel returns, no piece of that load is being written, and none will be.
-// - while there is nothing to load, the thread touches the arena's memory, so that no load waits for fresh pages (otherwise
-//   three quarters of a copy's time).
+// - while there is nothing to load, the thread touches the memory that the pool may use, so that no load waits for fresh pages
+//   (otherwise three quarters of a copy's time). Memory behind it belongs to the KV cache: when expect returns, none of it is
+//   being touched.
 #pragma once
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -30,9 +31,9 @@ namespace motet {
 
 class Loader {
  public:
-  // `bytes_per_s` 0: as fast as memory is. The arena begins with a page of memory and has `arena_bytes`.
-  Loader(const Pool& pool, int64_t arena_bytes, int64_t element_bytes, double bytes_per_s)
-      : pool_(pool), arena_bytes_(arena_bytes), element_bytes_(element_bytes), ns_per_byte_(bytes_per_s > 0 ? 1e9 / bytes_per_s : 0) {
+  // `bytes_per_s` 0: as fast as memory is. The arena begins with a page of memory; its first `usable_bytes` are the pool's.
+  Loader(const Pool& pool, int64_t usable_bytes, int64_t element_bytes, double bytes_per_s)
+      : pool_(pool), element_bytes_(element_bytes), ns_per_byte_(bytes_per_s > 0 ? 1e9 / bytes_per_s : 0), usable_bytes_(usable_bytes) {
     thread_ = std::thread([this] { run(); });
   }
   ~Loader() {
@@ -95,6 +96,13 @@ class Loader {
     std::lock_guard<std::mutex> lock(mutex_);
     *queued = queued_ + on_the_way(), *copied = copied_, *busy_ns = busy_ns_, *copying_ns = copying_ns_;
   }
+  // The pool may use so many bytes from now on. What is behind them can be given back when this returns.
+  void expect(int64_t usable_bytes) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    usable_bytes_ = usable_bytes, touched_ = std::min(touched_, usable_bytes);
+    changed_.notify_all();
+    changed_.wait(lock, [this] { return !touching_; });
+  }
   // Bytes that pass the link until this slot is whole, those of the loads before it included; 0 when it is.
   int64_t ahead(int32_t slot) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -111,8 +119,8 @@ class Loader {
   }
 
  private:
-  static constexpr int64_t PIECE = 64 << 10;     // bytes: the longest wait of a move or a cancel
-  static constexpr int64_t TAKEN_AT_ONCE = 2 << 20;  // one huge page: a millisecond
+  static constexpr int64_t PIECE = 64 << 10;           // bytes: the longest wait of a move or a cancel
+  static constexpr int64_t TOUCHED_AT_ONCE = 2 << 20;  // one huge page: a millisecond
 
   struct Row {
     int module, page;
@@ -141,12 +149,12 @@ class Loader {
   bool next() {
     std::unique_lock<std::mutex> lock(mutex_);
     current_.reset();
-    while (!stop_ && queue_.empty() && taken_ < arena_bytes_) {
-      lock.unlock();
-      take_memory();
-      lock.lock();
+    while (!stop_ && queue_.empty()) {
+      if (touched_ < usable_bytes_)
+        touch_memory(lock);
+      else
+        changed_.wait(lock);
     }
-    changed_.wait(lock, [this] { return stop_ || !queue_.empty(); });
     if (stop_) return false;
     current_ = std::move(queue_.front());
     queue_.pop_front();
@@ -156,10 +164,15 @@ class Loader {
   }
 
   // A system that does not know this call hands out pages when they are written, as it would anyway.
-  void take_memory() {
-    const int64_t n = std::min(TAKEN_AT_ONCE, arena_bytes_ - taken_);
-    madvise((char*)pool_.arena + taken_, n, MADV_POPULATE_WRITE);
-    taken_ += n;
+  void touch_memory(std::unique_lock<std::mutex>& lock) {
+    char* from = (char*)pool_.arena + touched_;
+    const int64_t n = std::min(TOUCHED_AT_ONCE, usable_bytes_ - touched_);
+    touched_ += n, touching_ = true;
+    lock.unlock();
+    madvise(from, n, MADV_POPULATE_WRITE);
+    lock.lock();
+    touching_ = false;
+    changed_.notify_all();
   }
 
   bool copy_layer(Load& load, int64_t layer) {
@@ -220,15 +233,16 @@ class Loader {
   }
 
   const Pool pool_;
-  const int64_t arena_bytes_, element_bytes_;
+  const int64_t element_bytes_;
   const double ns_per_byte_;
-  int64_t seen_ns_ = 0, taken_ = 0;  // the thread's own
+  int64_t seen_ns_ = 0;  // the thread's own
 
   std::mutex mutex_;  // of all that follows
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Load>> queue_;
   std::shared_ptr<Load> current_;
-  bool copying_ = false, stop_ = false;
+  bool copying_ = false, touching_ = false, stop_ = false;
+  int64_t usable_bytes_, touched_ = 0;
   int held_ = 0;
   int64_t queued_ = 0, copied_ = 0, busy_ns_ = 0, copying_ns_ = 0;
   int64_t free_at_ns_ = 0;  // when all that was copied has passed the link

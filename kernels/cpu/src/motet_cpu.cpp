@@ -149,12 +149,13 @@ void motet_attention(Engine* engine, int64_t type, const Step* step, const float
   BY_TYPE(type, run_attention<T>(*step, qkv, kv, heads, kv_heads, head_dim, block_size, window, out, engine->workspace, engine->team))
 }
 
-Loader* motet_loader_new(const Pool* pool, int64_t arena_bytes, int64_t element_bytes, double bytes_per_s) {
-  return new Loader(*pool, arena_bytes, element_bytes, bytes_per_s);
+Loader* motet_loader_new(const Pool* pool, int64_t usable_bytes, int64_t element_bytes, double bytes_per_s) {
+  return new Loader(*pool, usable_bytes, element_bytes, bytes_per_s);
 }
 void motet_loader_free(Loader* loader) { delete loader; }
 void motet_loader_begin(Loader* loader, int64_t slot, const Pool* from) { loader->begin((int32_t)slot, *from); }
 void motet_loader_cancel(Loader* loader, int64_t slot) { loader->cancel((int32_t)slot); }
+void motet_loader_expect(Loader* loader, int64_t usable_bytes) { loader->expect(usable_bytes); }
 void motet_loader_hold(Loader* loader) { loader->hold(); }
 void motet_loader_release(Loader* loader) { loader->release(); }
 void motet_loader_state(Loader* loader, int64_t* to) { loader->state(to, to + 1, to + 2, to + 3); }
