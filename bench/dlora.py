@@ -1,10 +1,11 @@
 """dLoRA's experiments (OSDI 2024, sections 7.3 to 7.5) on the twin: merging, moves between workers, and what they cost.
 
-One worker with 8 adapters: never, always, or as `policies.merge_decision` says merged; with the paper's LoRA (einsum) and
-with kernels like this project's. Then 8 and 32 workers: round-robin over preloaded adapters, dispatch by pending time, and
-moves of requests on top. Constants were chosen with `--tune` on minutes 301 to 305 of the recorded day; results are from
-minutes 901 to 905, and the load before those alone says which adapters are preloaded. `--data DIR` (or MOTET_DATA) holds the
-traces; without it a power law with bursts and log-normal lengths are drawn.
+One worker with 8 adapters, an hour of arrivals: never, always, or as `policies.merge_decision` says merged; with the paper's
+LoRA (einsum), with kernels like this project's, and without LoRA, the limit of all merging. Then 8 and 32 workers, five and two
+minutes: round-robin over preloaded adapters, dispatch by pending time, and moves of requests on top. Constants were chosen with
+`--tune` on minutes from 301 of the recorded day; results are of minutes from 901, and the load before those alone says which
+adapters are preloaded. `--data DIR` (or MOTET_DATA) holds the traces; without it a power law with bursts and log-normal lengths
+are drawn.
 
 The worker and the workloads: `bench.dlora_parts`.
 """
@@ -21,23 +22,48 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.dlora_parts import INVOCATIONS, LENGTHS, MERGE, PLAN, SLO_MS, SYSTEMS, Case, Outcome, System, capacity, measure
+from bench.dlora_parts import (
+    FAIR,
+    INVOCATIONS,
+    LENGTHS,
+    MERGE,
+    PLAN,
+    SLO_MS,
+    SYSTEMS,
+    Case,
+    Outcome,
+    System,
+    measure,
+    sustained,
+)
 
 TUNING, HELD_BACK = 301, 901  # first minutes
-SKEWS = (1, 10, 30, 100)
-ALONE = ("dlora", "merged-only", "unmerged-only, einsum", "ours, unmerged", "ours, merging")
-MERGING = ("dlora", "ours, merging")
+SKEWS = (1, 30, 100)
+ALONE_S, TOGETHER_S, LARGE_S = 3600.0, 300.0, 120.0
+COLUMNS = ("dlora", "merged-only", "unmerged-only, einsum", "no LoRA", "ours, unmerged")
+GUESSES = {
+    "dlora": 3.9,
+    "merged-only": 1.6,
+    "unmerged-only, einsum": 3.6,
+    "no LoRA": 4.4,
+    "ours, unmerged": 4.1,
+    "ours, merging": 4.2,
+}
+"""Where the search for the rate of the objective begins, requests/s."""
+ALIKE = ("unmerged-only, einsum", "no LoRA", "ours, unmerged")
+"""The same at every skew: whose request it is changes nothing."""
+RIVALS = ("merged-only", "unmerged-only, einsum")
 TOGETHER = (
-    "dlora",
+    "dlora, moves",
     "round-robin",
     "round-robin, moves",
     "proactive-only",
+    "by mode",
     "motet's dispatch",
     "motet's dispatch, moves",
 )
-LOADS = (2.5, 3.0, 3.5, 4.0)  # requests per second of a worker
-SCALES = (0.5, 1.0, 2.0)
-LOAD = 0.95  # of the highest rate that keeps the objective
+LOADS = {"small": (2.5, 3.0, 3.5), "large": (3.0, 3.5)}  # requests per second of a worker
+SCALES, STRETCHED_LOAD = (0.5, 1.0, 1.5, 2.0), 2.0
 LARGE = (32, 128)  # workers, adapters
 SMALL = (8, 32)
 spawn = multiprocessing.get_context("spawn")
@@ -57,10 +83,11 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
         self.pool, self.quick, self.watch = pool, bool(args.quick), args.watch
+        self.alone_s = args.seconds or (20.0 if args.quick else ALONE_S)
         self.base = Case(
             system=SYSTEMS["dlora"],
             rate=1.0,
-            seconds=args.seconds or (20.0 if args.quick else 300.0),
+            seconds=args.seconds or (20.0 if args.quick else TOGETHER_S),
             first_minute=HELD_BACK,
             seed=args.seed,
             data=Path(args.data) if args.data is not None else None,
@@ -104,48 +131,57 @@ def _say(text: str) -> None:
 
 def _alone(bench: Bench) -> dict[str, Any]:
     skews = (30,) if bench.quick else SKEWS
-    within = 0.5 if bench.quick else 0.04
-    searches: dict[tuple[int, str], Future[float]] = {
-        (skew, name): bench.pool.submit(capacity, bench.case(name, skew=skew), 1.0, 10.0, within)
-        for skew in skews
-        for name in ALONE
-    }
+    last = skews[-1]
+
+    def search(name: str, skew: int) -> Future[tuple[Case, Outcome]]:
+        case = bench.case(name, skew=skew, rate=GUESSES[name], seconds=bench.alone_s)
+        return bench.pool.submit(sustained, case, tries=2 if bench.quick else 6)
+
+    every = {name: search(name, last) for name in (*ALIKE, "ours, merging")}
+    searches = {(name, skew): search(name, skew) for skew in skews for name in ("dlora", "merged-only")}
+    alike = {name: future.result()[0].rate for name, future in every.items()}
     found: dict[str, Any] = {}
-    rates, latencies, shares = [], [], []
+    rows = []
     for skew in skews:
-        rate = {name: searches[skew, name].result() for name in ALONE}
-        at = bench.run(**{name: bench.case(name, skew=skew, rate=rate["dlora"]) for name in ALONE})
-        own = bench.run(**{name: bench.case(name, skew=skew, rate=rate[name]) for name in MERGING})
-        at_load = LOAD * rate["ours, unmerged"]
-        ours = bench.run(**{name: bench.case(name, skew=skew, rate=at_load) for name in ("ours, unmerged", "ours, merging")})
-        rates.append([f"skew {skew}", *[rate[name] for name in ALONE]])
-        latencies.append([f"skew {skew}", *[at[name].latency_ms for name in ALONE]])
-        shares.append([f"skew {skew}", *[v for one in own.values() for v in (one.merged, one.switches, one.overhead)]])
+        case, own = searches["dlora", skew].result()
+        rates = {name: alike[name] for name in ALIKE}
+        rates |= {"dlora": case.rate, "merged-only": searches["merged-only", skew].result()[0].rate}
+        at = bench.run(**{name: bench.case(name, skew=skew, rate=case.rate, seconds=case.seconds) for name in RIVALS})
+        at |= {"dlora": own}
         found[str(skew)] = {
-            "rates": {name: round(value, 3) for name, value in rate.items()},
+            "rates": {name: round(rate, 3) for name, rate in rates.items()},
             "latency_ms": {name: round(one.latency_ms, 1) for name, one in at.items()},
             "p90_ms": {name: round(one.p90_ms, 1) for name, one in at.items()},
-            "merged_share": round(own["dlora"].merged, 3),
-            "switch_overhead": round(own["dlora"].overhead, 4),
-            "ours_merging_latency_vs_unmerged": round(ours["ours, merging"].latency_ms / ours["ours, unmerged"].latency_ms, 3),
+            "merged_share": round(own.merged, 3),
+            "switches": own.switches,
+            "switch_overhead": round(own.overhead, 4),
         }
+        rows.append([f"skew {skew}", *[rates[name] for name in COLUMNS], *[at[name].latency_ms for name in ("dlora", *RIVALS)],
+                     own.merged, own.switches])  # fmt: skip
         _say(f"  skew {skew}: {found[str(skew)]}")
     bench.watch.mark()
-    print(report.table(f"one worker: requests/s with an average latency of {SLO_MS:.0f} ms per token", ("", *ALONE), rates))
-    print(report.table("one worker: average latency at dLoRA's rate, ms per token", ("", *ALONE), latencies))
-    columns = ("", "merged share", "switches", "overhead", "ours: merged share", "switches", "overhead")
-    print(report.table("one worker: steps that are merged", columns, shares), flush=True)
+    latencies = [f"{name}: ms per token" for name in ("dlora", *RIVALS)]
+    print(
+        report.table(
+            f"one worker: requests/s with an average latency of {SLO_MS:.0f} ms per token, and latency at dLoRA's",
+            ("", *COLUMNS, *latencies, "merged share", "switches"),
+            rows,
+        ),
+        flush=True,
+    )
 
     def best(measure: str, name: str, *, more: bool) -> float:
         """dLoRA over a rival at the skew that is best for dLoRA, as the paper's "up to"."""
         pairs = [(one[measure][name], one[measure]["dlora"]) for one in found.values()]
         return round(max(own / other if more else other / own for other, own in pairs), 3)
 
-    gains = [one["rates"]["ours, merging"] / one["rates"]["ours, unmerged"] for one in found.values()]
+    limit = alike["no LoRA"]
     return {
         "vs_merged_only": best("rates", "merged-only", more=True),
+        "vs_merged_only_limit": round(max(limit / one["rates"]["merged-only"] for one in found.values()), 3),
         "vs_unmerged_only": best("rates", "unmerged-only, einsum", more=True),
-        "vs_our_unmerged": round(max(gains), 3),
+        "vs_unmerged_only_limit": round(limit / alike["unmerged-only, einsum"], 3),
+        "vs_our_unmerged": round(alike["ours, merging"] / alike["ours, unmerged"], 3),
         "latency_vs_merged_only": best("latency_ms", "merged-only", more=False),
         "latency_vs_unmerged_only": best("latency_ms", "unmerged-only, einsum", more=False),
         "p90_vs_merged_only": best("p90_ms", "merged-only", more=False),
@@ -161,11 +197,11 @@ def _together(bench: Bench, workers: int, adapters: int, size: str) -> dict[str,
     """Waits by system and load. The figures are of the load at which dLoRA gains most, as the paper's "up to"."""
     more: dict[str, Any] = {"workers": workers, "adapters": adapters, "skew": 10}
     if size == "large":
-        more["seconds"] = min(bench.base.seconds, 120.0)
+        more["seconds"] = min(bench.base.seconds, LARGE_S)
     found: dict[float, dict[str, Outcome]] = {}
     runs = {
         (each, name): bench.pool.submit(measure, bench.case(name, rate=each * workers, **more))
-        for each in (LOADS[:1] if bench.quick else LOADS)
+        for each in LOADS[size][: 1 if bench.quick else None]
         for name in TOGETHER
     }
     columns = ("", "queueing ms", "p99", "latency ms/token", "TTFT p99 ms", "moves", "plans", "plan ms", "p99")
@@ -178,9 +214,9 @@ def _together(bench: Bench, workers: int, adapters: int, size: str) -> dict[str,
         )
     bench.watch.mark()
     suffix = "" if size == "large" else f"_{workers}"
-    kept = [at for at in found.values() if at["dlora"].latency_ms <= SLO_MS] or list(found.values())
+    kept = [at for at in found.values() if at["dlora, moves"].latency_ms <= SLO_MS] or list(found.values())
 
-    def most(name: str, part: str, over: str = "dlora") -> float:
+    def most(name: str, part: str, over: str = "dlora, moves") -> float:
         return round(max(getattr(at[name], part) / max(getattr(at[over], part), 1e-9) for at in kept), 3)
 
     figures: dict[str, Any] = {
@@ -189,7 +225,7 @@ def _together(bench: Bench, workers: int, adapters: int, size: str) -> dict[str,
         f"latency_vs_rr{suffix}": most("round-robin", "latency_ms"),
         f"latency_vs_proactive{suffix}": most("proactive-only", "latency_ms"),
         f"rr_vs_rr_with_moves{suffix}": most("round-robin", "queue_ms", over="round-robin, moves"),
-        f"overhead{suffix}": round(max(at["dlora"].overhead for at in kept), 5),
+        f"overhead{suffix}": round(max(at["dlora, moves"].overhead for at in kept), 5),
         f"by_load{suffix}": {
             str(each): {name: {"queue_ms": round(one.queue_ms, 1), "latency_ms": round(one.latency_ms, 1), "moves": one.moves}
                         for name, one in at.items()}
@@ -219,14 +255,14 @@ def _waits(one: Outcome) -> list[object]:
 
 
 def _stretched(bench: Bench) -> dict[str, Any]:
-    """Average latency by the length of requests, at a rate of equally many tokens (the paper's Fig. 11b)."""
+    """Average latency by the length of requests, at one rate (the paper's Fig. 11b)."""
     workers, adapters = (4, 8) if bench.quick else SMALL
-    names = ("dlora", "round-robin", "proactive-only")
+    names = ("dlora, moves", "round-robin", "proactive-only")
     rows: list[list[object]] = []
     found: dict[str, Any] = {}
     for scale in (1.0,) if bench.quick else SCALES:
         more: dict[str, Any] = {"workers": workers, "adapters": adapters, "skew": 10, "scale": scale}
-        at = bench.run(**{name: bench.case(name, rate=LOADS[1] * workers / scale, **more) for name in names})
+        at = bench.run(**{name: bench.case(name, rate=STRETCHED_LOAD * workers, **more) for name in names})
         found[str(scale)] = {name: round(one.latency_ms, 1) for name, one in at.items()}
         rows.append([f"{scale:g} x", *[one.latency_ms for one in at.values()]])
     print(report.table(f"{workers} workers: average latency by length, ms per token", ("lengths", *names), rows), flush=True)
@@ -240,26 +276,28 @@ def _tune(bench: Bench) -> None:
     """Average latencies on the tuning minutes, by constants."""
     tuning: dict[str, Any] = {"first_minute": TUNING, "seed": 0}
     merges = {
-        f"alpha {alpha:g}, beta {alpha - gap:g}, period {period}, credit {credit:g}, starving {starving:g} x": replace(
-            MERGE, alpha=alpha, beta=alpha - gap, period=period, credit=credit, starving=starving * credit, normal=credit
+        f"lowest {lowest:g}, starving +{gap:g}, relief {relief:g}, drain {drain:g}": System(
+            merge=replace(MERGE, lowest=lowest, alpha=lowest, starving=MERGE.credit + gap, relief=relief, drain=drain)
         )
-        for alpha in (0.6, 0.75)
-        for gap in (0.1, 0.3)
-        for period in (20, 100)
-        for credit in (2000.0, 20_000.0)
-        for starving in (1.05, 1.2)
+        for lowest in (0.6, 0.8, 0.9)
+        for gap in (50_000.0, 150_000.0)
+        for relief in (1.0, 8.0)
+        for drain in (0.5, 10.0)
     }
+    merges |= {f"merged only, {turn} steps in turn": System(merge="always", turn=turn) for turn in (100, 300, 1000)}
+    skews = (1, 30, 100)
     cases = {
         (name, skew): bench.pool.submit(
             measure,
-            replace(bench.base, system=System(merge=config), skew=skew, rate=4.0, **tuning),
+            replace(bench.base, system=system, skew=skew, rate=4.0, seconds=bench.alone_s / 2, **tuning),
         )
-        for name, config in merges.items()
-        for skew in (10, 30, 100)
+        for name, system in merges.items()
+        for skew in skews
     }
-    rows = [[name, *[cases[name, skew].result().latency_ms for skew in (10, 30, 100)]] for name in merges]
+    rows = [[name, *[cases[name, skew].result().latency_ms for skew in skews]] for name in merges]
     rows.sort(key=lambda row: sum(row[1:]))  # type: ignore[arg-type]
-    print(report.table("one worker, 4 requests/s: latency, ms per token", ("", "skew 10", "30", "100"), rows), flush=True)
+    columns = ("", *[f"skew {skew}" for skew in skews])
+    print(report.table("one worker, 4 requests/s: latency, ms per token", columns, rows), flush=True)
     plans = {
         f"wait {wait:g} ms, eta {eta:g} ms, gamma {gamma:g}, top {top}": replace(
             PLAN, wait_ms=wait, plan=replace(PLAN.plan, eta_ms=eta, gamma=gamma, top=top)
@@ -272,7 +310,7 @@ def _tune(bench: Bench) -> None:
     more: dict[str, Any] = {"workers": 8, "adapters": 32, "skew": 10, "rate": 26.0, "seconds": 120.0}
     waits = {
         name: bench.pool.submit(
-            measure, replace(bench.base, system=System(merge=MERGE, dispatch="turn", balance=config), **more, **tuning)
+            measure, replace(bench.base, system=System(merge=FAIR, dispatch="turn", balance=config), **more, **tuning)
         )
         for name, config in plans.items()
     }

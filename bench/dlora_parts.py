@@ -14,7 +14,7 @@ counts per function and minute, scaled to a rate. Functions by falling frequency
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,12 +22,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.baselines import least_pending
+from motet.policies.baselines import least_pending, pending_ms
 from motet.policies.candidates import Ask
-from motet.policies.choice import Choice, Choose
+from motet.policies.choice import Choice, Choose, lightest, spread
 from motet.policies.cluster_state import ON_DEVICE, ClusterState
 from motet.policies.merge_decision import MergeConfig, MergeCosts
 from motet.policies.migration_plan import Held, PlanConfig, Replica, plan
+from motet.policies.perf_model import Floats
 from motet.policies.placement import Room, preload
 from motet.policies.rebalance import RebalanceConfig
 from motet.shared.model import PerfModel, Slo, WorkerLimits
@@ -37,15 +38,17 @@ from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import LoraShare, PerfSteps
 from motet.twin.traces import read_invocations, read_lengths
-from motet.twin.worker import MergeSpec, WorkerSpec
+from motet.twin.worker import MergeSpec, Worker, WorkerSpec
 from motet.twin.workload import Intensity, Lengths, Workload, arrivals, zipf
 
 INVOCATIONS, LENGTHS = "maf2019_sample_invocations_per_minute.csv.gz", "sharegpt_lengths.csv.gz"
 EINSUM, OURS = 0.389, 0.1
+REST_MS = 20.0  # that a request is assumed to rest where another adapter is merged
 SWITCH_MS = 20.0
 RANK, ADAPTER_BYTES = 8, 20 << 20
 KV_TOKENS, SEATS = 110_592, 256
 SLO_MS = 500.0  # of the average latency: time from arrival to end per output token
+IDLE_MS = 100.0  # that latency without a queue, about
 PERF = PerfModel(
     prefill_base_ms=0.0, prefill_token_ms=0.075, prefill_lora_ms=0.0, decode_base_ms=29.0, decode_row_ms=0.1,
     decode_lora_ms=0.0, load_base_ms=1.0, load_ms_per_mib=0.05,
@@ -63,14 +66,28 @@ LIMITS = WorkerLimits(
     max_lora_rank=8,
     copies="wait",
 )
-MERGE = MergeConfig()
+MERGE = MergeConfig(
+    alpha=0.9,
+    beta=0.6,
+    lowest=0.9,
+    lowest_beta=0.5,
+    credit=500_000.0,
+    starving=650_000.0,
+    normal=500_000.0,
+    relief=8.0,
+    drain=0.5,
+)
+"""Of a worker alone, where the average latency counts and requests may wait for minutes."""
+FAIR = MergeConfig()
+"""Of the clusters, where the wait before the first token counts."""
 PLAN = RebalanceConfig(wait_ms=50.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
     """What a cluster does. `lora`: what LoRA adds to a step; `merge`: None never, "always", or thresholds; `dispatch`: a policy
-    of the scheduler or "turn", round-robin over the workers with the adapter; `balance`: requests move."""
+    of the scheduler, "turn" (round-robin over the workers with the adapter) or "mode" (pending time, and `REST_MS` more where
+    another adapter is merged); `balance`: requests move."""
 
     lora: float = EINSUM
     merge: MergeConfig | str | None = None
@@ -80,16 +97,19 @@ class System:
 
 
 SYSTEMS = {
-    "dlora": System(merge=MERGE, balance=PLAN),
-    "merged-only": System(merge="always", balance=PLAN),
-    "unmerged-only, einsum": System(balance=PLAN),
-    "ours, unmerged": System(lora=OURS, balance=PLAN),
-    "ours, merging": System(lora=OURS, merge=MERGE, balance=PLAN),
-    "round-robin": System(merge=MERGE, dispatch="turn"),
-    "round-robin, moves": System(merge=MERGE, dispatch="turn", balance=PLAN),
-    "proactive-only": System(merge=MERGE),
-    "motet's dispatch": System(merge=MERGE, dispatch="motet"),
-    "motet's dispatch, moves": System(merge=MERGE, dispatch="motet", balance=RebalanceConfig()),
+    "dlora": System(merge=MERGE),
+    "merged-only": System(merge="always"),
+    "unmerged-only, einsum": System(),
+    "ours, unmerged": System(lora=OURS),
+    "ours, merging": System(lora=OURS, merge=MERGE),
+    "no LoRA": System(lora=0.0),
+    "dlora, moves": System(merge=FAIR, balance=PLAN),
+    "round-robin": System(merge=FAIR, dispatch="turn"),
+    "round-robin, moves": System(merge=FAIR, dispatch="turn", balance=PLAN),
+    "proactive-only": System(merge=FAIR),
+    "by mode": System(merge=FAIR, dispatch="mode", balance=PLAN),
+    "motet's dispatch": System(merge=FAIR, dispatch="motet"),
+    "motet's dispatch, moves": System(merge=FAIR, dispatch="motet", balance=RebalanceConfig()),
 }
 
 
@@ -195,6 +215,24 @@ class InTurn:
         return Choice(ordered[turn % len(ordered)])
 
 
+class ByMode:
+    """Pending time, knowing at every moment which adapter each worker has merged: more than a snapshot could tell."""
+
+    def __init__(self) -> None:
+        self.workers: Mapping[str, Worker] = {}
+
+    def __call__(self, state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
+        merged = [self.workers[name].state.merged if name in self.workers else "" for name in state.ids]
+        cost = pending_ms(state, ask, avg_resp_len) + mode_ms(merged, ask.adapter)
+        best = lightest(cost, fit)
+        return Choice(spread(state, best, ask.key), float(cost[best[0]]))
+
+
+def mode_ms(merged: Sequence[str], adapter: str) -> Floats:
+    """What each worker's mode adds to the wait of a request: it rests where another adapter than its own is merged."""
+    return np.array([REST_MS if one and one != adapter else 0.0 for one in merged])
+
+
 def preloaded(case: Case) -> dict[str, tuple[str, ...]]:
     """Adapters on the device at the start, by the hour before the window."""
     before = _by_adapter(case.data, case.adapters, case.skew, max(1, case.first_minute - 60), 60).sum(axis=1)
@@ -221,10 +259,10 @@ def build(case: Case) -> Cluster:
         max_loras=64,
         merging=merging,
     )
-    choose: str | Choose = InTurn() if system.dispatch == "turn" else system.dispatch
-    if system.dispatch == "least-pending":
-        choose = least_pending
-    return Cluster(
+    by_mode = ByMode()
+    own: dict[str, Choose] = {"turn": InTurn(), "mode": by_mode, "least-pending": least_pending}
+    choose: str | Choose = own.get(system.dispatch, system.dispatch)
+    cluster = Cluster(
         workload(case),
         [spec] * case.workers,
         SchedulerSpec(policy=choose, admission="room"),
@@ -233,6 +271,8 @@ def build(case: Case) -> Cluster:
         else None,
         preload=preloaded(case),
     )
+    by_mode.workers = {worker.worker_id: worker for worker in cluster.workers}
+    return cluster
 
 
 def measure(case: Case) -> Outcome:
@@ -263,12 +303,22 @@ def measure(case: Case) -> Outcome:
     )
 
 
-def capacity(case: Case, low: float, high: float, within: float = 0.03) -> float:
-    """The highest rate at which the average latency keeps the objective, by bisection."""
-    while high / low > 1.0 + within:
-        rate = (low * high) ** 0.5
-        if measure(replace(case, rate=rate)).latency_ms <= SLO_MS:
-            low = rate
-        else:
-            high = rate
-    return (low * high) ** 0.5
+def sustained(case: Case, *, tries: int = 6, within: float = 0.03) -> tuple[Case, Outcome]:
+    """The case at the rate where the average latency is the objective, from a first guess in `case`.
+
+    The queue grows over the whole run there, so the next guess is that of a fluid queue: requests wait for half of the time by
+    which the work that comes exceeds the run.
+    """
+    tokens = float(_lengths(case.data).output_tokens.mean())
+    window_ms = 500.0 * case.seconds / tokens  # half of the run, per output token
+    best: tuple[Case, Outcome] | None = None
+    for _ in range(tries):
+        found = measure(case)
+        if best is None or abs(found.latency_ms - SLO_MS) < abs(best[1].latency_ms - SLO_MS):
+            best = case, found
+        if abs(found.latency_ms / SLO_MS - 1.0) < within:
+            break
+        change = (window_ms + SLO_MS - IDLE_MS) / (window_ms + max(0.0, found.latency_ms - IDLE_MS))
+        case = replace(case, rate=case.rate * min(max(change, 0.5), 1.5))
+    assert best is not None
+    return best

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from motet.policies.candidates import Ask
 from motet.policies.choice import Choice, adapter_ms, lightest, spread
 from motet.policies.cluster_state import ON_DEVICE, ClusterState
-from motet.policies.perf_model import decode_ms, prefill_ms
+from motet.policies.perf_model import Floats, decode_ms, prefill_ms
 
 
 def random(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
@@ -37,7 +37,14 @@ def first_fit(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: floa
 
 
 def least_pending(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
-    """The shortest estimated pending time (dLoRA section 5.1): loading the adapter, if it is not there, and queuing.
+    """The shortest estimated pending time (dLoRA section 5.1)."""
+    wait_ms = pending_ms(state, ask, avg_resp_len)
+    best = lightest(wait_ms, fit)
+    return Choice(spread(state, best, ask.key), float(wait_ms[best[0]]))
+
+
+def pending_ms(state: ClusterState, ask: Ask, avg_resp_len: float) -> Floats:
+    """Each worker's estimated pending time (dLoRA section 5.1): loading the adapter, if it is not there, and queuing.
 
     Queuing is the prefill of the queued requests. A request without a free seat also waits until as many requests have ended as
     are before it, one every `steps left / running` decode steps.
@@ -45,18 +52,16 @@ def least_pending(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: 
     t = state.table
     perf = state.perf
     queued, running = t["queued"], t["running"]
-    pending_ms = np.where(
+    wait_ms = np.where(
         queued > 0,
         prefill_ms(perf, t["queue_tokens"], perf.lora_load(queued, t["queue_rank_sum"], t["queue_max_rank"])),
         0.0,
     )
     step_ms = decode_ms(perf, running, perf.lora_load(running, t["rank_sum"] - t["queue_rank_sum"], t["max_rank"]))
     behind = np.maximum(0.0, t["exists"] + 1.0 - t["max_running"])
-    pending_ms += behind * step_ms * avg_resp_len / np.maximum(1.0, running)
+    wait_ms += behind * step_ms * avg_resp_len / np.maximum(1.0, running)
     copy, fetch = adapter_ms(state, ask)
-    pending_ms += copy + fetch
-    best = lightest(pending_ms, fit)
-    return Choice(spread(state, best, ask.key), float(pending_ms[best[0]]))
+    return wait_ms + copy + fetch
 
 
 ACTIVE, ROOM, WAITING, FULL = 1.0, 0.8, 0.6, 0.0

@@ -51,6 +51,9 @@ from motet.policies.merge_decision import Modes
 
 BYPASS_WINDOW = 128
 """Maximum waiting sequences without a slot that a step examines; bounds the work of the step."""
+MODE_WINDOW = 512
+"""Maximum waiting sequences that a step examines for those of its mode. While an adapter is merged, the others' sequences
+gather at the head of the queue, and the adapter's own must still be found behind them."""
 COLD_WINDOW = 8
 """Maximum sequences per step for which joining before the end of their adapter's copy is considered; copies come in order."""
 
@@ -158,9 +161,9 @@ class BatchAdmission(Generic[S]):
         if state.waiting:
             candidates = state.waiting if self.queues is None else self.queues.candidates(state, self._now_s)
             if first:
-                candidates = sorted(candidates[:BYPASS_WINDOW], key=lambda seq: seq.adapter not in first)
+                candidates = sorted(candidates[:MODE_WINDOW], key=lambda seq: seq.adapter not in first)
             if only is not None:
-                candidates = [seq for seq in candidates[:BYPASS_WINDOW] if seq.adapter in only]
+                candidates = [seq for seq in candidates[:MODE_WINDOW] if seq.adapter in only]
             self._admit(state, plan, candidates)
             plan.short = plan.short or (state.boundary is not None and state.boundary.crowded)
             if self.limits.prefetch and state.adapters.asynchronous:
@@ -377,8 +380,9 @@ class BatchAdmission(Generic[S]):
 
 def _demand(state: AdmissionState[S], seats: int) -> tuple[dict[str, int], dict[str, int], int]:
     """What `Modes.choose` asks for: requests by adapter that first come, first served would compute, all that could be
-    computed without the other adapters', and the most that fit. Looks at BYPASS_WINDOW waiting sequences at most. Those whose
-    adapter is still to be copied beside the steps could not be computed yet."""
+    computed without the other adapters', and the most that fit. The first are as many requests as fit, in their order: a
+    waiting one counts instead of a running one that it came before. Looks at MODE_WINDOW waiting sequences at most. Those
+    whose adapter is still to be copied beside the steps could not be computed yet."""
     fcfs: dict[str, int] = {}
     for seq in state.running:
         fcfs[seq.adapter] = fcfs.get(seq.adapter, 0) + 1
@@ -386,7 +390,7 @@ def _demand(state: AdmissionState[S], seats: int) -> tuple[dict[str, int], dict[
     room, blocks = max(0, seats - len(state.running)), kv.free - len(state.running)
     fitting = 0
     waiting: dict[str, int] = {}
-    for seq in state.waiting[:BYPASS_WINDOW]:
+    for seq in state.waiting[:MODE_WINDOW]:
         adapter = seq.adapter
         waiting[adapter] = waiting.get(adapter, 0) + 1
         if room > fitting:
@@ -401,7 +405,12 @@ def _demand(state: AdmissionState[S], seats: int) -> tuple[dict[str, int], dict[
         ready = not slots.asynchronous or not adapter or (adapter in slots and adapter not in slots.loading)
         if count and ready:
             here[adapter] = here.get(adapter, 0) + count
-    return fcfs, here, len(state.running) + fitting
+    for seq, instead in zip(reversed(state.running), state.waiting[fitting:MODE_WINDOW], strict=False):
+        if order_of(seq) < order_of(instead):
+            break
+        fcfs[instead.adapter] = fcfs.get(instead.adapter, 0) + 1
+        fcfs[seq.adapter] -= 1
+    return {adapter: count for adapter, count in fcfs.items() if count}, here, len(state.running) + fitting
 
 
 def _last_resting(state: AdmissionState[S], only: Collection[str]) -> S:

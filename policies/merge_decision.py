@@ -6,9 +6,9 @@
 Algorithm 1: merge the adapter with the most requests when there are more than `alpha` times as many of them as first come,
 first served would compute; unmerge when there are fewer than `beta` times as many. Algorithm 2: at every break point (the mode
 changed, another adapter has the most requests, or `period` steps have passed) the threshold of the present mode is tuned by the
-throughput that both modes would have had since the last one. Algorithm 3: credits keep adapters from starving. A merged step
-moves one credit per request that it displaces from the merged adapter to those of the displaced requests; the sum stays the
-same. An adapter above `starving` credits is served before all others until it is below `normal`.
+throughput that both modes would have had since the last one. Algorithm 3: credits keep adapters from starving. A step moves
+one credit per request that it displaces from the adapters that it computes to those of the displaced requests; the sum stays
+the same. An adapter above `starving` credits is served before all others until it is below `normal`.
 
 Where a copy of the weights is made beside the steps (`policies.merged_copy`), steps stay unmerged until it is whole. Making it
 is the switch's cost, and may take longer than `period` steps save. So a break point that only this cost decides is put off:
@@ -16,8 +16,15 @@ the saved time adds up until it exceeds the cost, or another adapter has the mos
 
 What the paper leaves open, and what holds here. The rule for `beta` mirrors the one for `alpha`: the other mode pays for the
 switch. Steps with starving requests are unmerged and have all other requests too, as far as there is room: the paper's step has
-the starving ones alone, but places left empty help nobody. A starving adapter gives back a credit per request and step, to
-those that have less than at the start. Base requests (adapter "") rest and starve like the others and are never merged.
+the starving ones alone, but places left empty help nobody. In every unmerged step adapters with more credits than at the start
+give back `relief` of them per request, to those that have less: a starving adapter while it is served, and the others too, or
+an adapter that has paid all it had would never be merged again. Base requests (adapter "") rest and starve like the others and
+are never merged.
+
+Two things are not in the paper. A resting request keeps its seat and its KV blocks, so a merged batch is the smaller the more
+requests rest. So from a share of `drain` on, the biggest adapter's waiting requests join an unmerged batch first: the others
+end, few are left to rest, and then the adapter is merged. And `rest_ms` bounds the gap between two tokens of a resting request,
+whatever the credits say: after so much time with resting requests, steps are unmerged for as long.
 """
 
 from __future__ import annotations
@@ -30,6 +37,8 @@ from typing import NamedTuple, Protocol
 MAX_KNOWN = 4096
 """Credits are kept for this many adapters; beyond, those without a request here are forgotten, the oldest first."""
 FOREVER = 1 << 30
+ROUNDING = 1e-9
+"""Of the credits at the start: differences below are none."""
 
 
 class Mode(NamedTuple):
@@ -92,12 +101,16 @@ class MergeConfig:
     beta: float = 0.6
     decrement: float = 0.02  # gamma_dec and gamma_mul
     multiply: float = 1.05
-    lowest: float = 0.3  # bounds of both thresholds
-    highest: float = 1.5
+    lowest: float = 0.3  # alpha's lower bound
+    lowest_beta: float = 0.3
+    highest: float = 1.5  # of both
     period: int = 100  # steps between two break points, at most
     credit: float = 20_000.0  # of an adapter that nobody has seen yet
     starving: float = 24_000.0  # T_starve
     normal: float = 20_000.0  # T_normal
+    relief: float = 1.0  # credits that are given back per request and unmerged step
+    drain: float = inf  # share of the biggest adapter from which on its waiting requests join first
+    rest_ms: float = inf  # the longest time for which requests rest
 
 
 @dataclass(slots=True)
@@ -141,7 +154,11 @@ class Merging:
     _moves: dict[str, float] = field(default_factory=dict)  # credits that one such step moves
     _biggest: str = ""
     _asked: float = 0.0  # credits that the merged adapter needs to stay merged
+    _poor: set[str] = field(default_factory=set)  # adapters that could not pay, until they have their credits back
     _turned: bool = False  # the last choice changed the mode
+    _rested_ms: float = 0.0  # time with resting requests, less the unmerged time since
+    _step_ms: float = 0.0  # what one step in the mode chosen last adds to it
+    _overdue: bool = False  # steps stay unmerged until that is 0
 
     def __post_init__(self) -> None:
         self.alpha, self.beta = self.config.alpha, self.config.beta
@@ -151,63 +168,79 @@ class Merging:
         self._turned = False
         self._know(here)
         self._know(fcfs)
+        rows, wanted = sum(fcfs.values()), ""
         starving = self._served_first() & (fcfs.keys() | here.keys())
-        if starving:
+        self._overdue = self._rested_ms >= self.config.rest_ms or (self._overdue and self._rested_ms > 0.0)
+        if starving or self._overdue:
             self._turn("")
             self._step, self._asked = _Tally(), 0.0
-            self._moves = repay(starving, fcfs, self.credits, self.config.credit)
+            self._step_ms = -self.costs.unmerged_ms(rows)
+            self._moves = repay(starving, here, self.credits, self.config.credit, self.config.relief)
             return Mode(first=frozenset(starving))
-        biggest = max((one for one in here if one and self._eligible(one, here, fcfs)), key=here.__getitem__, default="")
+        biggest = max((one for one in here if one), key=here.__getitem__, default="")
+        pays = bool(biggest) and self._eligible(biggest, here, fcfs)
         if biggest != self._biggest:
             self._biggest = biggest
             self._break()
         elif self._tally.steps >= self.config.period and not self._may_pay_back():
             self._break()
-        rows, wanted = sum(fcfs.values()), ""
         if self.merged:
             stays = self.merged in here and self._eligible(self.merged, here, fcfs)
             if not stays or here[self.merged] < self.beta * rows:
                 self._turn("")
-        elif biggest and here[biggest] > self.alpha * rows:
+        elif pays and here[biggest] > self.alpha * rows:
             if self.whole is None or self.whole == biggest:
                 self._turn(biggest)
             else:
                 wanted = biggest
         self._compare(fcfs, here, most)
         if not self.merged:
-            self._moves, self._asked = {}, 0.0
-            return Mode(wanted=wanted)
+            self._asked, self._step_ms = 0.0, -self.costs.unmerged_ms(rows)
+            if not pays or here[biggest] < self.config.drain * rows:
+                self._moves = repay(here, here, self.credits, self.config.credit, self.config.relief)
+                return Mode(wanted=wanted)
+            self._moves = transfer(here, fcfs)
+            return Mode(first=frozenset((biggest,)), wanted=wanted)
         batch = {self.merged: min(here[self.merged], most)}
         self._moves, self._asked = transfer(batch, fcfs), displaced(batch, fcfs)
+        self._step_ms = self.costs.merged_ms(batch[self.merged]) if self._asked else 0.0
         return Mode(self.merged, frozenset(batch))
 
     def ran(self, steps: int) -> None:
-        """Book credits and throughputs."""
+        """Book credits, throughputs and the time for which requests rested."""
         self._tally.add(self._step, steps)
+        self._rested_ms = max(0.0, self._rested_ms + steps * self._step_ms)
         for adapter, moved in self._moves.items():
             self.credits[adapter] += steps * moved
 
     def steady(self) -> int:
-        """Steps to the next break point, or until a credit passes a threshold. After a change of the mode the next step may
-        change it again."""
+        """Steps to the next break point, until a credit passes a threshold, or until requests have rested long enough. After a
+        change of the mode the next step may change it again."""
         if self._turned:
             return 1
         left: float = max(1, self.config.period - self._tally.steps)
+        fair = self.config.credit
+        if self._step_ms > 0.0:
+            left = min(left, (self.config.rest_ms - self._rested_ms) / self._step_ms)
+        elif self._overdue and self._step_ms:
+            left = min(left, self._rested_ms / -self._step_ms)
         for adapter, moved in self._moves.items():
             held = self.credits[adapter]
             if adapter in self.starving:
                 room = held - self.config.normal if moved < 0 else inf
             elif moved > 0:
-                room = self.config.starving - held
-            else:
+                room = (self.config.starving if self.merged or held >= fair else fair) - held
+            elif self.merged:
                 room = held - self._asked if adapter == self.merged else inf
+            else:
+                room = held - fair if held > fair else inf
             left = min(left, room / abs(moved) if moved else inf)
         return max(1, int(left))
 
     def unmerge(self) -> None:
         """The next step runs unmerged, and nobody is served first."""
         self._turn("")
-        self._moves, self._step = {}, _Tally()
+        self._moves, self._step, self._step_ms = {}, _Tally(), 0.0
 
     # ---- credits
 
@@ -220,17 +253,23 @@ class Merging:
             for adapter in [one for one in credits if one not in here][: len(credits) - MAX_KNOWN]:
                 del credits[adapter]
                 self.starving.discard(adapter)
+                self._poor.discard(adapter)
 
     def _served_first(self) -> set[str]:
         """The adapters that starve."""
         config, credits = self.config, self.credits
         self.starving.update([adapter for adapter, credit in credits.items() if credit > config.starving])
-        self.starving = {one for one in self.starving if credits[one] >= config.normal}
+        self.starving = {one for one in self.starving if credits[one] > config.normal + ROUNDING * config.credit}
         return self.starving
 
     def _eligible(self, adapter: str, here: Mapping[str, int], fcfs: Mapping[str, int]) -> bool:
-        """Whether the adapter can pay for one step of its own requests alone."""
-        return self.credits[adapter] >= sum(fcfs.values()) - min(fcfs.get(adapter, 0), here[adapter])
+        """Whether the adapter can pay for one step of its own requests alone, and has got back what it paid since it could not:
+        otherwise it would be merged for one step again and again."""
+        if self.credits[adapter] < sum(fcfs.values()) - min(fcfs.get(adapter, 0), here[adapter]):
+            self._poor.add(adapter)
+        elif self.credits[adapter] >= self.config.credit * (1.0 - ROUNDING):
+            self._poor.discard(adapter)
+        return adapter not in self._poor
 
     # ---- thresholds
 
@@ -271,7 +310,7 @@ class Merging:
         wins = seen.merged_wins(*((0.0, switch_ms) if self.merged else (switch_ms, 0.0)))
         threshold = self.beta if self.merged else self.alpha
         threshold = threshold - config.decrement if wins else threshold * config.multiply
-        threshold = min(max(threshold, config.lowest), config.highest)
+        threshold = min(max(threshold, config.lowest_beta if self.merged else config.lowest), config.highest)
         if self.merged:
             self.beta = threshold
         else:
@@ -328,12 +367,16 @@ def transfer(batch: Mapping[str, int], fcfs: Mapping[str, int]) -> dict[str, flo
     return moves
 
 
-def repay(starving: Collection[str], fcfs: Mapping[str, int], credits: Mapping[str, float], fair: float) -> dict[str, float]:
-    """The credits that starving adapters give back for a step with their requests, to those below the fair amount in proportion
-    to what they lack. The sum is 0."""
+def repay(
+    givers: Collection[str], here: Mapping[str, int], credits: Mapping[str, float], fair: float, relief: float = 1.0
+) -> dict[str, float]:
+    """The credits that those of `givers` with more than the fair amount give back for a step with their requests, to those with
+    less in proportion to what they lack. The sum is 0."""
+    rows = {adapter: here[adapter] for adapter in givers if adapter in here and credits[adapter] > fair}
+    if not rows:
+        return {}
     lack = {adapter: fair - credit for adapter, credit in credits.items() if credit < fair}
-    rows = {adapter: fcfs[adapter] for adapter in starving if adapter in fcfs}
-    lacking, paid = sum(lack.values()), min(sum(rows.values()), sum(lack.values()))
+    lacking, paid = sum(lack.values()), min(relief * sum(rows.values()), sum(lack.values()))
     if not paid:
         return {}
     total = sum(rows.values())

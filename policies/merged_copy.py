@@ -23,10 +23,21 @@ from motet.policies.step_record import Step
 from motet.policies.step_times import OnlineFit
 from motet.shared.model import PerfModel
 
-MERGE = MergeConfig(alpha=0.9, beta=0.85, lowest=0.8, highest=1.0, period=50, credit=200.0, starving=240.0, normal=200.0)
+MERGE = MergeConfig(
+    alpha=0.9,
+    beta=0.85,
+    lowest=0.8,
+    lowest_beta=0.8,
+    highest=1.0,
+    period=50,
+    credit=200.0,
+    starving=240.0,
+    normal=200.0,
+    rest_ms=500.0,
+)
 """The constants of a live engine. LoRA costs its steps 5 to 15%, so an adapter has to be nearly alone, and no threshold falls
 far below that however long merging has won. A switch costs nothing once the copy is whole. With these credits a lone request
-rests for some 40 steps before it is served first."""
+rests for some 40 steps before it is served first, and for half a second at most where steps are long."""
 NOTHING_KNOWN = MergeCosts(switch_ms=0.0, step_ms=0.0, row_ms=0.0, lora=0.0)
 """Before the first step."""
 START_MS_PER_MIB = 1.0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.policies.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Mode, displaced, transfer
+from motet.policies.merge_decision import AlwaysMerged, MergeConfig, MergeCosts, Merging, Mode, displaced, repay, transfer
 
 COSTS = MergeCosts(switch_ms=50.0, step_ms=40.0, row_ms=0.1, lora=0.389)
 counts = st.dictionaries(st.sampled_from(("", "a", "b", "c")), st.integers(1, 20), min_size=1)
@@ -61,6 +62,47 @@ def test_displaced_requests_starve_for_a_while_and_are_served_first_then() -> No
     assert longest <= 17, "b rests for as many steps as it takes to starve, one credit each"
 
 
+@pytest.mark.parametrize("credit", [40.0, 100_000.0])
+@pytest.mark.parametrize("others", [1, 4])
+def test_no_request_rests_longer_than_allowed_whatever_the_credits_say(credit: float, others: int) -> None:
+    """A merged step of 30 requests takes 43 ms."""
+    one = merging(alpha=0.5, beta=0.1, lowest=0.1, credit=credit, starving=1.5 * credit, normal=credit, rest_ms=500.0)
+    here = {"a": 30, "b": others}
+    modes = [step(one, here) for _ in range(2000)]
+    rests = [mode.merged == "a" for mode in modes]
+    longest = max(len(run) for run in "".join("m" if rest else " " for rest in rests).split())
+    assert longest * COSTS.merged_ms(30) < 500.0 + COSTS.merged_ms(30)
+    assert 0.3 < sum(rests) / len(rests) < 0.7, "resting and being served take turns"
+
+
+def test_an_adapter_alone_is_merged_for_any_time() -> None:
+    one = merging(rest_ms=500.0)
+    assert {step(one, {"a": 9}).merged for _ in range(500)} == {"a"}
+
+
+def test_the_adapter_that_may_be_merged_joins_first_so_that_few_requests_rest() -> None:
+    one = merging(alpha=0.9, drain=0.6, lowest=0.9)
+    assert step(one, {"a": 5, "b": 5}) == Mode(), "its share is below `drain`"
+    assert step(one, {"a": 7, "b": 3}) == Mode(first=frozenset("a"))
+    assert step(one, {"a": 10, "b": 1}).merged == "a"
+
+
+def test_requests_that_it_overtakes_meanwhile_get_its_credits() -> None:
+    one = merging(alpha=2.0, highest=2.0, drain=0.6)
+    for _ in range(10):
+        assert one.choose({"a": 6, "b": 4}, {"a": 8, "b": 2}, 10).first == {"a"}
+        one.ran(1)
+    assert one.credits["b"] > one.config.credit > one.credits["a"]
+
+
+def test_an_adapter_that_has_paid_all_its_credits_is_merged_again_later() -> None:
+    """Nobody starves, since each of the others has got few of them."""
+    one = merging(alpha=0.5, beta=0.1, lowest=0.1, credit=40.0, starving=60.0, normal=40.0)
+    here = {"a": 30} | {f"other-{i}": 1 for i in range(5)}
+    merged = [step(one, here).merged == "a" for _ in range(2000)]
+    assert sum(merged[1000:]) > 100
+
+
 def test_an_adapter_that_cannot_pay_is_not_merged() -> None:
     one = merging(credit=3.0, alpha=0.5, beta=0.1, starving=1000.0)
     assert step(one, {"a": 8, "b": 4}) == Mode(), "one step would cost 4 credits"
@@ -77,9 +119,19 @@ def test_credits_move_and_are_never_made(history: list[tuple[dict[str, int], dic
         mode = one.choose(here, whole, sum(here.values()))
         assert mode.only is None or (mode.only and mode.only <= whole.keys()), "there is something to compute"
         assert not mode.merged or mode.only == {mode.merged}
-        assert one.config.lowest <= min(one.alpha, one.beta) and max(one.alpha, one.beta) <= one.config.highest
+        config = one.config
+        assert config.lowest <= one.alpha <= config.highest and config.lowest_beta <= one.beta <= config.highest
         one.ran(1)
         assert sum(one.credits.values()) == pytest.approx(credit * len(one.credits))
+
+
+@given(counts, st.sets(st.sampled_from(("", "a", "b", "c")), min_size=1), st.floats(0.5, 20.0))
+def test_relief_moves_credits_faster_and_makes_none(here: dict[str, int], starving: set[str], relief: float) -> None:
+    credits = {"": 0.0, "a": 90.0, "b": 10.0, "c": 100.0}
+    moves = repay(starving, here, credits, 50.0, relief)
+    assert sum(moves.values()) == pytest.approx(0.0)
+    owed = relief * sum(here.get(name, 0) for name in starving if credits[name] > 50.0)
+    assert sum(move for move in moves.values() if move > 0) <= min(owed, 90.0) + 1e-9
 
 
 @given(counts, counts)
@@ -92,11 +144,13 @@ def test_a_transfer_pays_every_displaced_request_one_credit(batch: dict[str, int
 
 
 @settings(deadline=None)
-@given(counts, counts, st.sampled_from((20.0, 200.0)))
-def test_as_many_equal_steps_as_it_says_are_chosen_alike(here: dict[str, int], waiting: dict[str, int], credit: float) -> None:
+@given(counts, counts, st.sampled_from((20.0, 200.0)), st.sampled_from((300.0, inf)), st.sampled_from((0.5, inf)))
+def test_as_many_equal_steps_as_it_says_are_chosen_alike(
+    here: dict[str, int], waiting: dict[str, int], credit: float, rest_ms: float, drain: float
+) -> None:
     whole = {name: here.get(name, 0) + waiting.get(name, 0) for name in here | waiting}
     most = sum(here.values())
-    one = merging(credit=credit, starving=3 * credit, normal=2 * credit, period=30)
+    one = merging(credit=credit, starving=3 * credit, normal=2 * credit, period=30, rest_ms=rest_ms, drain=drain)
     for _ in range(4):
         mode = one.choose(here, whole, most)
         steps = one.steady()

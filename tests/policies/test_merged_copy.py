@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Mapping
 
 import pytest
 
@@ -12,7 +13,7 @@ from motet.policies.batch_admission import AdmissionLimits
 from motet.policies.batch_core import BatchCore
 from motet.policies.batch_state import Sequence, StepPlan, advance
 from motet.policies.kv_blocks import KvBlocks
-from motet.policies.merge_decision import MergeConfig, Merging
+from motet.policies.merge_decision import MergeConfig, Merging, Mode
 from motet.policies.merged_copy import NOTHING_KNOWN, START_MS_PER_MIB, MergedCopy
 from motet.policies.perf_model import MIB
 from motet.policies.step_record import Step
@@ -163,3 +164,63 @@ def test_making_a_copy_costs_what_the_last_one_took() -> None:
     until_merged(engine, "a")
     engine.copy.weigh(running)
     assert engine.modes.costs.switch_ms == engine.copy.make_ms == pytest.approx(12.0)
+
+
+# ---- which requests a mode is chosen by, and which it finds
+
+
+class Told:
+    """Merges "a" once there are five of its requests, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.merged, self.whole = "", None
+        self.fcfs: dict[str, int] = {}
+
+    def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
+        self.fcfs = dict(fcfs)
+        self.merged = "a" if here.get("a", 0) > 4 else ""
+        return Mode(self.merged, frozenset("a")) if self.merged else Mode()
+
+    def ran(self, steps: int) -> None: ...
+
+    def steady(self) -> int:
+        return 1
+
+    def unmerge(self) -> None:
+        self.merged = ""
+
+
+def with_seats(modes: Told, seats: int) -> BatchCore[Sequence]:
+    return BatchCore(
+        AdmissionLimits(max_running=seats, max_step_tokens=64),
+        kv=KvBlocks(4000, SIZE),
+        slots=AdapterSlots(4, 4 * BLOCK),
+        modes=modes,
+    )
+
+
+def come(core: BatchCore[Sequence], adapter: str, count: int) -> None:
+    for _ in range(count):
+        core.start(Sequence(order=0, tokens=array("i", range(8)), adapter=adapter, adapter_bytes=BLOCK, rank=8))
+
+
+def test_requests_that_were_overtaken_count_as_first_come_first_served_would_have_them() -> None:
+    told = Told()
+    core = with_seats(told, 8)
+    come(core, "a", 6)
+    core.decide()
+    come(core, "b", 5)
+    come(core, "a", 2)
+    core.decide()
+    assert [seq.adapter for seq in core.state.running] == ["a"] * 8, "the merged adapter's went past the others"
+    core.decide()
+    assert told.fcfs == {"a": 6, "b": 2}
+
+
+def test_the_merged_adapters_requests_are_found_behind_hundreds_of_others() -> None:
+    core = with_seats(Told(), 16)
+    come(core, "a", 5)
+    core.decide()
+    come(core, "b", 400)
+    come(core, "a", 3)
+    assert len(core.decide().admitted) == 3
