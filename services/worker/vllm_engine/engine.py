@@ -457,11 +457,13 @@ class VllmEngine:
         return True
 
     async def _read_files(self, adapter: PeftAdapter, order: Coroutine[Any, Any, Any]) -> None:
+        began_s = now_s()
         try:
             await order
         except Exception as error:
             self._not_loaded(adapter.digest, error)
         else:
+            self._output.stats.load_s += now_s() - began_s
             self._arrived(adapter)
         self._sweep()
         self._pump()
@@ -523,6 +525,7 @@ class VllmEngine:
         output, self._output = self._output, StepOutput()
         if stats is not output.stats:  # what happened between steps belongs to the step that follows
             stats.adapters_loaded += output.stats.adapters_loaded
+            stats.load_s += output.stats.load_s
             stats.preempted += output.stats.preempted
         output.stats, output.failure = stats, failure
         output.changed = list(self._changed.values())
