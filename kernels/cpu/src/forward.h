@@ -19,10 +19,7 @@
 namespace motet {
 
 constexpr int ROWS_EACH = 4;              // of a piece of a row-wise phase
-#ifndef AFTER
-#define AFTER 4 << 20
-#endif
-constexpr int64_t AFTER_BYTES = AFTER;  // of the first weights that are brought to the last cache between two steps
+constexpr int64_t AFTER_BYTES = 4 << 20;  // of the first weights that are brought to the last cache between two steps
 
 template <class F, class I>
 INLINE void each_rows(Team& team, int64_t rows, F&& f, I&& idle) {

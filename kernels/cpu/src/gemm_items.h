@@ -12,9 +12,6 @@ INLINE bool on_tiles(int64_t type) {
 
 constexpr int64_t CACHE_BYTES = MOTET_LEVEL >= 4 ? 1280 << 10 : 768 << 10;  // of the second-level cache; every AMX machine has 2 MiB per core
 
-#ifndef FEW_ROWS
-#define FEW_ROWS 1
-#endif
 // The pieces of a product: [row block][groups of panels], numbered from 0. The `per_group` panels of a group are multiplied
 // together and lie `apart` panels from each other. A piece of a gated product is two groups: 64 bytes of every row.
 template <class A>
@@ -98,8 +95,9 @@ static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item,
   const int64_t begin = items.first_group(item), end = std::min(items.groups, begin + items.groups_each);
   for (int64_t group = begin; group < end; ++group) {
     const int64_t next = group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item);
-    const bool alone = !items.tiles && g.rows <= FEW_ROWS;
-    ahead = next < 0 ? g.then ? first_ahead(*g.then, member) : Ahead{} : alone ? Ahead{} : ahead_of(g, items, next);
+    // one row of bf16 is plain loads of three streams, which the processor fetches ahead by itself
+    const bool plain = sizeof(A) == 2 && !items.tiles && !is_integer(g.w->type) && g.rows == 1;
+    ahead = next < 0 ? g.then ? first_ahead(*g.then, member) : Ahead{} : plain ? Ahead{} : ahead_of(g, items, next);
     gemm_group(g, items, row0, row1, group, ahead);
   }
 }
