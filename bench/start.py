@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _start(model: Path, quantization: str) -> list[float]:
     """Seconds of each part of one start."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-m", "bench.start", str(model), quantization, repr(time.monotonic())]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     if done.returncode:

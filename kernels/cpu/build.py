@@ -4,9 +4,9 @@
     python -m motet.kernels.cpu --all      every one that this compiler knows
 
 Libraries are in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) as `cpu-<isa>-<hash>-<hash>.so`: one hash
-of sources and flags, one of the compiler. A library is rebuilt when a hash changes. A machine without a compiler (a container
-image) uses the library of any compiler with the same sources and flags. CXX names another compiler, MOTET_CPU_CXXFLAGS adds
-flags (`make sanitize` does).
+of sources and flags, one of the compiler's file (path, size and time, so that a start runs no process). A library is rebuilt
+when a hash changes. A machine without a compiler (a container image) uses the library of any compiler with the same sources
+and flags. CXX names another compiler, MOTET_CPU_CXXFLAGS adds flags (`make sanitize` does).
 
 Standard library only: `python kernels/cpu/build.py --all` works where torch is not installed (compose/Dockerfile).
 """
@@ -67,7 +67,7 @@ def build(isa: str) -> Path:
         if not ready:
             raise BuildError(f"no C++ compiler (g++ or clang++) is installed, and {cache_dir()} has no {name}-*.so")
         return ready[0]
-    target = cache_dir() / f"{name}-{hashlib.sha256(_version(compiler).encode()).hexdigest()[:8]}.so"
+    target = cache_dir() / f"{name}-{_identity(compiler)}.so"
     if not target.exists():
         _compile([compiler, *flags, str(SOURCES / "motet_cpu.cpp")], target)
     return target
@@ -118,9 +118,11 @@ def _compiler() -> str | None:
     return None
 
 
-def _version(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S)
-    return done.stdout
+def _identity(compiler: str) -> str:
+    """A hash that changes when the compiler is replaced."""
+    path = Path(compiler).resolve()
+    stat = path.stat()
+    return hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:8]
 
 
 def _cpu_flags() -> frozenset[str]:

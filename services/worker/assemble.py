@@ -28,7 +28,7 @@ from motet.shared.config import ConfigError
 from motet.shared.model import SamplingParams, WorkerLimits
 
 GPU_SHARE = 0.9  # of what is free before loading; the rest is left to activations, logits and CUDA itself
-WARM_UP_PROMPTS = (8, 8, 64, 1)  # lengths in tokens; the first is the cold process's
+WARM_UP_PROMPTS = (1, 8, 32)  # lengths in tokens; the first is the cold process's
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,24 @@ def test_another_compiler_builds_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(built) == 2
 
 
+def test_an_unchanged_compiler_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTET_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", stub_compiler(tmp_path / "bin", "13"))
+    built = build("portable")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    assert build("portable") == built
+
+
+def test_a_replaced_compiler_builds_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTET_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", stub_compiler(tmp_path / "bin", "13"))
+    before = build("portable")
+    stub_compiler(tmp_path / "bin", "14.1")
+    assert build("portable") != before
+
+
 def test_without_a_compiler_the_library_of_any_compiler_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_compiler: None
 ) -> None:

@@ -18,13 +18,19 @@
 
 namespace motet {
 
-constexpr int ROWS_EACH = 4;  // of a piece of a row-wise phase
+constexpr int ROWS_EACH = 4;              // of a piece of a row-wise phase
+constexpr int64_t AFTER_BYTES = 4 << 20;  // of the first weights that are brought to the last cache between two steps
 
+template <class F, class I>
+INLINE void each_rows(Team& team, int64_t rows, F&& f, I&& idle) {
+  const auto some = [&](int64_t item, int64_t) {
+    for (int64_t row = item * ROWS_EACH; row < std::min(rows, (item + 1) * ROWS_EACH); ++row) f(row);
+  };
+  team.each((rows + ROWS_EACH - 1) / ROWS_EACH, some, idle);
+}
 template <class F>
 INLINE void each_rows(Team& team, int64_t rows, F&& f) {
-  team.each((rows + ROWS_EACH - 1) / ROWS_EACH, [&](int64_t item, int64_t) {
-    for (int64_t row = item * ROWS_EACH; row < std::min(rows, (item + 1) * ROWS_EACH); ++row) f(row);
-  });
+  each_rows(team, rows, f, [] {});
 }
 
 // to[n] = x / rms(x) * weight, then zeros up to `stride`.
@@ -89,44 +95,53 @@ INLINE void expand_all(Team& team, const Pool& pool, const LoraPlan& lora, int g
   });
 }
 
+// One member's place in a step: while it waits, it prefetches the weights that it reads first in the next product.
+struct Place {
+  int member;
+  Ahead soon;
+};
+
 // Before a product with integers.
 template <class A>
-INLINE void round_rows(Team& team, const Gemm<A>& gemm) {
-  if (is_integer(gemm.w->type)) each_rows(team, gemm.rows, [&](int64_t row) { round_row(gemm, row); });
+INLINE void round_rows(Team& team, const Gemm<A>& gemm, Place& place) {
+  if (is_integer(gemm.w->type)) each_rows(team, gemm.rows, [&](int64_t row) { round_row(gemm, row); }, place.soon);
 }
 
 // y (+)= h w (+ LoRA of `group`). Two phases, or one without adapters, and one before them for integers.
 template <class T, class A>
-static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const LoraPlan& lora, int group, int64_t layer, float* s) {
+static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const LoraPlan& lora, int group, int64_t layer, float* s,
+                    Place& place) {
   const GemmItems<A> items(gemm);
   const int64_t products = items.count();
   const std::vector<LoraPiece>&shrink = lora.shrink[group], &expand = lora.expand[group];
   const int64_t pieces = (int64_t)expand.size();  // read now: after the last barrier the plan may change
-  round_rows(team, gemm);
-  team.each(products + (int64_t)shrink.size(), [&](int64_t item, int64_t next) {
-    if (item < products) return gemm_item(gemm, items, item, next < products ? next : -1);
+  round_rows(team, gemm, place);
+  const auto multiply = [&](int64_t item, int64_t next) {
+    if (item < products) return gemm_item(gemm, items, item, next < products ? next : -1, place.member, place.soon);
     shrink_piece<T, A>(pool, lora, shrink[item - products], next < 0 ? nullptr : &shrink[next - products], layer, gemm.x, gemm.ldx, s);
-  });
+  };
+  team.each(products + (int64_t)shrink.size(), multiply, place.soon);
   if (!pieces) return;
-  team.each(pieces, [&](int64_t item, int64_t next) {
+  const auto expand_one = [&](int64_t item, int64_t next) {
     expand_piece<T>(pool, lora, expand[item], next < 0 ? nullptr : &expand[next], layer, s, gemm.y, gemm.ldy);
-  });
+  };
+  team.each(pieces, expand_one, place.soon);
 }
 
 // The same while other processes compute the LoRA part of some rows.
 template <class T, class A>
 static __attribute__((noinline)) void project_assisted(Team& team, const Gemm<A>& gemm, AssistStep& assist, const LoraPlan& lora,
-                                                       int group, int64_t layer, float* s, int member) {
+                                                       int group, int64_t layer, float* s, Place& place) {
   const int64_t batches = assist.batches(group);
   if (batches) {
     team.each(batches, [&](int64_t batch, int64_t) { assist.hand_over(batch, group, gemm.x, gemm.ldx); });
-    if (member == 0) assist.publish(layer, group);
+    if (place.member == 0) assist.publish(layer, group);
   }
-  project<T>(team, gemm, assist.pool(), lora, group, layer, s);
+  project<T>(team, gemm, assist.pool(), lora, group, layer, s, place);
   if (!batches) return;
   team.each(batches, [&](int64_t batch, int64_t) { assist.collect<A>(batch, layer, group, gemm.y, gemm.ldy); });
   if (!assist.broken(layer, group)) return;
-  if (member == 0) assist.repair(layer, group);
+  if (place.member == 0) assist.repair(layer, group);
   team.barrier();
   const LoraPlan& rest = assist.repair_plan();
   shrink_all<T>(team, assist.pool(), rest, group, layer, gemm.x, gemm.ldx, s);
@@ -148,10 +163,25 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   float* scratch = ws.scratch.data<float>() + member * ws.scratch_each;
   const T* embed = (const T*)m.embed;
   AssistStep* assist = step.assist ? &ws.assist : nullptr;
-  const auto project_any = [&](Gemm<A> gemm, int group, int64_t l) {
+  const auto product = [&](int group, int64_t l) {  // qkv, o, gate and up, down of layer l; the head after the last
+    const Layer& layer = m.layer[std::min(l, m.layers - 1)];
+    Gemm<A> gemm = l == m.layers ? Gemm<A>{&m.lm_head, h, by_hidden, step.logits, step.out, m.vocab, false}
+                   : group == 0  ? Gemm<A>{&layer.qkv, h, by_hidden, rows, y, by_qkv, false}
+                   : group == 1  ? Gemm<A>{&layer.o, h, by_q, rows, x, by_x, true}
+                   : group == 2  ? Gemm<A>{&layer.gate_up, h, by_hidden, rows, y, by_gate_up, false}
+                                 : Gemm<A>{&layer.down, gated, by_mlp, rows, x, by_x, true};
+    if (l < m.layers && group == 2 && gate) gemm.gated = gated, gemm.ld_gated = by_mlp, gemm.plain = plain;
     gemm.rounded = ws.rounded.data<char>();
-    if (assist) return project_assisted<T>(team, gemm, *assist, ws.lora, group, l, s, member);
-    project<T>(team, gemm, m.pool, ws.lora, group, l, s);
+    return gemm;
+  };
+  Place place{member, first_ahead(product(0, 0), member)};
+  Ahead& soon = place.soon;
+  const auto project_any = [&](int group, int64_t l) {
+    Gemm<A> gemm = product(group, l);
+    const Gemm<A> then = group < 3 ? product(group + 1, l) : product(0, l + 1);
+    gemm.then = &then;
+    if (assist) return project_assisted<T>(team, gemm, *assist, ws.lora, group, l, s, place);
+    project<T>(team, gemm, m.pool, ws.lora, group, l, s, place);
   };
 
   if (assist && member == 0) assist->begin_layer(0);  // it is read after the next barrier
@@ -164,15 +194,15 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
     }
     norm_row(to, m.layer[0].input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
     memset((void*)(gated + row * by_mlp + m.mlp), 0, (by_mlp - m.mlp) * sizeof(A));  // for all layers: nothing else writes there
-  });
+  }, soon);
   for (int64_t l = 0; l < m.layers; ++l) {
     const Layer& layer = m.layer[l];
     T* kv = (T*)m.kv + l * m.blocks * m.block_size * 2 * kv_n;
     if (l && assist && member == 0) assist->begin_layer(l);
     if (l) each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
-    });
-    project_any(Gemm<A>{&layer.qkv, h, by_hidden, rows, y, by_qkv, false}, 0, l);
+    }, soon);
+    project_any(0, l);
     each_rows(team, rows, [&](int64_t row) {
       float* qkv = y + row * by_qkv;
       const int64_t at = step.positions[row] * half;
@@ -183,33 +213,35 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
       }
       write_kv(qkv + q_n, qkv + q_n + kv_n, kv + step.kv_slots[row] * 2 * kv_n, kv_n);
       memset((void*)(h + row * by_q + q_n), 0, (by_q - q_n) * sizeof(A));
-    });
+    }, soon);
     const Attention attention{&step, y, by_qkv, kv, m.heads, m.kv_heads, hd, m.block_size, layer.window};
-    team.each((int64_t)ws.attention.size(), [&](int64_t item, int64_t) {
-      attention_item<T>(attention, ws.attention[item], h, by_q, scratch);
-    });
-    project_any(Gemm<A>{&layer.o, h, by_q, rows, x, by_x, true}, 1, l);
+    const auto attend = [&](int64_t item, int64_t) { attention_item<T>(attention, ws.attention[item], h, by_q, scratch); };
+    team.each((int64_t)ws.attention.size(), attend, soon);
+    project_any(1, l);
     each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.post_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
-    });
-    Gemm<A> gate_up{&layer.gate_up, h, by_hidden, rows, y, by_gate_up, false};
-    if (gate) gate_up.gated = gated, gate_up.ld_gated = by_mlp, gate_up.plain = plain;
-    project_any(gate_up, 2, l);
+    }, soon);
+    project_any(2, l);
     if (!gate || !ws.lora.shrink[2].empty() || (assist && assist->batches(2))) each_rows(team, rows, [&](int64_t row) {
       if (gate && !plain[row]) return;
       const float* both = y + row * by_gate_up;
       silu_row(both, both + m.mlp, m.mlp, gated + row * by_mlp);
-    });
-    project_any(Gemm<A>{&layer.down, gated, by_mlp, rows, x, by_x, true}, 3, l);
+    }, soon);
+    project_any(3, l);
   }
   each_rows(team, step.logits, [&](int64_t i) {
     norm_row(x + step.logit_rows[i] * by_x, m.norm, hidden, m.eps, h + i * by_hidden, by_hidden);
-  });
-  Gemm<A> head{&m.lm_head, h, by_hidden, step.logits, step.out, m.vocab, false};
-  head.rounded = ws.rounded.data<char>();
-  round_rows(team, head);
+  }, soon);
+  const Gemm<A> head = product(0, m.layers);
+  round_rows(team, head, place);
   const GemmItems<A> items(head);
-  team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(head, items, item, next); });
+  team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(head, items, item, next, member, soon); });
+  if (member) {  // its core has nothing to do while member 0 draws the tokens
+    const Matrix& first = m.layer[0].qkv;
+    const int64_t each = std::min(panel_bytes(first) * ((first.n + PANEL - 1) / PANEL), AFTER_BYTES) / (team.size() - 1);
+    const char* at = (const char*)first.data + (member - 1) * each;
+    Team::afterwards({at, at + each});
+  }
 }
 
 template <class T>
@@ -243,15 +275,23 @@ static void run_gemm(const Matrix* w, int64_t count, const float* x, int64_t row
   ws.h.reserve(round_up(rows, 16) * stride * sizeof(A));
   A* h = ws.h.data<A>();
   if (is_integer(w->type)) ws.rounded.reserve(round_up(rows, 16) * rounded_stride(k));
-  team.run([&](int) {
+  team.run([&](int member) {
     [[maybe_unused]] const Tiles tiles;
-    each_rows(team, rows, [&](int64_t row) { take_row(x + row * k, h + row * stride, k, stride); });
-    for (int64_t i = 0; i < count; ++i) {
+    const auto product = [&](int64_t i) {
       Gemm<A> gemm{w + i, h, stride, rows, y, ldy, add};
       gemm.rounded = ws.rounded.data<char>();
-      round_rows(team, gemm);
+      return gemm;
+    };
+    Place place{member, first_ahead(product(0), member)};
+    each_rows(team, rows, [&](int64_t row) { take_row(x + row * k, h + row * stride, k, stride); }, place.soon);
+    for (int64_t i = 0; i < count; ++i) {
+      Gemm<A> gemm = product(i);
+      const Gemm<A> then = product(std::min(i + 1, count - 1));
+      if (i + 1 < count) gemm.then = &then;
+      round_rows(team, gemm, place);
       const GemmItems<A> items(gemm);
-      team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(gemm, items, item, next); });
+      const auto multiply = [&](int64_t item, int64_t next) { gemm_item(gemm, items, item, next, member, place.soon); };
+      team.each(items.count(), multiply, place.soon);
     }
   });
 }

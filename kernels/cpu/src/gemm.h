@@ -73,6 +73,7 @@ struct Gemm {
   int64_t ld_gated = 0;
   const uint8_t* plain = nullptr;  // [rows]: 1 for rows that need y as well
   char* rounded = nullptr;         // what integers are multiplied with: room for x as whole numbers, see gemm_integers.h
+  const Gemm* then = nullptr;      // the product that follows, whose first weights a member prefetches with its last piece
 };
 
 // Bytes of 64 k of a panel in groups: a line of scales, perhaps one of zero points, and values.
@@ -161,14 +162,6 @@ INLINE vf line_values(const bf16* line, int u, int at) {
   return (vf)(u ? both & 0xffff0000u : both << 16);
 }
 
-// Memory that is still to be prefetched: [at, end), and for each of its lines the line `gap` bytes behind it. Prefetches go in
-// order of address, because the hardware's prefetcher, which fetches more than software can, follows only such a sequence. They
-// are spread out, because a burst takes all of a core's line buffers and delays loads from the second-level cache.
-struct Ahead {
-  const char *at = nullptr, *end = nullptr;
-  int64_t gap = 0;
-};
-
 template <class Wt, class A, int R, int P>
 static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride, const A* x, int64_t ldx, int64_t k,
                                               float* out, Ahead& all_ahead, int per_line) {
@@ -251,7 +244,7 @@ INLINE void rows_of(int rows, const Gemm<A>& g, const Wt* w, int64_t stride, int
 // The fewest possible blocks of nearly equal size, because each block reads the weights once.
 template <class Wt, class A>
 static void panels_by_vectors(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
-                              int panels, Ahead ahead) {
+                              int panels, Ahead& ahead) {
   int64_t blocks = (row1 - row0 + BLOCK - 1) / BLOCK;
   const int per_line = (int)((panels + blocks - 1) / blocks);  // lines ahead for every line of weights read
   for (int64_t row = row0; row < row1; --blocks) {
@@ -378,7 +371,7 @@ INLINE void tiles_of(const char* w, int64_t stride, const char* x, int64_t ldx, 
 // `x` has rows of `ldx` bytes, of which `k` are multiplied; `adjust` turns the sums of 16 rows from a row into values.
 template <bool INTEGERS, class A, class Adjust>
 static void panels_by_tiles(const Gemm<A>& g, const char* w, int64_t stride, const char* x, int64_t ldx, int64_t k, int64_t row0,
-                            int64_t row1, int64_t panel, int panels, Ahead ahead, Adjust&& adjust) {
+                            int64_t row1, int64_t panel, int panels, Ahead& ahead, Adjust&& adjust) {
   alignas(64) float sums[MAX_ROWS * 2 * PANEL];  // per 32 rows: [row half][panel][16][16]
   const int64_t blocks = (row1 - row0 + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t k_each = blocks == 1 ? k : TILES_K;

@@ -243,7 +243,7 @@ INLINE void integer_rows(int rows, int panels, const Gemm<A>& g, const uint8_t* 
 // The fewest possible blocks of rows of nearly equal size, because each block reads the weights once.
 template <int TYPE, class A>
 static void integer_panels(const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel, int panels,
-                           Ahead ahead) {
+                           Ahead& ahead) {
   constexpr int ROWS = TYPE == I8 ? I8_ROWS : I_ROWS, PANELS = TYPE == I8 ? I8_PANELS : I_PANELS;
   int64_t blocks = (row1 - row0 + ROWS - 1) / ROWS;
   const int per_line = (int)((panels + blocks - 1) / blocks);  // lines ahead for every line of weights read
@@ -257,7 +257,7 @@ static void integer_panels(const Gemm<A>& g, const uint8_t* w, int64_t stride, i
 #if MOTET_LEVEL >= 4
 template <class A>
 static void int8_panels_by_tiles(const Gemm<A>& g, const char* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
-                                 int panels, Ahead ahead) {
+                                 int panels, Ahead& ahead) {
   const int64_t k = g.w->k;
   panels_by_tiles<true>(g, w, stride, g.rounded, rounded_stride(k), round_up(k, 64), row0, row1, panel, panels, ahead,
                         [&](int64_t row, int rows, int panels, float* sums) {

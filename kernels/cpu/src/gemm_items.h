@@ -41,20 +41,29 @@ struct GemmItems {
   int count_panels(int64_t group) const { return apart > 1 ? 2 : (int)std::min<int64_t>(per_group, panels - first_panel(group)); }
 };
 
-// Rows [row0, row1) of one group; `soon` is the group that comes next, or -1.
+// The weights of a group.
 template <class A>
-static void gemm_group(const Gemm<A>& g, const GemmItems<A>& items, int64_t row0, int64_t row1, int64_t group, int64_t soon) {
+INLINE Ahead ahead_of(const Gemm<A>& g, const GemmItems<A>& items, int64_t group) {
+  const int64_t bytes = panel_bytes(*g.w), apart = items.apart * bytes;
+  const int count = items.count_panels(group);
+  const char* at = (const char*)g.w->data + items.first_panel(group) * bytes;
+  return {at, at + (items.tiles ? 1 : count) * bytes, items.tiles && count == 2 ? apart : 0};
+}
+
+// Of the first piece that a member takes of a product.
+template <class A>
+INLINE Ahead first_ahead(const Gemm<A>& g, int member) {
+  const GemmItems<A> items(g);
+  return member < items.count() ? ahead_of(g, items, items.first_group(member)) : Ahead{};
+}
+
+// Rows [row0, row1) of one group.
+template <class A>
+static void gemm_group(const Gemm<A>& g, const GemmItems<A>& items, int64_t row0, int64_t row1, int64_t group, Ahead& ahead) {
   const Matrix& w = *g.w;
   const int64_t panel = items.first_panel(group), bytes = panel_bytes(w), apart = items.apart * bytes;
   const int panels = items.count_panels(group);
   const char* data = (const char*)w.data + panel * bytes;
-  Ahead ahead;
-  if (soon >= 0) {
-    const int count = items.count_panels(soon);
-    ahead.at = (const char*)w.data + items.first_panel(soon) * bytes;
-    ahead.end = ahead.at + (items.tiles ? 1 : count) * bytes;
-    ahead.gap = items.tiles && count == 2 ? apart : 0;
-  }
   if (w.type == I4) return integer_panels<I4>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
   if (w.type == I4_SHIFTED) return integer_panels<I4_SHIFTED>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
   if (w.type == I8_GROUPED) return integer_panels<I8_GROUPED>(g, (const uint8_t*)data, apart, row0, row1, panel, panels, ahead);
@@ -79,12 +88,18 @@ static void gemm_group(const Gemm<A>& g, const GemmItems<A>& items, int64_t row0
   }
 }
 
+// `ahead` becomes what is left to prefetch for what this member does next: its next piece, or its first one of the product after this.
 template <class A>
-static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item, int64_t next_item) {
+static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item, int64_t next_item, int member, Ahead& ahead) {
   const int64_t row0 = item / items.items_each * items.rows_each, row1 = std::min(g.rows, row0 + items.rows_each);
   const int64_t begin = items.first_group(item), end = std::min(items.groups, begin + items.groups_each);
-  for (int64_t group = begin; group < end; ++group)
-    gemm_group(g, items, row0, row1, group, group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item));
+  for (int64_t group = begin; group < end; ++group) {
+    const int64_t next = group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item);
+    // one row of bf16 is plain loads of three streams, which the processor fetches ahead by itself
+    const bool plain = sizeof(A) == 2 && !items.tiles && !is_integer(g.w->type) && g.rows == 1;
+    ahead = next < 0 ? g.then ? first_ahead(*g.then, member) : Ahead{} : plain ? Ahead{} : ahead_of(g, items, next);
+    gemm_group(g, items, row0, row1, group, ahead);
+  }
 }
 
 // Row `row` of x as whole numbers, which must be ready before the product with integers begins.

@@ -93,11 +93,11 @@ void motet_pack(Engine* engine, const void* from, int64_t from_type, int64_t n, 
       else if (type == I4)
         BY_TYPE(from_type, pack_int4((const T*)values, rows, k, (uint8_t*)out))
       else if (type == F32)
-        pack_panel((const uint32_t*)from + at, rows, k, k, padded, (uint32_t*)out);
+        pack_panel((const uint32_t*)from + at, rows, k, padded, (uint32_t*)out);
       else if (type == F16)
-        pack_panel((const uint16_t*)from + at, rows, k, k, padded, (uint16_t*)out);
+        pack_panel((const uint16_t*)from + at, rows, k, padded, (uint16_t*)out);
       else if (k % 2 == 0)
-        pack_panel((const uint32_t*)((const uint16_t*)from + at), rows, k / 2, k / 2, padded / 2, (uint32_t*)out);
+        pack_panel((const uint32_t*)((const uint16_t*)from + at), rows, k / 2, padded / 2, (uint32_t*)out);
       else {
         memset(out, 0, panel);
         for (int64_t r = 0; r < rows; ++r)

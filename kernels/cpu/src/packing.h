@@ -7,12 +7,20 @@
 
 namespace motet {
 
-// One 2- or 4-byte unit of 16 rows per line; a unit is two bf16 neighbours, one float or one f16.
+// One 2- or 4-byte unit of 16 rows per line; a unit is two bf16 neighbours, one float or one f16. Rows are turned a line at a time:
+// read unit by unit, 16 rows that lie a multiple of 4 KiB apart would push each other out of the first-level cache.
 template <class U>
-static void pack_panel(const U* from, int64_t rows, int64_t k, int64_t stride, int64_t padded, U* to) {
-  for (int64_t i = 0; i < k; ++i)
-    for (int64_t r = 0; r < 16; ++r) to[i * 16 + r] = r < rows ? from[r * stride + i] : U{};
-  memset(to + k * 16, 0, (padded - k) * 16 * sizeof(U));
+static void pack_panel(const U* from, int64_t rows, int64_t k, int64_t padded, U* to) {
+  constexpr int64_t UNITS = 64 / sizeof(U);
+  alignas(64) U lines[PANEL][UNITS] = {};
+  for (int64_t i = 0; i < k; i += UNITS, to += UNITS * PANEL) {
+    const int64_t live = std::min(UNITS, k - i);
+    for (int64_t r = 0; r < rows; ++r) memcpy(lines[r], from + r * k + i, live * sizeof(U));
+    for (int64_t u = 0; u < live; ++u)
+      for (int64_t r = 0; r < PANEL; ++r) to[u * PANEL + r] = lines[r][u];
+  }
+  to -= (round_up(k, UNITS) - k) * PANEL;
+  memset(to, 0, (padded - k) * PANEL * sizeof(U));
 }
 
 // Rows are rounded as rows of activations are: 127 steps to either side of zero.

@@ -1,10 +1,11 @@
 // A fixed team of threads that run one function together.
 //
 //   team.run(f)             every member runs f(member); returns when all are done
-//   team.each(n, f)         inside f: items 0..n-1, each done once by the member that claims it; ends with a barrier
+//   team.each(n, f, idle)   inside f: items 0..n-1, each done once by one member; ends with a barrier
 //
-// A member claims one item ahead, so that an item can prefetch the memory of the next one. A waiting member spins for a while
-// (a phase lasts microseconds), then sleeps on a futex (the gap between two engine steps is much longer).
+// A member's first item is its number, so that it can prefetch it before the phase begins; it claims the others, one item ahead,
+// so that an item can prefetch the memory of the next one. A waiting member spins for a while and calls `idle` (a phase lasts
+// microseconds), then sleeps on a futex (the gap between two engine steps is much longer).
 #pragma once
 #include <linux/futex.h>
 #include <pthread.h>
@@ -18,6 +19,8 @@
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "simd.h"
 
 inline void cpu_relax() {
 #if defined(__x86_64__)
@@ -33,13 +36,29 @@ inline int64_t now_ns() {
   return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
+// Memory that is still to be prefetched: [at, end), and for each of its lines the line `gap` bytes behind it. Prefetches go in
+// order of address, because the hardware's prefetcher, which fetches more than software can, follows only such a sequence. They
+// are spread out, because a burst takes all of a core's line buffers and delays loads from the second-level cache.
+struct Ahead {
+  const char *at = nullptr, *end = nullptr;
+  int64_t gap = 0;
+  void operator()() {  // some lines, while a member waits
+    for (int i = 0; i < 4 && at < end; ++i, at += 64) {
+      motet::prefetch(at);
+      motet::prefetch(at + gap);
+    }
+  }
+};
+
 // A growing number that threads can wait for.
 class Generation {
  public:
   uint32_t get() const { return value_.load(std::memory_order_acquire); }
-  void wait_beyond(uint32_t seen, int spins) {
+  template <class F>
+  void wait_beyond(uint32_t seen, int spins, F&& idle) {
     for (int i = 0; i < spins; ++i) {
       if (get() != seen) return;
+      idle();
       cpu_relax();
     }
     sleepers_.fetch_add(1);
@@ -58,6 +77,9 @@ class Generation {
 
 class Team {
  public:
+  // What this member prefetches while it waits for the next `run`.
+  static void afterwards(const Ahead& memory) { afterwards_ = memory; }
+
   // Pinned one per allowed CPU when there are as many members as CPUs; otherwise the kernel places them.
   explicit Team(int size) : size_(size < 1 ? 1 : size) {
     cpu_set_t allowed;
@@ -89,6 +111,10 @@ class Team {
   }
 
   void barrier() {
+    barrier([] {});
+  }
+  template <class F>
+  void barrier(F&& idle) {
     if (size_ == 1) {
       ticket_.store(0, std::memory_order_relaxed);
       return;
@@ -99,23 +125,27 @@ class Team {
       ticket_.store(0, std::memory_order_relaxed);
       phase_.advance();
     } else {
-      phase_.wait_beyond(seen, 2000);  // about 100 us; a longer wait means that another process has this CPU
+      phase_.wait_beyond(seen, 2000, idle);  // about 100 us; a longer wait means that another process has this CPU
     }
   }
 
   template <class F>
-  void each(int64_t n, F&& f) {  // f(item, next item or -1)
-    int64_t item = claim();
+  void each(int64_t n, F&& f) {
+    each(n, f, [] {});
+  }
+  template <class F, class I>
+  void each(int64_t n, F&& f, I&& idle) {  // f(item, next item or -1)
+    int64_t item = member_;
     while (item < n) {
       const int64_t next = claim();
       f(item, next < n ? next : -1);
       item = next;
     }
-    barrier();
+    barrier(idle);
   }
 
  private:
-  int64_t claim() { return ticket_.fetch_add(1, std::memory_order_relaxed); }
+  int64_t claim() { return size_ + ticket_.fetch_add(1, std::memory_order_relaxed); }
   static void pin(int cpu) {
     cpu_set_t one;
     CPU_ZERO(&one);
@@ -124,15 +154,21 @@ class Team {
   }
   void serve(int member) {
     pthread_setname_np(pthread_self(), "motet-kernels");
+    member_ = member;
     if (!cpus_.empty()) pin(cpus_[member]);
     for (uint32_t seen = 0;; ++seen) {
-      jobs_.wait_beyond(seen, 4000);
+      jobs_.wait_beyond(seen, 4000, [] {
+        for (int i = 0; i < 4; ++i) afterwards_();
+      });
       if (stop_) return;
+      afterwards_ = {};
       job_(member);
       barrier();
     }
   }
 
+  static inline thread_local Ahead afterwards_;
+  static inline thread_local int member_ = 0;  // of the team that runs this thread; 0 for one that calls `run`
   const int size_;
   std::vector<int> cpus_;
   std::vector<std::thread> threads_;
