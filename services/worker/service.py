@@ -63,7 +63,7 @@ from motet.shared.messages import (
     WorkerNotice,
 )
 from motet.shared.model import AdapterRef, AdapterVersion, PerfModel, RequestBrief
-from motet.shared.profile import FileError, read_profile
+from motet.shared.profile import FileError, Profile, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
 
@@ -476,7 +476,7 @@ def _profiled(config: WorkerConfig) -> PerfModel:
     if not config.engine.profile:
         return START_PERF
     try:
-        profile = read_profile(Path(config.engine.profile))
+        profile: Profile = read_profile(Path(config.engine.profile))
     except FileError as error:
         raise ConfigError(f"--profile: {error}") from None
     if (measured := profile.limits.engine) != config.engine.engine:
