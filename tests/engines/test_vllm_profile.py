@@ -23,16 +23,12 @@ SETUP = {"MOTET_MAX_LORA_RANK": "16", "MOTET_KV_MEMORY_GIB": "0.06", "MOTET_MAX_
 PATIENCE_S = 420
 
 
-def run_profile(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "motet", "profile", "--engine", "vllm", "--model", str(DEMO / "model"), "--out", str(out)]
-    words += ["--seconds", "1", "--max-running", "4", "--max-loras", "8", *flags]
-    return subprocess.run(words, env=os.environ | SETUP, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("profile") / "vllm.json"
-    result = run_profile(out)
+    words = [sys.executable, "-m", "motet", "profile", "--engine", "vllm", "--model", str(DEMO / "model"), "--out", str(out)]
+    words += ["--seconds", "1", "--max-running", "4", "--max-loras", "8"]
+    result = subprocess.run(words, env=os.environ | SETUP, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return out
 
@@ -73,9 +69,3 @@ def test_a_vllm_worker_that_starts_from_it_answers(written: Path, tmp_path: Path
 
     with vllm_stack(tmp_path, DEMO / "model", "") as stack:
         asyncio.run(ask(stack.facts().urls[0]))
-
-
-def test_a_pooling_model_is_refused_by_name(tmp_path: Path) -> None:
-    result = run_profile(tmp_path / "none.json", "--engine-args=--runner pooling")
-    assert result.returncode == 2 and "motet profile: --model: a pooling model" in result.stderr, result.stderr
-    assert not (tmp_path / "none.json").exists()

@@ -1,12 +1,20 @@
-"""Promise: a profile's steps have the time until the next one began, and none of them waited for an adapter."""
+"""Promise: a profile's steps have the time until the next one began, and none of them waited for an adapter. What decodes
+nothing is refused."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from motet.services.worker import profiling
+from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engine.request import StepOutput, StepStats
 from motet.services.worker.engine_thread import StepReport
-from motet.services.worker.profiling import timed_steps
+from motet.services.worker.profiling import measure, timed_steps
+from motet.shared.config import ConfigError
 
 
 def report(began_ms: float, time_ms: float = 0.0, *, running: int = 1, loaded: int = 0) -> StepReport:
@@ -48,3 +56,24 @@ def test_the_steps_beside_which_an_adapter_came_are_left_out(told: list[StepRepo
 
 def test_reports_without_a_step_give_nothing() -> None:
     assert times_ms() == times_ms(report(0), report(1, loaded=1)) == times_ms(report(0, 8)) == []
+
+
+async def test_a_pooling_model_is_refused_by_name_and_its_worker_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    life: list[str] = []
+
+    class Pooling:
+        view = SimpleNamespace(limits=SimpleNamespace(capabilities=("embeddings",)))
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        async def start(self) -> None:
+            life.append("started")
+
+        async def stop(self) -> None:
+            life.append("stopped")
+
+    monkeypatch.setattr(profiling, "WorkerService", Pooling)
+    with pytest.raises(ConfigError, match="--model: a pooling model decodes nothing"):
+        await measure(WorkerConfig.of(model="pooling"), Path(), seconds=1.0)
+    assert life == ["started", "stopped"]
