@@ -348,7 +348,7 @@ class VllmEngine:
         self._since_s = now_s() if self._live else None
         self._sweep()
         self._pump()
-        self._report(stats)
+        self._report(stats, ended_s=outputs.timestamp)
 
     def _take(self, live: VllmSequence, output: Any, stats: StepStats) -> None:
         request, tokens = live.request, list(output.new_token_ids)
@@ -468,7 +468,8 @@ class VllmEngine:
             self._report(self._output.stats)
         self._flushing = False
 
-    def _report(self, stats: StepStats, failure: Exception | None = None) -> None:
+    def _report(self, stats: StepStats, failure: Exception | None = None, ended_s: float = 0.0) -> None:
+        """`ended_s`: when a step ended, by the core's clock. It is ours too; but several outputs may be read at once."""
         output, self._output = self._output, StepOutput()
         if stats is not output.stats:  # what happened between steps belongs to the step that follows
             stats.adapters_loaded += output.stats.adapters_loaded
@@ -485,7 +486,7 @@ class VllmEngine:
         self.deliver(
             StepReport(
                 step=self._step,
-                began_s=now_s() - stats.time_ms / 1000,
+                began_s=(ended_s or now_s()) - stats.time_ms / 1000,
                 output=output,
                 failures=self._failures,
                 kv_blocks_free=self._blocks_free if self._up else 0,
