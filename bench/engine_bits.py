@@ -75,7 +75,8 @@ def _with_adapters(model: str, measured: Measured, adapted: Adapted) -> str:
     """Rates with adapters, and their share of the same contestant's rate without."""
     rows: list[list[object]] = []
     names = list(dict.fromkeys(name for name, _ in measured))
-    for name, kind in sorted({(name, kind) for name, kind, _ in adapted}, key=lambda one: (one[1] == "each", names.index(one[0]))):
+    kinds = {(name, kind) for name, kind, _ in adapted}
+    for name, kind in sorted(kinds, key=lambda one: (one[1] == "each", names.index(one[0]))):
         row: list[object] = [name, "the same for all" if kind == "one" else "one each"]
         for batch in BATCHES:
             laps = adapted.get((name, kind, batch))
