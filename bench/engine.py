@@ -67,6 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="without vLLM and PEFT, and without their figures")
     parser.add_argument("--peers", type=_peers, default=PEERS[1:], help=f"some of {','.join(PEERS)}")
     parser.add_argument("--bits", action="store_true", help="only the table of 16, 8 and 4 bits (bench.engine_bits)")
+    parser.add_argument("--adapters", action="store_true", help="of that table: laps with adapters, too")
     parser.add_argument("--quantization", choices=["none", "int8", "int4"], default="none", help="of Motet's base weights")
     parser.add_argument("--serve", action="store_true", help="over HTTP instead of offline")
 

@@ -38,7 +38,8 @@ def main() -> None:
     from motet.twin.plots import COLORS, STYLE
 
     records = [json.loads(line) for line in RECORDS.read_text().splitlines()]
-    bits, many = last(records, "llama q4_0", "bits_tokens_per_s"), last(records, "vllm", "tokens_per_s")
+    bits = last([one for one in records if "bits_lora_tokens_per_s" not in one], "llama q4_0", "bits_tokens_per_s")
+    one, many = last(records, "llama bf16", "bits_lora_tokens_per_s"), last(records, "vllm", "tokens_per_s")
     with rc_context(STYLE):
         figure = Figure(figsize=(9.6, 3.2), layout="constrained")
         batches, adapters = figure.subplots(1, 2)
@@ -48,7 +49,7 @@ def main() -> None:
         for (name, label), color in zip(MANY, COLORS[3:], strict=False):
             rates = many["tokens_per_s"][name]
             adapters.plot(list(ADAPTERS.values()), [rates[key] for key in ADAPTERS], marker="o", color=color, label=label)
-        llama = bits["bits_tokens_per_s"]["llama bf16"]["32"], bits["bits_lora_tokens_per_s"]["llama bf16"]["one"]["32"]
+        llama = one["bits_tokens_per_s"]["llama bf16"]["32"], one["bits_lora_tokens_per_s"]["llama bf16"]["one"]["32"]
         adapters.plot([0, 1], llama, "--", marker="o", color=COLORS[0], label="llama.cpp BF16 (one at most)")
         batches.set(title="tokens/s, no adapters", xlabel="requests at once", xscale="log", xticks=BATCHES, xticklabels=BATCHES)
         adapters.set(title="tokens/s, 32 requests, bfloat16", xlabel="adapters in the batch", xticks=list(ADAPTERS.values()))
