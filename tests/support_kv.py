@@ -26,9 +26,7 @@ class Layer:
     """One layer of a cache whose memory holds what a diverged request left: NaN, in int8 as scales."""
 
     def __init__(self, *, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        cache = KvCache(
-            layers=1, blocks=blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
-        )
+        cache = KvCache(layers=1, blocks=blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
         self.data, self.dtype = cache.data[0], dtype
         if dtype != torch.int8:
             self.tokens = self.data.view(-1, 2, kv_heads, head_dim)

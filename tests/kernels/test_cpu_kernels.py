@@ -319,7 +319,9 @@ def test_attention_is_softmax_over_what_a_row_may_see(engine: CpuEngine, dtype: 
 def test_attention_over_int8_is_near_that_over_floats_for_any_shape(engine: CpuEngine, seed: int) -> None:
     draw = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    kv_heads, per, head_dim, block_size = (int(draw.choice(c)) for c in ([1, 2, 4], [1, 2, 3, 5, 8], [8, 20, 64, 128], [4, 16, 48]))
+    kv_heads, per, head_dim, block_size = (
+        int(draw.choice(c)) for c in ([1, 2, 4], [1, 2, 3, 5, 8], [8, 20, 64, 128], [4, 16, 48])
+    )
     heads, window = kv_heads * per, int(draw.choice([0, 0, 25]))
     contexts = draw.integers(1, 200, 9).tolist()
     counts = [int(draw.integers(1, context + 1)) if draw.random() < 0.3 else 1 for context in contexts]

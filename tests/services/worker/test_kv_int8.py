@@ -60,7 +60,7 @@ def test_neither_chunks_nor_neighbours_nor_preemption_nor_the_prefix_cache_chang
     right = run(engine(model_dir), requests()).tokens
     assert run(engine(model_dir, max_step_tokens=9), requests()).tokens == right
     assert run(engine(model_dir, prefix_cache=False), requests()[::-1], per_step=2).tokens == right
-    short = run(engine(model_dir, kv_blocks=20), requests())
+    short = run(engine(model_dir, kv_blocks=10), requests())
     assert short.total("preempted") > 0 and short.tokens == right
     again = engine(model_dir)
     run(again, requests())
