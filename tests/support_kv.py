@@ -18,7 +18,7 @@ def stored(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def rounded(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole numbers in -127..127, and the scale of each vector, float32 [...]."""
     most = kv.float().abs().amax(-1)
-    inverse = torch.where(most > 0, 127 / most, 0.0)
+    inverse = torch.where(most > 0, torch.full_like(most, 127) / most, 0.0)  # not 127 / most, which rounds twice
     return (kv.float() * inverse[..., None]).round().to(torch.int8), most / 127
 
 

@@ -278,6 +278,7 @@ CASES = [  # heads, kv heads, head size, block size, window
     (8, 2, 64, 32, 0),
     (5, 1, 16, 24, 33),
     (7, 1, 96, 40, 50),
+    (10, 2, 90, 3, 0),
 ]
 
 

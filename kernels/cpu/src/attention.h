@@ -150,8 +150,16 @@ struct Scales {
 };
 template <>
 struct Scales<int8_t> {
-  float one[CHUNK] = {};
-  Scales(const int8_t* block, int64_t offset, int count) { memcpy(one, block + offset * sizeof(float), count * sizeof(float)); }
+  float one[CHUNK];
+  Scales(const int8_t* scales, int64_t offset, int count) {
+    const int8_t* from = scales + offset * (int64_t)sizeof(float);
+    if (count == CHUNK) {
+      memcpy(one, from, sizeof one);  // in registers
+    } else {
+      memset(one, 0, sizeof one);
+      memcpy(one, from, count * sizeof(float));
+    }
+  }
   void multiply(float* w) const {
     for (int t = 0; t < CHUNK; t += W) store(w + t, load(w + t) * load(one + t));
   }
