@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ def _pair(
 ) -> list[tuple[str, Timed]]:
     """Both kinds in turns; medians."""
     blocks = rows * context // BLOCK_SIZE
-    shape = {"blocks": blocks, "block_size": BLOCK_SIZE, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    shape: dict[str, Any] = {"blocks": blocks, "block_size": BLOCK_SIZE, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     layers = max(2, cold_bytes // (rows * context * 2 * KV_HEADS * HEAD_DIM * 2))
     caches = {kind: KvCache(layers=layers, **shape, dtype=dtype) for kind, dtype in KINDS.items()}
     caches["bf16"].data.fill_(1)

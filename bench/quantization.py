@@ -23,7 +23,7 @@ import torch
 from bench import report
 from motet.examples.demo import DEMO
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "none": {},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
@@ -116,7 +116,7 @@ def _cases(texts: int) -> Iterator[Case]:
             yield Case(slot, whole, len(start))
 
 
-def _runner(**options: str) -> Any:
+def _runner(**options: Any) -> Any:
     """The demo model with adapter i in slot i."""
     from bench.engine_motet import stored_adapter
     from motet.examples.demo.tasks import TASKS
