@@ -5,6 +5,7 @@
         b1      one request, no LoRA
     python -m bench engine --serve          over HTTP, see bench.engine_serve
     python -m bench engine --bits           weights of 16, 8 and 4 bits, with `--peers llama.cpp` beside it: bench.engine_bits
+    python -m bench engine --peers llama.cpp,vllm,peft      --bits with llama.cpp, then the first with vLLM and PEFT
 
 Every contestant has a process of its own for the whole bench and the same cores. A round asks each of them for each
 configuration, in another order every time and with prompts that none has seen; figures are ratios of medians over the
@@ -27,12 +28,13 @@ from bench import report, roofline, vllm_peer
 from bench.engine_parent import Contestant, Lap
 from bench.mesh_parts import prompts
 from bench.models import RANKS, SHAPES, model_and_adapters
-from bench.watch import Watch
+from bench.watch import LIMIT_S, Watch
 
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 64
 POPULAR = 2  # the adapter that "one" uses, of rank 32
 ROUNDS = 3
 KV_GIB = 1
+PEERS = ("llama.cpp", "vllm", "peft")
 BASES = ("base", "b1")
 WEIGHT_BYTES = {"none": 2.0, "int8": 1.0, "int4": 9 / 16}
 
@@ -63,26 +65,45 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
     parser.add_argument("--model", choices=sorted(SHAPES), default="M", help="428M or 30M parameters")
     parser.add_argument("--no-peers", action="store_true", help="without vLLM and PEFT, and without their figures")
-    parser.add_argument("--peers", choices=["vllm,peft", "llama.cpp"], default="vllm,peft", help="llama.cpp: implies --bits")
-    parser.add_argument("--bits", action="store_true", help="weights of 16, 8 and 4 bits, no adapters (bench.engine_bits)")
+    parser.add_argument("--peers", type=_peers, default=PEERS[1:], help=f"some of {','.join(PEERS)}")
+    parser.add_argument("--bits", action="store_true", help="only the table of 16, 8 and 4 bits (bench.engine_bits)")
+    parser.add_argument("--adapters", action="store_true", help="of that table: laps with adapters, too")
     parser.add_argument("--quantization", choices=["none", "int8", "int4"], default="none", help="of Motet's base weights")
     parser.add_argument("--serve", action="store_true", help="over HTTP instead of offline")
 
 
+def _peers(text: str) -> tuple[str, ...]:
+    """Names behind `--peers`. Raises ArgumentTypeError for an unknown one."""
+    names = tuple(text.split(","))
+    if unknown := sorted(set(names) - set(PEERS)):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(PEERS)}")
+    return names
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print the table, return the figures."""
+    """Measure, print the tables, return the figures."""
     if args.serve:
         from bench.engine_serve import run_serve
 
         return run_serve(args)
-    if args.bits or args.peers == "llama.cpp":
-        from bench.engine_bits import run_bits
+    if not args.bits and "llama.cpp" not in args.peers:
+        return _run_many(args)
+    from bench.engine_bits import run_bits
 
-        return run_bits(args, peer=args.peers == "llama.cpp")
+    found = run_bits(args, peer="llama.cpp" in args.peers)
+    if args.bits or args.peers == ("llama.cpp",):
+        return found
+    args.watch.limit_s += LIMIT_S  # for the other table
+    return found | _run_many(args)
+
+
+def _run_many(args: argparse.Namespace) -> dict[str, Any]:
+    """The table of many adapters."""
     threads = len(os.sched_getaffinity(0))
     os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     tokens = 16 if args.quick else OUTPUT_TOKENS
-    with _contestants(args.model, threads, args.quantization, peers=not args.no_peers) as contestants:
+    peers = () if args.no_peers else args.peers
+    with _contestants(args.model, threads, args.quantization, peers) as contestants:
         rounds = 1 if args.quick else ROUNDS
         measured, limits = _rounds(contestants, args.model, rounds, tokens, args.watch)
         resident = {name: sides["lora"].rss_mib() for name, sides in contestants.items()}
@@ -106,7 +127,7 @@ Sides = dict[str, Contestant]
 
 
 @contextmanager
-def _contestants(model: str, threads: int, quantization: str, *, peers: bool) -> Iterator[dict[str, Sides]]:
+def _contestants(model: str, threads: int, quantization: str, peers: Sequence[str]) -> Iterator[dict[str, Sides]]:
     directory, adapter_dirs = model_and_adapters(model)
     adapters = [str(path) for path in adapter_dirs]
     size_mib = sum((path / "adapter_model.safetensors").stat().st_size for path in adapter_dirs) >> 20
@@ -121,12 +142,13 @@ def _contestants(model: str, threads: int, quantization: str, *, peers: bool) ->
         environment = os.environ | {"PYTHONPATH": str(vllm_peer.ROOT)}
         motet = start("motet", sys.executable, environment)
         contestants = {"motet": {"base": motet, "lora": motet}}
-        if peers:
+        if "vllm" in peers:
             python, of_vllm = vllm_peer.python(), vllm_peer.environment(KV_GIB)
             contestants["vllm"] = {
                 "lora": start("vllm", python, of_vllm),
                 "base": start("vllm", python, of_vllm, adapters=[]),
             }
+        if "peft" in peers:
             peft = start("peft", sys.executable, environment)
             contestants["peft"] = {"base": peft, "lora": peft}
         yield contestants

@@ -11,7 +11,7 @@ MAX_REQUESTS, MAX_TOKENS = 32, 8192
 
 
 def make(setup: dict[str, Any]) -> Generate:
-    """A model from `setup["file"]`; one sequence per request, greedy."""
+    """A model from `setup["file"]`; one sequence per request, greedy. Requests have `setup["adapter"]` all, or none of them."""
     import llama_cpp as llama
     import numpy as np
 
@@ -24,6 +24,9 @@ def make(setup: dict[str, Any]) -> Generate:
     options.n_threads = options.n_threads_batch = setup["threads"]
     context = llama.llama_init_from_model(model, options)
     vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+    adapter = llama.llama_adapter_lora_init(model, setup["adapter"].encode())
+    if not adapter:
+        raise RuntimeError(f"llama.cpp does not load {setup['adapter']}")
     batch = llama.llama_batch_init(options.n_batch, 0, 1)
     memory = llama.llama_get_memory(context)
 
@@ -42,8 +45,12 @@ def make(setup: dict[str, Any]) -> Generate:
             raise RuntimeError("llama.cpp did not compute a step")
 
     def generate(prompts: list[list[int]], adapters: list[int], tokens: int) -> list[list[int]]:
-        if set(adapters) != {-1}:
-            raise ValueError("adapters are not compared with llama.cpp")
+        if len(set(adapters)) > 1:
+            raise ValueError("a batch of llama.cpp has one adapter or none")
+        chosen = [] if adapters[0] < 0 else [adapter]
+        those, scales = (llama.llama_adapter_lora_p_ctypes * 1)(*chosen), (ctypes.c_float * 1)(1.0)
+        if llama.llama_set_adapters_lora(context, those, len(chosen), scales):
+            raise RuntimeError("llama.cpp did not take the adapter")
         llama.llama_memory_clear(memory, False)
         outputs: list[list[int]] = [[] for _ in prompts]
         batch.n_tokens, ends = 0, []

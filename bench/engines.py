@@ -6,6 +6,9 @@ adapters, KV space, slots and cores. Needs vLLM and Motet in one environment: `m
     slots     32 adapters over 8 slots, Zipf popularity, Poisson arrivals at a share of the throughput just measured: TTFT and
               the time to the whole answer. vLLM alone has all adapters in host memory
     fault     kill -9 of vLLM's EngineCore in the middle of streams: how many answers never become whole
+
+`--inside` compares a third server, vLLM's with a scheduler of ours inside. Its time comes from the other parts: direct has 32
+requests at once alone, for the rate of arrivals, and nothing is killed.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ SLOTS = 8
 OUTPUT_TOKENS = 32
 LAPS = {1: 12, 8: 6, 32: 4}  # by concurrency
 QUICK_LAPS = {1: 2, 8: 1}
+INSIDE_LAPS = {32: 2}
 LOAD = 0.8  # of the direct server's throughput with as many adapters as slots
 ARRIVALS, QUICK_ARRIVALS = 160, 24
 ROUNDS = 2  # of arrivals, for each server
@@ -91,7 +95,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             servers.append(
                 stack.enter_context(direct(model, adapters, "inside", "--scheduler-cls", INSIDE, "--block-size", "32"))
             )
-        laps = QUICK_LAPS if args.quick else LAPS
+        laps = QUICK_LAPS if args.quick else INSIDE_LAPS if args.inside else LAPS
         for server in servers:  # so that nothing is loaded or compiled while time counts
             stream(server.port, prompts(SLOTS, PROMPT_TOKENS, seed=1), 2, names[:SLOTS])
         for streams, count in laps.items():
@@ -109,7 +113,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 for first_s, whole_s in asyncio.run(replay(server.port, trace)):
                     sides[server.name].first_s.append(first_s)
                     sides[server.name].whole_s.append(whole_s)
-        for server in servers:
+        for server in servers if not args.inside else []:
             sides[server.name].lost = asyncio.run(shot(server, names[:SLOTS]))
     return _told(args.model, sides, rate, max(laps))
 
@@ -218,20 +222,33 @@ def _told(shape: str, sides: dict[str, Side], rate: float, most: int) -> dict[st
     columns = ["", "TTFT p50 ms", "p99", "tokens/s"]
     print(report.table(f"{shape}: {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, {SLOTS} adapters in {SLOTS} slots", columns, rows))
     tails = {name: side.tail_ms() for name, side in sides.items()}
-    rows = [[name, *tails[name], len(side.lost)] for name, side in sides.items()]
-    columns = ["", "TTFT p50 ms", "p99", "answer p50 ms", "p99", f"lost of {STREAMS}"]
-    print(report.table(f"32 adapters over {SLOTS} slots, {rate:.1f} requests/s; then kill -9 of the core", columns, rows))
-    for name, side in sides.items():
-        print(*(f"{name} lost one {why}" for why in sorted(set(side.lost))), sep="\n")
-    middle = sorted(vllm.laps)[len(vllm.laps) // 2]
-    return {
+    columns = ["", "TTFT p50 ms", "p99", "answer p50 ms", "p99"]
+    rows = [[name, *tail] for name, tail in tails.items()]
+    print(report.table(f"32 adapters over {SLOTS} slots, {rate:.1f} requests/s", columns, rows))
+    figures: dict[str, Any] = {
         "model": shape,
-        "mesh_ttft_vs_direct": round(motet.ttft_ms(middle, 0.5) / vllm.ttft_ms(middle, 0.5), 4),
-        "mesh_throughput_vs_direct": round(motet.rate(most) / vllm.rate(most), 4),
         "ttft_p99_vllm_alone_vs_ours": round(tails["vllm"][1] / tails["motet"][1], 3),
         "answer_p99_vllm_alone_vs_ours": round(tails["vllm"][3] / tails["motet"][3], 3),
-        "lost_vllm_alone": len(vllm.lost),
-        "lost_ours": len(motet.lost),
         "requests_per_s": round(rate, 2),
         "slots_ms": {name: [round(one, 1) for one in tail] for name, tail in tails.items()},
     } | {f"{name}_ttft_p50_ms_c{n}": round(side.ttft_ms(n, 0.5), 2) for name, side in sides.items() for n in side.laps}
+    if "inside" in sides:
+        inside = tails["inside"]
+        return figures | {
+            "ttft_p99_inside_vs_ours": round(inside[1] / tails["motet"][1], 3),
+            "answer_p99_inside_vs_ours": round(inside[3] / tails["motet"][3], 3),
+        }
+    print(
+        report.table(
+            "kill -9 of the core", ["", f"lost of {STREAMS}"], [[name, len(side.lost)] for name, side in sides.items()]
+        )
+    )
+    for name, side in sides.items():
+        print(*(f"{name} lost one {why}" for why in sorted(set(side.lost))), sep="\n")
+    middle = sorted(vllm.laps)[len(vllm.laps) // 2]
+    return figures | {
+        "mesh_ttft_vs_direct": round(motet.ttft_ms(middle, 0.5) / vllm.ttft_ms(middle, 0.5), 4),
+        "mesh_throughput_vs_direct": round(motet.rate(most) / vllm.rate(most), 4),
+        "lost_vllm_alone": len(vllm.lost),
+        "lost_ours": len(motet.lost),
+    }

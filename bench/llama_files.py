@@ -1,4 +1,7 @@
-"""python -m bench.llama_files MODEL_DIR BF16 Q8_0 Q4_0: a Llama in safetensors as llama.cpp's files. Runs in its environment.
+"""A Llama in safetensors, and an adapter for it, as llama.cpp's files. Runs in its environment.
+
+    python -m bench.llama_files model MODEL_DIR BF16 Q8_0 Q4_0
+    python -m bench.llama_files adapter MODEL_DIR ADAPTER_DIR FILE
 
 There is no vocabulary in them: benches give and take token ids.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,29 @@ def write_bf16(model_dir: Path, path: Path) -> None:
     writer.close()
 
 
+def write_adapter(model_dir: Path, adapter_dir: Path, path: Path) -> None:
+    """A PEFT adapter's bf16 values as they are."""
+    import gguf
+    import numpy as np
+
+    config = json.loads((model_dir / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(json.loads((adapter_dir / "adapter_config.json").read_text())["lora_alpha"]))
+    for name, bits in _tensors(adapter_dir / "adapter_model.safetensors"):
+        stem, _, half = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(stem.rpartition(".")[2])
+        if half == "lora_B" and heads:
+            bits = _interleaved(bits, heads)
+        found = np.ascontiguousarray(bits).view(np.uint8)
+        writer.add_tensor(f"{_name(stem)}.{half.lower()}", found, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _tensors(path: Path) -> Any:
     """(name, bits of bf16) of a safetensors file, mapped."""
     import numpy as np
@@ -99,18 +126,24 @@ def quantize(source: Path, path: Path, ftype: int) -> None:
 
 def main() -> None:
     """Each file appears when it is whole."""
+    what, model_dir, *others = sys.argv[1], *map(Path, sys.argv[2:])
+    if what == "adapter":
+        adapter_dir, path = others
+        _whole(path, lambda part: write_adapter(model_dir, adapter_dir, part))
+        return
     import llama_cpp
 
-    model_dir, bf16, q8_0, q4_0 = map(Path, sys.argv[1:])
+    bf16, q8_0, q4_0 = others
     llama_cpp.llama_backend_init()
-    for path, ftype in ((bf16, None), (q8_0, llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0), (q4_0, llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0)):
-        if path.exists():
-            continue
+    _whole(bf16, lambda part: write_bf16(model_dir, part))
+    _whole(q8_0, lambda part: quantize(bf16, part, llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0))
+    _whole(q4_0, lambda part: quantize(bf16, part, llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0))
+
+
+def _whole(path: Path, write: Callable[[Path], None]) -> None:
+    if not path.exists():
         part = path.with_suffix(".part")
-        if ftype is None:
-            write_bf16(model_dir, part)
-        else:
-            quantize(bf16, part, ftype)
+        write(part)
         part.replace(path)
 
 

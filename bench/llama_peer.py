@@ -2,7 +2,8 @@
 
 MOTET_LLAMA_PYTHON names another environment's interpreter. llama-cpp-python is compiled there for the machine that it runs on.
 
-    files(model_dir)    {"bf16": ..., "q8_0": ..., "q4_0": ...}, beside the model's directory, made once
+    files(model_dir)               {"bf16": ..., "q8_0": ..., "q4_0": ...}, beside the model's directory, made once
+    adapter(model_dir, adapter)    a PEFT adapter's file beside it, made once
 
 The first file is written with the `gguf` package from the same safetensors that Motet reads, the others by llama.cpp's own
 quantizer (`bench.llama_files`, which runs in that environment).
@@ -37,6 +38,18 @@ def files(model_dir: Path) -> dict[str, Path]:
     """The model's files for llama.cpp by width, made unless they are there."""
     found = {width: model_dir.parent / f"llama-{width}.gguf" for width in WIDTHS}
     if not all(path.exists() for path in found.values()):
-        command = [python(), "-m", "bench.llama_files", str(model_dir), *(str(found[width]) for width in WIDTHS)]
-        subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _make("model", model_dir, *found.values())
     return found
+
+
+def adapter(model_dir: Path, adapter_dir: Path) -> Path:
+    """An adapter's file for llama.cpp, made unless it is there."""
+    path = adapter_dir / "llama-bf16.gguf"
+    if not path.exists():
+        _make("adapter", model_dir, adapter_dir, path)
+    return path
+
+
+def _make(*words: object) -> None:
+    command = [python(), "-m", "bench.llama_files", *map(str, words)]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -46,6 +46,8 @@ GOOD_R2 = 0.96  # CaraServe, section 5
     help="File to write.",
 )
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Approximate duration.")
+@takes(WorkerConfig, "engine")
+@takes(WorkerConfig, "engine_args")
 @takes(WorkerConfig, "device")
 @takes(WorkerConfig, "threads")
 @takes(WorkerConfig, "max_running")
@@ -56,12 +58,13 @@ GOOD_R2 = 0.96  # CaraServe, section 5
 def profile(out: Path, seconds: float, **options: object) -> None:
     """Measure a worker on this machine and write its profile: limits, step times, adapter copies and network hops.
 
-    Nothing else should run meanwhile. `motet worker` and `motet simulate` take the file as `--profile`. Worker options that
-    are not listed here are read from their variables.
+    Nothing else should run meanwhile. `motet worker` with the same engine and `motet simulate` take the file as `--profile`.
+    Worker options that are not listed here are read from their variables.
 
     \b
       motet profile --model examples/demo/model --out worker.json
       motet simulate --profile worker.json --workers 8 --rate 40
+      motet profile --engine vllm --engine-args '--tensor-parallel-size 2' --model ./model --out vllm.json
     """
     console = terminal()
     logging.getLogger("motet").setLevel(logging.ERROR)  # hide the worker's messages
@@ -72,7 +75,8 @@ def profile(out: Path, seconds: float, **options: object) -> None:
             task = bar.add_task("measuring", total=1.0)
             measured = asyncio.run(_measure(config, model_dir, seconds, lambda share: bar.update(task, completed=share)))
         steps = undisturbed(measured.steps)
-        fitted, fine = fit(steps, measured.loads), fit_steps(steps)
+        fitted = fit(steps, measured.loads)
+        fine = fit_steps(steps) if measured.limits.engine == "native" else None  # vLLM's records lack most that it is fitted to
         store, disk = fit_link(measured.store), fit_link(measured.disk)
     except (ConfigError, MotetError, NatsStartError, ValueError) as error:
         click.echo(f"motet profile: {error}", err=True)
@@ -128,7 +132,7 @@ async def _measure(config: WorkerConfig, model_dir: Path, seconds: float, progre
             nats.stop()
 
 
-def _table(perf: PerfModel, fitted: Fitted, fine: EngineSteps, counted: str) -> Table:
+def _table(perf: PerfModel, fitted: Fitted, fine: EngineSteps | None, counted: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, title=f"{counted} steps, kernel model {perf.kernel}")
     table.add_column("coefficient")
     table.add_column("ms", justify="right")
@@ -138,5 +142,6 @@ def _table(perf: PerfModel, fitted: Fitted, fine: EngineSteps, counted: str) -> 
     table.add_row("context_token_ms", f"{fitted.context_token_ms:.6f}")
     table.add_row("R2 prefill", f"{fitted.r2_prefill:.4f}")
     table.add_row("R2 decode", f"{fitted.r2_decode:.4f}")
-    table.add_row("R2 of what is simulated", f"{fine.r2:.4f}")
+    if fine is not None:
+        table.add_row("R2 of what is simulated", f"{fine.r2:.4f}")
     return table

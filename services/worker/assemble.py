@@ -41,6 +41,8 @@ class Assembly:
     eos_token_ids: frozenset[int]
     parse_adapter: Callable[[Path, str], HostAdapter]
     """A host copy from a verified blob's file and digest."""
+    slot_bytes: int = 0
+    """On the device, of every adapter's slot; 0 where an adapter takes its own size."""
 
 
 def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_bytes_per_s: float = 0.0) -> Assembly:

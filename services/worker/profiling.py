@@ -1,4 +1,5 @@
-"""Measures a live worker: steps of batches of many sizes, rank mixes and prompt lengths; adapter transfers; network hops.
+"""Measures a live worker with any engine: steps of batches of many sizes, rank mixes and prompt lengths; adapter transfers;
+network hops.
 
 The worker is the whole service on a private NATS server, so the times include what its event loop, frames and state reports
 take from the engine. The requests of a batch arrive together and decode for a while; then newcomers join, whose prefills share
@@ -37,13 +38,14 @@ from motet.shared.adapter_blob import digest_of, write_blob
 from motet.shared.base_shapes import ATTENTION, read_shapes
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
+from motet.shared.config import ConfigError
 from motet.shared.messages import AssignReply, GenerateRequest, Refused, TokenFrame, pack_tokens
 from motet.shared.model import AdapterRef, AdapterVersion, SamplingParams, Slo, WorkerLimits
 from motet.shared.profile import LinkFacts
 
 if TYPE_CHECKING:
     from motet.services.worker.engine.adapter_weights import HostAdapter
-    from motet.services.worker.engine.request import CopyStats
+    from motet.services.worker.engine.request import CopyStats, StepStats
 
 RANKS = (8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -89,12 +91,14 @@ async def measure(
     """Profile the worker that `config` describes, for about `seconds` but at least until every batch was measured once.
 
     `config.bus.nats_url` is a NATS server with Motet's buckets and no other clients. `progress` is told the share that is done.
-    Raises what a step of the engine raises.
+    Raises ConfigError for a pooling model, and what a step of the engine raises.
     """
     adapters = msgspec.structs.replace(config.adapters, merge="off")  # a profile says what steps with LoRA take
     worker = _Observed(msgspec.structs.replace(config, adapters=adapters))
     await worker.service.start()
     try:
+        if "embeddings" in worker.limits.capabilities:
+            raise ConfigError("--model: a pooling model decodes nothing; only models that generate text are measured")
         profiler = _Profiler(worker, model_dir)
         await profiler.publish()
         began_s = now_s()
@@ -143,6 +147,11 @@ class _Observed:
     @property
     def vocab_size(self) -> int:
         return self.service.assembly.vocab_size
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs or waits. Requests end early where a step draws several tokens."""
+        return self.service.shell.idle.is_set()
 
     async def idle(self) -> None:
         """Returns when nothing runs or waits."""
@@ -211,8 +220,9 @@ class _Profiler:
         room = self._limits.adapter_bytes_total // 2
         for rank in ranks:
             first = await self._publish(rank, 0)
-            count = min(ADAPTERS_PER_RANK, room // len(ranks) // first.size_bytes)  # so that all of them stay loaded
-            if first.size_bytes <= room:
+            takes = self._worker.service.assembly.slot_bytes or first.size_bytes
+            count = min(ADAPTERS_PER_RANK, room // len(ranks) // takes)  # so that all of them stay loaded
+            if takes <= room:
                 self._adapters[rank] = [first, *[await self._publish(rank, number) for number in range(1, count)]]
         for number, rank in itertools.product(range(LINK_ADAPTERS), LINK_RANKS):
             if rank in self._adapters:
@@ -257,13 +267,13 @@ class _Profiler:
         seen, ranks, rows = self._worker.seen, batch.ranks, batch.rows
         seen.clear()
         await asyncio.gather(*(self._ask(self._pick(ranks, i), batch.prompt, 2 * batch.decodes) for i in range(rows)))
-        while len(seen) < batch.decodes:
+        while sum(report.output.stats.time_ms > 0 for report in seen) < batch.decodes and not self._worker.is_idle:
             await self._next_step()
         newcomers = min(max(1, rows // 4), self._limits.max_running + self._limits.max_waiting - rows)
         await asyncio.gather(*(self._ask(self._pick(ranks, i), batch.prompt, batch.decodes) for i in range(newcomers)))
         await self._worker.idle()
         if tell:
-            self._tell(seen)
+            self.measured.steps += timed_steps(seen)
 
     def _pick(self, ranks: tuple[int, ...], place: int) -> AdapterRef | None:
         """The adapter of request `place`: ranks take turns, and so do the adapters of a rank."""
@@ -293,15 +303,6 @@ class _Profiler:
     async def _next_step(self) -> None:
         self._worker.stepped.clear()
         await asyncio.wait_for(self._worker.stepped.wait(), REPLY_S)
-
-    def _tell(self, reports: list[StepReport]) -> None:
-        for report, following in itertools.pairwise([*reports, None]):
-            assert report is not None, "only the last one has no follower"
-            stats = report.output.stats
-            working = stats.running + stats.waiting > 0  # so the next step began at once
-            copying = stats.adapters_loaded or (stats.copies is not None and stats.copies.under_way)
-            if stats.time_ms and following is not None and working and not copying:
-                self.measured.steps.append(msgspec.structs.replace(stats, time_ms=(following.began_s - report.began_s) * 1000))
 
     # ---- adapters
 
@@ -375,6 +376,26 @@ class _Profiler:
         await work
         self._worker.end_all()
         await self._worker.idle()
+
+
+def timed_steps(reports: Sequence[StepReport]) -> list[Step]:
+    """The steps of `reports`, each with the time until the next one began while there was work.
+
+    Left out are steps beside which an adapter came to the device. An engine may tell of it between two steps, in a report
+    without time; which of its neighbours took longer by it cannot be seen.
+    """
+    found: list[Step] = []
+    steps = [place for place, report in enumerate(reports) if report.output.stats.time_ms]
+    for before, at, after in zip([-1, *steps], steps, steps[1:], strict=False):
+        stats, took_s = reports[at].output.stats, reports[after].began_s - reports[at].began_s
+        working = stats.running + stats.waiting > 0  # so the next step began at once
+        if working and not any(_copying(report.output.stats) for report in reports[before + 1 : after + 1]):
+            found.append(msgspec.structs.replace(stats, time_ms=took_s * 1000))
+    return found
+
+
+def _copying(stats: StepStats) -> bool:
+    return bool(stats.adapters_loaded or (stats.copies is not None and stats.copies.under_way))
 
 
 def random_adapter(model_dir: Path, base_model: str, rank: int, number: int) -> tuple[bytes, AdapterVersion]:

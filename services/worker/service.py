@@ -63,7 +63,7 @@ from motet.shared.messages import (
     WorkerNotice,
 )
 from motet.shared.model import AdapterRef, AdapterVersion, PerfModel, RequestBrief
-from motet.shared.profile import FileError, read_profile
+from motet.shared.profile import FileError, Profile, read_profile
 from motet.shared.service import run
 from motet.shared.telemetry import logger
 
@@ -471,13 +471,18 @@ def _measure_copies(copies: CopyStats) -> None:
 
 
 def _profiled(config: WorkerConfig) -> PerfModel:
-    """The step times to start from: the profile's, or a small model's on two cores. Raises ConfigError for a bad file."""
+    """The step times to start from: the profile's, or a small model's on two cores. Raises ConfigError for a bad file and for
+    a profile of another engine."""
     if not config.engine.profile:
         return START_PERF
     try:
-        return read_profile(Path(config.engine.profile)).perf
+        profile: Profile = read_profile(Path(config.engine.profile))
     except FileError as error:
         raise ConfigError(f"--profile: {error}") from None
+    if (measured := profile.limits.engine) != config.engine.engine:
+        path, engine = Path(config.engine.profile), config.engine.engine
+        raise ConfigError(f"--profile: {path.name} was measured with --engine {measured}; this worker has --engine {engine}")
+    return profile.perf
 
 
 def main(config: WorkerConfig) -> int:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from motet.cli.main import cli
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.service import WorkerService
 from motet.shared.config import ConfigError
-from motet.shared.profile import read_profile
+from motet.shared.profile import read_profile, write_profile
+from motet.twin.profile import a10_llama2_7b
 from motet.twin.profile import read_profile as read_for_twin
 from tests.support_models import make_checkpoint
 
@@ -46,6 +48,18 @@ def test_a_worker_refuses_a_profile_that_is_no_profile(model: Path, tmp_path: Pa
     bad.write_text('{\n  "motet_profile": 9\n}')
     with pytest.raises(ConfigError, match=r"--profile: bad.json:2: motet_profile: version 9"):
         WorkerService(WorkerConfig.of(model=str(model), profile=str(bad)))
+
+
+def test_a_worker_refuses_a_profile_of_another_engine(model: Path, tmp_path: Path) -> None:
+    of_vllm = tmp_path / "vllm.json"
+    native = a10_llama2_7b()
+    write_profile(of_vllm, replace(native, limits=replace(native.limits, engine="vllm")))
+    with pytest.raises(
+        ConfigError, match=r"--profile: vllm.json was measured with --engine vllm; this worker has --engine native"
+    ):
+        WorkerService(WorkerConfig.of(model=str(model), profile=str(of_vllm)))
+    taken = WorkerService(WorkerConfig.of(model=str(model), engine="vllm", profile=str(of_vllm)))
+    assert taken._times.model == native.perf
 
 
 def test_what_cannot_be_profiled_is_said_in_one_line(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ class VllmAssembly:
     eos_token_ids: frozenset[int]
     parse_adapter: Callable[[Path, str], Any]
     folders: tempfile.TemporaryDirectory[str]
+    slot_bytes: int
 
 
 def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepReport], None]) -> VllmEngine:
@@ -100,7 +101,7 @@ def assembly_of(config: WorkerConfig, engine: VllmEngine) -> VllmAssembly:
     def parse_adapter(path: Path, digest: str) -> Any:
         return peft_adapter(path, Path(folders.name), digest, core.adapter_prefix)
 
-    return VllmAssembly(limits, core.vocab_size, core.eos_token_ids, parse_adapter, folders)
+    return VllmAssembly(limits, core.vocab_size, core.eos_token_ids, parse_adapter, folders, engine.slot_bytes)
 
 
 def stored_type(model_dir: Path) -> str:

@@ -8,9 +8,8 @@ Rules:
 - everything here runs on the event loop; only the start of a core runs in a thread.
 - an adapter enters and leaves a slot of vLLM by our order alone, so its LRU never evicts, and what is reported as resident is
   what it has. vLLM holds the weights of further adapters in host memory: those whose copy the worker's host tier has.
-- vLLM takes orders and requests between two steps, in the order in which they are sent: tasks begin in the order in which they
-  are made, and send at once. So nothing waits for the answer to an order, which comes a step later. Only an adapter whose files
-  vLLM must read is waited for.
+- vLLM takes orders and requests between two steps, in the order in which they are sent. So nothing waits for the answer to an
+  order, which comes a step later (`adapters.py`).
 - a paused request is aborted at vLLM. It enters again with its output as prompt.
 - a request is sent when its adapter is there. So vLLM skips none in its queue.
 - ids at vLLM are unique for every addition, so an output of a request that was cancelled meets nobody.
@@ -23,16 +22,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from array import array
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any, cast
-from weakref import ref
 
 from motet.policies.adapter_slots import AdapterSlots
-from motet.policies.batch_state import due_s
 from motet.policies.engine_entry import EngineEntry, EntryLimits
 from motet.policies.eviction import EvictionName, make_eviction
 from motet.policies.kv_blocks import KvBlocks
@@ -41,6 +37,7 @@ from motet.services.worker import metrics
 from motet.services.worker.engine.request import EngineRequest, ResidencyChange, StepOutput, StepStats
 from motet.services.worker.engine_protocol import Capabilities
 from motet.services.worker.engine_thread import StepReport
+from motet.services.worker.vllm_engine.adapters import CoreAdapters
 from motet.services.worker.vllm_engine.core import Core, VllmOptions, start_core, warm
 from motet.services.worker.vllm_engine.peft_files import PeftAdapter
 from motet.services.worker.vllm_engine.requests import (
@@ -48,8 +45,8 @@ from motet.services.worker.vllm_engine.requests import (
     core_request,
     ending,
     float32_bytes,
-    pausable,
     refusal,
+    sequence,
     token_logprobs,
 )
 from motet.shared.clock import now_s
@@ -75,8 +72,6 @@ RESTARTS = 3
 """Cores in a row that do not start before the worker is told that the engine has failed for good."""
 DEATHS = 8
 """Cores in a row that die without a token before the same: then it is not one request that kills them."""
-SUSPECT_LOSSES = 2
-"""Workers or cores lost in a row with a request from which on it runs alone. One loss may be anybody's."""
 STOP_S = 2.0
 
 
@@ -91,9 +86,6 @@ class VllmEngine:
     queues: QueuesName = "fcfs"
     core: Core = field(init=False)
     _live: dict[str, VllmSequence] = field(default_factory=dict)  # by id at vLLM
-    _adapters: dict[str, PeftAdapter] = field(default_factory=dict)  # of slots
-    _copies: dict[str, ref[PeftAdapter]] = field(default_factory=dict)  # of vLLM's host memory
-    _numbers: dict[str, int] = field(default_factory=dict)  # vLLM's number of an adapter, by digest
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _output: StepOutput = field(default_factory=StepOutput)
     _changed: dict[str, RequestBrief] = field(default_factory=dict)
@@ -109,6 +101,9 @@ class VllmEngine:
 
     kv = None
     """Its blocks are in vLLM's own process."""
+
+    def __post_init__(self) -> None:
+        self._adapters = CoreAdapters(self._spawn, self._was_read)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -179,12 +174,10 @@ class VllmEngine:
         for task in [*self._tasks]:
             if task is not asyncio.current_task():
                 task.cancel()
-        self._output.residency += [ResidencyChange(digest, None) for digest in self._adapters]
+        self._output.residency += [ResidencyChange(digest, None) for digest in self._adapters.lost()]
         lost = WorkerLost(f"vLLM's core died: {error!r}")
         for live in [*self._entry.state.running, *(one for one in self._entry.state.waiting if not one.request.losses)]:
             self._fail(live, lost)
-        self._adapters.clear()
-        self._copies.clear()
         self._entry.empty_slots()
         metrics.STEP_FAILURES.inc()
         self._deaths += 1
@@ -210,26 +203,7 @@ class VllmEngine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
-        sampling, adapter = request.sampling, request.adapter
-        longest = self.core.max_model_len if request.embedding is None else len(request.prompt) + 1
-        live = VllmSequence(
-            order=0,
-            priority=request.priority,
-            due_s=due_s(request.arrival_s, request.slo.ttft_slo_ms, begun=bool(request.output)),
-            tokens=array("i", request.prompt + request.output),
-            adapter=adapter.digest if adapter else "",
-            adapter_bytes=self.slot_bytes if adapter else 0,
-            request=request,
-            prompt_tokens=len(request.prompt),
-            max_length=min(longest, len(request.prompt) + sampling.max_tokens),
-            rank=adapter.rank if adapter else 0,
-            expected_length=len(request.prompt) + request.predicted_tokens,
-            tenant=request.tenant,
-            tenant_weight=request.tenant_weight,
-            cache_scope=request.cache_scope,
-            pausable=pausable(request, seeds=self.core.takes_seeds),
-            suspect=request.losses >= SUSPECT_LOSSES,
-        )
+        sampling, live = request.sampling, sequence(request, self.core, self.slot_bytes)
         item = StreamItem(request.request_id, request.epoch, live.output_tokens, [])
         banned = {word[0] for word in sampling.bad_words if len(word) == 1}
         if sampling.allowed_token_ids and banned.issuperset(sampling.allowed_token_ids):
@@ -319,7 +293,7 @@ class VllmEngine:
                 images = await asyncio.get_running_loop().run_in_executor(core.reader.thread, read)
                 live.image_tokens = len(images.tokens) - live.prompt_tokens
                 live.scheduled = self._entry.state.kv.blocks_for(live.length + live.image_tokens)
-            request = core_request(live, core, self._number(live.adapter) if live.adapter else 0, images)
+            request = core_request(live, core, self._adapters.number(live.adapter) if live.adapter else 0, images)
             if live.request.sampling.structured is None:
                 core.check(request.params)
             else:
@@ -374,7 +348,7 @@ class VllmEngine:
         self._since_s = now_s() if self._live else None
         self._sweep()
         self._pump()
-        self._report(stats)
+        self._report(stats, ended_s=outputs.timestamp)
 
     def _take(self, live: VllmSequence, output: Any, stats: StepStats) -> None:
         request, tokens = live.request, list(output.new_token_ids)
@@ -419,59 +393,34 @@ class VllmEngine:
 
     # ---- adapters
 
-    def _number(self, digest: str) -> int:
-        """vLLM's number of an adapter: of its digest, the next free one should two meet."""
-        number = self._numbers.get(digest)
-        if number is None:
-            number, taken = int(digest[:8], 16) % 0x7FFFFFFE + 1, set(self._numbers.values())
-            while number in taken:
-                number = number % 0x7FFFFFFE + 1
-            self._numbers[digest] = number
-        return number
-
     def _free_slots(self, digests: list[str]) -> None:
-        """Take adapters out of their slots. vLLM keeps their weights in host memory while the worker has its copy."""
-        client = self.core.client
-        for digest in digests:
-            self._spawn(_done(client.collective_rpc_async("free_lora_slot", args=(self._number(digest),))))
-            if self._adapters.pop(digest, None) is not None:
-                self._output.residency.append(ResidencyChange(digest, None))
+        """Take adapters out of their slots."""
+        gone = self._adapters.free(self.core.client, digests)
+        self._output.residency += [ResidencyChange(digest, None) for digest in gone]
         if digests:
             self._flush_soon()
 
     def _bring(self, adapter: PeftAdapter) -> bool:
-        """Order an adapter into its slot. Whether requests for it may follow at once: if vLLM has its weights, it comes before
-        they do. Otherwise vLLM reads files first, which can fail."""
-        from vllm.lora.request import LoRARequest
+        """Order an adapter into its slot. Whether requests for it may follow at once."""
+        at_once = self._adapters.bring(self.core.client, adapter)
+        if at_once:
+            self._arrived(adapter.digest)
+        return at_once
 
-        client = self.core.client
-        order = client.add_lora_async(LoRARequest(adapter.digest, self._number(adapter.digest), str(adapter.folder)))
-        if adapter.digest not in self._copies:
-            for digest in [digest for digest, copy in self._copies.items() if copy() is None]:
-                self._spawn(_done(client.remove_lora_async(self._number(digest))))
-                del self._copies[digest]
-            self._spawn(self._read_files(adapter, order))
-            return False
-        self._spawn(_done(order))
-        self._arrived(adapter)
-        return True
-
-    async def _read_files(self, adapter: PeftAdapter, order: Coroutine[Any, Any, Any]) -> None:
-        try:
-            await order
-        except Exception as error:
-            self._not_loaded(adapter.digest, error)
+    def _was_read(self, digest: str, took_s: float, error: Exception | None) -> None:
+        if error is not None:
+            self._not_loaded(digest, error)
         else:
-            self._arrived(adapter)
+            self._output.stats.load_s += took_s
+            self._arrived(digest)
         self._sweep()
         self._pump()
 
-    def _arrived(self, adapter: PeftAdapter) -> None:
-        self._adapters[adapter.digest], self._copies[adapter.digest] = adapter, ref(adapter)
-        self._output.residency.append(ResidencyChange(adapter.digest, "device"))
+    def _arrived(self, digest: str) -> None:
+        self._output.residency.append(ResidencyChange(digest, "device"))
         self._output.stats.adapters_loaded += 1
-        if adapter.digest in self._entry.slots.loading:
-            self._entry.slots.arrived(adapter.digest)
+        if digest in self._entry.slots.loading:
+            self._entry.slots.arrived(digest)
         self._flush_soon()
 
     def _not_loaded(self, digest: str, error: Exception) -> None:
@@ -519,10 +468,12 @@ class VllmEngine:
             self._report(self._output.stats)
         self._flushing = False
 
-    def _report(self, stats: StepStats, failure: Exception | None = None) -> None:
+    def _report(self, stats: StepStats, failure: Exception | None = None, ended_s: float = 0.0) -> None:
+        """`ended_s`: when a step ended, by the core's clock. It is ours too; but several outputs may be read at once."""
         output, self._output = self._output, StepOutput()
         if stats is not output.stats:  # what happened between steps belongs to the step that follows
             stats.adapters_loaded += output.stats.adapters_loaded
+            stats.load_s += output.stats.load_s
             stats.preempted += output.stats.preempted
         output.stats, output.failure = stats, failure
         output.changed = list(self._changed.values())
@@ -535,7 +486,7 @@ class VllmEngine:
         self.deliver(
             StepReport(
                 step=self._step,
-                began_s=now_s() - stats.time_ms / 1000,
+                began_s=(ended_s or now_s()) - stats.time_ms / 1000,
                 output=output,
                 failures=self._failures,
                 kv_blocks_free=self._blocks_free if self._up else 0,
@@ -543,9 +494,3 @@ class VllmEngine:
                 prefill_tokens_waiting=sum(one.length for one in (*state.waiting, *state.running) if not one.reported),
             )
         )
-
-
-async def _done(order: Coroutine[Any, Any, Any]) -> None:
-    """Send an order that cannot fail unless the core has died, which is noticed where its outputs are read."""
-    with contextlib.suppress(Exception):
-        await order

@@ -6,9 +6,11 @@ vLLM is imported in functions: a worker with the native engine does without it.
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from motet.policies.batch_state import due_s
 from motet.policies.engine_entry import Entrant
 from motet.services.worker.engine.request import EngineRequest
 from motet.services.worker.vllm_engine.core import Core
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from motet.services.worker.vllm_engine.images import ImagePrompt
 
 log = logger("motet.worker.vllm")
+SUSPECT_LOSSES = 2
+"""Workers or cores lost in a row with a request from which on it runs alone. One loss may be anybody's."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,6 +52,30 @@ class VllmSequence(Entrant):
     def brief(self) -> RequestBrief:
         """What a scheduler must know of it."""
         return self.request.brief(self.adapter, self.rank, self.output_tokens, running=bool(self.core_id))
+
+
+def sequence(request: EngineRequest, core: Core, slot_bytes: int) -> VllmSequence:
+    """A request that begins to wait. `slot_bytes`: device memory of one adapter slot."""
+    adapter = request.adapter
+    longest = core.max_model_len if request.embedding is None else len(request.prompt) + 1
+    return VllmSequence(
+        order=0,
+        priority=request.priority,
+        due_s=due_s(request.arrival_s, request.slo.ttft_slo_ms, begun=bool(request.output)),
+        tokens=array("i", request.prompt + request.output),
+        adapter=adapter.digest if adapter else "",
+        adapter_bytes=slot_bytes if adapter else 0,
+        request=request,
+        prompt_tokens=len(request.prompt),
+        max_length=min(longest, len(request.prompt) + request.sampling.max_tokens),
+        rank=adapter.rank if adapter else 0,
+        expected_length=len(request.prompt) + request.predicted_tokens,
+        tenant=request.tenant,
+        tenant_weight=request.tenant_weight,
+        cache_scope=request.cache_scope,
+        pausable=pausable(request, seeds=core.takes_seeds),
+        suspect=request.losses >= SUSPECT_LOSSES,
+    )
 
 
 def core_request(live: VllmSequence, core: Core, number: int, images: ImagePrompt | None = None) -> Any:

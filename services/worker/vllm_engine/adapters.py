@@ -1,0 +1,95 @@
+"""The adapters of a vLLM core: which of them have a slot, and whose weights it keeps in host memory.
+
+    files ──bring──> host memory and slot ──free──> host memory ──(the worker's copy is gone)──> nowhere
+
+The engine decides which adapters have slots (`policies/engine_entry.py`). This file carries that out, by orders that vLLM
+takes between two steps. A task sends its order as soon as it begins, and tasks begin in the order in which they are made. So
+an order for an adapter reaches vLLM before the requests that follow it, and only files that vLLM must read are waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+from motet.services.worker.vllm_engine.peft_files import PeftAdapter
+from motet.shared.clock import now_s
+
+NUMBERS = 0x7FFFFFFE
+"""vLLM's numbers of adapters: from 1 to this one."""
+
+
+@dataclass(eq=False)
+class CoreAdapters:
+    """`spawn(work)` makes a task of it. `was_read(digest, seconds, error)`: vLLM has read an adapter's files, or could not."""
+
+    spawn: Callable[[Coroutine[Any, Any, None]], None]
+    was_read: Callable[[str, float, Exception | None], None]
+    _in_slots: dict[str, PeftAdapter] = field(default_factory=dict)  # by digest
+    _copies: dict[str, ref[PeftAdapter]] = field(default_factory=dict)  # in vLLM's host memory
+    _numbers: dict[str, int] = field(default_factory=dict)
+
+    def number(self, digest: str) -> int:
+        """vLLM's number of an adapter: of its digest, the next free one should two meet."""
+        number = self._numbers.get(digest)
+        if number is None:
+            number, taken = int(digest[:8], 16) % NUMBERS + 1, set(self._numbers.values())
+            while number in taken:
+                number = number % NUMBERS + 1
+            self._numbers[digest] = number
+        return number
+
+    def bring(self, client: Any, adapter: PeftAdapter) -> bool:
+        """Order an adapter into a slot. Whether requests for it may follow at once: if vLLM has its weights, it comes before
+        they do. Otherwise vLLM reads files first, which can fail; `was_read` tells."""
+        from vllm.lora.request import LoRARequest
+
+        order = client.add_lora_async(LoRARequest(adapter.digest, self.number(adapter.digest), str(adapter.folder)))
+        if adapter.digest in self._copies:
+            self.spawn(_done(order))
+            self._came(adapter)
+            return True
+        for digest in [digest for digest, copy in self._copies.items() if copy() is None]:
+            self.spawn(_done(client.remove_lora_async(self.number(digest))))
+            del self._copies[digest]
+        self.spawn(self._read_files(adapter, order))
+        return False
+
+    def free(self, client: Any, digests: Iterable[str]) -> list[str]:
+        """Take adapters out of their slots. vLLM keeps their weights while the worker has its copy. Returns those that were
+        in one."""
+        gone: list[str] = []
+        for digest in digests:
+            self.spawn(_done(client.collective_rpc_async("free_lora_slot", args=(self.number(digest),))))
+            if self._in_slots.pop(digest, None) is not None:
+                gone.append(digest)
+        return gone
+
+    def lost(self) -> list[str]:
+        """The core died, and its adapters with it. Returns those that were in slots."""
+        gone = [*self._in_slots]
+        self._in_slots.clear()
+        self._copies.clear()
+        return gone
+
+    async def _read_files(self, adapter: PeftAdapter, order: Coroutine[Any, Any, Any]) -> None:
+        began_s = now_s()
+        try:
+            await order
+        except Exception as error:
+            self.was_read(adapter.digest, now_s() - began_s, error)
+        else:
+            self._came(adapter)
+            self.was_read(adapter.digest, now_s() - began_s, None)
+
+    def _came(self, adapter: PeftAdapter) -> None:
+        self._in_slots[adapter.digest], self._copies[adapter.digest] = adapter, ref(adapter)
+
+
+async def _done(order: Coroutine[Any, Any, Any]) -> None:
+    """Send an order that cannot fail unless the core has died, which is noticed where its outputs are read."""
+    with contextlib.suppress(Exception):
+        await order
