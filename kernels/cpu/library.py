@@ -324,7 +324,7 @@ class CpuEngine:
         """
         kv_heads, head_dim = (qkv.shape[1] - heads) // 2, qkv.shape[2]
         token_bytes = kv_block_bytes(block_size=1, kv_heads=kv_heads, head_dim=head_dim, dtype=cache.dtype)
-        block_size = cache[0].nbytes // token_bytes
+        block_size = cache.nbytes // (len(cache) * token_bytes)
         arguments = Step(
             rows=len(qkv),
             seqs=len(step.context_lens),
