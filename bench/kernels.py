@@ -6,7 +6,7 @@
 bfloat16 throughout. A product's limit is the slower of reading its weights and multiplying them, at the bandwidth and the
 peak that two probes reach; weights of a shape are as many as do not fit the caches, and every one is read in turn, as in a
 step. LoRA is 32 adapters of ranks 8, 16, 32, 64 in turn on q, k, v, o, one row each, of which there are as many sets as do not
-fit the caches: its limit is reading every page once.
+fit the caches: its limit is reading every page once. Attention over long contexts is in `bench.kernels_attention`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench import report
+from bench import kernels_attention, report
 from bench.watch import Watch
 from motet.kernels import GROUPS, LoraPool, PackedLora
 from motet.kernels.cpu import CpuEngine, Packer
@@ -47,6 +47,11 @@ QUICK_BYTES = 1 << 24  # may be found there: a quick run says little
 DTYPE = torch.bfloat16
 
 
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The bench's own options."""
+    parser.add_argument("--only", choices=["attention"], help="measure only this part")
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the tables, return the figures."""
     repeats, watch = 1 if args.quick else 7, args.watch
@@ -54,6 +59,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     cold_bytes = QUICK_BYTES if args.quick else COLD_BYTES
     limits = _Limits(engine, cold_bytes)
+    attention = kernels_attention.measure(engine, limits.probe, cold_bytes, repeats, watch, quick=args.quick)
+    print(kernels_attention.table(attention))
+    found = kernels_attention.figures(attention) | {
+        "bandwidth_gb_per_s": round(limits.bandwidth / 1e9, 1),
+        "isa": engine.isa,
+        "threads": engine.threads,
+    }
+    if args.only == "attention":
+        return found
     products: list[list[object]] = []
     gemm_fractions, lora_fractions = [], []
     adapters: list[list[object]] = []
@@ -69,13 +83,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(f"{engine.isa}, {engine.threads} threads: {limits.bandwidth / 1e9:.1f} GB/s, {limits.peak / 1e9:.0f} GFLOP/s bf16")
     print(report.table("Packed products", ["weights", "rows", "GB/s", "GFLOP/s", "of the limit"], products))
     print(report.table("LoRA, 32 adapters, one row each", ["part", "GB/s", "of the bandwidth"], adapters))
-    return {
+    return found | {
         "lora_decode_bandwidth_fraction": round(statistics.fmean(lora_fractions), 3),
         "gemm_b32_peak_fraction": round(statistics.fmean(gemm_fractions), 3),
         "bandwidth_gb_per_s": round(limits.bandwidth / 1e9, 1),
         "peak_bf16_gflop_per_s": round(limits.peak / 1e9),
-        "isa": engine.isa,
-        "threads": engine.threads,
     }
 
 

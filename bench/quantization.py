@@ -1,8 +1,10 @@
-"""`python -m bench quantization`: what base weights of 8 and 4 bits change in the demo model's answers, adapters included.
+"""`python -m bench quantization`: what base weights of 8 and 4 bits change in the demo model's answers, adapters included, and
+what keys and values of 8 bits change.
 
 Every adapter reads prompts that were not trained on, each followed by the right answer: with the checkpoint's weights, with
-int8, with int4. An answer is exact when each of its tokens is the most likely one, so that greedy decoding produces it. The
-perplexity is that of the answers: prompts of this model are drawn, not written, so nothing predicts them.
+int8, with int4, and with the checkpoint's weights over a KV cache in int8. An answer is exact when each of its tokens is the
+most likely one, so that greedy decoding produces it. The perplexity is that of the answers: prompts of this model are drawn,
+not written, so nothing predicts them.
 For speed, run `python -m bench engine --bits`.
 """
 
@@ -21,7 +23,12 @@ import torch
 from bench import report
 from motet.examples.demo import DEMO
 
-KINDS = ("none", "int8", "int4")
+KINDS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "kv_int8": {"kv_cache_dtype": "int8"},
+}
 TEXTS, QUICK_TEXTS = 100, 1  # per adapter
 BLOCK = 16
 LONGEST = 512
@@ -38,7 +45,7 @@ class Case:
 
 @dataclass(slots=True)
 class Score:
-    """Sums over the cases of one kind of weights; `same` and `error` compare with the own weights'."""
+    """Sums over the cases of one kind of numbers; `same` and `error` compare with the checkpoint's own."""
 
     exact: int = 0
     nll: float = 0.0
@@ -52,7 +59,7 @@ class Score:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table, return the figures."""
     cases = list(_cases(QUICK_TEXTS if args.quick else TEXTS))
-    runners = {kind: _runner(kind) for kind in KINDS}
+    runners = {kind: _runner(**options) for kind, options in KINDS.items()}
     scores = {kind: Score() for kind in KINDS}
     tokens = done = 0
     power = 0.0
@@ -78,10 +85,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ["logit error, RMS / RMS of centred logits", *(f"{math.sqrt(score.error / power):.2%}" for score in scores.values())],
     ]
     title = f"Demo model, {done} answers of {tokens} tokens over all adapters"
-    print(report.table(title, ["", "own", *KINDS[1:]], table))
+    print(report.table(title, ["", "own", *list(KINDS)[1:]], table))
     found: dict[str, Any] = {"answers": done, "perplexity": round(own_perplexity, 5)}
     found["exact"] = round(scores["none"].exact / done, 4)
-    for kind in KINDS[1:]:
+    for kind in list(KINDS)[1:]:
         score = scores[kind]
         found[f"exact_{kind}"] = round(score.exact / done, 4)
         found[f"perplexity_ratio_{kind}"] = round(score.perplexity(tokens) / own_perplexity, 5)
@@ -109,7 +116,7 @@ def _cases(texts: int) -> Iterator[Case]:
             yield Case(slot, whole, len(start))
 
 
-def _runner(quantization: str) -> Any:
+def _runner(**options: Any) -> Any:
     """The demo model with adapter i in slot i."""
     from bench.engine_motet import stored_adapter
     from motet.examples.demo.tasks import TASKS
@@ -125,7 +132,7 @@ def _runner(quantization: str) -> Any:
             lora_bytes=64 << 20,
             max_lora_rank=64,
             max_loras=len(TASKS),
-            quantization=quantization,
+            **options,
         )
     )
     for slot, task in enumerate(TASKS):

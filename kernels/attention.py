@@ -1,6 +1,7 @@
 """Paged attention in plain torch: the KV cache, one step's plan, and the attention of one layer.
 
     KvCache.data   [layers, capacity + 1, block_size, 2, kv_heads, head_dim]      K is index 0 of the fourth axis, V index 1
+                   [layers, capacity + 1, bytes of a block] in int8               layout and scales: cpu/src/kv.h
 
 Writing a token is one contiguous row, reading a block one contiguous copy. Two rules keep one sequence's memory out of
 another's result, even when a diverged request left NaN behind (masked scores weigh 0, but 0 * NaN is NaN):
@@ -8,7 +9,8 @@ another's result, even when a diverged request left NaN behind (masked scores we
 - the block after the last is never written and stays zero; every table is padded with it;
 - a block that a step begins and does not fill is cleared before it is written.
 
-The second relies on how sequences write: from offset 0 of a block upwards.
+The second relies on how sequences write: from offset 0 of a block upwards. A cache in int8 is read and written by the compiled
+kernels alone, which never use memory beyond a sequence's context.
 """
 
 from __future__ import annotations
@@ -27,6 +29,12 @@ TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
 """How much context decoding sequences gather at a time, per layer: on a CPU what its L2 cache holds."""
 
 
+def kv_block_bytes(*, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one block of one layer; in int8 with the scales, a float32 for each head of a key or value."""
+    scale = torch.float32.itemsize if dtype == torch.int8 else 0
+    return block_size * 2 * kv_heads * (head_dim * dtype.itemsize + scale)
+
+
 class KvCache:
     """Keys and values of `blocks` blocks of `block_size` tokens for every layer; on a CPU `resize` goes up to `capacity`."""
 
@@ -42,15 +50,16 @@ class KvCache:
         device: torch.device | str = "cpu",
         capacity: int = 0,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
         self.blocks, capacity = blocks, max(blocks, capacity)
         self.library: Library | None = None  # what attends instead of the functions below
         self.null_block = capacity
-        block_bytes = block_size * 2 * kv_heads * head_dim * dtype.itemsize
+        block_bytes = kv_block_bytes(block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
         self.tile_blocks = max(TILE_BYTES[torch.device(device).type] // block_bytes, 1)
-        self.data = lazy_zeros((layers, capacity + 1, block_size, 2, kv_heads, head_dim), dtype=dtype, device=device)
+        block = (block_bytes,) if dtype == torch.int8 else (block_size, 2, kv_heads, head_dim)
+        self.data = lazy_zeros((layers, capacity + 1, *block), dtype=dtype, device=device)
         self._blocks = list(self.data)  # [capacity + 1, block_size, 2, kv_heads, head_dim] per layer
-        self._tokens = [layer.view(-1, 2, kv_heads, head_dim) for layer in self._blocks]
+        self._tokens = [] if dtype == torch.int8 else [layer.view(-1, 2, kv_heads, head_dim) for layer in self._blocks]
         self._give_back(blocks, capacity)
 
     def clear(self, blocks: torch.Tensor) -> None:

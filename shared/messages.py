@@ -389,6 +389,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     age_ms: int
     capabilities: tuple[str, ...] = ()
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     merged: str = ""  # digest
     merged_share: float = 0.0  # of its requests
 

@@ -230,6 +230,8 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     quantization: str = "none"
     """Of the base's weights in memory, as the engine's option names it."""
+    kv_cache_dtype: str = "auto"
+    """Type of keys and values in memory, as the engine's option names it; "auto" is that of the weights."""
     max_model_len: int
     max_running: int
     max_waiting: int

@@ -22,7 +22,7 @@ import torch
 
 from motet.kernels.attention import KvCache
 from motet.kernels.cpu.assist import AssistCounts, Helpers
-from motet.kernels.cpu.library import TYPES, CpuEngine, Layer, Model, Packed, Step, address, pool_struct
+from motet.kernels.cpu.library import KV_TYPES, TYPES, CpuEngine, Layer, Model, Packed, Step, address, pool_struct
 from motet.kernels.cpu.merging import MergedWeights
 from motet.kernels.pool import LoraPool
 
@@ -88,13 +88,16 @@ class CpuForward:
         cache: KvCache,
         pool: LoraPool,
     ) -> None:
-        layers, blocks, block_size, _, kv_heads, head_dim = cache.data.shape
+        layers, blocks = cache.data.shape[:2]
+        kv_heads, head_dim, kv_dtype = cache.kv_heads, cache.head_dim, cache.data.dtype
         vocab, hidden = weights.embed.shape
         mlp = weights.layers[0].down.matrix.k
         if heads > MAX_HEADS_PER_KV_HEAD * kv_heads:
             raise ValueError(f"{heads} heads over {kv_heads} KV heads: at most {MAX_HEADS_PER_KV_HEAD} share one")
         self._engine, self._rotary, self._pool = engine, rotary, pool
         dtype = weights.embed.dtype
+        if kv_dtype not in (dtype, torch.int8):
+            raise ValueError(f"the KV cache is {kv_dtype}: {dtype} or int8 is expected")
         self._kept: list[Any] = [cache.data, pool.arena, weights]  # what the structures point into
         layer_type = Layer * layers
         self.layers = layer_type(*(self._layer(layer, window) for layer, window in zip(weights.layers, windows, strict=True)))
@@ -112,9 +115,10 @@ class CpuForward:
             norm=self._float(weights.norm),
             lm_head=weights.lm_head.matrix,
             layer=self.layers,
-            kv=address(cache.data, dtype),
+            kv=address(cache.data),
+            kv_type=KV_TYPES[kv_dtype],
             blocks=blocks,
-            block_size=block_size,
+            block_size=cache.block_size,
             pool=pool_struct(pool),
         )
         self._vocab, self._half = vocab, head_dim // 2

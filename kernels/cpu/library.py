@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from motet.kernels.attention import kv_block_bytes
 from motet.kernels.cpu.build import ISAS, BuildError, available_isas, build
 from motet.kernels.pool import MODULES, PAGE_RANKS, LoraPool, PackedLora
 from motet.kernels.whole_numbers import WholeNumbers
@@ -23,6 +24,9 @@ from motet.kernels.whole_numbers import WholeNumbers
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INTEGERS = {"int8": 3, "int4": 4}
 """Weights of whole numbers: with one scale per output, or per output and 32 inputs."""
+
+KV_TYPES = TYPES | {torch.int8: INTEGERS["int8"]}
+"""Of a KV cache; int8 has scales beside its values."""
 
 I4_SHIFTED, I8_GROUPED = 5, 6
 """4 and 8 bits with a scale and a zero point per output and 32 inputs, as some checkpoints have them."""
@@ -100,6 +104,7 @@ class Model(Structure):
         ("lm_head", Matrix),
         ("layer", POINTER(Layer)),
         ("kv", c_void_p),
+        ("kv_type", c_int64),
         ("blocks", c_int64),
         ("block_size", c_int64),
         ("pool", Pool),
@@ -315,9 +320,11 @@ class CpuEngine:
     ) -> None:
         """`kernels.attend` over float32 `qkv` [rows, heads + 2 * kv_heads, head_dim] into `out` [rows, heads * head_dim].
 
-        `cache` is one layer's blocks; `step` has the arrays of AttentionBatch.build.
+        `cache` is one layer of `KvCache.data`; `step` has the arrays of AttentionBatch.build.
         """
-        _, block_size, _, kv_heads, head_dim = cache.shape
+        kv_heads, head_dim = (qkv.shape[1] - heads) // 2, qkv.shape[2]
+        token_bytes = kv_block_bytes(block_size=1, kv_heads=kv_heads, head_dim=head_dim, dtype=cache.dtype)
+        block_size = cache.nbytes // (len(cache) * token_bytes)
         arguments = Step(
             rows=len(qkv),
             seqs=len(step.context_lens),
@@ -329,7 +336,7 @@ class CpuEngine:
         )
         self.library.motet_attention(
             self._handle,
-            TYPES[cache.dtype],
+            KV_TYPES[cache.dtype],
             arguments,
             address(qkv, torch.float32),
             address(cache),

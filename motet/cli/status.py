@@ -85,9 +85,9 @@ def _print(answer: dict[str, Any], reasons: list[str]) -> None:
 
 
 def _engine(worker: dict[str, Any]) -> str:
-    """The engine's name, the quantization of its base, and the worker's capabilities."""
-    quantization = worker.get("quantization", "none")
-    bits = [] if quantization == "none" else [quantization]
+    """The engine's name, the quantization of its base, the type of its KV cache, and the worker's capabilities."""
+    quantization, kv = worker.get("quantization", "none"), worker.get("kv_cache_dtype", "auto")
+    bits = ([] if quantization == "none" else [quantization]) + ([] if kv == "auto" else [f"kv:{kv}"])
     return " ".join([worker["engine"], *bits, *(f"+{word}" for word in worker.get("capabilities", ()))])
 
 

@@ -147,6 +147,7 @@ class WatchedCluster:
             age_ms=round((now_s - worker.heard_s) * 1000),
             capabilities=worker.limits.capabilities,
             quantization=worker.limits.quantization,
+            kv_cache_dtype=worker.limits.kv_cache_dtype,
             merged=worker.merged,
             merged_share=worker.merged_share,
         )

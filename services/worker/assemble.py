@@ -65,6 +65,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
             BackendOptions(
                 model_dir=model_dir,
                 dtype=config.engine.dtype,
+                kv_cache_dtype=config.kv.kv_cache_dtype,
                 device=device,
                 block_size=config.kv.block_size,
                 kv_blocks=kv_blocks,
@@ -107,6 +108,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
         base_model=config.base.name,
         device=device,
         quantization=quantization_of(config.engine.quantization, model),
+        kv_cache_dtype=config.kv.kv_cache_dtype,
         max_model_len=max_model_len,
         max_running=config.batch.max_running,
         max_waiting=config.batch.max_waiting,
@@ -133,7 +135,8 @@ def _kv_format(config: WorkerConfig, model_dir: Path, runner: Backend) -> str:
     """A digest of everything that the bytes of a KV block depend on besides its tokens, adapter and tenant."""
     files = [(path.name, path.stat().st_size) for path in sorted(model_dir.glob("*.safetensors"))]
     weights = files if config.engine.load_format == "auto" else config.engine.load_format
-    facts = (weights, runner.numerics, str(runner.dtype), config.engine.quantization, config.kv.block_size)
+    types = str(runner.dtype), config.kv.kv_cache_dtype
+    facts = (weights, runner.numerics, *types, config.engine.quantization, config.kv.block_size)
     return blake2b((model_dir / "config.json").read_bytes() + repr(facts).encode(), digest_size=16).hexdigest()
 
 
@@ -153,7 +156,9 @@ def _check_copies(config: WorkerConfig, runner: Backend, link_bytes_per_s: float
 
 
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
-    block_bytes = kv_bytes_per_block(model, dtype=config.engine.dtype, block_size=config.kv.block_size)
+    block_bytes = kv_bytes_per_block(
+        model, dtype=config.engine.dtype, block_size=config.kv.block_size, kv_cache_dtype=config.kv.kv_cache_dtype
+    )
     quantization = quantization_of(config.engine.quantization, model)
     itemsize = {"int8": 1.0, "int4": 9 / 16}.get(quantization, resolve_dtype(config.engine.dtype, model).itemsize)
     if config.engine.load_format == "dummy":

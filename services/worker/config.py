@@ -98,6 +98,13 @@ class KvConfig(Config, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="KV cache size; 0: on a CPU 1 GiB, at most a quarter of free memory; on a GPU all free memory"),
     ] = 0.0
+    kv_cache_dtype: Annotated[
+        Literal["auto", "int8"],
+        Meta(
+            description="type of keys and values in memory: auto (as --dtype) or int8 (half the bytes, rounded; needs the"
+            " compiled CPU kernels)"
+        ),
+    ] = "auto"
     prefix_cache: Annotated[bool, Meta(description="reuse KV blocks of common prompt prefixes")] = True
     share_prefix_cache: Annotated[
         bool,

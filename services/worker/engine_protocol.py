@@ -31,12 +31,13 @@ class Capabilities:
 
     exact_resume: Literal["sampled", "greedy"]
     """Which resumed requests continue as the first worker would have: all of them, or greedy ones alone. Where adapters are
-    merged, this holds within a mode: merged and unmerged steps differ by rounding."""
+    merged, this holds within a mode: merged and unmerged steps differ by rounding. It holds between workers whose weights and
+    KV caches have the same types."""
     logprobs: bool
     merged_adapters: bool
     """Whether the weights of one adapter can be merged into the base's."""
     kv_types: frozenset[str]
-    """Data types of the KV cache; "model" is the type of the weights."""
+    """Data types that the KV cache can have; "model" is the type of the weights."""
     preempts: Literal["worker", "engine"]
     """Whose rules choose the request that gives way when KV memory is short: `policies.batch_admission` or the engine's."""
     kv_travels: bool = False

@@ -45,7 +45,7 @@ NATIVE = Capabilities(
     exact_resume="sampled",
     logprobs=True,
     merged_adapters=True,
-    kv_types=frozenset({"model"}),
+    kv_types=frozenset({"model", "int8"}),
     preempts="worker",
     kv_travels=True,
 )

@@ -86,7 +86,8 @@ def test_the_engines_page_says_what_the_engines_declare() -> None:
         assert "embeddings" not in engine.serves and "embeddings" in POOLING.serves
         assert said["KV blocks travel with requests that move"] == yes[engine.kv_travels]
         assert said["one adapter merged into the base's weights"].split(",")[0] == yes[engine.merged_adapters]
-        assert said["data types of the KV cache"].startswith("that of the weights") and engine.kv_types == {"model"}
+        assert said["data types of the KV cache"].startswith("that of the weights") and "model" in engine.kv_types
+        assert ("`--kv-cache-dtype int8`" in said["data types of the KV cache"]) is ("int8" in engine.kv_types)
         assert said["who gives way when KV memory is short"].startswith("the worker" if engine.preempts == "worker" else "vLLM")
 
 

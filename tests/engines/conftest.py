@@ -35,13 +35,13 @@ PATIENCE_S = 120.0
 Deliver = Callable[[StepReport], None]
 
 
-def native(model_dir: Path, deliver: Deliver, kernels: str, isa: str = "", merge: bool = False) -> EngineProtocol:
-    """Motet's own engine with these kernels, compiled for this instruction set; with `merge` it merges adapters."""
+def native(model_dir: Path, deliver: Deliver, kernels: str, isa: str = "", **runner_options: Any) -> EngineProtocol:
+    """Motet's own engine with these kernels, compiled for this instruction set."""
 
     def build() -> Engine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MOTET_CPU_ISA", isa)
-            options = {"runner": ModelRunner, "runner_options": {"kernels": kernels, "elastic": merge, "merge": merge}}
+            options = {"runner": ModelRunner, "runner_options": {"kernels": kernels} | runner_options}
             return make_engine(model_dir, max_running=4, kv_blocks=60, max_loras=2, **options)
 
     return EngineThread(build, deliver)
@@ -71,7 +71,8 @@ ENGINES: dict[str, Callable[[Path, Deliver], EngineProtocol]] = {
     f"native, {isa} kernels": partial(native, kernels="cpu", isa=isa) for isa in ISAS
 }
 ENGINES["native, reference kernels"] = partial(native, kernels="reference")
-ENGINES["native, merging"] = partial(native, kernels="cpu", merge=True)
+ENGINES["native, merging"] = partial(native, kernels="cpu", elastic=True, merge=True)
+ENGINES["native, int8 KV cache"] = partial(native, kernels="cpu", kv_cache_dtype="int8")
 if os.environ.get("MOTET_TEST_VLLM"):  # `make test-vllm`
     ENGINES = {VLLM: vllm}
 

@@ -15,9 +15,11 @@ from motet.kernels import GROUPS, AttentionBatch, KvCache, LoraPool, PackedLora,
 from motet.kernels.cpu import CpuEngine, Packer, available_isas
 from motet.kernels.whole_numbers import WholeNumbers, round_to
 from tests.support_integers import to_4_bits, to_8_bits
+from tests.support_kv import Layer, stored
 
 ISAS = os.environ.get("MOTET_TEST_ISAS", "").split() or available_isas()  # `make sanitize` takes two of them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KV_DTYPES = (*DTYPES, torch.int8)
 MODULES = tuple(module for group in GROUPS.values() for module in group)
 GROUP_NAMES = tuple(GROUPS)
 
@@ -275,10 +277,12 @@ CASES = [  # heads, kv heads, head size, block size, window
     (3, 1, 20, 5, 7),
     (8, 2, 64, 32, 0),
     (5, 1, 16, 24, 33),
+    (7, 1, 96, 40, 50),
+    (10, 2, 90, 3, 0),
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_attention_is_softmax_over_what_a_row_may_see(engine: CpuEngine, dtype: torch.dtype, case: tuple[int, ...]) -> None:
     heads, kv_heads, head_dim, block_size, window = case
@@ -288,28 +292,83 @@ def test_attention_is_softmax_over_what_a_row_may_see(engine: CpuEngine, dtype: 
     contexts = [1, 9, 50, 101, 16, 90, 33, 17, 7, 130, 64]
     blocks = sum(-(-c // block_size) for c in contexts) + 3
     step = paged(draw, counts, contexts, block_size, blocks)
-    cache = torch.full((blocks, block_size, 2, kv_heads, head_dim), float("nan")).to(dtype)
-    tokens = cache.view(-1, 2, kv_heads, head_dim)
+    cache = Layer(blocks=blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     rows = sum(counts)
     qkv = torch.randn(rows, heads + 2 * kv_heads, head_dim)
     want = torch.empty(rows, heads, head_dim, dtype=torch.float64)
     for i, (count, context) in enumerate(zip(counts, contexts, strict=True)):
         start = int(step.seq_starts[i])
         slots = torch.tensor(step.all_slots[i])
-        kv = torch.randn(context, 2, kv_heads, head_dim).to(dtype)
-        kv[context - count :] = qkv[start : start + count, heads:].unflatten(1, (2, kv_heads)).to(dtype)
-        tokens[slots[: context - count]] = kv[: context - count]
+        kv = torch.randn(context, 2, kv_heads, head_dim)
+        kv[context - count :] = qkv[start : start + count, heads:].unflatten(1, (2, kv_heads))
+        cache.put(slots[: context - count], kv[: context - count])
+        kv = stored(kv, dtype)
         for r in range(count):
             position = context - count + r
             low = max(0, position - window + 1) if window else 0
             for head in range(heads):
-                k, v = kv[low : position + 1, :, head // (heads // kv_heads)].double().unbind(1)
+                k, v = kv[low : position + 1, :, head // (heads // kv_heads)].unbind(1)
                 weights = torch.softmax(k @ qkv[start + r, head].double() / head_dim**0.5, 0)
                 want[start + r, head] = weights @ v
-    out = attention(engine, step, qkv, cache, heads, window)
+    out = attention(engine, step, qkv, cache.data, heads, window)
     close(out, want.flatten(1))
-    one = attention(engine, one_of(step, 3, counts), qkv[11:81].clone(), cache, heads, window)
+    one = attention(engine, one_of(step, 3, counts), qkv[11:81].clone(), cache.data, heads, window)
     assert torch.equal(one, out[11:81]), "others in the batch make no difference"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_attention_over_int8_is_near_that_over_floats_for_any_shape(engine: CpuEngine, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    kv_heads, per, head_dim, block_size = (
+        int(draw.choice(c)) for c in ([1, 2, 4], [1, 2, 3, 5, 8], [8, 20, 64, 128], [4, 16, 48])
+    )
+    heads, window = kv_heads * per, int(draw.choice([0, 0, 25]))
+    contexts = draw.integers(1, 200, 9).tolist()
+    counts = [int(draw.integers(1, context + 1)) if draw.random() < 0.3 else 1 for context in contexts]
+    blocks = sum(-(-c // block_size) for c in contexts)
+    step = paged(draw, counts, contexts, block_size, blocks)
+    shape = {"blocks": blocks, "block_size": block_size, "kv_heads": kv_heads, "head_dim": head_dim}
+    exact, cache = Layer(**shape, dtype=torch.float32), Layer(**shape, dtype=torch.int8)
+    for slots in step.all_slots:
+        before = torch.randn(len(slots), 2, kv_heads, head_dim) * torch.rand(len(slots), 2, kv_heads, 1) * 20
+        exact.put(torch.tensor(slots), before)
+        cache.put(torch.tensor(slots), before)
+    qkv = torch.randn(sum(counts), heads + 2 * kv_heads, head_dim)
+    qkv[:, :heads] /= 10  # so that a row looks at many tokens
+    want = attention(engine, step, qkv, exact.data, heads, window)
+    got = attention(engine, step, qkv, cache.data, heads, window)
+    assert 0 < (got - want).norm() / want.norm() < 0.02
+
+
+def test_keys_and_values_of_int8_come_back_within_half_a_step_of_their_largest(engine: CpuEngine) -> None:
+    torch.manual_seed(3)
+    kv_heads, head_dim, rows = 2, 20, 60
+    cache = Layer(blocks=9, block_size=8, kv_heads=kv_heads, head_dim=head_dim, dtype=torch.int8)
+    step = paged(np.random.default_rng(3), [rows], [rows], 8, 9)
+    sizes = torch.logspace(-20, 20, rows)[:, None, None]
+    qkv = torch.randn(rows, 3 * kv_heads, head_dim) * sizes
+    qkv[:, :kv_heads] = 0
+    qkv[7, 2:] = 0
+    attention(engine, step, qkv, cache.data, kv_heads, 0)
+    kv = qkv[:, kv_heads:].unflatten(1, (2, kv_heads))
+    got, most = cache.get(torch.tensor(step.all_slots[0])), kv.abs().amax(-1, keepdim=True).double()
+    assert ((got - kv.double()).abs() <= most / 254 * (1 + 1e-5)).all()
+    assert torch.equal(got, stored(kv, torch.int8)), "and are the same numbers on every instruction set"
+    assert not got[7].any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_key_in_int8_that_is_not_finite_stays_visible_to_its_own_sequence_alone(engine: CpuEngine, bad: float) -> None:
+    torch.manual_seed(4)
+    cache = Layer(blocks=8, block_size=8, kv_heads=1, head_dim=20, dtype=torch.int8)
+    step = paged(np.random.default_rng(4), [3, 30], [3, 30], 8, 8)
+    qkv = torch.randn(33, 4, 20)
+    right = attention(engine, step, qkv, cache.data, 2, 0)
+    qkv[1, 2, 17] = bad
+    got = attention(engine, step, qkv, cache.data, 2, 0)
+    assert torch.equal(got[0], right[0]) and torch.equal(got[3:], right[3:])
+    assert got[1:3].isnan().all()
 
 
 def one_of(step: SimpleNamespace, i: int, counts: list[int]) -> SimpleNamespace:

@@ -1,10 +1,11 @@
-// Paged attention over KV [blocks, block_size, 2, kv_heads, head_dim] of one layer, decode and chunked prefill alike.
+// Paged attention over the KV cache of one layer (kv.h), decode and chunked prefill alike.
 //
 // A piece of work is some rows of one sequence and some of its KV heads. It walks the sequence's blocks in order, at most
 // 16 tokens at a time, with running maximum and sum per query. A row's result depends on its position and context alone, not on
 // its chunk, its neighbours or the thread. Memory beyond a row's context is never used.
 #pragma once
 #include "gemm.h"
+#include "kv.h"
 
 namespace motet {
 
@@ -20,7 +21,8 @@ struct Attention {
   const float* qkv;  // [rows, ldq]: q after rope
   int64_t ldq;
   const void* kv;  // of this layer
-  int64_t heads, kv_heads, head_dim, block_size, window;
+  KvLayout layout;
+  int64_t heads, window;
 };
 
 INLINE int64_t attention_rows(int64_t heads_per_kv) { return std::max<int64_t>(1, QUERIES / heads_per_kv); }
@@ -140,12 +142,36 @@ INLINE void add_values(float* out, int64_t ldo, const float* weights, const floa
     if ((n)-at == 1) call(1);                    \
   } while (0)
 
+// The scales of `count` tokens from `offset` on, of one head's keys or values; nothing for floats.
+template <class T>
+struct Scales {
+  Scales(const T*, int64_t, int) {}
+  void multiply(float*) const {}
+};
+template <>
+struct Scales<int8_t> {
+  float one[CHUNK];
+  Scales(const int8_t* scales, int64_t offset, int count) {
+    const int8_t* from = scales + offset * (int64_t)sizeof(float);
+    if (count == CHUNK) {
+      memcpy(one, from, sizeof one);  // in registers
+    } else {
+      memset(one, 0, sizeof one);
+      memcpy(one, from, count * sizeof(float));
+    }
+  }
+  void multiply(float* w) const {
+    for (int t = 0; t < CHUNK; t += W) store(w + t, load(w + t) * load(one + t));
+  }
+};
+
 template <class T, class A>
 static void attention_item(const Attention& a, const AttentionItem& item, A* out, int64_t ldo, float* scratch) {
   const Step& step = *a.step;
-  const int64_t per = a.heads / a.kv_heads, width = round_up(a.head_dim, 16), rows = item.row1 - item.row0;
-  const int64_t token_stride = 2 * a.kv_heads * a.head_dim;
-  const int head_dim = (int)a.head_dim, queries = (int)(rows * per);  // of one KV head: [row][head]
+  const int64_t kv_heads = a.layout.kv_heads, block_size = a.layout.block_size;
+  const int64_t per = a.heads / kv_heads, width = round_up(a.layout.head_dim, 16), rows = item.row1 - item.row0;
+  const int64_t token_stride = a.layout.template token<T>(), block_stride = a.layout.template block<T>();
+  const int head_dim = (int)a.layout.head_dim, queries = (int)(rows * per);  // of one KV head: [row][head]
   const int64_t all = (item.head1 - item.head0) * queries;
   float *q = scratch, *sums = q + all * width, *weights = sums + all * width, *top = weights + all * CHUNK, *total = top + all;
   const float scale = 1.0f / sqrtf((float)head_dim);
@@ -153,7 +179,7 @@ static void attention_item(const Attention& a, const AttentionItem& item, A* out
   for (int64_t h = item.head0, at = 0; h < item.head1; ++h)
     for (int64_t row = item.row0; row < item.row1; ++row)
       for (int64_t g = 0; g < per; ++g, ++at) {
-        const float* from = a.qkv + row * a.ldq + (h * per + g) * a.head_dim;
+        const float* from = a.qkv + row * a.ldq + (h * per + g) * head_dim;
         for (int d = 0; d < head_dim; ++d) q[at * width + d] = from[d] * scale;
         top[at] = -INFINITY;
         total[at] = 0;
@@ -164,27 +190,34 @@ static void attention_item(const Attention& a, const AttentionItem& item, A* out
   const int64_t oldest = a.window ? std::max<int64_t>(0, begin - a.window + 1) : 0;
   const int32_t* table = step.block_tables + item.seq * step.table_stride;
   const T* kv = (const T*)a.kv;
-  for (int64_t block = oldest / a.block_size; block * a.block_size <= final; ++block) {
-    const T* tokens = kv + table[block] * a.block_size * token_stride;
-    const char *soon = nullptr, *soon_end = nullptr;  // the next block, prefetched a share at a time
-    if (item.head1 - item.head0 == a.kv_heads && (block + 1) * a.block_size <= final) {
-      soon = (const char*)(kv + table[block + 1] * a.block_size * token_stride);
-      soon_end = soon + std::min(a.block_size, final + 1 - (block + 1) * a.block_size) * token_stride * (int64_t)sizeof(T);
+  for (int64_t block = oldest / block_size; block * block_size <= final; ++block) {
+    const T* tokens = kv + table[block] * block_stride;
+    const char *soon = nullptr, *soon_end = nullptr;  // of the next block, prefetched a share at a time
+    if ((HAS_SCALES<T> || item.head1 - item.head0 == kv_heads) && (block + 1) * block_size <= final) {
+      const T* next = kv + table[block + 1] * block_stride;
+      const int64_t filled = std::min(block_size, final + 1 - (block + 1) * block_size);
+      soon = (const char*)(next + a.layout.template keys<T>(item.head0));
+      soon_end = HAS_SCALES<T> ? (const char*)(next + a.layout.template keys<T>(item.head1))
+                               : soon + filled * token_stride * (int64_t)sizeof(T);
     }
-    const int64_t share = round_up((soon_end - soon) / (a.kv_heads * ((a.block_size + CHUNK - 1) / CHUNK) * 2) + 1, 64);
+    const int64_t heads = HAS_SCALES<T> ? item.head1 - item.head0 : kv_heads;
+    const int64_t share = round_up((soon_end - soon) / (heads * ((block_size + CHUNK - 1) / CHUNK) * 2) + 1, 64);
     const auto prefetch_share = [&] {
       for (const char* end = std::min(soon_end, soon + share); soon < end; soon += 64) prefetch(soon);
     };
-    for (int64_t offset = 0; offset < a.block_size; offset += CHUNK) {
-      const int64_t base = block * a.block_size + offset;
-      const int here = (int)std::min<int64_t>({CHUNK, a.block_size - offset, final + 1 - base});
+    for (int64_t offset = 0; offset < block_size; offset += CHUNK) {
+      const int64_t base = block * block_size + offset;
+      const int here = (int)std::min<int64_t>({CHUNK, block_size - offset, final + 1 - base});
       if (here <= 0) break;
       if (base + here <= oldest) continue;
       const int first = (int)std::max<int64_t>(0, oldest - base);
       for (int64_t h = item.head0; h < item.head1; ++h) {
         const int64_t mine = (h - item.head0) * queries;
-        const T* k = tokens + offset * token_stride + h * a.head_dim;
-        const T* v = k + a.kv_heads * a.head_dim;
+        const T* head = tokens + a.layout.template keys<T>(h);
+        const T* k = head + offset * token_stride;
+        const T* v = k + a.layout.template values<T>();
+        const auto scales = [&](int part) { return Scales<T>(head + a.layout.scales(part), offset, here); };
+        const Scales<T> key_scales = scales(0), value_scales = scales(1);
         float *hq = q + mine * width, *hs = sums + mine * width, *hw = weights + mine * CHUNK;
         float shrink[QUERIES * 4];
 #define SCORE(Q) score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, hw + at * CHUNK)
@@ -195,6 +228,7 @@ static void attention_item(const Attention& a, const AttentionItem& item, A* out
           const int low = a.window ? (int)std::max<int64_t>(0, position - a.window + 1 - base) : 0;
           const int high = (int)std::min<int64_t>(here, position + 1 - base);
           float* w = hw + i * CHUNK;
+          key_scales.multiply(w);
           for (int t = 0; t < std::min(low, CHUNK); ++t) w[t] = -INFINITY;
           for (int t = std::max(high, 0); t < CHUNK; ++t) w[t] = -INFINITY;
           shrink[i] = 1;
@@ -212,6 +246,7 @@ static void attention_item(const Attention& a, const AttentionItem& item, A* out
             sum_here += e;
           }
           if (now != top[mine + i]) shrink[i] = expf(top[mine + i] - now);
+          value_scales.multiply(w);
           total[mine + i] = total[mine + i] * shrink[i] + sum(sum_here);
           top[mine + i] = now;
         }
@@ -225,7 +260,7 @@ static void attention_item(const Attention& a, const AttentionItem& item, A* out
     for (int64_t row = item.row0; row < item.row1; ++row)
       for (int64_t g = 0; g < per; ++g, ++at) {
         const float share = 1.0f / total[at];
-        A* to = out + row * ldo + (h * per + g) * a.head_dim;
+        A* to = out + row * ldo + (h * per + g) * head_dim;
         for (int d = 0; d < head_dim; d += W) store_n(to + d, load(sums + at * width + d) * share, head_dim - d);
       }
 }

@@ -59,15 +59,6 @@ INLINE void rotate(float* x, const float* cos, const float* sin, int half) {
   }
 }
 
-template <class T>
-INLINE void write_kv(const float* k, const float* v, T* to, int64_t n) {
-  for (int64_t i = 0; i < n; i += W) {
-    const int live = (int)std::min<int64_t>(W, n - i);
-    store_n(to + i, load_n(k + i, live), live);
-    store_n(to + n + i, load_n(v + i, live), live);
-  }
-}
-
 template <class A>
 INLINE void silu_row(const float* gate, const float* up, int64_t n, A* to) {
   for (int64_t i = 0; i < n; i += W) {
@@ -156,6 +147,9 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   const int64_t q_n = m.heads * hd, kv_n = m.kv_heads * hd, qkv_n = q_n + 2 * kv_n;
   const int64_t by_hidden = row_stride<A>(hidden), by_q = row_stride<A>(q_n), by_mlp = row_stride<A>(m.mlp);
   const int64_t by_x = row_stride<float>(hidden), by_qkv = row_stride<float>(qkv_n), by_gate_up = row_stride<float>(2 * m.mlp);
+  const KvLayout kv_layout{m.kv_heads, hd, m.block_size};
+  const bool int8_kv = m.kv_type == I8;
+  const int64_t kv_block = int8_kv ? kv_layout.block<int8_t>() : kv_layout.block<T>() * (int64_t)sizeof(T);
   const bool gate = on_tiles<A>(m.layer[0].gate_up.type) && m.mlp % PANEL == 0;
   const uint8_t* plain = ws.lora.on_gate_up.data();
   float *x = ws.x.data<float>(), *y = ws.y.data<float>(), *s = ws.s.data<float>();
@@ -197,7 +191,7 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   }, soon);
   for (int64_t l = 0; l < m.layers; ++l) {
     const Layer& layer = m.layer[l];
-    T* kv = (T*)m.kv + l * m.blocks * m.block_size * 2 * kv_n;
+    char* kv = (char*)m.kv + l * m.blocks * kv_block;
     if (l && assist && member == 0) assist->begin_layer(l);
     if (l) each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.input_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
@@ -211,11 +205,18 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
         if (layer.qk_norm) norm_row(one, layer.qk_norm + head * hd, hd, m.eps, one, hd);
         rotate(one, step.cos + at, step.sin + at, (int)half);
       }
-      write_kv(qkv + q_n, qkv + q_n + kv_n, kv + step.kv_slots[row] * 2 * kv_n, kv_n);
+      const float *k = qkv + q_n, *v = k + kv_n;
+      if (int8_kv)
+        write_kv(kv_layout, k, v, (int8_t*)kv, step.kv_slots[row]);
+      else
+        write_kv(kv_layout, k, v, (T*)kv, step.kv_slots[row]);
       memset((void*)(h + row * by_q + q_n), 0, (by_q - q_n) * sizeof(A));
     }, soon);
-    const Attention attention{&step, y, by_qkv, kv, m.heads, m.kv_heads, hd, m.block_size, layer.window};
-    const auto attend = [&](int64_t item, int64_t) { attention_item<T>(attention, ws.attention[item], h, by_q, scratch); };
+    const Attention attention{&step, y, by_qkv, kv, kv_layout, m.heads, layer.window};
+    const auto attend = [&](int64_t item, int64_t) {
+      if (int8_kv) return attention_item<int8_t>(attention, ws.attention[item], h, by_q, scratch);
+      attention_item<T>(attention, ws.attention[item], h, by_q, scratch);
+    };
     team.each((int64_t)ws.attention.size(), attend, soon);
     project_any(1, l);
     each_rows(team, rows, [&](int64_t row) {
@@ -322,11 +323,12 @@ static void run_attention(const Step& step, const float* qkv, void* kv, int64_t 
   attention_items(step, heads, kv_heads, team.size(), ws.attention);
   ws.scratch_each = round_up(attention_scratch(heads, kv_heads, head_dim), 64);
   ws.scratch.reserve(ws.scratch_each * team.size() * sizeof(float));
-  const Attention attention{&step, qkv, qkv_n, kv, heads, kv_heads, head_dim, block_size, window};
+  const KvLayout layout{kv_heads, head_dim, block_size};
+  const Attention attention{&step, qkv, qkv_n, kv, layout, heads, window};
   team.run([&](int member) {
     each_rows(team, step.rows, [&](int64_t row) {
       const float* k = qkv + row * qkv_n + q_n;
-      write_kv(k, k + kv_n, (T*)kv + step.kv_slots[row] * 2 * kv_n, kv_n);
+      write_kv(layout, k, k + kv_n, (T*)kv, step.kv_slots[row]);
     });
     team.each((int64_t)ws.attention.size(), [&](int64_t item, int64_t) {
       attention_item<T>(attention, ws.attention[item], out, q_n, ws.scratch.data<float>() + member * ws.scratch_each);

@@ -37,19 +37,6 @@ INLINE RoundedRow rounded_row(char* rows, int64_t row, int64_t k) {
   return {(int8_t*)at, (float*)after, (int32_t*)after + 1, (int32_t*)after + 2};
 }
 
-typedef int8_t vb __attribute__((vector_size(W)));
-
-INLINE vi nearest(vf x) {
-#if MOTET_LEVEL >= 2
-  return (vi)_mm512_cvtps_epi32(x);
-#elif MOTET_LEVEL == 1
-  return (vi)_mm256_cvtps_epi32(x);
-#else
-  const vf magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  return (vi)(x + magic) - (vi)magic;
-#endif
-}
-
 template <class A>
 static void round_row(const A* x, int64_t k, const RoundedRow& to) {
   vf most = zero();
@@ -64,8 +51,7 @@ static void round_row(const A* x, int64_t k, const RoundedRow& to) {
   memset(to.values + k, 0, padded - k);
   for (int64_t i = 0; i < k; i += W) {
     const int live = (int)std::min<int64_t>(W, k - i);
-    const vb whole = __builtin_convertvector(nearest(load_n(x + i, live) * inverse), vb);
-    memcpy(to.values + i, &whole, live);
+    store_n(to.values + i, load_n(x + i, live) * inverse, live);
   }
   int32_t all = 0;
   for (int64_t group = 0; group < padded / I_GROUP; ++group) {
@@ -107,7 +93,6 @@ INLINE vi four_values(const int8_t* x) {
   memcpy(&four, x, 4);
   return vi{} + four;
 }
-INLINE vf as_float(vi v) { return __builtin_convertvector(v, vf); }
 
 // Sums of R rows and P panels as floats, times the rows' scales.
 template <int R, int P>

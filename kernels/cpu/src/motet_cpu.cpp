@@ -144,9 +144,14 @@ void motet_lora(Engine* engine, int64_t type, const Pool* pool, const int32_t* r
                 int64_t group, const float* x, float* y, int64_t which) {
   BY_TYPE(type, run_lora<T>(*pool, row_slot, rows, layer, layers, (int)group, x, y, which, engine->workspace, engine->team))
 }
-void motet_attention(Engine* engine, int64_t type, const Step* step, const float* qkv, void* kv, int64_t heads, int64_t kv_heads,
+// `kv_type`: that of the cache of one layer, a Model's `type` or I8.
+void motet_attention(Engine* engine, int64_t kv_type, const Step* step, const float* qkv, void* kv, int64_t heads, int64_t kv_heads,
                      int64_t head_dim, int64_t block_size, int64_t window, float* out) {
-  BY_TYPE(type, run_attention<T>(*step, qkv, kv, heads, kv_heads, head_dim, block_size, window, out, engine->workspace, engine->team))
+  const auto run = [&](auto element) {
+    run_attention<decltype(element)>(*step, qkv, kv, heads, kv_heads, head_dim, block_size, window, out, engine->workspace, engine->team);
+  };
+  if (kv_type == I8) return run(int8_t());
+  BY_TYPE(kv_type, run(T()))
 }
 
 Loader* motet_loader_new(const Pool* pool, int64_t usable_bytes, int64_t element_bytes, double bytes_per_s) {

@@ -40,14 +40,15 @@ struct Pool {
 };
 
 struct Model {
-  int64_t type;  // of embed, KV cache and adapters: F32, BF16 or F16
+  int64_t type;  // of embed and adapters: F32, BF16 or F16
   int64_t hidden, heads, kv_heads, head_dim, mlp, vocab, layers;
   float eps;
   const void* embed;  // [vocab, hidden], row-major
   const float* norm;  // [hidden]
   Matrix lm_head;
   const Layer* layer;  // [layers]
-  void* kv;            // [layers, blocks, block_size, 2, kv_heads, head_dim]
+  void* kv;            // [layers, blocks], see kv.h
+  int64_t kv_type;     // `type` or I8
   int64_t blocks, block_size;
   Pool pool;
 };

@@ -30,6 +30,7 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef int8_t vb __attribute__((vector_size(W)));
 #if MOTET_LEVEL == 0
 typedef _Float16 vhalf __attribute__((vector_size(W * 2)));
 #endif
@@ -85,8 +86,30 @@ INLINE vh to_f16(vf x) {
   return (vh)__builtin_convertvector(x, vhalf);
 #endif
 }
+INLINE vf as_float(vi v) { return __builtin_convertvector(v, vf); }
+INLINE vi nearest(vf x) {
+#if MOTET_LEVEL >= 2
+  return (vi)_mm512_cvtps_epi32(x);
+#elif MOTET_LEVEL == 1
+  return (vi)_mm256_cvtps_epi32(x);
+#else
+  const vf magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  return (vi)(x + magic) - (vi)magic;
+#endif
+}
 INLINE vf load(const bf16* p) { return from_bf16(load_bits(p)); }
 INLINE vf load(const f16* p) { return from_f16(load_bits(p)); }
+INLINE vf load(const int8_t* p) {
+#if MOTET_LEVEL >= 2
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif MOTET_LEVEL == 1
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  vb v;
+  memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, vf);
+#endif
+}
 INLINE void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
 INLINE void store(bf16* p, vf x) {
   const vh v = to_bf16(x);
@@ -94,6 +117,10 @@ INLINE void store(bf16* p, vf x) {
 }
 INLINE void store(f16* p, vf x) {
   const vh v = to_f16(x);
+  memcpy(p, &v, sizeof v);
+}
+INLINE void store(int8_t* p, vf x) {
+  const vb v = __builtin_convertvector(nearest(x), vb);
   memcpy(p, &v, sizeof v);
 }
 template <class T>

@@ -36,6 +36,8 @@ class BackendOptions:
     model_dir: Path
     dtype: str = "auto"
     """Of weights, KV cache and adapters alike: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"."""
+    kv_cache_dtype: str = "auto"
+    """"int8" keeps keys and values in 8 bits with a scale for each token and head; "auto" is `dtype`."""
     device: str = "cpu"
     load_format: str = "auto"
     """"dummy" makes random weights on the device and reads `config.json` alone."""

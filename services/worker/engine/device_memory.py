@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from motet.kernels import KvCache, LoraPool
+from motet.kernels.attention import kv_block_bytes
 from motet.kernels.device import numbered
 from motet.services.worker.engine.backend import BackendOptions
 from motet.services.worker.engine.loader import M, Makers, ModelWeights, load_weights, random_weights, resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, read_model_config
+from motet.shared.config import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,22 @@ class DeviceMemory:
         self.cache.resize(kv_blocks)
 
 
-def reserve(options: BackendOptions, *, spare_blocks: int = 0) -> DeviceMemory:
-    """The cache has `spare_blocks` more than the engine knows of. Raises UnsupportedModel.
+def reserve(options: BackendOptions, *, spare_blocks: int = 0, int8_kv: bool = False) -> DeviceMemory:
+    """The cache has `spare_blocks` more than the engine knows of. `int8_kv`: the steps can have a cache of 8 bits.
+
+    Raises UnsupportedModel, and ConfigError when such a cache is asked for and cannot be had.
 
     Where the memory is elastic, cache and pool are each as large as both together, of which no more is used than is theirs.
     """
     config = read_model_config(options.model_dir)
     dtype, device = resolve_dtype(options.dtype, config), numbered(torch.device(options.device))
-    block_bytes = kv_bytes_per_block(config, dtype=options.dtype, block_size=options.block_size)
+    kv_cache_dtype = options.kv_cache_dtype
+    if kv_cache_dtype != "auto" and not int8_kv:
+        raise ConfigError(
+            f"--kv-cache-dtype {kv_cache_dtype}: only the compiled CPU kernels read such a KV cache, and they are not in use"
+            f" here (device {device}; see the warning above, or MOTET_KERNELS)"
+        )
+    block_bytes = kv_bytes_per_block(config, dtype=options.dtype, block_size=options.block_size, kv_cache_dtype=kv_cache_dtype)
     both = options.kv_blocks * block_bytes + options.lora_bytes if options.elastic and device.type == "cpu" else 0
     cache = KvCache(
         layers=config.num_layers,
@@ -49,7 +59,7 @@ def reserve(options: BackendOptions, *, spare_blocks: int = 0) -> DeviceMemory:
         block_size=options.block_size,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=dtype,
+        dtype=torch.int8 if kv_cache_dtype == "int8" else dtype,
         device=device,
         capacity=both // block_bytes,
     )
@@ -73,7 +83,8 @@ def weights_of(options: BackendOptions, memory: DeviceMemory, makers: Makers[M])
     return load_weights(options.model_dir, memory.config, memory.dtype, memory.device, makers)
 
 
-def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int) -> int:
+def kv_bytes_per_block(config: ModelConfig, *, dtype: str, block_size: int, kv_cache_dtype: str = "auto") -> int:
     """Bytes of one KV block over all layers, for sizing `kv_blocks` from a memory budget."""
-    values = config.num_layers * block_size * 2 * config.num_kv_heads * config.head_dim
-    return values * resolve_dtype(dtype, config).itemsize
+    kind = torch.int8 if kv_cache_dtype == "int8" else resolve_dtype(dtype, config)
+    layer = kv_block_bytes(block_size=block_size, kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=kind)
+    return config.num_layers * layer

@@ -127,7 +127,7 @@ class ModelRunner:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, KV cache and adapters."""
+        """Of weights, adapters and, unless it is in int8, the KV cache."""
         return self.memory.dtype
 
     @property

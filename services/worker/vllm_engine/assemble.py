@@ -42,6 +42,8 @@ def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepRe
     """The engine, not started yet. Raises ConfigError for what vLLM cannot do."""
     if config.engine.quantization != "none":
         raise ConfigError("--quantization: with --engine vllm it is vLLM's own, in --engine-args")
+    if config.kv.kv_cache_dtype != "auto":
+        raise ConfigError("--kv-cache-dtype: with --engine vllm it is vLLM's own, in --engine-args")
     if config.adapters.merge == "on":
         raise ConfigError("--merge on: vLLM computes every adapter beside the weights; only the native engine merges one")
     if config.cold.assist_processes:

@@ -183,7 +183,8 @@ async def test_status_lists_every_worker(bus, schedule, hire):
 
     await hire("w1", prepare=prepare)
     service = await schedule(instance_id="brain")
-    limits = worker_limits(base_model="other", engine="vllm", capabilities=("structured",), quantization="int4")
+    bits = {"quantization": "int4", "kv_cache_dtype": "int8"}
+    limits = worker_limits(base_model="other", engine="vllm", capabilities=("structured",), **bits)
     await hire("w0", limits=limits, lease=False)
     await knows(service, "w0", "w1")
     status = await bus.request(subjects.SCHEDULER_STATUS, StatusRequest(), StatusReply, timeout_s=5)
@@ -192,6 +193,7 @@ async def test_status_lists_every_worker(bus, schedule, hire):
     assert (other.worker_id, other.base_model, other.running) == ("w0", "other", 0)
     assert (other.engine, other.capabilities, demo.engine, demo.capabilities) == ("vllm", ("structured",), "native", ())
     assert (other.quantization, demo.quantization) == ("int4", "none")
+    assert (other.kv_cache_dtype, demo.kv_cache_dtype) == ("int8", "auto")
     assert (demo.merged, demo.merged_share, other.merged) == ("d1", 0.75, "")
     assert (demo.worker_id, demo.running, demo.adapters_on_device, demo.adapters_on_host) == ("w1", 1, 1, 1)
     assert (demo.kv_blocks_free, demo.kv_blocks_total, demo.stale, demo.draining) == (512, 512, False, False)

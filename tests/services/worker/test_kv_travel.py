@@ -176,8 +176,20 @@ async def test_an_old_worker_that_is_gone_is_no_hindrance(start):
     assert outcome("absent") == before + 1
 
 
-async def test_workers_that_compute_otherwise_take_no_blocks_of_each_other(start):
-    old, new = await pair(start, block_size=16)
+async def test_blocks_in_int8_travel_between_workers_that_both_have_them_so(start):
+    old, new = await start(kv_cache_dtype="int8"), await start(kv_cache_dtype="int8")
+    old.slow_down(0.01)
+    size = metrics.KV_BYTES_MOVED._value.get(), metrics.KV_BLOCKS_MOVED._value.get()
+    moved = await leave(old, generate(LONG, max_tokens=24), tokens=4)
+    assert await finish(new, moved) == await stays(new, max_tokens=24)
+    assert new.mesh.items(moved.request_id, 1)[0].cached_tokens == len(LONG)
+    moved_bytes, blocks = metrics.KV_BYTES_MOVED._value.get() - size[0], metrics.KV_BLOCKS_MOVED._value.get() - size[1]
+    assert 0 < moved_bytes < 0.4 * blocks * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("changed", [{"block_size": 16}, {"kv_cache_dtype": "int8"}])
+async def test_workers_that_compute_otherwise_take_no_blocks_of_each_other(start, changed):
+    old, new = await pair(start, **changed)
     before = outcome("refused")
     moved = await leave(old, generate(LONG, max_tokens=20), tokens=3)
     assert await finish(new, moved) == await stays(new, max_tokens=20)

@@ -127,3 +127,5 @@ def test_a_kv_block_costs_what_its_tensors_hold() -> None:
     config = parse_model_config(LLAMA)
     assert kv_bytes_per_block(config, dtype="auto", block_size=16) == 32 * 16 * 2 * 8 * 128 * 2
     assert kv_bytes_per_block(config, dtype="float32", block_size=1) == 32 * 2 * 8 * 128 * 4
+    int8 = kv_bytes_per_block(config, dtype="auto", block_size=16, kv_cache_dtype="int8")
+    assert int8 == 32 * 16 * 2 * 8 * (128 + 4), "a scale for each key and value of a head"

@@ -27,6 +27,7 @@ def config(**flags: object) -> WorkerConfig:
         ({"kv_blocks": -1}, "--kv-blocks"),
         ({"max_running": 0}, "--max-running"),
         ({"dtype": "int8"}, "--dtype"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
         ({"device": "tpu"}, "--device"),
         ({"block_size": 1000}, "--block-size"),
         ({"model": ""}, "--model"),

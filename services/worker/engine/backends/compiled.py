@@ -64,7 +64,7 @@ def compiled(options: BackendOptions) -> ModelRunner:
             engine = CpuEngine(threads=options.threads)
     except (BuildError, ValueError) as error:
         raise BackendMissing(str(error)) from None
-    memory = reserve(options)
+    memory = reserve(options, int8_kv=True)
     forward = _forward(engine, options, memory)
     if options.merge:
         forward.merged = MergedWeights(engine, forward.layers)
