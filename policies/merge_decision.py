@@ -11,8 +11,9 @@ one credit per request that it displaces from the adapters that it computes to t
 the same. An adapter above `starving` credits is served before all others until it is below `normal`.
 
 Where a copy of the weights is made beside the steps (`policies.merged_copy`), steps stay unmerged until it is whole. Making it
-is the switch's cost, and may take longer than `period` steps save. So a break point that only this cost decides is put off:
-the saved time adds up until it exceeds the cost, or another adapter has the most requests.
+is the switch's cost. A copy is made once the time that merged steps would have saved, since the adapter has the most requests,
+exceeds this cost. So a copy that does not pay costs at most as much as it would have to save. It may take longer than `period`
+steps save: a break point that only this cost decides is put off, and the saved time adds up.
 
 What the paper leaves open, and what holds here. The rule for `beta` mirrors the one for `alpha`: the other mode pays for the
 switch. Steps with starving requests are unmerged and have all other requests too, as far as there is room: the paper's step has
@@ -154,6 +155,7 @@ class Merging:
     _moves: dict[str, float] = field(default_factory=dict)  # credits that one such step moves
     _biggest: str = ""
     _asked: float = 0.0  # credits that the merged adapter needs to stay merged
+    _worth: bool = False  # a copy of the biggest adapter would have paid by now
     _poor: set[str] = field(default_factory=set)  # adapters that could not pay, until they have their credits back
     _turned: bool = False  # the last choice changed the mode
     _rested_ms: float = 0.0  # time with resting requests, less the unmerged time since
@@ -182,6 +184,7 @@ class Merging:
         if biggest != self._biggest:
             self._biggest = biggest
             self._break()
+            self._worth = False
         elif self._tally.steps >= self.config.period and not self._may_pay_back():
             self._break()
         if self.merged:
@@ -191,8 +194,8 @@ class Merging:
         elif pays and here[biggest] > self.alpha * rows:
             if self.whole is None or self.whole == biggest:
                 self._turn(biggest)
-            else:
-                wanted = biggest
+            elif self._worth or self._tally.merged_wins(self.costs.switch_ms):
+                wanted, self._worth = biggest, True
         self._compare(fcfs, here, most)
         if not self.merged:
             self._asked, self._step_ms = 0.0, -self.costs.unmerged_ms(rows)
@@ -286,6 +289,8 @@ class Merging:
             self._step = _Tally(steps=1)
             return
         alone, costs = min(here[candidate], most), self.costs
+        if self.whole is not None:  # with so few seats as a live engine has, those of resting requests are missing
+            alone = min(alone, most - displaced({candidate: alone}, fcfs))
         self._step = _Tally(1, alone, costs.merged_ms(alone), rows, costs.unmerged_ms(rows))
 
     def _may_pay_back(self) -> bool:
@@ -308,6 +313,8 @@ class Merging:
             return
         config, switch_ms = self.config, self._switch_ms
         wins = seen.merged_wins(*((0.0, switch_ms) if self.merged else (switch_ms, 0.0)))
+        if not self.merged:
+            self._worth = wins
         threshold = self.beta if self.merged else self.alpha
         threshold = threshold - config.decrement if wins else threshold * config.multiply
         threshold = min(max(threshold, config.lowest_beta if self.merged else config.lowest), config.highest)

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from motet.policies.memory_ledger import Budget
-from motet.policies.merge_decision import MergeConfig
+from motet.policies.merge_decision import MergeConfig, MergeCosts, Merging
 from motet.policies.merged_copy import MERGE, SpareMemory
 from motet.services.worker.config import WorkerConfig
 from motet.services.worker.engine.adapter_weights import HostAdapter
@@ -35,7 +35,8 @@ from tests.services.worker.support_engine import BLOCK_SIZE, Run, make_engine, r
 from tests.support_models import AdapterFixture, make_adapters, make_checkpoint, random_prompts
 
 UNTUNED = replace(MERGE, decrement=0.0, multiply=1.0)
-"""LoRA costs next to nothing in models this small, so tuned thresholds would depend on noise."""
+PAYS = MergeCosts(switch_ms=0.0, step_ms=1.0, row_ms=0.0, lora=1.0)
+"""LoRA costs next to nothing in models this small: with measured times and tuned thresholds decisions would depend on noise."""
 TIED, UNTIED = "llama3", "llama2"  # tied: embeddings and lm_head are one matrix
 ALL_MODULES = 2  # the adapter that changes every module
 
@@ -78,9 +79,14 @@ def untied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def merging(case: Case, *, merge: bool = True, merge_config: MergeConfig = UNTUNED, **options: Any) -> Engine:
-    return make_engine(
+    engine = make_engine(
         case.model_dir, runner_options={"elastic": True, "merge": merge, "kernels": case.kernels}, merge=merge_config, **options
     )
+    copy, modes = engine._core.copy, engine._core.modes
+    if copy is not None:
+        assert isinstance(modes, Merging)
+        modes.costs, copy.weigh = PAYS, lambda running: None  # type: ignore[method-assign]
+    return engine
 
 
 def whole_copy(engine: Engine, case: Case, adapter: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from prometheus_client import Counter, Gauge
 
+from motet.policies.merge_decision import MergeCosts
 from motet.services.worker import metrics
 from motet.shared.messages import WorkerSnapshot, pack_tokens
 from motet.shared.model import AdapterRef
@@ -14,6 +15,7 @@ from tests.support import eventually
 from tests.support_models import AdapterFixture
 
 PROMPT, TOKENS = [5, 6, 7], 40
+PAYS = MergeCosts(switch_ms=0.0, step_ms=1.0, row_ms=0.0, lora=1.0)
 MERGED = 2  # the adapter of all modules
 
 
@@ -22,9 +24,10 @@ def value(metric: Counter | Gauge) -> float:
 
 
 async def merged(worker: Running, adapter: AdapterFixture) -> AdapterRef:
-    """Ask for one adapter until it is merged, with thresholds that do not follow the noise of a tiny model's steps."""
+    """Ask for one adapter until it is merged; thresholds and costs do not follow the noise of a tiny model's steps."""
     modes = worker.engine._core.modes
     modes.config = replace(modes.config, decrement=0.0, multiply=1.0)
+    modes.costs, worker.engine._core.copy.weigh = PAYS, lambda running: None
     ref = await worker.mesh.publish_adapter(adapter)
     for number in range(50):
         asked = generate([8, 9, number + 3], adapter=ref, max_tokens=TOKENS)
