@@ -241,11 +241,11 @@ class NextUse(_Ranked):
 
     def _values(self) -> dict[str, float]:
         idle, sizes, cost = self._idle, self._sizes, self.cost
-        chances = self.requests.chances(idle, self._ahead)
-        return {
-            digest: chance * cost(digest, sizes[digest]) / (sizes[digest] or 1)
-            for digest, chance in zip(idle, chances, strict=True)
-        }
+        values = {}
+        for digest, chance in zip(idle, self.requests.chances(idle, self._ahead), strict=True):
+            size_bytes = sizes[digest]
+            values[digest] = chance * cost(digest, size_bytes) / (size_bytes or 1)
+        return values
 
 
 def make_eviction(name: EvictionName, cost: Cost = lambda digest, size_bytes: 1.0 + size_bytes) -> Eviction:

@@ -11,8 +11,10 @@ learnt. Adapters that are not in memory are counted, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import repeat
 from math import exp, log
+from operator import add
 
 MEMORIES = (1, 4, 16)
 LEAST_ROOM = 16
@@ -24,7 +26,7 @@ UNKNOWN = 1e-4
 LARGEST = 1e200
 """Counts grow instead of fading, and are scaled down when a request counts this much."""
 MAX_ADAPTERS = 16_384
-NOTHING = (0.0,) * len(MEMORIES)
+NOTHING: Sequence[float] = (0.0,) * len(MEMORIES)
 NO_CREDIT: Mapping[str, list[float]] = {}
 
 
@@ -78,17 +80,14 @@ class NextRequest:
         """What a request counts now, in each memory."""
         return [memory.unit for memory in self._memories]
 
-    def chances(self, digests: Iterable[str], ahead: Mapping[str, list[float]] = NO_CREDIT) -> list[float]:
+    def chances(self, digests: Collection[str], ahead: Mapping[str, list[float]] = NO_CREDIT) -> list[float]:
         """How likely the next request is for each of these adapters. `ahead`: adapters that are credited with more counts."""
         a, b, c = self._worth_of_counts()
-        counted = self._counts.get
-        chances = []
-        for digest in digests:
-            x, y, z = counted(digest, NOTHING)
-            if digest in ahead:
-                x, y, z = (count + more for count, more in zip((x, y, z), ahead[digest], strict=True))
-            chances.append(a * x + b * y + c * z)
-        return chances
+        counts = list(map(self._counts.get, digests, repeat(NOTHING)))
+        if ahead:
+            for i, digest in enumerate(digests):
+                counts[i] = list(map(add, counts[i], ahead.get(digest, NOTHING)))
+        return [a * x + b * y + c * z for x, y, z in counts]
 
     def _worth_of_counts(self) -> list[float]:
         """What a count in each memory adds to the prediction."""
