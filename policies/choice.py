@@ -27,7 +27,8 @@ class Choice(NamedTuple):
 
 
 Choose = Callable[[ClusterState, Ask, NDArray[np.bool_], float, float], Choice]
-_MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+_MIX = np.array(0x9E3779B97F4A7C15, np.uint64), np.array(0xD6E8FEB86659FD93, np.uint64)
+_HALF_WORD = np.array(32, np.uint64)
 
 
 def lightest(cost: NDArray, fit: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
@@ -45,9 +46,9 @@ def spread(state: ClusterState, rows: NDArray[np.intp], key: int) -> int:
     """One of `rows`, each equally likely over all keys, and the same one for the same key (rendezvous hashing)."""
     if len(rows) == 1:
         return int(rows[0])
-    mixed = (state.table["key"][rows] ^ np.uint64(key & 0xFFFFFFFFFFFFFFFF)) * _MIX[0]
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * _MIX[1]
-    return int(rows[np.argmax(mixed ^ (mixed >> np.uint64(32)))])
+    mixed = (state.table["key"][rows] ^ np.array(key & 0xFFFFFFFFFFFFFFFF, np.uint64)) * _MIX[0]
+    mixed = (mixed ^ (mixed >> _HALF_WORD)) * _MIX[1]
+    return int(rows[np.argmax(mixed ^ (mixed >> _HALF_WORD))])
 
 
 def adapter_ms(state: ClusterState, ask: Ask) -> tuple[Floats, Floats]:

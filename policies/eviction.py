@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop
 from typing import Literal, Protocol
 
 from motet.policies.next_request import NextRequest
@@ -91,46 +90,38 @@ class KeepNothing(Lru):
 
 @dataclass(eq=False)
 class _Ranked:
-    """Idle adapters by a value that subclasses define, the lowest first; of equal ones the least recently used."""
+    """Idle adapters by a value that subclasses define, the lowest first; of equal ones the least recently released."""
 
     now_s: float = 0.0
     keeps: bool = True
     _sizes: dict[str, int] = field(default_factory=dict)  # of all adapters in the tier
-    _used_s: dict[str, float] = field(default_factory=dict)  # when each of them was last used
-    _idle: dict[str, None] = field(default_factory=dict)
+    _idle: dict[str, None] = field(default_factory=dict)  # the least recently released first
 
     def use(self, digest: str, size_bytes: int) -> None:
-        """Record the use; an adapter in use is not evicted."""
+        """An adapter in use is not evicted."""
         self._idle.pop(digest, None)
         self._sizes[digest] = size_bytes
-        self._used_s[digest] = self.now_s
 
     def come(self, digest: str, size_bytes: int) -> None:
         """Nothing is counted."""
         self._sizes[digest] = size_bytes
-        self._used_s[digest] = self.now_s
 
     def release(self, digest: str) -> None:
-        """The adapter may be evicted; it was in use until now."""
+        """The adapter may be evicted."""
         self._idle[digest] = None
-        self._used_s[digest] = self.now_s
 
     def forget(self, digest: str) -> None:
         """The adapter has left the tier."""
         self._idle.pop(digest, None)
         self._sizes.pop(digest, None)
-        self._used_s.pop(digest, None)
 
     def __iter__(self) -> Iterator[str]:
         """The least valuable first."""
-        value = self._value()
-        heap = [(value(digest), self._used_s[digest], turn, digest) for turn, digest in enumerate(self._idle)]
-        heapify(heap)
-        while heap:
-            yield heappop(heap)[-1]
+        values = self._values()
+        return iter(sorted(values, key=values.__getitem__))
 
-    def _value(self) -> Callable[[str], float]:
-        """What an idle adapter is worth now."""
+    def _values(self) -> dict[str, float]:
+        """What each idle adapter is worth now, the least recently released first."""
         raise NotImplementedError
 
 
@@ -148,14 +139,31 @@ class Score(_Ranked):
     refresh_s: float = REFRESH_S
     _uses: deque[tuple[float, str]] = field(default_factory=deque)
     _counts: Counter[str] = field(default_factory=Counter)
+    _used_s: dict[str, float] = field(default_factory=dict)  # when each adapter in the tier was last used
 
     def use(self, digest: str, size_bytes: int) -> None:
         """Count the use."""
         super().use(digest, size_bytes)
+        self._used_s[digest] = self.now_s
         self._uses.append((self.now_s, digest))
         self._counts[digest] += 1
 
-    def _value(self) -> Callable[[str], float]:
+    def come(self, digest: str, size_bytes: int) -> None:
+        """Nothing is counted, but it is as recent as one that was used just now."""
+        super().come(digest, size_bytes)
+        self._used_s[digest] = self.now_s
+
+    def release(self, digest: str) -> None:
+        """The adapter was in use until now."""
+        super().release(digest)
+        self._used_s[digest] = self.now_s
+
+    def forget(self, digest: str) -> None:
+        """Its uses stay counted."""
+        super().forget(digest)
+        self._used_s.pop(digest, None)
+
+    def _values(self) -> dict[str, float]:
         counts, uses = self._counts, self._uses
         while uses and uses[0][0] < self.now_s - self.refresh_s:
             _, digest = uses.popleft()
@@ -170,7 +178,7 @@ class Score(_Ranked):
             recency = 1 - (self.now_s - self._used_s[digest]) / oldest_s
             return self.frequency * counts[digest] / most + self.recency * recency + self.size * self._sizes[digest] / largest
 
-        return value
+        return {digest: value(digest) for digest in self._idle}
 
 
 @dataclass(eq=False)
@@ -180,27 +188,27 @@ class Gdsf(_Ranked):
     cost: Cost = lambda digest, size_bytes: 1.0
     _age: float = 0.0
     _counts: Counter[str] = field(default_factory=Counter)
-    _values: dict[str, float] = field(default_factory=dict)
+    _worth: dict[str, float] = field(default_factory=dict)
 
     def use(self, digest: str, size_bytes: int) -> None:
         """Count the use, at the cache's present age."""
         super().use(digest, size_bytes)
         self._counts[digest] += 1
-        self._values[digest] = self._age + self._counts[digest] * self.cost(digest, size_bytes) / max(1, size_bytes)
+        self._worth[digest] = self._age + self._counts[digest] * self.cost(digest, size_bytes) / max(1, size_bytes)
 
     def come(self, digest: str, size_bytes: int) -> None:
         """Worth as much as one that was used once."""
         super().come(digest, size_bytes)
-        self._values[digest] = self._age + self.cost(digest, size_bytes) / max(1, size_bytes)
+        self._worth[digest] = self._age + self.cost(digest, size_bytes) / max(1, size_bytes)
 
     def forget(self, digest: str) -> None:
         """The cache's age becomes the value of the adapter that left."""
         super().forget(digest)
         self._counts.pop(digest, None)
-        self._age = max(self._age, self._values.pop(digest, 0.0))
+        self._age = max(self._age, self._worth.pop(digest, 0.0))
 
-    def _value(self) -> Callable[[str], float]:
-        return self._values.__getitem__
+    def _values(self) -> dict[str, float]:
+        return {digest: self._worth[digest] for digest in self._idle}
 
 
 @dataclass(eq=False)
@@ -231,14 +239,13 @@ class NextUse(_Ranked):
         super().forget(digest)
         self._ahead.pop(digest, None)
 
-    def _value(self) -> Callable[[str], float]:
-        chance, ahead, sizes, cost = self.requests.chance(), self._ahead.get, self._sizes, self.cost
-
-        def value(digest: str) -> float:
+    def _values(self) -> dict[str, float]:
+        idle, sizes, cost = self._idle, self._sizes, self.cost
+        values = {}
+        for digest, chance in zip(idle, self.requests.chances(idle, self._ahead), strict=True):
             size_bytes = sizes[digest]
-            return chance(digest, ahead(digest)) * cost(digest, size_bytes) / max(1, size_bytes)
-
-        return value
+            values[digest] = chance * cost(digest, size_bytes) / (size_bytes or 1)
+        return values
 
 
 def make_eviction(name: EvictionName, cost: Cost = lambda digest, size_bytes: 1.0 + size_bytes) -> Eviction:

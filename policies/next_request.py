@@ -11,8 +11,10 @@ learnt. Adapters that are not in memory are counted, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection, Mapping, Sequence
+from itertools import repeat
 from math import exp, log
+from operator import add
 
 MEMORIES = (1, 4, 16)
 LEAST_ROOM = 16
@@ -24,6 +26,20 @@ UNKNOWN = 1e-4
 LARGEST = 1e200
 """Counts grow instead of fading, and are scaled down when a request counts this much."""
 MAX_ADAPTERS = 16_384
+NOTHING: Sequence[float] = (0.0,) * len(MEMORIES)
+NO_CREDIT: Mapping[str, list[float]] = {}
+
+
+class _Memory:
+    """What one memory has counted."""
+
+    __slots__ = ("growth", "surprise", "total", "unit")
+
+    def __init__(self) -> None:
+        self.growth = 1.0  # of `unit`, from one request to the next
+        self.unit = 1.0  # what a request counts now
+        self.total = 1.0  # of all counts
+        self.surprise = 0.0  # at the last requests: minus the logarithm of the trust
 
 
 class NextRequest:
@@ -31,11 +47,8 @@ class NextRequest:
 
     def __init__(self) -> None:
         self._room = 0
-        self._growth = [1.0] * len(MEMORIES)
-        self._unit = [1.0] * len(MEMORIES)  # what a request counts now
-        self._total = [1.0] * len(MEMORIES)
-        self._surprise = [0.0] * len(MEMORIES)
-        self._counts: dict[str, list[float]] = {}  # the least recently asked for first
+        self._memories = [_Memory() for _ in MEMORIES]
+        self._counts: dict[str, list[float]] = {}  # in each memory; the least recently asked for first
         self.room(LEAST_ROOM)
 
     def __len__(self) -> int:
@@ -45,45 +58,48 @@ class NextRequest:
         """So many adapters fit in memory, as far as it has been seen."""
         if adapters > self._room:
             self._room = 1 << (adapters - 1).bit_length()
-            self._growth = [2 ** (1 / (memory * self._room)) for memory in MEMORIES]
+            for memory, length in zip(self._memories, MEMORIES, strict=True):
+                memory.growth = 2 ** (1 / (length * self._room))
 
     def used(self, digest: str) -> None:
         """A request for the adapter has begun."""
         counts = self._counts.pop(digest, None) or [0.0] * len(MEMORIES)
-        for i, growth in enumerate(self._growth):
-            share = max(counts[i] / self._total[i], UNKNOWN)
-            self._surprise[i] = FADE * self._surprise[i] - log(share)
-            self._unit[i] *= growth
-            self._total[i] += self._unit[i]
-            counts[i] += self._unit[i]
+        for i, memory in enumerate(self._memories):
+            share = counts[i] / memory.total
+            memory.surprise = FADE * memory.surprise - log(share if share > UNKNOWN else UNKNOWN)
+            unit = memory.unit = memory.unit * memory.growth
+            memory.total += unit
+            counts[i] += unit
         self._counts[digest] = counts
         if len(self._counts) > MAX_ADAPTERS:
             del self._counts[next(iter(self._counts))]
-        if self._unit[0] > LARGEST:
+        if self._memories[0].unit > LARGEST:
             self._scale_down()
 
     def one(self) -> list[float]:
         """What a request counts now, in each memory."""
-        return self._unit.copy()
+        return [memory.unit for memory in self._memories]
 
-    def chance(self) -> Callable[[str, list[float] | None], float]:
-        """A function that says how likely the next request is for an adapter, which may be credited with more counts."""
-        least = min(self._surprise)
-        trust = [exp(least - surprise) for surprise in self._surprise]
-        a, b, c = (one / sum(trust) / total for one, total in zip(trust, self._total, strict=True))
-        nothing, counted = [0.0] * len(MEMORIES), self._counts.get
+    def chances(self, digests: Collection[str], ahead: Mapping[str, list[float]] = NO_CREDIT) -> list[float]:
+        """How likely the next request is for each of these adapters. `ahead`: adapters that are credited with more counts."""
+        a, b, c = self._worth_of_counts()
+        counts = list(map(self._counts.get, digests, repeat(NOTHING)))
+        if ahead:
+            for i, digest in enumerate(digests):
+                counts[i] = list(map(add, counts[i], ahead.get(digest, NOTHING)))
+        return [a * x + b * y + c * z for x, y, z in counts]
 
-        def of(digest: str, credit: list[float] | None = None) -> float:
-            x, y, z = counted(digest, nothing)
-            if credit is not None:
-                x, y, z = x + credit[0], y + credit[1], z + credit[2]
-            return a * x + b * y + c * z
-
-        return of
+    def _worth_of_counts(self) -> list[float]:
+        """What a count in each memory adds to the prediction."""
+        least = min([memory.surprise for memory in self._memories])
+        trust = [exp(least - memory.surprise) for memory in self._memories]
+        whole = sum(trust)
+        return [one / whole / memory.total for one, memory in zip(trust, self._memories, strict=True)]
 
     def _scale_down(self) -> None:
         """Counts stay as they are to each other."""
-        for counts in (*self._counts.values(), self._total):
-            for i, unit in enumerate(self._unit):
-                counts[i] /= unit
-        self._unit = [1.0] * len(MEMORIES)
+        for i, memory in enumerate(self._memories):
+            for counts in self._counts.values():
+                counts[i] /= memory.unit
+            memory.total /= memory.unit
+            memory.unit = 1.0

@@ -178,14 +178,11 @@ class WorkerLoad:
         left = 0
         for request_id, brief in now.items():
             known = requests[request_id]
-            if known.phase != brief.phase or known.epoch != brief.epoch or known.rank != brief.rank:
-                return False
-            if known.adapter_digest != brief.adapter_digest or known.tpot_slo_ms != brief.tpot_slo_ms:
-                return False
             if brief.phase == "running":
+                known.output_tokens = brief.output_tokens
                 to_come = brief.predicted_tokens - brief.output_tokens
                 left += to_come if to_come > 1 else 1  # `tokens_left`, without a call for each of hundreds
-            elif known != brief:
+            if known != brief:
                 return False
         self.requests, self.running_left = now, left
         return True

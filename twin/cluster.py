@@ -26,6 +26,9 @@ from motet.twin.scheduler import Delta, Scheduler, SchedulerSpec, Snapshot
 from motet.twin.worker import Live, Worker, WorkerSpec
 from motet.twin.workload import Request, Workload
 
+NEW_OBJECTS = 100_000
+"""New objects from one garbage collection to the next. Few are part of a reference cycle, so collecting often finds nothing."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bus:
@@ -131,6 +134,8 @@ class Cluster:
         events, every = self.events, PS_PER_S
         until_ps = None if until_s is None else round(until_s * PS_PER_S)
         gc.freeze()  # the collector need not look at the workload and its adapters again and again
+        thresholds = gc.get_threshold()
+        gc.set_threshold(NEW_OBJECTS, *thresholds[1:])
         try:
             while self._open and (until_ps is None or events.now_ps < until_ps):
                 if not len(events):
@@ -140,6 +145,7 @@ class Cluster:
                 if progress is not None:
                     progress(events.now_s)
         finally:
+            gc.set_threshold(*thresholds)
             gc.unfreeze()
 
     def summary(self) -> dict[str, Any]:

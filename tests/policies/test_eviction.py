@@ -46,9 +46,9 @@ def test_the_score_keeps_what_is_used_often_recently_and_large() -> None:
     used(order, "large", at=11.0, size_bytes=100)
     assert next(iter(order)) == "once", "small and rare"
     # .45 * 1/10 + .10 * 0 + .45 * 10/100 = .09 for "once" were it used longest ago; see the terms one by one:
-    value = order._value()
-    assert value("often") == pytest.approx(0.45 * 1 + 0.10 * 0 + 0.45 * 0.1)
-    assert value("large") == pytest.approx(0.45 * 0.1 + 0.10 * 1 + 0.45 * 1)
+    values = order._values()
+    assert values["often"] == pytest.approx(0.45 * 1 + 0.10 * 0 + 0.45 * 0.1)
+    assert values["large"] == pytest.approx(0.45 * 0.1 + 0.10 * 1 + 0.45 * 1)
 
 
 def test_uses_before_the_refresh_time_count_no_more() -> None:

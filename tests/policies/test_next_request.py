@@ -20,22 +20,20 @@ def test_with_steady_popularity_the_prediction_comes_close_to_the_true_shares() 
     draw = random.Random(0)
     shares = {"often": 0.6, "seldom": 0.3, "rare": 0.1}
     model = learned(draw.choices(list(shares), list(shares.values()), k=4000))
-    chance = model.chance()
-    for digest, share in shares.items():
-        assert chance(digest, None) == pytest.approx(share, abs=0.06)
+    assert model.chances(shares) == pytest.approx(list(shares.values()), abs=0.06)
 
 
 def test_with_bursts_what_was_asked_for_just_now_is_likelier_than_what_was_popular_before() -> None:
     bursts = [f"burst-{number}" for number in range(200) for _ in range(10)]
-    chance = learned(["popular"] * 100 + bursts).chance()
-    assert chance("burst-199", None) > 10 * chance("popular", None)
+    just_now, before = learned(["popular"] * 100 + bursts).chances(["burst-199", "popular"])
+    assert just_now > 10 * before
 
 
 def test_with_steady_popularity_one_late_request_does_not_make_an_adapter_likely() -> None:
     draw = random.Random(1)
     often = [f"often-{number}" for number in range(8)]
-    chance = learned([*draw.choices(often, k=2000), "once"]).chance()
-    assert all(chance(digest, None) > 2 * chance("once", None) for digest in often)
+    *others, once = learned([*draw.choices(often, k=2000), "once"]).chances([*often, "once"])
+    assert all(chance > 2 * once for chance in others)
 
 
 def test_the_memories_are_longer_where_there_is_room_for_more_adapters() -> None:
@@ -44,32 +42,29 @@ def test_the_memories_are_longer_where_there_is_room_for_more_adapters() -> None
     for model in (small, large):
         for digest in ["before"] * 50 + ["now"] * 200:
             model.used(digest)
-    assert large.chance()("before", None) > 2 * small.chance()("before", None)
+    assert large.chances(["before"])[0] > 2 * small.chances(["before"])[0]
 
 
 def test_a_credit_is_worth_as_much_as_the_request_that_it_stands_for() -> None:
     model = learned(["a", "b"])
-    credit = model.one()
-    before = model.chance()
-    assert before("unknown", None) == 0 < before("unknown", credit)
-    assert before("b", None) == pytest.approx(before("unknown", credit))
+    assert model.chances(["unknown"]) == [0]
+    late, ahead = model.chances(["b", "unknown"], {"unknown": model.one()})
+    assert late == pytest.approx(ahead) and ahead > 0
 
 
 def test_scaling_the_counts_down_changes_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(2)
     requests = draw.choices("abcdefgh", k=1500)
-    plain = learned(requests).chance()
+    plain = learned(requests).chances("abcdefgh")
     monkeypatch.setattr(next_request, "LARGEST", 4.0)
-    scaled = learned(requests).chance()
-    for digest in "abcdefgh":
-        assert scaled(digest, None) == pytest.approx(plain(digest, None))
+    assert learned(requests).chances("abcdefgh") == pytest.approx(plain)
 
 
 def test_it_keeps_a_bounded_number_of_adapters_the_last_ones_asked_for() -> None:
     model = learned([str(number) for number in range(MAX_ADAPTERS + 10)])
     assert len(model) == MAX_ADAPTERS
-    chance = model.chance()
-    assert chance("9", None) == 0 < chance("10", None)
+    forgotten, kept = model.chances(["9", "10"])
+    assert forgotten == 0 < kept
 
 
 def test_predictions_add_up_to_no_more_than_one() -> None:
@@ -77,5 +72,4 @@ def test_predictions_add_up_to_no_more_than_one() -> None:
     model = NextRequest()
     for _, after in pairwise(draw.choices("abcdef", [9, 5, 3, 2, 1, 1], k=500)):
         model.used(after)
-        chance = model.chance()
-        assert sum(chance(digest, None) for digest in "abcdef") <= 1 + 1e-9
+        assert sum(model.chances("abcdef")) <= 1 + 1e-9

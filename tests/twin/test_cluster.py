@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -52,6 +53,14 @@ def test_overloaded_workers_that_share_their_memory_serve_more_requests() -> Non
     worker, load = SETTINGS["shared memory"]
     fixed, shared = (run(workload(0, **load), spec(**worker | change)).summary() for change in ({"kv_block_bytes": 0}, {}))
     assert shared["finished"] > fixed["finished"]
+
+
+def test_a_run_leaves_the_garbage_collector_as_it_was() -> None:
+    before, seen = gc.get_threshold(), []
+    cluster = Cluster(workload(0), [spec()], SchedulerSpec())
+    cluster.run(progress=lambda _: seen.append(gc.get_threshold()))
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    assert all(threshold[0] > before[0] for threshold in seen) and seen
 
 
 def test_the_same_arguments_give_the_same_history_and_another_seed_does_not() -> None:
