@@ -174,7 +174,11 @@ def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replac
     if blow == signal.SIGSTOP:
         assert cold.runner.assisted.repaired > 0, "rows that it was to compute were computed by somebody else"
     before = cold.runner.assisted.by_processes
-    assisted_run(cold, cached)
+    for _ in range(10):  # on a busy machine a new process may be late, too
+        cold.ready(2)
+        assisted_run(cold, cached)
+        if cold.runner.assisted.by_processes > before:
+            break
     assert cold.runner.assisted.by_processes > before, "the new ones work"
 
 
