@@ -171,8 +171,9 @@ async def test_beyond_their_limit_connections_are_refused_and_the_others_stay(
 
 
 async def test_thousands_of_idle_connections_fit_a_memory_bound_and_disturb_nobody(
-    mesh: Mesh, http: aiohttp.ClientSession
+    mesh: Mesh, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 600.0)  # else a busy machine loses the first ones before the last one is there
     mesh.say("hello world")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(10_000, (hard - 600) // 2)  # both ends are in this process
