@@ -44,6 +44,7 @@ class RebalanceConfig:
     every_s: float = 1.0
     rest_s: float = 10.0
     kv_travel: bool = True  # KV blocks are fetched where that pays
+    running: bool = True  # requests that have begun move too
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
@@ -145,7 +146,7 @@ class Rebalancer:
                     left * share_ms + (tokens * token_ms if waits else 0.0),
                     float(tokens + left),
                     again_ms,
-                    brief.request_id in self._moved_s,
+                    brief.request_id in self._moved_s or not (waits or self.config.running),
                 )
             )
         return Replica(
