@@ -12,8 +12,8 @@ ones the most that can be saved is
 
 and the best c_i are proportional to 1 / sqrt(r_i (1 - r_i / served)). While the queue grows over the run, more can be saved.
 The rest is a search for the rate at which the average latency is the objective. Everything is known in advance here and nothing
-is lost to chance, so a policy reaches less. Arrivals are even here, too. Recorded ones come in bursts, so rates are between those
-that the twin finds unmerged and without LoRA as they are here between the fluid ones.
+is lost to chance, so a policy reaches less. Recorded arrivals come in bursts and these do not. So only the place of the found
+rate between that without merging and that without LoRA is used, with the rates that the twin finds for both.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ A worker's step takes at least STEP_MS (`bench.paced`), as on a device of its ow
 one with a long queue simply gets what the idle ones leave, and moves would have nothing to gain.
 
 Requests arrive as a Poisson process that waits for no answer, at a share of the capacity of all workers, which is measured
-first. At the start every adapter is on one worker alone. Two thirds of the time every adapter gets as much as any other; in the last third one of them gets 20 times that, and the
-total stays. Once with dispatch by adapter affinity, as gateways of other systems do it, and once with Motet's own; each without
-moves and with `--rebalance on`. The requests are the same in every run, so their answers must be, too.
+first. At the start every adapter is on one worker alone. Two thirds of the time every adapter gets as much as any other; in the
+last third one of them gets 20 times that, and the total stays. Once with dispatch by adapter affinity, as gateways of other
+systems do it, and once with Motet's own; each without moves and with `--rebalance on`. The requests are the same in every run,
+so their answers must be, too.
 
 `rebalance_kv` then moves a request with a long context, with its KV blocks and without.
 """
@@ -98,7 +99,8 @@ def _pin(port: int, workers: int) -> None:
     for number, model in enumerate(MODELS):
         home = f"worker-{number % workers + 1}"
         url, body = f"http://127.0.0.1:{port}/v1/adapters/{model}", json.dumps({"workers": [home]}).encode()
-        urllib.request.urlopen(urllib.request.Request(f"{url}/pin", body, HEADERS, method="POST"), timeout=10).close()
+        ask = urllib.request.Request(f"{url}/pin", body, HEADERS | {"content-type": "application/json"})
+        urllib.request.urlopen(ask, timeout=10).close()
         for _ in range(300):
             with urllib.request.urlopen(urllib.request.Request(url, headers=HEADERS), timeout=10) as answer:
                 if json.load(answer)["resident"].get(home) == "device":
