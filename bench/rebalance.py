@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             with demo_mesh(variables, f"key-{TENANT} {TENANT} admin\n", workers=workers, module="bench.paced") as port:
                 wait_for(port, MODELS, HEADERS)
                 _pin(port, workers)
-                warm = _capacity(port, asking, (1 if args.quick else 3) * workers * SEATS)
+                _capacity(port, asking, workers * SEATS)  # warms up
                 if not requests:
-                    rate = LOAD * warm
+                    rate = LOAD * _capacity(port, asking, (1 if args.quick else 3) * workers * SEATS)
                     requests = _requests(asking, rate, seconds)
                 said = [replace(request, data=bytearray()) for request in requests]
                 play(port, said)
@@ -129,11 +129,10 @@ def _requests(asking: Asking, rate: float, seconds: float) -> list[Request]:
 
 def _capacity(port: int, asking: Asking, count: int) -> float:
     """Requests per second with every seat of every worker taken, each model on a quarter of them."""
-    for _ in ("warm up", "measure"):
-        requests = [asking.request(0.0, PATIENT, TENANT) for _ in range(count)]
-        play(port, requests)
-        if statuses := {request.status for request in requests} - {200}:
-            raise RuntimeError(f"answers with status {statuses} while the capacity was measured")
+    requests = [asking.request(0.0, PATIENT, TENANT) for _ in range(count)]
+    play(port, requests)
+    if statuses := {request.status for request in requests} - {200}:
+        raise RuntimeError(f"answers with status {statuses} while the capacity was measured")
     return len(requests) / max(request.last_s for request in requests)
 
 
