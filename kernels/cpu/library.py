@@ -23,7 +23,7 @@ from motet.kernels.whole_numbers import WholeNumbers
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INTEGERS = {"int8": 3, "int4": 4}
-"""Weights of whole numbers: with one scale per output, or per output and 32 inputs."""
+"""Integer weights: with one scale per output, or per output and 32 inputs."""
 
 KV_TYPES = TYPES | {torch.int8: INTEGERS["int8"]}
 """Of a KV cache; int8 has scales beside its values."""
@@ -35,7 +35,7 @@ PANEL = 16
 """Outputs that are packed together."""
 
 MAX_FAN_IN = 1 << 16
-"""Of a matrix of whole numbers: products of 8 bits are added in 32."""
+"""Largest number of inputs of an integer matrix, whose 8-bit products are added in 32 bits."""
 
 MAX_RANK = 1024
 """Of an adapter; what the compiled kernels have room for."""
@@ -396,7 +396,7 @@ class Packed:
 
 
 class Packer:
-    """Turns weights [n, k] with bias [n] into packed matrices, of their own type or of whole numbers (INTEGERS)."""
+    """Turns weights [n, k] with bias [n] into packed matrices, of their own type or of integers (INTEGERS)."""
 
     def __init__(self, engine: CpuEngine, integers: str | None = None) -> None:
         self._engine, self._kind, self._arena = engine, INTEGERS[integers] if integers else None, Arena(engine.library)
@@ -419,7 +419,7 @@ class Packer:
         return packed
 
     def whole(self, weight: WholeNumbers, bias: torch.Tensor | None = None) -> Packed:
-        """A matrix that is whole numbers already: its values stay as they are, scales of groups become float16."""
+        """A matrix of integers: its values stay as they are, scales of groups become float16."""
         n, k = weight.values.shape
         values = weight.values.contiguous()
         if weight.bits == 8 and weight.per_output and weight.zeros is None:
@@ -449,7 +449,7 @@ class Packer:
     def _room(self, n: int, k: int, kind: int, bias: torch.Tensor | None) -> Packed:
         """A matrix without content."""
         if kind == INTEGERS["int8"] and k > MAX_FAN_IN:
-            raise ValueError(f"a matrix of {k} inputs: sums of whole numbers have room for {MAX_FAN_IN}")
+            raise ValueError(f"a matrix of {k} inputs: integer sums overflow above {MAX_FAN_IN}")
         data = self._arena.take(self._engine.library.motet_packed_bytes(n, k, kind))
         scale = self._arena.take(n * 4) if kind == INTEGERS["int8"] else None
         floats = None if bias is None else bias.float().contiguous()

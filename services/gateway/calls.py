@@ -1,9 +1,9 @@
-"""Takes reasoning and tool calls out of the text that a model writes. Formats have vLLM's names.
+"""Separates reasoning and tool calls from the text that a model writes. Formats have vLLM's names.
 
     <think> ... </think>  text  <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     reasoning             content          one call
 
-A text that only looks like a call stays content. A call is told as a whole, when its JSON is complete.
+A text that only looks like a call stays content. A call is returned as a whole, when its JSON is complete.
 """
 
 from __future__ import annotations

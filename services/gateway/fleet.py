@@ -77,7 +77,7 @@ class Fleet:
         return not self.workers() and self.absent.loading(now_s())
 
     def nobody(self) -> str:
-        """Why no worker serves the base model, for operators: with the last words of failed workers."""
+        """Why no worker serves the base model, for operators: with the reasons that failed workers gave."""
         return "; ".join([f"no worker serves {self._base_model}", *self.absent.sentences(now_s())])
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:

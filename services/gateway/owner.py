@@ -10,8 +10,9 @@ Rules of this file:
 - Token i has index i over all epochs. Known tokens are dropped. Early tokens wait `GAP_S` for the missing ones; then we resume.
 - An epoch is submitted once. If the answer is lost, a worker may have the request, so the next attempt is the next epoch.
   Frames that arrive before the answer, or instead of it, count as the answer.
-- A scheduler may ask for a move: the tokens so far go to the worker that it names, in the next epoch. This is no loss.
-- A request whose output is constrained to a grammar begins again without the tokens so far, or is ended (`_can_go_on`).
+- A scheduler may ask for a move: the request is submitted again, in the next epoch, for the worker that it names. This does not
+  count as a loss.
+- A request whose output is constrained to a grammar starts again without the tokens so far, or is ended (`_can_go_on`).
 - A request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
 - Nothing here waits for a caller: streams are bounded, and a slow one is ended.
 """
@@ -435,7 +436,7 @@ class Owner:
         stream.see_plain()
 
     def _stray(self, worker_id: str, item: StreamItem) -> None:
-        """Tell a worker to stop a request that nobody here waits for."""
+        """Tell a worker to stop a request that no stream here waits for."""
         if item.finish is not None:
             return
         key, now = (worker_id, item.request_id), now_s()

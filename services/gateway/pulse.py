@@ -4,15 +4,15 @@
                                ├─► no responders, twice ............. dead: the broker saw its connection close
                                └─► no answer within ANSWER_S ........ frozen or cut off, provided that the broker answers us
 
-A lease takes seconds to expire, while the broker reports at once that nobody subscribes to a subject. A ping needs permission
-for one subject only, so it works with any NATS server.
+A lease takes seconds to expire, while NATS reports at once that a subject has no subscriber. A ping needs permission for one
+subject only, so it works with any NATS server.
 
 Rules of this file:
-- Only a worker that has answered a ping before can be judged silent. Older workers, and workers behind a server that does not
-  allow pings, never answer; only their leases are watched.
-- For `GRACE_S` after our own connection came back, or our own event loop stood still, no worker is declared lost: workers may
-  reconnect a moment after us.
-- A wrong judgement costs a prefill on another worker; epochs prevent repeated tokens.
+- Only a worker that has answered a ping before can be declared lost by pings. Older workers, and workers behind a server that
+  does not allow pings, never answer; only their leases are watched.
+- For `GRACE_S` after this gateway's connection came back, or its event loop stood still, no worker is declared lost: workers may
+  reconnect a moment later.
+- If a worker is declared lost by mistake, that costs a prefill on another worker; epochs prevent repeated tokens.
 """
 
 from __future__ import annotations

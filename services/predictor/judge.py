@@ -1,4 +1,4 @@
-"""How good predictions are: accuracy by class, rank correlation, error, calibration, latency."""
+"""Measures the quality of predictions: accuracy by class, rank correlation, error, calibration, latency."""
 
 from __future__ import annotations
 

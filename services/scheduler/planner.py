@@ -48,7 +48,7 @@ class Turn:
         return now_s() - self._renewed_s < STOP_S
 
     async def renew(self) -> None:
-        """Renew the key, or take it from nobody or from a holder that is gone. Raises Unavailable when JetStream is away."""
+        """Renew the key, or take it if it has no holder or its holder is gone. Raises Unavailable when JetStream is away."""
         began_s = now_s()
         entry = await self._bucket.get(self._key)
         if entry is not None and not self._ours(entry):

@@ -1,4 +1,4 @@
-"""Carries out what `policies.host_tier` decides: adapters from the object store to files, from files to host memory.
+"""Carries out the decisions of `policies.host_tier`: fetches adapters from the object store to files, and maps files into memory.
 
     object store  --fetch, SHA-256 checked, atomic rename-->  disk  --mapped, header checked-->  host  -->  engine
 
@@ -40,7 +40,7 @@ FETCH_BYTES_PER_S = 4 * 1024 * 1024  # a link slower than this is treated as bro
 
 
 class Decider(Protocol):
-    """Who decides for an `AdapterStore`, and hears of it."""
+    """Makes the decisions for an `AdapterStore`, and is told the results."""
 
     def loaded(self, digest: str, adapter: HostAdapter) -> None:
         """A copy is in host memory and its file on disk."""
@@ -87,7 +87,7 @@ class AdapterStore:
             metrics.ADAPTER_EVICTIONS.labels(action.tier).inc()
 
     def load(self, ref: AdapterRef, source: Literal["disk", "store"]) -> None:
-        """Bring a copy to host memory; the decider hears of it."""
+        """Load a copy into host memory; the decider is told the result."""
         self._loads[ref.digest] = asyncio.get_running_loop().create_task(self._load(ref, source))
 
     async def _load(self, ref: AdapterRef, source: Literal["disk", "store"]) -> None:

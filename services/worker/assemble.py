@@ -1,4 +1,4 @@
-"""From a configuration to a warm engine: device, memory budgets, weights, KV cache, first steps."""
+"""Builds a warm engine from a configuration: device, memory budgets, weights, KV cache, first steps."""
 
 from __future__ import annotations
 

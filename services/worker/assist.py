@@ -1,14 +1,14 @@
-"""CPU LoRA processes: started, pinned, watched, replaced; and the profile that says how much of a step each can take over.
+"""Starts, pins, watches and replaces CPU LoRA processes, and decides how many rows of a step each of them computes.
 
-    engine's thread    helpers(loading, rows) before a step with adapters under way; observe(..) after every step
+    engine's thread    helpers(loading, rows) before a step with adapters being copied; observe(..) after every step
     watching thread    process exits, channels that failed (the step's watchdog): kill, new memory, new process
 
 The engine's thread never waits for the other one: it uses the channels that are alive. A process and its channel begin and end
-together, so that a late write of an old process goes to memory that is not read any more.
+together, so a late write of an old process goes to memory that is no longer read.
 
-The profile: the time that one process needs to read an element of an adapter and to compute with it for a row, first from
-requests of zeros, then from its own clock in every step; and the time of a base layer, as a line in the rows of a step. A core
-takes as many rows as it computes within a base layer's time (CaraServe, section 4: c tokens per core, ceil(L / c) cores).
+A process gets as many rows as it computes within the time of a base layer (CaraServe, section 4: c tokens per core, ceil(L / c)
+cores). Two measurements give this number: the time that a process needs to read an element of an adapter and to compute with it
+for a row, first with requests of zeros and then in every step; and the time of a base layer as a linear function of the rows.
 """
 
 from __future__ import annotations

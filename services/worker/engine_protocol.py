@@ -5,7 +5,7 @@
                 came to the device or left it, free memory
 
 An engine keeps its own queue, batches and memory; `policies.worker_core` decides what enters it. Every request that was added
-ends with one item that has `finish`, whatever happens. `tests/engines` holds every engine to it.
+ends with exactly one item that has `finish`, also after errors. `tests/engines` checks this for every engine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KvAccess(Protocol):
         """Hold the blocks with these keys under a new name; how many of the first ones are here."""
 
     def read(self, name: str, first: int, count: int) -> asyncio.Future[np.ndarray | None]:
-        """A copy of blocks that are held, uint8; None when they cannot be had any more."""
+        """A copy of blocks that are held, uint8; None when they are no longer held."""
 
     def land(self, name: str, keys: Sequence[bytes], content: bytearray) -> asyncio.Future[bool]:
         """Write a move's next blocks, after those that `find` or an earlier call got. They stay until `drop`. Without

@@ -5,8 +5,8 @@
 
 Rules:
 - the engine never waits for the network: a report is handed over when the loop *takes* it, not when it is sent.
-- it does wait for a loop that is `MAX_AHEAD` reports behind. Tokens are never dropped here; a loop that far behind has
-  no use for more of them, and the pause is counted (`motet_worker_engine_paused_seconds`).
+- the engine waits while the loop is `MAX_AHEAD` reports behind. Tokens are never dropped here, so the number of waiting reports
+  must be bounded. The pause is counted (`motet_worker_engine_paused_seconds`).
 - the loop never waits for the engine: commands only append.
 - while there is nothing to do the thread sleeps on the event; while all requests wait for an adapter's copy, with a timeout.
 - no exception ends the thread. A failed command is answered for its request; when a step fails as a whole, its

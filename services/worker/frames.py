@@ -1,4 +1,4 @@
-"""Token frames on their way to the gateways: one message per gateway per engine step, encoded on the loop.
+"""Sends token frames to the gateways: one message per gateway and engine step, encoded on the event loop.
 
 A frame that the bus cannot take (it was disconnected for longer than its buffer lasts) is dropped, so that memory stays bounded
 while the network is away. Its requests are cancelled at once. When the bus takes messages again, their gateways are told

@@ -5,7 +5,7 @@
                                           └── writes them between steps, then starts the request, which finds them by key
 
 Whatever goes wrong, the request starts with the blocks that have arrived and computes the rest: at the latest after the time
-that computing all of it was predicted to take. Here is no state of a request beyond that wait.
+that computing all of it was predicted to take. This file keeps no state of a request beyond that wait.
 
 Blocks are copied in and out of the engine in pieces between two steps, and sent in smaller parts, so that neither a step nor a
 token frame on the same connection waits for long. Everything is bounded: moves, bytes per move, pieces in memory, time.
@@ -240,7 +240,7 @@ class KvTravel:
 
     async def _expect(self, token: str) -> _Offer:
         if len(self._expected) >= MOVES or token in self._expected:
-            raise Overloaded("too many KV blocks are asked for that nobody has offered")
+            raise Overloaded("too many requests for KV blocks that were not offered")
         expected = self._expected[token] = asyncio.get_running_loop().create_future()
         try:
             return await asyncio.wait_for(expected, EARLY_S)
@@ -274,7 +274,7 @@ class KvTravel:
         if offer.read and not offer.reading:
             self._withdraw(message.token)
         if piece is None:
-            raise NotFound("these KV blocks do not count any more")
+            raise NotFound("these KV blocks are no longer held")
         return KvPart(data=piece[start : start + message.size].tobytes())
 
     # ---- the link

@@ -5,9 +5,9 @@
        │                      └─ refused: draining, full, ...        └─ state deltas, metrics, step-time fit
        └─ answered at once, before any of the slow parts
 
-What becomes of a request is decided in `policies.worker_core` and carried out by `shell.py`; this file turns messages into
-events and keeps the process's life. Everything here runs on the event loop. torch is imported in the engine's thread, after
-what can be checked without it.
+`policies.worker_core` decides about each request and `shell.py` carries it out; this file turns messages into events and
+implements the process's life cycle. Everything here runs on the event loop. torch is imported in the engine's thread, after
+everything that can be checked without it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine needs of the model: one step's batch in, logits out, and adapters copied to the device.
+"""The interface of a backend, which computes the model: one step's batch in, logits out, and adapters copied to the device.
 
 A backend owns all device memory: base weights, KV cache and adapter pool. The engine decides what their blocks and slots mean.
 `backends/` has one file per backend, and `docs/engines.md` says how to add one.

@@ -1,8 +1,8 @@
-"""Adapters that are being copied to the device: the backend's link as `policies.batch_core` sees it, and reports of it.
+"""Adapters that are being copied to the device: carries out what `policies.batch_core` decides, and reports the results.
 
-begin      a slot was granted: its copy starts, and is whole at once where nothing copies beside the steps
-whole      it is there
-left       a slot was taken back: the copy under way, if there is one, is given up
+begin      a slot was granted: its copy starts; where copies do not run beside the steps, it is complete at once
+whole      the copy is complete
+left       a slot was taken back: the copy into it, if one runs, is given up
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CPU cores of a step's threads, beside those of CPU LoRA processes."""
+"""Chooses the CPU cores of a step's threads, apart from those of CPU LoRA processes."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@
     run           seats -> StepBatch -> Backend.forward -> Sampler: one token for every sequence that is up to date
     postprocess   append tokens, end sequences, write items for the gateways and briefs for the schedulers
 
-Single-threaded: every method is called from the engine's thread; nothing here waits for anything but the device. Adapters
-are copied to the device beside the steps where the backend can do that: their requests wait with a slot, or join before the
-copy is whole (policies/cold_start), and other requests go on. A copy whose last user left continues until its slot is needed.
-An error of one request or adapter ends that request only. A forward pass that fails ends the requests in it.
+Single-threaded: every method is called from the engine's thread and waits for the device only. Where the backend supports it,
+adapters are copied to the device beside the steps: their requests wait with a slot, or join before the copy is complete
+(policies/cold_start), while other requests run. If all requests for a copy end before it does, it continues until its slot is
+needed. An error of one request or adapter ends that request only. A forward pass that fails ends the requests in it.
 """
 
 from __future__ import annotations

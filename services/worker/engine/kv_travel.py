@@ -1,4 +1,4 @@
-"""KV blocks on their way between workers, as the engine's thread sees them: copied between two steps, held meanwhile."""
+"""The engine's side of KV blocks that travel between workers: holds them, and copies their bytes between two steps."""
 
 from __future__ import annotations
 

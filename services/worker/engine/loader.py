@@ -1,8 +1,8 @@
-"""Checkpoint weights into fused tensors. Reads safetensors, one file or sharded, mapped into memory; never pickle.
+"""Loads the weights of a checkpoint as fused tensors. Reads safetensors, one file or sharded, mapped into memory; never pickle.
 
-Matrices may be floats or quantized (`quantized.py`). q, k, v and gate, up become one matrix each.
+Matrices may be floats or quantized (`quantized.py`). q, k, v become one matrix, and so do gate and up.
 
-`random_weights` makes those of a config without a checkpoint, on the device: for measuring real shapes without a download.
+`random_weights` makes random weights of a config's shapes on the device, to measure real shapes without a download.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Makes the merged copy of the weights beside the steps, as `policies.merged_copy` decides.
+"""Makes the merged copy of the weights between the steps, as `policies.merged_copy` decides.
 
-    plan.dropped ──> drop       its memory goes back before memory is divided anew
-    plan.making  ──> begin      then before every step a slice, until it is whole
+    plan.dropped ──> drop       its memory is freed before the boundary of KV blocks and adapters moves
+    plan.making  ──> begin      then a slice before every step, until it is complete
 
-A slice runs on the threads of the steps between two of them. A thread of its own would take a core from the members of a step,
-and all of them wait for the slowest.
+A slice runs on the threads of the steps, between two steps. A separate thread would take a core from the threads of a step, which
+all wait for the slowest of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MergedWeights(Protocol):
         """Go on until `enough()` says so, which is asked every few tenths of a millisecond; whether the copy is whole."""
 
     def drop(self) -> None:
-        """There is no copy any more."""
+        """The copy was dropped."""
 
 
 class CopyMaker:

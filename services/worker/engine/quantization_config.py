@@ -1,10 +1,10 @@
-"""What `quantization_config` in config.json says of the weights. No torch here; nothing is guessed.
+"""Reads `quantization_config` of config.json: how the weights are quantized. Imports no torch.
 
     gptq                 4 and 8 bits; zero points; groups in the order of the inputs
     awq                  4 bits, layout "gemm"
     compressed-tensors   "pack-quantized" (4 and 8 bits) and "int-quantized" or "naive-quantized" (8 bits)
 
-A field that is not known here is refused by name, and so is a value that the kernels do not compute.
+Unknown fields are refused by name, and so are values that the kernels do not support.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of each of its steps."""
+"""The types of the engine's input, requests, and of its output, one report per step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What Motet's own backends have in common: a pool with a loader, steps that compute, CPU processes that help.
+"""The common part of Motet's own backends: an adapter pool with a loader, the steps, and CPU LoRA processes.
 
-    begin_load ──> LoraPool.reserve ──> Loader            beside the steps, or whole at once
+    begin_load ──> LoraPool.reserve ──> Loader            beside the steps, or complete at once
     forward    ──> Steps(batch, helpers)                  helpers: for adapters of the step that are still being copied
 
 `backends/` puts the parts together. One thread at a time.

@@ -1,8 +1,8 @@
-"""Steps of the torch model: enqueued on a device, and complete when their logits are read.
+"""Steps of the torch model. They are enqueued on the device and complete when their logits are read.
 
 decode alone                      a CUDA graph
-some adapters are being copied    beside CPU processes and copies (kernels/device), to its end
-anything else                     launch by launch
+some adapters are being copied    with CPU LoRA processes and copies beside it (kernels/device), until all of it is computed
+all other steps                   launch by launch
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The adapters of a vLLM core: which of them have a slot, and whose weights it keeps in host memory.
+"""The adapters of a vLLM core: which of them have a slot, and which weights vLLM keeps in host memory.
 
-    files ──bring──> host memory and slot ──free──> host memory ──(the worker's copy is gone)──> nowhere
+    files ──bring──> host memory and slot ──free──> host memory ──(the worker's copy is gone)──> removed
 
-The engine decides which adapters have slots (`policies/engine_entry.py`). This file carries that out, by orders that vLLM
-takes between two steps. A task sends its order as soon as it begins, and tasks begin in the order in which they are made. So
-an order for an adapter reaches vLLM before the requests that follow it, and only files that vLLM must read are waited for.
+`policies/engine_entry.py` decides which adapters have slots. This file carries that out with commands that vLLM executes between two
+steps. A task sends its command as soon as it begins, and tasks begin in the order in which they are made. So a command for an
+adapter reaches vLLM before the requests that follow it, and only the reading of files is waited for.
 """
 
 from __future__ import annotations

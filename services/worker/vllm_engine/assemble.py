@@ -1,4 +1,4 @@
-"""From a worker's configuration to vLLM, and the facts that the worker needs of it."""
+"""Starts vLLM from a worker's configuration, and returns the facts that the worker needs about it."""
 
 from __future__ import annotations
 

@@ -6,16 +6,16 @@
 
 Rules:
 - everything here runs on the event loop; only the start of a core runs in a thread.
-- an adapter enters and leaves a slot of vLLM by our order alone, so its LRU never evicts, and what is reported as resident is
-  what it has. vLLM holds the weights of further adapters in host memory: those whose copy the worker's host tier has.
-- vLLM takes orders and requests between two steps, in the order in which they are sent. So nothing waits for the answer to an
-  order, which comes a step later (`adapters.py`).
-- a paused request is aborted at vLLM. It enters again with its output as prompt.
-- a request is sent when its adapter is there. So vLLM skips none in its queue.
-- ids at vLLM are unique for every addition, so an output of a request that was cancelled meets nobody.
-- a core that dies ends its requests with WorkerLost; their gateways submit them again. A new core is started at once, and
-  requests that come meanwhile wait for it. Those that were lost before and had not entered stay, so that they are not lost
-  again with what kills cores.
+- adapters enter and leave vLLM's slots by the worker's commands only. So vLLM's LRU never evicts, and the residency that the worker
+  reports is vLLM's. In host memory vLLM keeps the weights of further adapters: those of which the worker's host tier has a copy.
+- vLLM takes commands and requests between two steps, in the order in which they are sent. So nothing waits for the answer to a
+  command, which comes a step later (`adapters.py`).
+- a paused request is aborted in vLLM. It enters again with its output as a part of the prompt.
+- a request is sent only when its adapter has a slot. So vLLM never skips a request in its queue.
+- ids in vLLM are unique for every addition, so late outputs of a cancelled request are ignored.
+- when a core dies, its requests end with WorkerLost and their gateways submit them again. A new core is started at once, and
+  requests that come meanwhile wait for it. Requests that had not entered the core stay here if they were lost before, so that
+  they are not lost again because of another request that kills cores.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class VllmEngine:
         self._entry.slots.pinned = digests
 
     def unload_adapter(self, digest: str) -> None:
-        """Free an adapter's slot when nobody uses it."""
+        """Free an adapter's slot if no request uses it."""
         self._entry.doomed.add(digest)
         self._sweep()
 

@@ -1,4 +1,4 @@
-"""What the worker adds to vLLM's processes: they end with it, free a slot by order, and have a mended CPU kernel. Only vLLM's
+"""Additions to vLLM's processes: they end with the worker, can free a slot on command, and have a corrected CPU kernel. Only vLLM's
 environment imports this file."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images of prompts: vLLM's own processor turns a prompt with placeholders, and images, into what its core takes.
+"""Images of prompts: vLLM's own processor converts a prompt with placeholders, and its images, to the input of vLLM's core.
 
     [.., placeholder, ..] + image  ──>  [.., placeholder × as many as the image has embeddings, ..] + pixels by position
 
@@ -70,4 +70,4 @@ def _decoded(image: Image) -> Any:
             return ImageMediaIO().load_bytes(image.data)
     except Exception as error:  # decoders raise what they like
         raise BadRequest(f"{image.param}: the image cannot be read: {error}", param=image.param) from None
-    raise BadRequest(f"{image.param}: the image has {width} x {height} pixels; {PIXELS_MAX} are the most", param=image.param)
+    raise BadRequest(f"{image.param}: the image has {width} x {height} pixels, the limit is {PIXELS_MAX}", param=image.param)

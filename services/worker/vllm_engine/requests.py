@@ -1,6 +1,6 @@
-"""A request as the worker has it, and as vLLM's core takes it.
+"""Requests in the worker's form, and their conversion to the form of vLLM's core.
 
-vLLM is imported in functions: a worker with the native engine does without it.
+vLLM is imported in functions, because a worker with the native engine runs without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logger("motet.worker.vllm")
 SUSPECT_LOSSES = 2
-"""Workers or cores lost in a row with a request from which on it runs alone. One loss may be anybody's."""
+"""After so many workers or cores lost in a row, a request runs alone. One loss may have been caused by any request."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

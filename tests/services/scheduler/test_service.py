@@ -285,7 +285,7 @@ async def test_a_base_model_that_nobody_serves_is_unavailable(bus, schedule, hir
     await schedule()
     answer = await submit(bus, generate_request(base_model="other"))
     assert type(answer) is Unavailable and answer.status == 503
-    assert answer.message == "nobody serves base model other" and answer.retry_after_s
+    assert answer.message == "no worker serves base model other" and answer.retry_after_s
 
 
 async def test_full_workers_mean_overloaded_with_the_time_until_there_is_room(bus, schedule, hire):

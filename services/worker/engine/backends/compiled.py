@@ -1,4 +1,4 @@
-"""Compiled kernels on a CPU: one call per step, weights of floats or of 8 or 4 bits, CPU processes beside it."""
+"""Compiled kernels on a CPU: one call per step, weights of 32, 16, 8 or 4 bits, CPU LoRA processes."""
 
 from __future__ import annotations
 

@@ -100,5 +100,5 @@ def lora_library() -> CpuEngine | None:
     try:
         return CpuEngine(threads=1)
     except (BuildError, ValueError) as error:
-        _log.warning("CPU LoRA processes cannot be had: %s", error)
+        _log.warning("CPU LoRA processes cannot be used: %s", error)
         return None
