@@ -124,7 +124,7 @@ class AdapterSlots:
     def _bring(self, digest: str, size_bytes: int, candidates: Iterable[str]) -> Grant | None:
         """A slot without a user. The first idle `candidates` make room; None, and no change, when all of them are too few.
 
-        Nobody has used the adapter yet: the eviction policy counts a use when a request does.
+        No request has used the adapter yet: the eviction policy counts a use when one does.
         """
         leaving: list[str] = []
         slots, room, rest = len(self._free_slots), self.bytes_free, iter(candidates)

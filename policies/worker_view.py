@@ -1,4 +1,4 @@
-"""A worker as schedulers see it, and the changes that they have not heard yet.
+"""A worker's state as it is sent to schedulers, and the changes that were not sent yet.
 
 Every change is remembered until `take` collects it for the next message, so code that changes the view sends nothing. Values
 that move in nearly every step (free memory, tokens so far) do not count as changes; the next message carries them.

@@ -1,7 +1,7 @@
 """Leases: every worker and gateway renews a key in KV `motet_leases`, and others watch the keys.
 
-A lease is lost when its key is deleted (a clean stop), when it comes back with another incarnation (a restart), or when it
-was not renewed for `EXPIRY_S`. Losing NATS must not look like losing all workers. So nothing expires while this process receives
+A lease is lost when its key is deleted (a clean stop), when it comes back with another incarnation (a restart), or when it was
+not renewed for `EXPIRY_S`. Losing NATS must not look like losing all workers. So nothing expires while this process receives
 nothing from NATS (no connection, a hung server, or its own event loop stood still), or while no lease can be renewed (a cluster
 elects a new leader for the bucket). Afterwards every lease gets a new `EXPIRY_S`.
 """

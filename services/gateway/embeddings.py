@@ -1,8 +1,8 @@
 """POST /v1/embeddings: the request's fields, its plan, and OpenAI's answer. No HTTP here.
 
-Each input is an ordinary request: it is assigned, watched and, after a loss, given to another worker. At most `AT_ONCE` inputs of
-a request are submitted at a time. If the first one is refused for lack of room, so is the whole request. Later inputs that find no
-room are tried again, because other inputs of the same request may take that room.
+Each input is an ordinary request: it is assigned, watched and, after a loss, given to another worker. At most `AT_ONCE` inputs
+of a request are submitted at a time. If the first one is refused for lack of room, so is the whole request. Later inputs that
+find no room are tried again, because other inputs of the same request may take that room.
 """
 
 from __future__ import annotations

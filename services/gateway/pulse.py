@@ -10,8 +10,8 @@ subject only, so it works with any NATS server.
 Rules of this file:
 - Only a worker that has answered a ping before can be declared lost by pings. Older workers, and workers behind a server that
   does not allow pings, never answer; only their leases are watched.
-- For `GRACE_S` after this gateway's connection came back, or its event loop stood still, no worker is declared lost: workers may
-  reconnect a moment later.
+- For `GRACE_S` after this gateway's connection came back, or its event loop stood still, no worker is declared lost: workers
+  may reconnect a moment later.
 - If a worker is declared lost by mistake, that costs a prefill on another worker; epochs prevent repeated tokens.
 """
 

@@ -28,7 +28,7 @@ class PredictorConfig(ServiceConfig, frozen=True, kw_only=True):
         ),
     ] = 8192
     predictor_fit_s: Annotated[
-        float, Meta(gt=0, description="minimum time between two fits of the prompt model in seconds; a fit takes about a second")
+        float, Meta(gt=0, description="minimum seconds between two fits of the prompt model; a fit takes about a second")
     ] = 60.0
     predictor_proxy: Annotated[
         str,

@@ -1,7 +1,8 @@
 """Predictions of a proxy model, in batches: prompts that arrive while a batch runs form the next batch.
 
-A thread runs the model. Its predictions are calibrated like those of the hashed model and compared with them: for adapters where the
-proxy has been worse, the hashed model is used. When WAITING_MAX prompts wait, further ones get the hashed model's answer at once.
+A thread runs the model. Its predictions are calibrated like those of the hashed model and compared with them: for adapters
+where the proxy has been worse, the hashed model is used. When WAITING_MAX prompts wait, further ones get the hashed model's
+answer at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Carries out the decisions of `policies.host_tier`: fetches adapters from the object store to files, and maps files into memory.
+"""Carries out the decisions of `policies.host_tier`: fetches adapters from the object store to files, and maps files into
+memory.
 
     object store  --fetch, SHA-256 checked, atomic rename-->  disk  --mapped, header checked-->  host  -->  engine
 

@@ -1,4 +1,4 @@
-"""The worker's configuration and the byte budgets that follow from it. Imports no torch, so a wrong flag is reported at once."""
+"""The worker's configuration and its memory budgets in bytes. Imports no torch, so a wrong flag is reported at once."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
     device_memory: Annotated[
         Literal["shared", "fixed"],
         Meta(
-            description="division of device memory by --kv-memory-gib and --lora-memory-mib: shared (each may use what the other"
-            " does not need) or fixed; always fixed on a GPU"
+            description="division of device memory by --kv-memory-gib and --lora-memory-mib: shared (each may use what the"
+            " other does not need) or fixed; always fixed on a GPU"
         ),
     ] = "shared"
     enforce_eager: Annotated[bool, Meta(description="no CUDA graphs: launch every decode step kernel by kernel")] = False
@@ -78,8 +78,8 @@ class BatchConfig(Config, frozen=True, kw_only=True):
         QueuesName,
         Meta(
             description="order of waiting requests: fcfs (by priority, TTFT objective and arrival), motet (also by size, recent"
-            " service of the tenant and the adapter, and whether the adapter is in use), chameleon (queues by size with quotas),"
-            " static (four fixed queues), sjf (shortest predicted output first)"
+            " service of the tenant and the adapter, and whether the adapter is in use), chameleon (queues by size with"
+            " quotas), static (four fixed queues), sjf (shortest predicted output first)"
         ),
     ] = "fcfs"
 
@@ -138,15 +138,15 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="number of waiting requests whose adapters are copied to the device before their turn; only where copies"
-            " run beside the steps",
+            description="number of waiting requests whose adapters are copied to the device before their turn; only where"
+            " copies run beside the steps",
         ),
     ] = 0
     adapter_foresight: Annotated[
         bool,
         Meta(
-            description="load adapters that are likely to be requested soon to host memory and to the device, while nothing else"
-            " is being copied"
+            description="load adapters that are likely to be requested soon to host memory and to the device, while nothing"
+            " else is being copied"
         ),
     ] = False
     merge: Annotated[
@@ -199,7 +199,7 @@ class ColdConfig(Config, frozen=True, kw_only=True):
             raise ConfigError(f"--assist-cores: {self.assist_cores}, this process may run on {', '.join(map(str, allowed))}")
         cores = named or allowed[-self.assist_processes :] if self.assist_processes else []
         if len(set(cores)) != self.assist_processes:
-            raise ConfigError(f"--assist-processes: {self.assist_processes} processes need a core each, there are {len(set(cores))}")
+            raise ConfigError(f"--assist-processes: {self.assist_processes} processes need a core each of {len(set(cores))}")
         return tuple(cores)
 
 

@@ -2,10 +2,11 @@
 
     step (numpy) --padded to its bucket--> buffers that never move --replay--> logits
 
-A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step that fits.
-Steps without any adapter have separate graphs, without LoRA. So do merged steps, because their weights have other addresses; these
-graphs are dropped with the merged copy. Everything that differs between the steps of a graph (tokens, tables, adapters, amount of
-work) is in the buffers. A padding row is token 0 of the base model; it writes and reads the scratch block, which no sequence uses.
+A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step that
+fits. Steps without any adapter have separate graphs, without LoRA. So do merged steps, because their weights have other
+addresses; these graphs are dropped with the merged copy. Everything that differs between the steps of a graph (tokens, tables,
+adapters, amount of work) is in the buffers. A padding row is token 0 of the base model; it writes and reads the scratch block,
+which no sequence uses.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     merged.model.forward(...)                   a merged step, without LoRA
     merged.drop()                               its memory is free again; `dropped()` is called before
 
-The base matrices are not changed. Sums are float32 and rounded once. Matrices that the adapter does not change are shared with the
-base model. On a GPU `begin` takes the memory of the whole copy, so that a copy that does not fit is refused before any work; on a
-CPU each matrix is packed when it is complete.
+The base matrices are not changed. Sums are float32 and rounded once. Matrices that the adapter does not change are shared with
+the base model. On a GPU `begin` takes the memory of the whole copy, so that a copy that does not fit is refused before any
+work; on a CPU each matrix is packed when it is complete.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     plan.dropped ──> drop       its memory is freed before the boundary of KV blocks and adapters moves
     plan.making  ──> begin      then a slice before every step, until it is complete
 
-A slice runs on the threads of the steps, between two steps. A separate thread would take a core from the threads of a step, which
-all wait for the slowest of them.
+A slice runs on the threads of the steps, between two steps. A separate thread would take a core from the threads of a step,
+which all wait for the slowest of them.
 """
 
 from __future__ import annotations

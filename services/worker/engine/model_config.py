@@ -5,8 +5,8 @@
     Qwen2ForCausalLM     Qwen 2, 2.5; bias on q, k, v; sliding window on the upper layers when switched on
     Qwen3ForCausalLM     RMS norm on every head's q and k
 
-An unknown key that may change the computation is refused by name, because a model that runs with wrong results is worse than one
-that does not start.
+An unknown key that may change the computation is refused by name, because a model that runs with wrong results is worse than
+one that does not start.
 """
 
 from __future__ import annotations

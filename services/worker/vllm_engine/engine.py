@@ -6,8 +6,9 @@
 
 Rules:
 - everything here runs on the event loop; only the start of a core runs in a thread.
-- adapters enter and leave vLLM's slots by the worker's commands only. So vLLM's LRU never evicts, and the residency that the worker
-  reports is vLLM's. In host memory vLLM keeps the weights of further adapters: those of which the worker's host tier has a copy.
+- adapters enter and leave vLLM's slots by the worker's commands only. So vLLM's LRU never evicts, and the residency that the
+  worker reports is vLLM's. In host memory vLLM keeps the weights of further adapters: those of which the worker's host tier has
+  a copy.
 - vLLM takes commands and requests between two steps, in the order in which they are sent. So nothing waits for the answer to a
   command, which comes a step later (`adapters.py`).
 - a paused request is aborted in vLLM. It enters again with its output as a part of the prompt.

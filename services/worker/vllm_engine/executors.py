@@ -1,5 +1,5 @@
-"""Additions to vLLM's processes: they end with the worker, can free a slot on command, and have a corrected CPU kernel. Only vLLM's
-environment imports this file."""
+"""Additions to vLLM's processes: they end with the worker, can free a slot on command, and have a corrected CPU kernel. Only
+vLLM's environment imports this file."""
 
 from __future__ import annotations
 
