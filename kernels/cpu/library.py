@@ -1,6 +1,6 @@
-"""The compiled library as Python sees it: the structures of src/motet_cpu.h, and one object per instruction set.
+"""Python bindings of the compiled library: the structures of src/motet_cpu.h, and one object per instruction set.
 
-Calls release the GIL. Tensors go in as addresses, so every function here checks type, device and contiguity first.
+Calls release the GIL. Tensors are passed as addresses, so every function here checks type, device and contiguity first.
 """
 
 from __future__ import annotations
