@@ -7,10 +7,10 @@
     python -m bench engine --bits           weights of 16, 8 and 4 bits, with `--peers llama.cpp` beside it: bench.engine_bits
     python -m bench engine --peers llama.cpp,vllm,peft      --bits with llama.cpp, then the first with vLLM and PEFT
 
-Every contestant has a process of its own for the whole bench and the same cores. A round asks each of them for each
-configuration, in another order every time and with prompts that none has seen; figures are ratios of medians over the
-rounds. vLLM without LoRA is an engine in which LoRA is off: only then does vLLM compile its model. Its LoRA path is not
-compiled, so a ratio to it says little: beside every rate stands its share of what the machine can do (bench.roofline).
+Every contestant has a process of its own for the whole bench and the same cores. Each round runs all of them in each
+configuration, in another order and with new prompts; figures are ratios of medians over the rounds. For "vLLM without LoRA" the
+engine is started with LoRA off, because only then does vLLM compile its model. Its LoRA path is not compiled, so a ratio to it
+says little. Therefore every rate is also given as a share of the machine's limit (bench.roofline).
 """
 
 from __future__ import annotations

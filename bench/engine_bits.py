@@ -1,11 +1,11 @@
 """`python -m bench engine --bits`: base weights of 16, 8 and 4 bits; beside llama.cpp's with `--peers llama.cpp`.
 
 Requests of 64 + 64 tokens, 1, 8 and 32 at once, greedy. Every contestant is a process that has loaded one width: Motet's bf16,
-int8, int4, llama.cpp's BF16, Q8_0, Q4_0. A lap asks for all the tokens, others for the first ones only: the difference is the
-decoding alone, whose share of the bandwidth counts the weights of every step once.
+int8, int4, llama.cpp's BF16, Q8_0, Q4_0. Some laps generate all tokens, others only the first ones. The difference is the time
+of decoding alone; its share of the bandwidth counts the weights once per step.
 
-With `--adapters` also laps with adapters, and only of 1 and 32 requests, to end in time: one adapter for all requests, and for
-Motet one of its own for each request, which llama.cpp cannot do.
+With `--adapters` there are also laps with adapters, for 1 and 32 requests only: one adapter for all requests, and with Motet a
+different one for each request, which llama.cpp cannot do.
 """
 
 from __future__ import annotations
