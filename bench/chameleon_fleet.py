@@ -3,7 +3,7 @@
 A worker's foresight (`policies.foresight`) sees only the requests that came to it. The scheduler here is an ideal one: it sees
 every request, knows without delay what is on each device, and has as large a budget of unused copies per worker as the worker
 itself. Every TICK_S it gives each worker whose link and queue are idle the likeliest adapter that is on no device; the worker
-with the most free memory comes first.
+with the fewest requests comes first.
 """
 
 from __future__ import annotations
