@@ -50,10 +50,10 @@ class Decider(Protocol):
         """A load failed."""
 
     def file_lost(self, digest: str) -> None:
-        """A file is not there, or not what its name says."""
+        """A file is missing, or its content does not match its digest."""
 
     def spare_file(self) -> bool:
-        """The disk is full: `evict` a file that can be spared; whether there was one."""
+        """The disk is full: `evict` a file that is not in use; whether there was one."""
 
 
 class AdapterStore:
@@ -78,7 +78,7 @@ class AdapterStore:
     # ---- actions
 
     def evict(self, action: Evict | Forget) -> None:
-        """Let go of a copy, or of a file, or of both."""
+        """Release a copy, or delete a file, or both."""
         tiers = ("host", "disk") if isinstance(action, Forget) else (action.tier,)
         if "host" in tiers:
             self._copies.pop(action.digest, None)
@@ -115,7 +115,7 @@ class AdapterStore:
     # ---- files and the object store
 
     def _from_disk(self, digest: str) -> HostAdapter | None:
-        """The host copy, or None when the file is missing or its content is not what its name says."""
+        """The host copy, or None when the file is missing or its content does not match its digest."""
         path = self._files.path(digest)
         try:
             if not self._files.intact(digest):

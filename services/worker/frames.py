@@ -20,7 +20,7 @@ from motet.shared.telemetry import logger
 
 log = logger("motet.worker.frames")
 MAX_LOST = 65_536
-OVERHEAD_BYTES = 4096  # what the protocol adds to a payload, generously
+OVERHEAD_BYTES = 4096  # upper bound of what the protocol adds to a payload
 
 
 class FrameSender:
@@ -32,7 +32,7 @@ class FrameSender:
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._lost: dict[tuple[str, str], StreamItem] = {}  # (gateway, request) -> the apology it is owed
+        self._lost: dict[tuple[str, str], StreamItem] = {}  # (gateway, request) -> the error that is still to be sent
         self._task = bus.spawn(self._run())
 
     def put(self, gateway_id: str, step: int, items: list[StreamItem]) -> None:

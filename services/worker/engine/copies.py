@@ -77,12 +77,12 @@ class DeviceAdapters:
 
     @property
     def perf(self) -> PerfModel:
-        """What is known of step times now."""
+        """The present estimate of step times."""
         return self._perf()
 
     @property
     def bytes_per_s(self) -> float:
-        """As measured, or as given."""
+        """The link's rate, measured or given."""
         return self._runner.link.bytes_per_s
 
     @property
@@ -100,7 +100,7 @@ class DeviceAdapters:
 
     @property
     def assist(self) -> AssistRates | None:
-        """What the CPU processes can do now; None without any, or before they have been measured."""
+        """The present abilities of the CPU processes; None without any, or before they have been measured."""
         assist = self._runner.assist
         if assist is None:
             return None

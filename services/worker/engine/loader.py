@@ -25,8 +25,8 @@ from motet.services.worker.engine.quantized import FLOATS, Shapes, read_module, 
 from motet.services.worker.engine.unsupported import UnsupportedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RANDOM_DEVIATION = 0.02  # what models are initialised with
-M = TypeVar("M")  # a base-model matrix as the kernels want it
+RANDOM_DEVIATION = 0.02  # standard deviation of random weights
+M = TypeVar("M")  # a base-model matrix in the kernels' form
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
 

@@ -55,7 +55,7 @@ class TorchSteps:
 
     @property
     def assisted(self) -> AssistCounts:
-        """What became of the rows of adapters that were on their way, so far."""
+        """How many rows of adapters being copied were computed where so far."""
         return self._beside.counts if self._beside is not None else AssistCounts()
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
@@ -83,7 +83,7 @@ class TorchSteps:
             self._beside.close()
 
     def _model_of(self, batch: StepBatch) -> Model:
-        """The weights that the step computes with."""
+        """The model of the step: the merged one or the base."""
         if not batch.merged:
             return self._model
         assert self._merged is not None and self._merged.whole, "a merged step needs a whole copy"

@@ -19,7 +19,7 @@ from motet.services.worker.vllm_engine.peft_files import PeftAdapter
 from motet.shared.clock import now_s
 
 NUMBERS = 0x7FFFFFFE
-"""vLLM's numbers of adapters: from 1 to this one."""
+"""The largest number that vLLM may give an adapter; numbers begin at 1."""
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class CoreAdapters:
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def number(self, digest: str) -> int:
-        """vLLM's number of an adapter: of its digest, the next free one should two meet."""
+        """vLLM's number of an adapter, derived from its digest; the next free one if two collide."""
         number = self._numbers.get(digest)
         if number is None:
             number, taken = int(digest[:8], 16) % NUMBERS + 1, set(self._numbers.values())
@@ -69,7 +69,7 @@ class CoreAdapters:
         return gone
 
     def lost(self) -> list[str]:
-        """The core died, and its adapters with it. Returns those that were in slots."""
+        """The core died and lost its adapters. Returns those that were in slots."""
         gone = [*self._in_slots]
         self._in_slots.clear()
         self._copies.clear()
@@ -90,6 +90,6 @@ class CoreAdapters:
 
 
 async def _done(order: Coroutine[Any, Any, Any]) -> None:
-    """Send an order that cannot fail unless the core has died, which is noticed where its outputs are read."""
+    """Send a command that cannot fail unless the core has died, which is detected where its outputs are read."""
     with contextlib.suppress(Exception):
         await order

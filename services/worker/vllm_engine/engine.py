@@ -72,7 +72,7 @@ AHEAD = 2
 RESTARTS = 3
 """Cores in a row that do not start before the worker is told that the engine has failed for good."""
 DEATHS = 8
-"""Cores in a row that die without a token before the same: then it is not one request that kills them."""
+"""The same for cores in a row that die without a token: then not a single request kills them."""
 STOP_S = 2.0
 
 
@@ -147,7 +147,7 @@ class VllmEngine:
             await asyncio.to_thread(self.core.client.shutdown, STOP_S)
 
     def busy_s(self) -> float:
-        """How long vLLM has had requests without a word of a step."""
+        """How long vLLM has had requests without reporting a step."""
         return now_s() - self._since_s if self._since_s is not None else 0.0
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -170,7 +170,7 @@ class VllmEngine:
                 log.exception("a step of vLLM was not understood")
 
     async def _again(self, error: Exception) -> None:
-        """The core died: its requests go back to their gateways, and another core is started."""
+        """The core died: end its requests with WorkerLost, and start another core."""
         self._up = False
         for task in [*self._tasks]:
             if task is not asyncio.current_task():
@@ -233,7 +233,7 @@ class VllmEngine:
                 return
 
     def load_adapter(self, adapter: Any, over: Collection[str] | None = None) -> None:
-        """Bring an adapter to a slot, if there is one."""
+        """Load an adapter into a slot, if one is free."""
         if not self._up or not self.core.adapter_prefix:
             return
         entry, digest = self._entry, adapter.digest
@@ -243,7 +243,7 @@ class VllmEngine:
             self._bring(adapter)
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """These leave their slots last."""
+        """Evict these adapters from their slots last."""
         self._entry.slots.pinned = digests
 
     def unload_adapter(self, digest: str) -> None:
@@ -260,7 +260,7 @@ class VllmEngine:
     # ---- requests into vLLM
 
     def _pump(self) -> None:
-        """Let requests enter, and bring the adapters of those that come next."""
+        """Let requests enter, and load the adapters of those that come next."""
         while self._up and not self._stopping and self._enter():
             pass
 
@@ -402,7 +402,7 @@ class VllmEngine:
             self._flush_soon()
 
     def _bring(self, adapter: PeftAdapter) -> bool:
-        """Order an adapter into its slot. Whether requests for it may follow at once."""
+        """Load an adapter into its slot. Returns whether requests for it may follow at once."""
         at_once = self._adapters.bring(self.core.client, adapter)
         if at_once:
             self._arrived(adapter.digest)

@@ -33,7 +33,7 @@ class BoundMultiproc(MultiprocExecutor):
 
 
 class AdapterSlots:
-    """Orders that vLLM lacks. vLLM adds it to its worker class (`--worker-extension-cls`)."""
+    """Commands that vLLM lacks. vLLM adds this class to its worker class (`--worker-extension-cls`)."""
 
     def free_lora_slot(self, number: int) -> None:
         """Take an adapter out of its slot and keep its weights in host memory. `number`: vLLM's of the adapter."""

@@ -30,7 +30,7 @@ class CompiledSteps:
 
     @property
     def assisted(self) -> AssistCounts:
-        """Where the LoRA part of adapters under way was computed so far."""
+        """How many rows of adapters being copied were computed where so far."""
         return self._forward.assisted
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
@@ -89,7 +89,8 @@ def _forward(engine: CpuEngine, options: BackendOptions, memory: DeviceMemory) -
     quantization = quantization_of(options.quantization, config)
     stored = config.quantization is not None and options.load_format != "dummy"
     pack = Packer(engine, None if quantization == "none" or stored else quantization)
-    head = pack if quantization == "none" else Packer(engine, "int8")  # in int4 too: small, and what says the token
+    # 8 bits also with int4: it is small, and its errors change tokens directly
+    head = pack if quantization == "none" else Packer(engine, "int8")
     weights = weights_of(options, memory, Makers(pack.parts, head.parts, pack.whole))
     half = config.head_dim // 2
     rope = RotaryEmbedding(config.rope, config.head_dim, torch.float32, memory.device)

@@ -96,7 +96,7 @@ def _hardware(device: torch.device) -> str:
 
 
 def lora_library() -> CpuEngine | None:
-    """The compiled kernels for CPU LoRA processes, beside a model that does without."""
+    """The compiled kernels for CPU LoRA processes, beside a model that runs on torch."""
     try:
         return CpuEngine(threads=1)
     except (BuildError, ValueError) as error:
