@@ -186,7 +186,7 @@ class AdapterSlots:
         return digest, self.drop(digest)
 
     def resize(self, bytes_total: int) -> None:
-        """Change the bytes. Raises ValueError when they would not hold what is here."""
+        """Change the bytes. Raises ValueError when the present adapters would not fit."""
         if bytes_total < self.bytes_total - self.bytes_free:
             raise ValueError(f"adapters hold {self.bytes_total - self.bytes_free} bytes, more than {bytes_total}")
         self.bytes_free += bytes_total - self.bytes_total

@@ -31,7 +31,7 @@ RECENT = 0.3
 
 
 class Travel(msgspec.Struct, frozen=True):
-    """What a request's KV takes to come from another worker, and to be computed again."""
+    """The times to fetch a request's KV from another worker, and to compute it again."""
 
     copy_ms: float
     again_ms: float

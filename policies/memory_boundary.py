@@ -99,7 +99,7 @@ class Boundary:
 
     @property
     def lent_bytes(self) -> int:
-        """Of the merged copy."""
+        """Blocks of the merged copy."""
         return self._lent * self._block_bytes
 
     @property

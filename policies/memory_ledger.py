@@ -28,7 +28,7 @@ CACHES: frozenset[Class] = frozenset({"prefix", "idle"})
 
 
 class Claim:
-    """A claimant's part of a budget, in bytes. `held()` returns the bytes held by class, from the claimant's books."""
+    """A claimant's part of a budget, in bytes. `held()` returns the bytes held by class, counted by the claimant."""
 
     def __init__(self, budget: Budget, name: str, size_bytes: int, held: Callable[[], Mapping[Class, int]]) -> None:
         self._budget, self.name, self.size_bytes, self.held = budget, name, size_bytes, held

@@ -55,10 +55,10 @@ class Worth(Protocol):
     """Seconds saved per byte by keeping the entry that would leave its cache next."""
 
     def of_adapter(self, digest: str, size_bytes: int) -> float:
-        """Of an idle adapter."""
+        """The worth of a byte of an idle adapter."""
 
     def of_prefix(self) -> float:
-        """Of the least recently used prefix block."""
+        """The worth of a byte of the least recently used prefix block."""
 
 
 class ExpectedSavings:

@@ -31,7 +31,7 @@ NO_CREDIT: Mapping[str, list[float]] = {}
 
 
 class _Memory:
-    """What one memory has counted."""
+    """The counts of one memory."""
 
     __slots__ = ("growth", "surprise", "total", "unit")
 

@@ -22,7 +22,7 @@ KEYS_MAX = 1024
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What two requests must have in common."""
+    """The properties in which two requests must be equal."""
 
     tenant: str
     ttft_slo_ms: float

@@ -13,7 +13,7 @@ from motet.shared.model import RequestBrief, Residency, WorkerLimits
 
 
 class Changes(msgspec.Struct):
-    """What changed since the last time. An id is in one list only: what came and went is gone."""
+    """The changes since the last message. An id is in one list only: a request that came and ended is in `removed`."""
 
     changed: list[RequestBrief]
     removed: list[str]

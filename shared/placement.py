@@ -58,7 +58,7 @@ class PlacementWatch:
         return self._known
 
     def digests(self, worker_id: str) -> tuple[str, ...]:
-        """What a worker is to keep."""
+        """The adapters that a worker should keep loaded."""
         known = self._known.get(worker_id)
         return known.digests if known is not None else ()
 

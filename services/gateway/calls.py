@@ -34,7 +34,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Parts(msgspec.Struct):
-    """What a piece of text turned out to be."""
+    """A piece of text and its kind."""
 
     content: str = ""
     reasoning: str = ""
@@ -68,7 +68,7 @@ class AnswerParser:
     def __init__(self, parsing: Parsing) -> None:
         self._parsing = parsing
         self._thinks = parsing.reasoning and parsing.begins_inside
-        self._thought = not parsing.reasoning  # no reasoning comes any more
+        self._thought = not parsing.reasoning  # no more reasoning follows
         self._held = ""
         self._trims = False  # no newline between the reasoning and the content
         self._calls = _FORMATS[parsing.tools]()

@@ -147,7 +147,7 @@ async def collect(owner: Owner, plan: EmbeddingPlan) -> dict[str, Any]:
 
 
 async def _open(owner: Owner, job: Job, deadline_s: float) -> Stream:
-    """The stream of an input whose siblings are in the mesh: without room it is tried again until `deadline_s`."""
+    """The stream of a later input: if it finds no room, it is tried again until `deadline_s`."""
     while True:
         try:
             return await owner.open(job)

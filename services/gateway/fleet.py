@@ -15,7 +15,7 @@ from motet.shared.telemetry import logger
 
 log = logger("motet.gateway.fleet")
 
-STALE_S = 10.0  # a worker that was not heard for this long is forgotten
+STALE_S = 10.0  # a worker without a message for this long is forgotten
 
 
 class Fleet:

@@ -158,7 +158,7 @@ class Owner:
     async def open(self, job: Job, *, signal: Signal | None = None) -> Stream:
         """Submit `job`; returns when a worker has accepted it. `signal` wakes a caller that has several streams.
 
-        Raises Overloaded (here or everywhere), Unavailable (draining, or nobody to serve it within `OPEN_PATIENCE_S`),
+        Raises Overloaded (here or everywhere), Unavailable (draining, or no worker within `OPEN_PATIENCE_S`),
         DeadlineExceeded, or what the scheduler refused it for.
         """
         if self.draining:
@@ -228,7 +228,7 @@ class Owner:
     def _submitted(self, task: asyncio.Task[None]) -> None:
         self._submits.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever still waits has it; when nobody does it does not matter
+            task.exception()  # a waiting caller gets it; without one it does not matter
 
     async def _submit(self, stream: Stream, timeout_s: float, to: str, kv: KvOffer | None) -> None:
         job, epoch = stream.job, stream.epoch
@@ -280,7 +280,7 @@ class Owner:
         elif stream.worker_id is not None:
             self._cancel_at(stream.worker_id, stream.job.request_id, stream.epoch)
         self._next_epoch(stream, why, lost_worker)
-        if len(stream.tokens) >= stream.job.sampling.max_tokens:  # only its last word was lost
+        if len(stream.tokens) >= stream.job.sampling.max_tokens:  # only its last item was lost
             stream.end("length")
             self._done(stream)
         elif stream.losses >= LOSSES_MAX:
@@ -308,7 +308,7 @@ class Owner:
             return
         begun = len(stream.tokens)
         if begun >= stream.job.sampling.max_tokens or (begun and stream.job.sampling.structured is not None):
-            return  # only its last word is missing, or no other worker can go on with it
+            return  # only its last item is missing, or no other worker can continue it
         kv = None
         if move.kv and stream.worker_id is not None:
             kv = KvOffer(worker_id=stream.worker_id, token=secrets.token_urlsafe(16))
@@ -461,7 +461,7 @@ class Owner:
         return {stream.worker_id for stream in self._active.values() if stream.worker_id is not None}
 
     def _back(self, worker_id: str) -> bool:
-        """Whether a lost worker is heard again."""
+        """Whether a lost worker sends messages again."""
         return self._leases.alive(worker_id) and worker_id in self._fleet.workers()
 
     async def _keep_watch(self) -> None:

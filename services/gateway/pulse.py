@@ -31,7 +31,7 @@ log = logger("motet.pulse")
 LOOK_S = 0.025
 QUIET_S = 0.06  # a worker in the middle of a batch sends a frame more often than this, or has a moment to answer
 AGAIN_S = 0.04  # between questions; a live worker whose connection broke is back within this
-ABSENCES = 2  # nobody listened: this often, and it is dead
+ABSENCES = 2  # so many answers "no responders" in a row, and the worker is dead
 ANSWER_S = 0.75
 BROKER_S = 0.25
 NOBODY = "-"  # no worker's id
@@ -109,7 +109,7 @@ class Pulse:
             self._asked[worker_id] = began
         elif self._certain(worker_id, began):
             log.info("worker silent", extra={"worker": worker_id, "problem": problem})
-            self._answered.discard(worker_id)  # whoever comes back under this name answers first
+            self._answered.discard(worker_id)  # a worker that comes back under this id must answer first
             self._on_lost(worker_id)
 
     async def _problem(self, worker_id: str) -> str:

@@ -16,7 +16,7 @@ BATCH = 32
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's predictions for requests of known length are worth."""
+    """Accuracy of a model's predictions for requests of known length."""
 
     accuracy_3: float
     accuracy_3_by_class: list[float]  # short, medium, long

@@ -27,7 +27,7 @@ from motet.shared.telemetry import REGISTRY, logger
 log = logger("motet.predictor.proxy")
 BATCH_MAX = 32
 WAITING_MAX = 128
-ANSWERED_MAX = 8192  # answers remembered until their outcome is heard
+ANSWERED_MAX = 8192  # answers remembered until their outcome arrives
 PROXY_S = Histogram(
     "motet_predictor_proxy_seconds",
     "Time of one batch of the proxy model.",

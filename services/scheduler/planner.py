@@ -125,7 +125,7 @@ class Planner:
         await self._turn.renew()
 
     async def dry_run(self) -> list[PlanStatus]:
-        """What would move now, whatever the triggers say and whose turn it is."""
+        """The plan of the present state, regardless of triggers and of the scheduler that plans."""
         return [_shown(question, await self._answer(question)) for question in self._questions(always=True)]
 
     def _questions(self, *, always: bool = False) -> list[Question]:
@@ -134,7 +134,7 @@ class Planner:
         )
 
     async def _answer(self, question: Question) -> Plan:
-        """The plan, made in a thread: the event loop goes on."""
+        """The plan, made in a thread, so that the event loop continues."""
         began_s = now_s()
         plan = await asyncio.to_thread(question.answer, self._config.plan)
         metrics.PLAN_S.observe(now_s() - began_s)
