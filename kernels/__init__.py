@@ -22,7 +22,7 @@ The pool's device selects the implementation: plain torch on a CPU, the Triton k
 contains compiled whole steps for CPUs. kernels/device copies adapters to a GPU beside the steps; CPU LoRA processes compute
 missing layers meanwhile.
 
-This package needs torch and nothing else of ours. (`transformers` looks for a hub package of the same import name; a test
+This package needs torch and no other package of Motet. (`transformers` looks for a hub package of the same import name; a test
 asserts that it does not mistake this one for it.)
 """
 
