@@ -42,7 +42,7 @@ from motet.policies.cluster_state import ClusterState
 from motet.policies.dispatch import POLICIES
 from motet.policies.perf_model import MIB
 from motet.shared.model import PerfModel, Slo, WorkerLimits
-from motet.twin.cluster import Bus, Cluster
+from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.memory import LLAMA2_7B
 from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
@@ -158,7 +158,7 @@ class Outcome:
 
 
 COLUMNS = ("policy", "attainment %", "TPOT ms", "p99", "E2E ms/token", "TTFT ms", "adapter on device %")
-PERFECT = Bus(state_ms=0.0, delta_s=0.0, heartbeat_s=0.05)
+PERFECT = BusDelays(state_ms=0.0, delta_s=0.0, heartbeat_s=0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,7 +409,7 @@ def simulate(
         [spec] * workers,
         SchedulerSpec(policy=policy, admission="room", oracle_lengths=oracle),  # policies alone are compared
         schedulers=schedulers,
-        bus=PERFECT if oracle else Bus(),
+        bus=PERFECT if oracle else BusDelays(),
     )
     cluster.run()
     times = Latencies.of(workload, cluster.metrics)

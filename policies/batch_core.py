@@ -29,7 +29,7 @@ from motet.policies.perf_model import Coefficients
 from motet.shared.model import PerfModel
 
 
-class Link(Protocol):
+class CopyLink(Protocol):
     """The link that copies adapters to the device beside the steps, as it is now."""
 
     @property
@@ -152,7 +152,7 @@ class BatchCore(Generic[S]):
 
     # ---- a step
 
-    def look(self, link: Link) -> list[str]:
+    def look(self, link: CopyLink) -> list[str]:
         """Read how far the copies are, before a decision; the adapters completed since the last call, in order."""
         slots, cold, boundary = self.slots, self.cold, self.boundary
         if boundary is not None and self.state.waiting:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nats import errors as nats_errors
-from nats.aio.client import Client as _Client
+from nats.aio.client import NatsClient as _Client
 from nats.aio.client import Server
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -42,7 +42,7 @@ RETRY_S = 0.25  # between two attempts to reconnect to one server
 NAMES_PAGE = 1024  # stream names in one answer of the server
 
 
-class Client(_Client):
+class NatsClient(_Client):
     """The library's client with three changes.
 
     - With TLS configured it sends nothing over an unencrypted connection. The library upgrades to TLS only if the server's

@@ -31,7 +31,7 @@ NEW_OBJECTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bus:
+class BusDelays:
     """Delays and intervals of messages; the intervals are those of live workers."""
 
     submit_ms: float = 0.0
@@ -86,7 +86,7 @@ class Cluster:
         scheduler: SchedulerSpec | None,
         *,
         schedulers: int = 1,
-        bus: Bus = Bus(),
+        bus: BusDelays = BusDelays(),
         seed: int = 0,
         predict: Callable[[Request], int] | None = None,
         balance: BalanceSpec | None = None,

@@ -41,7 +41,7 @@ from motet.policies.worker_events import (
     Action,
     Answer,
     Assign,
-    Cancel,
+    CancelRequest,
     CopyIn,
     Fetch,
     Fetched,
@@ -246,7 +246,7 @@ class Worker:
         entry = self.core.book.get(request_id)
         if entry is None or entry.phase == "leaving":
             return
-        actions = self.core.on(Cancel(request_id, entry.brief.epoch), self._events.now_s)
+        actions = self.core.on(CancelRequest(request_id, entry.brief.epoch), self._events.now_s)
         self._leaving += [(entry.payload, then) for action in actions if isinstance(action, Stop)]
         if self._run is None:
             self._hand_over()

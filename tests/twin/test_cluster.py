@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from motet.twin.cluster import Bus, Cluster
+from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.metrics import NEVER
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.workload import Workload
@@ -85,7 +85,7 @@ def test_a_lone_request_takes_the_time_of_its_steps() -> None:
     load = replace(load, arrival_s=np.zeros(1), prompt_tokens=np.array([600]), output_tokens=np.array([11]))
     load = replace(load, adapter=np.array([-1]))
     worker = spec(context_token_ps=0)
-    cluster = run(load, worker, workers=1, scheduler=None, bus=Bus())
+    cluster = run(load, worker, workers=1, scheduler=None, bus=BusDelays())
     perf = worker.perf
     prefill = 2 * perf.prefill_base_ms + 600 * perf.prefill_token_ms  # in two chunks: a step takes 512 tokens
     figures = cluster.summary()
@@ -106,18 +106,18 @@ def test_a_second_scheduler_learns_from_the_workers_states() -> None:
     """With states seconds apart two schedulers do not see each other's assignments, and the load gets uneven."""
     load = workload(5, rate=30.0, cv=1.0)
 
-    def unevenness(bus: Bus) -> float:
+    def unevenness(bus: BusDelays) -> float:
         cluster = run(load, spec(kv_blocks=2000), workers=4, schedulers=4, bus=bus, scheduler=SchedulerSpec(policy="most-idle"))
         return cluster.summary()["tpot_ms"]["p99"]
 
-    fresh, late = unevenness(Bus(state_ms=0.1)), unevenness(Bus(state_ms=2500.0))
+    fresh, late = unevenness(BusDelays(state_ms=0.1)), unevenness(BusDelays(state_ms=2500.0))
     assert fresh < late
 
 
 def test_time_can_be_stopped_and_goes_on() -> None:
     load = workload(2)
     whole = run(load, spec())
-    cluster = Cluster(load, [spec()] * 3, SchedulerSpec(), bus=Bus(submit_ms=0.5, assign_ms=1.0, stream_ms=0.2))
+    cluster = Cluster(load, [spec()] * 3, SchedulerSpec(), bus=BusDelays(submit_ms=0.5, assign_ms=1.0, stream_ms=0.2))
     seen: list[float] = []
     cluster.run(until_s=7.5)
     assert cluster.events.now_s == 7.5
