@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nats import errors as nats_errors
-from nats.aio.client import NatsClient as _Client
+from nats.aio.client import Client as _Client
 from nats.aio.client import Server
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription

@@ -160,6 +160,7 @@ class Worker:
                 limits.block_size,
                 prefix_cache=spec.prefix_cache,
                 capacity=limits.kv_blocks_most,
+                block_bytes=limits.kv_block_bytes,
             ),
             slots=AdapterSlots(
                 spec.max_loras,
@@ -168,7 +169,6 @@ class Worker:
                 eviction=make_eviction(spec.eviction),
             ),
             cold=cold,
-            kv_block_bytes=limits.kv_block_bytes,
             shared=limits.kv_block_bytes > 0,
             queues=queues,
             modes=spec.merging.modes() if spec.merging is not None else None,

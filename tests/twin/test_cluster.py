@@ -31,8 +31,8 @@ SETTINGS = {
 @pytest.mark.parametrize("seed", range(2))
 def test_steps_advanced_in_one_go_give_the_history_of_single_steps(setting: str, seed: int) -> None:
     worker, load = SETTINGS[setting]
-    at_once = run(workload(seed, **load), spec(**worker), schedulers=2)
-    one_by_one = run(workload(seed, **load), spec(**worker), schedulers=2, max_run=1)
+    at_once = run(workload(seed, **load), spec(**worker), scheduler=SchedulerSpec(copies=2))
+    one_by_one = run(workload(seed, **load), spec(**worker), scheduler=SchedulerSpec(copies=2), max_run=1)
     assert history(at_once) == history(one_by_one)
 
 
@@ -64,7 +64,7 @@ def test_a_run_leaves_the_garbage_collector_as_it_was() -> None:
 
 
 def test_the_same_arguments_give_the_same_history_and_another_seed_does_not() -> None:
-    first, again, other = (run(workload(3), spec(), schedulers=3, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (run(workload(3), spec(), scheduler=SchedulerSpec(copies=3), seed=seed) for seed in (1, 1, 2))
     assert history(first) == history(again)
     assert history(first) != history(other)
 
@@ -107,7 +107,7 @@ def test_a_second_scheduler_learns_from_the_workers_states() -> None:
     load = workload(5, rate=30.0, cv=1.0)
 
     def unevenness(bus: BusDelays) -> float:
-        cluster = run(load, spec(kv_blocks=2000), workers=4, schedulers=4, bus=bus, scheduler=SchedulerSpec(policy="most-idle"))
+        cluster = run(load, spec(kv_blocks=2000), workers=4, bus=bus, scheduler=SchedulerSpec(policy="most-idle", copies=4))
         return cluster.summary()["tpot_ms"]["p99"]
 
     fresh, late = unevenness(BusDelays(state_ms=0.1)), unevenness(BusDelays(state_ms=2500.0))
