@@ -58,6 +58,7 @@ DEEP_ROWS = 8  # fewest rows of a deep batch, which decodes until its contexts a
 DEEP_PROMPT, DEEP_DECODES = 32, 48
 DEEP_TIMES = 2  # each deep batch is measured twice
 ADAPTERS_PER_RANK = 8
+LONGEST_TIMES = 3  # a slow worker's profile takes at most so many times as long as was asked for
 LINK_RANKS = (8, 64)  # ranks of the adapters whose transfers are timed
 LINK_ADAPTERS = 8  # of each of those ranks
 MOMENTS = (
@@ -88,8 +89,10 @@ class Measured:
 async def measure(
     config: WorkerConfig, model_dir: Path, *, seconds: float, progress: Callable[[float], None] = lambda share: None
 ) -> Measured:
-    """Profile the worker that `config` describes, for about `seconds` but at least until every batch was measured once.
+    """Profile the worker that `config` describes, for about `seconds`.
 
+    It goes on until every batch was measured once, but no longer than `LONGEST_TIMES` as long. What is left out then is chosen
+    by chance, because the batches are in random order.
     `config.bus.nats_url` is a NATS server with Motet's buckets and no other clients. `progress` is told the share that is done.
     Raises ConfigError for a pooling model, and what a step of the engine raises.
     """
@@ -103,16 +106,18 @@ async def measure(
         await profiler.publish()
         began_s = now_s()
         batches = profiler.batches()
-        moments = {len(batches) * (2 * i + 1) // (2 * MOMENTS): i for i in range(MOMENTS)}
+        moments = 0
         for number, batch in enumerate(itertools.cycle(batches)):
-            if number >= len(batches) and now_s() - began_s >= seconds:
-                break
-            if number in moments:
-                await profiler.link_times(moments[number])
+            took_s = now_s() - began_s
+            done = min(1.0, max(took_s / seconds / LONGEST_TIMES, min(number / len(batches), took_s / seconds)))
+            if done >= (2 * moments + 1) / (2 * MOMENTS):
+                await profiler.link_times(moments)
                 await profiler.hop_times()
+                moments += 1
+            elif done >= 1.0:
+                return profiler.measured
             await profiler.run(batch, tell=number >= len(batches) // 8)  # the first ones warm up
-            progress(min(1.0, number / len(batches), max((now_s() - began_s) / seconds, 0.0)))
-        return profiler.measured
+            progress(done)
     finally:
         await worker.service.stop()
 
