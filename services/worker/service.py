@@ -49,6 +49,7 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
+from motet.shared.heap import uncollected
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.messages import (
@@ -120,7 +121,8 @@ class WorkerService:
         # OpenMP threads spin at barriers unless told not to before torch is loaded. Beside a gateway, or anything else,
         # on the same cores a spinning thread waits for one that cannot run: steps were six to ten times longer.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from motet.services.worker.assemble import assemble
+        with uncollected():
+            from motet.services.worker.assemble import assemble
 
         made = assemble(self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s)
         self.assembly = made
