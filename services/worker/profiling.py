@@ -118,6 +118,7 @@ async def measure(
                 return profiler.measured
             await profiler.run(batch, tell=number >= len(batches) // 8)  # the first ones warm up
             progress(done)
+        raise AssertionError("the cycle of batches does not end")
     finally:
         await worker.service.stop()
 
