@@ -5,7 +5,7 @@ Every adapter reads prompts that were not trained on, each followed by the right
 int8, with int4, and with the checkpoint's weights over a KV cache in int8. An answer is exact when each of its tokens is the
 most likely one, so that greedy decoding produces it. The perplexity is that of the answers: prompts of this model are drawn,
 not written, so nothing predicts them.
-For speed, run `python -m bench engine --bits`.
+For speed, run `python -m bench engine`.
 """
 
 from __future__ import annotations

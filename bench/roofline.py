@@ -30,6 +30,10 @@ class Limits:
     bytes_per_s: float
     flops_per_s: float
 
+    def better(self, other: Limits) -> Limits:
+        """The higher of each."""
+        return Limits(max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s))
+
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -22,6 +22,7 @@ from typing import Any
 
 from bench import report
 from bench.models import SHAPES, model_and_adapters
+from motet.shared.heap import uncollected
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, QUICK_ROUNDS = 5, 1
@@ -73,14 +74,15 @@ def _start(model: Path, quantization: str) -> list[float]:
 
 def _child(model: str, quantization: str, began: str) -> None:
     marks = [float(began), time.monotonic()]
-    import torch  # noqa: F401
+    with uncollected():
+        import torch  # noqa: F401
 
-    marks.append(time.monotonic())
-    from bench.mesh_parts import run_engine
-    from motet.policies.step_times import StepTimes
-    from motet.services.worker import assemble as assembling
-    from motet.services.worker.config import WorkerConfig
-    from motet.services.worker.state import START_PERF
+        marks.append(time.monotonic())
+        from bench.mesh_parts import run_engine
+        from motet.policies.step_times import StepTimes
+        from motet.services.worker import assemble as assembling
+        from motet.services.worker.config import WorkerConfig
+        from motet.services.worker.state import START_PERF
 
     marks.append(time.monotonic())
     config = WorkerConfig.of(model=model, quantization=quantization, kv_memory_gib=0.5, lora_memory_mib=256)

@@ -48,7 +48,7 @@ from bench.models import model_and_adapters
 from bench.watch import Watch
 from motet.cli.process import tail
 from motet.shared.model import AdapterRef
-from motet.twin.cluster import Bus, Cluster
+from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.events import PS_PER_MS, PS_PER_S
 from motet.twin.metrics import NEVER
 from motet.twin.profile import TwinProfile, read_profile
@@ -313,7 +313,7 @@ class Outcome:
 def replayed(workload: Workload, profile: TwinProfile, skip: int) -> Outcome:
     """What the twin makes of the same requests."""
     hops = profile.hops
-    cluster = Cluster(workload, [profile.spec()], None, bus=Bus(submit_ms=hops.assign_ms, stream_ms=hops.frame_ms))
+    cluster = Cluster(workload, [profile.spec()], None, bus=BusDelays(submit_ms=hops.assign_ms, stream_ms=hops.frame_ms))
     cluster.run()
     metrics = cluster.metrics
     assert ((metrics.end_ps != NEVER) | metrics.refused).all(), "every request has an end"

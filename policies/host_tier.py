@@ -55,7 +55,7 @@ class Forget:
     digest: str
 
 
-Action = Load | Evict | Forget
+TierAction = Load | Evict | Forget
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class HostTier(Generic[H]):
         self._loads: dict[str, _Loading[H]] = {}
         self._queue: deque[str] = deque()  # loads that have not begun
         self._doomed: set[str] = set()
-        self.actions: list[Action] = []
+        self.actions: list[TierAction] = []
         """Actions since the last `take_actions`, in order."""
         self.host_used_bytes = 0
         """Bytes of all copies."""
@@ -150,7 +150,7 @@ class HostTier(Generic[H]):
         """Whether a copy of this size could ever be here."""
         return self.host_bytes is None or size_bytes <= self.host_bytes
 
-    def take_actions(self) -> list[Action]:
+    def take_actions(self) -> list[TierAction]:
         """The actions since the last call, in order."""
         actions, self.actions = self.actions, []
         return actions

@@ -58,17 +58,16 @@ class Boundary:
         slots: AdapterSlots,
         budget: Budget,
         *,
-        block_bytes: int,
         holders: Callable[[], Iterable[list[int]]],
         waited: Callable[[], Collection[str]] = tuple,
         worth: Worth | None = None,
     ) -> None:
-        self._kv, self._slots, self._budget, self._block_bytes = kv, slots, budget, block_bytes
+        self._kv, self._slots, self._budget, self._block_bytes = kv, slots, budget, kv.block_bytes
         self._holders, self._waited = holders, waited
         slots.reuse, kv.reuse = Reuse(), Reuse()
-        self.costs = ExpectedSavings(slots.reuse, kv.reuse, block_size=kv.block_size, block_bytes=block_bytes)
+        self.costs = ExpectedSavings(slots.reuse, kv.reuse, block_size=kv.block_size, block_bytes=kv.block_bytes)
         self._worth: Worth = worth or self.costs
-        self.grain = max(1, min(kv.capacity // GRAINS, MAX_GRAIN_BYTES // block_bytes))
+        self.grain = max(1, min(kv.capacity // GRAINS, MAX_GRAIN_BYTES // kv.block_bytes))
         self._kv_share, self._lora_share = kv.total, slots.bytes_total
         self._reserve, self._lora_reserve = kv.total // RESERVE, slots.bytes_total // RESERVE
         self._lent = 0  # blocks

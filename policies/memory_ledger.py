@@ -88,8 +88,9 @@ class Budget:
             assert claim.free_bytes >= 0, f"{self.name}.{claim.name} holds {held} of {claim.size_bytes} bytes"
 
 
-def device_budget(kv: KvBlocks, block_bytes: int, adapters: AdapterSlots) -> Budget:
-    """The device's memory, all of it claimed. `block_bytes`: bytes of one KV block over all layers."""
+def device_budget(kv: KvBlocks, adapters: AdapterSlots) -> Budget:
+    """The device's memory, all of it claimed. KV counts as nothing where `kv.block_bytes` is 0."""
+    block_bytes = kv.block_bytes
     budget = Budget("device", kv.total * block_bytes + adapters.bytes_total)
     budget.claim(
         "kv",

@@ -82,7 +82,7 @@ def reaching(what: str) -> Iterator[None]:
 class Bus:
     """A NATS connection for Motet's messages. Make one with `await Bus.connect(...)`."""
 
-    def __init__(self, client: nats_compat.Client, name: str) -> None:
+    def __init__(self, client: nats_compat.NatsClient, name: str) -> None:
         self.nc = client
         self.name = name
         self.js: JetStreamContext = client.jetstream(timeout=5.0)
@@ -107,7 +107,7 @@ class Bus:
             options |= {"user": config.nats_user, "password": read_secret(config.nats_password_file)}
         if (tls := config.nats_tls()) is not None:
             options["tls"] = tls
-        bus = cls(nats_compat.Client(), name)
+        bus = cls(nats_compat.NatsClient(), name)
         try:
             await asyncio.wait_for(
                 bus.nc.connect(

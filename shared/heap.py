@@ -6,7 +6,10 @@ Freed buffers then stay with the process, and its memory grows (a registry of 62
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
+from collections.abc import Iterator
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
 LARGE_BYTES = 128 * 1024
@@ -19,3 +22,15 @@ def return_large_buffers() -> bool:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)) and bool(mallopt(_M_ARENA_MAX, 1))
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for no garbage inside. For the import of a large library: it makes many objects, all of which stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

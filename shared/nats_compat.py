@@ -42,7 +42,7 @@ RETRY_S = 0.25  # between two attempts to reconnect to one server
 NAMES_PAGE = 1024  # stream names in one answer of the server
 
 
-class Client(_Client):
+class NatsClient(_Client):
     """The library's client with three changes.
 
     - With TLS configured it sends nothing over an unencrypted connection. The library upgrades to TLS only if the server's

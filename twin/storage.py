@@ -78,7 +78,7 @@ class _Way:
 
 
 class Storage:
-    """What a live worker's `AdapterStore` is, under the virtual clock: `whole(adapter)` is called when a load is over."""
+    """What a live worker's `AdapterLoader` is, under the virtual clock: `whole(adapter)` is called when a load is over."""
 
     def __init__(self, model: StorageModel, events: Events, whole: Callable[[AdapterRef], None]) -> None:
         self._loading: dict[str, AdapterRef] = {}

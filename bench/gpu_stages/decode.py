@@ -19,7 +19,7 @@ from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import adapter_bytes, projections
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.triton import LoraBatch, baselines
-from motet.kernels.triton.lora import Plan
+from motet.kernels.triton.lora import LaunchPlan
 
 MODEL = "Llama-3.1-8B"
 LAYERS = 32
@@ -68,7 +68,7 @@ class Decode:
         line["floor"] = adapter_bytes(self._shapes, own, 2) / bed.read_gb_s / 1e3
         line["nodes"] = 2 * len(GROUPS) * bed.node_us
 
-        def ours(plan: Plan, *, beside: bool = False) -> Way:
+        def ours(plan: LaunchPlan, *, beside: bool = False) -> Way:
             return batched(pool, LoraBatch.build(pool, row_slot, plan), beside=beside)
 
         ways: dict[str, Callable[[], Way]] = {
@@ -105,7 +105,7 @@ class Decode:
         line: Line = {"tokens": tokens, "base": base_us}
         activations = sum(tokens * (fan_in + 2 * out) * 2 for fan_in, out in layers.shapes.values())
         line["floor"] = (adapter_bytes(self._shapes, own, 2) + activations) / bed.read_gb_s / 1e3
-        plans: tuple[Plan, ...] = ("segmented", "two_launches")
+        plans: tuple[LaunchPlan, ...] = ("segmented", "two_launches")
         for plan in plans:
             for beside in (True, False):
                 before, after = batched(pool, LoraBatch.build(pool, row_slot, plan), beside=beside)

@@ -126,7 +126,7 @@ class Tokens:
         """Relative error of all logits of prompts, against fp32; `graphs` is the same for decode steps through graphs."""
         bed, wanted = self._bed, self._wanted
         theirs = _Oracle(self._names, torch.bfloat16, bed.device)
-        runner = _runner(bed, 400, 32 << 20, 20, link=False, assist=False, dtype="bfloat16")
+        runner = _runner(bed, 400, 32 << 20, 20, dtype="bfloat16")
         _graphs(bed, runner, 400)
         slots = {name: slot for slot, name in enumerate(self._names)}
         for name, slot in slots.items():
@@ -211,21 +211,12 @@ class _Replay:
 
 
 def _runner(
-    bed: Bed,
-    kv_blocks: int,
-    lora_bytes: int,
-    max_loras: int,
-    *,
-    link: bool,
-    assist: bool,
-    graphs: bool = True,
-    dtype: str = "float32",
+    bed: Bed, kv_blocks: int, lora_bytes: int, max_loras: int, *, link: bool = False, assist: bool = False, **options: Any
 ) -> ModelRunner:
     """On the CPU with a block more, for the scratch block that a GPU has."""
     runner = open_backend(
         BackendOptions(
             model_dir=DEMO / "model",
-            dtype=dtype,
             device=bed.kind,
             block_size=BLOCK,
             kv_blocks=kv_blocks + bed.dry,
@@ -235,7 +226,7 @@ def _runner(
             kernels="reference" if bed.dry else "auto",
             link_bytes_per_s=LINK if link else 0.0,
             assist_cores=sorted(os.sched_getaffinity(0))[-1:] if assist else (),
-            graphs=graphs,
+            **{"dtype": "float32"} | options,
         )
     )
     assert isinstance(runner, ModelRunner)

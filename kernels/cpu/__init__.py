@@ -15,6 +15,17 @@ Importing this package compiles nothing. The first CpuEngine of an instruction s
 
 from motet.kernels.cpu.build import ISAS, BuildError, available_isas
 from motet.kernels.cpu.forward import CpuForward
-from motet.kernels.cpu.library import INTEGERS, CpuEngine, Packed, Packer
+from motet.kernels.cpu.library import INTEGERS, Arena, CpuEngine, MappedArena, Packed, Packer
 
-__all__ = ["INTEGERS", "ISAS", "BuildError", "CpuEngine", "CpuForward", "Packed", "Packer", "available_isas"]
+__all__ = [
+    "INTEGERS",
+    "ISAS",
+    "Arena",
+    "BuildError",
+    "CpuEngine",
+    "CpuForward",
+    "MappedArena",
+    "Packed",
+    "Packer",
+    "available_isas",
+]

@@ -24,7 +24,7 @@ from motet.kernels.pool import GROUPS, LoraPool
 from motet.kernels.triton.batch import DECODE, PREFILL, PackedBatch, WorkList, tile_for, work_list
 from motet.kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
 
-Plan = Literal["two_launches", "ticketed", "segmented"]
+LaunchPlan = Literal["two_launches", "ticketed", "segmented"]
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
 
@@ -56,7 +56,7 @@ class LoraBatch:
     step too.
     """
 
-    def __init__(self, pool: LoraPool, work: WorkList, plan: Plan, max_rows: int) -> None:
+    def __init__(self, pool: LoraPool, work: WorkList, plan: LaunchPlan, max_rows: int) -> None:
         device = pool.arena.device
         self.version = pool.version
         self.plan = plan
@@ -73,7 +73,7 @@ class LoraBatch:
         self.shrunk: tuple[int, str] | None = None  # what the side stream is working on
 
     @staticmethod
-    def build(pool: LoraPool, row_slot: np.ndarray, plan: Plan | None = None, *, group_rows: int = 0) -> LoraBatch:
+    def build(pool: LoraPool, row_slot: np.ndarray, plan: LaunchPlan | None = None, *, group_rows: int = 0) -> LoraBatch:
         """From `row_slot`, int32 [rows]: each row's slot, -1 for the base alone.
 
         `group_rows` is the most rows that read an adapter together, 0 for as many as the plan's tile holds. Raises
@@ -87,7 +87,7 @@ class LoraBatch:
         return LoraBatch(pool, work_list(pool, row_slot, tile, _multiprocessors(pool.arena.device)), plan, 0)
 
     @staticmethod
-    def reserve(pool: LoraPool, rows: int, plan: Plan = "two_launches") -> LoraBatch:
+    def reserve(pool: LoraPool, rows: int, plan: LaunchPlan = "two_launches") -> LoraBatch:
         """An empty batch with room for any `rows` rows."""
         tile = PREFILL if plan == "segmented" else DECODE
         nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), tile, 1)
@@ -101,7 +101,7 @@ class LoraBatch:
 
 def prepare(pool: LoraPool) -> None:
     """Compile and load the kernels that serving launches for this pool: they run once, with nothing to do."""
-    plans: tuple[Plan, ...] = ("two_launches", "segmented")
+    plans: tuple[LaunchPlan, ...] = ("two_launches", "segmented")
     for plan in plans:
         batch = LoraBatch.reserve(pool, 1, plan)
         for group in GROUPS:

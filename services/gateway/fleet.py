@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from motet.policies.worker_book import Held, Shelf, WorkerBook
+from motet.policies.worker_book import Holdings, Shelf, WorkerBook
 from motet.services.gateway.absent import Absentees
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -55,7 +55,7 @@ class Fleet:
             self.lose(known.worker_id)
         return self._book
 
-    def held(self, worker_id: str) -> Held:
+    def held(self, worker_id: str) -> Holdings:
         """The requests and adapters of a worker; none for an unknown one."""
         return self._shelf.of(worker_id)
 

@@ -27,7 +27,7 @@ from motet.services.gateway.idempotency import Once
 from motet.services.gateway.intake import Intake
 from motet.services.gateway.limits import Limits
 from motet.services.gateway.owner import Owner
-from motet.services.gateway.planner import Planner
+from motet.services.gateway.planner import RequestPlanner
 from motet.services.gateway.prompt import Prompts
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.bus import Bus
@@ -90,7 +90,7 @@ class GatewayService:
             max_inflight=config.requests.max_inflight,
             stream_buffer_tokens=config.requests.stream_buffer_tokens,
         )
-        self.planner = Planner(
+        self.planner = RequestPlanner(
             config,
             self.prompts,
             self.adapters,

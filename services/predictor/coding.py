@@ -22,7 +22,7 @@ class Task(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-class Fitted(msgspec.Struct, frozen=True):
+class FittedModel(msgspec.Struct, frozen=True):
     """A model, and the levels that its twin, fitted on four fifths, gave to the other fifth (`length_calibration`)."""
 
     model: LengthModel

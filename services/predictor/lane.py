@@ -36,7 +36,7 @@ PROXY_S = Histogram(
 )
 
 
-class Reader(Protocol):
+class TextReader(Protocol):
     """A model that reads text (services.predictor.proxy.Proxy)."""
 
     curve: Curve
@@ -47,7 +47,7 @@ class Reader(Protocol):
 class ProxyLane:
     """One model and the prompts that wait for it."""
 
-    def __init__(self, model: Reader, levels: Sequence[float], trained_on: int) -> None:
+    def __init__(self, model: TextReader, levels: Sequence[float], trained_on: int) -> None:
         self._model, self._trained_on = model, trained_on
         self.calibration = Calibration(CALIBRATED_ADAPTERS)
         self.calibration.seed(levels)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from motet.policies.cluster_view import ClusterView
 from motet.policies.worker_book import Known, WorkerBook
-from motet.services.scheduler.events import Accepted, Assigning, Event, Heard, LeaseLost, Mark, Marked, NotTaken, Tick
+from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Mark, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.metrics import STATE_GAPS
 from motet.shared.messages import WorkerDelta, WorkerSnapshot, WorkerStatus
 from motet.shared.telemetry import logger
@@ -35,7 +35,7 @@ class WatchedCluster:
         self._book = WorkerBook(view, lambda _: self._lease_held)
         self._stale_s, self._drop_s = stale_s, drop_s
 
-    def on(self, event: Event) -> None:
+    def on(self, event: ClusterEvent) -> None:
         """Take in what happened; `events` says what each event means."""
         match event:
             case Heard():
@@ -43,7 +43,7 @@ class WatchedCluster:
                 self._hear(event.message, event.now_s)
             case Assigning():
                 self._flights.expect(event.worker_id, event.brief, event.now_s)
-            case Accepted():
+            case Taken():
                 self._flights.accepted(event.worker_id, event.request_id, event.now_s)
             case NotTaken():
                 self._flights.withdraw(event.worker_id, event.request_id)

@@ -45,7 +45,7 @@ class Assigning(msgspec.Struct, tag="assigning", gc=False):
     now_s: float
 
 
-class Accepted(msgspec.Struct, tag="accepted", gc=False):
+class Taken(msgspec.Struct, tag="taken", gc=False):
     """The worker accepted the request: its state will show it soon."""
 
     worker_id: str
@@ -71,4 +71,4 @@ class Marked(msgspec.Struct, tag="marked", gc=False):
     now_s: float
 
 
-Event = Heard | LeaseLost | Tick | Assigning | Accepted | NotTaken | Marked
+ClusterEvent = Heard | LeaseLost | Tick | Assigning | Taken | NotTaken | Marked

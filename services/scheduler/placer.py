@@ -25,10 +25,10 @@ LEAST = 2.0 / 900.0
 
 
 class Placer:
-    """One scheduler's. `identity`: unique to this process."""
+    """One scheduler's. `identity`: unique to this process. `every_s`: how often `place` is due."""
 
-    def __init__(self, bus: Bus, cluster: WatchedCluster, *, identity: str) -> None:
-        self._bus, self._cluster, self._identity = bus, cluster, identity
+    def __init__(self, bus: Bus, cluster: WatchedCluster, *, identity: str, every_s: float) -> None:
+        self._bus, self._cluster, self._identity, self.every_s = bus, cluster, identity, every_s
         self._rates = Forecast()
         self._sizes: dict[str, int] = {}
         self._watch = PlacementWatch(bus, ">")

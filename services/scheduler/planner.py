@@ -23,7 +23,7 @@ from motet.shared import subjects
 from motet.shared.bus import Bus, decode, encode
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError, Unavailable
-from motet.shared.kv import Bucket, Entry
+from motet.shared.kv import Bucket, KvEntry
 from motet.shared.leases import EXPIRY_S, RENEW_S
 from motet.shared.messages import Lease, Move, MoveStatus, PlanStatus
 from motet.shared.telemetry import logger
@@ -62,7 +62,7 @@ class Turn:
         if await self._bucket.replace(self._key, encode(lease), entry.revision if entry is not None else 0) is not None:
             self._renewed_s = began_s
 
-    def _ours(self, entry: Entry) -> bool:
+    def _ours(self, entry: KvEntry) -> bool:
         try:
             return bool(decode(entry.value, Lease).incarnation == self._holder)
         except msgspec.MsgspecError:
@@ -88,12 +88,11 @@ class Planner:
         stale_s: float,
         config: RebalanceConfig,
         placer: Placer,
-        place_s: float,
     ) -> None:
         self._bus, self._cluster, self._mean_tokens = bus, cluster, mean_tokens
         self._identity, self._stale_s, self._config = identity, stale_s, config
         self._rebalancer = Rebalancer(config)
-        self._placer, self._place_s = placer, place_s
+        self._placer = placer
         self._turn: Turn | None = None
 
     async def run(self) -> None:
@@ -107,7 +106,7 @@ class Planner:
                     await asyncio.wait_for(self._renew(), timeout=STOP_S)
                 if self._turn is not None and self._turn.mine:
                     await self._move()
-                    if now_s() - placed_s >= self._place_s:
+                    if now_s() - placed_s >= self._placer.every_s:
                         placed_s = now_s()
                         await self._placer.place()
             except (MotetError, TimeoutError) as error:

@@ -41,7 +41,7 @@ FETCH_BYTES_PER_S = 4 * 1024 * 1024  # a link slower than this is treated as bro
 
 
 class Decider(Protocol):
-    """Makes the decisions for an `AdapterStore`, and is told the results."""
+    """Makes the decisions for an `AdapterLoader`, and is told the results."""
 
     def loaded(self, digest: str, adapter: HostAdapter) -> None:
         """A copy is in host memory and its file on disk."""
@@ -56,7 +56,7 @@ class Decider(Protocol):
         """The disk is full: `evict` a file that is not in use; whether there was one."""
 
 
-class AdapterStore:
+class AdapterLoader:
     """The IO of a worker's adapters. `parse` makes the host copy of a verified file from its path and digest."""
 
     def __init__(self, bus: Bus, files: AdapterFiles, decider: Decider, *, parse: Callable[[Path, str], HostAdapter]) -> None:

@@ -76,6 +76,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
                 merge=config.adapters.merge == "on",
                 threads=config.engine_threads,
                 quantization=config.engine.quantization,
+                packed_weights_dir=config.engine.packed_weights_dir,
                 link_bytes_per_s=link_bytes_per_s,
                 assist_cores=config.cold.core_ids,
                 assist_rows=config.batch.max_step_tokens,

@@ -49,6 +49,13 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
         Literal["auto", "dummy"],
         Meta(description="weights: auto (the checkpoint's), or dummy (random ones, for benchmarks)"),
     ] = "auto"
+    packed_weights_dir: Annotated[
+        str,
+        Meta(
+            description="directory for the base's weights as the compiled CPU kernels want them: the first start writes them,"
+            " as large as they are in memory, and later ones map them instead of packing them; empty: none"
+        ),
+    ] = ""
     device_memory: Annotated[
         Literal["shared", "fixed"],
         Meta(

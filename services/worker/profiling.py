@@ -27,9 +27,9 @@ import numpy as np
 from motet.policies.cold_start import AssistRates
 from motet.policies.host_tier import Evict
 from motet.policies.step_record import Step
-from motet.policies.worker_events import Cancel
+from motet.policies.worker_events import CancelRequest
 from motet.services.worker.adapter_files import AdapterFiles
-from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.config import MIB, WorkerConfig
 from motet.services.worker.engine_thread import StepReport
 from motet.services.worker.service import WorkerService
@@ -166,13 +166,13 @@ class _Observed:
     def end_all(self) -> None:
         """Cancel every request."""
         for entry in list(self.service.core):
-            self.service.shell.on(Cancel(*entry.key))
+            self.service.shell.on(CancelRequest(*entry.key))
 
     async def load_times(self, adapters: Sequence[AdapterRef], directory: str, source: Literal["store", "disk"]) -> list[float]:
         """Load the adapters into host memory, one after the other: milliseconds for each."""
         loads = _Loads()
         assert self.service.bus is not None, "the worker has started"
-        store = AdapterStore(self.service.bus, AdapterFiles(directory), loads, parse=self.service.assembly.parse_adapter)
+        store = AdapterLoader(self.service.bus, AdapterFiles(directory), loads, parse=self.service.assembly.parse_adapter)
         times: list[float] = []
         for adapter in adapters:
             began_s = now_s()

@@ -30,11 +30,10 @@ from motet.policies.host_tier import HostTier
 from motet.policies.kv_blocks import cache_scope
 from motet.policies.step_times import StepTimes
 from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import Assign, Close, OwnerLost, Pinned, Registered, Stepped, Tick
-from motet.policies.worker_events import Cancel as CancelRequest
+from motet.policies.worker_events import Assign, CancelRequest, Close, OwnerLost, Pinned, Registered, Stepped, Tick
 from motet.services.worker import admission, metrics
 from motet.services.worker.adapter_files import AdapterFiles
-from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
 from motet.services.worker.engine.request import CopyStats, EngineRequest, MergeStats, StepOutput
@@ -50,6 +49,7 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
+from motet.shared.heap import uncollected
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.messages import (
@@ -121,7 +121,8 @@ class WorkerService:
         # OpenMP threads spin at barriers unless told not to before torch is loaded. Beside a gateway, or anything else,
         # on the same cores a spinning thread waits for one that cannot run: steps were six to ten times longer.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from motet.services.worker.assemble import assemble
+        with uncollected():
+            from motet.services.worker.assemble import assemble
 
         made = assemble(self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s)
         self.assembly = made
@@ -185,7 +186,7 @@ class WorkerService:
             foresight=Foresight() if config.adapters.adapter_foresight else None,
         )
         self.shell = Shell(self.core, self.engine, self.frames, self.reporter)
-        self.shell.store = AdapterStore(bus, files, self.shell, parse=self.assembly.parse_adapter)
+        self.shell.store = AdapterLoader(bus, files, self.shell, parse=self.assembly.parse_adapter)
         self._exit.callback(self.shell.store.close)
         if self.engine.kv is not None and limits.kv_format:
             self.shell.travel = KvTravel(bus, self.worker_id, self.engine.kv, limits, self._times)

@@ -28,14 +28,14 @@ from motet.policies.worker_events import (
     Loaded,
     LoadFailed,
     NotStarted,
-    Pin,
+    PinAdapters,
     Refuse,
     Start,
     Stop,
     TooLargeForHost,
 )
 from motet.services.worker import metrics
-from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.engine.request import EngineRequest
 from motet.services.worker.engine_protocol import EngineProtocol
 from motet.services.worker.frames import FrameSender
@@ -56,7 +56,7 @@ class Shell:
     """The core's hands. It decides for the adapter store (`adapters.Decider`); `store` is set before the first event, and
     `travel` where KV blocks can be fetched."""
 
-    store: AdapterStore
+    store: AdapterLoader
     travel: KvTravel | None = None
 
     def __init__(
@@ -103,7 +103,7 @@ class Shell:
                 self._answer(action)
             case CopyIn(digest, over):
                 self.engine.load_adapter(self.store.copy(digest), over)
-            case Pin(digests):
+            case PinAdapters(digests):
                 self.engine.pin_adapters(digests)
             case CopyOut(digest):
                 self.engine.unload_adapter(digest)

@@ -42,7 +42,8 @@ class World:
         limits = AdmissionLimits(max_running=max_running, max_step_tokens=max_step_tokens, max_bypass=max_bypass)
         self.policy: BatchAdmission[Sequence] = BatchAdmission(limits)
         self.state: AdmissionState[Sequence] = AdmissionState(
-            kv=KvBlocks(blocks, BLOCK_SIZE, prefix_cache=prefix_cache), adapters=AdapterSlots(slots, 1000)
+            kv=KvBlocks(blocks, BLOCK_SIZE, prefix_cache=prefix_cache, block_bytes=BLOCK_BYTES),
+            adapters=AdapterSlots(slots, 1000),
         )
         self.orders = count()
         self.tokens = count(10_000)
@@ -88,7 +89,7 @@ class World:
             if seq.adapter:
                 users[seq.adapter] = users.get(seq.adapter, 0) + 1
         state.adapters.check(users)
-        memory = device_budget(state.kv, BLOCK_BYTES, state.adapters)
+        memory = device_budget(state.kv, state.adapters)
         memory.check()
         assert memory.held()["kv", "running"] == BLOCK_BYTES * len({block for seq in state.running for block in seq.blocks})
         for seqs in (state.running, state.waiting):
@@ -368,7 +369,7 @@ class Scripted:
         self.policy: BatchAdmission[Sequence] = BatchAdmission(
             AdmissionLimits(max_running=draw.choice([3, 6]), max_step_tokens=draw.choice([8, 40]))
         )
-        kv = KvBlocks(draw.choice([26, 40, 200]), BLOCK_SIZE, prefix_cache=draw.random() < 0.7)
+        kv = KvBlocks(draw.choice([26, 40, 200]), BLOCK_SIZE, prefix_cache=draw.random() < 0.7, block_bytes=BLOCK_BYTES)
         self.state: AdmissionState[Sequence] = AdmissionState(kv=kv, adapters=AdapterSlots(2, 1000))
         self.arrivals: list[tuple[int, Sequence]] = []
         self.ends: dict[Sequence, int] = {}

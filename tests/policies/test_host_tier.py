@@ -10,7 +10,7 @@ import random
 import pytest
 
 from motet.policies.eviction import Lru
-from motet.policies.host_tier import LOADS_AT_ONCE, Action, Evict, Forget, HostTier, Load
+from motet.policies.host_tier import LOADS_AT_ONCE, Evict, Forget, HostTier, Load, TierAction
 from motet.shared.model import AdapterRef
 
 SIZE = 100
@@ -150,7 +150,7 @@ def test_accounts_add_up_and_every_request_is_served_in_random_histories(seed: i
     loading: list[str] = []
     mirror: set[str] = set()  # copies, as whoever carries out the actions sees them
 
-    def carry_out(actions: list[Action]) -> None:
+    def carry_out(actions: list[TierAction]) -> None:
         for action in actions:
             if isinstance(action, Load):
                 loading.append(action.adapter.digest)

@@ -103,9 +103,8 @@ def test_held_blocks_follow_when_the_boundary_to_adapters_moves() -> None:
     slots = AdapterSlots(8, 10 * block, asynchronous=False)
     core: BatchCore[Sequence] = BatchCore(
         AdmissionLimits(max_running=4, max_step_tokens=64),
-        kv=KvBlocks(20, 4, capacity=30),
+        kv=KvBlocks(20, 4, capacity=30, block_bytes=block),
         slots=slots,
-        kv_block_bytes=block,
         shared=True,
     )
     kv, boundary, keys = core.state.kv, core.boundary, keys_of(PROMPT)

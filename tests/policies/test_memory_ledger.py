@@ -16,8 +16,8 @@ BLOCK, ADAPTER = 10, 30
 
 
 def test_device_memory_is_running_kv_prefixes_adapters_in_use_and_idle_ones() -> None:
-    kv, slots = KvBlocks(20, 4), AdapterSlots(4, 4 * ADAPTER)
-    budget = device_budget(kv, BLOCK, slots)
+    kv, slots = KvBlocks(20, 4, block_bytes=BLOCK), AdapterSlots(4, 4 * ADAPTER)
+    budget = device_budget(kv, slots)
     assert budget.total_bytes == 20 * BLOCK + 4 * ADAPTER and budget.unclaimed_bytes == 0
     blocks = kv.allocate(3)
     kv.publish(blocks[0], b"key")

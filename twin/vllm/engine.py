@@ -23,7 +23,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from motet.twin.vllm.client import ApiServer, Client, Outcome, Requests
-from motet.twin.vllm.steps import StepModel
+from motet.twin.vllm.steps import VllmStepModel
 
 KV_BLOCK_TOKENS = 16
 
@@ -39,11 +39,11 @@ class EngineConfig:
     max_batched_tokens: int = 2048
 
 
-class Engine:
+class SimulatedVllm:
     """Scheduler, adapter slots, KV blocks and clock of one run; `run` does it all."""
 
     def __init__(
-        self, config: EngineConfig, steps: StepModel, requests: Requests, api: ApiServer, *, advance_in_one_go: bool = True
+        self, config: EngineConfig, steps: VllmStepModel, requests: Requests, api: ApiServer, *, advance_in_one_go: bool = True
     ) -> None:
         longest = max((p + o for p, o in zip(requests.prompt_tokens, requests.output_tokens, strict=True)), default=0)
         if longest > config.kv_tokens:

@@ -75,7 +75,7 @@ def _padded(tokens: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepModel:
+class VllmStepModel:
     """Fitted coefficients of one model: milliseconds per unit of each of `TERMS`, and what is not a term of the step."""
 
     ms: dict[str, float]

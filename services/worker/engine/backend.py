@@ -43,6 +43,8 @@ class BackendOptions:
     """"dummy" makes random weights on the device and reads `config.json` alone."""
     quantization: str = "none"
     """"int8" or "int4" keeps the base's matrices as whole numbers, which are multiplied with activations of 8 bits."""
+    packed_weights_dir: str = ""
+    """Where compiled kernels keep their packed weights for later starts; "": they pack them at every start."""
     kernels: str = "auto"
     """A name of `backends.BACKENDS`, or "auto": that of the device, unless MOTET_KERNELS names one."""
     threads: int = 0

@@ -83,10 +83,15 @@ class Engine:
         self._adapters = DeviceAdapters(runner, slots, perf)
         self._core: BatchCore[LiveSequence] = BatchCore(
             admission,
-            kv=KvBlocks(blocks, limits.block_size, prefix_cache=limits.prefix_cache, capacity=capacity),
+            kv=KvBlocks(
+                blocks,
+                limits.block_size,
+                prefix_cache=limits.prefix_cache,
+                capacity=capacity,
+                block_bytes=runner.kv_block_bytes,
+            ),
             slots=slots,
             cold=cold,
-            kv_block_bytes=runner.kv_block_bytes,
             shared=runner.elastic,
             queues=make_queues(
                 limits.queues,

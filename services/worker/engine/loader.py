@@ -73,7 +73,7 @@ def quantization_of(option: str, config: ModelConfig) -> str:
     return config.quantization.name
 
 
-Linear = Callable[[Sequence[torch.Tensor], "torch.Tensor | None"], M]
+MakeLinear = Callable[[Sequence[torch.Tensor], "torch.Tensor | None"], M]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class Makers(Generic[M]):
     checkpoint's file.
     """
 
-    linear: Linear[M]
-    head: Linear[M] | None = None  # of the matrix to the vocabulary, where another
+    linear: MakeLinear[M]
+    head: MakeLinear[M] | None = None  # of the matrix to the vocabulary, where another
     whole: Callable[[WholeNumbers, torch.Tensor | None], M] | None = None  # of a quantized checkpoint; None: as floats
 
 
@@ -154,10 +154,10 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 Read = Callable[..., torch.Tensor]  # tensors by their names in a checkpoint, several one after the other
-Matrix = Callable[[str, tuple[str, ...], "torch.Tensor | None"], M]  # projections of a parent as one, with their biases
+MakeMatrix = Callable[[str, tuple[str, ...], "torch.Tensor | None"], M]  # projections of a parent as one, with their biases
 
 
-def _fused(config: ModelConfig, read: Read, matrix: Matrix[M], head: Linear[M]) -> ModelWeights[M]:
+def _fused(config: ModelConfig, read: Read, matrix: MakeMatrix[M], head: MakeLinear[M]) -> ModelWeights[M]:
     embed = read("model.embed_tokens.weight")
     return ModelWeights(
         embed=embed,
@@ -167,7 +167,7 @@ def _fused(config: ModelConfig, read: Read, matrix: Matrix[M], head: Linear[M]) 
     )
 
 
-def _layer(prefix: str, config: ModelConfig, read: Read, matrix: Matrix[M]) -> LayerWeights[M]:
+def _layer(prefix: str, config: ModelConfig, read: Read, matrix: MakeMatrix[M]) -> LayerWeights[M]:
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
 
     def fused(parent: str, modules: tuple[str, ...], bias: bool) -> M:

@@ -30,8 +30,8 @@ _log = logger(__name__)
 class TorchSteps:
     """A model over a KV cache and an adapter pool, all on one device.
 
-    `graphs` is None where there are none, `beside` and `loader` where copies stop the steps, `processes` without CPU processes,
-    `merged` where no adapter is merged.
+    `graphs` is None where there are none, `beside` and `loader` where copies stop the steps, `processes` without CPU processes.
+    `merged` is set where adapters can be merged.
     """
 
     def __init__(
@@ -44,10 +44,9 @@ class TorchSteps:
         beside: DeviceAssist | None,
         loader: DeviceLoader | None,
         processes: CpuAssist | None,
-        merged: MergedModel | None = None,
     ) -> None:
         self._model, self._cache, self._pool = model, cache, pool
-        self._merged = merged
+        self.merged: MergedModel | None = None
         self._graphs, self._beside, self._loader, self._processes = graphs, beside, loader, processes
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(pool, self._lora_rows)
@@ -86,8 +85,8 @@ class TorchSteps:
         """The model of the step: the merged one or the base."""
         if not batch.merged:
             return self._model
-        assert self._merged is not None and self._merged.whole, "a merged step needs a whole copy"
-        return self._merged.model
+        assert self.merged is not None and self.merged.whole, "a merged step needs a whole copy"
+        return self.merged.model
 
     def _assisted(self, batch: StepBatch, helpers: Helpers) -> torch.Tensor:
         """A process may fail or be late: then the step runs again and waits for the copies instead.

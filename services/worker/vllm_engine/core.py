@@ -115,7 +115,7 @@ def words(options: VllmOptions) -> list[str]:
     own += ["--max-loras", str(options.max_loras), "--max-cpu-loras", str(MAX_CPU_LORAS)]
     own += ["--max-lora-rank", str(padded_rank(options.max_lora_rank)), "--max-num-seqs", str(options.max_running)]
     own += ["--max-num-batched-tokens", str(max(options.max_step_tokens, options.max_running))]
-    own += ["--enable-logging-iteration-details", "--worker-extension-cls", f"{EXECUTORS}.AdapterSlots"]
+    own += ["--enable-logging-iteration-details", "--worker-extension-cls", f"{EXECUTORS}.WorkerExtension"]
     if not options.prefix_cache:  # else where vLLM can: not with every pooling model
         own += ["--no-enable-prefix-caching"]
     if options.max_model_len:

@@ -32,7 +32,7 @@ class BoundMultiproc(MultiprocExecutor):
         super()._init_executor()
 
 
-class AdapterSlots:
+class WorkerExtension:
     """Commands that vLLM lacks. vLLM adds this class to its worker class (`--worker-extension-cls`)."""
 
     def free_lora_slot(self, number: int) -> None:

@@ -14,7 +14,7 @@ from motet.services.gateway import owner
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.owner import LOSSES_MAX, Owner
-from motet.services.gateway.stream import Delta, Job, SlowReader, Stream
+from motet.services.gateway.stream import Job, SlowReader, Stream, TextDelta
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
@@ -77,15 +77,15 @@ async def mesh(connect: Connect, bus: Bus) -> AsyncIterator[Mesh]:
     await owner.stop()
 
 
-async def read(stream: Stream) -> list[Delta]:
+async def read(stream: Stream) -> list[TextDelta]:
     return [delta async for delta in stream]
 
 
-def text_of(deltas: list[Delta]) -> str:
+def text_of(deltas: list[TextDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def tokens_of(deltas: list[Delta]) -> list[int]:
+def tokens_of(deltas: list[TextDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.tokens]
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from motet.services.scheduler.cluster import WatchedCluster
-from motet.services.scheduler.events import Accepted, Assigning, Heard, LeaseLost, Mark, Marked, NotTaken, Tick
+from motet.services.scheduler.events import Assigning, Heard, LeaseLost, Mark, Marked, NotTaken, Taken, Tick
 from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import RequestBrief, Residency
 from motet.shared.telemetry import REGISTRY
@@ -163,7 +163,7 @@ def test_an_assignment_counts_at_once_and_exactly_once(cluster):
     assert has(cluster) == ["a", "b"] and cluster.in_flight() == 1
     cluster.on(Heard(snapshot(2, brief("a")), 0.1))  # sent before it arrived there
     assert has(cluster) == ["a", "b"]
-    cluster.on(Accepted("w", "b", 0.1))
+    cluster.on(Taken("w", "b", 0.1))
     cluster.on(Heard(delta(3, brief("b", phase="running")), 0.2))
     assert has(cluster) == ["a", "b"] and cluster.in_flight() == 0
     assert cluster.status(0.2)[0].running == 1
@@ -186,7 +186,7 @@ def test_an_accepted_assignment_that_two_snapshots_do_not_show_came_and_went(clu
     for seq in (2, 3, 4):
         cluster.on(Heard(snapshot(seq), 0.1))
     assert has(cluster) == ["b"]  # the worker has not answered: it may still come
-    cluster.on(Accepted("w", "b", 0.2))
+    cluster.on(Taken("w", "b", 0.2))
     cluster.on(Heard(snapshot(5), 0.3))
     assert has(cluster) == ["b"]
     cluster.on(Heard(snapshot(6), 0.4))
@@ -196,7 +196,7 @@ def test_an_accepted_assignment_that_two_snapshots_do_not_show_came_and_went(clu
 def test_an_assignment_that_never_shows_up_times_out(cluster):
     cluster.on(Heard(snapshot(1), 0.0))
     cluster.on(Assigning("w", brief("b"), 100.0))
-    cluster.on(Accepted("w", "b", 0.0))
+    cluster.on(Taken("w", "b", 0.0))
     cluster.on(Tick(2.9))
     assert has(cluster) == ["b"]
     cluster.on(Tick(3.1))

@@ -73,8 +73,8 @@ def torch_runner(
         beside=beside,
         loader=loader,
         processes=assist,
-        merged=merged,
     )
+    steps.merged = merged
     return ModelRunner(
         memory=memory,
         steps=steps,
