@@ -110,7 +110,7 @@ def test_a_pass_does_not_fall_where_it_would_fall_to_nothing():
 
 def test_steps_by_which_a_pass_would_take_no_time_are_refused():
     steps = [Step(time_ms=float(mib**2), decode_rows=1, adapter_bytes=mib * MIB) for mib in range(1, 10) for _ in range(5)]
-    with pytest.raises(ValueError, match="would take no time"):
+    with pytest.raises(ValueError, match="time of a step is not positive"):
         fit_steps(steps)
 
 
