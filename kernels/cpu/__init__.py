@@ -29,14 +29,3 @@ __all__ = [
     "Packer",
     "available_isas",
 ]
-    "INTEGERS",
-    "ISAS",
-    "Arena",
-    "BuildError",
-    "CpuEngine",
-    "CpuForward",
-    "MappedArena",
-    "Packed",
-    "Packer",
-    "available_isas",
-]
