@@ -28,7 +28,6 @@ The first running sequence is never preempted while another one runs, so every s
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, Protocol
@@ -40,6 +39,7 @@ from motet.policies.batch_state import (
     StepPlan,
     extend_keys,
     give_back_slot,
+    insert,
     order_of,
     preempt,
     publish_full_blocks,
@@ -246,7 +246,7 @@ class BatchAdmission(Generic[S]):
                 state.waiting.remove(seq)
             if queues is not None:
                 queues.began(seq, self._now_s)
-            insort(state.running, seq, key=order_of)
+            insert(state.running, seq)
             for passed in blocked:
                 passed.bypassed += 1
                 closed = closed or passed.bypassed >= self.limits.max_bypass

@@ -121,9 +121,8 @@ def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> di
     if ask.tried:
         failures["tried"] = tried = np.zeros(len(state.ids), dtype=bool)
         tried[_rows(state, ask.tried)] = True
-    failures["full"] = t["exists"] >= t["max_requests"]
-    if state.held_back:
-        failures["full"] |= t["refusing"]
+    if state.crowded or state.held_back:
+        failures["full"] = (t["exists"] >= t["max_requests"]) | t["refusing"]
     return failures
 
 

@@ -20,7 +20,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.policies.perf_model import Floats, fetch_ms, load_ms
+from motet.policies.perf_model import Floats, batch_load, fetch_ms, load_ms, prefill_ms
 from motet.policies.worker_load import WorkerLoad
 from motet.shared.model import Capability, PerfModel, RequestBrief, Tier, WorkerLimits
 
@@ -28,6 +28,7 @@ _PERF = (
     "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
     "load_base_ms", "load_ms_per_mib", "fetch_base_ms", "fetch_ms_per_mib",
 )  # fmt: skip
+MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
 COLUMNS: dict[
     str, tuple[str, float]
 ] = {  # name: (type, value in a free row). Counts are floats, since they are multiplied with times.
@@ -54,6 +55,8 @@ COLUMNS: dict[
     "exists": ("f8", 0),  # running + queued
     "rank_sum": ("f8", 0),  # over exists
     "max_rank": ("f8", 0),
+    "step_ms": ("f8", MIN_STEP_MS),  # one decode step of all its requests
+    "queue_ms": ("f8", 0),  # the prefill of its queue
     "opened_ms": ("f8", -inf),  # when the first of the queued requests came; without one, long ago
     "began_ms": ("f8", -inf),  # when a request was last reported to run; without requests, long ago
     "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
@@ -63,7 +66,6 @@ COLUMNS: dict[
     **dict.fromkeys(_PERF, ("f8", 0)),
 }
 ON_DEVICE, IN_USE, ON_HOST = 1, 2, 4  # where an adapter is: one bit each
-MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
 _ANY = 1 << 40  # tokens, or a rank, above all
 CAPABILITY_BITS: dict[str, int] = {word: 1 << bit for bit, word in enumerate(get_args(Capability))}
 EMBEDDINGS_BIT = CAPABILITY_BITS["embeddings"]
@@ -88,6 +90,7 @@ class PerfColumns:
         self.load_ms_per_mib: Floats = table["load_ms_per_mib"]
         self.fetch_base_ms: Floats = table["fetch_base_ms"]
         self.fetch_ms_per_mib: Floats = table["fetch_ms_per_mib"]
+        self.fetches = bool(self.fetch_base_ms.any() or self.fetch_ms_per_mib.any())  # whether a fetch takes time somewhere
         self._added: dict[int, tuple[Floats, Floats]] = {}
         self._transfers: dict[int, tuple[Floats, Floats]] = {}
 
@@ -184,9 +187,11 @@ class ClusterState:
         self._bases: dict[str, int] = {}
         self.held_back: set[int] = set()  # the rows that are draining or refusing
         self.pooling: set[int] = set()  # the rows with a pooling model
+        self.crowded: set[int] = set()  # the rows without a free seat
         self._perf: PerfColumns | None = None  # this and the next two are computed on demand, see `_forget_derived`
         self._least: tuple[int, int] | None = None
         self._serving: dict[int, NDArray[np.bool_]] = {}
+        self._alike: dict[str, float | None] = {}
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._row
@@ -227,6 +232,13 @@ class ClusterState:
             self._least = int(context[used].min(initial=_ANY)), int(t["max_lora_rank"][used].min(initial=_ANY))
         return self._least
 
+    def alike(self, name: str) -> float | None:
+        """The value that a column of limits has for every worker; None when they differ."""
+        if name not in self._alike:
+            values = self.table[name][self.table["base"] >= 0]
+            self._alike[name] = float(values[0]) if len(values) and (values == values[0]).all() else None
+        return self._alike[name]
+
     def row(self, worker_id: str) -> int:
         """The worker's index in the columns of `table`, -1 when it is not known."""
         return self._row.get(worker_id, -1)
@@ -259,11 +271,14 @@ class ClusterState:
             self.table["key"][row] = hash_of(worker_id)
             self.table["kv_tokens_free"][row] = 0.0  # until it is heard
         old_limits, old_perf = self._terms.get(worker_id, (None, None))
+        if limits == old_limits and perf == old_perf:
+            return
         self._terms[worker_id] = limits, perf
         if limits != old_limits:
             self._put_limits(row, limits)
         if perf != old_perf:
             self._put_perf(row, perf)
+        self._write_times(row, worker_id, self._loads[worker_id])
 
     def terms(self, worker_id: str) -> tuple[WorkerLimits, PerfModel]:
         """Limits and coefficients of a known worker."""
@@ -305,6 +320,7 @@ class ClusterState:
         self._free.append(row)
         self.held_back.discard(row)
         self.pooling.discard(row)
+        self.crowded.discard(row)
         self._forget_derived()
 
     def heard(self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool) -> None:
@@ -407,6 +423,18 @@ class ClusterState:
         t["rank_sum"][row] = exists.sum
         t["max_rank"][row] = exists.max
         t["tightest_tpot_ms"][row] = load.tightest
+        self._write_times(row, worker_id, load)
+
+    def _write_times(self, row: int, worker_id: str, load: WorkerLoad) -> None:
+        """What follows from the worker's requests with its limits and coefficients."""
+        limits, perf = self._terms[worker_id]
+        exists, queue, kernel = load.exists, load.queue, perf.kernel
+        base_ms = perf.decode_base_ms if perf.decode_base_ms > MIN_STEP_MS else MIN_STEP_MS
+        lora = batch_load(kernel, exists.size, exists.sum, exists.max)
+        self.table["step_ms"][row] = base_ms + perf.decode_row_ms * exists.size + perf.decode_lora_ms * lora
+        lora = batch_load(kernel, queue.size, queue.sum, queue.max)
+        self.table["queue_ms"][row] = prefill_ms(perf, load.queue_tokens, lora)
+        (self.crowded.add if exists.size >= limits.max_running else self.crowded.discard)(row)
 
     # ---- their adapters
 
@@ -453,6 +481,7 @@ class ClusterState:
         """A worker came or left, or its limits changed."""
         self._perf = self._least = None
         self._serving.clear()
+        self._alike.clear()
 
     def _take_row(self) -> int:
         if not self._free:

@@ -23,6 +23,7 @@ FADE = 0.98
 """What a request's share counts for the trust, with every later request."""
 UNKNOWN = 1e-4
 """The share that an adapter without a count is taken to have when trust is computed."""
+LOG_UNKNOWN = log(UNKNOWN)
 LARGEST = 1e200
 """Counts grow instead of fading, and are scaled down when a request counts this much."""
 MAX_ADAPTERS = 16_384
@@ -63,13 +64,13 @@ class NextRequest:
 
     def used(self, digest: str) -> None:
         """A request for the adapter has begun."""
-        counts = self._counts.pop(digest, None) or [0.0] * len(MEMORIES)
-        for i, memory in enumerate(self._memories):
-            share = counts[i] / memory.total
-            memory.surprise = FADE * memory.surprise - log(share if share > UNKNOWN else UNKNOWN)
-            unit = memory.unit = memory.unit * memory.growth
+        counts = []
+        for memory, count in zip(self._memories, self._counts.pop(digest, NOTHING), strict=True):
+            share = count / memory.total
+            memory.surprise = FADE * memory.surprise - (log(share) if share > UNKNOWN else LOG_UNKNOWN)
+            memory.unit = unit = memory.unit * memory.growth
             memory.total += unit
-            counts[i] += unit
+            counts.append(count + unit)
         self._counts[digest] = counts
         if len(self._counts) > MAX_ADAPTERS:
             del self._counts[next(iter(self._counts))]
