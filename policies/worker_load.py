@@ -96,13 +96,15 @@ class WorkerLoad:
     def put(self, brief: RequestBrief) -> RequestBrief | None:
         """Add a request, or take in its new state; returns its state before."""
         old = self.requests.get(brief.request_id)
-        if old is None or not _same_kind(old, brief):
+        if old is None:
+            self.add(brief)
+        elif _same_kind(old, brief):
+            self.requests[brief.request_id] = brief
+            self._unbook(old)
+            self._book(brief)
+        else:
             self.remove(brief.request_id)
             self.add(brief)
-            return old
-        self.requests[brief.request_id] = brief
-        self._unbook(old)
-        self._book(brief)
         return old
 
     def _book(self, brief: RequestBrief) -> None:
