@@ -11,8 +11,8 @@ learnt. Adapters that are not in memory are counted, too.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
-from itertools import repeat
 from math import exp, log
 from operator import add
 
@@ -49,11 +49,12 @@ class NextRequest:
     def __init__(self) -> None:
         self._room = 0
         self._memories = [_Memory() for _ in MEMORIES]
-        self._counts: dict[str, list[float]] = {}  # in each memory; the least recently asked for first
+        self._at: dict[str, int] = {}  # where an adapter's counts begin; the least recently asked for first
+        self._counts = array("d")  # one for each memory, adapter by adapter
         self.room(LEAST_ROOM)
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._at)
 
     def room(self, adapters: int) -> None:
         """So many adapters fit in memory, as far as it has been seen."""
@@ -64,18 +65,30 @@ class NextRequest:
 
     def used(self, digest: str) -> None:
         """A request for the adapter has begun."""
-        counts = []
-        for memory, count in zip(self._memories, self._counts.pop(digest, NOTHING), strict=True):
-            share = count / memory.total
+        counts, known = self._counts, self._at
+        at = known.pop(digest, None)
+        if at is None:
+            at = self._place()
+        known[digest] = at
+        for memory in self._memories:
+            share = counts[at] / memory.total
             memory.surprise = FADE * memory.surprise - (log(share) if share > UNKNOWN else LOG_UNKNOWN)
             memory.unit = unit = memory.unit * memory.growth
             memory.total += unit
-            counts.append(count + unit)
-        self._counts[digest] = counts
-        if len(self._counts) > MAX_ADAPTERS:
-            del self._counts[next(iter(self._counts))]
+            counts[at] += unit
+            at += 1
         if self._memories[0].unit > LARGEST:
             self._scale_down()
+
+    def _place(self) -> int:
+        """A place for the counts of a new adapter: at the end, or that of the adapter which is forgotten for it."""
+        counts = self._counts
+        if len(self._at) < MAX_ADAPTERS:
+            counts.extend(NOTHING)
+            return len(counts) - len(MEMORIES)
+        at = self._at.pop(next(iter(self._at)))
+        counts[at : at + len(MEMORIES)] = array("d", NOTHING)
+        return at
 
     def one(self) -> list[float]:
         """What a request counts now, in each memory."""
@@ -84,11 +97,16 @@ class NextRequest:
     def chances(self, digests: Collection[str], ahead: Mapping[str, list[float]] = NO_CREDIT) -> list[float]:
         """How likely the next request is for each of these adapters. `ahead`: adapters that are credited with more counts."""
         a, b, c = self._worth_of_counts()
-        counts = list(map(self._counts.get, digests, repeat(NOTHING)))
+        counts = list(map(self._of, digests))
         if ahead:
             for i, digest in enumerate(digests):
                 counts[i] = list(map(add, counts[i], ahead.get(digest, NOTHING)))
         return [a * x + b * y + c * z for x, y, z in counts]
+
+    def _of(self, digest: str) -> Sequence[float]:
+        """An adapter's counts."""
+        at = self._at.get(digest)
+        return self._counts[at : at + len(MEMORIES)] if at is not None else NOTHING
 
     def _worth_of_counts(self) -> list[float]:
         """What a count in each memory adds to the prediction."""
@@ -100,7 +118,7 @@ class NextRequest:
     def _scale_down(self) -> None:
         """Counts stay as they are to each other."""
         for i, memory in enumerate(self._memories):
-            for counts in self._counts.values():
-                counts[i] /= memory.unit
+            for at in range(i, len(self._counts), len(MEMORIES)):
+                self._counts[at] /= memory.unit
             memory.total /= memory.unit
             memory.unit = 1.0
