@@ -505,7 +505,7 @@ class ClusterState:
                 return
             held = self._holders[digest] = Holders()
         held.mark(row, bits)
-        if not held:
+        if not bits and not held:
             del self._holders[digest]
 
     # ---- rows

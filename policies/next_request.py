@@ -97,16 +97,15 @@ class NextRequest:
     def chances(self, digests: Collection[str], ahead: Mapping[str, list[float]] = NO_CREDIT) -> list[float]:
         """How likely the next request is for each of these adapters. `ahead`: adapters that are credited with more counts."""
         a, b, c = self._worth_of_counts()
-        counts = list(map(self._of, digests))
-        if ahead:
-            for i, digest in enumerate(digests):
-                counts[i] = list(map(add, counts[i], ahead.get(digest, NOTHING)))
-        return [a * x + b * y + c * z for x, y, z in counts]
-
-    def _of(self, digest: str) -> Sequence[float]:
-        """An adapter's counts."""
-        at = self._at.get(digest)
-        return self._counts[at : at + len(MEMORIES)] if at is not None else NOTHING
+        known, counts = self._at, self._counts
+        chances = []
+        for digest in digests:
+            at = known.get(digest)
+            x, y, z = (counts[at], counts[at + 1], counts[at + 2]) if at is not None else NOTHING
+            if digest in ahead:
+                x, y, z = map(add, (x, y, z), ahead[digest])
+            chances.append(a * x + b * y + c * z)
+        return chances
 
     def _worth_of_counts(self) -> list[float]:
         """What a count in each memory adds to the prediction."""

@@ -108,30 +108,30 @@ class WorkerLoad:
         return old
 
     def _book(self, brief: RequestBrief) -> None:
-        band = self.bands[band_of(brief.ttft_slo_ms)]
+        band, left = self.bands[band_of(brief.ttft_slo_ms)], tokens_left(brief)
         if brief.phase == "running":
             band.running += 1
-            self.running_left += tokens_left(brief)
+            self.running_left += left
         else:
             tokens = tokens_to_prefill(brief)
             band.queued += 1
             band.queue_tokens += tokens
             self.queue.add(brief.rank)
             self.queue_tokens += tokens
-            self.queue_out += tokens_left(brief)
+            self.queue_out += left
 
     def _unbook(self, brief: RequestBrief) -> None:
-        band = self.bands[band_of(brief.ttft_slo_ms)]
+        band, left = self.bands[band_of(brief.ttft_slo_ms)], tokens_left(brief)
         if brief.phase == "running":
             band.running -= 1
-            self.running_left = max(0, self.running_left - tokens_left(brief))
+            self.running_left = max(0, self.running_left - left)
         else:
             tokens = tokens_to_prefill(brief)
             band.queued -= 1
             band.queue_tokens -= tokens
             self.queue.remove(brief.rank)
             self.queue_tokens -= tokens
-            self.queue_out -= tokens_left(brief)
+            self.queue_out -= left
 
     def add(self, brief: RequestBrief) -> None:
         """`brief.request_id` must not be here."""
