@@ -193,7 +193,7 @@ def measure(setting: Setting, case: Case) -> Outcome:
 def _without_shared_prefill(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
     opened_ms = state.table["opened_ms"]
     kept = opened_ms.copy()
-    opened_ms[:] = LONG_AGO_MS  # nobody's prefill can be joined any more
+    opened_ms[:] = LONG_AGO_MS  # so that no prefill can be joined
     try:
         return shared_cost.choose(state, ask, fit, now_s, length)
     finally:

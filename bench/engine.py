@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     threads = len(os.sched_getaffinity(0))
     os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     rounds, tokens = (1, QUICK_TOKENS) if args.quick else (ROUNDS, OUTPUT_TOKENS)
-    best, measured, resident = roofline.probe(threads), Measured(), {}
+    best, measured = roofline.probe(threads), Measured()
+    resident: dict[str, float] = {}
     for number, names in enumerate(groups(() if args.no_peers else args.peers)):
         if number:
             args.watch.limit_s += LIMIT_S

@@ -1,4 +1,4 @@
-"""`python -m bench start`: seconds from the start of a process to its first token, and what they are spent on.
+"""`python -m bench start`: seconds from the start of a process to its first token, by part of the work.
 
 A process imports what a worker imports, assembles the engine as a worker does and answers one prompt of 64 tokens. The weights
 are bf16, are rounded to int8 or int4 at the start, were rounded before by `motet quantize`, or were packed by an earlier start

@@ -142,7 +142,7 @@ def choose(
     """
     prefill = sum(chunks_ms)
     # The step reads the weights once for both of its parts, so it may take no longer than the others' part, or than the rows of
-    # the prefill alone. If the layers came sooner than expected, everybody in the step would wait.
+    # the prefill alone. If the step reached its layers sooner than expected, all requests in it would wait.
     surely_ms = max(between_ms, chunks_ms[0] - between_ms - weights_ms) if between_ms else chunks_ms[0]
     stall = copy.stall_ms(surely_ms / copy.layers)
     ahead = stall <= TOLERANCE * surely_ms

@@ -1,7 +1,7 @@
 """Decides which adapters are in a worker's host memory and on its disk: which are held, loaded next, and evicted.
 
     object store ──Load("store")──> file on disk ──Load("disk")──> copy in host memory ──held by requests──> device
-                                    least recently loaded out      eviction policy among copies nobody holds
+                                    least recently loaded out      eviction policy among copies without holders
 
 The caller carries out the actions that `take_actions` returns, in order, and reports the results: the live worker with files
 and an object store, the twin with a model of their links.
@@ -310,7 +310,7 @@ class HostTier(Generic[H]):
             self.actions.append(Evict(oldest, "disk"))
 
     def spare(self, size_bytes: int, leaving: Iterable[str]) -> bool:
-        """Make room by evicting copies of `leaving` that nobody holds, in this order; False, and no change, if that is not
+        """Make room by evicting copies of `leaving` without holders, in this order; False, and no change, if that is not
         enough."""
         going: list[str] = []
         room = 0

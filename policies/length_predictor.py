@@ -1,10 +1,10 @@
-"""Predicts output lengths and learns from finished requests: the whole predictor but its clock, its bus and its fits.
+"""Predicts output lengths and learns from finished requests: the predictor without its clock, its bus and its fits.
 
     estimate    hashed features ─► LengthModel ─► calibrated levels ─► p50, p90; the histogram where that is better
     observe     the same request with its length ─► calibration, histogram, window of the last requests
     fit_due     the window has changed enough ─► services/predictor/fit.py ─► adopt
 
-A request is predicted by what was known before it, so its level is an honest sample for the calibration.
+A request is predicted only from earlier ones, so its level is an unbiased sample for the calibration.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Version(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Of its blob."""
+        """Bytes of its blob."""
 
 
 Event = (

@@ -1,8 +1,7 @@
-"""The C heap of a process that copies large buffers in threads, as the registry does with adapters and the
-predictor with models.
+"""Returns freed memory of large buffers to the system, in processes that copy them in threads (registry, predictor).
 
-glibc gives every thread an arena of its own, and after the first large buffer was freed it takes buffers of that size from
-those arenas too. Freed buffers then stay with the process: a registry of 62 MiB wanders between 66 and 72.
+glibc gives every thread its own arena, and once a large buffer was freed, it takes buffers of that size from the arenas too.
+Freed buffers then stay with the process, and its memory grows (a registry of 62 MiB to between 66 and 72).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 `tests/shared/test_nats_compat.py` has a test for each detail, against a real server. Before a new minor version is allowed,
 those tests must pass with it.
 
-    Client             no password over an unencrypted connection; a frozen server costs no time once it is known to be lost
+    Client             no password over an unencrypted connection; no waiting for a frozen server that is known to be lost
     gave_up            whether the client stopped reconnecting
     flush              a flush that includes what is still buffered
     outbox_full        whether the server reads too slowly

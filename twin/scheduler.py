@@ -62,7 +62,7 @@ class Snapshot(Word, kw_only=True):
 
 
 class Delta(Word, kw_only=True):
-    """What changed since its last word."""
+    """What changed since its last message."""
 
     changed: list[RequestBrief]
     removed: list[str]

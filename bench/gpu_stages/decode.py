@@ -1,8 +1,8 @@
-"""Stage 3: what LoRA adds to a decode step and to a prefill, as a share of what it must, beside the field's ways.
+"""Stage 3: the time that LoRA adds to a decode step and to a prefill, with Motet's kernels and others, beside the lower bound.
 
 A decode step is a CUDA graph of 32 layers: the base model's four fused products, without LoRA and with it on all seven
-projections. `floor` is the adapters' bytes at the bandwidth measured in the same run, `nodes` what the graph nodes add at the
-cost of an empty one. Microseconds per layer throughout; what a way adds is its step less the base's.
+projections. `floor` is the time to read the adapters' bytes at the bandwidth measured in the same run, `nodes` the time of as
+many empty graph nodes. All times are microseconds per layer; the added time is the step with LoRA minus the step of the base.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Stage 2, second half: the whole engine on the device says what transformers and PEFT say, token by token.
+"""Stage 2, second half: the tokens of the whole engine on the device equal those of transformers and PEFT.
 
-The demo model in fp32 with its adapters, all in one batch: with graphs and without, preempted, continued from elsewhere, while
-adapters come and go, while they are being copied. In bf16 its logits are as near to fp32's as those of transformers in bf16.
+The demo model in fp32 with its adapters, all in one batch: with graphs and without, preempted, resumed, while adapters are
+added and removed, while they are being copied. In bf16 its logits are as near to fp32's as those of transformers in bf16.
 """
 
 from __future__ import annotations

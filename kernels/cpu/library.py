@@ -1,6 +1,6 @@
-"""The compiled library as Python sees it: the structures of src/motet_cpu.h, and one object per instruction set.
+"""Python bindings of the compiled library: the structures of src/motet_cpu.h, and one object per instruction set.
 
-Calls release the GIL. Tensors go in as addresses, so every function here checks type, device and contiguity first.
+Calls release the GIL. Tensors are passed as addresses, so every function here checks type, device and contiguity first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from motet.kernels.whole_numbers import WholeNumbers
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 INTEGERS = {"int8": 3, "int4": 4}
-"""Weights of whole numbers: with one scale per output, or per output and 32 inputs."""
+"""Integer weights: with one scale per output, or per output and 32 inputs."""
 
 KV_TYPES = TYPES | {torch.int8: INTEGERS["int8"]}
 """Of a KV cache; int8 has scales beside its values."""
@@ -38,7 +38,7 @@ PANEL = 16
 """Outputs that are packed together."""
 
 MAX_FAN_IN = 1 << 16
-"""Of a matrix of whole numbers: products of 8 bits are added in 32."""
+"""Largest number of inputs of an integer matrix, whose 8-bit products are added in 32 bits."""
 
 MAX_RANK = 1024
 """Of an adapter; what the compiled kernels have room for."""
@@ -455,7 +455,7 @@ class Packed:
 
 
 class Packer:
-    """Turns weights [n, k] with bias [n] into packed matrices, of their own type or of whole numbers (INTEGERS).
+    """Turns weights [n, k] with bias [n] into packed matrices, of their own type or of integers (INTEGERS).
 
     They lie in `arena`, by default in one of their own. In one that is filled they are packed already.
     """
@@ -484,7 +484,7 @@ class Packer:
         return packed
 
     def whole(self, weight: WholeNumbers, bias: torch.Tensor | None = None) -> Packed:
-        """A matrix that is whole numbers already: its values stay as they are, scales of groups become float16."""
+        """A matrix of integers: its values stay as they are, scales of groups become float16."""
         n, k = weight.values.shape
         zeros = weight.zeros
         per_output = weight.bits == 8 and weight.per_output and zeros is None
@@ -518,7 +518,7 @@ class Packer:
     def _room(self, n: int, k: int, kind: int, bias: torch.Tensor | None) -> Packed:
         """A matrix without content."""
         if kind == INTEGERS["int8"] and k > MAX_FAN_IN:
-            raise ValueError(f"a matrix of {k} inputs: sums of whole numbers have room for {MAX_FAN_IN}")
+            raise ValueError(f"a matrix of {k} inputs: integer sums overflow above {MAX_FAN_IN}")
         data = self._arena.take(self._engine.library.motet_packed_bytes(n, k, kind))
         scale = self._arena.take(n * 4) if kind == INTEGERS["int8"] else None
         floats = None if bias is None else bias.float().contiguous()

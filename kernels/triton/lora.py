@@ -1,4 +1,4 @@
-"""add_lora on a GPU: which kernels a step's batch is launched with, and the buffers they share.
+"""add_lora on a GPU: the choice of kernels for a step's batch, and the buffers that they share.
 
 Three plans over the same device functions:
 
@@ -6,8 +6,8 @@ Three plans over the same device functions:
     ticketed       one launch for both
     segmented      two launches with 64-row tiles: steps with a prompt in them
 
-`TILES` is a frozen table: nothing is tuned while serving. All of it was chosen for sm_90 and is checked there for
-registers and load widths (tests/kernels/test_triton_compiled.py).
+`TILES` is a fixed table: nothing is tuned while serving. It was chosen for sm_90, for which a test checks registers and load
+widths of the compiled kernels (tests/kernels/test_triton_compiled.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ that of `acme` is MOTET_RESULTS_acme.
 
 Tenants have accounts of their own because the server does not check the *reply* subject of a published message: JetStream would
 answer a tenant's request on any subject of its account, with content that the tenant chooses. Among the services, permissions
-protect against mistakes, not against somebody who has a service's password.
+protect against mistakes, not against an attacker who has a service's password.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Workers that do not serve: those that load their model, failed with a reason, or disappeared without a notice.
 
     notice "starting" ──► loading ──► first state: it serves, so it is removed here
-    notice "failed"   ──► failed, with its last words
+    notice "failed"   ──► failed, with the reason that it gave
     notice "stopped"  ──► stopped on purpose: not reported
     lease expired, no notice ──► lost
 

@@ -119,7 +119,7 @@ class DurableRequest:
         return body
 
     def failed(self, error: MotetError) -> bytes:
-        """The result that says why there is no answer."""
+        """The result of a request without an answer, with the reason."""
         return orjson.dumps({"request_id": self.request_id, "status": "error", "error": error.openai()["error"]})
 
     def dead_letter(self, error: MotetError) -> tuple[str, bytes, dict[str, str]]:

@@ -15,7 +15,7 @@ from motet.shared.telemetry import logger
 
 log = logger("motet.gateway.fleet")
 
-STALE_S = 10.0  # a worker that was not heard for this long is forgotten
+STALE_S = 10.0  # a worker without a message for this long is forgotten
 
 
 class Fleet:
@@ -77,7 +77,7 @@ class Fleet:
         return not self.workers() and self.absent.loading(now_s())
 
     def nobody(self) -> str:
-        """Why no worker serves the base model, for operators: with the last words of failed workers."""
+        """Why no worker serves the base model, for operators: with the reasons that failed workers gave."""
         return "; ".join([f"no worker serves {self._base_model}", *self.absent.sentences(now_s())])
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:

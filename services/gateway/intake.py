@@ -76,7 +76,7 @@ class _HandBack(Exception):
 
 
 class _Queue:
-    """One request stream and what is held of it."""
+    """One request stream and the requests that are held of it."""
 
     def __init__(self, stream: str, results: str, pulls: Pulls) -> None:
         self.stream, self.results, self.pulls = stream, results, pulls

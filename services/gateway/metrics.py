@@ -1,8 +1,8 @@
 """The gateway's metrics: `motet_*`, and the `vllm:*` names that Kubernetes inference gateways scrape.
 
 Tenants choose adapter names, so the `adapter` label is bounded: it keeps the first `ADAPTERS_MAX` names and calls all others
-"other". The base model is "base". The `tenant` label is bounded in the same way. Where adapters are is told of those names, and
-of pinned ones.
+"other". The base model is "base". The `tenant` label is bounded in the same way. The metrics of an adapter's location name the
+same adapters, and pinned ones.
 """
 
 from __future__ import annotations

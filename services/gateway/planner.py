@@ -59,7 +59,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # as the client named it
     jobs: list[Job]
     echoes: list[str]  # per choice: the prompt's text to show first, "" for none
-    parsing: Parsing | None = None  # what is taken out of the text; None: nothing
+    parsing: Parsing | None = None  # how the text is parsed; None: not at all
 
     @property
     def chat(self) -> bool:
@@ -337,7 +337,7 @@ class RequestPlanner:
         return given | (request.chat_template_kwargs or {}) or None
 
     def _parsing(self, request: ChatRequest, prompt: list[int], *, constrained: bool) -> Parsing | None:
-        """What is to be taken out of the answers. Raises BadRequest when the format of tool calls is not known."""
+        """How answers are parsed. Raises BadRequest when the format of tool calls is not known."""
         options, tools, choice = self._config.answers, request.usable_tools(), request.tool_choice
         thinks = bool(options.reasoning_parser) and request.separate_reasoning is not False
         if not tools and not thinks:

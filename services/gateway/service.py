@@ -76,7 +76,7 @@ class GatewayService:
         self._stack.callback(self.prompts.close)
         self.bus = await Bus.connect(config.bus, self.gateway_id, inbox="gateway")
         self._stack.push_async_callback(self.bus.close)
-        self._stack.push_async_callback(self._stop_serving)  # after the owner has told the streams that it leaves
+        self._stack.push_async_callback(self._stop_serving)  # after the owner has ended the streams
         await self.keys.start(self.bus)
         self._stack.push_async_callback(self.keys.stop)
         self.adapters = AdapterWatch(self.bus, self._on_adapters)
@@ -139,7 +139,7 @@ class GatewayService:
         self.owner.check_room()
 
     async def drain(self) -> None:
-        if self.config.http.listen_fd >= 0 and self._server is not None:  # whoever shares the socket takes what comes
+        if self.config.http.listen_fd >= 0 and self._server is not None:  # other gateways on the socket take new connections
             await self._server.leave()
         self._draining = True
         await self.intake.drain()

@@ -1,4 +1,4 @@
-"""What a predictor keeps and hands to its fits, as bytes: msgpack with arrays, compressed where it is stored."""
+"""Encoding of what a predictor stores and sends to its fit process: msgpack with arrays, compressed where it is stored."""
 
 from __future__ import annotations
 

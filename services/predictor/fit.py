@@ -1,4 +1,4 @@
-"""Fits a length model to finished requests. A process of its own, so that no prediction waits for it.
+"""Fits a length model to finished requests, in a separate process, so that no prediction waits for it.
 
     Task (msgpack) on stdin ─► tf-idf, ridge regression on "longer than edge k" (scikit-learn) ─► Fitted on stdout
 

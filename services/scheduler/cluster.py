@@ -5,7 +5,7 @@
     lease lost, long silence ──────> worker removed
 
 - Everything comes in as an event (`events`), so that a decision log can be replayed.
-- Which words count is decided in `policies.worker_book`, what they mean in `policies.cluster_view`.
+- `policies.worker_book` decides which messages count, `policies.cluster_view` what they mean.
 - An assignment counts as load from the moment it is made, so that a burst between two states is spread. `policies.flights` says
   when it stops counting.
 - Any message of a worker clears its marks (`events.Marked`).

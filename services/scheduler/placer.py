@@ -1,7 +1,7 @@
-"""Places adapters before anybody asks for them (dLoRA section 5.1): desired residency by recent rates, every few minutes.
+"""Places adapters on workers by demand (dLoRA section 5.1): desired residency by recent rates, every few minutes.
 
-The scheduler that plans (`planner`) writes one `shared.placement.Placement` per worker. It counts the requests that it
-gets itself: of several schedulers each sees an equal share of every adapter's, and only shares matter.
+The scheduler that plans (`planner`) writes one `shared.placement.Placement` per worker. It counts only the requests that it
+gets itself. With several schedulers each gets the same share of every adapter's requests, and only ratios matter.
 """
 
 from __future__ import annotations

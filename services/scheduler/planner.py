@@ -48,7 +48,7 @@ class Turn:
         return now_s() - self._renewed_s < STOP_S
 
     async def renew(self) -> None:
-        """Renew the key, or take it from nobody or from a holder that is gone. Raises Unavailable when JetStream is away."""
+        """Renew the key, or take it if it has no holder or its holder is gone. Raises Unavailable when JetStream is away."""
         began_s = now_s()
         entry = await self._bucket.get(self._key)
         if entry is not None and not self._ours(entry):
@@ -124,7 +124,7 @@ class Planner:
         await self._turn.renew()
 
     async def dry_run(self) -> list[PlanStatus]:
-        """What would move now, whatever the triggers say and whose turn it is."""
+        """The plan of the present state, regardless of triggers and of the scheduler that plans."""
         return [_shown(question, await self._answer(question)) for question in self._questions(always=True)]
 
     def _questions(self, *, always: bool = False) -> list[Question]:
@@ -133,7 +133,7 @@ class Planner:
         )
 
     async def _answer(self, question: Question) -> Plan:
-        """The plan, made in a thread: the event loop goes on."""
+        """The plan, made in a thread, so that the event loop continues."""
         began_s = now_s()
         plan = await asyncio.to_thread(question.answer, self._config.plan)
         metrics.PLAN_S.observe(now_s() - began_s)

@@ -57,7 +57,7 @@ from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler")
 TICK_S = 0.25
-SETTLE_S = 2.0  # at start: time to hear every worker that holds a lease
+SETTLE_S = 2.0  # at start: time to receive a message of every worker that holds a lease
 ADAPTERS = 4096  # length histograms kept for when the predictor does not answer
 TOKEN_BYTES = 4
 RESUMED_TTFT_MS = 300.0  # objective for the next token of a request that lost its worker: its reader is in mid-sentence
@@ -160,7 +160,7 @@ class SchedulerService(BusService):
             metrics.IN_FLIGHT.set(self.cluster.in_flight())
             await asyncio.sleep(TICK_S)
 
-    # ---- what is heard
+    # ---- messages
 
     def _on(self, event: ClusterEvent) -> None:
         """Everything that changes the cluster comes through here."""

@@ -106,18 +106,18 @@ async def measure(
         await profiler.publish()
         began_s = now_s()
         batches = profiler.batches()
-        moments = 0
-        for number, batch in enumerate(itertools.cycle(batches)):
+        moments, number, done = 0, 0, 0.0
+        while done < 1.0 or moments < MOMENTS:
             took_s = now_s() - began_s
             done = min(1.0, max(took_s / seconds / LONGEST_TIMES, min(number / len(batches), took_s / seconds)))
             if done >= (2 * moments + 1) / (2 * MOMENTS):
                 await profiler.link_times(moments)
                 await profiler.hop_times()
                 moments += 1
-            elif done >= 1.0:
-                return profiler.measured
-            await profiler.run(batch, tell=number >= len(batches) // 8)  # the first ones warm up
+            await profiler.run(batches[number % len(batches)], tell=number >= len(batches) // 8)  # the first ones warm up
+            number += 1
             progress(done)
+        return profiler.measured
     finally:
         await worker.service.stop()
 

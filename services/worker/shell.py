@@ -114,7 +114,7 @@ class Shell:
                 self._count_adapters()
 
     def _start(self, action: Start[EngineRequest]) -> MotetError | None:
-        """The error with which an assignment that is being answered is to be refused."""
+        """The error of a refused assignment, which is still to be answered."""
         entry, request = action.entry, action.entry.payload
         if entry.adapter is not None:
             request.adapter = self.store.copy(entry.adapter.digest)
@@ -159,7 +159,7 @@ class Shell:
         self.on(FileLost(digest))
 
     def spare_file(self) -> bool:
-        """Delete a file that can be spared; whether there was one."""
+        """Delete a file that is not in use; whether there was one."""
         files = len(self.core.host.files)
         self.on(DiskFull())
         return len(self.core.host.files) < files
@@ -170,7 +170,7 @@ class Shell:
 
 
 def _error_of(reason: object, answer: Answer[EngineRequest]) -> MotetError:
-    """What the request's owner is told."""
+    """The item with which a request's owner learns of an answer."""
     match reason:
         case MotetError():
             return reason

@@ -1,4 +1,4 @@
-"""Promise: `motet up` takes flags first, then variables, and hands services nothing that it was not given."""
+"""Promise: `motet up` takes flags first, then variables, and passes to services only what it was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a live scheduler decided is decided again, to the last bit of the cost, from what it had heard."""
+"""Promise: a replay of the messages that a live scheduler received repeats its decisions and their costs to the bit."""
 
 from __future__ import annotations
 

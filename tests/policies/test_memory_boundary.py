@@ -1,5 +1,5 @@
-"""Promise: KV blocks and adapters share one budget. Caches leave in the order of what they are worth, whatever is in use stays,
-and every request ends."""
+"""Promise: KV blocks and adapters share one budget. Cached entries are evicted in the order of their worth, entries in use
+stay, and every request ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: the merged copy of the weights takes memory that nobody needs, gives it back at once, and knows what it saves."""
+"""Promise: the merged copy of the weights takes memory that is not needed, gives it back at once, and estimates its gain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: pinned adapters are loaded without a request, come back when they had to leave, and never take all room."""
+"""Promise: pinned adapters are loaded without a request, loaded again after an eviction, and never take all room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: a request that was taken is answered once, by the engine or instead of it, whatever crosses whatever else."""
+"""Promise: an accepted request is answered exactly once, by the engine or by the core, in any order of messages."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_phase_can_end_and_nothing_leaves_the_table() -> None:
         entry.move("start")
 
 
-def test_a_request_is_in_the_book_and_in_the_view_from_its_assignment_on() -> None:
+def test_a_request_is_in_the_core_and_in_the_view_from_its_assignment_on() -> None:
     core = core_with()
     assert core.on(assign("r", "a"), 0.0) == [Load(adapter("a"), "store")]
     assert core.view.requests["r"].phase == "loading" and len(core) == 1
@@ -182,7 +182,7 @@ def test_handing_back_answers_what_the_engine_does_not_have() -> None:
     assert [one for one in core] == [entry], "the engine ends its own"
 
 
-def test_a_version_that_the_registry_deleted_leaves_every_tier_once_nobody_uses_it() -> None:
+def test_a_version_that_the_registry_deleted_leaves_every_tier_once_it_is_unused() -> None:
     core = core_with()
     core.on(assign("r", "a"), 0.0)
     entry = only_start(core.on(Loaded("a", SIZE, SIZE), 0.0))
@@ -193,7 +193,7 @@ def test_a_version_that_the_registry_deleted_leaves_every_tier_once_nobody_uses_
     assert core.view.adapters == {}
 
 
-def test_a_full_disk_costs_a_file_that_nobody_needs() -> None:
+def test_a_full_disk_costs_a_file_that_is_not_needed() -> None:
     core = core_with()
     core.on(assign("r", "a"), 0.0)
     entry = only_start(core.on(Loaded("a", SIZE, SIZE), 0.0))

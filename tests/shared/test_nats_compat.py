@@ -228,7 +228,7 @@ async def _served(client: LibraryClient, handled: list[str], gate: asyncio.Event
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["library", "ours"])
-async def test_only_our_way_out_of_a_queue_group_handles_what_has_arrived(nats_url: str, ours: bool) -> None:
+async def test_only_our_way_of_leaving_a_queue_group_handles_what_has_arrived(nats_url: str, ours: bool) -> None:
     handled: list[str] = []
     gate = asyncio.Event()
     async with connected(nats_compat.NatsClient(), nats_url) as server, connected(nats_compat.NatsClient(), nats_url) as asker:

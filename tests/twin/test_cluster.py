@@ -114,7 +114,7 @@ def test_a_second_scheduler_learns_from_the_workers_states() -> None:
     assert fresh < late
 
 
-def test_time_can_be_stopped_and_goes_on() -> None:
+def test_time_can_be_stopped_and_continues() -> None:
     load = workload(2)
     whole = run(load, spec())
     cluster = Cluster(load, [spec()] * 3, SchedulerSpec(), bus=BusDelays(submit_ms=0.5, assign_ms=1.0, stream_ms=0.2))

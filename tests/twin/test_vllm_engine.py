@@ -1,4 +1,4 @@
-"""The vLLM flavour's engine: who is admitted, who waits, who is preempted, and that skipping ahead changes nothing."""
+"""The vLLM flavour's engine: admission, waiting, preemption, and that advancing many steps at once changes nothing."""
 
 from __future__ import annotations
 

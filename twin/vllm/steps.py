@@ -107,7 +107,7 @@ class VllmStepModel:
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """Seconds of a step by its tokens: nobody uses an adapter, somebody does, and per adapter of the batch."""
+    """Seconds of a step by its tokens: without adapters, with adapters, and per adapter of the batch."""
 
     idle_s: list[float]
     used_s: list[float]

@@ -1,11 +1,12 @@
-"""Decoding steps as CUDA graphs: hundreds of launches become one.
+"""Decode steps as CUDA graphs: one launch instead of hundreds.
 
     step (numpy) --padded to its bucket--> buffers that never move --replay--> logits
 
-A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step
-that fits. Steps without a row of any adapter have graphs of their own, without LoRA. So have merged steps, whose weights lie
-elsewhere; these graphs go with the merged copy. What differs between such steps (tokens, tables, which adapters, how much work)
-lies in the buffers. A padding row is token 0 of the base alone; it writes and reads the scratch block, which no sequence uses.
+A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step that
+fits. Steps without any adapter have separate graphs, without LoRA. So do merged steps, because their weights have other
+addresses; these graphs are dropped with the merged copy. Everything that differs between the steps of a graph (tokens, tables,
+adapters, amount of work) is in the buffers. A padding row is token 0 of the base model; it writes and reads the scratch block,
+which no sequence uses.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share it
 
     def forget_merged(self) -> None:
-        """The merged copy of the weights goes: no graph may read it any more."""
+        """Drop the graphs that read the merged copy of the weights, because its memory is about to be freed."""
         self._captured = {key: captured for key, captured in self._captured.items() if not key[2]}
 
     def forward(self, batch: StepBatch, model: Model) -> torch.Tensor | None:

@@ -1,8 +1,8 @@
-"""Checkpoint weights into fused tensors. Reads safetensors, one file or sharded, mapped into memory; never pickle.
+"""Loads the weights of a checkpoint as fused tensors. Reads safetensors, one file or sharded, mapped into memory; never pickle.
 
-Matrices may be floats or quantized (`quantized.py`). q, k, v and gate, up become one matrix each.
+Matrices may be floats or quantized (`quantized.py`). q, k, v become one matrix, and so do gate and up.
 
-`random_weights` makes those of a config without a checkpoint, on the device: for measuring real shapes without a download.
+`random_weights` makes random weights of a config's shapes on the device, to measure real shapes without a download.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from motet.services.worker.engine.quantized import FLOATS, Shapes, read_module, 
 from motet.services.worker.engine.unsupported import UnsupportedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RANDOM_DEVIATION = 0.02  # what models are initialised with
-M = TypeVar("M")  # a base-model matrix as the kernels want it
+RANDOM_DEVIATION = 0.02  # standard deviation of random weights
+M = TypeVar("M")  # a base-model matrix in the kernels' form
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
 

@@ -1,8 +1,8 @@
-"""Steps of the torch model: enqueued on a device, and complete when their logits are read.
+"""Steps of the torch model. They are enqueued on the device and complete when their logits are read.
 
 decode alone                      a CUDA graph
-some adapters are being copied    beside CPU processes and copies (kernels/device), to its end
-anything else                     launch by launch
+some adapters are being copied    with CPU LoRA processes and copies beside it (kernels/device), until all of it is computed
+all other steps                   launch by launch
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TorchSteps:
 
     @property
     def assisted(self) -> AssistCounts:
-        """What became of the rows of adapters that were on their way, so far."""
+        """How many rows of adapters being copied were computed where so far."""
         return self._beside.counts if self._beside is not None else AssistCounts()
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
@@ -82,7 +82,7 @@ class TorchSteps:
             self._beside.close()
 
     def _model_of(self, batch: StepBatch) -> Model:
-        """The weights that the step computes with."""
+        """The model of the step: the merged one or the base."""
         if not batch.merged:
             return self._model
         assert self.merged is not None and self.merged.whole, "a merged step needs a whole copy"

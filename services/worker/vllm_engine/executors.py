@@ -1,5 +1,5 @@
-"""What the worker adds to vLLM's processes: they end with it, free a slot by order, and have a mended CPU kernel. Only vLLM's
-environment imports this file."""
+"""Additions to vLLM's processes: they end with the worker, can free a slot on command, and have a corrected CPU kernel. Only
+vLLM's environment imports this file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BoundMultiproc(MultiprocExecutor):
 
 
 class WorkerExtension:
-    """Orders that vLLM lacks. vLLM adds it to its worker class (`--worker-extension-cls`)."""
+    """Commands that vLLM lacks. vLLM adds this class to its worker class (`--worker-extension-cls`)."""
 
     def free_lora_slot(self, number: int) -> None:
         """Take an adapter out of its slot and keep its weights in host memory. `number`: vLLM's of the adapter."""

@@ -1,4 +1,4 @@
-"""Promise: the scheduler's copy follows the workers through restarts, lost messages and silence, and never herds."""
+"""Promise: the scheduler's copy follows the workers through restarts, lost messages and silence, and spreads bursts."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_only_a_snapshot_introduces_a_worker(cluster):
     assert cluster.knows("w")
 
 
-def test_a_restart_forgets_the_old_incarnation_and_its_late_words(cluster):
+def test_a_restart_forgets_the_old_incarnation_and_its_late_messages(cluster):
     cluster.on(Heard(snapshot(50, brief("a")), 0.0))
     cluster.on(Heard(snapshot(1, brief("b"), incarnation="two"), 1.0))
     cluster.on(Heard(delta(51, brief("late")), 1.1))
@@ -151,7 +151,7 @@ def test_silent_workers_turn_stale_then_are_forgotten_and_may_come_back(cluster)
     assert cluster.knows("w")
 
 
-def test_without_a_connection_nobodys_silence_counts(cluster):
+def test_without_a_connection_no_workers_silence_counts(cluster):
     cluster.on(Heard(snapshot(1), 0.0))
     cluster.on(Tick(60.0, connected=False))
     assert cluster.knows("w") and cluster.stale(62.0) == 0 and cluster.stale(64.0) == 1
@@ -220,7 +220,7 @@ def test_an_older_epoch_in_the_state_does_not_hide_the_new_assignment(cluster):
     assert cluster.in_flight() == 0
 
 
-def test_what_is_held_against_a_worker_is_forgiven_with_its_next_word(cluster):
+def test_the_marks_of_a_worker_are_cleared_by_its_next_message(cluster):
     held = lambda what: cluster.state.table[what][cluster.state.row("w")]  # noqa: E731 - read anew each time
     cluster.on(Heard(snapshot(1), 100.0))
     for mark in MARKS:

@@ -1,5 +1,5 @@
-"""Promise: a profile's steps have the time until the next one began, and none of them waited for an adapter. What decodes
-nothing is refused. A slow worker's profile ends, too."""
+"""Promise: the time of a profile's step ends when the next step begins, and no step waited for an adapter. A slow worker's
+profile ends in time. Models that decode nothing are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_step_after_which_nothing_ran_is_left_out() -> None:
     assert times_ms(report(0, 8), report(10, 8, running=0), report(90, 8), report(100, 8)) == pytest.approx([10, 10])
 
 
-def test_what_is_told_between_two_steps_is_no_step() -> None:
+def test_a_report_between_two_steps_is_no_step() -> None:
     assert times_ms(report(0, 8), report(4), report(10, 8), report(12), report(13), report(20, 8)) == pytest.approx([10, 10])
 
 

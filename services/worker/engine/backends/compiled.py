@@ -1,4 +1,4 @@
-"""Compiled kernels on a CPU: one call per step, weights of floats or of 8 or 4 bits, CPU processes beside it."""
+"""Compiled kernels on a CPU: one call per step, weights of 32, 16, 8 or 4 bits, CPU LoRA processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CompiledSteps:
 
     @property
     def assisted(self) -> AssistCounts:
-        """Where the LoRA part of adapters under way was computed so far."""
+        """How many rows of adapters being copied were computed where so far."""
         return self._forward.assisted
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
@@ -106,7 +106,8 @@ def _forward(engine: CpuEngine, options: BackendOptions, memory: DeviceMemory) -
     file = _packed_file(engine, options, memory) if options.packed_weights_dir and options.load_format != "dummy" else None
     arena = MappedArena(engine.library, file) if file is not None and file.exists() else Arena(engine.library)
     pack = Packer(engine, None if quantization == "none" or stored else quantization, arena)
-    head = pack if quantization == "none" else Packer(engine, "int8", arena)  # in int4 too: small, and what says the token
+    # 8 bits also with int4: it is small, and its errors change tokens directly
+    head = pack if quantization == "none" else Packer(engine, "int8", arena)
     weights = weights_of(options, memory, Makers(pack.parts, head.parts, pack.whole))
     if file is not None and not arena.filled:
         try:
