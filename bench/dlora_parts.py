@@ -5,7 +5,7 @@ and 9 ms for the weights, 0.1 ms per row, 0.33 us per token of context (0.5 MB o
 (half of 312 TFLOP/s), so that a step of the usual batch takes about the 50 ms that the paper's objective is ten times of. LoRA
 adds 38.9% to all of it but attention (the paper's Fig. 5, einsum), or 10% (this project's kernels: 0.91 of the speed without
 LoRA). An adapter of rank 8 has 20 MB and is copied beside the steps at 20 GB/s. Merging or unmerging takes 20 ms: two passes
-over the weights. Nobody is refused.
+over the weights. No request is refused.
 
 Lengths: ShareGPT, as vLLM's benchmark filters it (prompt up to 1,024 tokens, 2,048 in all). Arrivals: Azure Functions 2019,
 counts per function and minute, scaled to a rate. Functions by falling frequency go to adapters in turn, `skew` at a time.

@@ -1,4 +1,4 @@
-"""The client of the benches overload and rebalance: requests at given times whatever became of others, over plain sockets."""
+"""The client of the benches overload and rebalance: requests at given times, over plain sockets, without awaiting answers."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def demo_mesh(variables: Mapping[str, str], keys: str, *, workers: int = 1) -> I
 
 
 class _Quiet:
-    """Hears of state changes of the stack's services and only passes on trouble."""
+    """Receives state changes of the stack's services and reports failures only."""
 
     def changed(self, name: str, state: str, note: str) -> None:
         if state in ("restarting", "failed"):

@@ -127,7 +127,7 @@ class AdapterSlots:
     def _bring(self, digest: str, size_bytes: int, candidates: Iterable[str]) -> Grant | None:
         """A slot without a user. The first idle `candidates` make room; None, and no change, when all of them are too few.
 
-        Nobody has used the adapter yet: the eviction policy counts a use when a request does.
+        No request has used the adapter yet: the eviction policy counts a use when one does.
         """
         leaving: list[str] = []
         slots, room, rest = len(self._free_slots), self.bytes_free, iter(candidates)
@@ -189,7 +189,7 @@ class AdapterSlots:
         return digest, self.drop(digest)
 
     def resize(self, bytes_total: int) -> None:
-        """Change the bytes. Raises ValueError when they would not hold what is here."""
+        """Change the bytes. Raises ValueError when the present adapters would not fit."""
         if bytes_total < self.bytes_total - self.bytes_free:
             raise ValueError(f"adapters hold {self.bytes_total - self.bytes_free} bytes, more than {bytes_total}")
         self.bytes_free += bytes_total - self.bytes_total

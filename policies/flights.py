@@ -1,7 +1,7 @@
 """Flights: assignments that the workers' states do not show yet. A flight counts as load from the moment of the assignment.
 
-A scheduler's states are slightly old. Without flights, a burst between two states would go to one worker. A flight counts in
-`ClusterState` as a waiting request and ends
+The states of workers that a scheduler knows are slightly old. Without flights, a burst between two states would go to one
+worker. A flight counts in `ClusterState` as a waiting request and ends
 
 - when the worker's state shows the request in this epoch or a newer one (from then on the state counts);
 - when the worker refuses (`withdraw`), or is removed;

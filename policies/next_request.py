@@ -1,12 +1,12 @@
 """Predicts which adapter the next request is for, from counts of requests that fade at three speeds.
 
-    memory       counts that halve within 1, 4 or 16 requests for every adapter that there is room for
-    share        an adapter's count over the sum of all counts: how likely this memory says the next request is for it
+    memory       one set of counts; they halve within 1, 4 or 16 requests for every adapter that there is room for
+    share        an adapter's count over the sum of all counts: this memory's probability that the next request is for it
     trust        how well a memory predicted the last requests: the product of the shares that it gave them; old ones fade
     prediction   the shares of the three memories, weighted by their trust
 
-Steady popularity is seen best by the long memory, bursts by the short one. What is best changes with the traffic, so it is
-learnt. Adapters that are not in memory are counted, too.
+The memory that fades slowly represents steady popularity, the one that fades quickly represents bursts. Which one predicts best
+depends on the traffic, so the weights are learned. Adapters that are not in the worker's memory are counted, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_CREDIT: Mapping[str, list[float]] = {}
 
 
 class _Memory:
-    """What one memory has counted."""
+    """The counts of one memory."""
 
     __slots__ = ("growth", "surprise", "total", "unit")
 

@@ -18,8 +18,8 @@ to start costs the others only its own tokens. A queued prefill starts with the 
 request that comes `t` later still joins it with probability 1 - t / step. Otherwise it causes a stall of its own.
 
 Recently started requests. A stall is spread over all tokens of a request, so it hurts the time per token most when the answer
-is short and has just begun. We cannot tell which answers are short, so a stall costs up to 1 + YOUNG times as much just
-after requests start; this fades within YOUNG_STEPS steps. As a result workers take turns.
+is short and has just begun. Which answers will be short is not known, so a stall costs up to 1 + YOUNG times as much just after
+requests start; this fades within YOUNG_STEPS steps. As a result workers take turns.
 
     wait     = queue's prefill + copy, unless CPU processes bridge it (+ fetch, if the worker has it in no tier)
                + the time until a seat is free + the time until enough KV blocks are free
@@ -35,8 +35,8 @@ Several schedulers that see the same states must not all choose the same worker.
 (`flights`). For those of others, which no state shows yet, the choice is any worker whose cost is within NEAR of the best,
 selected by a hash: of the adapter while no worker has it, so that it is loaded in one place, else of the request.
 
-`costs` computes all of this for every worker at once, on columns that are kept up to date. `cost_on` says the same of one
-worker in plain words, from its requests; nothing but the tests calls it, which hold the two equal.
+`costs` computes all of this for every worker at once, on columns that are kept up to date. `cost_on` computes the same for one
+worker by the plain formula, from its requests; only the tests call it, to compare the two.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     now_ms = np.array(1000.0 * now_s)
 
     own = perf.prefill_token_ms * np.array(float(ask.tokens)) + d_prefill
-    alone = np.minimum((now_ms - t["opened_ms"]) / step, _ONE)  # how likely r joins nobody's prefill: then it costs its base
+    alone = np.minimum((now_ms - t["opened_ms"]) / step, _ONE)  # chance that r joins no other prefill: then it costs its base
     copy, fetch = adapter_ms(state, ask)
     stall = own + alone * perf.prefill_base_ms
     stalls, waits = state.alike("copies_stall"), state.alike("copies_wait")

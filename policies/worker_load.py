@@ -59,7 +59,7 @@ class Band:
 
 @dataclass(slots=True)
 class Share:
-    """What one tenant has on one worker."""
+    """The requests of one tenant on one worker."""
 
     requests: int = 0
     weight: float = 1.0

@@ -1,4 +1,4 @@
-"""The virtual clock. Time is a whole number of picoseconds, so that sums do not depend on the order of adding."""
+"""The virtual clock. Time is an integer number of picoseconds, so that sums do not depend on the order of additions."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def wanting(**config: float) -> Merging:
     return one
 
 
-def test_steps_stay_unmerged_until_the_copy_is_whole_and_nobody_pays_for_that_time() -> None:
+def test_steps_stay_unmerged_until_the_copy_is_whole_and_no_credits_move_meanwhile() -> None:
     one = wanting(alpha=0.8)
     assert step(one, {"a": 9, "b": 1}) == Mode(wanted="a")
     assert one.credits["a"] == one.credits["b"]

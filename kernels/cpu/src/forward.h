@@ -6,10 +6,10 @@
 //   logits = norm(x[logit_rows]) Whead
 //
 // While adapters are being copied to the device (`assist`, see assist.h), CPU processes compute "h A" and "s B" of some rows:
-// h of these rows is published before the product with the base's matrix, and the results are added after it.
+// h of these rows is sent to them before the product with the base's matrix, and their results are added after it.
 //
-// h is in the type that the instruction set multiplies with the weights, everything else that is not stored is float. Before a product
-// with integers its rows are rounded to whole numbers, in a phase of their own; adapters multiply h itself.
+// h has the type that the instruction set multiplies with the weights; all other intermediate values are float. Before a product
+// with integer weights a separate phase rounds the rows of h to integers; adapters use h before rounding.
 #pragma once
 #include "attention.h"
 #include "gemm_items.h"
