@@ -189,8 +189,8 @@ def advance_steady(state: AdmissionState[S], plan: StepPlan[S], steps: int) -> N
         seq.computed = end = seq.computed + steps
         seq.length = end + 1
         seq.scheduled = 0
-        if end > len(seq.blocks) * size:
-            kv.extend(seq.blocks, kv.blocks_for(end) - len(seq.blocks))
+        if (short := end - len(seq.blocks) * size) > 0:
+            kv.extend(seq.blocks, 1 if short <= size else kv.blocks_for(short))
 
 
 def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
