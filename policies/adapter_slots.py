@@ -101,8 +101,11 @@ class AdapterSlots:
         if not self.fits(size_bytes):
             return None
         evicted: list[tuple[str, int]] = []
-        while not self._free_slots or size_bytes > self.bytes_free:
-            evicted.append(self.evict(next(self.victims())))
+        if not self._free_slots or size_bytes > self.bytes_free:
+            for idle in self.victims():
+                evicted.append(self.evict(idle))
+                if size_bytes <= self.bytes_free:
+                    break
         slot = self._free_slots.pop()
         self._residents[digest] = _Resident(slot, size_bytes, users=1)
         self.eviction.use(digest, size_bytes)
@@ -164,7 +167,7 @@ class AdapterSlots:
 
     def victims(self) -> Iterator[str]:
         """Idle adapters in the order of eviction: those that no request waits for, then the others, then pinned ones. The
-        caller stops iterating when it removes one."""
+        caller may remove an adapter that it was given."""
         waited, pinned = self.waited(), self.pinned
         later: list[str] = []
         for digest in self.eviction:

@@ -109,7 +109,7 @@ class Cluster:
             self._by_id[worker_id].preload(digests)
         copies = scheduler.copies if scheduler is not None else 1
         self.schedulers = [Scheduler(scheduler) for _ in range(copies)] if scheduler is not None else []
-        self._turn = np.random.default_rng(seed).integers(copies, size=len(workload), dtype=np.int16)
+        self._turn = np.random.default_rng(seed).integers(copies, size=len(workload), dtype=np.int16).tolist()
         self._reporters = [_Reporter(worker) for worker in self.workers]
         self._submit_ps, self._assign_ps, self._state_ps = map(to_ps, (bus.submit_ms, bus.assign_ms, bus.state_ms))
         self._heartbeat_ps, self._delta_ps = round(bus.heartbeat_s * PS_PER_S), round(bus.delta_s * PS_PER_S)

@@ -635,7 +635,7 @@ class Worker:
 
 def _told(requests: Iterable[Live]) -> list[RequestBrief]:
     """Requests with their tokens so far: copies, since a message is under way while they go on."""
-    return [replace(live.brief, output_tokens=live.length - live.brief.prompt_tokens) for live in requests]
+    return [replace(brief := live.brief, output_tokens=live.length - brief.prompt_tokens) for live in requests]
 
 
 def _content(request: Request, length: int) -> array[int]:
