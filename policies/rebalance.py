@@ -9,7 +9,7 @@ without another one, and a request that moved stays for `rest_s`, so that nothin
 The work of a request is its share of full batches: tokens left times the time of a step with every seat taken, divided by the
 seats, and its prefill if that is still to come. Its memory is that of all its tokens to the end. Where a request goes, its KV
 is computed again, or fetched from where it was if that pays (`policies.kv_travel`). Either costs a running request time and a
-waiting one nothing.
+waiting one nothing. So where a new one would wait everywhere for more than `wait_ms`, requests that run stay.
 """
 
 from __future__ import annotations
@@ -97,12 +97,13 @@ class Rebalancer:
             most_ms, least_ms = float(wait_ms[rows].max()), float(wait_ms[rows].min())
             late = sum(wait_ms[row] > _objective_ms(state, row) for row in rows.tolist() if table["queued"][row])
             pressed = most_ms > self.config.wait_ms or late > 0
+            begun = least_ms <= self.config.wait_ms
             if always or (pressed and least_ms < EVEN * most_ms):
                 found.append(
                     Question(
                         base_model=state.base_model(base),
                         pressure=Pressure(most_ms=most_ms, least_ms=least_ms, late=int(late)),
-                        replicas=tuple(self._replica(state, row) for row in rows.tolist()),
+                        replicas=tuple(self._replica(state, row, begun) for row in rows.tolist()),
                     )
                 )
         return found
@@ -124,7 +125,8 @@ class Rebalancer:
             and _travel(brief, others, perf).pays
         )
 
-    def _replica(self, state: ClusterState, row: int) -> Replica:
+    def _replica(self, state: ClusterState, row: int, begun: bool) -> Replica:
+        """`begun`: requests that run may move."""
         worker_id, table, perf = state.ids[row], state.table, state.perf
         seats = max(1.0, float(table["max_running"][row]))
         full_ms = float(perf.decode_base_ms[row] + perf.decode_row_ms[row] * seats)
@@ -145,7 +147,7 @@ class Rebalancer:
                     left * share_ms + (tokens * token_ms if waits else 0.0),
                     float(tokens + left),
                     again_ms,
-                    brief.request_id in self._moved_s,
+                    brief.request_id in self._moved_s or not (waits or begun),
                 )
             )
         return Replica(

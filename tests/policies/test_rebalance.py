@@ -122,3 +122,10 @@ def test_blocks_travel_with_running_requests_between_workers_that_compute_alike(
     limits, _ = state.terms("w1")
     state.put_worker("w1", msgspec.structs.replace(limits, kv_format="y"), linked)
     assert not one.travels(state, "r0-0", "w0", "w1")
+
+
+@pytest.mark.parametrize(("others", "fixed"), [(0, 0), (8, 4)])
+def test_running_requests_stay_where_a_new_one_would_wait_everywhere(others: int, fixed: int) -> None:
+    (question,) = ask(Rebalancer(CONFIG), cluster(24, others), 1.0)
+    assert (question.pressure.least_ms > CONFIG.wait_ms) == bool(fixed)
+    assert sum(held.fixed for held in question.replicas[0].requests) == fixed

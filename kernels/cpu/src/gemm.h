@@ -199,7 +199,7 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
         for (int r = 0; r < R; ++r) {
           const vf value = broadcast(x[r * ldx + i + u]);
 #pragma GCC unroll 16
-          for (int p = 0; p < P * VP; ++p) acc[r][p] += value * weights[p];
+          for (int p = 0; p < P * VP; ++p) multiply_add(acc[r][p], value, weights[p]);
         }
       }
     }
