@@ -60,7 +60,7 @@ soak: $(DEV_STAMP) ## half an hour of load with adapters coming and going; memor
 demo: $(RUN_STAMP) ## run a tour of every feature on free ports and check every answer
 	@$(BIN)/python -m motet demo $(ARGS)
 
-check: $(DEV_STAMP) ## style, types, who may import whom, known vulnerabilities
+check: $(DEV_STAMP) ## style, types, allowed imports, known vulnerabilities
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

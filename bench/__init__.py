@@ -1,1 +1,1 @@
-"""Reproducible measurements: `python -m bench NAME [--quick]`. Each bench names its peer and measures it in the same run."""
+"""Reproducible measurements: `python -m bench NAME [--quick]`. A bench measures all systems that it compares in one run."""

@@ -7,7 +7,7 @@ cache, LRU, FairShare, GDSF, static queues, and Chameleon; all of them are polic
 MOTET_DATA) holds the traces; without it log-normal lengths are drawn. Constants were chosen with seeds below 10 and the even
 rows of the trace; what is reported comes from other seeds and the odd rows.
 
-Beside the policies run what bounds them: copies that take no time, and evictions that know the adapters' true popularity or the
+Upper bounds run beside the policies: copies that take no time, and evictions that know the adapters' true popularity or the
 time of each next request. The foresight of a scheduler over several workers: `bench.chameleon_fleet`.
 
 The worker and how it is calibrated: `bench.chameleon_parts`.

@@ -1,9 +1,9 @@
-"""What foresight is worth across workers: none, each worker's own, or a scheduler's that hears the requests of all of them.
+"""The gain of foresight with several workers: none, each worker's own, or that of a scheduler that sees all requests.
 
-A worker's foresight (`policies.foresight`) knows only the requests that came to it. The scheduler's stand-in here gets every
-help: it hears every request, knows without delay what is on each device, and has as large a budget of vain copies per worker as
-the worker itself. Every TICK_S it gives each worker whose link and queue are idle the likeliest adapter that is on no device;
-the emptiest worker comes first.
+A worker's foresight (`policies.foresight`) sees only the requests that came to it. The scheduler here is an ideal one: it sees
+every request, knows without delay what is on each device, and has as large a budget of unused copies per worker as the worker
+itself. Every TICK_S it gives each worker whose link and queue are idle the likeliest adapter that is on no device; the worker
+with the fewest requests comes first.
 """
 
 from __future__ import annotations

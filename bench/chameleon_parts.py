@@ -5,7 +5,7 @@ budget. A step reads the weights in 20 ms; a prompt token costs 0.18 ms, and 0.0
 tokens, 60% of the TTFT is the adapter, Fig. 2). The paper scales the trace's lengths by a factor that it does not name, and
 measures what copies cost S-LoRA: at 8 requests/s of rank 32, 50 and 500 adapters have 1.69 and 2.60 times the P99 TTFT of one
 (section 3.2). Both unknowns, SCALE and COPY_MS, are calibrated to that, to the objective of 5 s, and to the load at which
-S-LoRA breaks: 8.6 requests/s. Steps stand still while an adapter is copied; how long copies take is the same for everybody.
+S-LoRA breaks: 8.6 requests/s. Steps stand still while an adapter is copied; copies take the same time with every policy.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Outcome:
     hit_rate: float
     tail_p99: float  # TTFT of all but the hot adapter
     squashed: float
-    foreseen: float  # copies per request that nobody had asked for
+    foreseen: float  # copies ahead of a request, per request
 
 
 @lru_cache(maxsize=2)

@@ -42,7 +42,7 @@ from motet.policies.cluster_state import ClusterState
 from motet.policies.dispatch import POLICIES
 from motet.policies.perf_model import MIB
 from motet.shared.model import PerfModel, Slo, WorkerLimits
-from motet.twin.cluster import Bus, Cluster
+from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.memory import LLAMA2_7B
 from motet.twin.metrics import Latencies
 from motet.twin.scheduler import SchedulerSpec
@@ -158,7 +158,7 @@ class Outcome:
 
 
 COLUMNS = ("policy", "attainment %", "TPOT ms", "p99", "E2E ms/token", "TTFT ms", "adapter on device %")
-PERFECT = Bus(state_ms=0.0, delta_s=0.0, heartbeat_s=0.05)
+PERFECT = BusDelays(state_ms=0.0, delta_s=0.0, heartbeat_s=0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +182,8 @@ def measure(setting: Setting, case: Case) -> Outcome:
         perf = _free(perf)
     workload = setting.workload(case.rate * setting.workers / WORKERS, slo_ms, recorded=case.recorded)
     policy = ABLATIONS.get(case.policy, case.policy)
-    outcome = simulate(
-        workload, perf, policy, workers=setting.workers, schedulers=case.schedulers, oracle=case.oracle, cached=case.cached
-    )
+    scheduler = SchedulerSpec(policy=policy, admission="room", oracle_lengths=case.oracle, copies=case.schedulers)
+    outcome = simulate(workload, perf, scheduler, workers=setting.workers, cached=case.cached)
     facts = [f"{case.rate:.0f}/s"]
     facts += [name for name, there in (("cached", case.cached), ("oracle", case.oracle), ("recorded", case.recorded)) if there]
     print(f"  {case.kernel} {case.policy} {', '.join(facts)}: {outcome.attainment:.2%}", file=sys.stderr, flush=True)
@@ -194,7 +193,7 @@ def measure(setting: Setting, case: Case) -> Outcome:
 def _without_shared_prefill(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
     opened_ms = state.table["opened_ms"]
     kept = opened_ms.copy()
-    opened_ms[:] = LONG_AGO_MS  # nobody's prefill can be joined any more
+    opened_ms[:] = LONG_AGO_MS  # so that no prefill can be joined
     try:
         return shared_cost.choose(state, ask, fit, now_s, length)
     finally:
@@ -381,23 +380,22 @@ PAPER_LOADS = ((9.0, 64, 71.0), (9.0, 32, 28.0), (6.0, 64, 25.0))
 def _added_by_loads(setting: Setting, rate: float, rank: int) -> float:
     """The same in percent on one worker of the twin, each request with its own adapter."""
     workload, perf = setting.workload(rate, 1e6, rank=rank, shared=False), _perf("bgmv")
-    with_loads, cached = (simulate(workload, p, "random", workers=1, roomy=True).tpot_ms for p in (perf, _free(perf)))
+    policy = SchedulerSpec(policy="random", admission="room")
+    with_loads, cached = (simulate(workload, p, policy, workers=1, roomy=True).tpot_ms for p in (perf, _free(perf)))
     return 100 * (with_loads / cached - 1)
 
 
 def simulate(
     workload: Workload,
     perf: PerfModel,
-    policy: str | Choose,
+    scheduler: SchedulerSpec,
     *,
     workers: int,
-    schedulers: int = 1,
-    oracle: bool = False,
     roomy: bool = False,
     cached: bool = False,
 ) -> Outcome:
-    """One run. `oracle`: lengths are known and states arrive at once; `roomy`: memory and seats for every request;
-    `cached`: device memory for every adapter."""
+    """One run. A scheduler that knows lengths also gets states at once. It admits by room, as policies alone are compared.
+    `roomy`: memory and seats for every request; `cached`: device memory for every adapter."""
     limits = WorkerLimits(
         base_model="llama-2-7b", max_model_len=2048, max_running=256 if roomy else MAX_RUNNING, max_waiting=256,
         block_size=BLOCK_SIZE, kv_blocks_total=16 * KV_BLOCKS if roomy else KV_BLOCKS,
@@ -407,9 +405,8 @@ def simulate(
     cluster = Cluster(
         workload,
         [spec] * workers,
-        SchedulerSpec(policy=policy, admission="room", oracle_lengths=oracle),  # policies alone are compared
-        schedulers=schedulers,
-        bus=PERFECT if oracle else Bus(),
+        scheduler,
+        bus=PERFECT if scheduler.oracle_lengths else BusDelays(),
     )
     cluster.run()
     times = Latencies.of(workload, cluster.metrics)

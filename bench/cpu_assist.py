@@ -1,14 +1,14 @@
 """CPU-assisted prefill: the cost of a cold adapter, by the way its first request starts (CaraServe sections 4 and 7).
 
     cached       the adapter is on the device before the request comes: the baseline
-    all cores    the same by an engine on every core, without CPU LoRA processes: what the last core could do instead
+    all cores    the same with an engine on every core and no CPU LoRA process: the last core used for the engine instead
     on demand    the request waits until the copy is complete
     layer-wise   it joins when the copy stays ahead of the layers
     assist       it joins at once; CPU processes compute missing layers
     auto         the worker chooses among the three by its cost model
 
-The engine is a worker's, on one core less than there are; a CPU LoRA process has the last one. The link is emulated, at the
-same speeds on every machine; how long a copy takes beside a prefill is printed and recorded.
+The engine is that of a worker. It has all cores but one, which a CPU LoRA process has. The link is emulated, at the same speeds
+on every machine; the time of a copy relative to a prefill is printed and recorded.
 
     one cold request    by rank, prompt and link, nothing else in the engine: medians, the ways in turns
     burst               Poisson arrivals, each request with an adapter of its own, Alpaca-like lengths: means

@@ -1,6 +1,6 @@
-"""The engine that the CPU assist bench asks: one for all ways a cold request may start, told before each which it is.
+"""The engine of the CPU assist bench. The same engine is used for all ways in which a cold request can start.
 
-Two engines of the same model differ by several percent, by where their memory happens to lie.
+Two engines of the same model would differ by several percent, depending on the physical addresses of their memory.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     A10     Llama-2-7B, rank 64 on q, k, v (96 MiB), step times of twin/steps.py, 10 GB/s for adapters
     H200    Llama-3.1-8B, rank 64 on all projections (320 MiB), steps at 60% of the card's bandwidth and arithmetic, 50 GB/s
 
-Popularity follows Zipf's law, lengths are Alpaca-like; the device has room for a sixteenth of the adapters. Eight CPU
-processes at 170 GFLOP/s each, as a current server core computes bfloat16 LoRA; each reads the adapter from memory at 10 GB/s,
-needs 1 ms until it has begun, and a core carries out the copies. "stop and copy" is what serving systems did
-before: a step waits for the copies it needs, and everybody in it with them.
+Popularity follows Zipf's law, lengths are Alpaca-like; the device has room for a sixteenth of the adapters. Eight CPU processes
+at 170 GFLOP/s each, as a current server core computes bfloat16 LoRA; each reads the adapter from memory at 10 GB/s, needs 1 ms
+to start, and a core carries out the copies. "stop and copy" is the usual way of serving systems: a step waits for the copies
+that it needs, and so do all requests in it.
 """
 
 from __future__ import annotations

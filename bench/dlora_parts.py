@@ -5,7 +5,7 @@ and 9 ms for the weights, 0.1 ms per row, 0.33 us per token of context (0.5 MB o
 (half of 312 TFLOP/s), so that a step of the usual batch takes about the 50 ms that the paper's objective is ten times of. LoRA
 adds 38.9% to all of it but attention (the paper's Fig. 5, einsum), or 10% (this project's kernels: 0.91 of the speed without
 LoRA). An adapter of rank 8 has 20 MB and is copied beside the steps at 20 GB/s. Merging or unmerging takes 20 ms: two passes
-over the weights. Nobody is refused.
+over the weights. No request is refused.
 
 Lengths: ShareGPT, as vLLM's benchmark filters it (prompt up to 1,024 tokens, 2,048 in all). Arrivals: Azure Functions 2019,
 counts per function and minute, scaled to a rate. Functions by falling frequency go to adapters in turn, `skew` at a time.
@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.dlora_limit import Grouping
 from motet.policies.baselines import least_pending, pending_ms
 from motet.policies.candidates import Ask
 from motet.policies.choice import Choice, Choose, lightest, spread
@@ -231,6 +232,19 @@ class ByMode:
 def mode_ms(merged: Sequence[str], adapter: str) -> Floats:
     """What each worker's mode adds to the wait of a request: it rests where another adapter than its own is merged."""
     return np.array([REST_MS if one and one != adapter else 0.0 for one in merged])
+
+
+def reachable(case: Case) -> float:
+    """Between the rates without merging, 0, and without LoRA, 1: what merging can reach at most where changes from one adapter
+    to another cost what they do (`bench.dlora_limit`)."""
+    lengths = _lengths(case.data)
+    minutes = max(1, -(-int(case.seconds) // 60))
+    shares = _by_adapter(case.data, case.adapters, case.skew, case.first_minute, minutes).sum(axis=1)
+    worker = Grouping(
+        np.asarray(lengths.prompt_tokens, np.float64), np.asarray(lengths.output_tokens, np.float64), PERF,
+        kv_tokens=KV_TOKENS, context_token_ms=CONTEXT_TOKEN_PS / 1e9, lora=case.system.lora,
+    )  # fmt: skip
+    return worker.part(shares.tolist(), case.seconds, SLO_MS)
 
 
 def preloaded(case: Case) -> dict[str, tuple[str, ...]]:

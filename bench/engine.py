@@ -1,75 +1,64 @@
-"""Throughput with many adapters on a CPU: Motet's engine beside vLLM and transformers + PEFT, with the same files.
+"""`python -m bench engine`: output tokens/s on a CPU, beside llama.cpp, vLLM and transformers + PEFT with the same weights.
 
-    python -m bench engine --model M|S      offline: 32 requests of 64 + 64 tokens at once, greedy, to their full length
-        base    no LoRA            one   one adapter for all        16, 32   as many adapters of mixed ranks in turn
-        b1      one request, no LoRA
-    python -m bench engine --serve          over HTTP, see bench.engine_serve
-    python -m bench engine --bits           weights of 16, 8 and 4 bits, with `--peers llama.cpp` beside it: bench.engine_bits
-    python -m bench engine --peers llama.cpp,vllm,peft      --bits with llama.cpp, then the first with vLLM and PEFT
+    python -m bench engine --model M|S      1, 8 and 32 requests of 64 + 64 tokens at once, greedy, to their full length
+        none    without adapters
+        one     one adapter for all requests
+        each    an adapter of its own for each request, of mixed ranks; llama.cpp cannot
+    python -m bench engine --peers llama.cpp      beside some of the peers; --no-peers: Motet alone
+    python -m bench engine --serve                over HTTP, see bench.engine_serve
 
-Every contestant has a process of its own for the whole bench and the same cores. A round asks each of them for each
-configuration, in another order every time and with prompts that none has seen; figures are ratios of medians over the
-rounds. vLLM without LoRA is an engine in which LoRA is off: only then does vLLM compile its model. Its LoRA path is not
-compiled, so a ratio to it says little: beside every rate stands its share of what the machine can do (bench.roofline).
+Motet's weights have 16, 8 and 4 bits, llama.cpp's too (BF16, Q8_0, Q4_0), vLLM's and PEFT's 16. Beside every rate stands its
+share of what the machine allows (bench.roofline).
+
+Every contestant has a process of its own and the same cores. A turn asks each of them for one cell of the table, in another
+order every time and with prompts that none has seen; figures are ratios of medians over the rounds. Memory does not hold all
+contestants at once: vLLM and PEFT come after the others, beside Motet again ("motet again"), within ten more minutes.
+
+vLLM without LoRA is an engine in which LoRA is off: only then does vLLM compile its model. Its LoRA path is not compiled, so
+a ratio to it says little.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
 from typing import Any
 
-from bench import report, roofline, vllm_peer
+from bench import llama_peer, roofline, vllm_peer
 from bench.engine_parent import Contestant, Lap
+from bench.engine_table import Measured, Turn, figures, show, timed
 from bench.mesh_parts import prompts
 from bench.models import RANKS, SHAPES, model_and_adapters
+from bench.vllm_peer import ROOT
 from bench.watch import LIMIT_S, Watch
 
-REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64, 64
 POPULAR = 2  # the adapter that "one" uses, of rank 32
+PROMPT_TOKENS, OUTPUT_TOKENS, QUICK_TOKENS = 64, 64, 16
 ROUNDS = 3
 KV_GIB = 1
 PEERS = ("llama.cpp", "vllm", "peft")
-BASES = ("base", "b1")
-WEIGHT_BYTES = {"none": 2.0, "int8": 1.0, "int4": 9 / 16}
-
-Measured = Mapping[tuple[str, str], Sequence[Lap]]
-"""{(contestant, configuration): its laps}."""
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """What one lap asks for: the adapter of each request, -1 for none."""
-
-    name: str
-    shown: str
-    adapters: tuple[int, ...]
-
-
-CONFIGURATIONS = (
-    Configuration("base", "no LoRA", (-1,) * REQUESTS),
-    Configuration("one", "1 adapter", (POPULAR,) * REQUESTS),
-    Configuration("16", "16 adapters", tuple(i % 16 for i in range(REQUESTS))),
-    Configuration("32", "32 adapters", tuple(range(REQUESTS))),
-    Configuration("b1", "no LoRA, batch 1", (-1,)),
+WARM_UP = (Turn("none", 1), Turn("none", 32), Turn("each", 32))
+TURNS = (
+    *(Turn("none", batch) for batch in (1, 8, 32)),
+    *(Turn(kind, 32) for kind in ("one", "each")),
+    *(Turn("one", 1), Turn("each", 8), Turn("one", 8)),  # left out where time is short
 )
-WARM_UP = tuple(c for c in CONFIGURATIONS if c.name in (*BASES, "32"))  # the others have nothing new
+LEAST = len(WARM_UP) + 5
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
     parser.add_argument("--model", choices=sorted(SHAPES), default="M", help="428M or 30M parameters")
-    parser.add_argument("--no-peers", action="store_true", help="without vLLM and PEFT, and without their figures")
-    parser.add_argument("--peers", type=_peers, default=PEERS[1:], help=f"some of {','.join(PEERS)}")
-    parser.add_argument("--bits", action="store_true", help="only the table of 16, 8 and 4 bits (bench.engine_bits)")
-    parser.add_argument("--adapters", action="store_true", help="of that table: laps with adapters, too")
-    parser.add_argument("--quantization", choices=["none", "int8", "int4"], default="none", help="of Motet's base weights")
+    parser.add_argument("--no-peers", action="store_true", help="without peers, and without their figures")
+    parser.add_argument("--peers", type=_peers, default=PEERS, help=f"some of {','.join(PEERS)}")
     parser.add_argument("--serve", action="store_true", help="over HTTP instead of offline")
+    parser.add_argument(
+        "--quantization", choices=["none", "int8", "int4"], default="none", help="of Motet's base weights, with --serve"
+    )
 
 
 def _peers(text: str) -> tuple[str, ...]:
@@ -81,45 +70,42 @@ def _peers(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print the tables, return the figures."""
+    """Measure, print the table, return the figures."""
     if args.serve:
         from bench.engine_serve import run_serve
 
         return run_serve(args)
-    if not args.bits and "llama.cpp" not in args.peers:
-        return _run_many(args)
-    from bench.engine_bits import run_bits
-
-    found = run_bits(args, peer="llama.cpp" in args.peers)
-    if args.bits or args.peers == ("llama.cpp",):
-        return found
-    args.watch.limit_s += LIMIT_S  # for the other table
-    return found | _run_many(args)
-
-
-def _run_many(args: argparse.Namespace) -> dict[str, Any]:
-    """The table of many adapters."""
     threads = len(os.sched_getaffinity(0))
     os.environ |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    tokens = 16 if args.quick else OUTPUT_TOKENS
-    peers = () if args.no_peers else args.peers
-    with _contestants(args.model, threads, args.quantization, peers) as contestants:
-        rounds = 1 if args.quick else ROUNDS
-        measured, limits = _rounds(contestants, args.model, rounds, tokens, args.watch)
-        resident = {name: sides["lora"].rss_mib() for name, sides in contestants.items()}
-    shares = _shares(measured, limits, args.model, tokens, args.quantization)
-    _show(args.model, tokens, measured, shares)
-    print(
-        f"The machine: {limits.bytes_per_s / 1e9:.1f} GB/s, {limits.flops_per_s / 1e9:.0f} GFLOP/s in bfloat16,"
-        f" {threads} threads"
-    )
-    asked = {"model": args.model, "quantization": args.quantization, "output_tokens": tokens, "rounds": rounds}
-    machine = {"gb_per_s": round(limits.bytes_per_s / 1e9, 1), "gflop_per_s": round(limits.flops_per_s / 1e9)}
-    rounded = {
-        name: {c.name: {k: round(v, 3) for k, v in asdict(shares[name, c.name]).items()} for c in CONFIGURATIONS}
-        for name in contestants
-    }
-    return asked | figures(measured) | {"rss_mib": resident, "machine_limits": machine, "share_of_machine": rounded}
+    rounds, tokens = (1, QUICK_TOKENS) if args.quick else (ROUNDS, OUTPUT_TOKENS)
+    best, measured = roofline.probe(threads), Measured()
+    resident: dict[str, float] = {}
+    for number, names in enumerate(groups(() if args.no_peers else args.peers)):
+        if number:
+            args.watch.limit_s += LIMIT_S
+        with _contestants(args.model, names, threads) as contestants:
+            best = best.better(_rounds(contestants, measured, rounds, tokens, args.watch))
+            resident |= {name: max(side.rss_mib() for side in sides.values()) for name, sides in contestants.items()}
+    found = figures(measured, SHAPES[args.model], best, PROMPT_TOKENS, tokens, chosen)
+    print(show(f"{args.model}: output tokens/s, requests of {PROMPT_TOKENS} + {tokens} tokens", found))
+    machine = {"gb_per_s": round(best.bytes_per_s / 1e9, 1), "gflop_per_s": round(best.flops_per_s / 1e9)}
+    print(f"The machine: {machine['gb_per_s']} GB/s, {machine['gflop_per_s']} GFLOP/s in bfloat16, {threads} threads")
+    return {"model": args.model, "output_tokens": tokens, "machine_limits": machine, "rss_mib": resident} | found
+
+
+def groups(peers: Sequence[str]) -> list[list[str]]:
+    """The contestants that run beside each other, by name."""
+    motet = [f"motet {width}" for width in ("none", "int8", "int4")]
+    beside = [f"llama {width}" for width in llama_peer.WIDTHS] if "llama.cpp" in peers else []
+    after = [f"{name} bf16" for name in ("vllm", "peft") if name in peers]
+    return [[*motet, *beside], *([["motet again", *after]] if after else [])]
+
+
+def chosen(name: str, turn: Turn) -> list[int] | None:
+    """The adapter of each request of a turn, -1 for none; None when the contestant cannot do that."""
+    if turn.kind == "each":
+        return None if name.startswith("llama") else list(range(turn.batch))
+    return [POPULAR if turn.kind == "one" else -1] * turn.batch
 
 
 Sides = dict[str, Contestant]
@@ -127,130 +113,71 @@ Sides = dict[str, Contestant]
 
 
 @contextmanager
-def _contestants(model: str, threads: int, quantization: str, peers: Sequence[str]) -> Iterator[dict[str, Sides]]:
-    directory, adapter_dirs = model_and_adapters(model)
-    adapters = [str(path) for path in adapter_dirs]
-    size_mib = sum((path / "adapter_model.safetensors").stat().st_size for path in adapter_dirs) >> 20
-    setup = {"model": str(directory), "adapters": adapters, "threads": threads, "kv_gib": KV_GIB, "max_rank": max(RANKS)}
-    setup |= {"lora_mib": size_mib + 16, "quantization": quantization}
+def _contestants(model: str, names: Sequence[str], threads: int) -> Iterator[dict[str, Sides]]:
+    directory, adapters = model_and_adapters(model)
+    size_mib = sum((path / "adapter_model.safetensors").stat().st_size for path in adapters) >> 20
+    common = {"model": str(directory), "threads": threads, "kv_gib": KV_GIB, "max_rank": max(RANKS), "lora_mib": size_mib + 16}
     with ExitStack() as stack:
 
-        def start(name: str, python: str, environment: dict[str, str], **changes: Any) -> Contestant:
+        def start(name: str, python: str, environment: dict[str, str], **setup: Any) -> Contestant:
             print(f"starting {name}", file=sys.stderr)
-            return stack.enter_context(Contestant(name, [python, "-m", f"bench.engine_{name}"], setup | changes, environment))
+            module = f"bench.engine_{name.split()[0]}"
+            given = common | {"adapters": [str(path) for path in adapters]} | setup
+            return stack.enter_context(Contestant(name, [python, "-m", module], given, environment))
 
-        environment = os.environ | {"PYTHONPATH": str(vllm_peer.ROOT)}
-        motet = start("motet", sys.executable, environment)
-        contestants = {"motet": {"base": motet, "lora": motet}}
-        if "vllm" in peers:
-            python, of_vllm = vllm_peer.python(), vllm_peer.environment(KV_GIB)
-            contestants["vllm"] = {
-                "lora": start("vllm", python, of_vllm),
-                "base": start("vllm", python, of_vllm, adapters=[]),
-            }
-        if "peft" in peers:
-            peft = start("peft", sys.executable, environment)
-            contestants["peft"] = {"base": peft, "lora": peft}
-        yield contestants
+        def sides(name: str) -> Sides:
+            system, width = name.split()
+            ours = os.environ | {"PYTHONPATH": str(ROOT)}
+            match system:
+                case "motet":
+                    one = start(name, sys.executable, ours, quantization="none" if width == "again" else width)
+                case "llama":
+                    one = start(name, llama_peer.python(), llama_peer.environment(), **_llama_files(directory, adapters, width))
+                case "peft":
+                    one = start(name, sys.executable, ours)
+                case _:
+                    python, of_vllm = vllm_peer.python(), vllm_peer.environment(KV_GIB)
+                    return {"lora": start(name, python, of_vllm), "base": start(name, python, of_vllm, adapters=[])}
+            return {"base": one, "lora": one}
+
+        yield {name: sides(name) for name in names}
 
 
-def _rounds(
-    contestants: dict[str, Sides], model: str, rounds: int, tokens: int, watch: Watch
-) -> tuple[Measured, roofline.Limits]:
-    """All laps, and the best that the probes reached between them.
+def _llama_files(directory: Path, adapters: Sequence[Path], width: str) -> dict[str, str]:
+    return {
+        "file": str(llama_peer.files(directory)[width]),
+        "adapter": str(llama_peer.adapter(directory, adapters[POPULAR])),
+    }
+
+
+def _rounds(contestants: dict[str, Sides], measured: Measured, rounds: int, tokens: int, watch: Watch) -> roofline.Limits:
+    """All laps of one group into `measured`; returns the best that the probes reached between them.
 
     First laps of a few tokens warm up (load every adapter, compile) and are not counted.
     """
-    measured: dict[tuple[str, str], list[Lap]] = {(name, c.name): [] for name in contestants for c in CONFIGURATIONS}
     threads = len(os.sched_getaffinity(0))
-    best = roofline.probe(threads)
-    turns = [(0, c) for c in WARM_UP] + [(number, c) for number in range(1, rounds + 1) for c in CONFIGURATIONS]
+    best = roofline.Limits(0.0, 0.0)
+    turns = [(0, turn) for turn in WARM_UP] + [(number, turn) for number in range(1, rounds + 1) for turn in TURNS]
     order = list(contestants)
-    for turn in watch.rounds(len(turns), "turns", at_least=len(WARM_UP) + len(CONFIGURATIONS)):
-        number, configuration = turns[turn]
-        asked = prompts(len(configuration.adapters), PROMPT_TOKENS, seed=100 * number + CONFIGURATIONS.index(configuration))
+    for at in watch.rounds(len(turns), f"turns of {order[-1]}'s table", at_least=LEAST):
+        number, turn = turns[at]
+        asked, first = (prompts(turn.batch, PROMPT_TOKENS, seed=1000 * number + 2 * TURNS.index(turn) + i) for i in range(2))
         for name in order:
-            side = contestants[name]["base" if configuration.name in BASES else "lora"]
-            lap = side.lap(asked, configuration.adapters, tokens if number else 4)
-            what = f"round {number} of {rounds}" if number else "warm-up"
-            print(f"{what}: {name}, {configuration.shown}: {lap.seconds:.1f} s", file=sys.stderr)
+            adapters = chosen(name, turn)
+            if adapters is None:
+                continue
+            side = contestants[name]["base" if turn.kind == "none" else "lora"]
+            alone = side.lap(first, adapters, 1) if number and turn.kind == "none" else None
+            lap = side.lap(asked, adapters, tokens if number else 2)
+            print(_said(name, turn, number, rounds, lap), file=sys.stderr)
             if number:
-                measured[name, configuration.name].append(lap)
+                measured.add(name, turn, timed(lap, alone))
         order.append(order.pop(0))
-        if configuration is CONFIGURATIONS[-1]:
-            found = roofline.probe(threads)
-            best = roofline.Limits(max(best.bytes_per_s, found.bytes_per_s), max(best.flops_per_s, found.flops_per_s))
-    return measured, best
+        if turn is TURNS[-1] or at == LEAST - 1:
+            best = best.better(roofline.probe(threads))
+    return best
 
 
-def rate(laps: Sequence[Lap]) -> float:
-    """Output tokens per second, the median over the laps."""
-    return statistics.median(lap.tokens_per_s for lap in laps)
-
-
-def agreement(ours: Sequence[Lap], theirs: Sequence[Lap]) -> float:
-    """The share of requests for which two contestants' first tokens are the same: 1 but for near-ties in bf16."""
-    pairs = [(a[0], b[0]) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x.outputs, y.outputs, strict=True)]
-    return sum(a == b for a, b in pairs) / len(pairs)
-
-
-def figures(measured: Measured) -> dict[str, Any]:
-    """The bench's figures, of the contestants there are; rates are output tokens per second."""
-    rates = {key: rate(laps) for key, laps in measured.items()}
-    names = list(dict.fromkeys(name for name, _ in measured))
-
-    def ratio(ours: str, theirs: tuple[str, str]) -> float:
-        return round(rates["motet", ours] / rates[theirs], 3)
-
-    found = {"lora32_vs_own_base": ratio("32", ("motet", "base")), "lora_one_vs_own_base": ratio("one", ("motet", "base"))}
-    if "vllm" in names:
-        found["lora32_vs_vllm"] = ratio("32", ("vllm", "32"))
-        found["base_vs_vllm"] = ratio("base", ("vllm", "base"))
-        found["base_b1_vs_vllm"] = ratio("b1", ("vllm", "b1"))
-    if "peft" in names:
-        found["lora32_vs_peft"] = ratio("32", ("peft", "32"))
-    by_name = {name: {c.name: round(rates[name, c.name], 1) for c in CONFIGURATIONS} for name in names}
-    same = {
-        name: {c.name: round(agreement(measured["motet", c.name], measured[name, c.name]), 3) for c in CONFIGURATIONS}
-        for name in names[1:]
-    }
-    return found | {"tokens_per_s": by_name} | ({"same_first_token": same} if same else {})
-
-
-def _shares(
-    measured: Measured, limits: roofline.Limits, model: str, tokens: int, quantization: str
-) -> dict[tuple[str, str], roofline.Share]:
-    """{(contestant, configuration): its share of the machine}, of the median lap."""
-    by_name = {c.name: c for c in CONFIGURATIONS}
-    found = {}
-    for (name, configuration), laps in measured.items():
-        adapters = by_name[configuration].adapters
-        seconds = len(adapters) * tokens / rate(laps)
-        weight_bytes = WEIGHT_BYTES[quantization] if name == "motet" else WEIGHT_BYTES["none"]
-        found[name, configuration] = roofline.share(
-            limits, SHAPES[model], adapters, PROMPT_TOKENS, tokens, seconds, weight_bytes=weight_bytes
-        )
-    return found
-
-
-def _show(model: str, tokens: int, measured: Measured, shares: Mapping[tuple[str, str], roofline.Share]) -> None:
-    names = list(dict.fromkeys(name for name, _ in measured))
-    base = {name: rate(measured[name, "base"]) for name in names}
-    rows: list[list[object]] = []
-    for configuration in CONFIGURATIONS:
-        ours = rate(measured["motet", configuration.name])
-        row: list[object] = [configuration.shown]
-        for name in names:
-            own = rate(measured[name, configuration.name])
-            share = shares[name, configuration.name]
-            row += [own, f"{own / base[name]:.2f}", *(f"{part:.0%}" for part in astuple(share))]
-            if name != "motet":
-                row.append(f"{ours / own:.2f}x")
-                row.append(f"{agreement(measured['motet', configuration.name], measured[name, configuration.name]):.0%}")
-        rows.append(row)
-    parts = ["of bandwidth", "of FLOP/s", "of the limit"]
-    columns = ["", "motet", "of its base", *parts]
-    for name in names[1:]:
-        columns += [name, "of its base", *parts, f"motet / {name}", "same first token"]
-    title = f"{model}: output tokens/s, {REQUESTS} requests of {PROMPT_TOKENS} + {tokens} tokens"
-    print(report.table(title, columns, rows))
+def _said(name: str, turn: Turn, number: int, rounds: int, lap: Lap) -> str:
+    what = f"round {number} of {rounds}" if number else "warm-up"
+    return f"{what}: {name}, {turn.batch} at once, adapters {turn.kind}: {lap.seconds:.1f} s"

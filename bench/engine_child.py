@@ -3,8 +3,8 @@
     parent -> child   the set-up, once; then laps: {"prompts": [[id, ..], ..], "adapters": [number or -1, ..], "tokens": n}
     child -> parent   {"ready": true}; then for each lap {"seconds": s, "outputs": [[id, ..], ..]}
 
-Whatever else a contestant prints goes to its log. Imports nothing but the standard library: a peer's environment has
-nothing of ours.
+All other output of a contestant goes to its log. Imports only the standard library, because a peer's environment does not have
+Motet's packages.
 """
 
 from __future__ import annotations

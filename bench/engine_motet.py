@@ -1,4 +1,4 @@
-"""Motet's engine as a contestant of the engine bench: what a worker runs, without the mesh around it."""
+"""Motet's engine as a contestant of the engine bench: the engine of a worker, without the other services."""
 
 from __future__ import annotations
 

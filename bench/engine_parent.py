@@ -1,4 +1,4 @@
-"""The parent's side of a contestant of the engine bench: start it, ask for laps, know its memory, end it."""
+"""The parent's side of a contestant of the engine bench: starts it, runs laps, measures its memory, ends it."""
 
 from __future__ import annotations
 

@@ -1,64 +1,66 @@
-"""python -m bench.engine_plot FILE.svg: draws the last records of M beside llama.cpp (bench.engine_bits) for docs/speed.md."""
+"""python -m bench.engine_plot FILE.svg: draws the last record of M beside peers (bench.engine), for docs/speed.md.
+
+Left: output tokens/s over the batch size without adapters. Right: of 32 requests, over the number of distinct adapters. Every
+contestant of the record is drawn.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.engine_bits import BATCHES
+from bench.engine_table import BATCHES, KINDS, LABELS
 
 RECORDS = Path(__file__).parent / "results" / "engine.jsonl"
-BITS = (
-    ("motet none", "Motet bf16", "-"),
-    ("motet int8", "Motet int8", "-"),
-    ("motet int4", "Motet int4", "-"),
-    ("llama bf16", "llama.cpp BF16", "--"),
-    ("llama q8_0", "llama.cpp Q8_0", "--"),
-    ("llama q4_0", "llama.cpp Q4_0", "--"),
-)
-ADAPTERS = ("no adapter", "one", "32")
+ADAPTERS = dict(zip(KINDS, ("no adapter", "one", "32"), strict=True))
+LINES = {"motet": "-", "llama": "--", "vllm": ":", "peft": "-."}
+WIDTHS = {"none": 0, "bf16": 0, "int8": 1, "q8_0": 1, "int4": 2, "q4_0": 2}  # the color of each
+UNSEEN = "motet again"
 
 
-def last(*, adapters: bool) -> dict[str, Any]:
-    """The last record of M beside llama.cpp. Raises ValueError when there is none."""
-    for one in reversed([json.loads(line) for line in RECORDS.read_text().splitlines()]):
-        rates, adapted = one.get("bits_tokens_per_s", {}), one.get("bits_lora_tokens_per_s", {})
-        if one["model"] == "M" and "llama q4_0" in (adapted if adapters else rates) and bool(adapted) == adapters:
-            return one
-    raise ValueError("no record of M beside llama.cpp: python -m bench engine --model M --peers llama.cpp")
+def last(lines: Iterable[str]) -> dict[str, Any]:
+    """The rates of the last record of M beside a peer: {contestant: {"none", "one" or "each": {requests at once: tokens/s}}}.
+
+    Raises ValueError when there is none.
+    """
+    for line in reversed(list(lines)):
+        record = json.loads(line)
+        rates: dict[str, Any] = record.get("tokens_per_s", {})
+        if record["model"] == "M" and "motet none" in rates and any(not name.startswith("motet") for name in rates):
+            return rates
+    raise ValueError("no record of M beside peers: python -m bench engine --model M")
 
 
-def main() -> None:
-    """Two plots beside each other: over the batch size, and with adapters."""
+def draw(rates: dict[str, Any], path: Path) -> None:
+    """Write the two plots beside each other."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     from motet.twin.plots import COLORS, STYLE
 
-    plain, lora = last(adapters=False), last(adapters=True)
     with rc_context(STYLE):
-        figure = Figure(figsize=(9.6, 3.2), layout="constrained")
+        figure = Figure(figsize=(9.6, 3.6), layout="constrained")
         batches, adapters = figure.subplots(1, 2)
-        for i, (name, label, line) in enumerate(BITS):
-            look = {"marker": "o", "color": COLORS[i % 3], "label": label}
-            rates = plain["bits_tokens_per_s"][name]
-            batches.plot(BATCHES, [rates[str(n)] for n in BATCHES], line, **look)
-            each = [
-                lora["bits_tokens_per_s"][name],
-                *(lora["bits_lora_tokens_per_s"][name].get(k, {}) for k in ("one", "each")),
-            ]
-            found = [rates["32"] for rates in each if "32" in rates]
-            adapters.plot(ADAPTERS[: len(found)], found, line, **look)
+        for name in (name for name in LABELS if name in rates and name != UNSEEN):
+            system, width = name.split()
+            color = COLORS[WIDTHS[width]]
+            look = {"marker": "o", "color": color, "linestyle": LINES[system], "label": LABELS[name]}
+            plain = rates[name].get("none", {})
+            found = [(batch, plain[str(batch)]) for batch in BATCHES if str(batch) in plain]
+            batches.plot(*zip(*found, strict=True), **look)
+            each = [(ADAPTERS[kind], rates[name][kind]["32"]) for kind in KINDS if "32" in rates[name].get(kind, {})]
+            adapters.plot(*zip(*each, strict=True), **look)
         batches.set(title="tokens/s, no adapters", xlabel="requests at once", xscale="log", xticks=BATCHES, xticklabels=BATCHES)
         adapters.set(title="tokens/s, 32 requests", xlabel="adapters in the batch")
         for axes in (batches, adapters):
             axes.set_ylim(bottom=0.0)
             axes.minorticks_off()
-        batches.legend(frameon=False)
-        figure.savefig(sys.argv[1], metadata={"Date": None})
+        figure.legend(*batches.get_legend_handles_labels(), loc="outside right center", frameon=False)
+        figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    main()
+    draw(last(RECORDS.read_text().splitlines()), Path(sys.argv[1]))

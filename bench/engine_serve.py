@@ -121,7 +121,7 @@ class Server:
 
 
 def _complete(port: int, model: str) -> tuple[int, str]:
-    """(status, answer) of a request for one token; (0, reason) when nobody answers."""
+    """(status, answer) of a request for one token; (0, reason) when no server answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     body = {"model": model, "prompt": [5, 6, 7, 8], "max_tokens": 1, "temperature": 0, "ignore_eos": True}
     try:

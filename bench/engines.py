@@ -1,14 +1,14 @@
 """`python -m bench engines`: vLLM's own OpenAI server beside Motet over vLLM, in the same environment, with the same model,
 adapters, KV space, slots and cores. Needs vLLM and Motet in one environment: `make vllm`.
 
-    direct    as many adapters as slots, 1, 8 and 32 requests at once: TTFT and throughput. What Motet's gateway, bus and
-              worker cost. Both servers are up and warm, one is asked at a time, in turns
+    direct    as many adapters as slots, 1, 8 and 32 requests at once: TTFT and throughput. It shows the cost of Motet's
+              gateway, bus and worker. Both servers are up and warm; they are measured in turns
     slots     32 adapters over 8 slots, Zipf popularity, Poisson arrivals at a share of the throughput just measured: TTFT and
               the time to the whole answer. vLLM alone has all adapters in host memory
-    fault     kill -9 of vLLM's EngineCore in the middle of streams: how many answers never become whole
+    fault     kill -9 of vLLM's EngineCore in the middle of streams: the number of answers that are never completed
 
-`--inside` compares a third server, vLLM's with a scheduler of ours inside. Its time comes from the other parts: direct has 32
-requests at once alone, for the rate of arrivals, and nothing is killed.
+`--inside` compares a third server, vLLM's with Motet's scheduler inside. To save time, *direct* then has only 32 requests at
+once, for the rate of arrivals, and *fault* is left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM with our turns inside: a scheduler of its own (`--scheduler-cls`), for the comparison in `bench engines --inside`.
+"""A scheduler inside vLLM (`--scheduler-cls`) in which adapters take turns, for the comparison in `bench engines --inside`.
 
 It does inside vLLM what `policies/engine_entry.py` does in front of it: a new request whose adapter finds no slot preempts the
 requests of the adapter that has the fewest. Only vLLM's environment imports this file.

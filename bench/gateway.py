@@ -36,7 +36,7 @@ from motet.cli.nats_server import NatsServer
 STREAMS = 256
 AHEAD = 256
 WARM_UP_S = 2.0
-ROUNDS = 3  # everybody in turn, so that a busy time of the machine hits all
+ROUNDS = 3  # all contestants in turn, so that a busy time of the machine affects all
 SECONDS = 4
 
 spawn = multiprocessing.get_context("spawn")

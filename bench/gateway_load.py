@@ -1,4 +1,4 @@
-"""The load client: plain sockets and epoll, so that it costs as little as reading a socket can cost in Python."""
+"""The load client: plain sockets and epoll, so that it takes as little CPU time as possible in Python."""
 
 from __future__ import annotations
 

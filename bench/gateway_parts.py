@@ -185,7 +185,7 @@ def item_tails() -> list[bytes]:
 
 
 def next_frame(step: int, running: list[Progress], tails: list[bytes]) -> bytes:
-    """An encoded TokenFrame with everybody's next token. Put together from bytes made before: the engine is not measured."""
+    """An encoded TokenFrame with every stream's next token, made of prepared bytes, because the engine is not measured."""
     frame = encode(TokenFrame(WORKER, step, []))  # ends with an empty list and the version
     parts = [frame[:-2], b"\xdd", len(running).to_bytes(4, "big")]
     for progress in running:

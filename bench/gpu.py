@@ -1,12 +1,12 @@
-"""`python -m bench gpu`: everything that wants a GPU, in stages of some minutes, each able to go on where it ended.
+"""`python -m bench gpu`: all measurements that need a GPU, in stages of some minutes that can be interrupted and continued.
 
     python -m bench gpu --stage 3 --out results             one stage, on the first GPU
-    python -m bench gpu --dry-run                           every stage here, on the CPU, with tiny shapes
+    python -m bench gpu --dry-run                           every stage on the CPU, with tiny shapes
 
-A stage is a list of points, most valuable first (bench/gpu_stages). Each point that is over is a line of
-`<out>/stage-<n>.jsonl`, at once; a point that is there already, or in a file of the same name under --have, is skipped. A point
-that fails leaves its traceback, and the next one goes on; one that hangs is ended at its limit, with its process. The run stops
-itself after --budget-s seconds and says what is left. docs/gpu.md has the stages, their goals and what they need.
+A stage is a list of measurement points, the most valuable first (bench/gpu_stages). Each completed point is written at once as
+a line of `<out>/stage-<n>.jsonl`. A point that is in this file already, or in a file of the same name under --have, is skipped.
+If a point fails, its traceback is written and the next one runs. If one hangs, its process is ended at the time limit. The run
+stops itself after --budget-s seconds and says what is left. docs/gpu.md describes the stages, their goals and what they need.
 """
 
 from __future__ import annotations

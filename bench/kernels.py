@@ -1,12 +1,13 @@
-"""Every matrix product and LoRA shape of two models, as a fraction of what this machine can do, measured in the same run.
+"""Every matrix product and LoRA shape of two models, as a fraction of this machine's limits, measured in the same run.
 
     M   hidden 1536, 16 layers, 12 heads, 4 KV heads, MLP 4096, vocabulary 8192
     S   hidden 512, 8 layers, 8 heads, 4 KV heads, MLP 1408, vocabulary 4096
 
-bfloat16 throughout. A product's limit is the slower of reading its weights and multiplying them, at the bandwidth and the
-peak that two probes reach; weights of a shape are as many as do not fit the caches, and every one is read in turn, as in a
-step. LoRA is 32 adapters of ranks 8, 16, 32, 64 in turn on q, k, v, o, one row each, of which there are as many sets as do not
-fit the caches: its limit is reading every page once. Attention over long contexts is in `bench.kernels_attention`.
+bfloat16 throughout. A product's limit is the slower of reading its weights and multiplying them, at the bandwidth and the peak
+that two probes reach. As in a step, weights come from memory and not from the caches: there are more matrices of a shape than
+fit in the caches, and they are read in turn. LoRA is 32 adapters of ranks 8, 16, 32, 64 in turn on q, k, v, o, one row each,
+again in more sets than fit in the caches; its limit is reading every page once. Attention over long contexts is in
+`bench.kernels_attention`.
 """
 
 from __future__ import annotations

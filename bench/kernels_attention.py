@@ -1,7 +1,8 @@
 """Attention over long contexts for `python -m bench kernels`: keys and values in bfloat16 beside those in int8, in turns.
 
-One decoding step's attention of model M (12 heads, 4 KV heads of 128) for 1 and 8 sequences. Layers are as many as do not fit
-the caches, and every one is read in turn, as in a step. The limit is reading every key, value and scale once.
+The attention of one decode step of model M (12 heads, 4 KV heads of 128) for 1 and 8 sequences. As in a step, keys and values
+come from memory: there are more layers than fit in the caches, and they are read in turn. The limit is reading every key, value
+and scale once.
 """
 
 from __future__ import annotations

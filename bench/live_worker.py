@@ -1,7 +1,7 @@
-"""A worker in a process of its own, asked as a scheduler asks and heard as a gateway hears.
+"""A worker in a process of its own, and a client that sends it requests as a scheduler and receives frames as a gateway.
 
-For `bench.twin_live`, `bench.worker_memory` and `bench.merge`. `python -m bench.live_worker BYTES_PER_S [FILE]` is the worker's
-process where adapter copies take as long as over a link of that speed (0: memory's own), or its steps are recorded in a file.
+For `bench.twin_live`, `bench.worker_memory` and `bench.merge`. `python -m bench.live_worker BYTES_PER_S [FILE]` runs a worker
+whose adapter copies take as long as over a link of that speed (0: as fast as memory), and records its steps in FILE.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class LiveWorker:
         return await publish(self._bus, blob, version, f"bench-{rank}-{number}")
 
     async def ping(self) -> None:
-        """Ask for what is refused at once. Raises Unavailable when nobody answers."""
+        """Send a request that is refused at once. Raises Unavailable when the worker does not answer."""
         await self._bus.request(subjects.assign(WORKER), self._request("ping", 1, 1, None, base=""), AssignReply, timeout_s=5.0)
 
     async def run(self, workload: Workload, adapters: Sequence[AdapterRef]) -> list[Served]:

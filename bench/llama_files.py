@@ -1,9 +1,9 @@
-"""A Llama in safetensors, and an adapter for it, as llama.cpp's files. Runs in its environment.
+"""Converts a Llama in safetensors, and an adapter for it, to llama.cpp's files. Runs in llama.cpp's environment.
 
     python -m bench.llama_files model MODEL_DIR BF16 Q8_0 Q4_0
     python -m bench.llama_files adapter MODEL_DIR ADAPTER_DIR FILE
 
-There is no vocabulary in them: benches give and take token ids.
+The files contain no vocabulary, because benches use token ids.
 """
 
 from __future__ import annotations

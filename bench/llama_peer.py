@@ -1,4 +1,4 @@
-"""Where llama.cpp is and the model files that it gets: an environment of its own, made by `make bench-peers`.
+"""Finds llama.cpp, in an environment of its own that `make bench-peers` makes, and makes its model files.
 
 MOTET_LLAMA_PYTHON names another environment's interpreter. llama-cpp-python is compiled there for the machine that it runs on.
 

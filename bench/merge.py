@@ -1,4 +1,4 @@
-"""Merged adapters in a live worker: what merging gains for one adapter, what a copy costs, and changing traffic.
+"""Merged adapters in a live worker: the gain of merging for one adapter, the cost of a copy, and changing traffic.
 
 Two worker processes with the same model and adapters, one of them with `--merge on`, take turns; the other one sleeps.
 

@@ -93,7 +93,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Quiet:
-    """Hears of state changes of the stack's services and only passes on trouble."""
+    """Receives state changes of the stack's services and reports failures only."""
 
     def changed(self, name: str, state: str, note: str) -> None:
         if state in ("restarting", "failed"):

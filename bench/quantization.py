@@ -1,11 +1,11 @@
-"""`python -m bench quantization`: what base weights of 8 and 4 bits change in the demo model's answers, adapters included, and
-what keys and values of 8 bits change.
+"""`python -m bench quantization`: the effect of 8- and 4-bit base weights, and of an int8 KV cache, on the demo model's
+answers.
 
 Every adapter reads prompts that were not trained on, each followed by the right answer: with the checkpoint's weights, with
 int8, with int4, and with the checkpoint's weights over a KV cache in int8. An answer is exact when each of its tokens is the
 most likely one, so that greedy decoding produces it. The perplexity is that of the answers: prompts of this model are drawn,
 not written, so nothing predicts them.
-For speed, run `python -m bench engine --bits`.
+For speed, run `python -m bench engine`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine can do at best, and which share of it a batch of requests uses.
+"""The limits of this machine (memory bandwidth and arithmetic), and the share of them that a batch of requests uses.
 
 Probes on as many threads as the contestants have: torch reads and adds long vectors (bandwidth) and multiplies large bfloat16
 matrices (arithmetic); Motet's kernels read, and multiply from registers. The better of the two counts.
@@ -29,6 +29,10 @@ class Limits:
 
     bytes_per_s: float
     flops_per_s: float
+
+    def better(self, other: Limits) -> Limits:
+        """The higher of each."""
+        return Limits(max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s))
 
 
 @dataclass(frozen=True, slots=True)

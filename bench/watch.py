@@ -1,8 +1,9 @@
-"""The time that a bench has, and whether the machine held still meanwhile.
+"""Limits the time of a bench, and checks whether the machine's speed was stable meanwhile.
 
 A bench ends within ten minutes. Its repetitions go through `Watch.rounds`, which stops early when another round would not end
-in time. Meanwhile a short fixed piece of work is timed again and again, on all cores at once. If its time changes, or
-if other processes take a part of the machine, the figures say less than they seem to; the bench then prints so and records it.
+in time. Meanwhile a short fixed piece of work is timed repeatedly, on all cores at once. If its time changes, or if other
+processes use the machine, the bench's figures are less reliable. The bench then prints that the machine did not hold still, and
+records it.
 """
 
 from __future__ import annotations

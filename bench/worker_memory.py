@@ -10,8 +10,8 @@ turns, each with the same requests:
     assisted        the same, and a process on another core computes cold adapters until their copies are there (CaraServe);
                     NATS and the client use that core too
 
-The rival gains from what the engine does for everybody: copies run beside the steps, requests for one adapter share a copy, and
-other requests pass those that wait for one. Requests arrive as a Poisson process and draw their adapter by a power law with
+The rival has the same engine: copies run beside the steps, requests for one adapter share a copy, and other requests pass those
+that wait for one. Requests arrive as a Poisson process and draw their adapter by a power law with
 exponent EXPONENT, each draw by itself. That is the popularity of adapters in GenTD26 on the base model that is asked most (1.16
 over its first 64). Functions of the Azure 2019 trace, the usual stand-in for adapters, have 1.19. In GenTD26 requests for one
 adapter also come in a row, which a cache gains from and these draws leave out. LOADS are shares of the link's time, if every

@@ -10,19 +10,19 @@ a = row_slot[i] >= 0, when adapter a has projection s:
 
     y[i, out_s] += scale[a, layer, s] * (x[i] @ A[a, layer, s].T) @ B[a, layer, s].T
 
-    y         [rows, sum of out over the group], in place; rows of the base alone keep every bit
+    y         [rows, sum of out over the group], in place; rows without an adapter are not changed
     x         [rows, in], the input that all projections of the group share
     A, B      [rank, in], [out, rank]; the rank is the adapter's own and may differ between projections
     group     "qkv", "o", "gate_up", "down": projections whose base weights are one fused matrix
 
-Products accumulate in fp32; x A^T and the sum are rounded to the tensors' type, as PEFT does. A result depends on which
-other rows are in the batch by rounding only, and never on pool memory that the row's adapter does not own.
+Products accumulate in fp32; x A^T and the sum are rounded to the tensors' type, as PEFT does. Other rows of the batch can
+change a row's result by rounding only. Pool memory that the row's adapter does not own never changes it.
 
 The pool's device selects the implementation: plain torch on a CPU, the Triton kernels (kernels/triton) on a GPU. kernels/cpu
-contains compiled whole steps for CPUs. kernels/device copies adapters to a GPU beside the steps and lets CPU processes help
-meanwhile.
+contains compiled whole steps for CPUs. kernels/device copies adapters to a GPU beside the steps; CPU LoRA processes compute
+missing layers meanwhile.
 
-This package needs torch and nothing else of ours. (`transformers` looks for a hub package of the same import name; a test
+This package needs torch and no other package of Motet. (`transformers` looks for a hub package of the same import name; a test
 asserts that it does not mistake this one for it.)
 """
 

@@ -3,14 +3,14 @@
     KvCache.data   [layers, capacity + 1, block_size, 2, kv_heads, head_dim]      K is index 0 of the fourth axis, V index 1
                    [layers, capacity + 1, bytes of a block] in int8               layout and scales: cpu/src/kv.h
 
-Writing a token is one contiguous row, reading a block one contiguous copy. Two rules keep one sequence's memory out of
-another's result, even when a diverged request left NaN behind (masked scores weigh 0, but 0 * NaN is NaN):
+A token is written as one contiguous row, and a block is read as one contiguous copy. Old memory of other sequences must not
+change a result, even if it contains NaN (masked scores have weight 0, but 0 * NaN is NaN). Two rules ensure that:
 
 - the block after the last is never written and stays zero; every table is padded with it;
 - a block that a step begins and does not fill is cleared before it is written.
 
-The second relies on how sequences write: from offset 0 of a block upwards. A cache in int8 is read and written by the compiled
-kernels alone, which never use memory beyond a sequence's context.
+The second rule relies on sequences writing a block from offset 0 upwards. Only the compiled kernels read and write a cache in
+int8, and they never use memory beyond a sequence's context.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Attention on a GPU by kernels made for it: the same results as kernels/attention.py, without gathering context.
+"""Attention on a GPU with paged-attention kernels: the same results as kernels/attention.py, without gathering context.
 
-    library = agreeing_library(cache, heads=, windows=)   None: there is none here that gives what torch gives
+    library = agreeing_library(cache, heads=, windows=)   None: no installed kernel agrees with torch
     cache.library = library                               from then on AttentionBatch.build plans for it
 
 Takes FlashInfer if it is installed and the type has 16 bits, else Triton (kernels/triton/attention.py). One call per layer

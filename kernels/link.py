@@ -58,7 +58,7 @@ class Sources:
         self._sources: dict[int, Any] = {}  # by slot
 
     def finished(self) -> list[Any]:
-        """The sources of completed loads, each returned once. Nothing reads them any more."""
+        """The sources of completed loads, each returned once. They are no longer read."""
         whole = [slot for slot in self._sources if self._pool.loaded_layers[slot] == self._pool.layers]
         return [self._sources.pop(slot) for slot in whole]
 

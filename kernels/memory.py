@@ -1,4 +1,4 @@
-"""Large zeroed memory that takes no pages before it is written: the system provides zeroed pages on first touch."""
+"""Large zeroed memory that uses no physical pages before it is written: the system provides zeroed pages on first touch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
 
 
 def give_back(memory: torch.Tensor) -> None:
-    """The content of `memory` is not needed any more: a contiguous part of a tensor of `lazy_zeros` on a CPU.
+    """The content of `memory` is no longer needed: a contiguous part of a tensor of `lazy_zeros` on a CPU.
 
     Its whole pages go back to the system. When they are touched again, small ones come, so that a huge page does not bring its
     neighbours back as well, until `expect` says otherwise.

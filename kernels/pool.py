@@ -155,7 +155,7 @@ class LoraPool:
         self.loaded = np.zeros(slots, dtype=bool)
         self.loaded_layers = np.frombuffer(mmap.mmap(-1, 4 * slots), dtype=np.int32)  # whole pages: a device writes it too
         self.still: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.resizing: Callable[[int], None] | None = None  # hears `bytes_total` while the memory behind it is still there
+        self.resizing: Callable[[int], None] | None = None  # called with `bytes_total` before memory beyond it is given back
         self._holes: list[tuple[int, int]] = [(0, self._lines)] if self._lines else []
         self._views: dict[tuple[int, str, bool], torch.Tensor] = {}
         if self._lines < self._capacity:

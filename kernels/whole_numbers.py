@@ -1,4 +1,4 @@
-"""Matrices that a checkpoint stores in 8 or 4 bits, and rounding to them.
+"""Matrices of 8- or 4-bit integers with scales, as quantized checkpoints store them, and rounding to them.
 
 whole = round_to(weight, 4)             WholeNumbers
 whole.floats(torch.float32)             what they stand for

@@ -9,6 +9,6 @@ offline), `worker_load` and `cluster_state` (the workers' state), `flights` (ass
 (workers that can take a request), `choice` (a policy's answer), `shared_cost`, `rank_aware` and `baselines` (the policies),
 `dispatch` (the whole decision), `length_quantiles` (expected output length). Inside a worker: `batch_state` (sequences and
 plans), `batch_admission` (what the next step computes), `kv_blocks` and `adapter_slots` (memory), `step_record` (a step in
-numbers), `merge_decision` (when an adapter is merged into the weights). Between workers: `placement` (adapters loaded before
-anybody asks), `migration_plan` (requests that move to another worker).
+numbers), `merge_decision` (when an adapter is merged into the weights). Between workers: `placement` (which adapters
+each worker keeps loaded), `migration_plan` (requests that move to another worker).
 """

@@ -101,8 +101,11 @@ class AdapterSlots:
         if not self.fits(size_bytes):
             return None
         evicted: list[tuple[str, int]] = []
-        while not self._free_slots or size_bytes > self.bytes_free:
-            evicted.append(self.evict(next(self.victims())))
+        if not self._free_slots or size_bytes > self.bytes_free:
+            for idle in self.victims():
+                evicted.append(self.evict(idle))
+                if size_bytes <= self.bytes_free:
+                    break
         slot = self._free_slots.pop()
         self._residents[digest] = _Resident(slot, size_bytes, users=1)
         self.eviction.use(digest, size_bytes)
@@ -124,7 +127,7 @@ class AdapterSlots:
     def _bring(self, digest: str, size_bytes: int, candidates: Iterable[str]) -> Grant | None:
         """A slot without a user. The first idle `candidates` make room; None, and no change, when all of them are too few.
 
-        Nobody has used the adapter yet: the eviction policy counts a use when a request does.
+        No request has used the adapter yet: the eviction policy counts a use when one does.
         """
         leaving: list[str] = []
         slots, room, rest = len(self._free_slots), self.bytes_free, iter(candidates)
@@ -164,7 +167,7 @@ class AdapterSlots:
 
     def victims(self) -> Iterator[str]:
         """Idle adapters in the order of eviction: those that no request waits for, then the others, then pinned ones. The
-        caller stops iterating when it removes one."""
+        caller may remove an adapter that it was given."""
         waited, pinned = self.waited(), self.pinned
         later: list[str] = []
         for digest in self.eviction:
@@ -186,7 +189,7 @@ class AdapterSlots:
         return digest, self.drop(digest)
 
     def resize(self, bytes_total: int) -> None:
-        """Change the bytes. Raises ValueError when they would not hold what is here."""
+        """Change the bytes. Raises ValueError when the present adapters would not fit."""
         if bytes_total < self.bytes_total - self.bytes_free:
             raise ValueError(f"adapters hold {self.bytes_total - self.bytes_free} bytes, more than {bytes_total}")
         self.bytes_free += bytes_total - self.bytes_total

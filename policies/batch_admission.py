@@ -28,7 +28,6 @@ The first running sequence is never preempted while another one runs, so every s
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, Protocol
@@ -40,6 +39,7 @@ from motet.policies.batch_state import (
     StepPlan,
     extend_keys,
     give_back_slot,
+    insert,
     order_of,
     preempt,
     publish_full_blocks,
@@ -209,6 +209,7 @@ class BatchAdmission(Generic[S]):
     def _admit(self, state: AdmissionState[S], plan: StepPlan[S], candidates: list[S]) -> None:
         """Admit candidates and take them out of their list."""
         queues, in_order = self.queues, candidates is state.waiting
+        seats, most_tokens, max_bypass = self.limits.seats, self.limits.max_step_tokens, self.limits.max_bypass
         blocked: list[S] = []
         index = asked = promised = 0
         if state.boundary is not None:
@@ -217,13 +218,13 @@ class BatchAdmission(Generic[S]):
         while (
             index < len(candidates)
             and len(blocked) < BYPASS_WINDOW
-            and len(state.running) < self.limits.seats
-            and plan.tokens < self.limits.max_step_tokens
+            and len(state.running) < seats
+            and plan.tokens < most_tokens
         ):
             seq = candidates[index]
             if seq.adapter and seq.slot < 0 and (closed or not self._has_slot(state, seq, promised)):
                 blocked.append(seq)
-                closed = closed or seq.bypassed >= self.limits.max_bypass
+                closed = closed or seq.bypassed >= max_bypass
                 index += 1
                 continue
             if blocked and seq.adapter and queues is not None and queues.squashes:
@@ -246,10 +247,10 @@ class BatchAdmission(Generic[S]):
                 state.waiting.remove(seq)
             if queues is not None:
                 queues.began(seq, self._now_s)
-            insort(state.running, seq, key=order_of)
+            insert(state.running, seq)
             for passed in blocked:
                 passed.bypassed += 1
-                closed = closed or passed.bypassed >= self.limits.max_bypass
+                closed = closed or passed.bypassed >= max_bypass
             plan.admitted.append(seq)
             self._schedule_chunk(state.kv, seq, plan)
 
@@ -363,7 +364,7 @@ class BatchAdmission(Generic[S]):
             cached = kv.match(seq.keys[:reusable])
         fresh = kv.blocks_for(seq.length) - len(cached)
         needed = fresh + len(state.running)
-        boundary, count = state.boundary, needed + kv.idle_among(cached)
+        boundary, count = state.boundary, needed + (kv.idle_among(cached) if cached else 0)
         if boundary is None:
             short = count > kv.free
         else:
@@ -371,7 +372,8 @@ class BatchAdmission(Generic[S]):
             short = short or (needed > kv.blank and not _find_blocks(state, plan, count, index + 1, seq))
         if short:
             return False
-        kv.take(cached)
+        if cached:
+            kv.take(cached)
         seq.blocks = cached + kv.allocate(fresh)
         seq.computed = len(cached) * kv.block_size
         seq.published = len(cached)

@@ -29,7 +29,7 @@ from motet.policies.perf_model import Coefficients
 from motet.shared.model import PerfModel
 
 
-class Link(Protocol):
+class CopyLink(Protocol):
     """The link that copies adapters to the device beside the steps, as it is now."""
 
     @property
@@ -58,7 +58,7 @@ class Link(Protocol):
 class BatchCore(Generic[S]):
     """One engine's batches. `cold` is None where steps wait for copies; slots are not asynchronous then.
 
-    `shared`: KV blocks and adapters share one budget. It needs `kv_block_bytes`, and `kv.capacity` bounds the blocks.
+    `shared`: KV blocks and adapters share one budget. It needs `kv.block_bytes`, and `kv.capacity` bounds the blocks.
     `modes`: the engine can merge an adapter into its weights, and this decides when; steps that have run are told to it.
     `copies`: a merged copy of the weights is made beside the steps (`copy`), and its costs are estimated from these times. It
     needs a `Merging` as `modes`.
@@ -71,7 +71,6 @@ class BatchCore(Generic[S]):
         kv: KvBlocks,
         slots: AdapterSlots,
         cold: ColdStarts | None = None,
-        kv_block_bytes: int = 0,
         shared: bool = False,
         queues: Queues[S] | None = None,
         modes: Modes | None = None,
@@ -80,8 +79,8 @@ class BatchCore(Generic[S]):
         self.state: AdmissionState[S] = AdmissionState(kv=kv, adapters=slots)
         slots.waited = self._waited
         self.slots, self.cold = slots, cold
-        self.memory: Budget = device_budget(kv, kv_block_bytes, slots)
-        """The device's memory by claim and class; without `kv_block_bytes` KV counts as nothing."""
+        self.memory: Budget = device_budget(kv, slots)
+        """The device's memory by claim and class; without `kv.block_bytes` KV counts as nothing."""
         self.travelling = HeldBlocks(kv, lambda: len(self.state.running))
         """KV blocks that are on their way to another worker, or from one."""
         self.boundary: Boundary | None = None
@@ -90,7 +89,6 @@ class BatchCore(Generic[S]):
                 kv,
                 slots,
                 self.memory,
-                block_bytes=kv_block_bytes,
                 holders=self._block_lists,
                 waited=self._waited,
             )
@@ -152,7 +150,7 @@ class BatchCore(Generic[S]):
 
     # ---- a step
 
-    def look(self, link: Link) -> list[str]:
+    def look(self, link: CopyLink) -> list[str]:
         """Read how far the copies are, before a decision; the adapters completed since the last call, in order."""
         slots, cold, boundary = self.slots, self.cold, self.boundary
         if boundary is not None and self.state.waiting:

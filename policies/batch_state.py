@@ -189,8 +189,7 @@ def advance_steady(state: AdmissionState[S], plan: StepPlan[S], steps: int) -> N
         seq.computed = end = seq.computed + steps
         seq.length = end + 1
         seq.scheduled = 0
-        short = end - len(seq.blocks) * size
-        if short > 0:
+        if (short := end - len(seq.blocks) * size) > 0:
             kv.extend(seq.blocks, 1 if short <= size else kv.blocks_for(short))
 
 
@@ -214,7 +213,15 @@ def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
 
 def wait(state: AdmissionState[S], seq: S) -> None:
     """Queue a sequence in its place."""
-    insort(state.waiting, seq, key=order_of)
+    insert(state.waiting, seq)
+
+
+def insert(sequences: list[S], seq: S) -> None:
+    """Put a sequence in its place of the order, which is nearly always the end."""
+    if not sequences or order_of(sequences[-1]) <= order_of(seq):
+        sequences.append(seq)
+    else:
+        insort(sequences, seq, key=order_of)
 
 
 def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:

@@ -83,7 +83,7 @@ def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Scree
         if count:
             rejected[reason] = count
         left &= ~failing
-    t, live = state.table, serves & ~failures["stale"]
+    t, live = state.table, serves & ~failures["stale"] if "stale" in failures else serves.copy()
     known = int(np.bitwise_or.reduce(t["capabilities"][live], initial=0))
     nobody_has = tuple(word for word in ask.needs if not capability_bits((word,)) & known)
     if "capability" in failures:
@@ -110,7 +110,8 @@ def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> di
     failures: dict[Reason, NDArray[np.bool_]] = {}
     if ask.needs or state.pooling:
         failures["capability"] = lacking(state, ask)
-    failures["stale"] = t["heard_s"] < now_s - stale_s
+    if not state.all_heard_since(now_s - stale_s):
+        failures["stale"] = t["heard_s"] < now_s - stale_s
     if needed > context:
         failures["max_model_len"] = t["max_model_len"] < needed
         failures["kv_memory"] = t["kv_tokens_total"] < needed
@@ -121,9 +122,8 @@ def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> di
     if ask.tried:
         failures["tried"] = tried = np.zeros(len(state.ids), dtype=bool)
         tried[_rows(state, ask.tried)] = True
-    failures["full"] = t["exists"] >= t["max_requests"]
-    if state.held_back:
-        failures["full"] |= t["refusing"]
+    if state.crowded or state.held_back:
+        failures["full"] = (t["exists"] >= t["max_requests"]) | t["refusing"]
     return failures
 
 

@@ -64,7 +64,9 @@ def adapter_ms(state: ClusterState, ask: Ask) -> tuple[Floats, Floats]:
     held = state.holders(ask.adapter)
     if held is not None:
         rows = held.rows
-        copy, fetch = copy.copy(), fetch.copy()
+        copy = copy.copy()
         copy[rows[held.loaded]] = 0.0
-        fetch[rows] = 0.0
+        if state.perf.fetches:
+            fetch = fetch.copy()
+            fetch[rows] = 0.0
     return copy, fetch

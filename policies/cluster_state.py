@@ -3,7 +3,7 @@
 One array per fact in `table`, one element per worker (structure of arrays: a decision reads a column from end to end).
 The sums and maxima that decisions need are updated as requests come and go, never recounted:
 
-    put_request / drop_request -> WorkerLoad (per worker, plain Python) -> the worker's row -> decide() reads columns
+    change_requests -> WorkerLoad (per worker, plain Python) -> the worker's row -> decide() reads columns
 
 Residency is indexed by adapter, since a decision asks for one adapter on all workers.
 
@@ -28,6 +28,7 @@ _PERF = (
     "prefill_base_ms", "prefill_token_ms", "prefill_lora_ms", "decode_base_ms", "decode_row_ms", "decode_lora_ms",
     "load_base_ms", "load_ms_per_mib", "fetch_base_ms", "fetch_ms_per_mib",
 )  # fmt: skip
+MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
 COLUMNS: dict[
     str, tuple[str, float]
 ] = {  # name: (type, value in a free row). Counts are floats, since they are multiplied with times.
@@ -54,6 +55,8 @@ COLUMNS: dict[
     "exists": ("f8", 0),  # running + queued
     "rank_sum": ("f8", 0),  # over exists
     "max_rank": ("f8", 0),
+    "step_ms": ("f8", MIN_STEP_MS),  # one decode step of all its requests
+    "queue_ms": ("f8", 0),  # the prefill of its queue
     "opened_ms": ("f8", -inf),  # when the first of the queued requests came; without one, long ago
     "began_ms": ("f8", -inf),  # when a request was last reported to run; without requests, long ago
     "tightest_tpot_ms": ("f8", inf),  # the strictest objective among its requests
@@ -63,7 +66,6 @@ COLUMNS: dict[
     **dict.fromkeys(_PERF, ("f8", 0)),
 }
 ON_DEVICE, IN_USE, ON_HOST = 1, 2, 4  # where an adapter is: one bit each
-MIN_STEP_MS = 1e-3  # no step takes less, whatever a worker says
 _ANY = 1 << 40  # tokens, or a rank, above all
 CAPABILITY_BITS: dict[str, int] = {word: 1 << bit for bit, word in enumerate(get_args(Capability))}
 EMBEDDINGS_BIT = CAPABILITY_BITS["embeddings"]
@@ -88,6 +90,7 @@ class PerfColumns:
         self.load_ms_per_mib: Floats = table["load_ms_per_mib"]
         self.fetch_base_ms: Floats = table["fetch_base_ms"]
         self.fetch_ms_per_mib: Floats = table["fetch_ms_per_mib"]
+        self.fetches = bool(self.fetch_base_ms.any() or self.fetch_ms_per_mib.any())  # whether a fetch takes time somewhere
         self._added: dict[int, tuple[Floats, Floats]] = {}
         self._transfers: dict[int, tuple[Floats, Floats]] = {}
 
@@ -184,9 +187,12 @@ class ClusterState:
         self._bases: dict[str, int] = {}
         self.held_back: set[int] = set()  # the rows that are draining or refusing
         self.pooling: set[int] = set()  # the rows with a pooling model
+        self.crowded: set[int] = set()  # the rows without a free seat
         self._perf: PerfColumns | None = None  # this and the next two are computed on demand, see `_forget_derived`
         self._least: tuple[int, int] | None = None
         self._serving: dict[int, NDArray[np.bool_]] = {}
+        self._alike: dict[str, float | None] = {}
+        self._oldest_s = inf  # every worker has been heard at this time or later
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._row
@@ -227,6 +233,13 @@ class ClusterState:
             self._least = int(context[used].min(initial=_ANY)), int(t["max_lora_rank"][used].min(initial=_ANY))
         return self._least
 
+    def alike(self, name: str) -> float | None:
+        """The value that a column of limits has for every worker; None when they differ."""
+        if name not in self._alike:
+            values = self.table[name][self.table["base"] >= 0]
+            self._alike[name] = float(values[0]) if len(values) and (values == values[0]).all() else None
+        return self._alike[name]
+
     def row(self, worker_id: str) -> int:
         """The worker's index in the columns of `table`, -1 when it is not known."""
         return self._row.get(worker_id, -1)
@@ -258,12 +271,16 @@ class ClusterState:
             self._loads[worker_id], self._adapters[worker_id] = WorkerLoad(), {}
             self.table["key"][row] = hash_of(worker_id)
             self.table["kv_tokens_free"][row] = 0.0  # until it is heard
+            self._oldest_s = -inf
         old_limits, old_perf = self._terms.get(worker_id, (None, None))
+        if limits == old_limits and perf == old_perf:
+            return
         self._terms[worker_id] = limits, perf
         if limits != old_limits:
             self._put_limits(row, limits)
         if perf != old_perf:
             self._put_perf(row, perf)
+        self._write_times(row, worker_id, self._loads[worker_id])
 
     def terms(self, worker_id: str) -> tuple[WorkerLimits, PerfModel]:
         """Limits and coefficients of a known worker."""
@@ -305,12 +322,15 @@ class ClusterState:
         self._free.append(row)
         self.held_back.discard(row)
         self.pooling.discard(row)
+        self.crowded.discard(row)
         self._forget_derived()
 
     def heard(self, worker_id: str, now_s: float, *, kv_blocks_free: int, draining: bool) -> None:
         """Take in a worker's latest facts and clear its marks (unresponsive, refusing)."""
         row, t = self._row[worker_id], self.table
         t["heard_s"][row] = now_s
+        if now_s < self._oldest_s:
+            self._oldest_s = now_s
         t["kv_tokens_free"][row] = kv_blocks_free * t["block_size"][row]
         if row in self.held_back:
             t["draining"][row] = t["refusing"][row] = False
@@ -321,6 +341,13 @@ class ClusterState:
     def set_heard(self, worker_id: str, heard_s: float) -> None:
         """Change only when the worker was last heard."""
         self.table["heard_s"][self._row[worker_id]] = heard_s
+        self._oldest_s = min(self._oldest_s, heard_s)
+
+    def all_heard_since(self, since_s: float) -> bool:
+        """Whether no worker has been silent since then."""
+        if self._oldest_s < since_s:
+            self._oldest_s = float(self.table["heard_s"][self.table["base"] >= 0].min(initial=inf))
+        return self._oldest_s >= since_s
 
     def set_refusing(self, worker_id: str) -> None:
         """Mark a worker as out of room, until its next message."""
@@ -350,49 +377,66 @@ class ClusterState:
         self._loads[worker_id] = new
         for digest in load.adapters.keys() ^ new.adapters.keys():
             self._locate(worker_id, digest)
-        self._write(worker_id, new, now_s)
+        self._write(worker_id, new, now_s, opens=not load.queue.size)
 
     def put_request(self, worker_id: str, brief: RequestBrief, now_s: float = 0.0) -> None:
         """Add or change one of the worker's requests, as of `now_s`."""
-        load = self._loads[worker_id]
-        digest = brief.adapter_digest
-        in_use = digest in load.adapters
-        old = load.put(brief)
-        if digest and not in_use:
-            self._locate(worker_id, digest)
-        if old is not None and old.adapter_digest not in load.adapters:
-            self._locate(worker_id, old.adapter_digest)
-        if brief.phase == "running" and (old is None or old.phase != "running"):
-            self.table["began_ms"][self._row[worker_id]] = 1000.0 * now_s
-        self._write(worker_id, load, now_s)
+        self.change_requests(worker_id, (brief,), (), now_s)
 
     def drop_request(self, worker_id: str, request_id: str) -> None:
         """Remove one of the worker's requests; unknown ids are ignored."""
-        load = self._loads[worker_id]
-        old = load.remove(request_id)
-        if old is None:
-            return
-        if old.adapter_digest not in load.adapters:
-            self._locate(worker_id, old.adapter_digest)
-        self._write(worker_id, load, 0.0)
+        self.change_requests(worker_id, (), (request_id,), 0.0)
 
-    def set_running_left(self, worker_id: str, tokens: int) -> None:
-        """The worker's own count of output tokens its running requests are still expected to produce."""
+    def change_requests(
+        self,
+        worker_id: str,
+        changed: Iterable[RequestBrief],
+        removed: Iterable[str],
+        now_s: float,
+        running_left: int | None = None,
+    ) -> None:
+        """Add or change some of the worker's requests, then remove others, as of `now_s`; unknown ones are ignored.
+        `running_left`: the worker's own count of output tokens that its running requests are still expected to produce."""
         load = self._loads[worker_id]
-        load.running_left = tokens
-        self._write_running_left(worker_id, load)
+        adapters, queue = load.adapters, load.queue
+        opens, began, same = not queue.size, False, True
+        for brief in changed:
+            digest = brief.adapter_digest
+            in_use = digest in adapters
+            old = load.put(brief)
+            if not in_use:
+                self._locate(worker_id, digest)
+            if old is not None and old.adapter_digest not in adapters:
+                self._locate(worker_id, old.adapter_digest)
+            began = began or (brief.phase == "running" and (old is None or old.phase != "running"))
+            opens, same = opens or not queue.size, False
+        for request_id in removed:
+            old = load.remove(request_id)
+            if old is not None:
+                same = False
+                if old.adapter_digest not in adapters:
+                    self._locate(worker_id, old.adapter_digest)
+        if running_left is not None:
+            load.running_left = running_left
+        if same:
+            self._write_running_left(worker_id, load)
+            return
+        if began:
+            self.table["began_ms"][self._row[worker_id]] = 1000.0 * now_s
+        self._write(worker_id, load, now_s, opens=opens)
 
     def _write_running_left(self, worker_id: str, load: WorkerLoad) -> None:
         row = self._row[worker_id]
         self.table["running_left"][row] = load.running_left
         self.table["kv_tokens_promised"][row] = load.kv_tokens_promised()
 
-    def _write(self, worker_id: str, load: WorkerLoad, now_s: float) -> None:
+    def _write(self, worker_id: str, load: WorkerLoad, now_s: float, *, opens: bool) -> None:
+        """`opens`: the queue was empty meanwhile."""
         row, t = self._row[worker_id], self.table
         exists, queue = load.exists, load.queue
         if not queue.size:
             t["opened_ms"][row] = -inf
-        elif not t["queued"][row]:
+        elif opens:
             t["opened_ms"][row] = 1000.0 * now_s
         if not exists.size:
             t["began_ms"][row] = -inf
@@ -407,6 +451,23 @@ class ClusterState:
         t["rank_sum"][row] = exists.sum
         t["max_rank"][row] = exists.max
         t["tightest_tpot_ms"][row] = load.tightest
+        self._write_times(row, worker_id, load)
+
+    def _write_times(self, row: int, worker_id: str, load: WorkerLoad) -> None:
+        """What follows from the worker's requests with its limits and coefficients (`perf_model`)."""
+        limits, perf = self._terms[worker_id]
+        exists, queue = load.exists, load.queue
+        running, queued = exists.sum, queue.sum  # the LoRA loads
+        if perf.kernel == "bgmv":
+            running, queued = exists.size * exists.max, queue.size * queue.max
+        base_ms = perf.decode_base_ms if perf.decode_base_ms > MIN_STEP_MS else MIN_STEP_MS
+        self.table["step_ms"][row] = base_ms + perf.decode_row_ms * exists.size + perf.decode_lora_ms * running
+        queue_ms = perf.prefill_base_ms + perf.prefill_token_ms * load.queue_tokens + perf.prefill_lora_ms * queued
+        self.table["queue_ms"][row] = queue_ms
+        if exists.size >= limits.max_running:
+            self.crowded.add(row)
+        else:
+            self.crowded.discard(row)
 
     # ---- their adapters
 
@@ -444,7 +505,7 @@ class ClusterState:
                 return
             held = self._holders[digest] = Holders()
         held.mark(row, bits)
-        if not held:
+        if not bits and not held:
             del self._holders[digest]
 
     # ---- rows
@@ -453,6 +514,7 @@ class ClusterState:
         """A worker came or left, or its limits changed."""
         self._perf = self._least = None
         self._serving.clear()
+        self._alike.clear()
 
     def _take_row(self) -> int:
         if not self._free:

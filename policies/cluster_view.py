@@ -32,13 +32,11 @@ class ClusterView:
     def change(self, known: Known, said: Delta, now_s: float) -> None:
         """Take in a delta: requests and adapters that came, changed or left."""
         worker_id, state = known.worker_id, self.state
-        self.flights.delta(worker_id, said.changed, said.removed, now_s)
+        self.flights.delta(worker_id, said.changed, said.removed, now_s, said.running_left)
         for held in said.resident:
             state.put_adapter(worker_id, held.digest, held.tier)
         for digest in said.evicted:
             state.drop_adapter(worker_id, digest)
-        if said.running_left is not None:
-            state.set_running_left(worker_id, said.running_left)
 
     def facts(self, known: Known, now_s: float) -> None:
         """Take in the facts of any message; marks against the worker (refusing, draining) end."""

@@ -26,9 +26,9 @@ from typing import Literal
 
 from motet.policies.perf_model import MIB, Coefficients, decode_ms, prefill_ms
 
-Mode = Literal["blocking", "layerwise", "assist"]
+StartMode = Literal["blocking", "layerwise", "assist"]
 Forced = Literal["auto", "blocking", "layerwise", "assist"]
-Reason = Literal["forced", "no_processes", "copy_ahead", "cpu_slower", "others", "cpu_ahead", "one_layer"]
+StartReason = Literal["forced", "no_processes", "copy_ahead", "cpu_slower", "others", "cpu_ahead", "one_layer"]
 
 TOLERANCE = 0.02
 """Share of a step; a wait inside the layers that is shorter counts as none."""
@@ -106,12 +106,12 @@ class AssistRates:
 class ColdChoice:
     """How one request starts. It joins the next step (`joins`), or `wait_ms` from now unless something changes."""
 
-    mode: Mode
-    reason: Reason
+    mode: StartMode
+    reason: StartReason
     joins: bool
     wait_ms: float
-    ttft_ms: Mapping[Mode, float]  # predicted, of each possible mode
-    cost_ms: Mapping[Mode, float]  # ttft_ms plus the delay of others
+    ttft_ms: Mapping[StartMode, float]  # predicted, of each possible mode
+    cost_ms: Mapping[StartMode, float]  # ttft_ms plus the delay of others
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,11 @@ def choose(
     """
     prefill = sum(chunks_ms)
     # The step reads the weights once for both of its parts, so it may take no longer than the others' part, or than the rows of
-    # the prefill alone. If the layers came sooner than expected, everybody in the step would wait.
+    # the prefill alone. If the step reached its layers sooner than expected, all requests in it would wait.
     surely_ms = max(between_ms, chunks_ms[0] - between_ms - weights_ms) if between_ms else chunks_ms[0]
     stall = copy.stall_ms(surely_ms / copy.layers)
     ahead = stall <= TOLERANCE * surely_ms
-    ttft: dict[Mode, float] = {
+    ttft: dict[StartMode, float] = {
         "blocking": _until(copy.whole_ms, between_ms) + prefill,
         "layerwise": (stall if ahead else _until(stall, between_ms)) + prefill,
     }
@@ -155,7 +155,7 @@ def choose(
         ttft["assist"] = cpu.start_ms + assisted_ms(copy, chunks_ms, cpu.layer_ms, cpu.saved_ms)
         held_ms = _held_ms(copy, ttft["assist"], *cpu.decode)
         cost["assist"] = ttft["assist"] + others * (ttft["assist"] - prefill) + (1 + others) * held_ms
-    waiting: Mode = "layerwise" if stall < copy.whole_ms else "blocking"
+    waiting: StartMode = "layerwise" if stall < copy.whole_ms else "blocking"
     mode, reason = _least(ttft, cost, waiting, ahead=ahead) if forced == "auto" else _forced(forced, ttft)
     if mode == "assist":
         return ColdChoice(mode, reason, True, 0.0, ttft, cost)
@@ -170,11 +170,13 @@ def _until(wait_ms: float, between_ms: float) -> float:
     return ceil(wait_ms / between_ms) * between_ms if between_ms else max(wait_ms, LOOK_MS)
 
 
-def _forced(forced: Mode, ttft: Mapping[Mode, float]) -> tuple[Mode, Reason]:
+def _forced(forced: StartMode, ttft: Mapping[StartMode, float]) -> tuple[StartMode, StartReason]:
     return (forced, "forced") if forced in ttft else ("layerwise", "no_processes")
 
 
-def _least(ttft: Mapping[Mode, float], cost: Mapping[Mode, float], waiting: Mode, *, ahead: bool) -> tuple[Mode, Reason]:
+def _least(
+    ttft: Mapping[StartMode, float], cost: Mapping[StartMode, float], waiting: StartMode, *, ahead: bool
+) -> tuple[StartMode, StartReason]:
     """The cheapest mode. Ties go to a mode that costs other requests nothing; `waiting` is the better way to wait."""
     if "assist" in cost and cost["assist"] < cost[waiting] * (1 - MARGIN):
         return "assist", "cpu_ahead"
@@ -248,7 +250,7 @@ class ColdStarts:
     queued_bytes: float = 0.0
     assist: AssistRates | None = None
     copies: dict[str, Copy] = field(default_factory=dict)
-    modes: dict[str, Mode] = field(default_factory=dict)
+    modes: dict[str, StartMode] = field(default_factory=dict)
     wait_ms: float = 0.0  # until the first waiting request may join, as of the last decision
 
     def observe(

@@ -1,7 +1,7 @@
-"""Counts how much each tenant asks for, which tells a loud tenant from one that sent a few requests at once.
+"""Counts how many requests each tenant sends, to distinguish a loud tenant from one that sent a few requests at once.
 
 The requests that a tenant has on the workers do not show this: a loud tenant is limited, so it may have no more of them than a
-quiet one that sent three in a row. So asks are counted, refused ones too, and fade over `MEMORY_S`.
+quiet one that sent three in a row. So all requests that it sends are counted, refused ones too, and fade over `MEMORY_S`.
 """
 
 from __future__ import annotations

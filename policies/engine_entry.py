@@ -15,8 +15,9 @@ the engine's own queue stays short, and the engine never chooses between adapter
 3. A request that finds no slot and nothing to pause is overtaken by up to `max_bypass` others, then only by requests without
    an adapter. A paused request that was overtaken so often pauses others too.
 4. A request whose adapter is being copied waits with the slot and may be overtaken meanwhile.
-5. A *suspect* may be what killed an engine. It runs alone until it has drawn a token: the others are paused for it, or it waits
-   until they have ended, and nothing enters beside it. So if it kills the engine again, nothing is lost with it.
+5. A *suspect* is a request that may have killed an engine. It runs alone until it has drawn a token: the others are paused for
+   it, or it waits until they have ended, and no other request enters meanwhile. So if it kills the engine again, no other
+   request is lost.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Eviction(Protocol):
         """The adapter has left the tier."""
 
     def __iter__(self) -> Iterator[str]:
-        """Idle adapters, the first victim first. The caller stops iterating when it takes one out."""
+        """Idle adapters, the first victim first. The caller may take out an adapter that it was given."""
 
 
 class Lru:
@@ -79,7 +79,7 @@ class Lru:
 
     def __iter__(self) -> Iterator[str]:
         """Least recently released first."""
-        return iter(self._idle)
+        return iter([*self._idle])
 
 
 class KeepNothing(Lru):
@@ -163,6 +163,13 @@ class Score(_Ranked):
         super().forget(digest)
         self._used_s.pop(digest, None)
 
+    def __iter__(self) -> Iterator[str]:
+        """The least valuable first, by terms that change when an adapter leaves."""
+        passed: set[str] = set()
+        while following := [digest for digest in super().__iter__() if digest not in passed]:
+            passed.add(following[0])
+            yield following[0]
+
     def _values(self) -> dict[str, float]:
         counts, uses = self._counts, self._uses
         while uses and uses[0][0] < self.now_s - self.refresh_s:
@@ -224,10 +231,12 @@ class NextUse(_Ranked):
 
     def use(self, digest: str, size_bytes: int) -> None:
         """Count the request."""
-        super().use(digest, size_bytes)
+        sizes, requests = self._sizes, self.requests
+        self._idle.pop(digest, None)
         self._ahead.pop(digest, None)
-        self.requests.room(len(self._sizes))
-        self.requests.used(digest)
+        sizes[digest] = size_bytes
+        requests.room(len(sizes))
+        requests.used(digest)
 
     def come(self, digest: str, size_bytes: int) -> None:
         """Nothing is counted; until its request comes the adapter has the worth of one."""

@@ -1,7 +1,7 @@
 """Flights: assignments that the workers' states do not show yet. A flight counts as load from the moment of the assignment.
 
-A scheduler's states are slightly old. Without flights, a burst between two states would go to one worker. A flight counts in
-`ClusterState` as a waiting request and ends
+The states of workers that a scheduler knows are slightly old. Without flights, a burst between two states would go to one
+worker. A flight counts in `ClusterState` as a waiting request and ends
 
 - when the worker's state shows the request in this epoch or a newer one (from then on the state counts);
 - when the worker refuses (`withdraw`), or is removed;
@@ -76,24 +76,34 @@ class Flights:
                 flight.snapshots_without += 1
                 if flight.snapshots_without >= SNAPSHOTS_WITHOUT:
                     del flights[request_id]
-        shown.update((request_id, flight.brief) for request_id, flight in flights.items())
+        shown.update([(request_id, flight.brief) for request_id, flight in flights.items()])
         self._state.replace_requests(worker_id, shown.values(), now_s)
 
-    def delta(self, worker_id: str, changed: Iterable[RequestBrief], removed: Iterable[str], now_s: float) -> None:
-        """Take in a delta: new or changed requests, and ended ones."""
-        flights = self._flights.get(worker_id, {})
-        for brief in changed:
-            flight = flights.get(brief.request_id)
-            if flight is not None:
-                if not _shows(brief, flight):
-                    continue
-                del flights[brief.request_id]
-                if brief == flight.brief:
-                    continue  # the state counts it so already
-            self._state.put_request(worker_id, brief, now_s)
-        for request_id in removed:
-            flights.pop(request_id, None)
-            self._state.drop_request(worker_id, request_id)
+    def delta(
+        self,
+        worker_id: str,
+        changed: Iterable[RequestBrief],
+        removed: Iterable[str],
+        now_s: float,
+        running_left: int | None = None,
+    ) -> None:
+        """Take in a delta: new or changed requests, and ended ones. `running_left`: as in `ClusterState.change_requests`."""
+        flights = self._flights.get(worker_id)
+        if flights:
+            news = []
+            for brief in changed:
+                flight = flights.get(brief.request_id)
+                if flight is not None:
+                    if not _shows(brief, flight):
+                        continue
+                    del flights[brief.request_id]
+                    if brief == flight.brief:
+                        continue  # the state counts it so already
+                news.append(brief)
+            changed = news
+            for request_id in removed:
+                flights.pop(request_id, None)
+        self._state.change_requests(worker_id, changed, removed, now_s, running_left)
 
     def forget(self, worker_id: str) -> None:
         """Drop the flights of a worker that `state` has removed."""

@@ -1,9 +1,9 @@
 """Chooses the adapter to bring one tier up before a request asks for it, while no other copy is under way.
 
-It is the likeliest, by `policies.load_forecast`, of some of the adapters that were asked for before; each look goes on with the
-next ones. Room comes from memory that holds nothing, and from adapters that are clearly less likely. A copy takes time in
-proportion to its bytes, so chances compare what a byte is worth (`policies.memory_worth`). A budget of copies that were made in
-vain bounds what wrong forecasts cost.
+The chosen adapter is the one that is most likely to be requested soon (`policies.load_forecast`). Each call considers only a
+part of the adapters that were requested before; the next call considers the next part. The copy uses empty memory, or memory of
+adapters that are clearly less likely. A copy takes time in proportion to its bytes, so adapters are compared by their chance
+per byte (`policies.memory_worth`). A budget of copies that were never used limits the cost of wrong forecasts.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Foresight:
     def weaker(self, digest: str, others: Iterable[str], now_s: float) -> list[str]:
         """Of `others`, in whatever order, those that may leave for this adapter, the least likely first.
 
-        Of those that nobody will ask for within HORIZON_S, the least likely within LATER_S leaves first.
+        Of those that will not be requested within HORIZON_S, the least likely within LATER_S is evicted first.
         """
         limit = self.forecast.chance(digest, now_s, HORIZON_S) / MARGIN
         chances = {one: self.forecast.chance(one, now_s, HORIZON_S) for one in others}

@@ -1,7 +1,7 @@
 """Decides which adapters are in a worker's host memory and on its disk: which are held, loaded next, and evicted.
 
     object store ──Load("store")──> file on disk ──Load("disk")──> copy in host memory ──held by requests──> device
-                                    least recently loaded out      eviction policy among copies nobody holds
+                                    least recently loaded out      eviction policy among copies without holders
 
 The caller carries out the actions that `take_actions` returns, in order, and reports the results: the live worker with files
 and an object store, the twin with a model of their links.
@@ -55,7 +55,7 @@ class Forget:
     digest: str
 
 
-Action = Load | Evict | Forget
+TierAction = Load | Evict | Forget
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class HostTier(Generic[H]):
         self._loads: dict[str, _Loading[H]] = {}
         self._queue: deque[str] = deque()  # loads that have not begun
         self._doomed: set[str] = set()
-        self.actions: list[Action] = []
+        self.actions: list[TierAction] = []
         """Actions since the last `take_actions`, in order."""
         self.host_used_bytes = 0
         """Bytes of all copies."""
@@ -150,7 +150,7 @@ class HostTier(Generic[H]):
         """Whether a copy of this size could ever be here."""
         return self.host_bytes is None or size_bytes <= self.host_bytes
 
-    def take_actions(self) -> list[Action]:
+    def take_actions(self) -> list[TierAction]:
         """The actions since the last call, in order."""
         actions, self.actions = self.actions, []
         return actions
@@ -310,7 +310,7 @@ class HostTier(Generic[H]):
             self.actions.append(Evict(oldest, "disk"))
 
     def spare(self, size_bytes: int, leaving: Iterable[str]) -> bool:
-        """Make room by evicting copies of `leaving` that nobody holds, in this order; False, and no change, if that is not
+        """Make room by evicting copies of `leaving` without holders, in this order; False, and no change, if that is not
         enough."""
         going: list[str] = []
         room = 0

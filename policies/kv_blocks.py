@@ -49,14 +49,19 @@ def chain_key(parent: bytes, tokens: bytes) -> bytes:
 
 
 class KvBlocks:
-    """Block accounting with a prefix cache. Block ids are 0 .. total - 1; all operations are O(blocks touched)."""
+    """Block accounting with a prefix cache. Block ids are 0 .. total - 1; all operations are O(blocks touched).
 
-    def __init__(self, total: int, block_size: int, *, prefix_cache: bool = True, capacity: int = 0) -> None:
+    `block_bytes`: of one block over all layers, for who counts bytes. `capacity`: what `total` may grow to.
+    """
+
+    def __init__(
+        self, total: int, block_size: int, *, prefix_cache: bool = True, capacity: int = 0, block_bytes: int = 0
+    ) -> None:
         if total < 1 or block_size < 1:
             raise ValueError(f"a KV cache of {total} blocks of {block_size} tokens holds nothing")
         self.total = total
         self.capacity = max(total, capacity)
-        self.block_size = block_size
+        self.block_size, self.block_bytes = block_size, block_bytes
         self.prefix_cache = prefix_cache
         self.reuse: Reuse | None = None
         """Counts what becomes of idle blocks, if set."""

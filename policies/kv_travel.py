@@ -5,7 +5,7 @@ the blocks on both workers until the copy has ended.
     new worker   idle    ──hold──> held ──grow──> written ──publish──> held ──drop──> idle ──> its request finds them by key
 
 Blocks are named by content (`policies.kv_blocks`), so a request that starts on the new worker takes what has arrived from the
-prefix cache and computes the rest. Nothing depends on whether blocks travel, or on how many arrive: only time does.
+prefix cache and computes the rest. Whether blocks travel, and how many arrive, changes the time only, not the result.
 
 Copying pays when it is predicted to take clearly less time than the prefill that it saves (`SURE`). Both sides are measured:
 prefill by `policies.step_times`, the link by `LinkTimes`. A request waits for its blocks at most as long as its prefill was
@@ -31,7 +31,7 @@ RECENT = 0.3
 
 
 class Travel(msgspec.Struct, frozen=True):
-    """What a request's KV takes to come from another worker, and to be computed again."""
+    """The times to fetch a request's KV from another worker, and to compute it again."""
 
     copy_ms: float
     again_ms: float
@@ -117,7 +117,7 @@ class HeldBlocks:
         return len(blocks)
 
     def slice(self, name: str, first: int, count: int) -> list[int] | None:
-        """The blocks from the `first` on; None when one of them is held no more or its content does not count any more."""
+        """The blocks from the `first` on; None when one of them is no longer held or its content is no longer valid."""
         blocks, keys = self._held.get(name, [])[first : first + count], self._keys.get(name, [])[first : first + count]
         if len(blocks) < count or any(self._kv.key_of(block) != key for block, key in zip(blocks, keys, strict=True)):
             return None

@@ -1,11 +1,11 @@
-"""What the length predictor may know of a request: hashed features of its prompt and of its parameters.
+"""The input of the length predictor: hashed features of a request's prompt and of its parameters.
 
     text block    words, pairs of neighbours, the opening words     ids 0 .. TEXT_IDS - 1, weighted by rarity
     side block    lengths, shape, sampling parameters, adapter      ids TEXT_IDS .. SPACE - 1, all of one weight
 
-A feature is a number of 16 bits: a hash of the word. Different words share numbers, and nothing but the numbers leaves the
-gateway. They hide a prompt from a reader, but not from an attacker, who can hash a dictionary. Only the first HEAD_WORDS and
-the last TAIL_WORDS words of a text count, so a long prompt costs no more than half a page.
+A feature is a 16-bit hash of a word. Different words may have the same hash, and only the hashes leave the gateway. They hide a
+prompt from a casual reader, but not from an attacker, who can hash a dictionary. Only the first HEAD_WORDS and the last
+TAIL_WORDS words of a text count, so a long prompt costs no more than half a page.
 """
 
 from __future__ import annotations

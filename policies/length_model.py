@@ -3,8 +3,8 @@
     x        text block: tf-idf, length 1      side block: SIDE_WEIGHT per feature
     P(length > edges[k]) = offset[k] + x . weights[:, k]        clipped to 0..1, falling in k
 
-`edges` are quantiles of the lengths that the model was fitted on, so all parts of the distribution get the same attention.
-Between two edges the distribution is linear in log(1 + length). How the weights are found: `services/predictor/fit.py`.
+`edges` are quantiles of the lengths that the model was fitted on, so all parts of the distribution have the same weight.
+Between two edges the distribution is linear in log(1 + length). `services/predictor/fit.py` fits the weights.
 """
 
 from __future__ import annotations

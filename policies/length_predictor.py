@@ -1,10 +1,10 @@
-"""Predicts output lengths and learns from finished requests: the whole predictor but its clock, its bus and its fits.
+"""Predicts output lengths and learns from finished requests: the predictor without its clock, its bus and its fits.
 
     estimate    hashed features ─► LengthModel ─► calibrated levels ─► p50, p90; the histogram where that is better
     observe     the same request with its length ─► calibration, histogram, window of the last requests
     fit_due     the window has changed enough ─► services/predictor/fit.py ─► adopt
 
-A request is predicted by what was known before it, so its level is an honest sample for the calibration.
+A request is predicted only from earlier ones, so its level is an unbiased sample for the calibration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: int
 
 
-class State(msgspec.Struct, kw_only=True):
+class Learned(msgspec.Struct, kw_only=True):
     """Everything that a predictor has learned."""
 
     model: LengthModel | None
@@ -131,10 +131,10 @@ class LengthPredictor:
 
     # ---- keeping
 
-    def state(self) -> State:
+    def state(self) -> Learned:
         """A copy of everything learned, for `restore`; of adapters, the SAVED_ADAPTERS used last."""
         recent = list(self.calibration.adapters.items())[-SAVED_ADAPTERS:]
-        return State(
+        return Learned(
             model=self.model,
             window=list(self.window),
             histograms=self.lengths.saved(SAVED_ADAPTERS),
@@ -142,7 +142,7 @@ class LengthPredictor:
             adapters=[(adapter, msgspec.structs.replace(record)) for adapter, record in recent],
         )
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: Learned) -> None:
         """Go on from a `state`, in place of everything known."""
         self._take(state.model)
         self.since_fit = 0

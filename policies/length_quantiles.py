@@ -3,8 +3,8 @@
     edges   1 2 3 ... 12 13 15 17 ...   exact for short answers, then about 8% wide
     a new sample weighs 1, every older one of the same histogram is multiplied by DECAY
 
-An adapter with fewer than MIN_SAMPLES samples uses the histogram over all requests. The number of adapters is bounded: the
-least recently used (updated or asked for) is evicted.
+An adapter with fewer than MIN_SAMPLES samples uses the histogram over all requests, and needs none of its own yet. The number
+of adapters is bounded: the least recently used (updated or asked for) is evicted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterable
 from math import ceil
 
 import msgspec
@@ -96,6 +97,13 @@ class _Histogram:
         return Saved(adapter_digest, buckets, weights, self.mean(), self.samples)
 
     @classmethod
+    def over(cls, lengths: Iterable[int]) -> _Histogram:
+        histogram = cls()
+        for tokens in lengths:
+            histogram.add(tokens)
+        return histogram
+
+    @classmethod
     def of(cls, saved: Saved) -> _Histogram:
         histogram = cls()
         for bucket, weight in zip(saved.buckets, saved.weights, strict=True):
@@ -127,28 +135,35 @@ class _Histogram:
 
 
 class LengthQuantiles:
-    """Learns from finished requests, answers for new ones. At most `max_adapters` histograms of about 1.5 KiB."""
+    """Learns from finished requests, answers for new ones. At most `max_adapters` histograms of about 1.5 KiB; an adapter with
+    few samples takes less."""
 
     def __init__(self, max_adapters: int) -> None:
         self._max_adapters = max_adapters
         self._all = _Histogram()
-        self._adapters: OrderedDict[str, _Histogram] = OrderedDict()
+        self._adapters: OrderedDict[str, _Histogram | list[int]] = OrderedDict()  # a list: the few samples that there are
 
     @property
     def adapters(self) -> int:
-        """How many adapters have a histogram, the base (digest "") included."""
+        """How many adapters are known, the base (digest "") included."""
         return len(self._adapters)
 
     def observe(self, adapter_digest: str, output_tokens: int) -> None:
         """A request of this adapter ("" for the base) ended with so many tokens; zero counts as one."""
         tokens = min(max(1, output_tokens), MAX_TOKENS - 1)
         self._all.add(tokens)
-        histogram = self._adapters.get(adapter_digest)
-        if histogram is None:
+        known = self._adapters.get(adapter_digest)
+        if known is None:
             while len(self._adapters) >= self._max_adapters:
                 self._adapters.popitem(last=False)
-            histogram = self._adapters[adapter_digest] = _Histogram()
-        histogram.add(tokens)
+            self._adapters[adapter_digest] = [tokens]
+            return
+        if isinstance(known, _Histogram):
+            known.add(tokens)
+        else:
+            known.append(tokens)
+            if len(known) == MIN_SAMPLES:
+                self._adapters[adapter_digest] = _Histogram.over(known)
         self._adapters.move_to_end(adapter_digest)
 
     def estimate(self, adapter_digest: str, max_tokens: int) -> Estimate:
@@ -163,15 +178,16 @@ class LengthQuantiles:
 
     def samples(self, adapter_digest: str) -> int:
         """How many requests of this adapter have been observed."""
-        histogram = self._adapters.get(adapter_digest)
-        return histogram.samples if histogram is not None else 0
+        known = self._adapters.get(adapter_digest, ())
+        return known.samples if isinstance(known, _Histogram) else len(known)
 
     def saved(self, most: int) -> list[Saved]:
         """The histogram over all requests, then those of the `most` adapters used last, least recent first."""
         if not self._all.samples:
             return []
         kept = list(self._adapters.items())[-most:]
-        return [self._all.saved(""), *(histogram.saved(digest) for digest, histogram in kept)]
+        histograms = [(digest, one if isinstance(one, _Histogram) else _Histogram.over(one)) for digest, one in kept]
+        return [self._all.saved(""), *(histogram.saved(digest) for digest, histogram in histograms)]
 
     def restore(self, saved: list[Saved]) -> None:
         """Take over what `saved` gave, in place of everything known."""
@@ -181,11 +197,11 @@ class LengthQuantiles:
         self._adapters = OrderedDict((one.adapter_digest, _Histogram.of(one)) for one in saved[1:][-self._max_adapters :])
 
     def _best(self, adapter_digest: str) -> _Histogram:
-        histogram = self._adapters.get(adapter_digest)
-        if histogram is None or histogram.samples < MIN_SAMPLES:
+        known = self._adapters.get(adapter_digest)
+        if not isinstance(known, _Histogram) or known.samples < MIN_SAMPLES:
             return self._all
         self._adapters.move_to_end(adapter_digest)
-        return histogram
+        return known
 
     def mean_tokens(self) -> float:
         """The average length over all requests: `avg_resp_len` of CaraServe's Algorithm 1. Never below 1."""

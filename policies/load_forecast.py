@@ -9,8 +9,8 @@
     by gaps (t) = (own gaps in (age, age + t] + PRIOR * pooled chance) / (own gaps above age + PRIOR)
     chance (t)  = geometric mean of both
 
-Histograms per function are the technique of "Serverless in the Wild", which Chameleon sections 4.2 and 5.3 use. Alone they need
-many requests of an adapter; a rate alone misses that requests come in bursts.
+Histograms per function are the technique of "Serverless in the Wild", which Chameleon sections 4.2 and 5.3 use. A histogram
+alone needs many requests of an adapter; a rate alone does not represent bursts.
 """
 
 from __future__ import annotations

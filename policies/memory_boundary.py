@@ -10,17 +10,17 @@ that memory back when the other needs it. While both need their whole shares, th
     empty memory                  a claim beyond its share leaves a part of the other's (`RESERVE`): KV leaves room for adapters
                                   while it has prefix blocks to reuse, adapters leave blank blocks for running requests, and
                                   for waiting requests whose adapter is on the device
-    prefix blocks, idle adapters  the one of which a byte is worth less leaves first (`policies.memory_worth`); prefix blocks
-                                  leave in any case when an adapter fits no other way
-    adapters that waiting         leave only for KV within its share
+    prefix blocks, idle adapters  the one of which a byte is worth less is evicted first (`policies.memory_worth`); prefix
+                                  blocks are evicted in any case when an adapter fits in no other way
+    adapters that waiting         are evicted only for KV within its share
     requests hold or will use
-    running KV, used adapters     never leave
+    running KV, used adapters     are never evicted
 
-The boundary should not swing. So it moves in steps of `grain` blocks where it can, and an entry of the other claim's cache
-leaves only if it is worth clearly less than one of the claim's own (`MARGIN`).
+To keep the boundary from swinging, it moves in steps of `grain` blocks where it can, and an entry of the other claim's cache is
+evicted only if it is worth clearly less than one of the claim's own (`MARGIN`).
 
-A merged copy of the weights (`policies.merged_copy`) may borrow KV blocks: `lend`. It is a third claim, a cache that leaves as
-a whole and at once when KV is short. The KV share is smaller by what is lent.
+A merged copy of the weights (`policies.merged_copy`) may borrow KV blocks: `lend`. It is a third claim, a cache that is dropped
+as a whole when KV is short. The KV share is smaller by the blocks that are lent.
 
 Block ids are 0 .. blocks - 1. When the number of blocks shrinks, used blocks above the end get ids below it; `settle` says
 which blocks to copy.
@@ -58,17 +58,16 @@ class Boundary:
         slots: AdapterSlots,
         budget: Budget,
         *,
-        block_bytes: int,
         holders: Callable[[], Iterable[list[int]]],
         waited: Callable[[], Collection[str]] = tuple,
         worth: Worth | None = None,
     ) -> None:
-        self._kv, self._slots, self._budget, self._block_bytes = kv, slots, budget, block_bytes
+        self._kv, self._slots, self._budget, self._block_bytes = kv, slots, budget, kv.block_bytes
         self._holders, self._waited = holders, waited
         slots.reuse, kv.reuse = Reuse(), Reuse()
-        self.costs = ExpectedSavings(slots.reuse, kv.reuse, block_size=kv.block_size, block_bytes=block_bytes)
+        self.costs = ExpectedSavings(slots.reuse, kv.reuse, block_size=kv.block_size, block_bytes=kv.block_bytes)
         self._worth: Worth = worth or self.costs
-        self.grain = max(1, min(kv.capacity // GRAINS, MAX_GRAIN_BYTES // block_bytes))
+        self.grain = max(1, min(kv.capacity // GRAINS, MAX_GRAIN_BYTES // kv.block_bytes))
         self._kv_share, self._lora_share = kv.total, slots.bytes_total
         self._reserve, self._lora_reserve = kv.total // RESERVE, slots.bytes_total // RESERVE
         self._lent = 0  # blocks
@@ -99,7 +98,7 @@ class Boundary:
 
     @property
     def lent_bytes(self) -> int:
-        """Of the merged copy."""
+        """Blocks of the merged copy."""
         return self._lent * self._block_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""Who holds how many bytes of a worker's memory, on the device and on the host.
+"""Accounts for a worker's memory: how many bytes each of its users has, on the device and on the host.
 
     device budget   |-- claim "kv" -----------------------|-- claim "adapters" --------------|-- unclaimed --|
                     | running | prefix | free             | used | idle | free               |
@@ -7,11 +7,11 @@
                     | used | loading | idle | free
 
 A `Budget` is one memory; a `Claim` is the part of it that one claimant may fill. `policies.memory_boundary` moves room between
-the device's claims by `Claim.resize`; without it they are fixed regions. A claimant keeps its own books
-(`KvBlocks`, `AdapterSlots`, `HostTier`) and states the bytes of each class only when asked, so the ledger costs a step nothing.
+the device's claims by `Claim.resize`; without it they are fixed regions. Each claimant counts its own memory (`KvBlocks`,
+`AdapterSlots`, `HostTier`) and states the bytes of each class only when asked, so the ledger costs a step nothing.
 
-Classes: `running` KV and `used` adapters belong to requests and stay until these give them back. Memory of `loading` copies is
-promised. `prefix` blocks and `idle` adapters are caches and leave when room is needed.
+Classes: `running` KV and `used` adapters belong to requests and stay until these release them. Memory of `loading` copies is
+reserved. `prefix` blocks and `idle` adapters are caches and are evicted when room is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CACHES: frozenset[Class] = frozenset({"prefix", "idle"})
 
 
 class Claim:
-    """A claimant's part of a budget, in bytes. `held()` returns the bytes held by class, from the claimant's books."""
+    """A claimant's part of a budget, in bytes. `held()` returns the bytes held by class, counted by the claimant."""
 
     def __init__(self, budget: Budget, name: str, size_bytes: int, held: Callable[[], Mapping[Class, int]]) -> None:
         self._budget, self.name, self.size_bytes, self.held = budget, name, size_bytes, held
@@ -88,8 +88,9 @@ class Budget:
             assert claim.free_bytes >= 0, f"{self.name}.{claim.name} holds {held} of {claim.size_bytes} bytes"
 
 
-def device_budget(kv: KvBlocks, block_bytes: int, adapters: AdapterSlots) -> Budget:
-    """The device's memory, all of it claimed. `block_bytes`: bytes of one KV block over all layers."""
+def device_budget(kv: KvBlocks, adapters: AdapterSlots) -> Budget:
+    """The device's memory, all of it claimed. KV counts as nothing where `kv.block_bytes` is 0."""
+    block_bytes = kv.block_bytes
     budget = Budget("device", kv.total * block_bytes + adapters.bytes_total)
     budget.claim(
         "kv",

@@ -1,11 +1,11 @@
-"""What a byte of cached memory is worth: the seconds that keeping it is expected to save.
+"""Estimates the worth of a byte of cached memory: the seconds that keeping it is expected to save.
 
     idle adapter     chance that it is used again * seconds to copy it to the device again / its bytes
     prefix block     chance that a prompt begins with it again * seconds to prefill its tokens / its bytes
 
-Both chances are those of an entry that is about to leave. An entry counts as *old* once it has been idle for half as long as
-the entries that left lately; the chance is the share of old entries that were used again instead of leaving. Time is counted in
-admissions, since only an admission uses a block or an adapter.
+Both chances are those of an entry that is about to be evicted. An entry counts as *old* once it has been idle for half as long
+as the entries that were evicted lately; the chance is the share of old entries that were used again instead of being evicted.
+Time is counted in admissions, since only an admission uses a block or an adapter.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Worth(Protocol):
     """Seconds saved per byte by keeping the entry that would leave its cache next."""
 
     def of_adapter(self, digest: str, size_bytes: int) -> float:
-        """Of an idle adapter."""
+        """The worth of a byte of an idle adapter."""
 
     def of_prefix(self) -> float:
-        """Of the least recently used prefix block."""
+        """The worth of a byte of the least recently used prefix block."""
 
 
 class ExpectedSavings:

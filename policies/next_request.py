@@ -1,18 +1,18 @@
 """Predicts which adapter the next request is for, from counts of requests that fade at three speeds.
 
-    memory       counts that halve within 1, 4 or 16 requests for every adapter that there is room for
-    share        an adapter's count over the sum of all counts: how likely this memory says the next request is for it
+    memory       one set of counts; they halve within 1, 4 or 16 requests for every adapter that there is room for
+    share        an adapter's count over the sum of all counts: this memory's probability that the next request is for it
     trust        how well a memory predicted the last requests: the product of the shares that it gave them; old ones fade
     prediction   the shares of the three memories, weighted by their trust
 
-Steady popularity is seen best by the long memory, bursts by the short one. What is best changes with the traffic, so it is
-learnt. Adapters that are not in memory are counted, too.
+The memory that fades slowly represents steady popularity, the one that fades quickly represents bursts. Which one predicts best
+depends on the traffic, so the weights are learned. Adapters that are not in the worker's memory are counted, too.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
-from itertools import repeat
 from math import exp, log
 from operator import add
 
@@ -23,6 +23,7 @@ FADE = 0.98
 """What a request's share counts for the trust, with every later request."""
 UNKNOWN = 1e-4
 """The share that an adapter without a count is taken to have when trust is computed."""
+LOG_UNKNOWN = log(UNKNOWN)
 LARGEST = 1e200
 """Counts grow instead of fading, and are scaled down when a request counts this much."""
 MAX_ADAPTERS = 16_384
@@ -31,7 +32,7 @@ NO_CREDIT: Mapping[str, list[float]] = {}
 
 
 class _Memory:
-    """What one memory has counted."""
+    """The counts of one memory."""
 
     __slots__ = ("growth", "surprise", "total", "unit")
 
@@ -48,11 +49,12 @@ class NextRequest:
     def __init__(self) -> None:
         self._room = 0
         self._memories = [_Memory() for _ in MEMORIES]
-        self._counts: dict[str, list[float]] = {}  # in each memory; the least recently asked for first
+        self._at: dict[str, int] = {}  # where an adapter's counts begin; the least recently asked for first
+        self._counts = array("d")  # one for each memory, adapter by adapter
         self.room(LEAST_ROOM)
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._at)
 
     def room(self, adapters: int) -> None:
         """So many adapters fit in memory, as far as it has been seen."""
@@ -63,18 +65,30 @@ class NextRequest:
 
     def used(self, digest: str) -> None:
         """A request for the adapter has begun."""
-        counts = self._counts.pop(digest, None) or [0.0] * len(MEMORIES)
-        for i, memory in enumerate(self._memories):
-            share = counts[i] / memory.total
-            memory.surprise = FADE * memory.surprise - log(share if share > UNKNOWN else UNKNOWN)
-            unit = memory.unit = memory.unit * memory.growth
+        counts, known = self._counts, self._at
+        at = known.pop(digest, None)
+        if at is None:
+            at = self._place()
+        known[digest] = at
+        for memory in self._memories:
+            share = counts[at] / memory.total
+            memory.surprise = FADE * memory.surprise - (log(share) if share > UNKNOWN else LOG_UNKNOWN)
+            memory.unit = unit = memory.unit * memory.growth
             memory.total += unit
-            counts[i] += unit
-        self._counts[digest] = counts
-        if len(self._counts) > MAX_ADAPTERS:
-            del self._counts[next(iter(self._counts))]
+            counts[at] += unit
+            at += 1
         if self._memories[0].unit > LARGEST:
             self._scale_down()
+
+    def _place(self) -> int:
+        """A place for the counts of a new adapter: at the end, or that of the adapter which is forgotten for it."""
+        counts = self._counts
+        if len(self._at) < MAX_ADAPTERS:
+            counts.extend(NOTHING)
+            return len(counts) - len(MEMORIES)
+        at = self._at.pop(next(iter(self._at)))
+        counts[at : at + len(MEMORIES)] = array("d", NOTHING)
+        return at
 
     def one(self) -> list[float]:
         """What a request counts now, in each memory."""
@@ -83,11 +97,15 @@ class NextRequest:
     def chances(self, digests: Collection[str], ahead: Mapping[str, list[float]] = NO_CREDIT) -> list[float]:
         """How likely the next request is for each of these adapters. `ahead`: adapters that are credited with more counts."""
         a, b, c = self._worth_of_counts()
-        counts = list(map(self._counts.get, digests, repeat(NOTHING)))
-        if ahead:
-            for i, digest in enumerate(digests):
-                counts[i] = list(map(add, counts[i], ahead.get(digest, NOTHING)))
-        return [a * x + b * y + c * z for x, y, z in counts]
+        known, counts = self._at, self._counts
+        chances = []
+        for digest in digests:
+            at = known.get(digest)
+            x, y, z = (counts[at], counts[at + 1], counts[at + 2]) if at is not None else NOTHING
+            if digest in ahead:
+                x, y, z = map(add, (x, y, z), ahead[digest])
+            chances.append(a * x + b * y + c * z)
+        return chances
 
     def _worth_of_counts(self) -> list[float]:
         """What a count in each memory adds to the prediction."""
@@ -99,7 +117,7 @@ class NextRequest:
     def _scale_down(self) -> None:
         """Counts stay as they are to each other."""
         for i, memory in enumerate(self._memories):
-            for counts in self._counts.values():
-                counts[i] /= memory.unit
+            for at in range(i, len(self._counts), len(MEMORIES)):
+                self._counts[at] /= memory.unit
             memory.total /= memory.unit
             memory.unit = 1.0

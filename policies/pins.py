@@ -1,7 +1,7 @@
-"""Which pinned adapters a worker keeps.
+"""Decides which pinned adapters a worker keeps.
 
-A pin says that an adapter is to be in device and host memory whether it is used or not. Pinned adapters have half of a worker's
-adapter memory and slots at most (`WorkerLimits.pin_bytes`, `pin_slots`), so that they never take all room from the others.
+A pinned adapter is kept in device and host memory whether it is used or not. Pinned adapters have half of a worker's adapter
+memory and slots at most (`WorkerLimits.pin_bytes`, `pin_slots`), so that they never take all room from the others.
 """
 
 from __future__ import annotations

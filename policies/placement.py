@@ -1,4 +1,4 @@
-"""Which adapters to load on which workers before anybody asks, by burst tolerance (dLoRA section 5.1).
+"""Decides which adapters each worker should keep loaded, by burst tolerance (dLoRA section 5.1).
 
     peak capacity of an adapter = free memory of the workers that hold it      (KV for its requests)
     burst tolerance             = peak capacity / load

@@ -9,7 +9,7 @@ repeated if all of this holds:
 - L was at least `LASTING_S`. Two requests of one class differ by less, even if one must wait for its adapter.
 - At most `HOLD_S` have passed. A worker that starts, or requests that are cancelled, are noticed within that time.
 
-Schedulers count what every tenant asks for (`demand`), so repeated refusals are reported with the tenant's next ask.
+Schedulers count how much every tenant sends (`demand`), so repeated refusals are reported with the tenant's next request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEYS_MAX = 1024
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What two requests must have in common."""
+    """The properties in which two requests must be equal."""
 
     tenant: str
     ttft_slo_ms: float

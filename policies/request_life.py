@@ -19,10 +19,10 @@ from motet.shared.model import AdapterRef, RequestBrief
 
 R = TypeVar("R")
 Key = tuple[str, int]  # request id, epoch
-Phase = Literal["new", "loading", "waiting", "running", "leaving", "gone"]
+EntryPhase = Literal["new", "loading", "waiting", "running", "leaving", "gone"]
 What = Literal["start", "load", "admit", "preempt", "cancel", "end"]
 
-TRANSITIONS: dict[Phase, dict[What, Phase]] = {
+TRANSITIONS: dict[EntryPhase, dict[What, EntryPhase]] = {
     "new": {"load": "loading", "start": "waiting", "end": "gone"},
     "loading": {"start": "waiting", "cancel": "gone", "end": "gone"},
     "waiting": {"admit": "running", "preempt": "waiting", "cancel": "leaving", "end": "gone"},
@@ -39,7 +39,7 @@ class Entry(msgspec.Struct, Generic[R], eq=False):
     owner: str  # gateway id
     adapter: AdapterRef | None
     payload: R
-    phase: Phase = "new"
+    phase: EntryPhase = "new"
     holds: bool = False  # a host copy of its adapter
     fetching: bool = False  # KV blocks from another worker
 

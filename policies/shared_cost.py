@@ -18,8 +18,8 @@ to start costs the others only its own tokens. A queued prefill starts with the 
 request that comes `t` later still joins it with probability 1 - t / step. Otherwise it causes a stall of its own.
 
 Recently started requests. A stall is spread over all tokens of a request, so it hurts the time per token most when the answer
-is short and has just begun. We cannot tell which answers are short, so a stall costs up to 1 + YOUNG times as much just
-after requests start; this fades within YOUNG_STEPS steps. As a result workers take turns.
+is short and has just begun. Which answers will be short is not known, so a stall costs up to 1 + YOUNG times as much just after
+requests start; this fades within YOUNG_STEPS steps. As a result workers take turns.
 
     wait     = queue's prefill + copy, unless CPU processes bridge it (+ fetch, if the worker has it in no tier)
                + the time until a seat is free + the time until enough KV blocks are free
@@ -35,8 +35,8 @@ Several schedulers that see the same states must not all choose the same worker.
 (`flights`). For those of others, which no state shows yet, the choice is any worker whose cost is within NEAR of the best,
 selected by a hash: of the adapter while no worker has it, so that it is loaded in one place, else of the request.
 
-`costs` computes all of this for every worker at once, on columns that are kept up to date. `cost_on` says the same of one
-worker in plain words, from its requests; nothing but the tests calls it, which hold the two equal.
+`costs` computes all of this for every worker at once, on columns that are kept up to date. `cost_on` computes the same for one
+worker by the plain formula, from its requests; only the tests call it, to compare the two.
 """
 
 from __future__ import annotations
@@ -61,17 +61,20 @@ LASTING = 2.0
 NEAR = 0.005
 """Workers whose cost is within this share of the best count as equally good."""
 YOUNG, YOUNG_STEPS = 0.5, 10.0
-_HALF, _ONE, _LASTING, _YOUNG, _YOUNG_STEPS = map(np.array, (0.5, 1.0, LASTING, YOUNG, YOUNG_STEPS))
+_HALF, _ONE, _LASTING, _YOUNG, _YOUNG_STEPS, _INF = map(np.array, (0.5, 1.0, LASTING, YOUNG, YOUNG_STEPS, inf))
 """As arrays, with which numpy computes in half the time that it takes with Python's numbers."""
 
 
 def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
     """The row with the least cost, or one as good."""
     cost, breaks_slo = costs(state, ask, now_s, avg_resp_len)
-    cost[~fit] = np.inf
-    near = (cost <= float(cost[cost.argmin()]) * (1.0 + NEAR)).nonzero()[0]
-    known = not ask.adapter or state.holders(ask.adapter) is not None
-    row = spread(state, near, ask.key if known else hash_of(ask.adapter))
+    np.copyto(cost, _INF, where=~fit)
+    near = (cost <= np.array(float(cost[cost.argmin()]) * (1.0 + NEAR))).nonzero()[0]
+    if len(near) == 1:
+        row = int(near[0])
+    else:
+        known = not ask.adapter or state.holders(ask.adapter) is not None
+        row = spread(state, near, ask.key if known else hash_of(ask.adapter))
     return Choice(row, float(cost[row]), bool(breaks_slo[row]))
 
 
@@ -79,26 +82,28 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     """The cost on each row, and whether an objective breaks there: the request's, or one of those that are there."""
     t, perf = state.table, state.perf
     rank, out = ask.rank, float(ask.out_tokens) or avg_resp_len
-    n, queued, max_rank, queue_max_rank = t["exists"], t["queued"], t["max_rank"], t["queue_max_rank"]
+    n = t["exists"]
 
     d_step, d_prefill = perf.added_ms(rank)
     if perf.pads:
-        d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(n, max_rank, rank)
-    step = decode_ms(perf, n, perf.lora_load(n, t["rank_sum"], max_rank))
-    step += d_step
+        d_step = perf.decode_row_ms + perf.decode_lora_ms * perf.lora_growth(n, t["max_rank"], rank)
+    step = t["step_ms"] + d_step
     now_ms = np.array(1000.0 * now_s)
 
     own = perf.prefill_token_ms * np.array(float(ask.tokens)) + d_prefill
-    alone = np.minimum((now_ms - t["opened_ms"]) / step, _ONE)  # how likely r joins nobody's prefill: then it costs its base
+    alone = np.minimum((now_ms - t["opened_ms"]) / step, _ONE)  # chance that r joins no other prefill: then it costs its base
     copy, fetch = adapter_ms(state, ask)
     stall = own + alone * perf.prefill_base_ms
-    stall += t["copies_stall"] * copy
-    wait = prefill_ms(perf, t["queue_tokens"], perf.lora_load(queued, t["queue_rank_sum"], queue_max_rank))
-    wait += own
-    wait += t["copies_wait"] * copy
-    wait += fetch
+    stalls, waits = state.alike("copies_stall"), state.alike("copies_wait")
+    if stalls != 0.0:
+        stall += copy if stalls == 1.0 else t["copies_stall"] * copy
+    wait = t["queue_ms"] + own
+    if waits != 0.0:
+        wait += copy if waits == 1.0 else t["copies_wait"] * copy
+    if perf.fetches:
+        wait += fetch
     if perf.pads:
-        padding = perf.prefill_lora_ms * (perf.lora_growth(queued, queue_max_rank, rank) - rank)
+        padding = perf.prefill_lora_ms * (perf.lora_growth(t["queued"], t["queue_max_rank"], rank) - rank)
         stall += (1.0 - alone) * padding
         wait += padding
 
@@ -106,9 +111,8 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
     per_token = n / np.array(avg_resp_len)  # what stops all of them for a millisecond costs so much
     others = (per_token + young * alone) * stall + n * (_LASTING * d_step)
     tpot = step + per_token * perf.prefill_base_ms
-    beyond = n - t["max_running"]
-    if not _within(beyond, -1.0):
-        wait += _seat_wait_ms(t, beyond + 1.0, step)
+    if state.crowded:
+        wait += _seat_wait_ms(t, n - t["max_running"] + 1.0, step)
     spare = t["kv_tokens_free"] - t["kv_tokens_promised"]
     if spare[spare.argmin()] < ask.tokens + out:
         wait += _memory_wait_ms(t, ask.tokens + out - spare, step)

@@ -60,7 +60,7 @@ def fit_steps(steps: Sequence[Step]) -> EngineSteps:
         if pass_ms.min() > 0:
             break
     else:
-        raise ValueError("by its fit a step would take no time: the measured ones have too little in common")
+        raise ValueError("the fitted time of a step is not positive: the measured steps differ too much")
     sampled, prefill, adapter_mib, row_rank, context_token, longest_token, pair = weights[passes:count].tolist()
     return EngineSteps(
         rows=tuple(knots),

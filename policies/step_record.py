@@ -1,8 +1,8 @@
-"""One engine step in numbers. The engine reports it, metrics count it, step-time models are fitted to it, and the twin's
-models answer how long it takes.
+"""One engine step in numbers. The engine reports it, metrics count it, step-time models are fitted to it, and the twin's models
+predict its duration.
 
-`services.worker.engine.request.StepStats` and `twin.steps.Batch` are this record with what only a live engine or only a
-simulated one knows.
+`services.worker.engine.request.StepStats` and `twin.steps.Batch` are this record with additional fields of the live or the
+simulated engine.
 """
 
 from __future__ import annotations

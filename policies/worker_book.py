@@ -239,7 +239,7 @@ class WorkerBook:
 
 
 @dataclass(slots=True)
-class Held:
+class Holdings:
     """The requests and adapters of one worker, as its messages state them."""
 
     requests: dict[str, RequestBrief] = field(default_factory=dict)
@@ -251,7 +251,7 @@ class Held:
         return residency is not None and residency.tier == "device"
 
 
-NOTHING = Held()
+NOTHING = Holdings()
 
 
 class Shelf:
@@ -259,15 +259,15 @@ class Shelf:
 
     def __init__(self, max_requests: int = 65_536) -> None:
         self._max_requests = max_requests
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, Holdings] = {}
 
-    def of(self, worker_id: str) -> Held:
+    def of(self, worker_id: str) -> Holdings:
         """Requests and adapters of the worker; not to be changed."""
         return self._held.get(worker_id, NOTHING)
 
     def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
         """Replace everything, except for adapters on a disk that the snapshot does not list."""
-        held, before = Held(), self.of(known.worker_id)
+        held, before = Holdings(), self.of(known.worker_id)
         if not said.lists_disk:
             held.adapters = {digest: one for digest, one in before.adapters.items() if one.tier == "disk"}
         self._held[known.worker_id] = held
@@ -289,7 +289,7 @@ class Shelf:
         """Forget the worker."""
         del self._held[known.worker_id]
 
-    def _put(self, held: Held, requests: Sequence[RequestBrief], adapters: Sequence[Residency]) -> None:
+    def _put(self, held: Holdings, requests: Sequence[RequestBrief], adapters: Sequence[Residency]) -> None:
         for brief in requests:
             if brief.request_id in held.requests or len(held.requests) < self._max_requests:
                 held.requests[brief.request_id] = brief

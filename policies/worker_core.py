@@ -31,7 +31,7 @@ from motet.policies.worker_events import (
     Action,
     Answer,
     Assign,
-    Cancel,
+    CancelRequest,
     Close,
     CopyIn,
     CopyOut,
@@ -44,7 +44,7 @@ from motet.policies.worker_events import (
     LoadFailed,
     NotStarted,
     OwnerLost,
-    Pin,
+    PinAdapters,
     Pinned,
     Refuse,
     Registered,
@@ -137,7 +137,7 @@ class WorkerCore(Generic[R]):
                 self._on_stepped(event)
             case Assign():
                 self._on_assign(event)
-            case Cancel(request_id, epoch):
+            case CancelRequest(request_id, epoch):
                 self._cancel(request_id, epoch)
             case OwnerLost(owner):
                 for entry in [one for one in self.book.values() if one.owner == owner]:
@@ -335,7 +335,7 @@ class WorkerCore(Generic[R]):
         self._pinned = pins.within(adapters, self.view.limits)
         self._retry_s.clear()
         self.host.pinned = set(self._pinned)
-        self._actions.append(Pin(self._pinned.keys()))
+        self._actions.append(PinAdapters(self._pinned.keys()))
         self._bring_pinned()
 
     def _bring_pinned(self) -> None:

@@ -29,7 +29,7 @@ class Assign(msgspec.Struct, Generic[R], frozen=True):
     """Another worker holds its KV blocks, and they are worth waiting for: `Fetched` says when the wait is over."""
 
 
-class Cancel(msgspec.Struct, frozen=True):
+class CancelRequest(msgspec.Struct, frozen=True):
     """Stop a request of this epoch or an older one."""
 
     request_id: str
@@ -121,12 +121,12 @@ class Version(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Of its blob."""
+        """Bytes of its blob."""
 
 
 Event = (
     Assign[R]
-    | Cancel
+    | CancelRequest
     | OwnerLost
     | Close
     | NotStarted
@@ -190,7 +190,7 @@ class CopyIn(msgspec.Struct, frozen=True):
     over: Collection[str] | None = None
 
 
-class Pin(msgspec.Struct, frozen=True):
+class PinAdapters(msgspec.Struct, frozen=True):
     """These adapters, and no others, leave the device after all others."""
 
     digests: Collection[str]
@@ -209,4 +209,4 @@ class TooLargeForHost(msgspec.Struct, frozen=True):
     room_bytes: int
 
 
-Action = Start[R] | Fetch[R] | Stop | Answer[R] | Refuse | CopyIn | Pin | CopyOut | host_tier.Action
+Action = Start[R] | Fetch[R] | Stop | Answer[R] | Refuse | CopyIn | PinAdapters | CopyOut | host_tier.TierAction

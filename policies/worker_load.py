@@ -59,7 +59,7 @@ class Band:
 
 @dataclass(slots=True)
 class Share:
-    """What one tenant has on one worker."""
+    """The requests of one tenant on one worker."""
 
     requests: int = 0
     weight: float = 1.0
@@ -96,40 +96,42 @@ class WorkerLoad:
     def put(self, brief: RequestBrief) -> RequestBrief | None:
         """Add a request, or take in its new state; returns its state before."""
         old = self.requests.get(brief.request_id)
-        if old is None or not _same_kind(old, brief):
+        if old is None:
+            self.add(brief)
+        elif _same_kind(old, brief):
+            self.requests[brief.request_id] = brief
+            self._unbook(old)
+            self._book(brief)
+        else:
             self.remove(brief.request_id)
             self.add(brief)
-            return old
-        self.requests[brief.request_id] = brief
-        self._unbook(old)
-        self._book(brief)
         return old
 
     def _book(self, brief: RequestBrief) -> None:
-        band = self.bands[band_of(brief.ttft_slo_ms)]
+        band, left = self.bands[band_of(brief.ttft_slo_ms)], tokens_left(brief)
         if brief.phase == "running":
             band.running += 1
-            self.running_left += tokens_left(brief)
+            self.running_left += left
         else:
             tokens = tokens_to_prefill(brief)
             band.queued += 1
             band.queue_tokens += tokens
             self.queue.add(brief.rank)
             self.queue_tokens += tokens
-            self.queue_out += tokens_left(brief)
+            self.queue_out += left
 
     def _unbook(self, brief: RequestBrief) -> None:
-        band = self.bands[band_of(brief.ttft_slo_ms)]
+        band, left = self.bands[band_of(brief.ttft_slo_ms)], tokens_left(brief)
         if brief.phase == "running":
             band.running -= 1
-            self.running_left = max(0, self.running_left - tokens_left(brief))
+            self.running_left = max(0, self.running_left - left)
         else:
             tokens = tokens_to_prefill(brief)
             band.queued -= 1
             band.queue_tokens -= tokens
             self.queue.remove(brief.rank)
             self.queue_tokens -= tokens
-            self.queue_out -= tokens_left(brief)
+            self.queue_out -= left
 
     def add(self, brief: RequestBrief) -> None:
         """`brief.request_id` must not be here."""

@@ -1,4 +1,4 @@
-"""A worker as schedulers see it, and the changes that they have not heard yet.
+"""A worker's state as it is sent to schedulers, and the changes that were not sent yet.
 
 Every change is remembered until `take` collects it for the next message, so code that changes the view sends nothing. Values
 that move in nearly every step (free memory, tokens so far) do not count as changes; the next message carries them.
@@ -13,7 +13,7 @@ from motet.shared.model import RequestBrief, Residency, WorkerLimits
 
 
 class Changes(msgspec.Struct):
-    """What changed since the last time. An id is in one list only: what came and went is gone."""
+    """The changes since the last message. An id is in one list only: a request that came and ended is in `removed`."""
 
     changed: list[RequestBrief]
     removed: list[str]

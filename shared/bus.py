@@ -82,7 +82,7 @@ def reaching(what: str) -> Iterator[None]:
 class Bus:
     """A NATS connection for Motet's messages. Make one with `await Bus.connect(...)`."""
 
-    def __init__(self, client: nats_compat.Client, name: str) -> None:
+    def __init__(self, client: nats_compat.NatsClient, name: str) -> None:
         self.nc = client
         self.name = name
         self.js: JetStreamContext = client.jetstream(timeout=5.0)
@@ -107,7 +107,7 @@ class Bus:
             options |= {"user": config.nats_user, "password": read_secret(config.nats_password_file)}
         if (tls := config.nats_tls()) is not None:
             options["tls"] = tls
-        bus = cls(nats_compat.Client(), name)
+        bus = cls(nats_compat.NatsClient(), name)
         try:
             await asyncio.wait_for(
                 bus.nc.connect(
@@ -237,7 +237,7 @@ class Bus:
     async def request(self, subject: str, message: msgspec.Struct, reply: Any, *, timeout_s: float) -> Any:
         """Send and wait for a message of type `reply`.
 
-        Raises TooLarge, Unavailable when nobody listens or the bus is away, DeadlineExceeded after `timeout_s`. A `Refused`
+        Raises TooLarge, Unavailable when no service listens or NATS is away, DeadlineExceeded after `timeout_s`. A `Refused`
         answer is returned, not raised: the caller decides (`from_info`).
         """
         began = now_s()
@@ -247,7 +247,7 @@ class Bus:
         except nats_errors.MaxPayloadError:
             raise self._too_large(subject, len(data)) from None
         except nats_errors.NoRespondersError:
-            raise Unavailable(f"nobody serves {subject}") from None
+            raise Unavailable(f"no service answers {subject}") from None
         except (nats_errors.TimeoutError, TimeoutError):
             raise DeadlineExceeded(f"{subject} did not answer in {timeout_s:g} s") from None
         except nats_errors.Error as error:
@@ -411,7 +411,7 @@ def _out_of_a_stream(msg: Msg) -> bool:
     """Whether a message was stored and sent by JetStream: a delivery of a consumer, or the answer to a direct get.
 
     The server checks permissions of publishers, but not the subject to which a consumer delivers or a get is answered.
-    Without this check, everybody who may store a message could send it on any subject.
+    Without this check, every user who may store a message could send it on any subject.
     """
     return (msg.reply or "").startswith("$JS.ACK.") or "Nats-Stream" in (msg.headers or {})
 
@@ -422,5 +422,5 @@ def _refuse_stored(msg: Msg) -> None:
 
 
 def _verb(subject: str) -> str:
-    """A subject's last word, or the one before an id: bounded label cardinality."""
+    """A subject's last token, or the one before an id: bounded label cardinality."""
     return subject.rsplit(".", 1)[-1]

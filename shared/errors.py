@@ -18,7 +18,7 @@
     │   └── HeadersTooLarge        431  headers_too_large
     ├── UnsupportedMediaType       415  unsupported_media_type
     ├── Overloaded                 429  overloaded               carries `retry_after_s`
-    ├── Unavailable                503  unavailable              nobody serves this, or a part is away
+    ├── Unavailable                503  unavailable              no worker or service can do this at present
     │   └── WorkerLost             503  worker_lost              resumable on another worker
     └── DeadlineExceeded           504  deadline_exceeded
 

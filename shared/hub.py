@@ -25,7 +25,7 @@ def resolve_model(path_or_hub_id: str, files: Sequence[str] = MODEL_FILES) -> Pa
         return path
     if path.exists():
         raise ConfigError(f"model {path_or_hub_id!r} is a file; give the checkpoint's directory or a Hugging Face id")
-    # imported here: whoever serves a local directory should not pay for it
+    # imported here, because a local directory does not need it
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -190,7 +190,7 @@ class KeyStore:
     def _put(self, key_id: str, value: bytes) -> None:
         try:
             self._keep(_decoder.decode(value))
-        # of a newer version, maybe: what is not understood admits nobody
+        # perhaps of a newer version: a record that cannot be read gives no access
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             log.warning("unreadable key record", extra={"id": key_id, "error": str(error)})
             self._forget(key_id)

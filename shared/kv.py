@@ -15,7 +15,7 @@ from motet.shared.bus import Bus, reaching
 WRONG_REVISION = (10071, 10164)  # JetStream's error codes for a key that has changed meanwhile
 
 
-class Entry(NamedTuple):
+class KvEntry(NamedTuple):
     """A value and its revision."""
 
     value: bytes
@@ -33,14 +33,14 @@ class Bucket:
         """The bucket, once the registry has provisioned it. Raises Unavailable after `wait_s`."""
         return cls(name, await bus.key_value(name, wait_s=wait_s))
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> KvEntry | None:
         """The value of `key`, None without one."""
         with reaching(self._name):
             try:
                 found = await self._keys.get(key)
             except js_errors.KeyNotFoundError:
                 return None
-            return Entry(found.value or b"", found.revision or 0)
+            return KvEntry(found.value or b"", found.revision or 0)
 
     async def put(self, key: str, value: bytes) -> int:
         """Write `value`, whatever was there; returns its revision."""

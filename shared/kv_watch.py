@@ -81,7 +81,7 @@ class KvWatch:
 
     @property
     def live(self) -> bool:
-        """Whether the reported state is current: in sync, connected, and heard from the server within `DEAF_S`."""
+        """Whether the reported state is current: in sync, connected, and with a message from the server within `DEAF_S`."""
         return self._synced and self._bus.connected and now_s() - self._heard_s < DEAF_S
 
     async def _follow(self) -> None:

@@ -1,9 +1,9 @@
 """Leases: every worker and gateway renews a key in KV `motet_leases`, and others watch the keys.
 
-A lease is lost when its key is deleted (a clean stop), when it comes back with another incarnation (a restart), or when it
-was not renewed for `EXPIRY_S`. Losing the broker must not look like losing all workers. So nothing expires while this process
-does not hear NATS (no connection, a hung server, or its own event loop stood still) or while no lease can be renewed (a
-cluster elects a new leader for the bucket). Afterwards every lease gets a new `EXPIRY_S`.
+A lease is lost when its key is deleted (a clean stop), when it comes back with another incarnation (a restart), or when it was
+not renewed for `EXPIRY_S`. Losing NATS must not look like losing all workers. So nothing expires while this process receives
+nothing from NATS (no connection, a hung server, or its own event loop stood still), or while no lease can be renewed (a cluster
+elects a new leader for the bucket). Afterwards every lease gets a new `EXPIRY_S`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LeaseWatch:
     def __init__(self, bus: Bus, kind: str, on_lost: Callable[[str], None], own: LeaseHolder | None = None) -> None:
         self._bus, self._kind, self._on_lost, self._own = bus, kind, on_lost, own
         self._seen: dict[str, _Held] = {}
-        self._renewal_s = 0.0  # when anybody's renewal came
+        self._renewal_s = 0.0  # when the last renewal of any lease came
         self._watch = KvWatch(
             bus,
             subjects.KV_LEASES,

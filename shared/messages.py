@@ -322,7 +322,7 @@ class WorkerDelta(msgspec.Struct, tag="delta", kw_only=True):
     changed: list[RequestBrief] = []  # new, or in a new phase
     removed: list[str] = []
     resident: list[Residency] = []  # now in this tier
-    evicted: list[str] = []  # in no tier any more
+    evicted: list[str] = []  # removed from every tier
     running_left: int | None = None
     v: int = VERSION
 

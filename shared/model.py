@@ -229,7 +229,7 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = "native"
     device: str = "cpu"
     quantization: str = "none"
-    """Of the base's weights in memory, as the engine's option names it."""
+    """Quantization of the base's weights in memory, as the engine's option names it."""
     kv_cache_dtype: str = "auto"
     """Type of keys and values in memory, as the engine's option names it; "auto" is that of the weights."""
     max_model_len: int
@@ -240,7 +240,7 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     adapter_bytes_total: int
     max_lora_rank: int
     kv_block_bytes: int = 0
-    """Of one KV block, where KV blocks and adapters share the memory of both totals; 0 where each has a region of its own."""
+    """Bytes of one KV block, where KV blocks and adapters share the memory of both totals; 0 where each has a fixed region."""
     copies: Literal["stall", "wait", "bridged"] = "stall"
     """Requests that a copy to the device delays: all; those on the adapter; none, since CPU processes compute meanwhile."""
     pin_slots: int = 0

@@ -4,7 +4,7 @@
 `tests/shared/test_nats_compat.py` has a test for each detail, against a real server. Before a new minor version is allowed,
 those tests must pass with it.
 
-    Client             no password over an unencrypted connection; a frozen server costs no time once it is known to be lost
+    Client             no password over an unencrypted connection; no waiting for a frozen server that is known to be lost
     gave_up            whether the client stopped reconnecting
     flush              a flush that includes what is still buffered
     outbox_full        whether the server reads too slowly
@@ -42,7 +42,7 @@ RETRY_S = 0.25  # between two attempts to reconnect to one server
 NAMES_PAGE = 1024  # stream names in one answer of the server
 
 
-class Client(_Client):
+class NatsClient(_Client):
     """The library's client with three changes.
 
     - With TLS configured it sends nothing over an unencrypted connection. The library upgrades to TLS only if the server's

@@ -4,7 +4,7 @@
                                                          └──────> gateways: shown in `/v1/adapters` and `motet status`
 
 The key is the worker's id. The scheduler owns the values. It writes a changed value and deletes the values of workers that are
-gone. A registry of an earlier version does not provision the bucket; then nothing is placed, and nobody waits for it.
+gone. A registry of an earlier version does not provision the bucket; then nothing is placed, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PlacementWatch:
         return self._known
 
     def digests(self, worker_id: str) -> tuple[str, ...]:
-        """What a worker is to keep."""
+        """The adapters that a worker should keep loaded."""
         known = self._known.get(worker_id)
         return known.digests if known is not None else ()
 

@@ -53,7 +53,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefix_cache: bool = False
 
 
-class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StorageTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Host and disk tiers of adapters, and times to load into host memory.
 
     `host_mib` 0: unlimited, with all adapters in it at start. `disk_mib` 0: unlimited."""
@@ -107,7 +107,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     steps: Steps = Steps()
     engine_steps: EngineSteps | None = None  # simulated by instead of `perf` and `steps`, where there
     engine: EngineFacts = EngineFacts()
-    storage: Storage = Storage()
+    storage: StorageTimes = StorageTimes()
     hops: Hops = Hops()
     link: LinkFacts | None = None  # None: a step waits for the copies it needs, as `perf` says
 

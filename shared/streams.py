@@ -3,7 +3,7 @@
 Pulls ──fetch──► Delivery ──acknowledge──► the server deletes it (work queue)
                     │  ├────keep──────────► not delivered again for another `ACK_WAIT_S`
                     │  └────hand_back─────► delivered again at once, to any consumer
-                    └── no word for `ACK_WAIT_S` (shared.provision) ──► delivered again
+                    └── no answer for `ACK_WAIT_S` (shared.provision) ──► delivered again
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import re
 
 from motet.shared.errors import BadRequest
 
-DEFAULT_TENANT = "default"  # everybody's, where no keys are used
+DEFAULT_TENANT = "default"  # the tenant of all clients where no keys are used
 SHARED = ""  # the owner of adapters that every tenant may use
 TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

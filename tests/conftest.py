@@ -1,4 +1,4 @@
-"""Fixtures every room uses: a real nats-server per test, and buses on it."""
+"""Fixtures for all tests: a real nats-server per test, and bus connections to it."""
 
 from __future__ import annotations
 

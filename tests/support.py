@@ -1,4 +1,4 @@
-"""What tests share: polling instead of sleeping."""
+"""Helpers of all tests: polling instead of sleeping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compiled kernels make of weights and activations when they round them to whole numbers, in torch."""
+"""The integers that the compiled kernels make of weights and activations, computed in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV caches of one layer for tests: what a cache of each type makes of keys and values, and where it keeps them."""
+"""KV caches of one layer for tests: the values that a cache of each type stores, and their layout."""
 
 from __future__ import annotations
 

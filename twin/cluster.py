@@ -31,7 +31,7 @@ NEW_OBJECTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bus:
+class BusDelays:
     """Delays and intervals of messages; the intervals are those of live workers."""
 
     submit_ms: float = 0.0
@@ -85,8 +85,7 @@ class Cluster:
         workers: Sequence[WorkerSpec],
         scheduler: SchedulerSpec | None,
         *,
-        schedulers: int = 1,
-        bus: Bus = Bus(),
+        bus: BusDelays = BusDelays(),
         seed: int = 0,
         predict: Callable[[Request], int] | None = None,
         balance: BalanceSpec | None = None,
@@ -108,8 +107,9 @@ class Cluster:
         self._by_id = {worker.worker_id: worker for worker in self.workers}
         for worker_id, digests in (preload or {}).items():
             self._by_id[worker_id].preload(digests)
-        self.schedulers = [Scheduler(scheduler) for _ in range(schedulers)] if scheduler is not None else []
-        self._turn = np.random.default_rng(seed).integers(schedulers, size=len(workload), dtype=np.int16)
+        copies = scheduler.copies if scheduler is not None else 1
+        self.schedulers = [Scheduler(scheduler) for _ in range(copies)] if scheduler is not None else []
+        self._turn = np.random.default_rng(seed).integers(copies, size=len(workload), dtype=np.int16).tolist()
         self._reporters = [_Reporter(worker) for worker in self.workers]
         self._submit_ps, self._assign_ps, self._state_ps = map(to_ps, (bus.submit_ms, bus.assign_ms, bus.state_ms))
         self._heartbeat_ps, self._delta_ps = round(bus.heartbeat_s * PS_PER_S), round(bus.delta_s * PS_PER_S)

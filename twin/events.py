@@ -1,4 +1,4 @@
-"""The virtual clock. Time is a whole number of picoseconds, so that sums do not depend on the order of adding."""
+"""The virtual clock. Time is an integer number of picoseconds, so that sums do not depend on the order of additions."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ class Events:
 
     def __init__(self) -> None:
         self.now_ps = 0
+        self.now_s = 0.0
+        """The same time in seconds, for policies."""
         self._heap: list[tuple[int, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
 
     def __len__(self) -> int:
         return len(self._heap)
-
-    @property
-    def now_s(self) -> float:
-        """The time in seconds, for policies."""
-        return self.now_ps / PS_PER_S
 
     def at(self, time_ps: int, priority: int, action: Callable[..., None], *args: Any) -> None:
         """`action(*args)` at `time_ps`, which is not in the past."""
@@ -44,7 +41,8 @@ class Events:
         """Run events until none is left, or up to and including the time `until_ps`."""
         heap, last_ps = self._heap, inf if until_ps is None else until_ps
         while heap and heap[0][0] <= last_ps:
-            self.now_ps, _, _, action, args = heappop(heap)
+            now_ps, _, _, action, args = heappop(heap)
+            self.now_ps, self.now_s = now_ps, now_ps / PS_PER_S
             action(*args)
-        if until_ps is not None:
-            self.now_ps = max(self.now_ps, until_ps)
+        if until_ps is not None and until_ps > self.now_ps:
+            self.now_ps, self.now_s = until_ps, until_ps / PS_PER_S

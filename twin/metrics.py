@@ -47,7 +47,7 @@ class Metrics:
     adapter_admissions: int = 0
     device_loads: int = 0
     prefetches: int = 0  # copies that began before a request's turn
-    foreseen: int = 0  # copies to the device that nobody had asked for
+    foreseen: int = 0  # copies to the device ahead of any request
     evictions: int = 0
     cold_starts: dict[str, int] = field(default_factory=dict)  # requests that found their adapter under way, by mode
     host_misses: int = 0  # requests that waited for their adapter to reach host memory

@@ -35,6 +35,7 @@ class SchedulerSpec:
     attempts: int = 3
     max_tokens: int = 1024  # what requests ask for at most, as far as the predictor knows
     oracle_lengths: bool = False
+    copies: int = 1  # how many there are
 
 
 class Word(msgspec.Struct, kw_only=True):
@@ -61,7 +62,7 @@ class Snapshot(Word, kw_only=True):
 
 
 class Delta(Word, kw_only=True):
-    """What changed since its last word."""
+    """What changed since its last message."""
 
     changed: list[RequestBrief]
     removed: list[str]

@@ -1,6 +1,6 @@
-"""Disk and object store as links that take time, for `policies.host_tier`.
+"""Simulated disk and object store for `policies.host_tier`: links with a latency and a bandwidth.
 
-Loads wait for their link's latency side by side, and then share the link equally.
+The latencies of concurrent loads overlap, and then the loads share the bandwidth equally.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Way:
 
 
 class Storage:
-    """What a live worker's `AdapterStore` is, under the virtual clock: `whole(adapter)` is called when a load is over."""
+    """What a live worker's `AdapterLoader` is, under the virtual clock: `whole(adapter)` is called when a load is over."""
 
     def __init__(self, model: StorageModel, events: Events, whole: Callable[[AdapterRef], None]) -> None:
         self._loading: dict[str, AdapterRef] = {}

@@ -41,7 +41,7 @@ from motet.policies.worker_events import (
     Action,
     Answer,
     Assign,
-    Cancel,
+    CancelRequest,
     CopyIn,
     Fetch,
     Fetched,
@@ -160,6 +160,7 @@ class Worker:
                 limits.block_size,
                 prefix_cache=spec.prefix_cache,
                 capacity=limits.kv_blocks_most,
+                block_bytes=limits.kv_block_bytes,
             ),
             slots=AdapterSlots(
                 spec.max_loras,
@@ -168,7 +169,6 @@ class Worker:
                 eviction=make_eviction(spec.eviction),
             ),
             cold=cold,
-            kv_block_bytes=limits.kv_block_bytes,
             shared=limits.kv_block_bytes > 0,
             queues=queues,
             modes=spec.merging.modes() if spec.merging is not None else None,
@@ -246,7 +246,7 @@ class Worker:
         entry = self.core.book.get(request_id)
         if entry is None or entry.phase == "leaving":
             return
-        actions = self.core.on(Cancel(request_id, entry.brief.epoch), self._events.now_s)
+        actions = self.core.on(CancelRequest(request_id, entry.brief.epoch), self._events.now_s)
         self._leaving += [(entry.payload, then) for action in actions if isinstance(action, Stop)]
         if self._run is None:
             self._hand_over()
@@ -635,7 +635,7 @@ class Worker:
 
 def _told(requests: Iterable[Live]) -> list[RequestBrief]:
     """Requests with their tokens so far: copies, since a message is under way while they go on."""
-    return [replace(live.brief, output_tokens=live.length - live.brief.prompt_tokens) for live in requests]
+    return [replace(brief := live.brief, output_tokens=live.length - brief.prompt_tokens) for live in requests]
 
 
 def _content(request: Request, length: int) -> array[int]:

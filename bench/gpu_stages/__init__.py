@@ -1,8 +1,8 @@
 """The stages of `python -m bench gpu`.
 
 supervisor.py    runs a stage's points in a process that may fail or hang        results.py   one line per point
-bed.py           the device of a stage, or the CPU in its place                    figures.py   what a stage's lines say
-stages.py        the points of each stage; they are made by
+bed.py           the device of a stage, or the CPU instead                         figures.py   summary of a stage's lines
+stages.py        the points of each stage, which these files make:
 
 1 limits.py    2 plans.py, attention.py, tokens.py    3 decode.py    4 serving.py    5 cold.py    6 fits.py    7 kernels.py
 

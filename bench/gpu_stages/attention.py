@@ -1,4 +1,4 @@
-"""Stage 2: paged attention against the formula in fp64 in a poisoned cache; and what a layer of it takes, beside its floor."""
+"""Stage 2: paged attention against the formula in fp64 in a poisoned cache; and its time per layer, beside the lower bound."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where a stage runs: the first GPU, or, dry, the CPU in its place.
+"""The device that a stage runs on: the first GPU, or the CPU in a dry run.
 
-Dry, a graph is a call, a stream is the calling thread, and times mean nothing; all else is the same code.
+In a dry run a graph is a call, a stream is the calling thread, and times mean nothing; everything else is the same code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Bed:
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        """Give back memory that nothing refers to any more."""
+        """Give back memory that nothing refers to."""
         gc.collect()
         if not self.dry:
             torch.cuda.empty_cache()

@@ -1,8 +1,10 @@
-"""Stage 5: adapters that come while others decode: time to first token by the way a request begins, and what others notice.
+"""Stage 5: cold starts while other requests decode: time to first token by the way a request starts, and the delay of the
+others.
 
-A request's adapter is on the device already (cached), or is copied there before it begins (on demand), layer by layer ahead
-of its prefill, or meanwhile computed by CPU processes; "auto" is the engine's own choice. Then the parts of the CPU processes:
-round trips over shared memory, a prompt cut to several cores, a step that is enqueued at once beside one that waits for them.
+A request's adapter is on the device already (cached), or is copied there before it begins (on demand), layer by layer ahead of
+its prefill, or is computed by CPU LoRA processes meanwhile; "auto" is the engine's own choice. Then the parts of the CPU
+processes: round trips over shared memory, a prompt divided among several cores, and an asynchronously enqueued step beside a
+synchronous one.
 """
 
 from __future__ import annotations

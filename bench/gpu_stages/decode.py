@@ -1,8 +1,8 @@
-"""Stage 3: what LoRA adds to a decode step and to a prefill, as a share of what it must, beside the field's ways.
+"""Stage 3: the time that LoRA adds to a decode step and to a prefill, with Motet's kernels and others, beside the lower bound.
 
 A decode step is a CUDA graph of 32 layers: the base model's four fused products, without LoRA and with it on all seven
-projections. `floor` is the adapters' bytes at the bandwidth measured in the same run, `nodes` what the graph nodes add at the
-cost of an empty one. Microseconds per layer throughout; what a way adds is its step less the base's.
+projections. `floor` is the time to read the adapters' bytes at the bandwidth measured in the same run, `nodes` the time of as
+many empty graph nodes. All times are microseconds per layer; the added time is the step with LoRA minus the step of the base.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import adapter_bytes, projections
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.triton import LoraBatch, baselines
-from motet.kernels.triton.lora import Plan
+from motet.kernels.triton.lora import LaunchPlan
 
 MODEL = "Llama-3.1-8B"
 LAYERS = 32
@@ -68,7 +68,7 @@ class Decode:
         line["floor"] = adapter_bytes(self._shapes, own, 2) / bed.read_gb_s / 1e3
         line["nodes"] = 2 * len(GROUPS) * bed.node_us
 
-        def ours(plan: Plan, *, beside: bool = False) -> Way:
+        def ours(plan: LaunchPlan, *, beside: bool = False) -> Way:
             return batched(pool, LoraBatch.build(pool, row_slot, plan), beside=beside)
 
         ways: dict[str, Callable[[], Way]] = {
@@ -105,7 +105,7 @@ class Decode:
         line: Line = {"tokens": tokens, "base": base_us}
         activations = sum(tokens * (fan_in + 2 * out) * 2 for fan_in, out in layers.shapes.values())
         line["floor"] = (adapter_bytes(self._shapes, own, 2) + activations) / bed.read_gb_s / 1e3
-        plans: tuple[Plan, ...] = ("segmented", "two_launches")
+        plans: tuple[LaunchPlan, ...] = ("segmented", "two_launches")
         for plan in plans:
             for beside in (True, False):
                 before, after = batched(pool, LoraBatch.build(pool, row_slot, plan), beside=beside)

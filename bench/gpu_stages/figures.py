@@ -1,4 +1,4 @@
-"""What the lines of each stage say in one line. Pure; a figure whose points are missing is None."""
+"""Summarizes the lines of each stage in one line of figures. Pure; a figure whose points are missing is None."""
 
 from __future__ import annotations
 

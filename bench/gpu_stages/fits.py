@@ -1,4 +1,4 @@
-"""Stage 6: performance models beside the device: CaraServe's two for kernels, `motet profile` and the twin for a live worker.
+"""Stage 6: errors of performance models: CaraServe's two for kernels, and `motet profile` and the twin for a live worker.
 
 Padded BGMV takes a * rows * largest rank + b, per-token MBGMV a * sum of the rows' ranks + b (CaraServe, section 5, where both
 have an R2 of at least 0.96).

@@ -1,4 +1,4 @@
-"""Stage 7: where a decode step's time goes, kernel by kernel, beside the floor of each kind."""
+"""Stage 7: the time of a decode step by kernel, beside the lower bound of each kind."""
 
 from __future__ import annotations
 

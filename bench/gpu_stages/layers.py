@@ -1,6 +1,6 @@
-"""The base model's products of a step, and every way of adding LoRA to them: ours, and the field's.
+"""The base model's products of a step, and several implementations of LoRA beside them: Motet's kernels and others.
 
-A step is 32 layers with weights of their own, so that nothing stays in a cache from one layer to the next.
+A step is 32 layers with different weights, so that nothing stays in a cache from one layer to the next.
 """
 
 from __future__ import annotations

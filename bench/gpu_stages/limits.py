@@ -1,4 +1,4 @@
-"""Stage 1: what the machine can do. Links, bandwidth, the cost of a launch and of words between host and device."""
+"""Stage 1: limits of the machine: links, bandwidth, the cost of a launch and of waiting for numbers in host memory."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from bench.gpu_stages.results import Line, Point
 from bench.gpu_stages.shapes import projections
 from motet.kernels import GROUPS, LoraPool, PackedLora
 from motet.kernels.triton import LoraBatch, add_lora, baselines, start_lora
-from motet.kernels.triton.lora import Plan
+from motet.kernels.triton.lora import LaunchPlan
 
-PLANS: tuple[Plan, ...] = ("two_launches", "ticketed", "segmented")
+PLANS: tuple[LaunchPlan, ...] = ("two_launches", "ticketed", "segmented")
 RANKS = [8, 16, 64, 128, 24, 12]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm of y
 ROWS = (7, 200)  # the second fills large tiles
@@ -45,7 +45,7 @@ class Plans:
         """The suite's own tests of the kernels and of what surrounds them, on this device."""
         return Point("tests", self._tests, 240.0)
 
-    def _check(self, plan: Plan, model: str, dtype: torch.dtype) -> Line:
+    def _check(self, plan: LaunchPlan, model: str, dtype: torch.dtype) -> Line:
         """`error` of the whole y, the worst of all; `good`: it is rounding, and what must be the same bits is."""
         shapes, device = projections(model), self._bed.device
         draw = torch.Generator(device).manual_seed(0)

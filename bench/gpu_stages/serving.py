@@ -1,4 +1,4 @@
-"""Stage 4: the engine end to end on real shapes: what is kept of its own speed without LoRA, and how near the roofline is.
+"""Stage 4: the engine end to end on real shapes: its speed relative to its speed without LoRA, and to the roofline.
 
 Requests come together, are prefilled, and decode together to their ends. A decode step's roofline is its bytes at the bandwidth
 measured in the same run: the base's matrices once, the KV of all contexts, every distinct adapter once.
@@ -47,7 +47,7 @@ class Lap:
     tokens: int = 0
     total_s: float = 0.0
     prefill_s: float = 0.0
-    decode_ms: list[float] = field(default_factory=list)  # of steps in which everybody decodes
+    decode_ms: list[float] = field(default_factory=list)  # of steps in which all requests decode
     stats: list[Any] = field(default_factory=list)  # of those
 
 

@@ -1,4 +1,4 @@
-"""The points of each stage, in the order in which they are worth most."""
+"""The measurement points of each stage, the most valuable first."""
 
 from __future__ import annotations
 

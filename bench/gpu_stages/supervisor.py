@@ -1,10 +1,11 @@
-"""A stage's points in a process of their own, which may crash, lose its GPU or hang: its results so far stay, and it goes on.
+"""Runs a stage's points in a child process. If it crashes, loses the GPU or hangs, results are kept and another child
+continues.
 
     supervisor -> child    stdin: one line of JSON, the points to skip and the seconds there are
     child -> supervisor    stdout, lines of JSON: {"points": [..]}, {"begin": name, "limit_s": s}, {"line": {..}}
 
-A child that ends in the middle of a point, or takes longer than the point's limit, costs that point; the next child goes on
-with the others. Standard library only.
+If a child ends in the middle of a point, or exceeds the point's time limit, only that point is lost, and the next child runs
+the others. Standard library only.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def serve(points: Callable[[], Sequence[Point]], *, healthy: Callable[[], bool])
         if "error" in line and not healthy():
             os._exit(UNHEALTHY)
     out.flush()
-    os._exit(0)  # whatever is still running there has no say any more
+    os._exit(0)  # without waiting for threads that still run
 
 
 class _Child:

@@ -1,7 +1,7 @@
-"""Stage 2, second half: the whole engine on the device says what transformers and PEFT say, token by token.
+"""Stage 2, second half: the tokens of the whole engine on the device equal those of transformers and PEFT.
 
-The demo model in fp32 with its adapters, all in one batch: with graphs and without, preempted, continued from elsewhere, while
-adapters come and go, while they are being copied. In bf16 its logits are as near to fp32's as those of transformers in bf16.
+The demo model in fp32 with its adapters, all in one batch: with graphs and without, preempted, resumed, while adapters are
+added and removed, while they are being copied. In bf16 its logits are as near to fp32's as those of transformers in bf16.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Tokens:
         """Relative error of all logits of prompts, against fp32; `graphs` is the same for decode steps through graphs."""
         bed, wanted = self._bed, self._wanted
         theirs = _Oracle(self._names, torch.bfloat16, bed.device)
-        runner = _runner(bed, 400, 32 << 20, 20, link=False, assist=False, dtype="bfloat16")
+        runner = _runner(bed, 400, 32 << 20, 20, dtype="bfloat16")
         _graphs(bed, runner, 400)
         slots = {name: slot for slot, name in enumerate(self._names)}
         for name, slot in slots.items():
@@ -211,21 +211,12 @@ class _Replay:
 
 
 def _runner(
-    bed: Bed,
-    kv_blocks: int,
-    lora_bytes: int,
-    max_loras: int,
-    *,
-    link: bool,
-    assist: bool,
-    graphs: bool = True,
-    dtype: str = "float32",
+    bed: Bed, kv_blocks: int, lora_bytes: int, max_loras: int, *, link: bool = False, assist: bool = False, **options: Any
 ) -> ModelRunner:
     """On the CPU with a block more, for the scratch block that a GPU has."""
     runner = open_backend(
         BackendOptions(
             model_dir=DEMO / "model",
-            dtype=dtype,
             device=bed.kind,
             block_size=BLOCK,
             kv_blocks=kv_blocks + bed.dry,
@@ -235,7 +226,7 @@ def _runner(
             kernels="reference" if bed.dry else "auto",
             link_bytes_per_s=LINK if link else 0.0,
             assist_cores=sorted(os.sched_getaffinity(0))[-1:] if assist else (),
-            graphs=graphs,
+            **{"dtype": "float32"} | options,
         )
     )
     assert isinstance(runner, ModelRunner)

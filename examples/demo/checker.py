@@ -1,4 +1,4 @@
-"""Score the demo model and its adapters with `transformers` and `peft`, the implementation everybody trusts."""
+"""Score the demo model and its adapters with `transformers` and `peft`, as an independent reference."""
 
 from __future__ import annotations
 

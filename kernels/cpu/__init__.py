@@ -6,15 +6,26 @@
     src/attention.h   decode and chunked prefill            src/forward.h   the step
     src/loader.h      adapters copied beside the steps      src/channel.h   memory shared with a CPU LoRA process
     src/merge.h       an adapter added to packed weights    merging.py      copies made piece by piece
-    src/assist.h      steps with adapters on their way      src/assist_server.h  that process
-    build.py          the system's compiler, cached         library.py      ctypes
-    forward.py        what the engine calls                 loading.py, assist.py  its helpers
+    src/assist.h      steps beside adapter copies           src/assist_server.h  the CPU LoRA process
+    build.py          compiles with the system's compiler   library.py      ctypes
+    forward.py        the interface for the engine          loading.py, assist.py  its helpers
 
-Importing this package compiles nothing; the first CpuEngine of an instruction set does, once per machine.
+Importing this package compiles nothing. The first CpuEngine of an instruction set compiles its library, once per machine.
 """
 
 from motet.kernels.cpu.build import ISAS, BuildError, available_isas
 from motet.kernels.cpu.forward import CpuForward
-from motet.kernels.cpu.library import INTEGERS, CpuEngine, Packed, Packer
+from motet.kernels.cpu.library import INTEGERS, Arena, CpuEngine, MappedArena, Packed, Packer
 
-__all__ = ["INTEGERS", "ISAS", "BuildError", "CpuEngine", "CpuForward", "Packed", "Packer", "available_isas"]
+__all__ = [
+    "INTEGERS",
+    "ISAS",
+    "Arena",
+    "BuildError",
+    "CpuEngine",
+    "CpuForward",
+    "MappedArena",
+    "Packed",
+    "Packer",
+    "available_isas",
+]

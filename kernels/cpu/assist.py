@@ -1,4 +1,4 @@
-"""The engine's side of the CPU LoRA processes: channels, and the structures that a step gets for them.
+"""The engine's side of the CPU LoRA processes: channels, and the structures that a step needs for them.
 
     channel = Channel(engine, pool, max_rows=512)       shared memory; a process gets `channel.fd`
     loading = loading_of(slot, host, layerwise=False)   an adapter that is being copied to the device
@@ -84,7 +84,7 @@ class ChannelWords:
 class Channel:
     """Memory shared with one process, for `max_rows` rows of the pool's shapes; taken only as far as it is used.
 
-    Numbers begin at `sequence`. The object belongs to whoever runs steps; `fail` and `state` are anybody's.
+    Numbers begin at `sequence`. Only the thread that runs steps may use the object, except for `fail` and `state`.
     """
 
     def __init__(self, engine: CpuEngine, pool: LoraPool, *, max_rows: int, sequence: int = 0) -> None:

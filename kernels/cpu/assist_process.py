@@ -1,9 +1,9 @@
-"""A CPU LoRA process. The worker starts this file by its path. It imports no other module of ours, so that it stays small.
+"""A CPU LoRA process. The worker starts this file by its path. It imports no other module of Motet, so that it stays small.
 
     python -I -S assist_process.py LIBRARY CHANNEL_FD CPU PARENT_PID
 
 LIBRARY is the compiled kernels of the worker, CHANNEL_FD the memory file that both share (kernels/cpu/src/channel.h), CPU
-the core to stay on, -1 for any. Ends when the worker says so or is gone.
+the core to stay on, -1 for any. It ends when the worker tells it to, or has ended.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m motet.kernels.cpu            the best instruction set of this machine
     python -m motet.kernels.cpu --all      every one that this compiler knows
 
-Libraries are in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) as `cpu-<isa>-<hash>-<hash>.so`: one hash
-of sources and flags, one of the compiler's file (path, size and time, so that a start runs no process). A library is rebuilt
-when a hash changes. A machine without a compiler (a container image) uses the library of any compiler with the same sources
-and flags. CXX names another compiler, MOTET_CPU_CXXFLAGS adds flags (`make sanitize` does).
+Libraries are in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) as `cpu-<isa>-<hash>-<hash>.so`: one hash of
+sources and flags, one of the compiler's file (path, size and time, so that the compiler need not be run to check). A library is
+rebuilt when a hash changes. A machine without a compiler (a container image) uses the library of any compiler with the same
+sources and flags. CXX names another compiler, MOTET_CPU_CXXFLAGS adds flags (`make sanitize` does).
 
 Standard library only: `python kernels/cpu/build.py --all` works where torch is not installed (compose/Dockerfile).
 """

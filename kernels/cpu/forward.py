@@ -6,9 +6,10 @@
     logits = forward(batch)                         one call per step
     forward.merged = MergedWeights(engine, forward.layers)      steps with `batch.merged` compute with this copy
 
-The KV cache and the adapter pool are the same objects that the reference kernels use, with the same contents. Sums are
-float32 and so is the residual stream; activations meet bfloat16 weights as bfloat16 where the instruction set multiplies
-bfloat16, else as float32; float16 and float32 weights always meet float32. A row's result does not depend on the batch.
+The KV cache and the adapter pool are the same objects that the reference kernels use, with the same contents. Sums and the
+residual stream are float32. Activations are bfloat16 in products with bfloat16 weights where the instruction set multiplies
+bfloat16, else float32; in products with float16 and float32 weights they are float32. A row's result does not depend on the
+batch.
 """
 
 from __future__ import annotations

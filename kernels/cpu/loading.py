@@ -37,7 +37,7 @@ class CpuLoader(Sources):
             byref(pool_struct(pool)), pool.bytes_total, pool.arena.element_size(), link_bytes_per_s
         )
         pool.resizing = partial(self._library.motet_loader_expect, self._handle)
-        pool.still = partial(_no_copying, self._library, self._handle)  # not `self`: nobody is to keep us alive
+        pool.still = partial(_no_copying, self._library, self._handle)  # not `self`, so that the pool does not keep it alive
 
     def __del__(self) -> None:
         self.close()

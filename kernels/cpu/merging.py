@@ -5,9 +5,9 @@
     while not merged.advance(enough): ...       pieces until `enough()`; True when the copy is whole
     merged.drop()                               its memory goes back to the system
 
-The pristine matrices stay as they are and every copy is made from them: sums are float32 and rounded once. Adding an adapter to
-weights in place and subtracting it again would leave rounding errors behind. Only the matrices that the adapter changes are
-copied; of the others the copy has the pristine ones.
+The base matrices are not changed, and every copy is made from them: sums are float32 and rounded once. Adding an adapter to
+weights in place and subtracting it again would leave rounding errors. Only the matrices that the adapter changes are copied;
+the others are shared with the base.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class MergedWeights:
         return self.whole
 
     def drop(self) -> None:
-        """There is no copy any more."""
+        """The copy was dropped."""
         memory, self._memory = getattr(self, "_memory", None), None
         if memory is not None:
             self._pieces, self.whole = iter(()), False

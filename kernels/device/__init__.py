@@ -1,9 +1,9 @@
-"""Copies of adapters to a GPU beside its steps, and CPU processes that compute meanwhile.
+"""Copies adapters to a GPU beside its steps, while CPU LoRA processes compute the missing layers.
 
-streams.py    a device's streams, and 32-bit words in host memory that they write and wait for
-driver.py     these words through the CUDA driver
+streams.py    a device's streams, and 32-bit words (numbers) in host memory that they write and wait for
+driver.py     writing and waiting for words with the CUDA driver
 loading.py    copies beside the steps, layer by layer
-assist.py     a step in which CPU processes compute some rows
+assist.py     a step in which CPU LoRA processes compute some rows
 
 The thread that enqueues a step never waits for the device: only streams wait, for words.
 """

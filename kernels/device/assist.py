@@ -4,15 +4,15 @@
     per layer              lora = step.layer(i)           the rows that the device computes in it
     per layer and group    step.start(x, i, group)        rows of x to the processes, and the request word
                            step.collect(y, group)         what they computed, added
-    when the device is done, step.finish()                False: a process failed, and the step is to be run again
+    when the device is done, step.finish()                False: a process failed, and the step must be run again
 
 Per group, on the assist stream, beside the base's own product (CaraServe, section 4.2):
 
     gather rows of x -> pinned memory | write request.{layer, group, slices, sequence} | wait done.sequence | y -> device
 
-and the steps' stream adds y after the assist stream. The processes see the protocol of kernels/cpu/src/channel.h. Where a row
-is computed is decided when its layer is enqueued, by the number of copied layers of its adapter. Rows that no process takes
-wait for the copy, layer by layer; their stream waits, not the thread that enqueues.
+and the steps' stream adds y after the assist stream. The processes use the protocol of kernels/cpu/src/channel.h. When a layer
+is enqueued, the number of copied layers of an adapter decides where its rows are computed. Rows that no process takes wait for
+the copy, layer by layer; the stream waits, not the thread that enqueues.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def _elements(pool: LoraPool, slot: int, module: str) -> int:
 
 
 def _on(device: torch.device, indices: np.ndarray) -> torch.Tensor:
-    """int64 there; nobody waits for it."""
+    """int64 there; the host does not wait for it."""
     host = torch.from_numpy(indices.astype(np.int64))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 

@@ -49,7 +49,7 @@ class Stream(Protocol):
 
 
 class Memory(Protocol):
-    """Makes host memory a place for words, and for copies that nobody waits for."""
+    """Registers host memory with the driver, for words and for asynchronous copies."""
 
     def register(self, address: int, nbytes: int) -> None: ...
     def forget(self, address: int) -> None: ...

@@ -1,4 +1,4 @@
-"""The Triton kernels of batched multi-rank LoRA, for pools on a GPU. `kernels` chooses them when a pool is there.
+"""The Triton kernels of batched multi-rank LoRA. `kernels` uses them when the pool is on a GPU.
 
 device.py      the kernels
 attention.py   paged attention

@@ -59,7 +59,7 @@ class WorkList:
 
 
 def tile_for(row_slot: np.ndarray) -> Tile:
-    """Large tiles pay once an adapter has the rows to fill one: its prompt then outweighs everybody's decoding."""
+    """Large tiles pay once an adapter has enough rows to fill one: its prompt then takes longer than all decodes."""
     adapted = row_slot[row_slot >= 0]
     return PREFILL if len(adapted) and np.bincount(adapted).max() > PREFILL.rows else DECODE
 

@@ -7,18 +7,18 @@
 - An item reads R ranks (R / 8 pages) of one projection's A once for up to M rows that share the adapter.
 - Split-K parts lie in planes of their own and are added in the order 0, 1, ..: no atomics on values, so the same batch
   gives the same bits on every run.
-- How much work there is stands in `header` on the device. Programs walk the list with a stride (or take tickets), so one
-  grid, and one CUDA graph, serves every batch that fits the buffers.
-- The ticketed launch does both halves: tickets are handed out in order, shrink items first, and an expand item waits
-  until its segment's counter says that all its planes are there. Whoever holds a shrink ticket is running and waits for
-  nobody, so the wait ends however few programs the device runs at a time (even one: the interpreter). The counter's
-  release and acquire order the planes; no line of a plane is read before it is whole.
-- Rows are gathered by `rows`; what is masked off is never read from the pool, so memory that an adapter does not own
-  cannot reach a result.
+- The number of items is in `header` on the device. Programs walk the list with a stride (or take tickets), so one grid, and one
+  CUDA graph, serves every batch that fits the buffers.
+- The ticketed launch does shrink and expand: tickets are given out in order, shrink items first, and an expand item waits until
+  its segment's counter shows that all its planes are complete. A program with a shrink ticket is running and does not wait, so
+  every wait ends, even if the device runs only one program at a time (as the interpreter does). The counter's release and
+  acquire order the planes; no line of a plane is read before it is complete.
+- Rows are gathered by `rows`. Masked elements are never read from the pool, so memory that an adapter does not own cannot
+  change a result.
 
-ALIGN is a promise about sizes and strides that the compiler cannot see through loaded or selected values: with 8 and
-more, pool and activations are read in 16-byte pieces. `layer` and `scales_stride` differ between calls and batches: Triton
-would compile the kernel anew for a 1 and for multiples of 16.
+ALIGN promises the compiler that sizes and strides are multiples of it, which it cannot derive from loaded or selected values:
+with 8 and more, pool and activations are read in 16-byte pieces. `layer` and `scales_stride` differ between calls and batches
+and are not specialized, because Triton would compile the kernel again for a 1 and for multiples of 16.
 """
 
 from __future__ import annotations

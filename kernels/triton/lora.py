@@ -1,4 +1,4 @@
-"""add_lora on a GPU: which kernels a step's batch is launched with, and the buffers they share.
+"""add_lora on a GPU: the choice of kernels for a step's batch, and the buffers that they share.
 
 Three plans over the same device functions:
 
@@ -6,8 +6,8 @@ Three plans over the same device functions:
     ticketed       one launch for both
     segmented      two launches with 64-row tiles: steps with a prompt in them
 
-`TILES` is a frozen table: nothing is tuned while serving. All of it was chosen for sm_90 and is checked there for
-registers and load widths (tests/kernels/test_triton_compiled.py).
+`TILES` is a fixed table: nothing is tuned while serving. It was chosen for sm_90, for which a test checks registers and load
+widths of the compiled kernels (tests/kernels/test_triton_compiled.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from motet.kernels.pool import GROUPS, LoraPool
 from motet.kernels.triton.batch import DECODE, PREFILL, PackedBatch, WorkList, tile_for, work_list
 from motet.kernels.triton.device import lora_expand, lora_shrink, lora_ticketed
 
-Plan = Literal["two_launches", "ticketed", "segmented"]
+LaunchPlan = Literal["two_launches", "ticketed", "segmented"]
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 INTERPRETED_PROGRAMS = 3  # more than one, so that the walk over the work list is what runs
 
@@ -56,7 +56,7 @@ class LoraBatch:
     step too.
     """
 
-    def __init__(self, pool: LoraPool, work: WorkList, plan: Plan, max_rows: int) -> None:
+    def __init__(self, pool: LoraPool, work: WorkList, plan: LaunchPlan, max_rows: int) -> None:
         device = pool.arena.device
         self.version = pool.version
         self.plan = plan
@@ -73,7 +73,7 @@ class LoraBatch:
         self.shrunk: tuple[int, str] | None = None  # what the side stream is working on
 
     @staticmethod
-    def build(pool: LoraPool, row_slot: np.ndarray, plan: Plan | None = None, *, group_rows: int = 0) -> LoraBatch:
+    def build(pool: LoraPool, row_slot: np.ndarray, plan: LaunchPlan | None = None, *, group_rows: int = 0) -> LoraBatch:
         """From `row_slot`, int32 [rows]: each row's slot, -1 for the base alone.
 
         `group_rows` is the most rows that read an adapter together, 0 for as many as the plan's tile holds. Raises
@@ -87,7 +87,7 @@ class LoraBatch:
         return LoraBatch(pool, work_list(pool, row_slot, tile, _multiprocessors(pool.arena.device)), plan, 0)
 
     @staticmethod
-    def reserve(pool: LoraPool, rows: int, plan: Plan = "two_launches") -> LoraBatch:
+    def reserve(pool: LoraPool, rows: int, plan: LaunchPlan = "two_launches") -> LoraBatch:
         """An empty batch with room for any `rows` rows."""
         tile = PREFILL if plan == "segmented" else DECODE
         nothing = work_list(pool, np.full(rows, -1, dtype=np.int32), tile, 1)
@@ -101,7 +101,7 @@ class LoraBatch:
 
 def prepare(pool: LoraPool) -> None:
     """Compile and load the kernels that serving launches for this pool: they run once, with nothing to do."""
-    plans: tuple[Plan, ...] = ("two_launches", "segmented")
+    plans: tuple[LaunchPlan, ...] = ("two_launches", "segmented")
     for plan in plans:
         batch = LoraBatch.reserve(pool, 1, plan)
         for group in GROUPS:

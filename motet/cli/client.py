@@ -1,4 +1,4 @@
-"""The gateway's client of the command line: JSON calls, streamed answers, and one helpful line for every error.
+"""The command line's client of the gateway: JSON calls, streamed answers, and a one-line text for every error.
 
 httpx2 speaks HTTP, multipart forms and server-sent events. This file adds the API key, the certificate authority and the texts.
 """

@@ -24,7 +24,7 @@ def socket_path(data_dir: Path) -> Path:
     return data_dir / "control.sock"
 
 
-class Control:
+class ControlSocket:
     """Serves `commands`: name -> function, which gets a function for lines of progress. One command runs at a time."""
 
     def __init__(self, data_dir: Path, commands: dict[str, Callable[[Say], Awaitable[None]]]) -> None:

@@ -21,7 +21,7 @@ that of `acme` is MOTET_RESULTS_acme.
 
 Tenants have accounts of their own because the server does not check the *reply* subject of a published message: JetStream would
 answer a tenant's request on any subject of its account, with content that the tenant chooses. Among the services, permissions
-protect against mistakes, not against somebody who has a service's password.
+protect against mistakes, not against an attacker who has a service's password.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPERATOR = "operator"
 ACCOUNT = "MOTET"
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True):
+class Permissions(msgspec.Struct, frozen=True, kw_only=True):
     """The subjects one user may publish and subscribe to.
 
     `answers`: the users whose requests it answers, also after it has reconnected, when the server knows no more that it was
@@ -112,8 +112,8 @@ BUCKETS = (
 )
 
 
-SERVICES: dict[str, Grant] = {
-    "gateway": Grant(
+SERVICES: dict[str, Permissions] = {
+    "gateway": Permissions(
         publish=(
             subjects.SUBMIT,
             subjects.SCHEDULER_STATUS,
@@ -140,7 +140,7 @@ SERVICES: dict[str, Grant] = {
         ),
         subscribe=(subjects.STREAMS, subjects.WORKER_STATES, subjects.WORKER_NOTICES, subjects.MOVE),
     ),
-    "scheduler": Grant(
+    "scheduler": Permissions(
         publish=(
             subjects.PREDICT,
             subjects.assign("*"),
@@ -154,12 +154,12 @@ SERVICES: dict[str, Grant] = {
         subscribe=(subjects.SUBMIT, subjects.SCHEDULER_STATUS, subjects.OUTCOME, subjects.WORKER_STATES, "$SRV.>"),
         answers=("gateway",),
     ),
-    "predictor": Grant(
+    "predictor": Permissions(
         publish=_store_write(subjects.PREDICTOR),
         subscribe=(subjects.PREDICT, subjects.OUTCOME, "$SRV.>"),
         answers=("scheduler",),
     ),
-    "registry": Grant(
+    "registry": Permissions(
         publish=(
             "$JS.API.INFO",
             *_provision((*BUCKETS, subjects.STREAM_AUDIT)),
@@ -174,7 +174,7 @@ SERVICES: dict[str, Grant] = {
         subscribe=(subjects.registry("*"), subjects.WORKER_STATES, "$SRV.>"),
         answers=("gateway",),
     ),
-    "worker": Grant(
+    "worker": Permissions(
         publish=(
             subjects.STREAMS,
             subjects.WORKER_STATES,
@@ -192,10 +192,10 @@ SERVICES: dict[str, Grant] = {
 }
 
 
-def _upstream(tenant: str) -> Grant:
+def _upstream(tenant: str) -> Permissions:
     results, dead = subjects.results(tenant, "*"), subjects.dead(tenant)
     stream = subjects.results_stream(tenant)
-    return Grant(
+    return Permissions(
         publish=(
             subjects.requests(tenant),
             f"$JS.API.DIRECT.GET.{stream}.{results}",
@@ -211,7 +211,7 @@ def upstream_user(tenant: str) -> str:
     return "upstream" if tenant == DEFAULT_TENANT else f"upstream-{tenant}"
 
 
-def grants(tenants: Iterable[str] = (DEFAULT_TENANT,)) -> dict[str, Grant]:
+def grants(tenants: Iterable[str] = (DEFAULT_TENANT,)) -> dict[str, Permissions]:
     """All users with their permissions. Raises ValueError for a tenant name that is no single subject token."""
     tenants, users = tuple(tenants), dict(SERVICES)
     for tenant in tenants:
@@ -222,7 +222,7 @@ def grants(tenants: Iterable[str] = (DEFAULT_TENANT,)) -> dict[str, Grant]:
         # the default tenant's streams always exist: an older version's carry their names
         named = [subject for tenant in dict.fromkeys((DEFAULT_TENANT, *tenants)) for subject in more(tenant)]
         users[user] = msgspec.structs.replace(users[user], publish=(*users[user].publish, *named))
-    users[OPERATOR] = Grant(publish=(">",), subscribe=(">",))
+    users[OPERATOR] = Permissions(publish=(">",), subscribe=(">",))
     return users
 
 
@@ -289,7 +289,7 @@ def _account(name: str, *lines: str, **lists: list[str]) -> str:
     return f"  {name} {{\n" + "".join(f"    {part}\n" for part in parts) + "  }\n"
 
 
-def _entry(user: str, password: str, grant: Grant) -> str:
+def _entry(user: str, password: str, grant: Permissions) -> str:
     publish = [json.dumps(subject) for subject in (*grant.publish, *map(_inbox, grant.answers))]
     subscribe = [json.dumps(subject) for subject in (*grant.subscribe, _inbox(user))]
     # An answer may take as long as the registry's download of an adapter.

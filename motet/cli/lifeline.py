@@ -1,4 +1,4 @@
-"""Ends child processes with their parent, so that a crash of the supervisor leaves no processes behind."""
+"""Ends child processes when their parent ends, so that a crash of the supervisor leaves no processes behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`motet predictor train` and `evaluate`: proxy models from files of finished requests, and what they are worth."""
+"""`motet predictor train` and `evaluate`: trains proxy models on files of finished requests, and measures their accuracy."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from motet.shared.config import BusConfig, ConfigError, load
 from motet.shared.errors import MotetError
 from motet.shared.hub import resolve_model
 from motet.shared.model import EngineSteps, PerfModel
-from motet.shared.profile import VERSION, EngineFacts, FitFacts, Hops, Profile, Steps, Storage, write_profile
+from motet.shared.profile import VERSION, EngineFacts, FitFacts, Hops, Profile, Steps, StorageTimes, write_profile
 from motet.shared.provision import provision
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def profile(out: Path, seconds: float, **options: object) -> None:
                 max_loras=config.adapters.max_loras,
                 prefix_cache=config.kv.prefix_cache,
             ),
-            storage=Storage(
+            storage=StorageTimes(
                 host_mib=config.adapters.host_cache_mib,
                 disk_mib=config.adapters.disk_cache_mib,
                 disk_base_ms=disk[0],

@@ -32,7 +32,7 @@ REDRAW_S = 0.1
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        self.quiet = True  # nobody reads any more; the stack goes on
+        self.quiet = True  # the terminal is gone; the stack continues
 
 
 class Progress:

@@ -17,7 +17,7 @@ from motet.cli.progress import bar
 from motet.cli.talk import terminal
 from motet.policies.dispatch import POLICIES
 from motet.shared.model import Slo
-from motet.twin.cluster import Bus, Cluster
+from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.figures import Result, table_rows
 from motet.twin.memory import ATTENTION_QKV, LLAMA2_7B
 from motet.twin.profile import TwinProfile, a10_llama2_7b, read_profile
@@ -210,10 +210,15 @@ def _lengths(rng: Generator, options: dict[str, Any]) -> Lengths:
 
 def run(policy: str, workload: Workload, profile: TwinProfile, options: dict[str, Any]) -> Result:
     """One policy on the workload, with a progress bar on a terminal."""
-    spec = SchedulerSpec(policy=policy, admission=options["admission"], oracle_lengths=options["oracle_lengths"])
+    spec = SchedulerSpec(
+        policy=policy,
+        admission=options["admission"],
+        oracle_lengths=options["oracle_lengths"],
+        copies=options["schedulers"],
+    )
     workers = [profile.spec()] * options["workers"]
-    bus = Bus(assign_ms=profile.hops.assign_ms, stream_ms=profile.hops.frame_ms)
-    cluster = Cluster(workload, workers, spec, schedulers=options["schedulers"], bus=bus, seed=options["seed"])
+    bus = BusDelays(assign_ms=profile.hops.assign_ms, stream_ms=profile.hops.frame_ms)
+    cluster = Cluster(workload, workers, spec, bus=bus, seed=options["seed"])
     with bar(policy, workload.duration_s) as seen:
         cluster.run(progress=seen)
     return Result(policy, workload, cluster.metrics, cluster.summary())

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from motet.cli.client import ApiError, Client
-from motet.cli.control import Control
+from motet.cli.control import ControlSocket
 from motet.cli.nats_server import NatsStartError
 from motet.cli.options import takes
 from motet.cli.progress import Progress
@@ -180,7 +180,7 @@ async def run(options: StackOptions, *, verbose: bool = False) -> int:
     told = asyncio.Event()
     progress = Progress()
     stack = Stack(options, progress, echo=_echo if verbose else None)
-    control = Control(stack.data_dir, {"restart": stack.restart})
+    control = ControlSocket(stack.data_dir, {"restart": stack.restart})
 
     def on_signal() -> None:
         if told.is_set():

@@ -1,7 +1,7 @@
 """Workers that do not serve: those that load their model, failed with a reason, or disappeared without a notice.
 
     notice "starting" ──► loading ──► first state: it serves, so it is removed here
-    notice "failed"   ──► failed, with its last words
+    notice "failed"   ──► failed, with the reason that it gave
     notice "stopped"  ──► stopped on purpose: not reported
     lease expired, no notice ──► lost
 
@@ -22,7 +22,7 @@ TOLD = 3
 HOPED_FOR = 3  # starts of a worker that has not served since: more look like a worker that cannot
 FORGET_S = 600.0
 
-State = Literal["loading", "failed", "lost", "stopped"]
+AbsentState = Literal["loading", "failed", "lost", "stopped"]
 
 
 class Absent(msgspec.Struct, kw_only=True):
@@ -30,7 +30,7 @@ class Absent(msgspec.Struct, kw_only=True):
 
     worker_id: str
     incarnation: str
-    state: State
+    state: AbsentState
     words: str
     starts: int
     at_s: float
@@ -59,7 +59,7 @@ class Absentees:
         """Take in a worker's notice."""
         if notice.base_model != self._base_model:
             return
-        state: State = "loading" if notice.event == "starting" else notice.event
+        state: AbsentState = "loading" if notice.event == "starting" else notice.event
         before = self._absent.get(notice.worker_id)
         starts = (before.starts if before else 0) + (state == "loading")
         self._put(notice.worker_id, notice.incarnation, state, notice.reason, starts, now_s)
@@ -96,7 +96,7 @@ class Absentees:
         counts = Counter(absent.state for absent in self.all(now_s))
         return ", ".join(f"{count} {state}" for state, count in counts.items())
 
-    def _put(self, worker_id: str, incarnation: str, state: State, words: str, starts: int, now_s: float) -> None:
+    def _put(self, worker_id: str, incarnation: str, state: AbsentState, words: str, starts: int, now_s: float) -> None:
         self._absent.pop(worker_id, None)
         self._absent[worker_id] = Absent(
             worker_id=worker_id, incarnation=incarnation, state=state, words=words, starts=starts, at_s=now_s

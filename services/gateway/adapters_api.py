@@ -238,7 +238,7 @@ class _Registry:
         self, name: str, source: _Source, caller: Caller, *, replace: bool, tenant: str | None = None
     ) -> AdapterInfo:
         """Register an adapter. An error about its location names the field that the client used."""
-        if source.kind in ("path", "any"):  # the server's directories hold what the operator put there for whomever
+        if source.kind in ("path", "any"):  # the server's directories may contain adapters of several tenants
             caller.check("admin", "registering an adapter from the server's directories (rather than an upload or a hub id)")
         owner = _new_owner(caller, tenant)
         self.check_name(name, "name")

@@ -9,15 +9,15 @@ from typing import Any
 from motet.services.gateway.calls import AnswerParser, Parts, body_of
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.owner import Owner
-from motet.services.gateway.planner import Plan
-from motet.services.gateway.stream import Delta, Signal, Stream
+from motet.services.gateway.planner import RequestPlan
+from motet.services.gateway.stream import Signal, Stream, TextDelta
 from motet.shared.messages import TokenLogprobs
 
-OnDelta = Callable[[int, Delta], Awaitable[None]]
+OnDelta = Callable[[int, TextDelta], Awaitable[None]]
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
-async def open_all(owner: Owner, plan: Plan) -> tuple[list[Stream], Signal]:
+async def open_all(owner: Owner, plan: RequestPlan) -> tuple[list[Stream], Signal]:
     """Open all choices of a plan, with one signal. When one is refused, the others are cancelled."""
     signal = Signal()
     if len(plan.jobs) == 1:
@@ -35,7 +35,7 @@ async def open_all(owner: Owner, plan: Plan) -> tuple[list[Stream], Signal]:
         raise
 
 
-async def collect(owner: Owner, plan: Plan, *, on_delta: OnDelta | None = None) -> dict[str, Any]:
+async def collect(owner: Owner, plan: RequestPlan, *, on_delta: OnDelta | None = None) -> dict[str, Any]:
     """Run a plan to its end and return the whole OpenAI body. `on_delta(choice, delta)` is awaited for each delta.
 
     Raises the MotetError of the first choice that fails; the others are cancelled then.
@@ -88,9 +88,9 @@ class _Gathered:
         self.texts = [self.echo]
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.last: Delta | None = None
+        self.last: TextDelta | None = None
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: TextDelta) -> None:
         if delta.again:
             self._begin()
         self.texts.append(delta.text)
@@ -98,7 +98,7 @@ class _Gathered:
         self.logprobs += delta.logprobs or []
         self.last = delta
 
-    def choice(self, plan: Plan, stream: Stream, index: int, detokenizer: Detokenizer) -> dict[str, Any]:
+    def choice(self, plan: RequestPlan, stream: Stream, index: int, detokenizer: Detokenizer) -> dict[str, Any]:
         assert self.last is not None
         text = "".join(self.texts)
         wanted = plan.jobs[index].sampling.logprobs is not None
@@ -128,7 +128,7 @@ def message(parts: Parts) -> dict[str, Any]:
     return body
 
 
-def add_token_ids(plan: Plan, body: dict[str, Any], streams: list[Stream]) -> None:
+def add_token_ids(plan: RequestPlan, body: dict[str, Any], streams: list[Stream]) -> None:
     """`return_token_ids` in a whole answer: each choice's tokens, those that ended it included, and the prompts'."""
     for choice, stream in zip(body["choices"], streams, strict=True):
         choice["token_ids"] = stream.tokens
@@ -138,7 +138,7 @@ def add_token_ids(plan: Plan, body: dict[str, Any], streams: list[Stream]) -> No
         body["prompt_token_ids"] = plan.jobs[0].prompt
 
 
-def add_prompt_logprobs(plan: Plan, body: dict[str, Any], streams: list[Stream], detokenizer: Detokenizer) -> None:
+def add_prompt_logprobs(plan: RequestPlan, body: dict[str, Any], streams: list[Stream], detokenizer: Detokenizer) -> None:
     """`prompt_logprobs` in a whole answer, in vLLM's shape: per token a map from ids to what is known of them."""
     rivals = plan.request.prompt_logprobs or 0
     for stream, choice in zip(streams, body["choices"], strict=True):
@@ -161,7 +161,7 @@ def _scored(detokenizer: Detokenizer, token: int, logprobs: TokenLogprobs | None
     }
 
 
-def usage(plan: Plan, streams: list[Stream]) -> dict[str, Any]:
+def usage(plan: RequestPlan, streams: list[Stream]) -> dict[str, Any]:
     """Token counts of the whole request so far, as OpenAI reports them."""
     completion = sum(len(stream.tokens) for stream in streams)
     cached = max((stream.cached_tokens for stream in streams), default=0)
@@ -176,7 +176,7 @@ def usage(plan: Plan, streams: list[Stream]) -> dict[str, Any]:
     return body
 
 
-def head(plan: Plan) -> dict[str, Any]:
+def head(plan: RequestPlan) -> dict[str, Any]:
     """The fields that all streamed chunks of a plan share."""
     return {
         "id": plan.request_id,
@@ -186,7 +186,7 @@ def head(plan: Plan) -> dict[str, Any]:
     }
 
 
-def chunk(plan: Plan, choice: int, delta: Delta, parser: AnswerParser | None = None) -> dict[str, Any]:
+def chunk(plan: RequestPlan, choice: int, delta: TextDelta, parser: AnswerParser | None = None) -> dict[str, Any]:
     """A delta as the streamed chunk that OpenAI clients know, without log-probabilities. `parser`: the choice's own."""
     body: dict[str, Any] = {"index": choice}
     finish: str | None = delta.finish
@@ -199,7 +199,7 @@ def chunk(plan: Plan, choice: int, delta: Delta, parser: AnswerParser | None = N
 
 
 def logprobs_body(
-    plan: Plan, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+    plan: RequestPlan, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> dict[str, Any]:
     """Log-probabilities in the shape of the endpoint; `offset` is where the first token's text begins (completions)."""
     rivals = plan.jobs[0].sampling.logprobs or 0

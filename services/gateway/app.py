@@ -25,7 +25,7 @@ from motet.services.gateway.guard import Guard
 from motet.services.gateway.http import Entrance, install_error_handlers, json_answer, read_body, while_connected
 from motet.services.gateway.limits import Limits, Turn, UntilSent
 from motet.services.gateway.owner import Owner
-from motet.services.gateway.planner import Plan, Planner
+from motet.services.gateway.planner import RequestPlan, RequestPlanner
 from motet.services.gateway.prompt import Prompts
 from motet.services.gateway.sse import SseResponse
 from motet.shared import subjects
@@ -52,7 +52,7 @@ class Gateway(Protocol):
     config: GatewayConfig
     bus: Bus
     owner: Owner
-    planner: Planner
+    planner: RequestPlanner
     prompts: Prompts
     adapters: AdapterWatch
     placements: PlacementWatch
@@ -129,7 +129,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
     async def stream(request: Request, parsed: Any, slo: Slo, turn: Turn) -> Response:
-        plan: Plan = await planned(request, parsed, slo, turn)
+        plan: RequestPlan = await planned(request, parsed, slo, turn)
         streams, signal = await while_connected(request, answers.open_all(owner, plan))
         events = SseResponse(plan, streams, signal, owner.detokenizer)
         events.headers.update(turn.headers())

@@ -1,9 +1,9 @@
-"""Takes reasoning and tool calls out of the text that a model writes. Formats have vLLM's names.
+"""Separates reasoning and tool calls from the text that a model writes. Formats have vLLM's names.
 
     <think> ... </think>  text  <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     reasoning             content          one call
 
-A text that only looks like a call stays content. A call is told as a whole, when its JSON is complete.
+A text that only looks like a call stays content. A call is returned as a whole, when its JSON is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Parts(msgspec.Struct):
-    """What a piece of text turned out to be."""
+    """A piece of text and its kind."""
 
     content: str = ""
     reasoning: str = ""
@@ -68,7 +68,7 @@ class AnswerParser:
     def __init__(self, parsing: Parsing) -> None:
         self._parsing = parsing
         self._thinks = parsing.reasoning and parsing.begins_inside
-        self._thought = not parsing.reasoning  # no reasoning comes any more
+        self._thought = not parsing.reasoning  # no more reasoning follows
         self._held = ""
         self._trims = False  # no newline between the reasoning and the content
         self._calls = _FORMATS[parsing.tools]()

@@ -85,7 +85,7 @@ class RequestsConfig(Config, frozen=True, kw_only=True):
 
 
 class AnswersConfig(Config, frozen=True, kw_only=True):
-    """What is taken out of the model's text."""
+    """Parsing of the model's text: tool calls and reasoning."""
 
     tool_call_parser: Annotated[
         ToolParser,

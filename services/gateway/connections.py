@@ -140,7 +140,7 @@ class GuardedProtocol(HttpToolsProtocol):
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n%s\r\n" % (len(body), retry)
         transport.write(STATUS_LINE[error.status] + head + body)
         self.refused, self.closing_s, self._bytes = True, now_s(), 0
-        if cycle is not None and not cycle.response_complete:  # whoever waits for its body need not wait
+        if cycle is not None and not cycle.response_complete:  # a handler that awaits its body stops waiting
             cycle.disconnected = True
             cycle.message_event.set()
         if linger and transport.can_write_eof():

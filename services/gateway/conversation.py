@@ -98,7 +98,7 @@ def text_of(message: dict[str, Any]) -> str:
 
 
 def take_images(messages: list[dict[str, Any]]) -> list[Image]:
-    """The images of the messages. Their URLs are taken out, so that nobody holds each image twice.
+    """The images of the messages. Their URLs are removed, so that no image is kept twice.
 
     Raises BadRequest naming the part: for one that is no image, for one too many.
     """

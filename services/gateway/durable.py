@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from motet.services.gateway import protocol
-from motet.services.gateway.planner import Plan
+from motet.services.gateway.planner import RequestPlan
 from motet.shared import subjects
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import AnswerTooLarge, BadRequest, DeadlineExceeded, MotetError, TooLarge
@@ -119,7 +119,7 @@ class DurableRequest:
         return body
 
     def failed(self, error: MotetError) -> bytes:
-        """The result that says why there is no answer."""
+        """The result of a request without an answer, with the reason."""
         return orjson.dumps({"request_id": self.request_id, "status": "error", "error": error.openai()["error"]})
 
     def dead_letter(self, error: MotetError) -> tuple[str, bytes, dict[str, str]]:
@@ -142,7 +142,7 @@ class DurableRequest:
 _LESS = "ask for fewer tokens, choices or log-probabilities"
 
 
-def check_answer_fits(plan: Plan, bytes_max: int) -> None:
+def check_answer_fits(plan: RequestPlan, bytes_max: int) -> None:
     """Raises AnswerTooLarge before anything runs when even the shortest answer to this plan is too large to store."""
     least = 0
     for job in plan.jobs:

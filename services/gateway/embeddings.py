@@ -1,8 +1,8 @@
 """POST /v1/embeddings: the request's fields, its plan, and OpenAI's answer. No HTTP here.
 
-Each input is a request of its own in the mesh: it is assigned, watched and given to another worker like one that generates. At
-most `AT_ONCE` inputs of a request are in the mesh at a time. The first one decides whether the mesh has room for the request;
-from then on an input that finds no room is tried again, since its own siblings may be what it waits for.
+Each input is an ordinary request: it is assigned, watched and, after a loss, given to another worker. At most `AT_ONCE` inputs
+of a request are submitted at a time. If the first one is refused for lack of room, so is the whole request. Later inputs that
+find no room are tried again, because other inputs of the same request may take that room.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ async def collect(owner: Owner, plan: EmbeddingPlan) -> dict[str, Any]:
 
 
 async def _open(owner: Owner, job: Job, deadline_s: float) -> Stream:
-    """The stream of an input whose siblings are in the mesh: without room it is tried again until `deadline_s`."""
+    """The stream of a later input: if it finds no room, it is tried again until `deadline_s`."""
     while True:
         try:
             return await owner.open(job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from motet.policies.worker_book import Held, Shelf, WorkerBook
+from motet.policies.worker_book import Holdings, Shelf, WorkerBook
 from motet.services.gateway.absent import Absentees
 from motet.shared import subjects
 from motet.shared.bus import Bus
@@ -15,7 +15,7 @@ from motet.shared.telemetry import logger
 
 log = logger("motet.gateway.fleet")
 
-STALE_S = 10.0  # a worker that was not heard for this long is forgotten
+STALE_S = 10.0  # a worker without a message for this long is forgotten
 
 
 class Fleet:
@@ -55,7 +55,7 @@ class Fleet:
             self.lose(known.worker_id)
         return self._book
 
-    def held(self, worker_id: str) -> Held:
+    def held(self, worker_id: str) -> Holdings:
         """The requests and adapters of a worker; none for an unknown one."""
         return self._shelf.of(worker_id)
 
@@ -77,7 +77,7 @@ class Fleet:
         return not self.workers() and self.absent.loading(now_s())
 
     def nobody(self) -> str:
-        """Why no worker serves the base model, for operators: with the last words of failed workers."""
+        """Why no worker serves the base model, for operators: with the reasons that failed workers gave."""
         return "; ".join([f"no worker serves {self._base_model}", *self.absent.sentences(now_s())])
 
     def forgot(self, worker_id: str, request_id: str, epoch: int, since_s: float) -> bool:

@@ -1,6 +1,6 @@
 """Refuses requests of foreign web pages and requests with foreign host names.
 
-Without API keys everybody who reaches the port may do everything, and a browser on the same machine reaches it on behalf of
+Without API keys every client that reaches the port may do everything, and a browser on the same machine reaches it on behalf of
 any web page. Three rules keep pages out; each alone suffices against a browser that follows the standards:
 
 - Origin: a request that changes or generates something and has an `Origin` must come from this host or `--allowed-origins`.

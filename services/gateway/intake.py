@@ -40,8 +40,8 @@ from motet.services.gateway.config import GatewayConfig
 from motet.services.gateway.durable import DurableRequest, check_answer_fits
 from motet.services.gateway.limits import Limits, Turn
 from motet.services.gateway.owner import Owner
-from motet.services.gateway.planner import Plan, Planner
-from motet.services.gateway.stream import Delta
+from motet.services.gateway.planner import RequestPlan, RequestPlanner
+from motet.services.gateway.stream import TextDelta
 from motet.shared import streams, subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import MotetError, Overloaded, Unavailable
@@ -76,7 +76,7 @@ class _HandBack(Exception):
 
 
 class _Queue:
-    """One request stream and what is held of it."""
+    """One request stream and the requests that are held of it."""
 
     def __init__(self, stream: str, results: str, pulls: Pulls) -> None:
         self.stream, self.results, self.pulls = stream, results, pulls
@@ -89,7 +89,7 @@ class _Queue:
 class Intake:
     """Pulls durable requests while it has room and settles each exactly once."""
 
-    def __init__(self, bus: Bus, owner: Owner, planner: Planner, config: GatewayConfig, limits: Limits) -> None:
+    def __init__(self, bus: Bus, owner: Owner, planner: RequestPlanner, config: GatewayConfig, limits: Limits) -> None:
         self._bus, self._owner, self._planner, self._config = bus, owner, planner, config
         self._limits = limits
         self._queues: dict[str, _Queue] = {}
@@ -327,12 +327,12 @@ class Intake:
         await self._say(subject, b"")
         return answer
 
-    def _live(self, subject: str, plan: Plan) -> answers.OnDelta:
+    def _live(self, subject: str, plan: RequestPlan) -> answers.OnDelta:
         """Publishes each delta as the chunk that HTTP would have streamed."""
 
         parsers = [plan.parsing.open() if plan.parsing else None for _ in plan.jobs]
 
-        async def publish(choice: int, delta: Delta) -> None:
+        async def publish(choice: int, delta: TextDelta) -> None:
             await self._say(subject, orjson.dumps(answers.chunk(plan, choice, delta, parsers[choice])))
 
         return publish

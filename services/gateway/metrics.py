@@ -1,8 +1,8 @@
 """The gateway's metrics: `motet_*`, and the `vllm:*` names that Kubernetes inference gateways scrape.
 
 Tenants choose adapter names, so the `adapter` label is bounded: it keeps the first `ADAPTERS_MAX` names and calls all others
-"other". The base model is "base". The `tenant` label is bounded in the same way. Where adapters are is told of those names, and
-of pinned ones.
+"other". The base model is "base". The `tenant` label is bounded in the same way. The metrics of an adapter's location name the
+same adapters, and pinned ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from motet.policies.worker_book import Held, Known
+from motet.policies.worker_book import Holdings, Known
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.stream import Stream
 from motet.shared.clock import now_s, unix_ms
@@ -192,7 +192,7 @@ class FleetCollector(Collector):
         yield self._resident(held, names, pinned={_name(info) for info in adapters if info.entry.pin is not None})
         yield self._pins(workers, adapters)
 
-    def _lora_info(self, workers: list[Known], views: list[Held], names: dict[str, list[str]]) -> Metric:
+    def _lora_info(self, workers: list[Known], views: list[Holdings], names: dict[str, list[str]]) -> Metric:
         held = [resident for view in views for resident in view.adapters.values()]
         running = {resident.digest for resident in held if resident.tier == "device"}
         waiting = {
@@ -216,7 +216,7 @@ class FleetCollector(Collector):
         family.add_metric([str(max(capacity, len(workers))), *listed], unix_ms() / 1000)
         return family
 
-    def _resident(self, views: list[Held], names: dict[str, list[str]], pinned: set[str]) -> Metric:
+    def _resident(self, views: list[Holdings], names: dict[str, list[str]], pinned: set[str]) -> Metric:
         """Counts of workers by adapter and tier; adapters that are neither pinned nor in other metrics are "other"."""
         shown = _adapters_met | pinned
         counts = Tally[tuple[str, str]]()

@@ -10,8 +10,9 @@ Rules of this file:
 - Token i has index i over all epochs. Known tokens are dropped. Early tokens wait `GAP_S` for the missing ones; then we resume.
 - An epoch is submitted once. If the answer is lost, a worker may have the request, so the next attempt is the next epoch.
   Frames that arrive before the answer, or instead of it, count as the answer.
-- A scheduler may ask for a move: the tokens so far go to the worker that it names, in the next epoch. This is no loss.
-- A request whose output is constrained to a grammar begins again without the tokens so far, or is ended (`_can_go_on`).
+- A scheduler may ask for a move: the request is submitted again, in the next epoch, for the worker that it names. This does not
+  count as a loss.
+- A request whose output is constrained to a grammar starts again without the tokens so far, or is ended (`_can_go_on`).
 - A request that loses `LOSSES_MAX` workers in a row without a new token is ended: it may be what kills them.
 - Nothing here waits for a caller: streams are bounded, and a slow one is ended.
 """
@@ -157,7 +158,7 @@ class Owner:
     async def open(self, job: Job, *, signal: Signal | None = None) -> Stream:
         """Submit `job`; returns when a worker has accepted it. `signal` wakes a caller that has several streams.
 
-        Raises Overloaded (here or everywhere), Unavailable (draining, or nobody to serve it within `OPEN_PATIENCE_S`),
+        Raises Overloaded (here or everywhere), Unavailable (draining, or no worker within `OPEN_PATIENCE_S`),
         DeadlineExceeded, or what the scheduler refused it for.
         """
         if self.draining:
@@ -227,7 +228,7 @@ class Owner:
     def _submitted(self, task: asyncio.Task[None]) -> None:
         self._submits.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever still waits has it; when nobody does it does not matter
+            task.exception()  # a waiting caller gets it; without one it does not matter
 
     async def _submit(self, stream: Stream, timeout_s: float, to: str, kv: KvOffer | None) -> None:
         job, epoch = stream.job, stream.epoch
@@ -279,7 +280,7 @@ class Owner:
         elif stream.worker_id is not None:
             self._cancel_at(stream.worker_id, stream.job.request_id, stream.epoch)
         self._next_epoch(stream, why, lost_worker)
-        if len(stream.tokens) >= stream.job.sampling.max_tokens:  # only its last word was lost
+        if len(stream.tokens) >= stream.job.sampling.max_tokens:  # only its last item was lost
             stream.end("length")
             self._done(stream)
         elif stream.losses >= LOSSES_MAX:
@@ -307,7 +308,7 @@ class Owner:
             return
         begun = len(stream.tokens)
         if begun >= stream.job.sampling.max_tokens or (begun and stream.job.sampling.structured is not None):
-            return  # only its last word is missing, or no other worker can go on with it
+            return  # only its last item is missing, or no other worker can continue it
         kv = None
         if move.kv and stream.worker_id is not None:
             kv = KvOffer(worker_id=stream.worker_id, token=secrets.token_urlsafe(16))
@@ -435,7 +436,7 @@ class Owner:
         stream.see_plain()
 
     def _stray(self, worker_id: str, item: StreamItem) -> None:
-        """Tell a worker to stop a request that nobody here waits for."""
+        """Tell a worker to stop a request that no stream here waits for."""
         if item.finish is not None:
             return
         key, now = (worker_id, item.request_id), now_s()
@@ -460,7 +461,7 @@ class Owner:
         return {stream.worker_id for stream in self._active.values() if stream.worker_id is not None}
 
     def _back(self, worker_id: str) -> bool:
-        """Whether a lost worker is heard again."""
+        """Whether a lost worker sends messages again."""
         return self._leases.alive(worker_id) and worker_id in self._fleet.workers()
 
     async def _keep_watch(self) -> None:

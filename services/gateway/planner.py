@@ -50,7 +50,7 @@ class Adapters(Protocol):
     def resolve(self, name: str, tenant: str) -> AdapterInfo | None: ...
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is ready to run, with the facts that its answer needs."""
 
     request: ChatRequest | CompletionRequest
@@ -59,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # as the client named it
     jobs: list[Job]
     echoes: list[str]  # per choice: the prompt's text to show first, "" for none
-    parsing: Parsing | None = None  # what is taken out of the text; None: nothing
+    parsing: Parsing | None = None  # how the text is parsed; None: not at all
 
     @property
     def chat(self) -> bool:
@@ -72,7 +72,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(job.prompt) for job in self.jobs[:: self.request.n or 1])
 
 
-class Planner:
+class RequestPlanner:
     """Makes Plans for one base model."""
 
     def __init__(
@@ -135,7 +135,7 @@ class Planner:
         timeout_s: float | None = None,
         request_id: str = "",
         drawn: str = "",
-    ) -> Plan:
+    ) -> RequestPlan:
         """A plan with everything resolved and tokenized. Raises BadRequest (naming the field), PromptTooLong or ModelNotFound.
 
         `request_id` is the header's; without it the body's, else `drawn`. `drawn` is unique; it is the id in the mesh and its
@@ -200,7 +200,7 @@ class Planner:
         named = request_id or request.request_id or request.rid
         if named:
             log.info("named", extra={"request_id": prefix + drawn, "client_id": named})
-        return Plan(
+        return RequestPlan(
             request=request,
             request_id=prefix + (named or drawn),
             created_s=unix_ms() // 1000,
@@ -337,7 +337,7 @@ class Planner:
         return given | (request.chat_template_kwargs or {}) or None
 
     def _parsing(self, request: ChatRequest, prompt: list[int], *, constrained: bool) -> Parsing | None:
-        """What is to be taken out of the answers. Raises BadRequest when the format of tool calls is not known."""
+        """How answers are parsed. Raises BadRequest when the format of tool calls is not known."""
         options, tools, choice = self._config.answers, request.usable_tools(), request.tool_choice
         thinks = bool(options.reasoning_parser) and request.separate_reasoning is not False
         if not tools and not thinks:

@@ -250,7 +250,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def constraint(self) -> tuple[str, StructuredOutput] | None:
-        """What the output must look like, with the field that says so. Raises BadRequest, also for two such fields."""
+        """The constraint on the output, with the field that sets it. Raises BadRequest, also for two such fields."""
         found: list[tuple[str, StructuredOutput]] = []
         if self.response_format is not None and (wanted := structured.from_response_format(self.response_format)):
             found.append(("response_format", wanted))

@@ -4,15 +4,15 @@
                                ├─► no responders, twice ............. dead: the broker saw its connection close
                                └─► no answer within ANSWER_S ........ frozen or cut off, provided that the broker answers us
 
-A lease takes seconds to expire, while the broker reports at once that nobody subscribes to a subject. A ping needs permission
-for one subject only, so it works with any NATS server.
+A lease takes seconds to expire, while NATS reports at once that a subject has no subscriber. A ping needs permission for one
+subject only, so it works with any NATS server.
 
 Rules of this file:
-- Only a worker that has answered a ping before can be judged silent. Older workers, and workers behind a server that does not
-  allow pings, never answer; only their leases are watched.
-- For `GRACE_S` after our own connection came back, or our own event loop stood still, no worker is declared lost: workers may
-  reconnect a moment after us.
-- A wrong judgement costs a prefill on another worker; epochs prevent repeated tokens.
+- Only a worker that has answered a ping before can be declared lost by pings. Older workers, and workers behind a server that
+  does not allow pings, never answer; only their leases are watched.
+- For `GRACE_S` after this gateway's connection came back, or its event loop stood still, no worker is declared lost: workers
+  may reconnect a moment later.
+- If a worker is declared lost by mistake, that costs a prefill on another worker; epochs prevent repeated tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logger("motet.pulse")
 LOOK_S = 0.025
 QUIET_S = 0.06  # a worker in the middle of a batch sends a frame more often than this, or has a moment to answer
 AGAIN_S = 0.04  # between questions; a live worker whose connection broke is back within this
-ABSENCES = 2  # nobody listened: this often, and it is dead
+ABSENCES = 2  # so many answers "no responders" in a row, and the worker is dead
 ANSWER_S = 0.75
 BROKER_S = 0.25
 NOBODY = "-"  # no worker's id
@@ -109,7 +109,7 @@ class Pulse:
             self._asked[worker_id] = began
         elif self._certain(worker_id, began):
             log.info("worker silent", extra={"worker": worker_id, "problem": problem})
-            self._answered.discard(worker_id)  # whoever comes back under this name answers first
+            self._answered.discard(worker_id)  # a worker that comes back under this id must answer first
             self._on_lost(worker_id)
 
     async def _problem(self, worker_id: str) -> str:

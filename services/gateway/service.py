@@ -27,7 +27,7 @@ from motet.services.gateway.idempotency import Once
 from motet.services.gateway.intake import Intake
 from motet.services.gateway.limits import Limits
 from motet.services.gateway.owner import Owner
-from motet.services.gateway.planner import Planner
+from motet.services.gateway.planner import RequestPlanner
 from motet.services.gateway.prompt import Prompts
 from motet.shared.adapter_watch import AdapterWatch
 from motet.shared.bus import Bus
@@ -76,7 +76,7 @@ class GatewayService:
         self._stack.callback(self.prompts.close)
         self.bus = await Bus.connect(config.bus, self.gateway_id, inbox="gateway")
         self._stack.push_async_callback(self.bus.close)
-        self._stack.push_async_callback(self._stop_serving)  # after the owner has told the streams that it leaves
+        self._stack.push_async_callback(self._stop_serving)  # after the owner has ended the streams
         await self.keys.start(self.bus)
         self._stack.push_async_callback(self.keys.stop)
         self.adapters = AdapterWatch(self.bus, self._on_adapters)
@@ -90,7 +90,7 @@ class GatewayService:
             max_inflight=config.requests.max_inflight,
             stream_buffer_tokens=config.requests.stream_buffer_tokens,
         )
-        self.planner = Planner(
+        self.planner = RequestPlanner(
             config,
             self.prompts,
             self.adapters,
@@ -139,7 +139,7 @@ class GatewayService:
         self.owner.check_room()
 
     async def drain(self) -> None:
-        if self.config.http.listen_fd >= 0 and self._server is not None:  # whoever shares the socket takes what comes
+        if self.config.http.listen_fd >= 0 and self._server is not None:  # other gateways on the socket take new connections
             await self._server.leave()
         self._draining = True
         await self.intake.drain()

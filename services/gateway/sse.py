@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 from motet.services.gateway import answers
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.http import SERVER_SEND
-from motet.services.gateway.planner import Plan
-from motet.services.gateway.stream import Delta, Signal, Stream
+from motet.services.gateway.planner import RequestPlan
+from motet.services.gateway.stream import Signal, Stream, TextDelta
 from motet.shared.errors import MotetError
 
 GRACE_S = 30.0
@@ -31,7 +31,7 @@ _MARK = "\x00text\x00"
 class SseResponse(Response):
     """Serves the streams of one plan and cancels them when it ends for any reason."""
 
-    def __init__(self, plan: Plan, streams: list[Stream], signal: Signal, detokenizer: Detokenizer) -> None:
+    def __init__(self, plan: RequestPlan, streams: list[Stream], signal: Signal, detokenizer: Detokenizer) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
@@ -165,7 +165,7 @@ class SseResponse(Response):
         before, between, after = self._frames[i]
         return before, between.join(encoded), after
 
-    def _full(self, i: int, delta: Delta) -> bytes:
+    def _full(self, i: int, delta: TextDelta) -> bytes:
         """Any other chunk, encoded as a whole: the last one, and those with log-probabilities, running usage, tool calls or
         reasoning. Nothing while it is open what the text is."""
         body: dict[str, Any] = {"index": i}

@@ -49,7 +49,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     arrived_s: float = 0.0  # `now_s()` when the client's request came; 0 for when it is opened
 
 
-class Delta(msgspec.Struct, gc=False):
+class TextDelta(msgspec.Struct, gc=False):
     """Output that became visible at once. `tokens` are the shown tokens of this step. `text` may lag behind them (incomplete
     characters, possible stop strings) and is complete with the last delta, the one with `finish`."""
 
@@ -161,7 +161,7 @@ class Stream:
         self._detokenizer = detokenizer
         self._begin()
         self._on_cancel = on_cancel
-        self._ready: list[Delta] = []  # not taken yet, and after these:
+        self._ready: list[TextDelta] = []  # not taken yet, and after these:
         self._texts: list[str] = []  # the texts of the last tokens, one each, when there is nothing to tell but their text
         self._limit = limit
 
@@ -177,7 +177,7 @@ class Stream:
         """Whether `take` will return nothing more."""
         return not self._ready and not self._texts and (self.finish is not None or self.error is not None)
 
-    def take(self) -> list[Delta]:
+    def take(self) -> list[TextDelta]:
         """The deltas that are ready now, possibly none. Raises the MotetError that ended the request."""
         self._fold()
         ready = self._ready
@@ -199,14 +199,14 @@ class Stream:
         """Turn collected texts into deltas."""
         if texts := self._texts:
             tokens = self.tokens[-len(texts) :]
-            self._ready += [Delta(text, [token]) for text, token in zip(texts, tokens, strict=True)]
+            self._ready += [TextDelta(text, [token]) for text, token in zip(texts, tokens, strict=True)]
             self._texts = []
 
     def cancel(self) -> None:
         """Cancel the request at its worker and release it. No effect after its end."""
         self._on_cancel(self)
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
         """Iterate deltas up to the one with `finish`. The request is cancelled when the caller stops early."""
         try:
             while not self.ended:
@@ -261,7 +261,7 @@ class Stream:
                 finish, reason = "stop", matched
             elif finish is not None:
                 text += self._filter.finish()
-        self._deliver(Delta(before + text, shown, logprobs, finish, reason))
+        self._deliver(TextDelta(before + text, shown, logprobs, finish, reason))
         self.see_plain()
 
     def see_plain(self) -> None:
@@ -273,7 +273,7 @@ class Stream:
         taken = len(self.tokens) > len(self._texts) + sum(len(delta.tokens) for delta in self._ready)
         if taken and not self.retractable:
             return False
-        self.tokens, self._texts, self._ready = [], [], [Delta("", [], again=True)] if taken else []
+        self.tokens, self._texts, self._ready = [], [], [TextDelta("", [], again=True)] if taken else []
         self.plain = False
         self._begin()
         return True
@@ -285,9 +285,9 @@ class Stream:
         if self._filter is not None:
             text, _ = self._filter.push(text)
             text += self._filter.finish()
-        self._deliver(Delta(text, [], None, finish, None))
+        self._deliver(TextDelta(text, [], None, finish, None))
 
-    def _deliver(self, delta: Delta) -> None:
+    def _deliver(self, delta: TextDelta) -> None:
         self.finish = delta.finish
         if len(self._ready) >= self._limit:
             self._too_slow()

@@ -1,4 +1,4 @@
-"""What a predictor keeps and hands to its fits, as bytes: msgpack with arrays, compressed where it is stored."""
+"""Encoding of what a predictor stores and sends to its fit process: msgpack with arrays, compressed where it is stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Task(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-class Fitted(msgspec.Struct, frozen=True):
+class FittedModel(msgspec.Struct, frozen=True):
     """A model, and the levels that its twin, fitted on four fifths, gave to the other fifth (`length_calibration`)."""
 
     model: LengthModel

@@ -24,17 +24,17 @@ class PredictorConfig(ServiceConfig, frozen=True, kw_only=True):
         Meta(
             ge=64,
             le=65_536,
-            description="finished requests that the prompt model is fitted on, the last ones (about 200 bytes each)",
+            description="number of most recent finished requests that the prompt model is fitted to (about 200 bytes each)",
         ),
     ] = 8192
     predictor_fit_s: Annotated[
-        float, Meta(gt=0, description="least time between two fits of the prompt model in seconds; a fit takes about a second")
+        float, Meta(gt=0, description="minimum seconds between two fits of the prompt model; a fit takes about a second")
     ] = 60.0
     predictor_proxy: Annotated[
         str,
         Meta(
             description="directory of a proxy model that reads prompts (`motet predictor train`); gateways need --send-prompts,"
-            " and schedulers a --predict-ms that the model can keep"
+            " and schedulers a --predict-ms that is long enough for it"
         ),
     ] = ""
     predictor_state: Annotated[

@@ -1,4 +1,4 @@
-"""Fits a length model to finished requests. A process of its own, so that no prediction waits for it.
+"""Fits a length model to finished requests, in a separate process, so that no prediction waits for it.
 
     Task (msgpack) on stdin ─► tf-idf, ridge regression on "longer than edge k" (scikit-learn) ─► Fitted on stdout
 
@@ -19,7 +19,7 @@ from sklearn.linear_model import Ridge
 from motet.policies.length_features import SPACE, TEXT_IDS, unpack
 from motet.policies.length_model import SIDE_WEIGHT, Curve, LengthModel, scaled
 from motet.services.predictor import coding
-from motet.services.predictor.coding import Fitted, Task
+from motet.services.predictor.coding import FittedModel, Task
 
 THRESHOLDS = 20
 ALPHA = 0.6  # of the ridge; best of 0.3 to 2 in cross-validation on the first 64 to 4,000 requests of an instruction set
@@ -28,7 +28,7 @@ ITERATIONS, TOLERANCE = 60, 1e-3
 EXIT_NOTHING = 3
 
 
-def fit(requests: Sequence[np.ndarray], tokens: Sequence[int], *, thresholds: int = THRESHOLDS) -> Fitted:
+def fit(requests: Sequence[np.ndarray], tokens: Sequence[int], *, thresholds: int = THRESHOLDS) -> FittedModel:
     """A model for requests with these feature ids and output lengths. Raises ValueError when all lengths are equal."""
     lengths = np.asarray(tokens, np.int64)
     held = np.arange(len(lengths)) % HELD_OUT == HELD_OUT - 1
@@ -38,7 +38,7 @@ def fit(requests: Sequence[np.ndarray], tokens: Sequence[int], *, thresholds: in
         curve = Curve(twin.edges, twin.longest)
         above = twin.above([one for one, out in zip(requests, held, strict=True) if out])
         levels = [curve.level(row, int(n)) for row, n in zip(above, lengths[held], strict=True)]
-    return Fitted(_fit(requests, lengths, thresholds), levels)
+    return FittedModel(_fit(requests, lengths, thresholds), levels)
 
 
 def _fit(requests: Sequence[np.ndarray], lengths: np.ndarray, thresholds: int) -> LengthModel:

@@ -1,4 +1,4 @@
-"""How good predictions are: accuracy by class, rank correlation, error, calibration, latency."""
+"""Measures the quality of predictions: accuracy by class, rank correlation, error, calibration, latency."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH = 32
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's predictions for requests of known length are worth."""
+    """Accuracy of a model's predictions for requests of known length."""
 
     accuracy_3: float
     accuracy_3_by_class: list[float]  # short, medium, long

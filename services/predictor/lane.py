@@ -1,7 +1,8 @@
-"""Predictions of a proxy model, in batches: what arrives while a batch runs is the next batch.
+"""Predictions of a proxy model, in batches: prompts that arrive while a batch runs form the next batch.
 
-A thread runs the model. Answers are calibrated like those of the hashed model, and compared with them: where the proxy has been
-worse for an adapter, the hashed model's answer stands. More than WAITING_MAX prompts do not wait; they get that answer at once.
+A thread runs the model. Its predictions are calibrated like those of the hashed model and compared with them: for adapters
+where the proxy has been worse, the hashed model is used. When WAITING_MAX prompts wait, further ones get the hashed model's
+answer at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from motet.shared.telemetry import REGISTRY, logger
 log = logger("motet.predictor.proxy")
 BATCH_MAX = 32
 WAITING_MAX = 128
-ANSWERED_MAX = 8192  # answers remembered until their outcome is heard
+ANSWERED_MAX = 8192  # answers remembered until their outcome arrives
 PROXY_S = Histogram(
     "motet_predictor_proxy_seconds",
     "Time of one batch of the proxy model.",
@@ -35,7 +36,7 @@ PROXY_S = Histogram(
 )
 
 
-class Reader(Protocol):
+class TextReader(Protocol):
     """A model that reads text (services.predictor.proxy.Proxy)."""
 
     curve: Curve
@@ -46,7 +47,7 @@ class Reader(Protocol):
 class ProxyLane:
     """One model and the prompts that wait for it."""
 
-    def __init__(self, model: Reader, levels: Sequence[float], trained_on: int) -> None:
+    def __init__(self, model: TextReader, levels: Sequence[float], trained_on: int) -> None:
         self._model, self._trained_on = model, trained_on
         self.calibration = Calibration(CALIBRATED_ADAPTERS)
         self.calibration.seed(levels)

@@ -19,9 +19,9 @@ import sys
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
-from motet.policies.length_predictor import LengthPredictor, State
+from motet.policies.length_predictor import Learned, LengthPredictor
 from motet.services.predictor import coding
-from motet.services.predictor.coding import Fitted, Task
+from motet.services.predictor.coding import FittedModel, Task
 from motet.services.predictor.config import PredictorConfig
 from motet.services.predictor.lane import ProxyLane
 from motet.shared import subjects
@@ -188,7 +188,7 @@ class PredictorService(BusService):
                 return False
             sink = io.BytesIO()
             await read_object(self._bus, self._store, STATE, sink)
-            state = await asyncio.to_thread(coding.decompress, sink.getvalue(), State)
+            state = await asyncio.to_thread(coding.decompress, sink.getvalue(), Learned)
         except (MotetError, msgspec.MsgspecError, ValueError, TypeError) as error:
             log.warning("cannot read what was learned before", extra={"error": str(error)})
             return False
@@ -215,7 +215,7 @@ class PredictorService(BusService):
             log.warning("cannot keep what was learned", extra={"error": error.message})
 
 
-async def _fitted(task: bytes) -> Fitted | None:
+async def _fitted(task: bytes) -> FittedModel | None:
     """The result of `services.predictor.fit` on a task; None when there is nothing to learn from it or it failed."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -231,7 +231,7 @@ async def _fitted(task: bytes) -> Fitted | None:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return await asyncio.to_thread(coding.decode, found, Fitted) if process.returncode == 0 else None
+    return await asyncio.to_thread(coding.decode, found, FittedModel) if process.returncode == 0 else None
 
 
 def main(config: PredictorConfig) -> int:

@@ -17,7 +17,7 @@ import msgspec
 
 import motet
 from motet.services.registry.files import PeftFiles
-from motet.services.registry.unpack import MAX_OTHER_BYTES, Done, Limits
+from motet.services.registry.unpack import MAX_OTHER_BYTES, Done, UnpackLimits
 from motet.shared.errors import ErrorInfo, InvalidAdapter, MotetError, TooLarge, from_info
 from motet.shared.telemetry import logger
 
@@ -45,7 +45,7 @@ def read_archive(file: BinaryIO, size_bytes: int, max_bytes: int, source: str) -
     with contextlib.ExitStack() as stack:
         config = stack.enter_context(tempfile.TemporaryFile())
         weights = stack.enter_context(tempfile.TemporaryFile())
-        limits = Limits(max_bytes=max_bytes, memory_bytes=MEMORY_BYTES, cpu_s=cpu_s)
+        limits = UnpackLimits(max_bytes=max_bytes, memory_bytes=MEMORY_BYTES, cpu_s=cpu_s)
         done = _in_child(limits, (file.fileno(), config.fileno(), weights.fileno()))
         config.seek(0)
         weights.seek(0)
@@ -55,7 +55,7 @@ def read_archive(file: BinaryIO, size_bytes: int, max_bytes: int, source: str) -
     return files
 
 
-def _in_child(limits: Limits, descriptors: tuple[int, ...]) -> Done:
+def _in_child(limits: UnpackLimits, descriptors: tuple[int, ...]) -> Done:
     command = [sys.executable, "-I", "-c", _CHILD, msgspec.json.encode(limits).decode(), *map(str, descriptors)]
     try:
         child = subprocess.run(

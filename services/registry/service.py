@@ -116,7 +116,7 @@ async def in_thread(work: Callable[[], T]) -> T:
             value = work()
         except BaseException as caught:  # handed to the caller
             error = caught
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=body, daemon=True, name="registry-work").start()

@@ -119,7 +119,7 @@ def reachable() -> Iterator[None]:
 class AdapterStore:
     """The only writer of adapters. Any number of copies may run.
 
-    `idle(digest)` says whether no request needs a version any more, including requests that are between two workers.
+    `idle(digest)` says whether no request needs a version, including requests that are between two workers.
     """
 
     def __init__(self, bus: Bus, idle: Callable[[str], bool]) -> None:
@@ -163,7 +163,7 @@ class AdapterStore:
     ) -> tuple[AdapterInfo, str]:
         """Store `blob` and let `tenant`'s `name` point at it: (what is there now, "registered" | "replaced" | "unchanged").
 
-        Raises AdapterExists when the name is taken and `replace` is not set, also when somebody else took it meanwhile.
+        Raises AdapterExists when the name is taken and `replace` is not set, also when another client took it meanwhile.
         """
         source = version.source
         with reachable():
@@ -382,7 +382,7 @@ class AdapterStore:
         if version is not None and not await self._erase(VERSION + digest, version_revision):
             return False
         if now_s() - began > DELETING_S:
-            return False  # too slow: somebody else may have taken over, and be done, and have stored it anew
+            return False  # too slow: another registry may have taken over, finished, and stored it again
         await self._blobs.delete(digest)
         if not await self._erase(HOLDS + digest, marked):
             return False

@@ -44,7 +44,7 @@ _END_BYTES = 22  # of a zip's end-of-directory record
 _OURS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of what can fail with an error number, not the archive's fault
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class UnpackLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the child. `max_bytes` applies to the weights."""
 
     max_bytes: int
@@ -236,7 +236,7 @@ def _check_zip_directory(file: BinaryIO, size_bytes: int) -> None:
 # ---- the process
 
 
-def _confine(limits: Limits) -> None:
+def _confine(limits: UnpackLimits) -> None:
     """Apply the limits to this process; the file size applies to each of the two files."""
     written = max(limits.max_bytes, MAX_CONFIG_BYTES) + _COPY_BYTES
     for kind, limit in (
@@ -252,7 +252,7 @@ def _confine(limits: Limits) -> None:
 
 def main(limits_json: str, archive: int, config: int, weights: int) -> None:
     """The child's whole life; the descriptors are inherited. Writes the answer to stdout."""
-    limits = msgspec.json.decode(limits_json, type=Limits)
+    limits = msgspec.json.decode(limits_json, type=UnpackLimits)
     _confine(limits)
     answer: msgspec.Struct
     try:

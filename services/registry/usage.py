@@ -39,7 +39,7 @@ class Usage:
         return sum(used == digest for known in fresh for used in self._digests(known))
 
     def workers(self, now_s: float) -> dict[str, WorkerLimits]:
-        """The workers that are heard, by id."""
+        """The workers that report, by id."""
         return {known.worker_id: known.limits for known in self._book if now_s - known.heard_s <= STALE_S}
 
     def idle(self, digest: str, now_s: float) -> bool:
@@ -47,7 +47,7 @@ class Usage:
         seen_s = [known.heard_s for known in self._book if digest in self._digests(known)]
         return now_s - max([*seen_s, self._left_s.get(digest, -math.inf)]) > IDLE_S
 
-    # ---- what the book reads out
+    # ---- the reader's methods
 
     def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
         """The worker has these requests and no others."""
@@ -61,10 +61,10 @@ class Usage:
         self._shelf.change(known, said, now_s)
 
     def facts(self, known: Known, now_s: float) -> None:
-        """Of no use here."""
+        """Not needed."""
 
     def ended(self, known: Known) -> None:
-        """Its requests were last seen when it was last heard."""
+        """Its requests were last seen in its last message."""
         self._leave(self._digests(known), known.heard_s)
         self._shelf.ended(known)
 

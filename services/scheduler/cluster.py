@@ -5,7 +5,7 @@
     lease lost, long silence ──────> worker removed
 
 - Everything comes in as an event (`events`), so that a decision log can be replayed.
-- Which words count is decided in `policies.worker_book`, what they mean in `policies.cluster_view`.
+- `policies.worker_book` decides which messages count, `policies.cluster_view` what they mean.
 - An assignment counts as load from the moment it is made, so that a burst between two states is spread. `policies.flights` says
   when it stops counting.
 - Any message of a worker clears its marks (`events.Marked`).
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from motet.policies.cluster_view import ClusterView
 from motet.policies.worker_book import Known, WorkerBook
-from motet.services.scheduler.events import Accepted, Assigning, Event, Heard, LeaseLost, Mark, Marked, NotTaken, Tick
+from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Mark, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.metrics import STATE_GAPS
 from motet.shared.messages import WorkerDelta, WorkerSnapshot, WorkerStatus
 from motet.shared.telemetry import logger
@@ -35,7 +35,7 @@ class WatchedCluster:
         self._book = WorkerBook(view, lambda _: self._lease_held)
         self._stale_s, self._drop_s = stale_s, drop_s
 
-    def on(self, event: Event) -> None:
+    def on(self, event: ClusterEvent) -> None:
         """Take in what happened; `events` says what each event means."""
         match event:
             case Heard():
@@ -43,7 +43,7 @@ class WatchedCluster:
                 self._hear(event.message, event.now_s)
             case Assigning():
                 self._flights.expect(event.worker_id, event.brief, event.now_s)
-            case Accepted():
+            case Taken():
                 self._flights.accepted(event.worker_id, event.request_id, event.now_s)
             case NotTaken():
                 self._flights.withdraw(event.worker_id, event.request_id)

@@ -48,7 +48,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     ] = 3.0
     rebalance: Annotated[
         Literal["off", "on"],
-        Meta(description="whether requests move from workers with long queues to others; of several schedulers one plans"),
+        Meta(description="whether running requests move from workers with long queues to others; one of the schedulers plans"),
     ] = "off"
     kv_travel: Annotated[
         Literal["off", "on"],

@@ -18,7 +18,7 @@ from motet.policies.candidates import Ask
 from motet.policies.dispatch import POLICIES, Decision, decide
 from motet.policies.objectives import Admission
 from motet.services.scheduler.cluster import WatchedCluster
-from motet.services.scheduler.events import Event
+from motet.services.scheduler.events import ClusterEvent
 from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler.decision_log")
@@ -49,7 +49,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):
     total_cost: float
 
 
-Record = Setup | Decided | Event
+LogRecord = Setup | Decided | ClusterEvent
 
 
 class DecisionLog:
@@ -61,7 +61,7 @@ class DecisionLog:
         self._encode = msgspec.msgpack.Encoder().encode
         self.write(setup)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: LogRecord) -> None:
         """Append it. An event is written before the cluster takes it."""
         if self._left <= 0:
             return
@@ -111,8 +111,8 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decision]]:
                 cluster.on(record)
 
 
-def _records(path: Path) -> Iterator[Record]:
-    decode = msgspec.msgpack.Decoder(Record).decode
+def _records(path: Path) -> Iterator[LogRecord]:
+    decode = msgspec.msgpack.Decoder(LogRecord).decode
     with path.open("rb") as file:
         number = 0
         while head := file.read(8):

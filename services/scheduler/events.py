@@ -1,6 +1,6 @@
 """Everything that changes what a scheduler knows of the workers, as tagged structs for `WatchedCluster.on`.
 
-Live messages and replayed ones take the same way: the service makes an event of what it hears, the decision log writes it, and
+Live messages and replayed ones take the same path: the service makes an event of each message, the decision log writes it, and
 a replay feeds it to another `WatchedCluster`. Times are seconds on the scheduler's own clock.
 """
 
@@ -31,7 +31,7 @@ class LeaseLost(msgspec.Struct, tag="lease_lost", gc=False):
 
 
 class Tick(msgspec.Struct, tag="tick", gc=False):
-    """Some time has passed, a fraction of a second. Without a connection nobody could be heard."""
+    """Some time has passed, a fraction of a second; and whether NATS was connected, since without it no worker can report."""
 
     now_s: float
     connected: bool = True
@@ -45,7 +45,7 @@ class Assigning(msgspec.Struct, tag="assigning", gc=False):
     now_s: float
 
 
-class Accepted(msgspec.Struct, tag="accepted", gc=False):
+class Taken(msgspec.Struct, tag="taken", gc=False):
     """The worker accepted the request: its state will show it soon."""
 
     worker_id: str
@@ -71,4 +71,4 @@ class Marked(msgspec.Struct, tag="marked", gc=False):
     now_s: float
 
 
-Event = Heard | LeaseLost | Tick | Assigning | Accepted | NotTaken | Marked
+ClusterEvent = Heard | LeaseLost | Tick | Assigning | Taken | NotTaken | Marked

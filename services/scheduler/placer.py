@@ -1,7 +1,7 @@
-"""Places adapters before anybody asks for them (dLoRA section 5.1): desired residency by recent rates, every few minutes.
+"""Places adapters on workers by demand (dLoRA section 5.1): desired residency by recent rates, every few minutes.
 
-The scheduler that plans (`planner`) writes one `shared.placement.Placement` per worker. It counts the requests that it
-gets itself: of several schedulers each sees an equal share of every adapter's, and only shares matter.
+The scheduler that plans (`planner`) writes one `shared.placement.Placement` per worker. It counts only the requests that it
+gets itself. With several schedulers each gets the same share of every adapter's requests, and only ratios matter.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LEAST = 2.0 / 900.0
 
 
 class Placer:
-    """One scheduler's. `identity`: unique to this process."""
+    """One scheduler's. `identity`: unique to this process. `every_s`: how often `place` is due."""
 
-    def __init__(self, bus: Bus, cluster: WatchedCluster, *, identity: str) -> None:
-        self._bus, self._cluster, self._identity = bus, cluster, identity
+    def __init__(self, bus: Bus, cluster: WatchedCluster, *, identity: str, every_s: float) -> None:
+        self._bus, self._cluster, self._identity, self.every_s = bus, cluster, identity, every_s
         self._rates = Forecast()
         self._sizes: dict[str, int] = {}
         self._watch = PlacementWatch(bus, ">")

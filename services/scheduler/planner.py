@@ -23,7 +23,7 @@ from motet.shared import subjects
 from motet.shared.bus import Bus, decode, encode
 from motet.shared.clock import now_s, unix_ms
 from motet.shared.errors import MotetError, Unavailable
-from motet.shared.kv import Bucket, Entry
+from motet.shared.kv import Bucket, KvEntry
 from motet.shared.leases import EXPIRY_S, RENEW_S
 from motet.shared.messages import Lease, Move, MoveStatus, PlanStatus
 from motet.shared.telemetry import logger
@@ -48,7 +48,7 @@ class Turn:
         return now_s() - self._renewed_s < STOP_S
 
     async def renew(self) -> None:
-        """Renew the key, or take it from nobody or from a holder that is gone. Raises Unavailable when JetStream is away."""
+        """Renew the key, or take it if it has no holder or its holder is gone. Raises Unavailable when JetStream is away."""
         began_s = now_s()
         entry = await self._bucket.get(self._key)
         if entry is not None and not self._ours(entry):
@@ -62,7 +62,7 @@ class Turn:
         if await self._bucket.replace(self._key, encode(lease), entry.revision if entry is not None else 0) is not None:
             self._renewed_s = began_s
 
-    def _ours(self, entry: Entry) -> bool:
+    def _ours(self, entry: KvEntry) -> bool:
         try:
             return bool(decode(entry.value, Lease).incarnation == self._holder)
         except msgspec.MsgspecError:
@@ -88,12 +88,11 @@ class Planner:
         stale_s: float,
         config: RebalanceConfig,
         placer: Placer,
-        place_s: float,
     ) -> None:
         self._bus, self._cluster, self._mean_tokens = bus, cluster, mean_tokens
         self._identity, self._stale_s, self._config = identity, stale_s, config
         self._rebalancer = Rebalancer(config)
-        self._placer, self._place_s = placer, place_s
+        self._placer = placer
         self._turn: Turn | None = None
 
     async def run(self) -> None:
@@ -107,7 +106,7 @@ class Planner:
                     await asyncio.wait_for(self._renew(), timeout=STOP_S)
                 if self._turn is not None and self._turn.mine:
                     await self._move()
-                    if now_s() - placed_s >= self._place_s:
+                    if now_s() - placed_s >= self._placer.every_s:
                         placed_s = now_s()
                         await self._placer.place()
             except (MotetError, TimeoutError) as error:
@@ -125,7 +124,7 @@ class Planner:
         await self._turn.renew()
 
     async def dry_run(self) -> list[PlanStatus]:
-        """What would move now, whatever the triggers say and whose turn it is."""
+        """The plan of the present state, regardless of triggers and of the scheduler that plans."""
         return [_shown(question, await self._answer(question)) for question in self._questions(always=True)]
 
     def _questions(self, *, always: bool = False) -> list[Question]:
@@ -134,7 +133,7 @@ class Planner:
         )
 
     async def _answer(self, question: Question) -> Plan:
-        """The plan, made in a thread: the event loop goes on."""
+        """The plan, made in a thread, so that the event loop continues."""
         began_s = now_s()
         plan = await asyncio.to_thread(question.answer, self._config.plan)
         metrics.PLAN_S.observe(now_s() - began_s)

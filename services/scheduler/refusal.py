@@ -33,7 +33,7 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
         return _incapable(ask, screening)
     if not live:
         silent = f" ({rejected['stale']} went silent)" if "stale" in rejected else ""
-        return Unavailable(f"nobody serves base model {ask.base_model}{silent}", param="model", retry_after_s=RETRY_S)
+        return Unavailable(f"no worker serves base model {ask.base_model}{silent}", param="model", retry_after_s=RETRY_S)
     if "full" in rejected:
         return Overloaded(
             f"all {live} workers of {ask.base_model} are full; room is likely in {room_in_s:.1f} s", retry_after_s=room_in_s

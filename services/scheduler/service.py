@@ -27,7 +27,7 @@ from motet.policies.worker_load import tokens_left
 from motet.services.scheduler import metrics
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup
-from motet.services.scheduler.events import Accepted, Assigning, Event, Heard, LeaseLost, Marked, NotTaken, Tick
+from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.placer import Placer
 from motet.services.scheduler.planner import Planner
 from motet.services.scheduler.refusal import RETRY_S, refusal, too_late
@@ -57,7 +57,7 @@ from motet.shared.telemetry import logger
 
 log = logger("motet.scheduler")
 TICK_S = 0.25
-SETTLE_S = 2.0  # at start: time to hear every worker that holds a lease
+SETTLE_S = 2.0  # at start: time to receive a message of every worker that holds a lease
 ADAPTERS = 4096  # length histograms kept for when the predictor does not answer
 TOKEN_BYTES = 4
 RESUMED_TTFT_MS = 300.0  # objective for the next token of a request that lost its worker: its reader is in mid-sentence
@@ -104,7 +104,7 @@ class SchedulerService(BusService):
         bus.spawn(self._tick())
         await self._settle(watching)
         identity = f"{self.id}-{secrets.token_hex(8)}"
-        placer = Placer(bus, self.cluster, identity=identity)
+        placer = Placer(bus, self.cluster, identity=identity, every_s=self._config.place_s)
         self._planner = Planner(
             bus,
             self.cluster,
@@ -113,7 +113,6 @@ class SchedulerService(BusService):
             stale_s=self._config.stale_s,
             config=RebalanceConfig(kv_travel=self._config.kv_travel == "on"),
             placer=placer,
-            place_s=self._config.place_s,
         )
         if self._config.rebalance == "on":
             self._placer = placer
@@ -161,9 +160,9 @@ class SchedulerService(BusService):
             metrics.IN_FLIGHT.set(self.cluster.in_flight())
             await asyncio.sleep(TICK_S)
 
-    # ---- what is heard
+    # ---- messages
 
-    def _on(self, event: Event) -> None:
+    def _on(self, event: ClusterEvent) -> None:
         """Everything that changes the cluster comes through here."""
         if self._log is not None:
             self._log.write(event)
@@ -295,7 +294,7 @@ class SchedulerService(BusService):
             reply = await bus.request(subjects.assign(worker_id), request, AssignReply, timeout_s=self._config.assign_s)
             if not isinstance(reply, Refused):
                 taken = True
-                self._on(Accepted(worker_id, request.request_id, now_s()))
+                self._on(Taken(worker_id, request.request_id, now_s()))
                 return None
             error = from_info(reply.error)
             if isinstance(error, Overloaded):

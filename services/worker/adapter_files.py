@@ -24,7 +24,7 @@ SUFFIX, PARTIAL = ".safetensors", ".part"
 
 
 class Stamp(NamedTuple):
-    """What changes when a file is written to or replaced."""
+    """Facts of a file that change when it is written to or replaced."""
 
     inode: int
     size_bytes: int
@@ -55,7 +55,7 @@ class AdapterFiles:
         """What the directory held at the start, as (digest, bytes), least recently used first."""
 
     def path(self, digest: str) -> Path:
-        """Where its file is. Raises BadRequest for what cannot be a digest: it comes from the bus and could name any file."""
+        """The path of its file. Raises BadRequest for an invalid digest: it comes from the bus and could name any file."""
         if not DIGEST.fullmatch(digest):
             raise BadRequest("not a digest", param="digest")
         return self._dir / (digest + SUFFIX)
@@ -84,7 +84,7 @@ class AdapterFiles:
         return True
 
     def admit(self, partial: Path, digest: str) -> None:
-        """Give a download its name. The caller has compared its hash."""
+        """Rename a download to its final name. The caller has compared its hash."""
         stamp = _stamp(partial)
         partial.replace(self.path(digest))
         self._hashed[digest] = stamp
@@ -99,7 +99,7 @@ class AdapterFiles:
 
     @property
     def free_bytes(self) -> int:
-        """What the file system can still take."""
+        """Free bytes of the file system."""
         return shutil.disk_usage(self._dir).free
 
     def discard(self, digest: str) -> None:

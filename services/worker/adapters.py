@@ -1,4 +1,5 @@
-"""Carries out what `policies.host_tier` decides: adapters from the object store to files, from files to host memory.
+"""Carries out the decisions of `policies.host_tier`: fetches adapters from the object store to files, and maps files into
+memory.
 
     object store  --fetch, SHA-256 checked, atomic rename-->  disk  --mapped, header checked-->  host  -->  engine
 
@@ -40,7 +41,7 @@ FETCH_BYTES_PER_S = 4 * 1024 * 1024  # a link slower than this is treated as bro
 
 
 class Decider(Protocol):
-    """Who decides for an `AdapterStore`, and hears of it."""
+    """Makes the decisions for an `AdapterLoader`, and is told the results."""
 
     def loaded(self, digest: str, adapter: HostAdapter) -> None:
         """A copy is in host memory and its file on disk."""
@@ -49,13 +50,13 @@ class Decider(Protocol):
         """A load failed."""
 
     def file_lost(self, digest: str) -> None:
-        """A file is not there, or not what its name says."""
+        """A file is missing, or its content does not match its digest."""
 
     def spare_file(self) -> bool:
-        """The disk is full: `evict` a file that can be spared; whether there was one."""
+        """The disk is full: `evict` a file that is not in use; whether there was one."""
 
 
-class AdapterStore:
+class AdapterLoader:
     """The IO of a worker's adapters. `parse` makes the host copy of a verified file from its path and digest."""
 
     def __init__(self, bus: Bus, files: AdapterFiles, decider: Decider, *, parse: Callable[[Path, str], HostAdapter]) -> None:
@@ -77,7 +78,7 @@ class AdapterStore:
     # ---- actions
 
     def evict(self, action: Evict | Forget) -> None:
-        """Let go of a copy, or of a file, or of both."""
+        """Release a copy, or delete a file, or both."""
         tiers = ("host", "disk") if isinstance(action, Forget) else (action.tier,)
         if "host" in tiers:
             self._copies.pop(action.digest, None)
@@ -87,7 +88,7 @@ class AdapterStore:
             metrics.ADAPTER_EVICTIONS.labels(action.tier).inc()
 
     def load(self, ref: AdapterRef, source: Literal["disk", "store"]) -> None:
-        """Bring a copy to host memory; the decider hears of it."""
+        """Load a copy into host memory; the decider is told the result."""
         self._loads[ref.digest] = asyncio.get_running_loop().create_task(self._load(ref, source))
 
     async def _load(self, ref: AdapterRef, source: Literal["disk", "store"]) -> None:
@@ -114,7 +115,7 @@ class AdapterStore:
     # ---- files and the object store
 
     def _from_disk(self, digest: str) -> HostAdapter | None:
-        """The host copy, or None when the file is missing or its content is not what its name says."""
+        """The host copy, or None when the file is missing or its content does not match its digest."""
         path = self._files.path(digest)
         try:
             if not self._files.intact(digest):

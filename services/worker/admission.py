@@ -15,7 +15,7 @@ from motet.shared.model import IMAGES_MAX, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptable:
-    """What this worker's model takes; lengths in tokens."""
+    """Limits and abilities of this worker's model; lengths in tokens."""
 
     base_model: str
     vocab_size: int
@@ -23,7 +23,7 @@ class Acceptable:
     max_model_len: int
     max_lora_rank: int
     serves: frozenset[str] = frozenset()
-    """Its engine's capabilities."""
+    """The engine's capabilities."""
 
 
 def check(request: GenerateRequest, acceptable: Acceptable) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""From a configuration to a warm engine: device, memory budgets, weights, KV cache, first steps."""
+"""Builds a warm engine from a configuration: device, memory budgets, weights, KV cache, first steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Assembly:
     parse_adapter: Callable[[Path, str], HostAdapter]
     """A host copy from a verified blob's file and digest."""
     slot_bytes: int = 0
-    """On the device, of every adapter's slot; 0 where an adapter takes its own size."""
+    """Device bytes of every adapter's slot; 0 where an adapter takes its own size."""
 
 
 def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_bytes_per_s: float = 0.0) -> Assembly:
@@ -76,6 +76,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
                 merge=config.adapters.merge == "on",
                 threads=config.engine_threads,
                 quantization=config.engine.quantization,
+                packed_weights_dir=config.engine.packed_weights_dir,
                 link_bytes_per_s=link_bytes_per_s,
                 assist_cores=config.cold.core_ids,
                 assist_rows=config.batch.max_step_tokens,
@@ -148,7 +149,7 @@ def _copies(config: WorkerConfig, runner: Backend) -> Literal["stall", "wait", "
 
 
 def _check_copies(config: WorkerConfig, runner: Backend, link_bytes_per_s: float) -> None:
-    """Raise ConfigError when a link or processes were asked for and cannot be had."""
+    """Raise ConfigError when an emulated link or CPU LoRA processes are not possible."""
     if config.cold.assist_processes and runner.assist is None:
         raise ConfigError(f"--assist-processes: {config.cold.assist_processes} asked for, which need the compiled CPU kernels")
     if link_bytes_per_s and math.isinf(runner.link.bytes_per_s):

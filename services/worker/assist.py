@@ -1,14 +1,14 @@
-"""CPU LoRA processes: started, pinned, watched, replaced; and the profile that says how much of a step each can take over.
+"""Starts, pins, watches and replaces CPU LoRA processes, and decides how many rows of a step each of them computes.
 
-    engine's thread    helpers(loading, rows) before a step with adapters under way; observe(..) after every step
+    engine's thread    helpers(loading, rows) before a step with adapters being copied; observe(..) after every step
     watching thread    process exits, channels that failed (the step's watchdog): kill, new memory, new process
 
 The engine's thread never waits for the other one: it uses the channels that are alive. A process and its channel begin and end
-together, so that a late write of an old process goes to memory that is not read any more.
+together, so a late write of an old process goes to memory that is no longer read.
 
-The profile: the time that one process needs to read an element of an adapter and to compute with it for a row, first from
-requests of zeros, then from its own clock in every step; and the time of a base layer, as a line in the rows of a step. A core
-takes as many rows as it computes within a base layer's time (CaraServe, section 4: c tokens per core, ceil(L / c) cores).
+A process gets as many rows as it computes within the time of a base layer (CaraServe, section 4: c tokens per core, ceil(L / c)
+cores). Two measurements give this number: the time that a process needs to read an element of an adapter and to compute with it
+for a row, first with requests of zeros and then in every step; and the time of a base layer as a linear function of the rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESTART_S = (0.0, 0.1, 0.5, 2.0, 10.0)  # waits before the first, second, .. res
 LASTED_S = 30.0  # a process that served this long may be restarted at once
 POLL_S = 0.01  # while a process is starting
 MEASURED_ROWS, MEASURED_TIMES, MEASURED_BOUND_S = 16, 5, 5.0
-ASLEEP_S = 0.002  # after which a process does not look out for requests any more
+ASLEEP_S = 0.002  # after which a process stops spinning and sleeps
 FORGET = 0.97  # of what is known, with every step that is new
 LEARN = 0.1  # of what a process's step was more or less than expected
 LATE_FACTOR = 8  # times what a request is expected to take, as in a compiled step
@@ -54,7 +54,7 @@ log = logger("motet.worker.assist")
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What CPU processes can take over now."""
+    """The work that CPU processes can take over at present."""
 
     processes: int  # that are alive
     max_rows: int  # of each, in a step
@@ -64,7 +64,7 @@ class Capacity:
 
 
 class AssistProfile:
-    """How fast a process and the base are; both follow what they are told, newest first."""
+    """Estimates of the speed of a process and of the base; recent measurements weigh most."""
 
     def __init__(self) -> None:
         self.read_s = self.row_s = self.start_s = 0.0
@@ -92,7 +92,7 @@ class AssistProfile:
         self._rows_s = FORGET * self._rows_s + rows * layer_s
 
     def layer_s(self, rows: int) -> float:
-        """What a layer of such a step takes the base; 0 before the first."""
+        """Seconds of a base layer in such a step; 0 before the first measurement."""
         if not self._weight:
             return 0.0
         mean_rows, mean_s = self._rows / self._weight, self._s / self._weight
@@ -115,7 +115,7 @@ class _Member:
 
 
 class _Guarded:
-    """Channels of a step that a device runs, and since when each has had the request that it has."""
+    """Channels of a step on a device, each with the time at which its present request began."""
 
     def __init__(self, channels: Sequence[Channel], late_s: float) -> None:
         self._late_s = late_s
@@ -174,11 +174,11 @@ class CpuAssist:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that serve."""
+        """Cores of the processes that are in service."""
         return [member.process.pid for member in self._members if member.serving and member.process is not None]
 
     def helpers(self, loading: Sequence[Loading], rows: int) -> Helpers:
-        """For a step of `rows` rows, some of adapters that are on their way."""
+        """The helpers of a step of `rows` rows, some of them with adapters that are being copied."""
         return Helpers(
             loading=loading,
             channels=self._channels,
@@ -189,7 +189,7 @@ class CpuAssist:
         )
 
     def observe(self, rows: int, step_s: float, helpers: Helpers | None) -> None:
-        """A step is over; `helpers` are those it was given."""
+        """Take the measurements of a step that has ended; `helpers` are those that it was given."""
         if helpers is None:
             self.profile.base(rows, step_s / self._pool.layers)
             return
@@ -254,7 +254,7 @@ class CpuAssist:
                     self._end(member, selector)
 
     def _advance(self, member: _Member, selector: selectors.BaseSelector) -> float | None:
-        """One step of a member's life; seconds until it wants to be looked at again, None for only when something happens."""
+        """Advance a member's life by one step. Returns the seconds until the next call, None to wait for an event."""
         now = now_s()
         if member.process is None:
             if now < member.due_s:
@@ -288,7 +288,7 @@ class CpuAssist:
         return self._replace(member, selector, reason, now)
 
     def _replace(self, member: _Member, selector: selectors.BaseSelector, reason: str, now: float) -> float:
-        """End what there is of a member's life and say when the next begins; that is looked at at once."""
+        """End a member's process and channel, and schedule its next start."""
         self.failures[reason] += 1
         member.failures = 0 if member.serving and now > member.began_s + LASTED_S else member.failures + 1
         member.due_s = now + RESTART_S[min(member.failures, len(RESTART_S)) - 1] if member.failures else now
@@ -317,7 +317,7 @@ class CpuAssist:
         member.process, member.pidfd, member.channel, member.serving = None, -1, None, False
 
     def _measure(self, channel: Channel) -> bool:
-        """Whether it answers; how long it takes for adapters of zeros is a first guess for all."""
+        """Whether the process answers; its times for adapters of zeros are the first estimate for all processes."""
         modules = GROUPS["qkv"]
         elements = sum(2 * 8 * self._pool.layers * sum(self._pool.shapes[module]) for module in modules)
         most = min(MEASURED_ROWS, self._max_rows)
@@ -339,7 +339,7 @@ class CpuAssist:
         return True
 
     def _time(self, channel: Channel, zeros: _Zeros, rows: int) -> tuple[float, float] | None:
-        """Seconds: until a request was answered, and the process's per element; None without an answer."""
+        """Seconds until a request was answered, and the process's seconds per element; None without an answer."""
         shapes, modules = self._pool.shapes, GROUPS["qkv"]
         x = torch.zeros(rows, shapes[modules[0]][0])
         y = torch.empty(rows, sum(shapes[module][1] for module in modules))

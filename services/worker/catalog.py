@@ -1,4 +1,4 @@
-"""The registry's adapters as one worker knows them."""
+"""A worker's live copy of the registry's adapter records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker's configuration and the byte budgets that follow from it. Imports no torch: a wrong flag shows at once."""
+"""The worker's configuration and its memory budgets in bytes. Imports no torch, so a wrong flag is reported at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
         Literal["native", "vllm"],
         Meta(description="what runs the model: native (Motet's own engine) or vllm (where vLLM is installed)"),
     ] = "native"
-    engine_args: Annotated[str, Meta(description="vLLM's own options for --engine vllm, as on its command line")] = ""
+    engine_args: Annotated[str, Meta(description="options of vLLM itself, for --engine vllm, as on its command line")] = ""
     device: Annotated[
         str,
         Meta(
@@ -39,7 +39,7 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
     ] = 0
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="type of weights and KV cache; auto: the checkpoint's"),
+        Meta(description="type of weights and KV cache: auto (the checkpoint's), float32, bfloat16, float16"),
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "int4"],
@@ -49,11 +49,18 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
         Literal["auto", "dummy"],
         Meta(description="weights: auto (the checkpoint's), or dummy (random ones, for benchmarks)"),
     ] = "auto"
+    packed_weights_dir: Annotated[
+        str,
+        Meta(
+            description="directory for the base's weights in the layout of the compiled CPU kernels: the first start writes"
+            " them (as many bytes as in memory), later starts map them instead of packing them again; empty: none"
+        ),
+    ] = ""
     device_memory: Annotated[
         Literal["shared", "fixed"],
         Meta(
-            description="--kv-memory-gib and --lora-memory-mib: shared (either may use what the other does not need) or fixed;"
-            " always fixed on a GPU"
+            description="division of device memory by --kv-memory-gib and --lora-memory-mib: shared (each may use what the"
+            " other does not need) or fixed; always fixed on a GPU"
         ),
     ] = "shared"
     enforce_eager: Annotated[bool, Meta(description="no CUDA graphs: launch every decode step kernel by kernel")] = False
@@ -68,7 +75,7 @@ class BatchConfig(Config, frozen=True, kw_only=True):
 
     max_running: Annotated[int, Meta(ge=1, le=4096, description="maximum sequences in the running batch")] = 64
     max_waiting: Annotated[
-        int, Meta(ge=1, description="maximum requests here beyond --max-running; further ones are refused")
+        int, Meta(ge=1, description="maximum requests on the worker beyond --max-running; further ones are refused")
     ] = 256
     max_step_tokens: Annotated[
         int, Meta(ge=16, description="maximum tokens per engine step; longer prompts are split into chunks")
@@ -77,9 +84,9 @@ class BatchConfig(Config, frozen=True, kw_only=True):
     queues: Annotated[
         QueuesName,
         Meta(
-            description="which waiting request goes next: fcfs (by priority, TTFT objective and arrival), motet (also by size,"
-            " by what its tenant and adapter have had, and whether its adapter is in use), chameleon (queues by size with"
-            " quotas), static (four fixed queues), sjf (shortest predicted output)"
+            description="order of waiting requests: fcfs (by priority, TTFT objective and arrival), motet (also by size, recent"
+            " service of the tenant and the adapter, and whether the adapter is in use), chameleon (queues by size with"
+            " quotas), static (four fixed queues), sjf (shortest predicted output first)"
         ),
     ] = "fcfs"
 
@@ -129,30 +136,32 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
     adapter_eviction: Annotated[
         EvictionName,
         Meta(
-            description="which idle adapter leaves a full memory first: next-use (least likely to be asked for next, weighted"
-            " by copying time per byte), gdsf (the same by frequency and an age), lru, score (Chameleon's), fair-share, none"
-            " (nothing is kept)"
+            description="which idle adapter is evicted first from full memory: next-use (least likely to be requested next,"
+            " weighted by copying time per byte), gdsf (least frequent, weighted in the same way, with aging), lru, score"
+            " (Chameleon's), fair-share, none (idle adapters are not kept)"
         ),
     ] = "next-use"
     adapter_prefetch: Annotated[
         int,
         Meta(
-            ge=0, description="waiting requests whose adapters are copied to the device before their turn; needs a GPU's link"
+            ge=0,
+            description="number of waiting requests whose adapters are copied to the device before their turn; only where"
+            " copies run beside the steps",
         ),
     ] = 0
     adapter_foresight: Annotated[
         bool,
         Meta(
-            description="while nothing else is being copied, bring adapters to host memory and to the device that are likely to"
-            " be asked for soon"
+            description="load adapters that are likely to be requested soon to host memory and to the device, while nothing"
+            " else is being copied"
         ),
     ] = False
     merge: Annotated[
         Literal["off", "on"],
         Meta(
-            description="on: an adapter that most requests are for is merged into a copy of the weights, made beside the steps"
-            " in free KV memory; other requests wait meanwhile. Needs weights that are not quantized, and on a CPU"
-            " --device-memory shared"
+            description="on: merge the adapter of most requests into a copy of the weights, made between the steps in free KV"
+            " memory. Other requests pause while it is merged. Not with quantized weights; on a CPU only with --device-memory"
+            " shared"
         ),
     ] = "off"
     adapter_cache_dir: Annotated[
@@ -197,7 +206,7 @@ class ColdConfig(Config, frozen=True, kw_only=True):
             raise ConfigError(f"--assist-cores: {self.assist_cores}, this process may run on {', '.join(map(str, allowed))}")
         cores = named or allowed[-self.assist_processes :] if self.assist_processes else []
         if len(set(cores)) != self.assist_processes:
-            raise ConfigError(f"--assist-processes: {self.assist_processes} are to have a core each, of {len(set(cores))}")
+            raise ConfigError(f"--assist-processes: {self.assist_processes} processes need a core each of {len(set(cores))}")
         return tuple(cores)
 
 

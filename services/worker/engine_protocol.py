@@ -5,7 +5,7 @@
                 came to the device or left it, free memory
 
 An engine keeps its own queue, batches and memory; `policies.worker_core` decides what enters it. Every request that was added
-ends with one item that has `finish`, whatever happens. `tests/engines` holds every engine to it.
+ends with exactly one item that has `finish`, also after errors. `tests/engines` checks this for every engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What differs between engines."""
+    """Properties in which engines differ."""
 
     exact_resume: Literal["sampled", "greedy"]
     """Which resumed requests continue as the first worker would have: all of them, or greedy ones alone. Where adapters are
@@ -35,7 +35,7 @@ class Capabilities:
     KV caches have the same types."""
     logprobs: bool
     merged_adapters: bool
-    """Whether the weights of one adapter can be merged into the base's."""
+    """Whether the weights of one adapter can be merged into those of the base."""
     kv_types: frozenset[str]
     """Data types that the KV cache can have; "model" is the type of the weights."""
     preempts: Literal["worker", "engine"]
@@ -43,7 +43,7 @@ class Capabilities:
     kv_travels: bool = False
     """Whether KV blocks can be read and written between steps, for requests that move."""
     serves: frozenset[Capability] = frozenset()
-    """What it can do that not every engine can. The worker announces it; requests that need more go to others."""
+    """Optional capabilities. The worker announces them; requests that need others go to other workers."""
 
 
 class KvAccess(Protocol):
@@ -57,14 +57,14 @@ class KvAccess(Protocol):
         """Hold the blocks with these keys under a new name; how many of the first ones are here."""
 
     def read(self, name: str, first: int, count: int) -> asyncio.Future[np.ndarray | None]:
-        """A copy of blocks that are held, uint8; None when they cannot be had any more."""
+        """A copy of blocks that are held, uint8; None when they are no longer held."""
 
     def land(self, name: str, keys: Sequence[bytes], content: bytearray) -> asyncio.Future[bool]:
         """Write a move's next blocks, after those that `find` or an earlier call got. They stay until `drop`. Without
         free blocks nothing is written, and the answer is False."""
 
     def drop(self, name: str) -> None:
-        """Hold them no more."""
+        """Release the blocks of a name."""
 
 
 class EngineProtocol(Protocol):
@@ -76,10 +76,10 @@ class EngineProtocol(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this engine can do."""
+        """The properties of this engine."""
 
     async def start(self) -> None:
-        """Returns when it takes commands. Raises what makes it impossible."""
+        """Returns when the engine takes commands. Raises an error if it cannot start."""
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that `admission.check` has let in; none of this id is here, or it was told to end before. What the
@@ -99,7 +99,7 @@ class EngineProtocol(Protocol):
         """
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """These adapters, and no others, leave the device after all others."""
+        """Evict these adapters, and no others, after all other adapters."""
 
     def unload_adapter(self, digest: str) -> None:
         """Take an adapter off the device as soon as nothing uses it; a report tells when it is gone."""

@@ -5,8 +5,8 @@
 
 Rules:
 - the engine never waits for the network: a report is handed over when the loop *takes* it, not when it is sent.
-- it does wait for a loop that is `MAX_AHEAD` reports behind. Tokens are never dropped here; a loop that far behind has
-  no use for more of them, and the pause is counted (`motet_worker_engine_paused_seconds`).
+- the engine waits while the loop is `MAX_AHEAD` reports behind. Tokens are never dropped here, so the number of waiting reports
+  must be bounded. The pause is counted (`motet_worker_engine_paused_seconds`).
 - the loop never waits for the engine: commands only append.
 - while there is nothing to do the thread sleeps on the event; while all requests wait for an adapter's copy, with a timeout.
 - no exception ends the thread. A failed command is answered for its request; when a step fails as a whole, its
@@ -86,7 +86,7 @@ class EngineThread:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of Motet's own engine, as it was started."""
+        """The properties of Motet's own engine, with the options that it was started with."""
         return NATIVE if self._merges else replace(NATIVE, merged_adapters=False)
 
     @property
@@ -136,7 +136,7 @@ class EngineThread:
             await asyncio.to_thread(self._thread.join, STOP_S)
 
     def ask(self, question: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """What the engine answers between two steps."""
+        """Call `question(engine)` in the engine's thread between two steps; the future has its result."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def command(engine: Engine) -> None:
@@ -214,7 +214,7 @@ class EngineThread:
         self._report(engine, output, began)
 
     def _abort(self, engine: Engine, error: Exception) -> StepOutput:
-        """After an exception that left the engine in an unknown state: nothing in it may go on."""
+        """End all requests after an exception that left the engine in an unknown state."""
         try:
             output = engine.abort_all(MotetError(f"the engine failed: {error!r}"))
         except Exception:

@@ -1,4 +1,4 @@
-"""Token frames on their way to the gateways: one message per gateway per engine step, encoded on the loop.
+"""Sends token frames to the gateways: one message per gateway and engine step, encoded on the event loop.
 
 A frame that the bus cannot take (it was disconnected for longer than its buffer lasts) is dropped, so that memory stays bounded
 while the network is away. Its requests are cancelled at once. When the bus takes messages again, their gateways are told
@@ -20,7 +20,7 @@ from motet.shared.telemetry import logger
 
 log = logger("motet.worker.frames")
 MAX_LOST = 65_536
-OVERHEAD_BYTES = 4096  # what the protocol adds to a payload, generously
+OVERHEAD_BYTES = 4096  # upper bound of what the protocol adds to a payload
 
 
 class FrameSender:
@@ -32,7 +32,7 @@ class FrameSender:
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._lost: dict[tuple[str, str], StreamItem] = {}  # (gateway, request) -> the apology it is owed
+        self._lost: dict[tuple[str, str], StreamItem] = {}  # (gateway, request) -> the error that is still to be sent
         self._task = bus.spawn(self._run())
 
     def put(self, gateway_id: str, step: int, items: list[StreamItem]) -> None:

@@ -5,7 +5,7 @@
                                           └── writes them between steps, then starts the request, which finds them by key
 
 Whatever goes wrong, the request starts with the blocks that have arrived and computes the rest: at the latest after the time
-that computing all of it was predicted to take. Here is no state of a request beyond that wait.
+that computing all of it was predicted to take. This file keeps no state of a request beyond that wait.
 
 Blocks are copied in and out of the engine in pieces between two steps, and sent in smaller parts, so that neither a step nor a
 token frame on the same connection waits for long. Everything is bounded: moves, bytes per move, pieces in memory, time.
@@ -39,22 +39,22 @@ from motet.shared.telemetry import logger
 
 log = logger("motet.worker.kv")
 MOVES = 4
-"""Requests that come at a time, and requests that are held for others."""
+"""Largest number of requests that are fetched at a time, and of requests whose blocks are held for other workers."""
 MOST_BYTES = 256 << 20
-"""Of one request; the blocks beyond are computed."""
+"""Largest size of one request's blocks; further blocks are computed."""
 PIECE_BYTES = 4 << 20
 PART_BYTES = 256 << 10
 OVERHEAD_BYTES = 4096  # of a message beside its bytes
 WINDOW = 3
 READS = 64  # requests that are answered at a time
 OFFER_S = 2.0
-"""Blocks are held so long for a worker that does not ask for them."""
+"""Blocks are released after so long if the new worker does not ask for them."""
 READ_S = 30.0
-"""Blocks are held at most so long for a worker that reads them."""
+"""Blocks are held at most so long while the new worker reads them."""
 EARLY_S = 0.2
 """The new worker may ask before the gateway's Cancel has come."""
 PROBE_S = 30.0
-"""The link is measured so long after it was last measured."""
+"""Time between two measurements of the link."""
 TOKEN_BYTES = 4
 
 
@@ -76,7 +76,7 @@ class _Offer:
 
 
 class KvTravel:
-    """One worker's. `times` learns how fast the link is."""
+    """The KV transfers of one worker. `times` learns the speed of the link."""
 
     def __init__(self, bus: Bus, worker_id: str, kv: KvAccess, limits: WorkerLimits, times: StepTimes) -> None:
         self._bus, self._worker_id, self._kv, self._limits, self._times = bus, worker_id, kv, limits, times
@@ -109,7 +109,7 @@ class KvTravel:
         return prefill_ms(self._times.model, float(blocks * limits.block_size), float(rank)) / 1000.0
 
     def _blocks(self, tokens: int) -> int:
-        """How many blocks of a request with so many tokens may come: the full ones, without the last token."""
+        """How many blocks of a request with so many tokens may be fetched: the full ones, without the last token."""
         return min((tokens - 1) // self._limits.block_size, MOST_BYTES // self._block_bytes)
 
     async def fetch(self, offer: KvOffer, request: EngineRequest, adapter_digest: str) -> None:
@@ -145,11 +145,11 @@ class KvTravel:
             log.info("KV blocks fetched", extra=told | {"outcome": outcome or "whole", "reason": reason})
 
     def drop(self, offer: KvOffer) -> None:
-        """The request has been given to the engine, or has ended: what has arrived is held no more."""
+        """Release the blocks of a request that was given to the engine, or has ended."""
         self._kv.drop(offer.token)
 
     async def _bring(self, offer: KvOffer, keys: Sequence[bytes], within_s: float) -> tuple[int, asyncio.Future[bool] | None]:
-        """The bytes that came, and whether there was room for the last of them. Raises Ended, or what a request raises."""
+        """The bytes that arrived, and whether there was room for the last of them. Raises Ended, or the errors of a request."""
         name, size = offer.token, self._block_bytes
         ask = OpenKv(token=name, kv_format=self._limits.kv_format, keys=list(keys), within_s=within_s)
         here, opened = await asyncio.gather(self._kv.find(name, keys), self._ask(offer, ask, within_s))
@@ -198,7 +198,7 @@ class KvTravel:
     # ---- the old worker
 
     def offer(self, token: str, request_id: str, epoch: int) -> None:
-        """Hold the blocks of a request that leaves for whoever has the token, for `OFFER_S`."""
+        """Hold the blocks of a request that moves away for `OFFER_S`, for the worker that has the token."""
         if token in self._offers or len(self._offers) >= MOVES:
             return
         loop = asyncio.get_running_loop()
@@ -240,7 +240,7 @@ class KvTravel:
 
     async def _expect(self, token: str) -> _Offer:
         if len(self._expected) >= MOVES or token in self._expected:
-            raise Overloaded("too many KV blocks are asked for that nobody has offered")
+            raise Overloaded("too many requests for KV blocks that were not offered")
         expected = self._expected[token] = asyncio.get_running_loop().create_future()
         try:
             return await asyncio.wait_for(expected, EARLY_S)
@@ -274,7 +274,7 @@ class KvTravel:
         if offer.read and not offer.reading:
             self._withdraw(message.token)
         if piece is None:
-            raise NotFound("these KV blocks do not count any more")
+            raise NotFound("these KV blocks are no longer held")
         return KvPart(data=piece[start : start + message.size].tobytes())
 
     # ---- the link
@@ -285,7 +285,7 @@ class KvTravel:
         metrics.KV_BYTES_PER_S.set(self._times.link.bytes_per_s)
 
     async def _keep_measuring(self) -> None:
-        """By bytes that this worker asks itself for: they go through the broker, too."""
+        """Measure the link with bytes that this worker requests from itself, which also pass NATS."""
         while True:
             if now_s() - self._measured_s >= PROBE_S or not self._times.link.ms_per_mib:
                 try:

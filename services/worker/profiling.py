@@ -27,9 +27,9 @@ import numpy as np
 from motet.policies.cold_start import AssistRates
 from motet.policies.host_tier import Evict
 from motet.policies.step_record import Step
-from motet.policies.worker_events import Cancel
+from motet.policies.worker_events import CancelRequest
 from motet.services.worker.adapter_files import AdapterFiles
-from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.config import MIB, WorkerConfig
 from motet.services.worker.engine_thread import StepReport
 from motet.services.worker.service import WorkerService
@@ -58,6 +58,7 @@ DEEP_ROWS = 8  # fewest rows of a deep batch, which decodes until its contexts a
 DEEP_PROMPT, DEEP_DECODES = 32, 48
 DEEP_TIMES = 2  # each deep batch is measured twice
 ADAPTERS_PER_RANK = 8
+LONGEST_TIMES, LONGEST_S = 3, 30.0  # a slow worker's profile takes at most so many times as long as was asked for, or so long
 LINK_RANKS = (8, 64)  # ranks of the adapters whose transfers are timed
 LINK_ADAPTERS = 8  # of each of those ranks
 MOMENTS = (
@@ -88,8 +89,10 @@ class Measured:
 async def measure(
     config: WorkerConfig, model_dir: Path, *, seconds: float, progress: Callable[[float], None] = lambda share: None
 ) -> Measured:
-    """Profile the worker that `config` describes, for about `seconds` but at least until every batch was measured once.
+    """Profile the worker that `config` describes, for about `seconds`.
 
+    It goes on until every batch was measured once, but no longer than `LONGEST_TIMES` as long or `LONGEST_S`. What is left out then
+    is chosen by chance, because the batches are in random order.
     `config.bus.nats_url` is a NATS server with Motet's buckets and no other clients. `progress` is told the share that is done.
     Raises ConfigError for a pooling model, and what a step of the engine raises.
     """
@@ -103,15 +106,17 @@ async def measure(
         await profiler.publish()
         began_s = now_s()
         batches = profiler.batches()
-        moments = {len(batches) * (2 * i + 1) // (2 * MOMENTS): i for i in range(MOMENTS)}
-        for number, batch in enumerate(itertools.cycle(batches)):
-            if number >= len(batches) and now_s() - began_s >= seconds:
-                break
-            if number in moments:
-                await profiler.link_times(moments[number])
+        moments, number, done, longest_s = 0, 0, 0.0, max(LONGEST_TIMES * seconds, LONGEST_S)
+        while done < 1.0 or moments < MOMENTS:
+            took_s = now_s() - began_s
+            done = min(1.0, max(took_s / longest_s, min(number / len(batches), took_s / seconds)))
+            if done >= (2 * moments + 1) / (2 * MOMENTS):
+                await profiler.link_times(moments)
                 await profiler.hop_times()
-            await profiler.run(batch, tell=number >= len(batches) // 8)  # the first ones warm up
-            progress(min(1.0, number / len(batches), max((now_s() - began_s) / seconds, 0.0)))
+                moments += 1
+            await profiler.run(batches[number % len(batches)], tell=number >= len(batches) // 8)  # the first ones warm up
+            number += 1
+            progress(done)
         return profiler.measured
     finally:
         await worker.service.stop()
@@ -160,13 +165,13 @@ class _Observed:
     def end_all(self) -> None:
         """Cancel every request."""
         for entry in list(self.service.core):
-            self.service.shell.on(Cancel(*entry.key))
+            self.service.shell.on(CancelRequest(*entry.key))
 
     async def load_times(self, adapters: Sequence[AdapterRef], directory: str, source: Literal["store", "disk"]) -> list[float]:
         """Load the adapters into host memory, one after the other: milliseconds for each."""
         loads = _Loads()
         assert self.service.bus is not None, "the worker has started"
-        store = AdapterStore(self.service.bus, AdapterFiles(directory), loads, parse=self.service.assembly.parse_adapter)
+        store = AdapterLoader(self.service.bus, AdapterFiles(directory), loads, parse=self.service.assembly.parse_adapter)
         times: list[float] = []
         for adapter in adapters:
             began_s = now_s()

@@ -15,7 +15,7 @@ from motet.shared.errors import Unavailable
 
 
 class StateReporter:
-    """Call `touch` after changing `view`. Silent while NATS is away; the next snapshot tells everything."""
+    """Call `touch` after changing `view`. Sends nothing while NATS is away; the next snapshot contains everything."""
 
     def __init__(self, bus: Bus, view: WorkerView, times: StepTimes) -> None:
         self.view = view

@@ -5,9 +5,9 @@
        │                      └─ refused: draining, full, ...        └─ state deltas, metrics, step-time fit
        └─ answered at once, before any of the slow parts
 
-What becomes of a request is decided in `policies.worker_core` and carried out by `shell.py`; this file turns messages into
-events and keeps the process's life. Everything here runs on the event loop. torch is imported in the engine's thread, after
-what can be checked without it.
+`policies.worker_core` decides about each request and `shell.py` carries it out; this file turns messages into events and
+implements the process's life cycle. Everything here runs on the event loop. torch is imported in the engine's thread, after
+everything that can be checked without it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from motet.policies.host_tier import HostTier
 from motet.policies.kv_blocks import cache_scope
 from motet.policies.step_times import StepTimes
 from motet.policies.worker_core import WorkerCore
-from motet.policies.worker_events import Assign, Close, OwnerLost, Pinned, Registered, Stepped, Tick
-from motet.policies.worker_events import Cancel as CancelRequest
+from motet.policies.worker_events import Assign, CancelRequest, Close, OwnerLost, Pinned, Registered, Stepped, Tick
 from motet.services.worker import admission, metrics
 from motet.services.worker.adapter_files import AdapterFiles
-from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.catalog import Catalog
 from motet.services.worker.config import MIB, WorkerConfig
 from motet.services.worker.engine.request import CopyStats, EngineRequest, MergeStats, StepOutput
@@ -50,6 +49,7 @@ from motet.shared.bus import Bus
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
 from motet.shared.errors import Conflict, MotetError, Overloaded, Unavailable, WorkerLost
+from motet.shared.heap import uncollected
 from motet.shared.hub import resolve_model
 from motet.shared.leases import LeaseHolder, LeaseWatch
 from motet.shared.messages import (
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 log = logger("motet.worker")
 IMAGE_BYTES_MAX = 256 << 20  # of all requests here
-MAX_FAILURES = 3  # failing steps in a row before the worker gives its requests back and leaves
+MAX_FAILURES = 3  # failing steps in a row before the worker hands back its requests and ends
 STALLED_S = 60.0  # one step longer than this makes the worker not ready
 HAND_BACK_S = 3.0
 NOTIFY_S = 1.0
@@ -121,7 +121,8 @@ class WorkerService:
         # OpenMP threads spin at barriers unless told not to before torch is loaded. Beside a gateway, or anything else,
         # on the same cores a spinning thread waits for one that cannot run: steps were six to ten times longer.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from motet.services.worker.assemble import assemble
+        with uncollected():
+            from motet.services.worker.assemble import assemble
 
         made = assemble(self.config, self._model_dir, self._times, link_bytes_per_s=self._link_bytes_per_s)
         self.assembly = made
@@ -185,7 +186,7 @@ class WorkerService:
             foresight=Foresight() if config.adapters.adapter_foresight else None,
         )
         self.shell = Shell(self.core, self.engine, self.frames, self.reporter)
-        self.shell.store = AdapterStore(bus, files, self.shell, parse=self.assembly.parse_adapter)
+        self.shell.store = AdapterLoader(bus, files, self.shell, parse=self.assembly.parse_adapter)
         self._exit.callback(self.shell.store.close)
         if self.engine.kv is not None and limits.kv_format:
             self.shell.travel = KvTravel(bus, self.worker_id, self.engine.kv, limits, self._times)
@@ -230,12 +231,12 @@ class WorkerService:
         return self.bus.lost if self.bus is not None else ""
 
     async def drain(self) -> None:
-        """Refuse new requests at once, and wait for the ones that are here."""
+        """Refuse new requests at once, and wait until the present ones have ended."""
         await self._stop_taking()
         await self.shell.idle.wait()
 
     async def stop(self) -> None:
-        """Hand back what is left, then leave: frames first, the lease last."""
+        """Hand back the remaining requests, then stop: frames first, the lease last."""
         if self._started:
             await self._stop_taking()
             await self._hand_back(WorkerLost(f"worker {self.worker_id} is leaving"))
@@ -275,7 +276,7 @@ class WorkerService:
     # ---- requests
 
     async def _assign(self, request: GenerateRequest) -> Accepted:
-        """The `assign` endpoint. Raises what a Refused says."""
+        """The `assign` endpoint. Raises the error of a refusal."""
         try:
             if request.adapter is not None:
                 await self.catalog.check(request.adapter)
@@ -348,7 +349,7 @@ class WorkerService:
                 raise Overloaded(f"worker {self.worker_id} has no room for more images", retry_after_s=1.0)
 
     def _cache_scope(self, request: GenerateRequest) -> bytes:
-        """Prompts of an adapter never leave their tenant's cache; those of the base model do if that was asked for."""
+        """Tenants share cached prefixes only of the base model, and only with `--share-prefix-cache`."""
         shared = self.config.kv.share_prefix_cache and request.adapter is None
         return cache_scope(request.tenant, request.cache_salt, shared=shared)
 

@@ -28,14 +28,14 @@ from motet.policies.worker_events import (
     Loaded,
     LoadFailed,
     NotStarted,
-    Pin,
+    PinAdapters,
     Refuse,
     Start,
     Stop,
     TooLargeForHost,
 )
 from motet.services.worker import metrics
-from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.engine.request import EngineRequest
 from motet.services.worker.engine_protocol import EngineProtocol
 from motet.services.worker.frames import FrameSender
@@ -56,7 +56,7 @@ class Shell:
     """The core's hands. It decides for the adapter store (`adapters.Decider`); `store` is set before the first event, and
     `travel` where KV blocks can be fetched."""
 
-    store: AdapterStore
+    store: AdapterLoader
     travel: KvTravel | None = None
 
     def __init__(
@@ -103,7 +103,7 @@ class Shell:
                 self._answer(action)
             case CopyIn(digest, over):
                 self.engine.load_adapter(self.store.copy(digest), over)
-            case Pin(digests):
+            case PinAdapters(digests):
                 self.engine.pin_adapters(digests)
             case CopyOut(digest):
                 self.engine.unload_adapter(digest)
@@ -114,7 +114,7 @@ class Shell:
                 self._count_adapters()
 
     def _start(self, action: Start[EngineRequest]) -> MotetError | None:
-        """The error with which an assignment that is being answered is to be refused."""
+        """The error of a refused assignment, which is still to be answered."""
         entry, request = action.entry, action.entry.payload
         if entry.adapter is not None:
             request.adapter = self.store.copy(entry.adapter.digest)
@@ -159,7 +159,7 @@ class Shell:
         self.on(FileLost(digest))
 
     def spare_file(self) -> bool:
-        """Delete a file that can be spared; whether there was one."""
+        """Delete a file that is not in use; whether there was one."""
         files = len(self.core.host.files)
         self.on(DiskFull())
         return len(self.core.host.files) < files
@@ -170,7 +170,7 @@ class Shell:
 
 
 def _error_of(reason: object, answer: Answer[EngineRequest]) -> MotetError:
-    """What the request's owner is told."""
+    """The item with which a request's owner learns of an answer."""
     match reason:
         case MotetError():
             return reason

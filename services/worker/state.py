@@ -28,7 +28,7 @@ START_PERF = PerfModel(
 
 
 class WorkerView(View):
-    """The worker's view, and the messages made from it."""
+    """The worker's view, and the messages that are made of it."""
 
     def __init__(self, worker_id: str, incarnation: str, limits: WorkerLimits) -> None:
         super().__init__(limits)
@@ -37,7 +37,7 @@ class WorkerView(View):
         self._seq = 0
 
     def snapshot(self, perf: PerfModel, unix_ms: int, *, lists_disk: bool = True) -> WorkerSnapshot:
-        """Everything; pending changes are in it. Without `lists_disk` the next delta tells what came to the disk or left it."""
+        """The whole state, pending changes included. Without `lists_disk` the next delta has the changes on disk."""
         if lists_disk:
             self.told()
             adapters = list(self.adapters.values())
@@ -63,7 +63,7 @@ class WorkerView(View):
         )
 
     def delta(self, unix_ms: int) -> WorkerDelta:
-        """What changed since the last snapshot or delta."""
+        """The changes since the last snapshot or delta."""
         changes = self.take()
         self._seq += 1
         return WorkerDelta(

@@ -1,4 +1,4 @@
-"""What the Chameleon bench compares policies with: evictions that know the future, and a scheduler that foresees."""
+"""The bounds of the Chameleon bench: evictions that know the future, and a scheduler with foresight for all workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of cold starts gives the figures it promises, from engines that serve and from the twin."""
+"""The bench of cold starts gives all its figures, from live engines and from the twin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The microbenches of CPU assist measure what they say: every process answers, and every row comes back computed."""
+"""The microbenches of CPU assist compute what they time: every process answers, and every row comes back computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine bench's arithmetic, its request mix and its files; no measurement."""
+"""The files of the engine bench, and its figures over HTTP; no measurement."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import engine, engine_serve, models
-from bench.engine_parent import Lap as Batch
+from bench import engine_serve, models
 from bench.mesh_parts import Lap
 from motet.services.registry.peft import convert
 from motet.services.worker.engine.model_config import read_model_config
@@ -17,47 +16,10 @@ from motet.shared.base_shapes import read_shapes
 TINY = models.Shape(hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, vocabulary=64)
 
 
-def batches(*rates: float, first: int = 7) -> list[Batch]:
-    """Laps of one request with 10 tokens each at these rates."""
-    return [Batch(10 / rate, [[first] * 10]) for rate in rates]
-
-
-def test_the_mix_has_as_many_distinct_adapters_as_its_name_says() -> None:
-    mixes = {c.name: c.adapters for c in engine.CONFIGURATIONS}
-    assert {name: len(set(mix) - {-1}) for name, mix in mixes.items()} == {"base": 0, "one": 1, "16": 16, "32": 32, "b1": 0}
-    assert {name: len(mix) for name, mix in mixes.items()} == {"base": 32, "one": 32, "16": 32, "32": 32, "b1": 1}
-
-
 def test_every_rank_also_adapts_the_mlp_somewhere() -> None:
     whole = [i for i in range(models.ADAPTERS) if "down_proj" in models.adapter_modules(i)]
     assert {models.RANKS[i % len(models.RANKS)] for i in whole} == set(models.RANKS)
     assert len(whole) == 8
-
-
-def test_figures_are_ratios_of_median_rates() -> None:
-    ours = {"base": (100, 110, 900), "one": (99,), "16": (95,), "32": (88,), "b1": (20,)}
-    vllm = {"base": (55,), "one": (9,), "16": (9,), "32": (8,), "b1": (8,)}
-    measured = {("motet", name): batches(*rates) for name, rates in ours.items()}
-    measured |= {("vllm", name): batches(*rates) for name, rates in vllm.items() if name != "base"}
-    measured["vllm", "base"] = batches(55, 55, 55)
-    found = engine.figures(measured)
-    assert found["lora32_vs_own_base"] == pytest.approx(0.8)
-    assert found["lora_one_vs_own_base"] == pytest.approx(0.9)
-    assert found["lora32_vs_vllm"] == pytest.approx(11)
-    assert found["base_vs_vllm"] == pytest.approx(2)
-    assert found["base_b1_vs_vllm"] == pytest.approx(2.5)
-    assert "lora32_vs_peft" not in found
-
-
-def test_without_peers_their_figures_are_left_out() -> None:
-    found = engine.figures({("motet", c.name): batches(10) for c in engine.CONFIGURATIONS})
-    assert not [name for name in found if "vllm" in name or "peft" in name]
-    assert found["tokens_per_s"] == {"motet": {c.name: 10.0 for c in engine.CONFIGURATIONS}}
-
-
-def test_agreement_counts_requests_with_the_same_first_token() -> None:
-    ours, theirs = [Batch(1, [[1, 2], [3, 4]])], [Batch(1, [[1, 9], [5, 4]])]
-    assert engine.agreement(ours, theirs) == 0.5
 
 
 def test_serve_figures_compare_only_servers_that_were_measured() -> None:

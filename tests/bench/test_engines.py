@@ -1,4 +1,4 @@
-"""Promise: the engines bench says what it needs where it is missing; its arrivals are the same for both servers."""
+"""Promise: the engines bench names what it needs and does not find; its arrivals are the same for both servers."""
 
 from __future__ import annotations
 

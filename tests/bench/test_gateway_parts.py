@@ -1,4 +1,4 @@
-"""The gateway bench's shortcuts say what the protocol says."""
+"""The gateway bench's prepared messages equal those of the protocol."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_frames_put_together_from_bytes_are_frames() -> None:
             assert (item.epoch, item.index, item.tokens, item.finish) == (0, step, [step % VOCABULARY], finish)
 
 
-def test_the_benchs_tokenizer_says_the_words_that_the_rivals_events_hold(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_benchs_tokenizer_decodes_to_the_texts_of_the_rivals_events(tmp_path) -> None:  # type: ignore[no-untyped-def]
     write_model(tmp_path / "bench")
     tokenizer = Prompts(tmp_path / "bench").tokenizer
     assert tokenizer.decode([0, 1, 999]) == words()[0] + words()[1] + words()[999]

@@ -1,4 +1,4 @@
-"""`python -m bench gpu`: every stage runs dry; what crashes, hangs or runs out of time costs no other point its result."""
+"""`python -m bench gpu`: every stage runs dry; a point that crashes or hangs costs no other point's result."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def lines(path: Path) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("healthy", [True, False])
-def test_what_fails_crashes_or_hangs_leaves_why_and_the_next_one_goes_on(tmp_path: Path, healthy: bool) -> None:
+def test_a_point_that_fails_crashes_or_hangs_leaves_its_reason_and_the_next_one_runs(tmp_path: Path, healthy: bool) -> None:
     results = Results(tmp_path, 3)
     left = supervise(child(healthy=healthy), results, budget_s=60, log=tmp_path / "log")
     assert left == []
@@ -73,7 +73,7 @@ def test_what_fails_crashes_or_hangs_leaves_why_and_the_next_one_goes_on(tmp_pat
     assert "noise" in log and "Timeout" in log, "what children print, and the stack of what hangs"
 
 
-def test_a_later_run_goes_on_where_the_last_one_ended_and_tries_again_what_failed(tmp_path: Path) -> None:
+def test_a_later_run_continues_where_the_last_one_ended_and_repeats_failed_points(tmp_path: Path) -> None:
     earlier = Results(tmp_path, 3)
     for line in ({"point": "one", "figure": 7}, {"point": "rests"}, {"point": "fails", "error": "Traceback"}):
         earlier.add(line)

@@ -1,4 +1,4 @@
-"""The overload bench's client counts what a client sees."""
+"""The overload bench's client counts tokens and outcomes correctly."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ FIGURES = {
     "quantization": {"exact", "exact_int8", "exact_int4", "perplexity_ratio_int8", "perplexity_ratio_int4", "exact_kv_int8"},
     "rebalance": {"ttft_p99_gain", "lost", "changed", "kv_gain", "kv_changed"},
     "scheduler": {"decisions_per_s", "decision_p50_ms", "decision_p99_ms"},
-    "start": {"start_bf16_s", "start_int8_s", "start_int4_s", "start_int8_file_s", "start_int4_file_s", "parts_bf16_s"},
+    "start": {"start_bf16_s", "start_int8_s", "start_int4_s", "start_int8_file_s", "start_bf16_kept_s", "parts_bf16_s"},
     "twin_live": {"ttft_p50_error", "tpot_p50_error", "tpot_p99_error", "throughput_error", "decode_r2", "step_r2"},
     "twin_speed": {"gpu_hour_s", "cluster_10min_s", "rss_mib"},
     "worker_memory": {"ttft_p99_ondemand_vs_ours", "worst_stall_vs_median_itl"},

@@ -1,4 +1,4 @@
-"""The live side of the twin's bench: what was sent is served and timed, and the twin gets the very same requests."""
+"""The live side of the twin's bench: every request is served and timed, and the twin gets exactly the same requests."""
 
 from __future__ import annotations
 

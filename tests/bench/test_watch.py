@@ -1,4 +1,4 @@
-"""A bench stops repeating when its time is over, and says when the machine changed under it."""
+"""A bench stops repeating when its time is over, and reports when the machine's speed changed meanwhile."""
 
 from __future__ import annotations
 

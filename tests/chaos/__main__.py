@@ -1,4 +1,4 @@
-"""`make chaos`: the whole mesh under load while every kind of process is killed, frozen and cut off the broker.
+"""`make chaos`: the whole mesh under load while processes of every kind are killed, frozen and cut off from NATS.
 
     python -m tests.chaos                       everything, about ten minutes on two cores
     python -m tests.chaos --quick               four faults

@@ -1,4 +1,4 @@
-"""What is done to the mesh: one list per phase, in turn, and a seeded draw of the same faults at random."""
+"""The faults of a chaos run: one list per phase, in turn, and a seeded draw of the same faults at random."""
 
 from __future__ import annotations
 

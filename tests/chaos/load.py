@@ -1,7 +1,7 @@
 """The load of a chaos run: streams over HTTP and durable requests over NATS, whose answers are known beforehand.
 
-Each request is fixed to the last detail, so its answer is too. The quiet run writes the answers down; afterwards every
-answer is held against them, whatever happened meanwhile.
+Every detail of a request is fixed, so its answer is, too. A quiet run records the answers; afterwards every answer is compared
+with the recorded one.
 """
 
 from __future__ import annotations

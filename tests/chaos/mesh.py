@@ -1,9 +1,9 @@
-"""A whole mesh that can be hurt: every process killed or frozen, every line to the broker cut or silenced.
+"""A whole mesh with fault injection: every process can be killed or frozen, every connection to NATS cut or silenced.
 
     service ──> relay per service and broker node ──> nats-1 [, nats-2, nats-3]
 
-The brokers are the harness's own children; the services are a `motet.cli.stack.Stack` on them, restarted by its supervisor as
-under `motet up`.
+The NATS servers are children of the test process. The services are a `motet.cli.stack.Stack` on them, restarted by its
+supervisor as under `motet up`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""TCP relays between processes and their brokers, which can cut a line or go silent as a network does.
+"""TCP relays between processes and their NATS servers, which can cut a connection or go silent as a network does.
 
-They run in a process of their own. In the harness's process every byte between services would wait for the work of 200 clients,
-and a pause would contain that wait.
+They run in a separate process. In the test process every byte between services would wait for the work of 200 clients, and the
+measured pauses would include that wait.
 
     harness ──"cut 3", one line per command──► relay process ──answers to "open" and "ports"──► harness
 """

@@ -1,4 +1,4 @@
-"""One phase of a chaos run: a mesh, a quiet run for the right answers, then the same questions while faults happen."""
+"""One phase of a chaos run: a mesh, a quiet run for the right answers, then the same requests while faults happen."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""`make soak`: a mesh under load for half an hour while adapters come and go; no service may grow.
+"""`make soak`: a mesh under load for half an hour while adapters are added and removed; no service may grow.
 
     python -m tests.chaos.soak                  30 minutes
     python -m tests.chaos.soak --minutes 5
 
-Looks at every service every few seconds: resident memory, file descriptors, threads, tasks, subscriptions. A line every minute
-says how it goes, and a wrong answer is printed at once. The first fifth is
-warm-up. What counts is the least of the last third against the least of the third after the warm-up: load goes up and down, a
-leak only up. Memory may grow by 5%. Load also moves between the copies of a service, so what a request holds is added up over
-them. Prints a table and, as its last line, one line of JSON. Exit status 1 when something grew
-or an answer was wrong.
+Every few seconds it reads resident memory, file descriptors, threads, tasks and subscriptions of every service. It prints a
+line every minute, and a wrong answer at once. The first fifth of the time is warm-up. Growth is the smallest value of the last
+third over the smallest value of the third after the warm-up, because load goes up and down and a leak only up. Memory may grow
+by 5%. Load also moves between the copies of a service, so counts that depend on requests are added up over the copies. At the
+end it prints a table and one line of JSON. Exit status 1 when something grew or an answer was wrong.
 """
 
 from __future__ import annotations

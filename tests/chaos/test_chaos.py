@@ -1,4 +1,4 @@
-"""The short version of `make chaos`: deaths under load, and every answer is the one of the quiet run."""
+"""The short version of `make chaos`: processes die under load, and every answer equals that of the quiet run."""
 
 from __future__ import annotations
 

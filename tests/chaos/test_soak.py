@@ -1,4 +1,4 @@
-"""What the soak calls growth. Promise: load that moves between copies is none, a leak is one."""
+"""The soak's definition of growth. Promise: load that moves between copies is no growth, a leak is."""
 
 from __future__ import annotations
 

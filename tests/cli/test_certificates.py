@@ -1,4 +1,4 @@
-"""Promise: whoever has ca.crt trusts what `motet nats-config --tls` makes; where TLS is asked for nothing goes without it."""
+"""Promise: clients with ca.crt trust the certificates of `motet nats-config --tls`; required TLS is always used."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_a_server_of_another_authority_is_not_trusted(tls_server: NatsServ
             await Bus.connect(as_registry(tls_server, tmp_path, **tls), "r", inbox="registry")
 
 
-async def test_a_server_that_offers_no_tls_hears_nothing(tmp_path: Path, made: Path) -> None:
+async def test_nothing_is_sent_to_a_server_without_tls(tmp_path: Path, made: Path) -> None:
     heard = bytearray()
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Subject permissions, proved on a real server: everybody can do their own work and nobody anybody else's."""
+"""Subject permissions on a real server: every user can do its own work and nothing else."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ async def test_refused(server: NatsServer, user: str, verb: str, subject: str) -
     assert len(await refusals(server, user, verb, subject)) == 1
 
 
-async def test_nobody_gets_in_without_a_password(server: NatsServer) -> None:
+async def test_no_user_connects_without_a_password(server: NatsServer) -> None:
     with pytest.raises(nats.errors.Error):
         await nats.connect(server.url, allow_reconnect=False)
     with pytest.raises(nats.errors.Error):
@@ -318,7 +318,7 @@ def test_a_server_elsewhere_accepts_the_written_configuration(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("tenant", ["a.b", "*", ">", "", "x y"])
-def test_a_tenant_name_must_be_one_word_of_a_subject(tenant: str) -> None:
+def test_a_tenant_name_must_be_one_token_of_a_subject(tenant: str) -> None:
     with pytest.raises(ValueError, match="tenant"):
         credentials.grants([tenant])
 

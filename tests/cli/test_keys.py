@@ -1,4 +1,4 @@
-"""`motet keys`: a printed key can be used, and a key file can be read by its owner alone."""
+"""`motet keys`: a printed key can be used, and only its owner can read a key file."""
 
 from __future__ import annotations
 

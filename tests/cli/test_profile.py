@@ -1,4 +1,4 @@
-"""`motet profile` measures an engine and writes what a worker and the twin can start from."""
+"""`motet profile` measures an engine and writes a profile that a worker and the twin can use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`motet simulate`: what it prints and writes, and how it refuses."""
+"""`motet simulate`: its output, its files, and its errors."""
 
 from __future__ import annotations
 
@@ -144,6 +144,6 @@ def test_a_wrong_option_is_refused_by_name(words: tuple[str, str]) -> None:
         (("--rate", "0.001", "--duration-s", "1"), "no requests"),
     ],
 )
-def test_what_cannot_be_simulated_is_said(words: tuple[str, ...], message: str) -> None:
+def test_a_run_that_cannot_be_simulated_is_refused_with_the_reason(words: tuple[str, ...], message: str) -> None:
     result = simulate(*words)
     assert result.exit_code == 1 and message in result.output

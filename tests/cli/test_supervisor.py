@@ -1,4 +1,4 @@
-"""The supervisor, with real processes that only pretend to be services."""
+"""The supervisor, with real processes in the place of services."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_the_pause_doubles_while_a_child_keeps_dying(stage: Stage, monkeyp
     assert restarts() == [" again in 0.05 s", " again in 0.1 s", " again in 0.2 s"]
 
 
-async def test_a_child_that_never_becomes_ready_ends_the_start_with_its_last_words(
+async def test_a_child_that_never_becomes_ready_ends_the_start_with_its_last_log_lines(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.05)

@@ -1,4 +1,4 @@
-"""Promise: `motet up` takes flags first, then variables, and hands services nothing that it was not given."""
+"""Promise: `motet up` takes flags first, then variables, and passes to services only what it was given."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from motet.cli.options import config_of
 from motet.cli.stack import Stack, StackOptions
 from motet.cli.up import stack_options, up
 from motet.examples.demo import BASE, DEMO
-from motet.shared.config import ConfigError
+from motet.shared.config import ConfigError, fields, load
 from motet.shared.sockets import bound_socket
+from tests.support_options import SERVICES, value_of, values
 
 
 def options(*words: str, **environ: str) -> StackOptions:
@@ -98,3 +100,23 @@ def test_a_gateway_gets_only_the_keys_and_certificates_that_were_given(tmp_path:
     assert not {"--api-keys-file", "--tls-cert-file", "--tls-key-file"} & set(plain)
     given = command(options("--demo", "--api-keys-file", "keys"), tmp_path, "gateway-1")
     assert given[given.index("--api-keys-file") + 1] == "keys"
+
+
+DECIDED = {"listen_fd", "ops_port", "port", "adapter_cache_dir"}
+"""What `motet up` decides for each process, as docs/configuration.md says; `port` is that of a gateway's own listener."""
+CHANGED = {"gateway": {"drain_s"}, "registry": {"adapter_roots"}}
+"""Streams of a gateway that is replaced run on; the directory of adapters is also one of the roots."""
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_the_variable_of_every_option_works_for_the_services_of_motet_up(kind: str, tmp_path: Path) -> None:
+    every = fields(config_of(kind))
+    paths = {"model": str(DEMO / "model"), "adapters_dir": str(tmp_path), "adapter_roots": str(tmp_path)}
+    environ = {option.variable: paths.get(option.name) or values(option)[1] for option in every}
+    given = options(**{"MOTET_MODEL": paths["model"], "MOTET_NATS_URL": "nats://bus:4222"} | environ)
+    _, _, _, _, *words = command(given, tmp_path, kind if kind in ("registry", "predictor") else f"{kind}-1")
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    flags = {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+    config = load(config_of(kind), flags, environ)
+    without_effect = {option.name for option in every if value_of(config, option) != option.read(environ[option.variable])}
+    assert without_effect <= (DECIDED | CHANGED.get(kind, set())) & flags.keys()

@@ -1,8 +1,8 @@
 """`make compose-test`: the Compose stack on a real container engine, from its images to its alerts, as a table.
 
-Builds the images, starts the stack under a project name and ports of its own, asks it through openai-python and both NATS
-publishers, kills its containers' processes under streams, takes it down and up again, and removes it. Installs nothing: what
-is missing is named, with the way to get it. The last line is one line of JSON; exit status 1 when a promise was broken.
+Builds the images, starts the stack under its own project name and ports, sends requests through openai-python and both NATS
+publishers, kills its containers' processes under streams, takes it down and up again, and removes it. Installs nothing: missing
+programs are named, with the way to get them. The last line is one line of JSON; exit status 1 when a promise was broken.
 """
 
 from __future__ import annotations

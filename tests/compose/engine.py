@@ -1,4 +1,4 @@
-"""A Compose project of its own for the proof: its images, its containers, and how to hurt them."""
+"""A Compose project for the test: its images, its containers, and faults in them."""
 
 from __future__ import annotations
 

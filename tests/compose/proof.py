@@ -1,4 +1,4 @@
-"""The steps of `make compose-test`, in order; each keeps one promise and says what it saw."""
+"""The steps of `make compose-test`, in order; each checks one promise and reports what it saw."""
 
 from __future__ import annotations
 

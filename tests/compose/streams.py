@@ -1,4 +1,4 @@
-"""Concurrent SSE streams with known answers: what arrives, when, and how it ends."""
+"""Concurrent SSE streams with known answers: their tokens, the times of these, and their ends."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def test_every_service_stops_cleanly_when_told_to(tmp_path: Path) -> None:
     )
 
 
-def test_secrets_come_by_file_and_nobody_runs_as_root() -> None:
+def test_secrets_come_by_file_and_no_service_runs_as_root() -> None:
     spec = load()
     dockerfile = (COMPOSE / "Dockerfile").read_text()
     users: dict[str, list[str]] = {}  # by stage; a stage goes on as its parent's user

@@ -1,4 +1,4 @@
-"""Promise: the documentation that can be checked is true."""
+"""Promise: links, paths, tables and generated pages of the documentation are right."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_engines_page_says_what_the_engines_declare() -> None:
         assert said["who gives way when KV memory is short"].startswith("the worker" if engine.preempts == "worker" else "vLLM")
 
 
-def test_the_flags_of_the_migration_page_are_ours() -> None:
+def test_the_flags_of_the_migration_page_are_options_of_motet() -> None:
     ours = {f"--{one.name.replace('_', '-')}" for config in (WorkerConfig, GatewayConfig) for one in fields(config)}
     ours |= {option for parameter in up.params for option in parameter.opts}
     rows = table(MIGRATION, "## Flags")

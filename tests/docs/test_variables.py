@@ -1,4 +1,4 @@
-"""Promise: every `MOTET_*` variable that something reads is an option of a service, or stands in the table of the others."""
+"""Promise: every `MOTET_*` variable that is read is an option of a service or is in the table of other variables."""
 
 from __future__ import annotations
 

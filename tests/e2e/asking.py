@@ -1,4 +1,4 @@
-"""How the end-to-end tests talk to a stack."""
+"""Clients of the end-to-end tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever dies, the stack heals, and a stream that was under way goes on as if nothing had happened."""
+"""Promise: after the death of any process the stack recovers, and running streams continue with the same tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import eventually
 SEEDS = range(6)
 
 
-async def test_streams_go_on_when_their_worker_is_killed(stack: LiveStack, client: Client) -> None:
+async def test_streams_continue_when_their_worker_is_killed(stack: LiveStack, client: Client) -> None:
     calm = await asyncio.gather(*(generate(client, seed) for seed in SEEDS))
     assert all(result["tokens"] == 300 for result in calm)
     resumed_before = await resumed(client)

@@ -1,4 +1,4 @@
-"""`motet restart` replaces every process of a stack under load, and nobody gets an error."""
+"""`motet restart` replaces every process of a stack under load, and no client gets an error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Promise: prompts, answers and keys stay out of everything that is written down for operators.
+"""Promise: logs, metrics and files of a mesh contain no prompts, answers or keys.
 
-A mesh with keys and with the most talkative logs is asked well and badly, over HTTP and over NATS; then its files are read.
+A mesh with keys and with log level debug gets valid and invalid requests over HTTP and NATS; then its files are read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ async def publish_well_and_badly(facts: StackFacts) -> None:
     await client.close()
 
 
-async def test_no_log_and_no_file_tells_a_prompt_an_answer_or_a_key(guarded: LiveStack) -> None:
+async def test_no_log_and_no_file_contains_a_prompt_an_answer_or_a_key(guarded: LiveStack) -> None:
     facts = guarded.facts()
     async with Client(facts.urls[0], api_key=KEY) as client:
         made = await client.call("POST", "/v1/keys", json={"tenant": TENANT, "name": "the test"})

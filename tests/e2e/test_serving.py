@@ -1,4 +1,4 @@
-"""Real tokens through the whole mesh: right answers by the right adapter, whoever else is being served."""
+"""Real tokens through the whole mesh: right answers by the right adapter, whatever else is being served."""
 
 from __future__ import annotations
 

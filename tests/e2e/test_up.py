@@ -1,4 +1,4 @@
-"""`motet up` as a user lives with it: quick to the first token, drained by Ctrl-C, alone in its directory, no orphans."""
+"""`motet up` for a user: a quick first token, a drain on Ctrl-C, one stack per directory, no orphans."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_no_orphans_when_the_supervisor_is_killed(own: LiveStack) -> None:
     await eventually(lambda: not any(map(alive, pids)))
 
 
-async def test_a_stack_of_several_copies_on_somebody_elses_nats(tmp_path: Path) -> None:
+async def test_a_stack_with_several_copies_on_an_external_nats(tmp_path: Path) -> None:
     server = NatsServer(tmp_path / "bus", config_text=credentials.authorization(tmp_path / "credentials"))
     url = await server.start()
     live = LiveStack(

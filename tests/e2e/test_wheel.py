@@ -1,4 +1,4 @@
-"""Motet installed from its wheel: one import root, everything it needs inside, and the demo runs from any folder."""
+"""Motet installed from its wheel: one import root, all files included, and the demo runs from any folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mesh on vLLM for tests: its stack, how it is asked, and faults in the middle of streams."""
+"""A mesh on vLLM for tests: its stack, its clients, and faults in the middle of streams."""
 
 from __future__ import annotations
 

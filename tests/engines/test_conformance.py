@@ -1,4 +1,4 @@
-"""Promise: a worker can have any of these engines, and nobody outside of it notices beyond what the engine declares."""
+"""Promise: every engine behaves alike outside of the worker, except for what it declares."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_adapters_change_what_is_said_and_their_residency_is_reported(driv
     assert 0 < len(driven.on_device()) <= 2, "as many as there are slots"
 
 
-async def test_requests_of_the_base_and_of_more_adapters_than_slots_say_what_they_say_alone(driven: Driven) -> None:
+async def test_requests_of_the_base_and_of_more_adapters_than_slots_get_the_answers_they_get_alone(driven: Driven) -> None:
     """vLLM pauses one for another meanwhile."""
     adapters = [None, *driven.adapters[:4]]
     for number, adapter in enumerate(adapters):

@@ -1,4 +1,4 @@
-"""Promise: vLLM under a worker reads the images of prompts as transformers does, with adapters, and goes on after a death."""
+"""Promise: vLLM under a worker reads the images of prompts as transformers does, with adapters, and continues after a death."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def test_the_model_sees_the_image(seeing: Driven, seeing_model: Path) -> N
     assert (await seeing.ended(asks(seeing_model, "one-2"))).finish == "length"  # on white, which transformers does not add
 
 
-async def test_the_prefix_cache_tells_images_apart(seeing: Driven, seeing_model: Path) -> None:
+async def test_the_prefix_cache_distinguishes_images(seeing: Driven, seeing_model: Path) -> None:
     long = "user: " + "a b c d " * 10 + "<image> and?\nassistant: "
     for turn in range(2):
         for seed in (4, 5):
@@ -126,7 +126,7 @@ async def test_the_prefix_cache_tells_images_apart(seeing: Driven, seeing_model:
             assert await seeing.tokens(one) == expected(seeing_model, picture(seed), prompt=long)[0]
 
 
-async def test_a_resumed_request_goes_on_as_it_would_have(seeing: Driven, seeing_model: Path) -> None:
+async def test_a_resumed_request_continues_as_it_would_have(seeing: Driven, seeing_model: Path) -> None:
     seeing.engine.add(whole := asks(seeing_model, "whole", picture(1)))
     tokens = await seeing.tokens(whole)
     resumed = asks(seeing_model, "resumed", picture(1), output=tokens[:9], epoch=1)

@@ -58,7 +58,7 @@ async def test_a_stream_gets_several_tokens_at_once_and_counts_them_all(client: 
     assert max(sizes) > 1
 
 
-async def test_streams_go_on_as_they_would_have_when_the_core_is_killed(stack: LiveStack, client: Client) -> None:
+async def test_streams_continue_as_they_would_have_when_the_core_is_killed(stack: LiveStack, client: Client) -> None:
     async def kill() -> None:
         [core] = core_of(stack.pid("worker-1"))
         os.kill(core, signal.SIGKILL)

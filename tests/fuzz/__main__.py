@@ -1,10 +1,10 @@
-"""`make fuzz`: everything that reads from outside is given what nobody should send, and the mesh serves on.
+"""`make fuzz`: malformed input on every interface, while the mesh keeps serving.
 
     python -m tests.fuzz                     every part, eight to ten minutes on two cores
     python -m tests.fuzz --only owner,bus    some of them
     python -m tests.fuzz --seed 7            other cases
 
-Prints a table and, as its last line, one line of JSON. Exit status 1 when a promise was broken; what broke it is said above.
+Prints a table and, as its last line, one line of JSON. Exit status 1 when a promise was broken, with the reason above.
 """
 
 from __future__ import annotations

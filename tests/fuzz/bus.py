@@ -1,12 +1,11 @@
-"""Nonsense on every subject of the bus, sent as every user. What a user may not say is refused by the broker, and what it may
-say does no harm that lasts.
+"""Invalid messages on every subject of the bus, as every user. NATS refuses what a user may not send, and everything else does
+no lasting harm.
 
     users     the services and one publisher per tenant; not the operator, who may remove everything
-    subjects  all that anybody may publish to, with ids that exist and ids that do not in place of wildcards
-    messages  random bytes, messages with odd values, the same with bytes changed, deep nesting, several MB, headers of ours
+    subjects  all that any user may publish to, with existing and unknown ids in place of wildcards
+    messages  random bytes, messages with odd values, the same with bytes changed, deep nesting, several MB, Motet's headers
 
-Left out are the words with which a service ends, empties or removes something as it should: `Drain`, and JetStream's PURGE and
-DELETE.
+Messages that properly end, empty or remove something are left out: `Drain`, and JetStream's PURGE and DELETE.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Clients that connect and say nothing, or speak a byte at a time: they cost little memory and a bounded time.
+"""Clients that connect and send nothing, or a byte at a time: they cost little memory and a bounded time.
 
     idle            connected, silent                 closed after `HEAD_S`
     half a head     a header line, then a byte a second    the same: the clock runs from the first byte
     half a body     a head, then a byte a second      closed after `BODY_S`
 
-While they are there the mesh answers as before.
+Meanwhile the mesh answers other clients as usual.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stack that is attacked: `motet up` with the demo model, how it answered before, and whether it still does."""
+"""The stack under attack: `motet up` with the demo model, its answers before, and whether they are the same afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every message survives the wire, and bytes that are no message are refused as such, whatever they are."""
+"""Every message is read as it was written, and bytes that are no message are refused."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from motet.services.gateway import owner as owner_module
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.owner import LOSSES_MAX, Owner
-from motet.services.gateway.stream import Delta, Job
+from motet.services.gateway.stream import Job, TextDelta
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.errors import DeadlineExceeded, ErrorInfo, MotetError, Overloaded, Unavailable, WorkerLost
@@ -97,7 +97,7 @@ class Shown:
     finish: FinishReason | None = None
     error: str = ""
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: TextDelta) -> None:
         assert self.finish is None, "something came after the end"
         self.text += delta.text
         self.tokens += delta.tokens

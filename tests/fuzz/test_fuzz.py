@@ -1,4 +1,4 @@
-"""The short version of `make fuzz`: what nobody should send changes no answer and ends no service."""
+"""The short version of `make fuzz`: malformed input changes no answer and ends no service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random values of our message types, and bytes that are almost one: what a fuzzer of the bus sends."""
+"""Random values of message types, and bytes that are almost a message, for the fuzzer of the bus."""
 
 from __future__ import annotations
 

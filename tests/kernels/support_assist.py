@@ -1,4 +1,4 @@
-"""A small random decoder over the compiled kernels, twice: adapters whole on the device, and adapters on their way."""
+"""A small random decoder on the compiled kernels, twice: with adapters on the device, and with adapters being copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps with adapters on their way to the device: the numbers of a step with all there, wherever each row is computed."""
+"""Steps beside adapter copies: the same numbers as with all adapters on the device, wherever each row is computed."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_process_that_stops_answering_changes_nothing_but_its_channel(world: S
     assert good.state == "alive"
 
 
-def test_a_channel_that_its_watcher_gives_up_lets_the_step_go_on_at_once(world: SimpleNamespace) -> None:
+def test_a_channel_that_its_watcher_gives_up_lets_the_step_continue_at_once(world: SimpleNamespace) -> None:
     lonely = Channel(world.engine, world.cold.pool, max_rows=64)  # nobody serves it
     watcher = threading.Timer(0.1, lonely.fail, ["died"])
 

@@ -1,4 +1,4 @@
-"""Promise: compiled kernels are built once, by anybody, for everybody on the machine, and a broken file says what is broken."""
+"""Promise: compiled kernels are built once for all users of a machine, and a broken source file gives a readable error."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_damaged_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         CpuEngine(isa="portable")
 
 
-def test_kernels_are_built_where_nothing_of_ours_is_installed(tmp_path: Path) -> None:
+def test_kernels_are_built_where_no_package_of_motet_is_installed(tmp_path: Path) -> None:
     environment = {"PATH": stub_compiler(tmp_path / "bin", "13"), "MOTET_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-I", str(SOURCE), "--all"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

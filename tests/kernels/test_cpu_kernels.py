@@ -278,6 +278,46 @@ def test_a_row_of_an_adapter_is_the_same_bits_for_any_number_of_its_rows(
         assert torch.equal(some[::2], everything[20 : 20 + 2 * rows : 2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_of_many_adapters_adds_to_each_row_what_its_own_adapter_adds_alone(
+    engine: CpuEngine, dtype: torch.dtype
+) -> None:
+    draw, adapters = np.random.default_rng(8), 40
+    torch.manual_seed(8)
+    fans = [(96, 200), (96, 72), (96, 72), (200, 96), (96, 130), (96, 130), (130, 96)]
+    shapes = dict(zip(MODULES, fans, strict=True))
+    pool = LoraPool(shapes, layers=1, slots=adapters, max_rank=64, bytes_total=16 << 20, dtype=dtype)
+    loaded = []
+    for slot in range(adapters):
+        pairs = {}
+        for module, (fan_in, fan_out) in shapes.items():
+            if draw.random() < 0.8:
+                rank = int(draw.choice([1, 8, 12, 16, 40, 64]))
+                a, b = torch.randn(rank, fan_in).to(dtype), torch.randn(fan_out, rank).to(dtype)
+                pairs[0, module] = float(draw.random()), a, b
+        pool.load(slot, PackedLora.pack(pairs, shapes, layers=1))
+        loaded.append(pairs)
+    slots = torch.from_numpy(draw.permutation(np.arange(-1, adapters).repeat(2))[:70].astype(np.int32))
+    for number, group in enumerate(GROUP_NAMES):
+        modules = GROUPS[group]
+        x = torch.randn(len(slots), shapes[modules[0]][0])
+        before = torch.randn(len(slots), sum(shapes[module][1] for module in modules))
+        together, want = before.clone(), before.double()
+        engine.lora(together, x, pool, 0, number, slots)
+        xs = as_activation(engine, x, dtype)
+        for row, slot in enumerate(slots.tolist()):
+            column = 0
+            for module in modules:
+                if slot >= 0 and (0, module) in loaded[slot]:
+                    scale, a, b = loaded[slot][0, module]
+                    want[row, column : column + len(b)] += scale * (b.double() @ (a.double() @ xs[row]))
+                column += shapes[module][1]
+            alone = before[row : row + 1].clone()
+            engine.lora(alone, x[row : row + 1].clone(), pool, 0, number, slots[row : row + 1].clone())
+            assert torch.equal(alone[0], together[row])
+        close(together, want, tolerance=2**-8 if multiplies_bf16(engine, dtype) else 1e-5)
+
+
 def paged(draw: np.random.Generator, counts: list[int], contexts: list[int], block_size: int, blocks: int) -> SimpleNamespace:
     """A step of sequences with `counts` rows at the end of `contexts` tokens, blocks scattered."""
     free = draw.permutation(blocks).tolist()
@@ -342,6 +382,30 @@ def test_attention_is_softmax_over_what_a_row_may_see(engine: CpuEngine, dtype: 
     close(out, want.flatten(1))
     one = attention(engine, one_of(step, 3, counts), qkv[11:81].clone(), cache.data, heads, window)
     assert torch.equal(one, out[11:81]), "others in the batch make no difference"
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_attends_to_the_same_bits_alone_in_a_batch_and_in_a_chunk(
+    engine: CpuEngine, dtype: torch.dtype, case: tuple[int, ...]
+) -> None:
+    heads, kv_heads, head_dim, block_size, window = case
+    torch.manual_seed(sum(case))
+    counts, contexts = [40, *[1] * 11], [int(c) for c in np.random.default_rng(sum(case)).integers(40, 120, 12)]
+    blocks = sum(-(-c // block_size) for c in contexts)
+    step = paged(np.random.default_rng(1), counts, contexts, block_size, blocks)
+    cache = Layer(blocks=blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    for slots in step.all_slots:
+        cache.put(torch.tensor(slots), torch.randn(len(slots), 2, kv_heads, head_dim))
+    qkv = torch.randn(sum(counts), heads + 2 * kv_heads, head_dim)
+    together = attention(engine, step, qkv, cache.data, heads, window)
+    for i in range(1, len(counts)):
+        row = int(step.seq_starts[i])
+        alone = attention(engine, one_of(step, i, counts), qkv[row : row + 1].clone(), cache.data, heads, window)
+        assert torch.equal(alone[0], together[row])
+    end = one_of(step, 0, counts)
+    end.seq_starts, end.kv_slots = np.array([0, 1], dtype=np.int32), end.kv_slots[-1:].copy()
+    assert torch.equal(attention(engine, end, qkv[39:40].clone(), cache.data, heads, window)[0], together[39])
 
 
 @pytest.mark.parametrize("seed", range(12))

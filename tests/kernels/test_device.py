@@ -1,4 +1,4 @@
-"""Streams that write and wait for words in host memory: as NVIDIA's header declares them, and a step ordered by them."""
+"""Streams that write and wait for numbers in host memory: calls as in NVIDIA's header, and a step ordered by them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Memory:
         return self.address + 4 * index
 
 
-def test_words_are_written_and_waited_for_where_the_device_has_them(driver: Path) -> None:
+def test_streams_write_and_wait_for_words_at_their_device_addresses(driver: Path) -> None:
     operations, memory = MemoryOperations(str(driver)), Memory()
     operations.register(memory.address, mmap.PAGESIZE)
     operations.write(STREAM, memory.word(3), 7)
@@ -123,7 +123,7 @@ def test_words_are_written_and_waited_for_where_the_device_has_them(driver: Path
         operations.write(STREAM, memory.word(3), 8)
 
 
-def test_what_the_driver_refuses_is_an_error_with_its_words(driver: Path) -> None:
+def test_what_the_driver_refuses_is_an_error_with_its_text(driver: Path) -> None:
     operations, memory = MemoryOperations(str(driver)), Memory()
     with pytest.raises(DriverError, match="cuMemHostRegister: invalid argument"):
         operations.register(memory.word(1), 64)
@@ -289,7 +289,7 @@ def test_more_rows_than_processes_have_room_for_wait_instead(world: World) -> No
         assert step.finish() and world.assist.counts.by_processes == 0
 
 
-def test_who_ends_a_process_lets_the_device_go_on_and_the_step_says_so(world: World) -> None:
+def test_ending_a_process_lets_the_device_continue_and_the_step_reports_it(world: World) -> None:
     world.leave(1)
     step = world.assist.begin(ROWS, world.helpers([1]))  # nobody serves
     x = torch.zeros(len(ROWS), SHAPES["q_proj"][0], dtype=world.pool.arena.dtype)
@@ -375,7 +375,7 @@ class Timeline:
         raise AssertionError("the thread that enqueues a step looks for its end")
 
 
-def test_the_thread_that_enqueues_a_step_waits_for_nobody(engine: CpuEngine) -> None:
+def test_the_thread_that_enqueues_a_step_never_waits(engine: CpuEngine) -> None:
     told: list[tuple[Any, ...]] = []
     here = host_streams(engine)
     steps, copies, assist = (Timeline(name, told) for name in ("steps", "copies", "assist"))
@@ -420,7 +420,7 @@ def test_registered_memory_is_let_go_with_its_channel(driver: Path, engine: CpuE
     assert not operations._spans
 
 
-def test_no_word_is_left_between_host_and_device(engine: CpuEngine) -> None:
+def test_every_word_of_a_channel_has_an_aligned_address_of_its_own(engine: CpuEngine) -> None:
     """A channel's words lie in its memory, each where a 32-bit access does not tear."""
     pool = LoraPool(SHAPES, layers=LAYERS, slots=1, max_rank=8, bytes_total=1 << 20, dtype=torch.float32)
     channel = Channel(engine, pool, max_rows=4)

@@ -1,4 +1,4 @@
-"""Promise: a region that shrinks gives its memory back to the system, and what stays in it is not changed."""
+"""Promise: a region that shrinks gives its memory back to the system, and the content of the rest is not changed."""
 
 from __future__ import annotations
 

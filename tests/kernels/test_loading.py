@@ -1,6 +1,6 @@
-"""Adapters copied into the pool beside the steps: the same bytes, layer by layer, at the link's pace, whatever comes.
+"""Promise: adapters copied into the pool beside the steps arrive unchanged, layer by layer, at the link's rate.
 
-Promised by both loaders: the compiled one, and the one of devices, whose streams are the calling thread here.
+It holds for both loaders: the compiled one, and the one of devices, whose streams are the calling thread here.
 """
 
 from __future__ import annotations

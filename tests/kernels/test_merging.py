@@ -1,4 +1,4 @@
-"""Promise: a merged copy of packed weights is W + scale B A of the pristine weights, rounded once, on every instruction set."""
+"""Promise: a merged copy of packed weights is W + scale B A of the base weights, rounded once, on every instruction set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In a clone, transformers finds our folder `kernels` when it looks for the hub package of that name. It must not use it."""
+"""In a clone, transformers finds the folder `kernels` when it looks for the hub package of that name. It must not use it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What the Triton kernels become on sm_90: no spills, registers for the programs that are meant to share a multiprocessor,
-and 16-byte reads. The interpreter accepts what the compiler rejects, so this runs everywhere too.
+"""The Triton kernels compiled for sm_90: no spills, few enough registers for the programs that share a multiprocessor, and
+16-byte reads. The interpreter accepts code that the compiler rejects, so this test runs on machines without a GPU, too.
 
-With the pinned Triton, and with every other one that `make triton-other` has unpacked: PyTorch brings its own to a GPU."""
+It uses the pinned Triton and every other version that `make triton-other` has unpacked, because PyTorch has its own on a
+GPU."""
 
 from __future__ import annotations
 

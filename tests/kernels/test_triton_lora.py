@@ -11,7 +11,7 @@ import torch
 from motet.kernels import GROUPS, LoraPool
 from motet.kernels.triton import LoraBatch, add_lora, baselines, prepare, start_lora
 from motet.kernels.triton import lora as launches
-from motet.kernels.triton.lora import Plan
+from motet.kernels.triton.lora import LaunchPlan
 from tests.kernels.test_lora import (
     MODULES,
     Adapter,
@@ -25,7 +25,7 @@ from tests.kernels.test_lora import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLANS: tuple[Plan, ...] = ("two_launches", "ticketed", "segmented")
+PLANS: tuple[LaunchPlan, ...] = ("two_launches", "ticketed", "segmented")
 RANKS = (1, 8, 12, 24, 64, 128)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -74,7 +74,7 @@ def assert_follows_the_formula(
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("multiprocessors", [1, 20])
 def test_mixed_ranks_and_scattered_pages_follow_the_formula(
-    plan: Plan, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+    plan: LaunchPlan, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launches, "_multiprocessors", lambda device: multiprocessors)
     pool, held = gpu_pool()
@@ -87,7 +87,7 @@ def test_mixed_ranks_and_scattered_pages_follow_the_formula(
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_follows_the_formula_within_its_rounding(plan: Plan, dtype: torch.dtype) -> None:
+def test_half_precision_follows_the_formula_within_its_rounding(plan: LaunchPlan, dtype: torch.dtype) -> None:
     pool, held = gpu_pool((24, 12), dtype)
     slots = np.array([1, 0, -1, 0], dtype=np.int32)
     assert_follows_the_formula(pool, held, slots, LoraBatch.build(pool, slots, plan), "gate_up")
@@ -103,7 +103,7 @@ def test_random_adapters_and_rows_follow_the_formula(seed: int) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_modules_that_an_adapter_lacks_keep_every_bit(plan: Plan) -> None:
+def test_modules_that_an_adapter_lacks_keep_every_bit(plan: LaunchPlan) -> None:
     pool = make_pool()
     load(pool, 2, random_adapter(random.Random(0), {"q_proj": 8, "v_proj": 20}))
     pool.arena = pool.arena.to(DEVICE)

@@ -1,4 +1,4 @@
-"""A tiny model and its adapters, for live engines beside simulated ones."""
+"""A tiny model and its adapters, for comparing live engines with simulated ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queues, evictions and prefetch in the live engine: whose turn it is changes no token."""
+"""Promise: queues, evictions and prefetch change the order of requests in the live engine, but no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a live scheduler decided is decided again, to the last bit of the cost, from what it had heard."""
+"""Promise: a replay of the messages that a live scheduler received repeats its decisions and their costs to the bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from motet.policies.candidates import Ask
 from motet.policies.dispatch import POLICIES, decide
 from motet.services.scheduler.config import SchedulerConfig
 from motet.services.scheduler.decision_log import DecisionLog, Setup, _records, replay
-from motet.services.scheduler.events import Accepted, Assigning, Event, Heard, LeaseLost, Marked, NotTaken, Tick
+from motet.services.scheduler.events import Assigning, ClusterEvent, Heard, LeaseLost, Marked, NotTaken, Taken, Tick
 from motet.services.scheduler.service import SchedulerService
 from motet.shared import subjects
 from motet.shared.config import ConfigError
@@ -79,16 +79,16 @@ def test_a_replay_decides_anew_and_does_not_repeat_what_it_reads(tmp_path):
 
 
 def test_every_event_is_read_as_it_was_written(tmp_path):
-    events: list[Event] = [
+    events: list[ClusterEvent] = [
         Heard(snapshot(1, brief_of(generate_request("r"), "running")), 0.1 + 0.2, lease_held=True),
         Assigning("w", brief_of(generate_request("s"), "waiting"), 1.0),
-        Accepted("w", "s", 2.0),
+        Taken("w", "s", 2.0),
         NotTaken("w", "s"),
         Marked("w", "full", 3.0),
         LeaseLost("w"),
         Tick(4.0, connected=False),
     ]
-    assert {type(event) for event in events} == set(get_args(Event))
+    assert {type(event) for event in events} == set(get_args(ClusterEvent))
     log = DecisionLog(tmp_path / "decisions", SETUP)
     for event in events:
         log.write(event)

@@ -70,7 +70,7 @@ def test_an_adapter_in_use_is_never_evicted() -> None:
     assert "a" in slots
 
 
-def test_when_bytes_are_short_nobody_is_evicted_in_vain() -> None:
+def test_no_adapter_is_evicted_if_that_does_not_make_enough_room() -> None:
     slots = AdapterSlots(4, 40)
     slots.acquire("used", 30)
     resident(slots, "idle")
@@ -99,7 +99,7 @@ def test_dropping_an_adapter_in_use_is_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_books_add_up_after_any_sequence_of_operations(seed: int) -> None:
+def test_accounts_add_up_after_any_sequence_of_operations(seed: int) -> None:
     draw = random.Random(seed)
     slots = AdapterSlots(4, 100)
     sizes = {f"a{i}": draw.randint(5, 60) for i in range(10)}

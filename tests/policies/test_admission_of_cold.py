@@ -1,4 +1,4 @@
-"""Promise: a sequence whose adapter is being copied waits with its slot, and nobody else waits for that copy."""
+"""Promise: a sequence whose adapter is being copied waits with its slot, and no other sequence waits for that copy."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_copies_of_all_who_wait_begin_at_once_but_only_the_first_are_asked_to_jo
     assert all(seq.slot >= 0 for seq in waiting)
 
 
-def test_a_cold_sequence_that_is_removed_gives_its_slot_back_and_the_copy_goes_on() -> None:
+def test_a_cold_sequence_that_is_removed_gives_its_slot_back_and_the_copy_continues() -> None:
     world = ColdWorld(slots=1)
     first = world.add(4, adapter="a")
     world.step()
@@ -189,7 +189,7 @@ def test_every_step_is_decided_anew_while_an_adapter_is_copied() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_histories_end_with_everybody_served(seed: int) -> None:
+def test_random_histories_end_with_every_sequence_served(seed: int) -> None:
     draw = random.Random(seed)
     world = ColdWorld(
         forced=draw.choice(["auto", "blocking", "layerwise", "assist"]),

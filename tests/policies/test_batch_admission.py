@@ -42,7 +42,8 @@ class World:
         limits = AdmissionLimits(max_running=max_running, max_step_tokens=max_step_tokens, max_bypass=max_bypass)
         self.policy: BatchAdmission[Sequence] = BatchAdmission(limits)
         self.state: AdmissionState[Sequence] = AdmissionState(
-            kv=KvBlocks(blocks, BLOCK_SIZE, prefix_cache=prefix_cache), adapters=AdapterSlots(slots, 1000)
+            kv=KvBlocks(blocks, BLOCK_SIZE, prefix_cache=prefix_cache, block_bytes=BLOCK_BYTES),
+            adapters=AdapterSlots(slots, 1000),
         )
         self.orders = count()
         self.tokens = count(10_000)
@@ -88,7 +89,7 @@ class World:
             if seq.adapter:
                 users[seq.adapter] = users.get(seq.adapter, 0) + 1
         state.adapters.check(users)
-        memory = device_budget(state.kv, BLOCK_BYTES, state.adapters)
+        memory = device_budget(state.kv, state.adapters)
         memory.check()
         assert memory.held()["kv", "running"] == BLOCK_BYTES * len({block for seq in state.running for block in seq.blocks})
         for seqs in (state.running, state.waiting):
@@ -162,7 +163,7 @@ def test_no_more_run_than_the_budget_has_tokens_for() -> None:
     assert len(world.state.running) == 3
 
 
-def test_one_short_of_blocks_lets_nobody_pass() -> None:
+def test_a_sequence_that_lacks_blocks_is_not_overtaken() -> None:
     world = World(blocks=10)
     world.add(24)
     world.step()
@@ -302,7 +303,7 @@ def test_after_enough_have_passed_only_the_base_may() -> None:
     assert world.state.waiting == [blocked, *others[2:]]
 
 
-def test_nobody_starves_behind_a_popular_adapter() -> None:
+def test_no_sequence_starves_behind_a_popular_adapter() -> None:
     world = World(slots=1, max_running=3, max_bypass=5)
     world.add(4, adapter="popular")
     world.step()
@@ -368,7 +369,7 @@ class Scripted:
         self.policy: BatchAdmission[Sequence] = BatchAdmission(
             AdmissionLimits(max_running=draw.choice([3, 6]), max_step_tokens=draw.choice([8, 40]))
         )
-        kv = KvBlocks(draw.choice([26, 40, 200]), BLOCK_SIZE, prefix_cache=draw.random() < 0.7)
+        kv = KvBlocks(draw.choice([26, 40, 200]), BLOCK_SIZE, prefix_cache=draw.random() < 0.7, block_bytes=BLOCK_BYTES)
         self.state: AdmissionState[Sequence] = AdmissionState(kv=kv, adapters=AdapterSlots(2, 1000))
         self.arrivals: list[tuple[int, Sequence]] = []
         self.ends: dict[Sequence, int] = {}
@@ -416,14 +417,14 @@ class Scripted:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_run_of_equal_steps_leaves_the_books_of_its_single_steps(seed: int) -> None:
+def test_a_run_of_equal_steps_leaves_the_state_of_its_single_steps(seed: int) -> None:
     single, at_once = Scripted(seed).run(at_once=False), Scripted(seed).run(at_once=True)
     assert len(at_once) < len(single)
     books = dict(single)
     assert all(books[step] == entry for step, entry in at_once)
 
 
-def test_a_run_ends_before_a_block_has_to_be_taken_from_somebody() -> None:
+def test_a_run_ends_before_a_sequence_must_be_preempted() -> None:
     world = World(blocks=4, prefix_cache=False)
     seqs = [world.add(4), world.add(4)]
     world.step()
@@ -493,5 +494,5 @@ def test_short_of_blocks_the_patient_sequence_is_preempted_and_not_the_urgent_on
     assert world.state.running == [interactive] and world.state.waiting == [batch]
 
 
-def test_what_has_output_already_goes_on_before_what_is_new() -> None:
+def test_sequences_with_output_run_before_new_ones() -> None:
     assert due_s(10.0, 60_000.0, begun=True) < due_s(10.0, 500.0)

@@ -1,4 +1,4 @@
-"""Promise: a worker that cannot serve a request is never asked, and the reason can be told."""
+"""Promise: a worker that cannot serve a request is never chosen, and the reason is known."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_draining_refusing_silent_and_tried_workers_are_no_candidates():
     assert who(state, ask(tried=("ok", "nobody"))) == ["odd"]
 
 
-def test_a_worker_that_is_heard_again_is_a_candidate_whoever_else_is_held_back():
+def test_a_worker_that_reports_again_is_a_candidate_while_others_are_held_back():
     state = cluster()
     for hold_back in (state.set_refusing, state.set_draining):
         hold_back("odd")
@@ -101,7 +101,7 @@ def test_workers_to_avoid_are_the_last_resort():
     assert who(state, ask(avoid=("ok",), tried=("ok",))) == []
 
 
-def test_a_request_goes_only_to_workers_with_the_capabilities_that_it_needs():
+def test_a_request_continuesly_to_workers_with_the_capabilities_that_it_needs():
     state = cluster(capabilities=("structured", "a word of a newer version"))
     assert who(state, ask(needs={"structured": "regex"})) == ["odd"]
     assert who(state, ask(needs={"structured": "regex", "prompt_logprobs": "echo"})) == []

@@ -1,4 +1,4 @@
-"""Promise: the aggregates a decision reads are those of the requests the workers have, whatever came and went."""
+"""Promise: the sums that a decision reads are those of the workers' requests, whatever was added and removed."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ def test_where_adapters_are_stays_true_over_random_changes():
             assert holders(state, one) == expected
 
 
-def test_a_workers_own_count_of_tokens_left_replaces_ours():
+def test_a_workers_own_count_of_tokens_left_replaces_the_schedulers():
     state = ClusterState()
     state.put_worker("a", worker_limits(), PERF)
     state.put_request("a", brief("1", 8, "running", predicted=100))
-    state.set_running_left("a", 40)
+    state.change_requests("a", (), (), 0.0, running_left=40)
     assert state.table["running_left"][state.row("a")] == 40
     state.drop_request("a", "1")
     assert state.table["running_left"][state.row("a")] == 0

@@ -1,4 +1,4 @@
-"""Promise: a cold request takes the way in that is predicted to cost least, and nobody waits in the layers for it."""
+"""Promise: a cold request starts in the way with the least predicted cost, and no step waits for its layers."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_copy_that_begins_now_is_the_last_one_on_the_link() -> None:
     assert starts.copies["second"].whole_ms == pytest.approx(18.0) and starts.copies["second"].queue_ms == pytest.approx(10.0)
 
 
-def test_those_who_wait_tell_when_the_first_of_them_may_join() -> None:
+def test_waiting_requests_give_the_time_when_the_first_of_them_may_join() -> None:
     starts = cold(forced="blocking")
     starts.begun("second", 8_000_000)
     for digest in ("second", "first"):
@@ -213,7 +213,7 @@ def test_an_adapter_stays_assisted_while_one_of_its_requests_is() -> None:
     assert starts.modes == {}, "its copy is whole"
 
 
-def test_processes_that_have_their_hands_full_take_nobody_else() -> None:
+def test_busy_processes_take_no_more_rows() -> None:
     starts = cold()
     starts.assist = AssistRates(1, mib_row_ms=0.01)
     ask = {"rank": 8, "tokens": 100, "room": 512, "others": 1}

@@ -136,7 +136,7 @@ def test_lora_affinity_goes_from_active_to_room_to_waiting_to_full():
         state.set_draining(expected)
 
 
-def test_round_robin_goes_on_after_the_last_one_whoever_comes_and_goes():
+def test_round_robin_continues_after_the_last_one_whoever_comes_and_goes():
     state, chooser = cluster("a", "b", "c"), POLICIES["round-robin"]()
     assert [choose(chooser, state, ask(n)).worker_id for n in range(4)] == ["a", "b", "c", "a"]
     state.set_draining("b")

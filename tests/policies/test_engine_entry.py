@@ -1,4 +1,4 @@
-"""Promise: a request enters an engine when it has a seat, blocks and its adapter, and no other way."""
+"""Promise: a request enters an engine only when it has a seat, blocks and its adapter."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_new_request_without_a_slot_pauses_the_adapter_with_the_fewest_request
     core.slots.check({"a": 2, "c": 1})
 
 
-def test_a_paused_request_enters_again_when_a_slot_is_free_and_pauses_nobody() -> None:
+def test_a_paused_request_enters_again_when_a_slot_is_free_and_pauses_no_other() -> None:
     core = entry(seats=8)
     paused, new = run(core, "a"), start(core, "b", pausable=True)
     core.decide(0.0, 16)

@@ -146,7 +146,7 @@ def test_a_copy_ahead_of_its_request_and_the_request_count_as_one_use(name: Evic
     assert next(iter(slots.eviction)) == "ahead"
 
 
-def test_without_a_cache_adapters_leave_unless_somebody_waits_for_them() -> None:
+def test_without_a_cache_adapters_leave_unless_a_request_waits_for_them() -> None:
     slots = AdapterSlots(3, 100, eviction=make_eviction("none"))
     for digest in "ab":
         assert slots.acquire(digest, 10)

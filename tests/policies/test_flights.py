@@ -74,7 +74,7 @@ def test_a_refused_request_counts_no_more(state: ClusterState) -> None:
     assert not state.requests("w") and not len(flights)
 
 
-def test_word_of_an_older_epoch_is_not_about_this_assignment(state: ClusterState) -> None:
+def test_a_report_of_an_older_epoch_does_not_end_this_flight(state: ClusterState) -> None:
     flights = Flights(state, 3.0)
     flights.expect("w", brief("r", epoch=1), 0.0)
     flights.delta("w", [brief("r", epoch=0, phase="running")], [], 0.1)

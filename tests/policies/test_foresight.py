@@ -1,4 +1,4 @@
-"""Promise: while nothing else is on its way, the likeliest adapter comes a tier up, and takes nothing from anybody."""
+"""Promise: while nothing else is copied, the likeliest adapter is loaded one tier up, without taking memory that is needed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_copy_that_a_request_waits_for_does_not_queue_behind_a_foreseen_one() 
     core.check()
 
 
-def test_a_foreseen_copy_goes_on_for_the_request_that_was_foreseen() -> None:
+def test_a_foreseen_copy_continues_for_the_request_that_was_foreseen() -> None:
     core = batches()
     core.foresee("a", SIZE, [])
     for adapter in ("a", "b"):

@@ -1,6 +1,6 @@
-"""Promise: one load per adapter, bounded memory, nobody starves, and the books add up whatever happens in whatever order.
+"""Promise: one load per adapter, bounded memory, no request starves, and the accounts add up in any order of events.
 
-What the live worker and the twin make of it is tested with them.
+The live worker's and the twin's use of it is tested with them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import pytest
 
 from motet.policies.eviction import Lru
-from motet.policies.host_tier import LOADS_AT_ONCE, Action, Evict, Forget, HostTier, Load
+from motet.policies.host_tier import LOADS_AT_ONCE, Evict, Forget, HostTier, Load, TierAction
 from motet.shared.model import AdapterRef
 
 SIZE = 100
@@ -52,7 +52,7 @@ def test_loads_run_in_their_order_and_only_so_many_at_once() -> None:
     assert tier.take_actions() == [Load(ref(names[LOADS_AT_ONCE]), "store")]
 
 
-def test_a_load_waits_for_room_until_a_holder_lets_go_and_nobody_passes_it() -> None:
+def test_a_load_waits_for_room_until_a_copy_is_released_and_is_not_overtaken() -> None:
     tier = tier_with(2 * SIZE, "a", "b")
     tier.hold(ref("large", 2 * SIZE), "large")
     tier.hold(ref("small"), "small")
@@ -142,7 +142,7 @@ def test_a_copy_whose_file_is_gone_is_worth_more_than_one_that_is_on_disk() -> N
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_books_add_up_and_everybody_is_served_in_random_histories(seed: int) -> None:
+def test_accounts_add_up_and_every_request_is_served_in_random_histories(seed: int) -> None:
     chance = random.Random(seed)
     tier: HostTier[int] = HostTier(5 * SIZE, 9 * SIZE)
     waiting: dict[int, str] = {}
@@ -150,7 +150,7 @@ def test_books_add_up_and_everybody_is_served_in_random_histories(seed: int) -> 
     loading: list[str] = []
     mirror: set[str] = set()  # copies, as whoever carries out the actions sees them
 
-    def carry_out(actions: list[Action]) -> None:
+    def carry_out(actions: list[TierAction]) -> None:
         for action in actions:
             if isinstance(action, Load):
                 loading.append(action.adapter.digest)

@@ -173,7 +173,7 @@ def test_the_check_notices_a_lost_block() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_books_add_up_after_any_sequence_of_operations(seed: int) -> None:
+def test_accounts_add_up_after_any_sequence_of_operations(seed: int) -> None:
     draw = random.Random(seed)
     kv = KvBlocks(24, 4)
     held: list[list[int]] = []

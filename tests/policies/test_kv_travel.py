@@ -1,4 +1,4 @@
-"""Promise: KV blocks travel only where that is faster, and blocks that are held for a move neither leave nor change."""
+"""Promise: KV blocks travel only where that is faster, and blocks that are held for a move are neither evicted nor changed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_only_workers_that_compute_alike_take_over_blocks_of_each_other() -> Non
     assert not compatible(worker_limits(), worker_limits()), "engines that cannot"
 
 
-def test_small_transfers_say_how_long_the_way_is_and_large_ones_how_wide() -> None:
+def test_small_transfers_give_the_latency_of_the_link_and_large_ones_its_rate() -> None:
     link = LinkTimes()
     link.observe(SMALL_BYTES, 3.0)
     assert (link.base_ms, link.ms_per_mib, link.bytes_per_s) == (3.0, 0.0, 0.0)
@@ -103,9 +103,8 @@ def test_held_blocks_follow_when_the_boundary_to_adapters_moves() -> None:
     slots = AdapterSlots(8, 10 * block, asynchronous=False)
     core: BatchCore[Sequence] = BatchCore(
         AdmissionLimits(max_running=4, max_step_tokens=64),
-        kv=KvBlocks(20, 4, capacity=30),
+        kv=KvBlocks(20, 4, capacity=30, block_bytes=block),
         slots=slots,
-        kv_block_bytes=block,
         shared=True,
     )
     kv, boundary, keys = core.state.kv, core.boundary, keys_of(PROMPT)
@@ -125,7 +124,7 @@ def test_held_blocks_follow_when_the_boundary_to_adapters_moves() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_books_add_up_whatever_is_held_dropped_and_evicted(seed: int) -> None:
+def test_accounts_add_up_whatever_is_held_dropped_and_evicted(seed: int) -> None:
     draw, kv = random.Random(seed), KvBlocks(24, 4)
     held = HeldBlocks(kv, lambda: 2)
     prompts = [keys_of([draw.randrange(3) for _ in range(40)]) for _ in range(6)]

@@ -1,4 +1,4 @@
-"""Promise: of all weights that are not negative, those with the smallest error; ties are divided."""
+"""Promise: the fit has the smallest error of all weights that are not negative; equal columns share their weight."""
 
 from __future__ import annotations
 

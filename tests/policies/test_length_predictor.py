@@ -1,4 +1,4 @@
-"""Promise: lengths are predicted from the prompt where the prompt tells, with quantiles that hold, in bounded memory."""
+"""Promise: lengths are predicted from the prompt where it is informative, with calibrated quantiles, in bounded memory."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_an_adapter_that_answers_briefly_is_predicted_to_although_its_prompts_as
     assert p50(predictor, story) > 150
 
 
-def test_where_prompts_tell_nothing_the_adapters_histogram_goes_on_answering():
+def test_where_prompts_tell_nothing_the_adapters_histogram_is_used():
     draw = random.Random(5)
     predictor = LengthPredictor(50, 1000)
     for number in range(500):

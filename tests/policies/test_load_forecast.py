@@ -32,7 +32,7 @@ def test_after_a_burst_the_chance_falls_faster_than_the_rate() -> None:
     assert forecast.chance("bursty", end_s + 0.1, 5.0) > 2 * forecast.chance("bursty", end_s + 30.0, 5.0)
 
 
-def test_of_an_unknown_adapter_it_believes_what_others_do_and_all_chances_are_between_0_and_1() -> None:
+def test_an_unknown_adapter_gets_the_pooled_chance_and_all_chances_are_between_0_and_1() -> None:
     forecast = Forecast()
     assert forecast.chance("new", 0.0, 10.0) == 0.5
     for turn in range(200):

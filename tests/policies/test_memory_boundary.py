@@ -1,5 +1,5 @@
-"""Promise: KV blocks and adapters share one budget. Caches leave in the order of what they are worth, whatever is in use stays,
-and every request ends."""
+"""Promise: KV blocks and adapters share one budget. Cached entries are evicted in the order of their worth, entries in use
+stay, and every request ends."""
 
 from __future__ import annotations
 
@@ -50,17 +50,16 @@ class Memory:
     """A budget of `blocks` KV blocks and `adapters` bytes, and the block lists of whoever holds some."""
 
     def __init__(self, blocks: int, adapters: int, *, adapter: float = 1.0, prefix: float = 1.0) -> None:
-        self.kv = KvBlocks(blocks, SIZE, capacity=blocks + adapters // BLOCK)
+        self.kv = KvBlocks(blocks, SIZE, capacity=blocks + adapters // BLOCK, block_bytes=BLOCK)
         self.slots = AdapterSlots(8, adapters)
         self.held: list[list[int]] = []
-        self.budget = device_budget(self.kv, BLOCK, self.slots)
+        self.budget = device_budget(self.kv, self.slots)
         worth = Given(adapter=adapter, prefix=prefix)
         self.waited: set[str] = set()
         self.boundary = Boundary(
             self.kv,
             self.slots,
             self.budget,
-            block_bytes=BLOCK,
             holders=lambda: self.held,
             waited=lambda: self.waited,
             worth=worth,
@@ -271,10 +270,9 @@ class Device:
         capacity = blocks + adapters // BLOCK if shared else blocks
         self.core: BatchCore[Sequence] = BatchCore(
             AdmissionLimits(max_running=seats, max_step_tokens=24),
-            kv=KvBlocks(blocks, SIZE, prefix_cache=prefix_cache, capacity=capacity),
+            kv=KvBlocks(blocks, SIZE, prefix_cache=prefix_cache, capacity=capacity, block_bytes=BLOCK),
             slots=AdapterSlots(5, adapters, asynchronous=per_step > 0),
             cold=ColdStarts(LAYERS, 24, "auto") if per_step else None,
-            kv_block_bytes=BLOCK,
             shared=shared,
         )
         self.rows: dict[int, tuple[str, tuple[int, ...]]] = {}  # by block * SIZE + offset

@@ -1,4 +1,4 @@
-"""Promise: every byte of a worker's memory is somebody's or nobody's, and a claim never cuts what is held."""
+"""Promise: every byte of a worker's memory is claimed once or free, and a claim never shrinks below what is held."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BLOCK, ADAPTER = 10, 30
 
 
 def test_device_memory_is_running_kv_prefixes_adapters_in_use_and_idle_ones() -> None:
-    kv, slots = KvBlocks(20, 4), AdapterSlots(4, 4 * ADAPTER)
-    budget = device_budget(kv, BLOCK, slots)
+    kv, slots = KvBlocks(20, 4, block_bytes=BLOCK), AdapterSlots(4, 4 * ADAPTER)
+    budget = device_budget(kv, slots)
     assert budget.total_bytes == 20 * BLOCK + 4 * ADAPTER and budget.unclaimed_bytes == 0
     blocks = kv.allocate(3)
     kv.publish(blocks[0], b"key")
@@ -37,7 +37,7 @@ def test_device_memory_is_running_kv_prefixes_adapters_in_use_and_idle_ones() ->
     budget.check()
 
 
-def test_a_claim_grows_into_what_nobody_claims_and_shrinks_to_what_is_held() -> None:
+def test_a_claim_grows_into_unclaimed_memory_and_shrinks_to_what_is_held() -> None:
     budget = Budget("device", 100)
     kv = budget.claim("kv", 60, lambda: {"running": 30, "prefix": 10})
     adapters = budget.claim("adapters", 20, dict)

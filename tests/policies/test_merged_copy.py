@@ -1,4 +1,4 @@
-"""Promise: the merged copy of the weights takes memory that nobody needs, gives it back at once, and knows what it saves."""
+"""Promise: the merged copy of the weights takes memory that is not needed, gives it back at once, and estimates its gain."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ class Engine:
         self.modes = Merging(NOTHING_KNOWN, MergeConfig(alpha=0.7))
         self.core: BatchCore[Sequence] = BatchCore(
             AdmissionLimits(max_running=16, max_step_tokens=64),
-            kv=KvBlocks(blocks, SIZE, capacity=blocks + 4),
+            kv=KvBlocks(blocks, SIZE, capacity=blocks + 4, block_bytes=BLOCK),
             slots=AdapterSlots(4, 4 * BLOCK),
-            kv_block_bytes=BLOCK,
             shared=True,
             modes=self.modes,
             copies=PERF,

@@ -1,4 +1,4 @@
-"""Promise: a request that no worker would serve in time is refused at once, with the time after which one would."""
+"""Promise: a request that no worker would serve in time is refused at once, with the time until one would."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_newcomer_does_not_break_the_time_per_token_of_those_that_are_there():
     assert admit(relaxed, asked(BATCH, tpot_slo_ms=2000.0)).worker_id == "a"
 
 
-def test_an_objective_that_cannot_be_kept_at_all_refuses_nobody():
+def test_an_objective_that_cannot_be_kept_at_all_refuses_no_request():
     state = cluster("a")
     fill(state, "a", 10)
     assert admit(state, asked(tpot_slo_ms=5.0)).worker_id == "a"  # a step takes 10 ms alone

@@ -1,4 +1,4 @@
-"""Promise: the fitted models are those that made the steps, never negative, and R2 says how good they are."""
+"""Promise: the fit finds the models that made the steps, with coefficients that are not negative, and R2 measures its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: pinned adapters are loaded without a request, come back when they had to leave, and never take all room."""
+"""Promise: pinned adapters are loaded without a request, loaded again after an eviction, and never take all room."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from motet.policies.batch_state import Sequence
 from motet.policies.host_tier import Evict, HostTier, Load
 from motet.policies.kv_blocks import KvBlocks
 from motet.policies.worker_core import PIN_RETRY_S, WorkerCore
-from motet.policies.worker_events import CopyIn, Loaded, LoadFailed, Pin, Pinned, Registered, Stepped, Tick
+from motet.policies.worker_events import CopyIn, Loaded, LoadFailed, PinAdapters, Pinned, Registered, Stepped, Tick
 from motet.policies.worker_view import View
 from motet.shared.model import AdapterRef
 from tests.policies.test_worker_core import assign, only_start
@@ -41,7 +41,7 @@ def test_older_pins_come_first_and_one_that_does_not_fit_leaves_its_room_to_late
 
 def test_a_pinned_adapter_is_loaded_and_copied_without_a_request() -> None:
     core = core_with()
-    assert core.on(Pinned([ref("a")]), 0.0) == [Pin({"a": ref("a")}.keys()), Load(ref("a"), "store")]
+    assert core.on(Pinned([ref("a")]), 0.0) == [PinAdapters({"a": ref("a")}.keys()), Load(ref("a"), "store")]
     assert core.on(Tick(), 0.5) == []
     assert core.on(Loaded("a", SIZE, SIZE), 1.0) == [CopyIn("a")]
     core.on(Stepped(device=[("a", True)]), 1.0)
@@ -89,7 +89,7 @@ def test_a_version_that_is_gone_is_not_loaded_for_its_pin() -> None:
     core = core_with()
     core.on(Registered({}), 0.0)
     (pin,) = core.on(Pinned([ref("a")]), 0.0)
-    assert isinstance(pin, Pin)
+    assert isinstance(pin, PinAdapters)
 
 
 def test_pinned_copies_and_files_leave_after_all_others() -> None:

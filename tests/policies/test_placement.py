@@ -34,7 +34,7 @@ rooms_of = st.dictionaries(
 
 @settings(max_examples=200, deadline=None)
 @given(loads, sizes, rooms_of)
-def test_a_placement_fits_and_is_of_adapters_that_somebody_asks_for(
+def test_a_placement_fits_and_contains_adapters_with_requests_only(
     load: dict[str, float], size: dict[str, int], rooms: dict[str, Room]
 ) -> None:
     placed = preload(load, size, rooms)

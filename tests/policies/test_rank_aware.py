@@ -71,7 +71,7 @@ def test_a_worker_that_would_break_the_slo_loses_to_a_much_busier_one_that_keeps
     assert choose(state, ask(tpot_slo_ms=50.0)).worker_id == "fast"
 
 
-def test_a_high_rank_request_avoids_raising_everybodys_padding():
+def test_a_high_rank_request_avoids_raising_the_padding_of_others():
     state = cluster(low=BGMV, high=BGMV)
     state.replace_requests("low", [brief(str(n), 8, "running") for n in range(8)])
     state.replace_requests("high", [brief(str(n), 64, "running") for n in range(8)])

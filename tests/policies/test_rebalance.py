@@ -1,4 +1,4 @@
-"""Promise: a plan is asked for when some workers are pressed and others are not, and nothing moves twice in vain."""
+"""Promise: a plan is made when some workers have long queues and others do not, and nothing moves twice in vain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises of `policies.recent_refusals`: a refusal is repeated for a moment, and only to requests that would get it anyway."""
+"""Promise: a refusal is repeated for a moment, and only to requests that would be refused anyway."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_higher_priorities_go_first_whatever_their_size() -> None:
 
 @pytest.mark.parametrize("name", ["sjf", "static", "chameleon", "motet"])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_request_ends_and_the_books_add_up_in_random_histories(name: QueuesName, seed: int) -> None:
+def test_every_request_ends_and_the_accounts_add_up_in_random_histories(name: QueuesName, seed: int) -> None:
     chance = random.Random(seed)
     queues = make_queues(name, total_tokens=500.0, token_bytes=TOKEN_BYTES)
     world = World(queues, room=60, slots=4, seats=6, prefetch=2)

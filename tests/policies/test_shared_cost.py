@@ -1,4 +1,4 @@
-"""Promise: Motet's policy weighs what a request costs everybody, itself included, and keeps objectives where it can."""
+"""Promise: Motet's policy counts the time that a request costs all requests, itself included, and keeps objectives."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_worker_without_a_free_seat_makes_one_wait():
     assert motet(state, ask(adapter="", rank=0, out_tokens=20)) == "free"
 
 
-def test_requests_for_an_adapter_that_nobody_has_go_to_one_place_and_others_spread():
+def test_requests_for_an_adapter_on_no_worker_go_to_one_place_and_others_spread():
     state = cluster(*(f"w{n}" for n in range(20)))
     cold = Counter(motet(state, ask(n, adapter="unseen")) for n in range(50))
     assert len(cold) == 1

@@ -1,4 +1,4 @@
-"""Promise: the cost computed for all workers at once is the one that `policies.shared_cost` states, worker by worker."""
+"""Promise: the cost computed for all workers at once equals the plain formula of `policies.shared_cost` for each worker."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_request_that_came_and_went_leaves_no_trace(others: int) -> None:
     assert after[row] == before[row] != joinable[row]
 
 
-def test_an_idle_worker_has_nobody_young() -> None:
+def test_an_idle_worker_has_no_young_request() -> None:
     state, ask = told([idle()]), Ask(base_model="demo", rank=8, tokens=50, tpot_slo_ms=1000.0)
     before, _ = shared_cost.costs(state, ask, NOW_S, L)
     state.put_request("w0", RequestBrief("a", 0, "", 0, 10, 0, 5, "running"), NOW_S)

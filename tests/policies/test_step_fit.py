@@ -1,4 +1,4 @@
-"""Promise: the fit finds the costs that made the steps, whatever the mix, and is not led astray by a busy machine."""
+"""Promise: the fit finds the costs that made the steps, in any mix, and a busy machine does not distort it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_pass_may_be_shorter_with_more_rows_as_long_as_they_are_few():
     assert {rows: found[rows] for rows in quick_six} == pytest.approx(quick_six)
 
 
-def test_a_pass_never_falls_at_its_end_from_where_it_goes_on():
+def test_a_pass_never_falls_at_its_end_from_where_it_continues():
     steps = [Step(time_ms=ms, decode_rows=rows) for rows, ms in {1: 9.0, 2: 9.5, 4: 8.0, 8: 7.0}.items() for _ in range(10)]
     fitted = fit_steps(steps)
     assert fitted.rows[-1] == FEW and fitted.pass_ms[-1] >= fitted.pass_ms[-2]
@@ -110,7 +110,7 @@ def test_a_pass_does_not_fall_where_it_would_fall_to_nothing():
 
 def test_steps_by_which_a_pass_would_take_no_time_are_refused():
     steps = [Step(time_ms=float(mib**2), decode_rows=1, adapter_bytes=mib * MIB) for mib in range(1, 10) for _ in range(5)]
-    with pytest.raises(ValueError, match="would take no time"):
+    with pytest.raises(ValueError, match="time of a step is not positive"):
         fit_steps(steps)
 
 

@@ -1,4 +1,4 @@
-"""Promise: whoever follows workers by a `WorkerBook` believes the same words, and knows what the workers' own views say."""
+"""Promise: all readers of workers' messages by a `WorkerBook` know the same, and what the workers' own views say."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def followed() -> tuple[WorkerBook, Shelf]:
     return WorkerBook(shelf), shelf
 
 
-def test_two_readers_of_the_same_words_know_the_same_whatever_is_lost_repeated_or_restarted():
+def test_two_readers_of_the_same_messages_know_the_same_whatever_is_lost_repeated_or_restarted():
     for seed in range(20):
         chance = random.Random(seed)
         shelf, view = Shelf(), ClusterView(in_flight_s=3.0)
@@ -57,7 +57,7 @@ def test_two_readers_of_the_same_words_know_the_same_whatever_is_lost_repeated_o
         assert books[0].gaps == books[1].gaps
 
 
-def test_a_snapshot_without_the_disk_leaves_out_what_is_there_alone_and_takes_nothing_from_those_who_know_it():
+def test_a_snapshot_without_the_disk_leaves_what_readers_know_of_the_disk():
     shelf, view = Shelf(), ClusterView(in_flight_s=3.0)
     books = [WorkerBook(shelf), WorkerBook(view)]
     said = worker()
@@ -91,7 +91,7 @@ def test_late_readers_learn_of_every_adapter_on_disk_before_long():
         assert listed[0] and [listed[n : n + DISK_SNAPSHOTS].count(True) for n in range(DISK_SNAPSHOTS)] == [1] * DISK_SNAPSHOTS
 
 
-def test_after_a_gap_only_what_is_stated_in_full_is_believed_until_the_next_snapshot():
+def test_after_a_gap_only_facts_stated_in_full_count_until_the_next_snapshot():
     book, shelf = followed()
     said = worker()
     said.put(brief_of(generate_request("a")))
@@ -108,7 +108,7 @@ def test_after_a_gap_only_what_is_stated_in_full_is_believed_until_the_next_snap
     assert set(shelf.of("w1").requests) == {"a", "b", "c"} and known.in_sync
 
 
-def test_a_late_word_of_an_ended_incarnation_changes_nothing():
+def test_a_late_message_of_an_ended_incarnation_changes_nothing():
     book, shelf = followed()
     old, new = worker("first"), worker("second")
     old.put(brief_of(generate_request("a")))
@@ -118,7 +118,7 @@ def test_a_late_word_of_an_ended_incarnation_changes_nothing():
     assert shelf.of("w1").requests == {}
 
 
-def test_a_worker_that_was_silent_may_speak_again_and_one_that_was_lost_may_not():
+def test_a_worker_that_was_silent_counts_again_and_one_that_was_lost_does_not():
     book, _ = followed()
     said = worker()
     hear(book, said.snapshot(START_PERF, 0))

@@ -1,4 +1,4 @@
-"""Promise: a request that was taken is answered once, by the engine or instead of it, whatever crosses whatever else."""
+"""Promise: an accepted request is answered exactly once, by the engine or by the core, in any order of messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from motet.policies.worker_core import WorkerCore
 from motet.policies.worker_events import (
     Answer,
     Assign,
-    Cancel,
+    CancelRequest,
     Close,
     CopyOut,
     DiskFull,
@@ -77,7 +77,7 @@ def test_every_phase_can_end_and_nothing_leaves_the_table() -> None:
         entry.move("start")
 
 
-def test_a_request_is_in_the_book_and_in_the_view_from_its_assignment_on() -> None:
+def test_a_request_is_in_the_core_and_in_the_view_from_its_assignment_on() -> None:
     core = core_with()
     assert core.on(assign("r", "a"), 0.0) == [Load(adapter("a"), "store")]
     assert core.view.requests["r"].phase == "loading" and len(core) == 1
@@ -131,11 +131,11 @@ def test_a_full_worker_says_when_to_come_back_and_a_closed_one_does_not_take_any
 def test_cancelling_a_request_that_still_loads_answers_it_and_one_in_the_engine_is_stopped() -> None:
     core = core_with()
     core.on(assign("loading", "a"), 0.0)
-    (answer,) = core.on(Cancel("loading", 5), 0.0)
+    (answer,) = core.on(CancelRequest("loading", 5), 0.0)
     assert isinstance(answer, Answer) and (answer.entry.payload, answer.finish) == ("loading", "cancelled")
     only_start(core.on(assign("running", epoch=3), 0.0))
-    assert core.on(Cancel("running", 2), 0.0) == [] == core.on(Cancel("unknown", 2), 0.0)
-    assert core.on(Cancel("running", 3), 0.0) == [Stop("running", 3)]
+    assert core.on(CancelRequest("running", 2), 0.0) == [] == core.on(CancelRequest("unknown", 2), 0.0)
+    assert core.on(CancelRequest("running", 3), 0.0) == [Stop("running", 3)]
 
 
 def test_a_lost_gateway_takes_its_own_requests_with_it() -> None:
@@ -182,7 +182,7 @@ def test_handing_back_answers_what_the_engine_does_not_have() -> None:
     assert [one for one in core] == [entry], "the engine ends its own"
 
 
-def test_a_version_that_the_registry_deleted_leaves_every_tier_once_nobody_uses_it() -> None:
+def test_a_version_that_the_registry_deleted_leaves_every_tier_once_it_is_unused() -> None:
     core = core_with()
     core.on(assign("r", "a"), 0.0)
     entry = only_start(core.on(Loaded("a", SIZE, SIZE), 0.0))
@@ -193,7 +193,7 @@ def test_a_version_that_the_registry_deleted_leaves_every_tier_once_nobody_uses_
     assert core.view.adapters == {}
 
 
-def test_a_full_disk_costs_a_file_that_nobody_needs() -> None:
+def test_a_full_disk_costs_a_file_that_is_not_needed() -> None:
     core = core_with()
     core.on(assign("r", "a"), 0.0)
     entry = only_start(core.on(Loaded("a", SIZE, SIZE), 0.0))
@@ -225,7 +225,7 @@ def test_a_request_whose_blocks_still_come_can_be_cancelled_with_its_adapter_her
         core.on(assign("other", "a"), 0.0)
         core.on(Loaded("a", SIZE, SIZE), 0.0)
         assert isinstance(core.on(assign("r", name, fetch=True), 0.0)[0], Fetch)
-        (answer,) = [action for action in core.on(Cancel("r", 0), 1.0) if isinstance(action, Answer)]
+        (answer,) = [action for action in core.on(CancelRequest("r", 0), 1.0) if isinstance(action, Answer)]
         assert answer.finish == "cancelled"
         assert core.on(Fetched(("r", 0)), 2.0) == [] and len(core) == 1
         core.check()
@@ -304,7 +304,7 @@ def test_in_random_histories_every_request_taken_is_answered_exactly_once(seed: 
             case 5 if world.loads:
                 world.load()
             case 6:
-                world.on(Cancel(f"r{chance.randrange(15)}", chance.randrange(world.numbers + 1)))
+                world.on(CancelRequest(f"r{chance.randrange(15)}", chance.randrange(world.numbers + 1)))
             case 7:
                 name = chance.choice("abcdef")
                 left = {one: adapter(one) for one in "abcdef" if one != name or chance.random() < 0.5}

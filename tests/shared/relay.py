@@ -1,4 +1,4 @@
-"""A relay between a client and the NATS server, for what goes over the connection."""
+"""A TCP relay between a client and the NATS server, to observe and disturb the connection."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ async def test_a_server_is_known_to_the_broker_when_serve_returns(nats_url):
         await bus.close()
 
 
-async def test_nobody_listening_is_unavailable_at_once(bus):
-    with pytest.raises(Unavailable, match="nobody serves"):
+async def test_a_subject_without_listener_is_unavailable_at_once(bus):
+    with pytest.raises(Unavailable, match="no service answers"):
         await bus.request(subjects.PREDICT, ASK, Prediction, timeout_s=5)
 
 

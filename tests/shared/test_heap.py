@@ -1,4 +1,4 @@
-"""What a process frees goes back to the system: its memory does not grow with the threads it had."""
+"""Promise: freed memory goes back to the system, so a process's memory does not grow with its number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory, or the hub, or a clear refusal."""
+"""Where a model comes from: a directory, the hub, or a clear refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: a watcher knows the whole present state again after anything that can happen to the broker or the connection."""
+"""Promise: a watcher knows the whole present state again after any failure of the NATS server or the connection."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ async def test_a_hung_broker_makes_a_watch_stale_but_loses_no_lease(connect, nat
 
 
 @pytest.mark.parametrize("with_lease", [True, False])
-async def test_leases_that_nobody_can_renew_do_not_end(connect, bus, with_lease: bool):
+async def test_leases_that_cannot_be_renewed_do_not_end(connect, bus, with_lease: bool):
     """A cluster electing a leader for the bucket takes seconds: the watch lives on, and no renewal gets through."""
     lost: list[str] = []
     holders = [LeaseHolder(await connect(name), kind, name, "first") for kind, name in (("worker", "w1"), ("gateway", "g1"))]

@@ -54,7 +54,7 @@ def frozen(pid: int) -> Iterator[None]:
 
 
 async def test_only_our_client_refuses_to_send_a_password_over_a_connection_without_tls(nats_url: str) -> None:
-    for client in (LibraryClient(), nats_compat.Client()):
+    for client in (LibraryClient(), nats_compat.NatsClient()):
         async with recorded(nats_url) as (url, sent):
             options = {"user": "u", "password": "secret", "tls": ssl.create_default_context(), "allow_reconnect": False}
             with contextlib.suppress(nats_errors.Error, OSError, TimeoutError):
@@ -79,7 +79,7 @@ async def test_a_frozen_server_is_left_for_another_one_without_waiting_for_its_g
     async with contextlib.AsyncExitStack() as stack:
         clients = []
         for _ in range(8):
-            client = nats_compat.Client()
+            client = nats_compat.NatsClient()
             options = {"ping_interval": 0.1, "max_outstanding_pings": 2, "dont_randomize": True}
             handler = client.next_server
             urls = (pair[0].url, pair[1].url)
@@ -95,7 +95,7 @@ async def test_a_frozen_server_is_left_for_another_one_without_waiting_for_its_g
 
 
 async def test_one_server_is_asked_again_at_intervals(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, tried = nats_compat.Client(), []
+    client, tried = nats_compat.NatsClient(), []
     async with connected(client, nats_server.url, reconnect_to_server_handler=client.next_server):
         connect = client._connect_to_server
 
@@ -126,18 +126,18 @@ async def _stuck() -> tuple[asyncio.Server, list[asyncio.StreamWriter]]:
     return await asyncio.start_server(serve, "127.0.0.1", 0, limit=1024), taken
 
 
-@pytest.mark.parametrize("client", [LibraryClient(), nats_compat.Client()], ids=["library", "ours"])
+@pytest.mark.parametrize("client", [LibraryClient(), nats_compat.NatsClient()], ids=["library", "ours"])
 async def test_a_connection_with_unsent_data_is_lost_only_when_it_is_aborted(client: LibraryClient, nats_url: str) -> None:
     stuck, taken = await _stuck()
     options = {"ping_interval": 0.2, "max_outstanding_pings": 2, "dont_randomize": True, "pending_size": 1 << 30}
     url = f"nats://127.0.0.1:{stuck.sockets[0].getsockname()[1]}"
-    if isinstance(client, nats_compat.Client):
+    if isinstance(client, nats_compat.NatsClient):
         options["reconnect_to_server_handler"] = client.next_server
     await client.connect([url, nats_url], error_cb=_silent, max_reconnect_attempts=-1, **options)
     for _ in range(16):  # more than the sockets' buffers take
         await client.publish("t.any", b"x" * (4 << 20))
     back = asyncio.ensure_future(eventually(lambda: client.is_connected and client.stats["reconnects"] == 1, within_s=3))
-    if isinstance(client, nats_compat.Client):
+    if isinstance(client, nats_compat.NatsClient):
         await back
         await client.close()
     else:
@@ -156,7 +156,7 @@ async def test_a_reconnection_that_fails_in_an_unforeseen_way_is_noticed(
     async def broken(_: object) -> None:
         raise ValueError("nobody foresaw this")
 
-    client = nats_compat.Client()
+    client = nats_compat.NatsClient()
     async with connected(client, nats_server.url, reconnect_to_server_handler=client.next_server):
         assert nats_compat.gave_up(client) is None
         monkeypatch.setattr(client, "_connect_to_server", broken)
@@ -170,7 +170,7 @@ async def test_a_reconnection_that_fails_in_an_unforeseen_way_is_noticed(
 
 @pytest.mark.parametrize("ours", [False, True], ids=["library", "ours"])
 async def test_only_our_flush_includes_a_subscription_that_is_still_buffered(nats_url: str, ours: bool) -> None:
-    async with recorded(nats_url) as (url, sent), connected(nats_compat.Client(), url) as client:
+    async with recorded(nats_url) as (url, sent), connected(nats_compat.NatsClient(), url) as client:
         await client.subscribe("t.new", cb=_ignore)
         await (nats_compat.flush(client) if ours else client.flush())
         assert (0 <= sent.rfind(b"SUB t.new") < sent.rfind(b"PING")) == ours
@@ -182,7 +182,7 @@ async def _ignore(_: Msg) -> None:
 
 async def test_the_library_buffers_without_limit_for_a_server_that_is_connected(nats_server: NatsServer) -> None:
     limit = 1 << 20
-    async with connected(nats_compat.Client(), nats_server.url, pending_size=1 << 30, ping_interval=60) as client:
+    async with connected(nats_compat.NatsClient(), nats_server.url, pending_size=1 << 30, ping_interval=60) as client:
         with frozen(nats_server.pid):
             for _ in range(64):  # more than the sockets' buffers take
                 await client.publish("t.any", b"x" * limit)
@@ -192,7 +192,7 @@ async def test_the_library_buffers_without_limit_for_a_server_that_is_connected(
 
 
 async def test_the_library_lets_headers_make_a_message_too_large(nats_url: str) -> None:
-    async with connected(nats_compat.Client(), nats_url, allow_reconnect=False) as client:
+    async with connected(nats_compat.NatsClient(), nats_url, allow_reconnect=False) as client:
         data, headers = b"x" * client.max_payload, {"and": "a header"}
         assert nats_compat.stored_bytes(data, headers) > client.max_payload
         await client.publish("t.any", data, headers=headers)
@@ -200,7 +200,7 @@ async def test_the_library_lets_headers_make_a_message_too_large(nats_url: str) 
 
 
 async def test_the_size_of_a_message_with_headers_is_the_servers(nats_url: str) -> None:
-    async with connected(nats_compat.Client(), nats_url, allow_reconnect=False) as client:
+    async with connected(nats_compat.NatsClient(), nats_url, allow_reconnect=False) as client:
         headers = {"Nats-Msg-Id": "one", "Motet-Reason": "z\u00fcrich"}
         fits = client.max_payload - nats_compat.stored_bytes(b"", headers)
         await client.publish("t.any", b"x" * fits, headers=headers)
@@ -228,10 +228,10 @@ async def _served(client: LibraryClient, handled: list[str], gate: asyncio.Event
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["library", "ours"])
-async def test_only_our_way_out_of_a_queue_group_handles_what_has_arrived(nats_url: str, ours: bool) -> None:
+async def test_only_our_way_of_leaving_a_queue_group_handles_what_has_arrived(nats_url: str, ours: bool) -> None:
     handled: list[str] = []
     gate = asyncio.Event()
-    async with connected(nats_compat.Client(), nats_url) as server, connected(nats_compat.Client(), nats_url) as asker:
+    async with connected(nats_compat.NatsClient(), nats_url) as server, connected(nats_compat.NatsClient(), nats_url) as asker:
         service = await _served(server, handled, gate)
         for number in range(3):
             await asker.publish("t.late", str(number).encode(), reply="t.answers")
@@ -253,7 +253,7 @@ async def test_only_our_way_out_of_a_queue_group_handles_what_has_arrived(nats_u
 
 async def test_the_server_still_sends_what_it_chose_a_member_for(nats_url: str) -> None:
     """After UNSUB and before the subscription is removed, the client still hands messages to it."""
-    async with connected(nats_compat.Client(), nats_url) as client:
+    async with connected(nats_compat.NatsClient(), nats_url) as client:
         heard: list[bytes] = []
 
         async def keep(msg: Msg) -> None:
@@ -274,7 +274,7 @@ async def test_the_server_still_sends_what_it_chose_a_member_for(nats_url: str) 
 async def test_the_library_finds_one_stream_of_a_subject_and_the_server_lists_all(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with connected(nats_compat.Client(), nats_url) as client:
+    async with connected(nats_compat.NatsClient(), nats_url) as client:
         js = client.jetstream()
         for name in ("a", "b", "c"):
             await js.add_stream(StreamConfig(name=name, subjects=[f"t.requests.{name}"]))
@@ -284,7 +284,7 @@ async def test_the_library_finds_one_stream_of_a_subject_and_the_server_lists_al
 
 
 async def test_more_streams_than_one_answer_lists_are_all_found(nats_url: str) -> None:
-    async with connected(nats_compat.Client(), nats_url) as client:
+    async with connected(nats_compat.NatsClient(), nats_url) as client:
         js = client.jetstream(timeout=30)
         count = nats_compat.NAMES_PAGE + 2
         made = (js.add_stream(StreamConfig(name=f"s{i}", subjects=[f"t.many.{i}"], storage="memory")) for i in range(count))
@@ -293,7 +293,7 @@ async def test_more_streams_than_one_answer_lists_are_all_found(nats_url: str) -
 
 
 async def test_flow_control_and_heartbeats_are_told_from_messages_and_losses_are_seen(nats_url: str) -> None:
-    async with connected(nats_compat.Client(), nats_url) as client:
+    async with connected(nats_compat.NatsClient(), nats_url) as client:
         js = client.jetstream()
         await js.add_stream(StreamConfig(name="objects", subjects=["t.o"]))
         for _ in range(24):
@@ -347,7 +347,7 @@ async def test_nodes_with_pinged_routes_send_no_requests_to_a_frozen_node(tmp_pa
         await asyncio.gather(*(node.start() for node in nodes))
         clients = []
         for urls in ((nodes[0].url,), (nodes[1].url,), (nodes[2].url, nodes[1].url)):
-            client = nats_compat.Client()
+            client = nats_compat.NatsClient()
             options = {"ping_interval": 0.2, "dont_randomize": True, "reconnect_to_server_handler": client.next_server}
             clients.append(await stack.enter_async_context(connected(client, *urls, **options)))
         asker, *members = clients

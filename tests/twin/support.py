@@ -8,7 +8,7 @@ import numpy as np
 
 from motet.shared.model import Slo, WorkerLimits
 from motet.shared.profile import EngineSteps
-from motet.twin.cluster import Bus, Cluster
+from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.steps import A10_MBGMV, MeasuredSteps, PerfSteps
 from motet.twin.storage import StorageModel
@@ -87,7 +87,7 @@ def spec(
 
 def run(load: Workload, worker: WorkerSpec, *, workers: int = 3, max_run: int | None = None, **options: Any) -> Cluster:
     """A finished run that left nothing behind. `max_run` bounds how many steps are advanced in one go."""
-    options.setdefault("bus", Bus(submit_ms=0.5, assign_ms=1.0, stream_ms=0.2))
+    options.setdefault("bus", BusDelays(submit_ms=0.5, assign_ms=1.0, stream_ms=0.2))
     options.setdefault("scheduler", SchedulerSpec())
     cluster = Cluster(load, [worker] * workers, **options)
     for one in cluster.workers:

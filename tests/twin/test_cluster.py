@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from motet.twin.cluster import Bus, Cluster
+from motet.twin.cluster import BusDelays, Cluster
 from motet.twin.metrics import NEVER
 from motet.twin.scheduler import SchedulerSpec
 from motet.twin.workload import Workload
@@ -31,8 +31,8 @@ SETTINGS = {
 @pytest.mark.parametrize("seed", range(2))
 def test_steps_advanced_in_one_go_give_the_history_of_single_steps(setting: str, seed: int) -> None:
     worker, load = SETTINGS[setting]
-    at_once = run(workload(seed, **load), spec(**worker), schedulers=2)
-    one_by_one = run(workload(seed, **load), spec(**worker), schedulers=2, max_run=1)
+    at_once = run(workload(seed, **load), spec(**worker), scheduler=SchedulerSpec(copies=2))
+    one_by_one = run(workload(seed, **load), spec(**worker), scheduler=SchedulerSpec(copies=2), max_run=1)
     assert history(at_once) == history(one_by_one)
 
 
@@ -64,7 +64,7 @@ def test_a_run_leaves_the_garbage_collector_as_it_was() -> None:
 
 
 def test_the_same_arguments_give_the_same_history_and_another_seed_does_not() -> None:
-    first, again, other = (run(workload(3), spec(), schedulers=3, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (run(workload(3), spec(), scheduler=SchedulerSpec(copies=3), seed=seed) for seed in (1, 1, 2))
     assert history(first) == history(again)
     assert history(first) != history(other)
 
@@ -85,7 +85,7 @@ def test_a_lone_request_takes_the_time_of_its_steps() -> None:
     load = replace(load, arrival_s=np.zeros(1), prompt_tokens=np.array([600]), output_tokens=np.array([11]))
     load = replace(load, adapter=np.array([-1]))
     worker = spec(context_token_ps=0)
-    cluster = run(load, worker, workers=1, scheduler=None, bus=Bus())
+    cluster = run(load, worker, workers=1, scheduler=None, bus=BusDelays())
     perf = worker.perf
     prefill = 2 * perf.prefill_base_ms + 600 * perf.prefill_token_ms  # in two chunks: a step takes 512 tokens
     figures = cluster.summary()
@@ -106,18 +106,18 @@ def test_a_second_scheduler_learns_from_the_workers_states() -> None:
     """With states seconds apart two schedulers do not see each other's assignments, and the load gets uneven."""
     load = workload(5, rate=30.0, cv=1.0)
 
-    def unevenness(bus: Bus) -> float:
-        cluster = run(load, spec(kv_blocks=2000), workers=4, schedulers=4, bus=bus, scheduler=SchedulerSpec(policy="most-idle"))
+    def unevenness(bus: BusDelays) -> float:
+        cluster = run(load, spec(kv_blocks=2000), workers=4, bus=bus, scheduler=SchedulerSpec(policy="most-idle", copies=4))
         return cluster.summary()["tpot_ms"]["p99"]
 
-    fresh, late = unevenness(Bus(state_ms=0.1)), unevenness(Bus(state_ms=2500.0))
+    fresh, late = unevenness(BusDelays(state_ms=0.1)), unevenness(BusDelays(state_ms=2500.0))
     assert fresh < late
 
 
-def test_time_can_be_stopped_and_goes_on() -> None:
+def test_time_can_be_stopped_and_continues() -> None:
     load = workload(2)
     whole = run(load, spec())
-    cluster = Cluster(load, [spec()] * 3, SchedulerSpec(), bus=Bus(submit_ms=0.5, assign_ms=1.0, stream_ms=0.2))
+    cluster = Cluster(load, [spec()] * 3, SchedulerSpec(), bus=BusDelays(submit_ms=0.5, assign_ms=1.0, stream_ms=0.2))
     seen: list[float] = []
     cluster.run(until_s=7.5)
     assert cluster.events.now_s == 7.5

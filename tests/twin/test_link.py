@@ -1,4 +1,4 @@
-"""Promise: copies beside the steps hold up their own requests only, and a simulated history stays the same to the bit."""
+"""Promise: copies beside the steps delay their own requests only, and a simulated history stays the same to the bit."""
 
 from __future__ import annotations
 

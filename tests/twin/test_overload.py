@@ -73,7 +73,7 @@ def test_goodput_stays_near_its_peak_and_interactive_requests_keep_their_objecti
     assert goodput >= 0.9 * peak and interactive >= 0.9
 
 
-def test_without_admission_by_objective_an_overload_ruins_nearly_everybody() -> None:
+def test_without_admission_by_objective_nearly_all_requests_miss_under_overload() -> None:
     peak, _ = served(1.0, "room")
     goodput, _ = served(3.0, "room")
     assert goodput < 0.5 * peak

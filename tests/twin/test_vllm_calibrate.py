@@ -14,7 +14,7 @@ import pytest
 from motet.twin.traces import FileError
 from motet.twin.vllm.calibrate import Sample, calibrate, fit
 from motet.twin.vllm.runs import predict, published_twin, read_runs
-from motet.twin.vllm.steps import TERMS, StepModel, features
+from motet.twin.vllm.steps import TERMS, VllmStepModel, features
 
 MODEL = "llama-3.1-8b-instruct"
 TRUE_MS = dict.fromkeys(TERMS, 0.0) | {
@@ -161,7 +161,7 @@ def test_kv_size_is_interpolated_and_not_guessed(folder: Path) -> None:
 
 
 def test_a_table_of_step_times_says_what_the_linear_model_says() -> None:
-    steps = StepModel(ms=TRUE_MS, load_full_ms=1, load_padded_ms=2, scan_us=0)
+    steps = VllmStepModel(ms=TRUE_MS, load_full_ms=1, load_padded_ms=2, scan_us=0)
     table = steps.table(64, 32, 2048)
     for tokens, rows, context, distinct, mixed in ((1, 1, 100, 0, False), (7, 7, 900, 3, False), (700, 60, 9_000, 20, True)):
         expected_ms = truth(tokens, rows, context, 64, 32, distinct, mixed=mixed)

@@ -1,4 +1,4 @@
-"""What the client and the front end add to a run: arrivals from the seed, lengths, merged chunks, ports."""
+"""Effects of the client and the front end on a run: arrivals from the seed, lengths, merged chunks, ports."""
 
 from __future__ import annotations
 

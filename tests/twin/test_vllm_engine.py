@@ -1,4 +1,4 @@
-"""The vLLM flavour's engine: who is admitted, who waits, who is preempted, and that skipping ahead changes nothing."""
+"""The vLLM flavour's engine: admission, waiting, preemption, and that advancing many steps at once changes nothing."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from motet.twin.vllm.client import ApiServer, Outcome, Requests
-from motet.twin.vllm.engine import Engine, EngineConfig
-from motet.twin.vllm.steps import TERMS, StepModel
+from motet.twin.vllm.engine import EngineConfig, SimulatedVllm
+from motet.twin.vllm.steps import TERMS, VllmStepModel
 from motet.twin.vllm.workload import arrivals, lengths
 
 QUIET = ApiServer(series_s=0.0, name_s=0.0)
 
 
-def model(**ms: float) -> StepModel:
+def model(**ms: float) -> VllmStepModel:
     """A step model with the given milliseconds per unit; the others cost nothing."""
-    return StepModel(ms={term: ms.get(term, 0.0) for term in TERMS}, load_full_ms=5.0, load_padded_ms=8.0, scan_us=0.0)
+    return VllmStepModel(ms={term: ms.get(term, 0.0) for term in TERMS}, load_full_ms=5.0, load_padded_ms=8.0, scan_us=0.0)
 
 
 TEN_MS = model(constant=10.0)
@@ -37,9 +37,11 @@ def work(*requests: tuple[float, int, int, int], ranks: tuple[int, ...] = (8, 8,
     )
 
 
-def engine(asked: Requests, steps: StepModel = TEN_MS, a_max: int = 2, kv_tokens: int = 1 << 20, **options: bool) -> Engine:
+def engine(
+    asked: Requests, steps: VllmStepModel = TEN_MS, a_max: int = 2, kv_tokens: int = 1 << 20, **options: bool
+) -> SimulatedVllm:
     config = EngineConfig(a_max=a_max, s_max=8, kv_tokens=kv_tokens)
-    return Engine(config, steps, asked, QUIET, **options)
+    return SimulatedVllm(config, steps, asked, QUIET, **options)
 
 
 def test_one_request_takes_one_step_per_token() -> None:

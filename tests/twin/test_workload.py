@@ -23,7 +23,7 @@ def test_arrivals_have_the_rate_and_the_variation_asked_for(cv: float) -> None:
     assert times[0] >= 0 and times[-1] < 2000.0 and (gaps >= 0).all()
 
 
-def test_a_flash_crowd_comes_when_it_is_told_to() -> None:
+def test_a_flash_crowd_comes_at_the_given_time() -> None:
     times = arrivals(rng(), Intensity.flash_crowd(20.0, 1000.0, at_s=400.0, length_s=100.0, factor=10.0))
     before, during, after = np.histogram(times, [0, 400, 500, 1000])[0] / [400, 100, 500]
     assert (before, during, after) == (pytest.approx(20, rel=0.1), pytest.approx(200, rel=0.1), pytest.approx(20, rel=0.1))

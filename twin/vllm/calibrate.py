@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.policies.least_squares import not_negative
-from motet.twin.vllm.steps import TERMS, StepModel, features
+from motet.twin.vllm.steps import TERMS, VllmStepModel, features
 from motet.twin.vllm.tables import Row, rows
 
 VERSION = "0.8.5"
@@ -48,7 +48,7 @@ class Sample:
 class Calibration:
     """What is known of one model on one GPU type."""
 
-    steps: StepModel
+    steps: VllmStepModel
     kv_points: dict[int, list[tuple[int, float]]]  # by S_max: (A_max, KV tokens), A_max ascending
     errors: dict[str, float]  # mean relative error of the fit in percent, by kind of row
 
@@ -70,7 +70,7 @@ def calibrate(folder: Path) -> dict[str, Calibration]:
     for model in sorted(samples.keys() & loads.keys() & memory.keys()):
         ms, errors = fit(samples[model])
         full_ms, padded_ms = loads[model]
-        steps = StepModel(ms=ms, load_full_ms=full_ms, load_padded_ms=padded_ms, scan_us=scan_us)
+        steps = VllmStepModel(ms=ms, load_full_ms=full_ms, load_padded_ms=padded_ms, scan_us=scan_us)
         fitted[model] = Calibration(steps, memory[model], errors)
     return fitted
 

@@ -4,10 +4,10 @@
        ▲                                                                  │
        └───────── preempt: youngest first, its KV blocks are freed and recomputed later ◄┘
 
-What is vLLM's and not ours: requests are first come, first served, but one whose adapter would be the (A_max + 1)th of the
-batch is passed over; adapters sit in A_max slots, the least recently batched one is replaced; KV blocks are taken as tokens
-come and given back by preempting the youngest request. Decodes are scheduled before prefills, a step has at most
-`max_batched_tokens` tokens, and every decode advances in every step.
+Differences to Motet: requests are first come, first served, but one whose adapter would be the (A_max + 1)th of the batch is
+passed over; adapters have A_max slots, and the least recently batched one is replaced; KV blocks are taken as tokens come and
+freed by preempting the youngest request. Decodes are scheduled before prefills, a step has at most `max_batched_tokens` tokens,
+and every decode advances in every step.
 
 Because of the last rule nothing is kept per request and step. A request that enters decode in step k ends in step k plus its
 remaining tokens, and takes a new KV block in every sixteenth step: two tables indexed by step replace the loop over the
@@ -23,7 +23,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from motet.twin.vllm.client import ApiServer, Client, Outcome, Requests
-from motet.twin.vllm.steps import StepModel
+from motet.twin.vllm.steps import VllmStepModel
 
 KV_BLOCK_TOKENS = 16
 
@@ -39,11 +39,11 @@ class EngineConfig:
     max_batched_tokens: int = 2048
 
 
-class Engine:
+class SimulatedVllm:
     """Scheduler, adapter slots, KV blocks and clock of one run; `run` does it all."""
 
     def __init__(
-        self, config: EngineConfig, steps: StepModel, requests: Requests, api: ApiServer, *, advance_in_one_go: bool = True
+        self, config: EngineConfig, steps: VllmStepModel, requests: Requests, api: ApiServer, *, advance_in_one_go: bool = True
     ) -> None:
         longest = max((p + o for p, o in zip(requests.prompt_tokens, requests.output_tokens, strict=True)), default=0)
         if longest > config.kv_tokens:
@@ -170,7 +170,7 @@ class Engine:
             if len(self.running) >= self.config.max_num_seqs:
                 return load_s, tokens, 0
             adapter = self._next_adapter()
-            if adapter is None:  # everybody who waits would need one more slot than there are
+            if adapter is None:  # every waiting request would need one more slot than there are
                 return load_s, tokens, self.waiting
             _, request = self.queues[adapter][0]
             needs = self.work.prompt_tokens[request] + self.generated[request]

@@ -9,7 +9,7 @@ import numpy as np
 
 from motet.twin.vllm.calibrate import VERSION, Calibration
 from motet.twin.vllm.client import ApiServer, Outcome, Requests
-from motet.twin.vllm.engine import Engine, EngineConfig
+from motet.twin.vllm.engine import EngineConfig, SimulatedVllm
 from motet.twin.vllm.tables import Row, find, rows
 from motet.twin.vllm.workload import arrivals, lengths
 
@@ -131,7 +131,7 @@ def predict(run: Run, calibration: Calibration) -> Outcome:
         kv_tokens=calibration.kv_tokens(run.a_max, run.s_max),
         max_num_seqs=run.max_num_seqs,
     )
-    return Engine(config, calibration.steps, requests(run), ApiServer()).run()
+    return SimulatedVllm(config, calibration.steps, requests(run), ApiServer()).run()
 
 
 def published_twin(folder: Path) -> dict[str, tuple[float, float]]:

@@ -75,7 +75,7 @@ def _padded(tokens: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepModel:
+class VllmStepModel:
     """Fitted coefficients of one model: milliseconds per unit of each of `TERMS`, and what is not a term of the step."""
 
     ms: dict[str, float]
@@ -107,7 +107,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """Seconds of a step by its tokens: nobody uses an adapter, somebody does, and per adapter of the batch."""
+    """Seconds of a step by its tokens: without adapters, with adapters, and per adapter of the batch."""
 
     idle_s: list[float]
     used_s: list[float]

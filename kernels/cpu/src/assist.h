@@ -2,15 +2,15 @@
 //
 // At the start of every layer the progress of a slot's copy decides where the low-rank part of its rows is computed:
 //
-//   device     the layer is there (loaded_layers[slot] > layer): like any other row, from the pool's pages
+//   device     the layer is present (loaded_layers[slot] > layer): like any other row, from the pool's pages
 //   process    a CPU process computes y' = scale * B (A x) from host memory while the base computes x W; y += y'
 //   in place   no process can (none is alive or has room, one failed, or the copy is late): the base computes the row from
 //              host memory, with the code of the device path and a page table that points there
 //
-// A slot in mode "layer-wise" waits for its copy: its rows are computed on the device, or in place once the wait took too long.
+// A slot in mode "layer-wise" waits for its copy: its rows are computed on the device, or in place if the wait takes too long.
 //
-// Member 0 of the team calls begin_layer between two barriers; the decision holds for the layer. The member that waits for a
-// process notices its failure; then all members compute the rows of that request in place (`repair`).
+// Member 0 of the team calls begin_layer between two barriers; the decision holds for the layer. A member that waits for a process
+// detects its failure; then all members compute the rows of that request in place (`repair`).
 #pragma once
 #include "channel.h"
 

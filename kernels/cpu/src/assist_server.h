@@ -1,4 +1,4 @@
-// The CPU LoRA process: waits for requests on its channel and computes them from host memory, which it maps itself.
+// The CPU LoRA process: waits for requests on its channel and computes them from adapters in host memory, which it maps.
 #pragma once
 #include <unistd.h>
 
@@ -7,7 +7,7 @@
 
 namespace motet {
 
-// The adapters of the base process, mapped: at most as many as one step may name. All are unmapped after a while without requests.
+// The mapped adapters of the base process: at most as many as one step may name. All are unmapped after some time without requests.
 // A mapped file keeps its inode, so the inode identifies the memory.
 class Mappings {
  public:

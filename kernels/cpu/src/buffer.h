@@ -1,4 +1,4 @@
-// Memory that is kept from step to step: it grows to the largest size so far and never shrinks.
+// A buffer that is kept from step to step. It grows to the largest size needed so far and never shrinks.
 #pragma once
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-// Memory that the base process shares with one CPU LoRA process: a file that both have mapped and nobody else writes.
+// Memory that the base process shares with one CPU LoRA process: a file that both map and no other process writes.
 //
 //   | config | request line | process sleeps | done line | base sleeps | step | scales of its slices | x rows | y rows |
 //     base     base           process          process     base          base                          base     process
@@ -7,14 +7,13 @@
 //              per layer and group:  x rows; request.{layer, group, slices}; request.sequence + 1 (release)
 //   process    sees it (acquire), computes y = scale * B (A x) of those slices, done.sequence = request.sequence (release)
 //
-// One request is under way at a time. Numbers are compared for equality only, so they may wrap. Both sides spin for a while
-// before they sleep on the other's number. A side that sleeps sets a flag in a cache line of its own, so the other side makes
-// no wake-up call while the flag is clear. A channel that failed once is never used again, so a late process writes to memory
-// that nobody reads.
+// There is one request at a time. Numbers are compared for equality only, so they may wrap. Each side spins for a while before it
+// sleeps on the other's number. A side that sleeps sets a flag in a cache line of its own, so the other side makes no wake-up call
+// while the flag is clear. A channel that failed once is never used again, so late writes of its process have no effect.
 //
-// The base may be a device whose stream writes x and the request line and waits for the done line (kernels/device). A stream
-// cannot wake a process, so the process does not sleep meanwhile (`listen`). A stream would wait for ever for a dead process, so
-// the host answers in the place of a process that it ended (`release`).
+// The base may be a device whose stream writes x and the request line and waits for the done line (kernels/device). A stream cannot
+// wake a process, so the process does not sleep meanwhile (`listen`). A stream would wait for ever for a dead process, so the host
+// answers for a process that it ended (`release`).
 #pragma once
 #include <fcntl.h>
 #include <sched.h>

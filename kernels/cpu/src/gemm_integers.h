@@ -1,13 +1,13 @@
-// Products with weights of 8 or 4 bits: rows of x are rounded to 8 bits as well, so that whole numbers are multiplied, four k to an
-// instruction where there is VNNI, 64 to one where there are AMX tiles.
+// Products with weights of 8 or 4 bits: rows of x are rounded to 8 bits as well, so that integers are multiplied, four k in one
+// instruction with VNNI, 64 with AMX tiles.
 //
 //   x[r, k] = scale[r] * q[r, k]            q in -127..127, scale = max |x[r]| / 127
 //   I8   w[n, k] = scale[n] * (b - 128)     b unsigned; y = scale[n] * scale[r] * (sum b q - 128 sum q)
 //   I4   w[n, k] = scale[n, k / 32] * (b - 8), b in 0..15: the same for each group of 32 k, whose sums are added as floats
 //   I4_SHIFTED, I8_GROUPED: w[n, k] = scale[n, k / 32] * (b - zero[n, k / 32]), b of 4 or 8 bits
 //
-// Sums of whole numbers are exact, and floats are added in order of k, so a row's result depends neither on the other rows nor on
-// the instruction.
+// Integer sums are exact, and floats are added in order of k, so a row's result depends neither on the other rows nor on the
+// instruction.
 //
 // A panel of I8 is [k / 4][16 outputs][4]. A panel of I4 is, for each 64 k, a line of scales [2 groups][16] in float16, then four
 // lines for each group; the low halves of a line's bytes are 4 k as in I8, the high halves the next 4. I4_SHIFTED and I8_GROUPED

@@ -1,11 +1,11 @@
 // The KV cache of one layer: blocks of `block_size` tokens, each in one piece. T is the type of its elements.
 //
 //   floats   [block_size, 2, kv_heads, head_dim]
-//   int8     for each KV head: keys [block_size, head_dim] as whole numbers in -127..127, values likewise, then their scales,
+//   int8     for each KV head: keys [block_size, head_dim] as integers in -127..127, values likewise, then their scales,
 //            float [2, block_size]
 //
-// A key or value of int8 is number * scale, with one scale for each token, KV head, and key or value: the largest magnitude
-// becomes 127. One that is not finite has the scale NaN, so that it stays visible.
+// A key or value of int8 is integer * scale, with one scale for each token, KV head, and key or value: the largest magnitude
+// becomes 127. A key or value that is not finite has the scale NaN, so that its request fails as it would with floats.
 #pragma once
 #include <algorithm>
 #include <type_traits>

@@ -5,13 +5,12 @@
 //
 // Rules:
 // - a thread may read layer l of a slot after it has read loaded_layers[slot] > l with acquire.
-// - a layer is loaded when its last byte has passed the emulated link, not when it was copied: the thread copies a layer at
-//   memory's speed and then sleeps once, until the link would have brought it. Remaining bytes are counted on the link.
-// - copying a piece and moving a page exclude each other; every piece looks its page up in the table again.
+// - with an emulated link a layer counts as loaded when its last byte would have passed the link: the thread copies a layer at full
+//   speed and then sleeps until that time. Remaining bytes are counted on the link.
+// - copying a piece and moving a page exclude each other; every piece looks up its page in the table again.
 // - when cancel returns, no piece of that load is being written, and none will be.
-// - while there is nothing to load, the thread touches the memory that the pool may use, so that no load waits for fresh pages
-//   (otherwise three quarters of a copy's time). Memory behind it belongs to the KV cache: when expect returns, none of it is
-//   being touched.
+// - while there is nothing to load, the thread touches the memory that the pool may use, because fresh pages would take three
+//   quarters of a copy's time. Memory beyond it belongs to the KV cache: when expect returns, none of that is being touched.
 #pragma once
 #include <sys/mman.h>
 #include <sys/prctl.h>

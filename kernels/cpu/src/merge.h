@@ -24,7 +24,7 @@ INLINE void put_pair(bf16* panel, int64_t k, int at, vf first, vf second) {
   memcpy((void*)(panel + k * PANEL + at * 2), &both, sizeof both);
 }
 
-// Of one module: the outputs [begin, end) of a panel are its own.
+// One module of a fused matrix: it has the outputs [begin, end) of a panel.
 struct MergePart {
   int m, begin, end, ranks;
   int64_t first;  // the panel's first output as a number of the module's; negative where another module's come before

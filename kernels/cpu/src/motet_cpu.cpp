@@ -107,7 +107,7 @@ void motet_pack(Engine* engine, const void* from, int64_t from_type, int64_t n, 
   });
 }
 
-// `from` [n, k], whole numbers in bytes, into `to` of `type`; `scales` and `zeros` are float16 [n, k / 32 rounded up], which I8 has none
+// `from` [n, k], integers in bytes, into `to` of `type`; `scales` and `zeros` are float16 [n, k / 32 rounded up], which I8 has none
 // of, and I4 no zeros.
 void motet_pack_whole(Engine* engine, const uint8_t* from, const uint16_t* scales, const uint16_t* zeros, int64_t n, int64_t k,
                       int64_t type, void* to) {

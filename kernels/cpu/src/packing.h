@@ -1,4 +1,4 @@
-// Panels of weights from matrices [n, k]: floats as they are, floats rounded to whole numbers, and whole numbers. See gemm.h and
+// Packs matrices [n, k] into panels of weights: floats as they are, floats rounded to integers, and integers. See gemm.h and
 // gemm_integers.h for the layouts. A panel has at most 16 `rows` of a matrix.
 #pragma once
 #include <vector>

@@ -1,4 +1,4 @@
-// The machine's limits, to compare the kernels with: reading memory, and multiply-adds in registers.
+// Measures the limits of the machine, to compare the kernels with: reading memory, and multiply-adds in registers.
 #pragma once
 #include <chrono>
 

@@ -1,4 +1,4 @@
-// Buffers that one step of an engine leaves to the next.
+// Buffers that the steps of an engine reuse.
 #pragma once
 #include "assist.h"
 #include "attention.h"

@@ -1,9 +1,9 @@
-"""The host copy of an adapter: a `motet-lora/2` blob that lies in memory as the kernels read it.
+"""The host copy of an adapter: a `motet-lora/2` blob in memory, in the layout that the kernels read.
 
     a file of the engine's type    mapped: its pages are the system's page cache
     any other type, or bytes       written once to anonymous memory of the same layout
 
-Either way it is a pool of one slot (`kernels.PackedLora`), and a file descriptor through which other processes map the same
+In both cases it is a pool of one slot (`kernels.PackedLora`) with a file descriptor through which other processes map the same
 bytes: `/proc/<pid>/fd/<fd>` from `data_start` on.
 """
 

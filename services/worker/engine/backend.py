@@ -1,4 +1,4 @@
-"""What the engine needs of the model: one step's batch in, logits out, and adapters copied to the device.
+"""The interface of a backend, which computes the model: one step's batch in, logits out, and adapters copied to the device.
 
 A backend owns all device memory: base weights, KV cache and adapter pool. The engine decides what their blocks and slots mean.
 `backends/` has one file per backend, and `docs/engines.md` says how to add one.
@@ -31,11 +31,11 @@ class BackendMissing(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """The model, the memory and the ways of computing that a backend is to have."""
+    """The options of a backend: model, memory and kernels."""
 
     model_dir: Path
     dtype: str = "auto"
-    """Of weights, KV cache and adapters alike: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"."""
+    """Type of weights, KV cache and adapters: "auto" (the checkpoint's), "float32", "bfloat16" or "float16"."""
     kv_cache_dtype: str = "auto"
     """"int8" keeps keys and values in 8 bits with a scale for each token and head; "auto" is `dtype`."""
     device: str = "cpu"
@@ -43,10 +43,12 @@ class BackendOptions:
     """"dummy" makes random weights on the device and reads `config.json` alone."""
     quantization: str = "none"
     """"int8" or "int4" keeps the base's matrices as whole numbers, which are multiplied with activations of 8 bits."""
+    packed_weights_dir: str = ""
+    """Where compiled kernels keep their packed weights for later starts; "": they pack them at every start."""
     kernels: str = "auto"
     """A name of `backends.BACKENDS`, or "auto": that of the device, unless MOTET_KERNELS names one."""
     threads: int = 0
-    """Of a step on a CPU; 0 leaves torch's setting."""
+    """Threads of a step on a CPU; 0 leaves torch's setting."""
     graphs: bool = True
     """False launches a GPU's decode steps kernel by kernel."""
     block_size: int = 16
@@ -57,11 +59,11 @@ class BackendOptions:
     merge: bool = False
     """An adapter may be merged into a copy of the weights (`Backend.merged`)."""
     elastic: bool = False
-    """Room may go from KV blocks to adapters and back, where the device's memory can do that (`Backend.elastic`)."""
+    """KV blocks and adapters may share memory, where the device supports it (`Backend.elastic`)."""
     link_bytes_per_s: float = 0.0
-    """Emulated pace of adapter copies, 0 for none."""
+    """Emulated rate of adapter copies, 0 for none."""
     assist_cores: Sequence[int] = ()
-    """One CPU LoRA process on each, -1 for any core."""
+    """Cores of the CPU LoRA processes, one for each; -1 for any core."""
     assist_rows: int = 512
     """The most rows of a step that a process takes over."""
 
@@ -71,7 +73,7 @@ class Processes(Protocol):
 
     @property
     def capacity(self) -> Capacity:
-        """What they can take over now."""
+        """The work that they can take over at present."""
 
     @property
     def failures(self) -> Mapping[str, int]:
@@ -87,7 +89,7 @@ class Backend(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which host copies of adapters should be."""
+        """The data type in which host copies of adapters should be."""
 
     @property
     def kv_block_bytes(self) -> int:
@@ -120,7 +122,7 @@ class Backend(Protocol):
         Raises ValueError when the content is not as long as the blocks."""
 
     def adapter_bytes(self, weights: HostAdapter) -> int:
-        """What this adapter occupies on the device."""
+        """Bytes of this adapter on the device."""
 
     def begin_load(self, slot: int, weights: HostAdapter) -> None:
         """Copy an adapter into an empty slot, beside the steps where that is possible, else before this returns.
@@ -135,7 +137,7 @@ class Backend(Protocol):
         """Bytes to copy until this slot's adapter is whole, those of the loads before it included."""
 
     def free_adapter(self, slot: int) -> None:
-        """Empty a slot, whole or on its way; no row of a later step may name it until it is loaded again."""
+        """Empty a slot, also while it is being loaded; no row of a later step may name it until it is loaded again."""
 
     @property
     def link(self) -> LinkState:
@@ -151,7 +153,7 @@ class Backend(Protocol):
 
     @property
     def assisted(self) -> AssistCounts:
-        """Where the LoRA part of adapters under way was computed so far."""
+        """How many rows of adapters being copied were computed where so far."""
 
     @property
     def merged(self) -> MergedWeights | None:
@@ -164,4 +166,4 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """End what runs beside the steps. No step follows."""
+        """End everything that runs beside the steps. No step follows."""

@@ -1,8 +1,8 @@
-"""Tokens that a sequence may not draw: everything outside `allowed_token_ids`, and what would complete one of `bad_words`.
+"""Tokens that a sequence may not draw: all outside `allowed_token_ids`, and those that would complete one of `bad_words`.
 
-A bad word is a sequence of token ids. Its last token is banned where the output so far ends with all tokens before it; a word
-of one token is always banned. Only the output is looked at, not the prompt (as in vLLM). A sequence that is continued elsewhere
-with its output so far bans what it would have banned.
+A bad word is a sequence of token ids. Its last token is banned when the output so far ends with all tokens before it; a word of
+one token is always banned. Only the output counts, not the prompt (as in vLLM). So a sequence that continues on another worker
+with its output so far has the same bans.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Adapters that are being copied to the device: the backend's link as `policies.batch_core` sees it, and reports of it.
+"""Adapters that are being copied to the device: carries out what `policies.batch_core` decides, and reports the results.
 
-begin      a slot was granted: its copy starts, and is whole at once where nothing copies beside the steps
-whole      it is there
-left       a slot was taken back: the copy under way, if there is one, is given up
+begin      a slot was granted: its copy starts; where copies do not run beside the steps, it is complete at once
+whole      the copy is complete
+left       a slot was taken back: the copy into it, if one runs, is given up
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ class DeviceAdapters:
 
     @property
     def perf(self) -> PerfModel:
-        """What is known of step times now."""
+        """The present estimate of step times."""
         return self._perf()
 
     @property
     def bytes_per_s(self) -> float:
-        """As measured, or as given."""
+        """The link's rate, measured or given."""
         return self._runner.link.bytes_per_s
 
     @property
@@ -100,7 +100,7 @@ class DeviceAdapters:
 
     @property
     def assist(self) -> AssistRates | None:
-        """What the CPU processes can do now; None without any, or before they have been measured."""
+        """The present abilities of the CPU processes; None without any, or before they have been measured."""
         assist = self._runner.assist
         if assist is None:
             return None

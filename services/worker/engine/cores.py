@@ -1,4 +1,4 @@
-"""CPU cores of a step's threads, beside those of CPU LoRA processes."""
+"""Chooses the CPU cores of a step's threads, apart from those of CPU LoRA processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def step_cores(assist_cores: Collection[int]) -> set[int]:
 
 @contextmanager
 def on_cores(cores: set[int] | None) -> Iterator[None]:
-    """This thread on `cores` for a while; None changes nothing. Threads that it starts meanwhile stay there."""
+    """A context in which this thread runs on `cores`; None changes nothing. Threads that it starts meanwhile stay there."""
     if cores is None:
         yield
         return

@@ -1,11 +1,12 @@
-"""Decoding steps as CUDA graphs: hundreds of launches become one.
+"""Decode steps as CUDA graphs: one launch instead of hundreds.
 
     step (numpy) --padded to its bucket--> buffers that never move --replay--> logits
 
-A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step
-that fits. Steps without a row of any adapter have graphs of their own, without LoRA. So have merged steps, whose weights lie
-elsewhere; these graphs go with the merged copy. What differs between such steps (tokens, tables, which adapters, how much work)
-lies in the buffers. A padding row is token 0 of the base alone; it writes and reads the scratch block, which no sequence uses.
+A graph is captured for a bucket (sequences, blocks of context) when a step first needs it, and serves every later step that
+fits. Steps without any adapter have separate graphs, without LoRA. So do merged steps, because their weights have other
+addresses; these graphs are dropped with the merged copy. Everything that differs between the steps of a graph (tokens, tables,
+adapters, amount of work) is in the buffers. A padding row is token 0 of the base model; it writes and reads the scratch block,
+which no sequence uses.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from motet.services.worker.engine.step_batch import StepBatch
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_COLUMNS = 16
 
-Bucket = tuple[int, int]
+GraphSize = tuple[int, int]
 
 
-def bucket_for(rows: int, blocks: int, most_blocks: int) -> Bucket | None:
+def bucket_for(rows: int, blocks: int, most_blocks: int) -> GraphSize | None:
     """The smallest bucket for `rows` sequences of up to `blocks` blocks; None when it would gather over `most_blocks`."""
     columns = max(LEAST_COLUMNS, 1 << (blocks - 1).bit_length())
     fitting = next((size for size in ROWS if size >= rows), None)
@@ -34,7 +35,7 @@ class DecodeBuffers:
     """One bucket's inputs at fixed addresses, and the forward pass over them. Without `adapted` no row may name an adapter."""
 
     def __init__(
-        self, bucket: Bucket, model: Model, cache: KvCache, pool: LoraPool, scratch_block: int, *, adapted: bool = True
+        self, bucket: GraphSize, model: Model, cache: KvCache, pool: LoraPool, scratch_block: int, *, adapted: bool = True
     ) -> None:
         self._rows, columns = bucket
         self._model, self._cache, self._pool = model, cache, pool
@@ -78,11 +79,11 @@ class DecodeGraphs:
 
     def __init__(self, cache: KvCache, pool: LoraPool, *, scratch_block: int) -> None:
         self._cache, self._pool, self._scratch_block = cache, pool, scratch_block
-        self._captured: dict[tuple[Bucket, bool, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._captured: dict[tuple[GraphSize, bool, bool], tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._memory = torch.cuda.graph_pool_handle()  # graphs never run at the same time, so they share it
 
     def forget_merged(self) -> None:
-        """The merged copy of the weights goes: no graph may read it any more."""
+        """Drop the graphs that read the merged copy of the weights, because its memory is about to be freed."""
         self._captured = {key: captured for key, captured in self._captured.items() if not key[2]}
 
     def forward(self, batch: StepBatch, model: Model) -> torch.Tensor | None:
@@ -105,7 +106,7 @@ class DecodeGraphs:
         return logits[torch.from_numpy(batch.logit_rows).to(logits.device)]
 
     def _capture(
-        self, bucket: Bucket, adapted: bool, batch: StepBatch, model: Model
+        self, bucket: GraphSize, adapted: bool, batch: StepBatch, model: Model
     ) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph, torch.Tensor]:
         buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
         buffers.fill(batch)

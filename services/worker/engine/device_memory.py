@@ -26,7 +26,7 @@ class DeviceMemory:
     cache: KvCache
     pool: LoraPool
     elastic: bool = False
-    """Whether room can go from one to the other."""
+    """Whether KV cache and adapter pool share the memory."""
 
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
         """Between steps: copy blocks, (from, to) in order, then let the cache have so many and the pool so many bytes."""

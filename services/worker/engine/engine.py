@@ -4,10 +4,10 @@
     run           seats -> StepBatch -> Backend.forward -> Sampler: one token for every sequence that is up to date
     postprocess   append tokens, end sequences, write items for the gateways and briefs for the schedulers
 
-Single-threaded: every method is called from the engine's thread; nothing here waits for anything but the device. Adapters
-are copied to the device beside the steps where the backend can do that: their requests wait with a slot, or join before the
-copy is whole (policies/cold_start), and other requests go on. A copy whose last user left continues until its slot is needed.
-An error of one request or adapter ends that request only. A forward pass that fails ends the requests in it.
+Single-threaded: every method is called from the engine's thread and waits for the device only. Where the backend supports it,
+adapters are copied to the device beside the steps: their requests wait with a slot, or join before the copy is complete
+(policies/cold_start), while other requests run. If all requests for a copy end before it does, it continues until its slot is
+needed. An error of one request or adapter ends that request only. A forward pass that fails ends the requests in it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Engine:
         if runner.link.bytes_per_s < math.inf:
             cold = ColdStarts(runner.config.num_layers, limits.max_step_tokens, cold_start)
         self._lora_bytes = runner.lora_bytes_total
-        """What one adapter may occupy."""
+        """Largest device memory of one adapter, in bytes."""
         slots = AdapterSlots(
             limits.max_loras, self._lora_bytes, asynchronous=cold is not None, eviction=make_eviction(limits.eviction)
         )
@@ -83,10 +83,15 @@ class Engine:
         self._adapters = DeviceAdapters(runner, slots, perf)
         self._core: BatchCore[LiveSequence] = BatchCore(
             admission,
-            kv=KvBlocks(blocks, limits.block_size, prefix_cache=limits.prefix_cache, capacity=capacity),
+            kv=KvBlocks(
+                blocks,
+                limits.block_size,
+                prefix_cache=limits.prefix_cache,
+                capacity=capacity,
+                block_bytes=runner.kv_block_bytes,
+            ),
             slots=slots,
             cold=cold,
-            kv_block_bytes=runner.kv_block_bytes,
             shared=runner.elastic,
             queues=make_queues(
                 limits.queues,
@@ -103,7 +108,7 @@ class Engine:
         self._step_s = 0.0  # how long the last step took, slices of a copy apart
         self._state = self._core.state
         self.kv = TravellingKv(self._core.travelling, runner, self._keys_of)
-        """KV blocks that move between workers."""
+        """Access to KV blocks, for requests that move between workers."""
         self._seats = Seats(
             seats=admission.seats,
             max_step_tokens=limits.max_step_tokens,
@@ -123,7 +128,7 @@ class Engine:
 
     @property
     def adapter_bytes_free(self) -> int:
-        """Device memory that holds nothing and that adapters may fill."""
+        """Empty device memory that adapters may fill."""
         return self._core.adapter_bytes_free
 
     @property
@@ -134,7 +139,7 @@ class Engine:
 
     @property
     def cold_start(self) -> Forced:
-        """How requests begin whose adapter is on its way; "auto" where nothing copies beside the steps."""
+        """How requests start whose adapter is being copied; "auto" where copies do not run beside the steps."""
         cold = self._core.cold
         return cold.forced if cold is not None else "auto"
 
@@ -249,7 +254,7 @@ class Engine:
         return True
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """These adapters, and no others, leave the device after all others."""
+        """Evict these adapters, and no others, after all other adapters."""
         self._core.slots.pinned = digests
 
     def unload_adapter(self, digest: str) -> bool:
@@ -259,7 +264,7 @@ class Engine:
         return digest not in self._core.doomed
 
     def abort_all(self, error: MotetError) -> StepOutput:
-        """End every request with `error`; returns their last items and all else that is unreported."""
+        """End every request with `error`. Returns their last items and everything else that is unreported."""
         for live in self._sequences():
             self._fail(live, error)
         return self._take_output()
@@ -275,7 +280,7 @@ class Engine:
         ids = [live.request.request_id for live in self._sequences()]
         assert len(set(ids)) == len(ids), "two requests of one id"
 
-    # ---- the three verbs
+    # ---- schedule, run, postprocess
 
     def _schedule(self, now_s: float, stats: StepStats) -> StepPlan[LiveSequence]:
         plan = self._core.decide(now_s)
@@ -294,7 +299,7 @@ class Engine:
             self._sampler.seat(live.row, live.request.sampling, live.tokens, live.prompt_tokens, live.ending)
             if live.admitted_s is None:
                 live.admitted_s, live.cached_prompt_tokens = now_s, min(live.computed, live.prompt_tokens)
-            stats.cached_tokens += live.computed  # before its first rows: what the prefix cache had
+            stats.cached_tokens += live.computed  # before its first rows: tokens from the prefix cache
             self._changed[live.request.request_id] = live.brief()
             if live.cold is not None and not live.reported:
                 stats.cold_starts.append((live.cold.mode, live.cold.reason))
@@ -335,7 +340,7 @@ class Engine:
         return drawn
 
     def _weigh_modes(self, copy: MergedCopy, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
-        """Tell the policy of a step: its time, for what merging saves, and its requests, for the adapters' credits."""
+        """Report a step to the merge policy: its time, to estimate the gain of merging, and its requests, for the credits."""
         stats.time_ms = 1000 * self._step_s
         copy.observe(stats)
         assert self._core.modes is not None, "an engine with a merged copy chooses between modes"
@@ -348,7 +353,7 @@ class Engine:
         for index, (live, token) in enumerate(zip(drawing, drawn.tokens.tolist(), strict=True)):
             if index in broken:
                 at = f"at output token {live.output_tokens}"
-                if live.request.sampling.bad_words:  # nothing that may be drawn was left
+                if live.request.sampling.bad_words:  # no token may be drawn
                     self._fail(live, BadRequest(f"bad_words leaves no token to draw {at}", param="bad_words"))
                 else:
                     self._fail(live, MotetError(f"the model's logits are not finite {at}"), spoiled=True)

@@ -1,4 +1,4 @@
-"""KV blocks on their way between workers, as the engine's thread sees them: copied between two steps, held meanwhile."""
+"""The engine's side of KV blocks that travel between workers: holds them, and copies their bytes between two steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TravellingKv:
         self._held, self._runner, self._keys_of = held, runner, keys_of
 
     def hold(self, name: str, request_id: str, epoch: int) -> list[bytes]:
-        """Hold the blocks of a request, which may end now; returns their keys."""
+        """Hold the blocks of a request, which may end afterwards; returns their keys."""
         keys = self._keys_of(request_id, epoch)
         return keys[: self.find(name, keys)]
 
@@ -26,7 +26,7 @@ class TravellingKv:
         return self._held.hold(name, keys)
 
     def read(self, name: str, first: int, count: int) -> np.ndarray | None:
-        """A copy of blocks that are held, uint8; None when their content does not count any more."""
+        """A copy of blocks that are held, uint8; None when their content is no longer valid."""
         blocks = self._held.slice(name, first, count)
         return self._runner.read_kv(blocks) if blocks is not None else None
 
@@ -41,5 +41,5 @@ class TravellingKv:
         return True
 
     def drop(self, name: str) -> None:
-        """Hold the blocks of this name no more; what has a key can still be found."""
+        """Release the blocks of this name; those with a key can still be found."""
         self._held.drop(name)

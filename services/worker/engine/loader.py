@@ -1,8 +1,8 @@
-"""Checkpoint weights into fused tensors. Reads safetensors, one file or sharded, mapped into memory; never pickle.
+"""Loads the weights of a checkpoint as fused tensors. Reads safetensors, one file or sharded, mapped into memory; never pickle.
 
-Matrices may be floats or quantized (`quantized.py`). q, k, v and gate, up become one matrix each.
+Matrices may be floats or quantized (`quantized.py`). q, k, v become one matrix, and so do gate and up.
 
-`random_weights` makes those of a config without a checkpoint, on the device: for measuring real shapes without a download.
+`random_weights` makes random weights of a config's shapes on the device, to measure real shapes without a download.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from motet.services.worker.engine.quantized import FLOATS, Shapes, read_module, 
 from motet.services.worker.engine.unsupported import UnsupportedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RANDOM_DEVIATION = 0.02  # what models are initialised with
-M = TypeVar("M")  # a base-model matrix as the kernels want it
+RANDOM_DEVIATION = 0.02  # standard deviation of random weights
+M = TypeVar("M")  # a base-model matrix in the kernels' form
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # old checkpoints store what the config implies
 
@@ -73,7 +73,7 @@ def quantization_of(option: str, config: ModelConfig) -> str:
     return config.quantization.name
 
 
-Linear = Callable[[Sequence[torch.Tensor], "torch.Tensor | None"], M]
+MakeLinear = Callable[[Sequence[torch.Tensor], "torch.Tensor | None"], M]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class Makers(Generic[M]):
     checkpoint's file.
     """
 
-    linear: Linear[M]
-    head: Linear[M] | None = None  # of the matrix to the vocabulary, where another
+    linear: MakeLinear[M]
+    head: MakeLinear[M] | None = None  # of the matrix to the vocabulary, where another
     whole: Callable[[WholeNumbers, torch.Tensor | None], M] | None = None  # of a quantized checkpoint; None: as floats
 
 
@@ -154,10 +154,10 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device
 
 
 Read = Callable[..., torch.Tensor]  # tensors by their names in a checkpoint, several one after the other
-Matrix = Callable[[str, tuple[str, ...], "torch.Tensor | None"], M]  # projections of a parent as one, with their biases
+MakeMatrix = Callable[[str, tuple[str, ...], "torch.Tensor | None"], M]  # projections of a parent as one, with their biases
 
 
-def _fused(config: ModelConfig, read: Read, matrix: Matrix[M], head: Linear[M]) -> ModelWeights[M]:
+def _fused(config: ModelConfig, read: Read, matrix: MakeMatrix[M], head: MakeLinear[M]) -> ModelWeights[M]:
     embed = read("model.embed_tokens.weight")
     return ModelWeights(
         embed=embed,
@@ -167,7 +167,7 @@ def _fused(config: ModelConfig, read: Read, matrix: Matrix[M], head: Linear[M]) 
     )
 
 
-def _layer(prefix: str, config: ModelConfig, read: Read, matrix: Matrix[M]) -> LayerWeights[M]:
+def _layer(prefix: str, config: ModelConfig, read: Read, matrix: MakeMatrix[M]) -> LayerWeights[M]:
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
 
     def fused(parent: str, modules: tuple[str, ...], bias: bool) -> M:

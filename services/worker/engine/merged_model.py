@@ -6,9 +6,9 @@
     merged.model.forward(...)                   a merged step, without LoRA
     merged.drop()                               its memory is free again; `dropped()` is called before
 
-The pristine matrices stay as they are. Sums are float32 and rounded once. Matrices that the adapter does not change are shared
-with the pristine model. On a GPU the memory of the whole copy is taken by `begin`, so that a copy that does not fit is refused
-before any work; on a CPU each matrix is packed when it is complete.
+The base matrices are not changed. Sums are float32 and rounded once. Matrices that the adapter does not change are shared with
+the base model. On a GPU `begin` takes the memory of the whole copy, so that a copy that does not fit is refused before any
+work; on a CPU each matrix is packed when it is complete.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class MergedModel:
         self._room = torch.empty(0)
         self._pieces: Iterator[None] = iter(())
         self.model = Model(model.config, replace(model.weights, layers=list(model.weights.layers)))
-        """What a merged step computes with, once the copy is whole."""
+        """The model of a merged step, once the copy is complete."""
         self.whole = False
         self.nbytes = 0
-        """Of the copy that is here, whole or not, beside the pristine weights."""
+        """Bytes of the present copy, complete or not, beyond the base weights."""
 
     def size(self, adapter: HostAdapter) -> int:
         """Bytes of a copy with this adapter."""
@@ -68,7 +68,7 @@ class MergedModel:
 
     @torch.inference_mode()
     def advance(self, enough: Callable[[], bool]) -> bool:
-        """Compute pieces until `enough()` says so, which is asked after each; whether the copy is whole."""
+        """Compute pieces until `enough()` is true, which is called after each. Returns whether the copy is complete."""
         while not self.whole and self.nbytes:
             if next(self._pieces, self) is self:
                 self.whole = True
@@ -77,14 +77,14 @@ class MergedModel:
         return self.whole
 
     def drop(self) -> None:
-        """There is no copy any more."""
+        """The copy was dropped."""
         if self.nbytes:
             self._dropped()
         self.model.weights.layers[:] = self._pristine.layers
         self._pieces, self._room, self.whole, self.nbytes = iter(()), torch.empty(0), False, 0
 
     def _done(self) -> bool:
-        """Wait for the piece: a device computes it later than it is asked to, and `enough` looks at the time."""
+        """Wait for the piece: a device computes asynchronously, and `enough` measures time."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return True

@@ -1,10 +1,10 @@
-"""Makes the merged copy of the weights beside the steps, as `policies.merged_copy` decides.
+"""Makes the merged copy of the weights between the steps, as `policies.merged_copy` decides.
 
-    plan.dropped ──> drop       its memory goes back before memory is divided anew
-    plan.making  ──> begin      then before every step a slice, until it is whole
+    plan.dropped ──> drop       its memory is freed before the boundary of KV blocks and adapters moves
+    plan.making  ──> begin      then a slice before every step, until it is complete
 
-A slice runs on the threads of the steps between two of them. A thread of its own would take a core from the members of a step,
-and all of them wait for the slowest.
+A slice runs on the threads of the steps, between two steps. A separate thread would take a core from the threads of a step,
+which all wait for the slowest of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from motet.shared import clock
 from motet.shared.telemetry import logger
 
 SHARE = 0.2
-"""Of a step's time that a slice takes, so of the time between two tokens while a copy is made."""
+"""Share of a step's time that a slice takes, and so of the time between two tokens while a copy is made."""
 NO_ROOM = "--merge on: on a CPU the merged copy borrows memory from the KV cache, which needs --device-memory shared"
 log = logger("motet.worker.merging")
 
@@ -30,7 +30,7 @@ class MergedWeights(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of the present copy."""
+        """Bytes of the present copy."""
 
     def size(self, adapter: HostAdapter) -> int:
         """Bytes of a copy with this adapter."""
@@ -39,10 +39,10 @@ class MergedWeights(Protocol):
         """Make the copy of this adapter. Raises MemoryError when the system has no room."""
 
     def advance(self, enough: Callable[[], bool]) -> bool:
-        """Go on until `enough()` says so, which is asked every few tenths of a millisecond; whether the copy is whole."""
+        """Continue until `enough()`, called every few tenths of a millisecond, is true. Whether the copy is complete."""
 
     def drop(self) -> None:
-        """There is no copy any more."""
+        """The copy was dropped."""
 
 
 class CopyMaker:
@@ -50,7 +50,7 @@ class CopyMaker:
 
     def __init__(self, weights: MergedWeights, copy: MergedCopy) -> None:
         self._weights, self._copy = weights, copy
-        self._making = ""  # whose copy is under way or whole
+        self._making = ""  # the adapter of the present copy
         self._refused = False  # the system had no memory for it
         self._slices = False  # the last plan goes on with it
         self._took_s = 0.0
@@ -60,7 +60,7 @@ class CopyMaker:
         return self._weights.size(adapter)
 
     def follow(self, plan: StepPlan[LiveSequence], sequences: Iterable[LiveSequence]) -> None:
-        """What the plan says of the copy, before memory is divided."""
+        """Carry out the plan's decision on the copy, before the boundary of memory moves."""
         if plan.dropped:
             self._weights.drop()
             self._making = ""
@@ -76,7 +76,7 @@ class CopyMaker:
         self._slices = bool(plan.making) and not self._refused
 
     def advance(self, step_s: float) -> float:
-        """A slice beside steps of this length; the seconds that it took."""
+        """Compute a slice beside steps of this length. Returns the seconds that it took."""
         if not self._slices:
             return 0.0
         began_s = clock.now_s()

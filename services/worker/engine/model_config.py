@@ -1,12 +1,12 @@
-"""What `config.json` says, reduced to what the native engine computes. No torch here; nothing is guessed.
+"""Reads `config.json` into the parameters of the native engine, and refuses what it does not support. Imports no torch.
 
     LlamaForCausalLM     Llama 2, 3, 3.1+; attention_bias, mlp_bias, rope scaling
     MistralForCausalLM   sliding window on every layer
     Qwen2ForCausalLM     Qwen 2, 2.5; bias on q, k, v; sliding window on the upper layers when switched on
     Qwen3ForCausalLM     RMS norm on every head's q and k
 
-A key that would change the mathematics and is not known here is refused by name, because a model that runs and says
-something else is worse than one that does not start.
+An unknown key that may change the computation is refused by name, because a model that runs with wrong results is worse than
+one that does not start.
 """
 
 from __future__ import annotations

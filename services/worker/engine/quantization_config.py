@@ -1,10 +1,10 @@
-"""What `quantization_config` in config.json says of the weights. No torch here; nothing is guessed.
+"""Reads `quantization_config` of config.json: how the weights are quantized. Imports no torch.
 
     gptq                 4 and 8 bits; zero points; groups in the order of the inputs
     awq                  4 bits, layout "gemm"
     compressed-tensors   "pack-quantized" (4 and 8 bits) and "int-quantized" or "naive-quantized" (8 bits)
 
-A field that is not known here is refused by name, and so is a value that the kernels do not compute.
+Unknown fields are refused by name, and so are values that the kernels do not support.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """As `--quantization` calls it."""
+        """The corresponding value of `--quantization`."""
         return f"int{self.bits}"
 
     def keeps(self, module: str) -> bool:
@@ -158,7 +158,7 @@ def _compressed_tensors(fields: _Fields) -> Quantization:
 
 
 def _drop_scheme(scheme: _Fields) -> None:
-    """What is left of weights or activations, and how they were made."""
+    """The remaining fields of an object that describes weights or activations."""
     for name in ("block_structure", "group_size"):
         scheme.empty(name)
     scheme.drop("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
@@ -166,7 +166,7 @@ def _drop_scheme(scheme: _Fields) -> None:
 
 
 class _Fields:
-    """An object of config.json, of which everything must be taken."""
+    """An object of config.json whose fields must all be consumed."""
 
     def __init__(self, path: str, value: Any) -> None:
         if not isinstance(value, dict):
@@ -201,7 +201,7 @@ class _Fields:
             self.refuse(name, f"is {value!r}: only a checkpoint without it is supported")
 
     def group_size(self, name: str) -> int:
-        """0 for whole rows."""
+        """The group size; 0 for whole rows."""
         value = self.take(name)
         if value == -1:
             return 0
@@ -222,7 +222,7 @@ class _Fields:
         return _Fields(f"{self._path}.{name}", self.take(name))
 
     def end(self) -> None:
-        """Refuse what was not taken."""
+        """Refuse fields that were not consumed."""
         for name, value in self.left.items():
             self.refuse(name, f"is not known: it may change what the weights {value!r} mean"[:300])
 

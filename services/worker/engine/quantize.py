@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was written: bytes of tensors before and after, and the RMS error of the rounded weights over their RMS."""
+    """The result: bytes of tensors before and after, and the RMS error of the rounded weights relative to their RMS."""
 
     bytes_before: int
     bytes_after: int
@@ -110,7 +110,7 @@ def _tensors(whole: WholeNumbers) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _copy_others(model_dir: Path, to: Path) -> None:
-    """The tokenizer's files and the like."""
+    """Copy the tokenizer's and other small files."""
     for pattern in COPIED:
         for path in model_dir.glob(pattern):
             if path.is_file() and path.name not in ("config.json", INDEX):

@@ -25,7 +25,7 @@ Shapes = dict[str, tuple[tuple[str, ...], list[int]]]
 
 FLOATS = ("F32", "F16", "BF16")
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the outputs 0 to 7 are in a word of AWQ."""
+"""Positions of the outputs 0 to 7 in a 32-bit word of AWQ."""
 
 
 def tensors_of(q: Quantization, module: str, n: int, k: int) -> tuple[Shapes, Shapes]:

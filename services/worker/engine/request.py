@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of each of its steps."""
+"""The types of the engine's input, requests, and of its output, one report per step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineLimits:
-    """What one engine may hold. Token and block counts; fixed for the engine's life."""
+    """Limits of one engine, in tokens and blocks; fixed for the engine's life."""
 
     max_running: int  # sequences in one step
     max_step_tokens: int  # rows in one step: decodes first, prefill chunks take the rest; also bounds max_running
@@ -47,13 +47,13 @@ class EngineRequest:
     adapter: HostAdapter | None = None
     predicted_tokens: int = 0
     priority: int = 0  # of those waiting, smaller ones go first; of those running, larger ones are preempted first
-    cache_scope: bytes = b""  # who may share its KV blocks (policies.kv_blocks.cache_scope)
+    cache_scope: bytes = b""  # the tenants that may share its KV blocks (policies.kv_blocks.cache_scope)
     tenant: str = ""
     tenant_weight: float = 1.0
     kv: KvOffer | None = None  # from where it has moved
     kv_wait_s: float = 0.0  # the longest time to wait for KV blocks from there; 0: they are computed
     losses: int = 0  # workers lost with it in a row, without a new token
-    embedding: EmbeddingParams | None = None  # the prompt's embedding is wanted, and no token
+    embedding: EmbeddingParams | None = None  # the request asks for the prompt's embedding instead of tokens
     images: list[Image] = field(default_factory=list)  # the prompt has the model's placeholder for each
 
     def brief(self, adapter_digest: str, rank: int, output_tokens: int, *, running: bool) -> RequestBrief:
@@ -101,7 +101,7 @@ class CopyStats:
 
 @dataclass(slots=True)
 class MergeStats:
-    """A step of an engine that can merge an adapter into its weights."""
+    """Merging in one step, of an engine that can merge an adapter into its weights."""
 
     merged: str  # digest of the one that was, "" for none
     switched: bool  # another one, or none, than in the step before
@@ -132,7 +132,7 @@ class StepStats(Step, kw_only=True):
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step changed. A request of which the last item is here is in `changed` no more."""
+    """The changes of one step. A request whose last item is in `items` is not in `changed`."""
 
     items: dict[str, list[StreamItem]] = field(default_factory=dict)  # by gateway id
     changed: list[RequestBrief] = field(default_factory=list)  # new, or in a new phase
@@ -142,6 +142,6 @@ class StepOutput:
 
     @property
     def empty(self) -> bool:
-        """Nothing was computed, and there is nothing to tell."""
+        """Whether nothing was computed and there is nothing to report."""
         ran = self.stats.decode_rows or self.stats.prefill_requests
         return not (ran or self.items or self.changed or self.residency or self.failure)

@@ -1,6 +1,6 @@
-"""What Motet's own backends have in common: a pool with a loader, steps that compute, CPU processes that help.
+"""The common part of Motet's own backends: an adapter pool with a loader, the steps, and CPU LoRA processes.
 
-    begin_load ──> LoraPool.reserve ──> Loader            beside the steps, or whole at once
+    begin_load ──> LoraPool.reserve ──> Loader            beside the steps, or complete at once
     forward    ──> Steps(batch, helpers)                  helpers: for adapters of the step that are still being copied
 
 `backends/` puts the parts together. One thread at a time.
@@ -33,7 +33,7 @@ class Steps(Protocol):
 
     @property
     def assisted(self) -> AssistCounts:
-        """Where the LoRA part of adapters under way was computed so far."""
+        """How many rows of adapters being copied were computed where so far."""
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
         """Logits of `batch.logit_rows`, float32 [n, vocab], valid until the next call; fills the cache.
@@ -72,11 +72,11 @@ class Loader(Protocol):
         """Bytes to copy until this slot is whole, those of the loads before it included."""
 
     def close(self) -> None:
-        """End what copies."""
+        """End the copying."""
 
 
 class LoadsBetweenSteps:
-    """A loader whose loads are whole when `begin` returns."""
+    """A loader whose loads are complete when `begin` returns."""
 
     under_way: Mapping[int, Any] = {}
     link = LinkState(0, 0, 0.0, math.inf)
@@ -147,12 +147,12 @@ class ModelRunner:
 
     @property
     def lora_bytes_free(self) -> int:
-        """Of them, those that hold nothing."""
+        """The free part of them."""
         return self.pool.bytes_free
 
     @property
     def elastic(self) -> bool:
-        """Whether room can go from KV blocks to adapters and back."""
+        """Whether KV blocks and adapters share memory."""
         return self.memory.elastic
 
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
@@ -205,16 +205,16 @@ class ModelRunner:
 
     @property
     def assisted(self) -> AssistCounts:
-        """Where the LoRA part of adapters under way was computed so far."""
+        """How many rows of adapters being copied were computed where so far."""
         return self.steps.assisted
 
     def free_adapter(self, slot: int) -> None:
-        """Empty a slot, whole or on its way; no row of a later step may name it until it is loaded again."""
+        """Empty a slot, also while it is being loaded; no row of a later step may name it until it is loaded again."""
         self.loader.cancel(slot)
         self.pool.free(slot)
 
     def close(self) -> None:
-        """End what runs beside the steps. No step follows."""
+        """End everything that runs beside the steps. No step follows."""
         if self.assist is not None:
             self.assist.close()
         self.loader.close()
@@ -237,7 +237,7 @@ class ModelRunner:
         self.loader.mend(batch.row_slot)
         if not self.loader.under_way:
             return None
-        self.loader.finished()  # lets go of what they were copied from
+        self.loader.finished()  # releases the host copies that they were copied from
         named = set(batch.row_slot.tolist())
         loading = [
             loading_of(slot, weights, layerwise=batch.slot_modes.get(slot) != "assist")

@@ -51,7 +51,7 @@ class Drawn:
 
 @dataclass(slots=True)
 class _Batch:
-    """What a set of rows needs, gathered once and used until the set or a row's parameters change."""
+    """Parameters of a set of rows, gathered once and used until the set or a row's parameters change."""
 
     rows: np.ndarray
     min_length: np.ndarray | None

@@ -32,7 +32,7 @@ class LiveSequence(Sequence):
         return self.length - self.prompt_tokens
 
     def brief(self) -> RequestBrief:
-        """What a scheduler must know of it."""
+        """The facts of the request that schedulers need."""
         return self.request.brief(self.adapter, self.rank, self.output_tokens, running=self.row >= 0)
 
 

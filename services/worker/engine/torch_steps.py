@@ -1,8 +1,8 @@
-"""Steps of the torch model: enqueued on a device, and complete when their logits are read.
+"""Steps of the torch model. They are enqueued on the device and complete when their logits are read.
 
 decode alone                      a CUDA graph
-some adapters are being copied    beside CPU processes and copies (kernels/device), to its end
-anything else                     launch by launch
+some adapters are being copied    with CPU LoRA processes and copies beside it (kernels/device), until all of it is computed
+all other steps                   launch by launch
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _log = logger(__name__)
 class TorchSteps:
     """A model over a KV cache and an adapter pool, all on one device.
 
-    `graphs` is None where there are none, `beside` and `loader` where copies stop the steps, `processes` without CPU processes,
-    `merged` where no adapter is merged.
+    `graphs` is None where there are none, `beside` and `loader` where copies stop the steps, `processes` without CPU processes.
+    `merged` is set where adapters can be merged.
     """
 
     def __init__(
@@ -44,10 +44,9 @@ class TorchSteps:
         beside: DeviceAssist | None,
         loader: DeviceLoader | None,
         processes: CpuAssist | None,
-        merged: MergedModel | None = None,
     ) -> None:
         self._model, self._cache, self._pool = model, cache, pool
-        self._merged = merged
+        self.merged: MergedModel | None = None
         self._graphs, self._beside, self._loader, self._processes = graphs, beside, loader, processes
         self._lora_rows = np.empty(0, dtype=np.int32)
         self._lora_batch = LoraBatch.build(pool, self._lora_rows)
@@ -55,7 +54,7 @@ class TorchSteps:
 
     @property
     def assisted(self) -> AssistCounts:
-        """What became of the rows of adapters that were on their way, so far."""
+        """How many rows of adapters being copied were computed where so far."""
         return self._beside.counts if self._beside is not None else AssistCounts()
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
@@ -83,11 +82,11 @@ class TorchSteps:
             self._beside.close()
 
     def _model_of(self, batch: StepBatch) -> Model:
-        """The weights that the step computes with."""
+        """The model of the step: the merged one or the base."""
         if not batch.merged:
             return self._model
-        assert self._merged is not None and self._merged.whole, "a merged step needs a whole copy"
-        return self._merged.model
+        assert self.merged is not None and self.merged.whole, "a merged step needs a whole copy"
+        return self.merged.model
 
     def _assisted(self, batch: StepBatch, helpers: Helpers) -> torch.Tensor:
         """A process may fail or be late: then the step runs again and waits for the copies instead.

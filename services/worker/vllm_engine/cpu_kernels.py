@@ -1,9 +1,9 @@
-"""A kernel of vLLM's CPU build, in place of one that does nothing. Only vLLM's environment imports this file.
+"""Replaces a kernel of vLLM 0.32's CPU build that has no effect. Only vLLM's environment imports this file.
 
-With speculation, each drafted token is checked with the temperature, top-k and top-p of its request. vLLM spreads these numbers
-over the tokens first. On a CPU vLLM 0.32 writes the result into a converted copy and drops that. What it uses is uninitialized
-memory: as soon as one request of a batch is sampled, the logits of all are divided by it. So sampled requests have another
-temperature, and greedy ones may get any token.
+With speculative decoding, each drafted token is checked with the temperature, top-k and top-p of its request. vLLM first
+expands these numbers to one per token. On a CPU its kernel writes the result into a temporary copy, so vLLM then reads
+uninitialized memory: as soon as one request of a batch is sampled, the logits of all requests are divided by it. Sampled
+requests then have a wrong temperature, and greedy ones may get any token.
 """
 
 from __future__ import annotations

@@ -6,16 +6,17 @@
 
 Rules:
 - everything here runs on the event loop; only the start of a core runs in a thread.
-- an adapter enters and leaves a slot of vLLM by our order alone, so its LRU never evicts, and what is reported as resident is
-  what it has. vLLM holds the weights of further adapters in host memory: those whose copy the worker's host tier has.
-- vLLM takes orders and requests between two steps, in the order in which they are sent. So nothing waits for the answer to an
-  order, which comes a step later (`adapters.py`).
-- a paused request is aborted at vLLM. It enters again with its output as prompt.
-- a request is sent when its adapter is there. So vLLM skips none in its queue.
-- ids at vLLM are unique for every addition, so an output of a request that was cancelled meets nobody.
-- a core that dies ends its requests with WorkerLost; their gateways submit them again. A new core is started at once, and
-  requests that come meanwhile wait for it. Those that were lost before and had not entered stay, so that they are not lost
-  again with what kills cores.
+- adapters enter and leave vLLM's slots by the worker's commands only. So vLLM's LRU never evicts, and the residency that the
+  worker reports is vLLM's. In host memory vLLM keeps the weights of further adapters: those of which the worker's host tier has
+  a copy.
+- vLLM takes commands and requests between two steps, in the order in which they are sent. So nothing waits for the answer to a
+  command, which comes a step later (`adapters.py`).
+- a paused request is aborted in vLLM. It enters again with its output as a part of the prompt.
+- a request is sent only when its adapter has a slot. So vLLM never skips a request in its queue.
+- ids in vLLM are unique for every addition, so late outputs of a cancelled request are ignored.
+- when a core dies, its requests end with WorkerLost and their gateways submit them again. A new core is started at once, and
+  requests that come meanwhile wait for it. Requests that had not entered the core stay here if they were lost before, so that
+  they are not lost again because of another request that kills cores.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ AHEAD = 2
 RESTARTS = 3
 """Cores in a row that do not start before the worker is told that the engine has failed for good."""
 DEATHS = 8
-"""Cores in a row that die without a token before the same: then it is not one request that kills them."""
+"""The same for cores in a row that die without a token: then not a single request kills them."""
 STOP_S = 2.0
 
 
@@ -146,7 +147,7 @@ class VllmEngine:
             await asyncio.to_thread(self.core.client.shutdown, STOP_S)
 
     def busy_s(self) -> float:
-        """How long vLLM has had requests without a word of a step."""
+        """How long vLLM has had requests without reporting a step."""
         return now_s() - self._since_s if self._since_s is not None else 0.0
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -169,7 +170,7 @@ class VllmEngine:
                 log.exception("a step of vLLM was not understood")
 
     async def _again(self, error: Exception) -> None:
-        """The core died: its requests go back to their gateways, and another core is started."""
+        """The core died: end its requests with WorkerLost, and start another core."""
         self._up = False
         for task in [*self._tasks]:
             if task is not asyncio.current_task():
@@ -232,7 +233,7 @@ class VllmEngine:
                 return
 
     def load_adapter(self, adapter: Any, over: Collection[str] | None = None) -> None:
-        """Bring an adapter to a slot, if there is one."""
+        """Load an adapter into a slot, if one is free."""
         if not self._up or not self.core.adapter_prefix:
             return
         entry, digest = self._entry, adapter.digest
@@ -242,11 +243,11 @@ class VllmEngine:
             self._bring(adapter)
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """These leave their slots last."""
+        """Evict these adapters from their slots last."""
         self._entry.slots.pinned = digests
 
     def unload_adapter(self, digest: str) -> None:
-        """Free an adapter's slot when nobody uses it."""
+        """Free an adapter's slot if no request uses it."""
         self._entry.doomed.add(digest)
         self._sweep()
 
@@ -259,7 +260,7 @@ class VllmEngine:
     # ---- requests into vLLM
 
     def _pump(self) -> None:
-        """Let requests enter, and bring the adapters of those that come next."""
+        """Let requests enter, and load the adapters of those that come next."""
         while self._up and not self._stopping and self._enter():
             pass
 
@@ -401,7 +402,7 @@ class VllmEngine:
             self._flush_soon()
 
     def _bring(self, adapter: PeftAdapter) -> bool:
-        """Order an adapter into its slot. Whether requests for it may follow at once."""
+        """Load an adapter into its slot. Returns whether requests for it may follow at once."""
         at_once = self._adapters.bring(self.core.client, adapter)
         if at_once:
             self._arrived(adapter.digest)

@@ -1,5 +1,5 @@
-"""What the worker adds to vLLM's processes: they end with it, free a slot by order, and have a mended CPU kernel. Only vLLM's
-environment imports this file."""
+"""Additions to vLLM's processes: they end with the worker, can free a slot on command, and have a corrected CPU kernel. Only
+vLLM's environment imports this file."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class BoundMultiproc(MultiprocExecutor):
         super()._init_executor()
 
 
-class AdapterSlots:
-    """Orders that vLLM lacks. vLLM adds it to its worker class (`--worker-extension-cls`)."""
+class WorkerExtension:
+    """Commands that vLLM lacks. vLLM adds this class to its worker class (`--worker-extension-cls`)."""
 
     def free_lora_slot(self, number: int) -> None:
         """Take an adapter out of its slot and keep its weights in host memory. `number`: vLLM's of the adapter."""

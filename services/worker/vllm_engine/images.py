@@ -1,4 +1,4 @@
-"""Images of prompts: vLLM's own processor turns a prompt with placeholders, and images, into what its core takes.
+"""Images of prompts: vLLM's own processor converts a prompt with placeholders, and its images, to the input of vLLM's core.
 
     [.., placeholder, ..] + image  ──>  [.., placeholder × as many as the image has embeddings, ..] + pixels by position
 
@@ -23,7 +23,7 @@ from motet.shared.errors import BadRequest
 from motet.shared.messages import Image
 
 PIXELS_MAX = 1 << 25
-"""Of one image: 100 MB when it is unpacked."""
+"""Largest number of pixels of one image: 100 MB when it is decoded."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
@@ -56,7 +56,7 @@ class ImageReader:
                 {"prompt_token_ids": prompt, "multi_modal_data": {"image": media}}, time.time()
             )
             made = self._inputs.process_inputs("images", rendered, SamplingParams(max_tokens=1), ("generate",))
-        except Exception as error:  # whatever a model's processor does not like, such as a placeholder in the text of a message
+        except Exception as error:  # anything that a model's processor rejects, such as a placeholder in the text of a message
             at = images[0].param
             raise BadRequest(f"{at}: the model does not take these images: {error}", param=at) from error
         return ImagePrompt(list(made.prompt_token_ids or ()), made.mm_features or [])
@@ -68,6 +68,6 @@ def _decoded(image: Image) -> Any:
             width, height = opened.size
         if width * height <= PIXELS_MAX:
             return ImageMediaIO().load_bytes(image.data)
-    except Exception as error:  # decoders raise what they like
+    except Exception as error:  # decoders raise any kind of error
         raise BadRequest(f"{image.param}: the image cannot be read: {error}", param=image.param) from None
-    raise BadRequest(f"{image.param}: the image has {width} x {height} pixels; {PIXELS_MAX} are the most", param=image.param)
+    raise BadRequest(f"{image.param}: the image has {width} x {height} pixels, the limit is {PIXELS_MAX}", param=image.param)

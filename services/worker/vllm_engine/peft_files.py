@@ -5,7 +5,8 @@
 
 The prefix is "model.", or that of the language model within a model that takes images.
 
-PEFT knows one scale. When an adapter's modules have several, each B is multiplied by its own and the folder's scale is 1.
+A PEFT adapter has one scale. When an adapter's modules have several, each B is multiplied by its own and the folder's scale is
+1.
 """
 
 from __future__ import annotations

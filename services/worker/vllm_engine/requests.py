@@ -1,6 +1,6 @@
-"""A request as the worker has it, and as vLLM's core takes it.
+"""Requests in the worker's form, and their conversion to the form of vLLM's core.
 
-vLLM is imported in functions: a worker with the native engine does without it.
+vLLM is imported in functions, because a worker with the native engine runs without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logger("motet.worker.vllm")
 SUSPECT_LOSSES = 2
-"""Workers or cores lost in a row with a request from which on it runs alone. One loss may be anybody's."""
+"""After so many workers or cores lost in a row, a request runs alone. One loss may have been caused by any request."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -50,7 +50,7 @@ class VllmSequence(Entrant):
         return self.tokens[self.prompt_tokens :].tolist()
 
     def brief(self) -> RequestBrief:
-        """What a scheduler must know of it."""
+        """The facts of the request that schedulers need."""
         return self.request.brief(self.adapter, self.rank, self.output_tokens, running=bool(self.core_id))
 
 
@@ -79,8 +79,8 @@ def sequence(request: EngineRequest, core: Core, slot_bytes: int) -> VllmSequenc
 
 
 def core_request(live: VllmSequence, core: Core, number: int, images: ImagePrompt | None = None) -> Any:
-    """What vLLM's core is sent. `number`: vLLM's of the adapter; `images`: of a prompt with images. Raises BadRequest, or what
-    vLLM raises for parameters that it does not take."""
+    """The request in the form of vLLM's core. `number`: vLLM's of the adapter; `images`: of a prompt with images. Raises
+    BadRequest, or what vLLM raises for parameters that it does not take."""
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
 
@@ -185,7 +185,7 @@ def constraint(asked: StructuredOutput) -> Any:
 
 
 def refusal(error: Exception, request: EngineRequest) -> MotetError:
-    """What a client is told of a request that vLLM does not take."""
+    """The error text for a client whose request vLLM does not accept."""
     if isinstance(error, MotetError):
         return error
     from vllm.exceptions import VLLMClientError
@@ -209,7 +209,7 @@ def float32_bytes(embedding: Any) -> bytes:
 
 
 def token_logprobs(told: Any, most: int) -> list[TokenLogprobs]:
-    """vLLM's columns: the token itself, then the most likely ones."""
+    """Log-probabilities from vLLM's columns: the token itself, then the most likely ones."""
     return [
         TokenLogprobs(float(values[0]), [int(one) for one in ids[1 : most + 1]], [float(one) for one in values[1 : most + 1]])
         for ids, values in zip(told.logprob_token_ids, told.logprobs, strict=True)

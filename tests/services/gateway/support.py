@@ -1,4 +1,4 @@
-"""A mesh around one real gateway: the smallest scheduler that there is, scripted workers, a registry's bucket."""
+"""A mesh around one real gateway: a minimal scheduler, scripted workers, a registry's bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: when workers fail, whoever asks the gateway hears which, since when, and their last words."""
+"""Promise: when workers fail, the gateway's status names them, with the time and the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def notice(
     return WorkerNotice(worker_id=worker_id, incarnation=incarnation, base_model=model, event=event, reason=reason)  # type: ignore[arg-type]
 
 
-def test_a_failed_worker_is_named_with_its_last_words_and_how_often_it_began() -> None:
+def test_a_failed_worker_is_named_with_its_reason_and_how_often_it_began() -> None:
     absent = Absentees("demo")
     for start in range(3):
         absent.on_notice(notice("starting", incarnation=str(start)), 10.0 * start)
@@ -47,7 +47,7 @@ def test_a_worker_that_begins_again_and_again_is_not_hoped_for() -> None:
     assert absent.loading(60.0) and not absent.loading(50.0 + FORGET_S + 1.0)
 
 
-def test_a_killed_worker_is_lost_without_a_word() -> None:
+def test_a_killed_worker_is_lost_without_a_reason() -> None:
     absent = Absentees("demo")
     absent.on_lost("w1", 1.0)
     assert "w1 was lost 2 s ago without a word" in absent.sentences(3.0)[0]
@@ -98,7 +98,7 @@ async def test_a_gateway_without_workers_says_why_in_its_readiness_its_status_an
         assert "workers: 1 failed" in message and "libcuda" not in message
 
 
-async def test_a_worker_that_is_heard_again_is_not_absent(mesh: Mesh, bus: Bus) -> None:
+async def test_a_worker_that_reports_again_is_not_absent(mesh: Mesh, bus: Bus) -> None:
     fleet = mesh.gateway.fleet
     fleet.lose("w1")
     assert [one.worker_id for one in fleet.absent.all(0.0)] == ["w1"]

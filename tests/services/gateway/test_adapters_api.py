@@ -1,4 +1,4 @@
-"""Adapters over HTTP: our resource, and vLLM's run-time endpoints with its exact answers."""
+"""Adapters over HTTP: Motet's resource, and vLLM's run-time endpoints with its exact answers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def load(http: aiohttp.ClientSession, mesh: Mesh, verb: str, **body: objec
         return answer.status, text, (await answer.json())["error"] if answer.content_type == "application/json" else None
 
 
-async def test_vllms_endpoints_load_and_unload_with_its_words(
+async def test_vllms_endpoints_load_and_unload_with_its_texts(
     mesh: Mesh, registry: FakeRegistry, http: aiohttp.ClientSession
 ) -> None:
     mesh.say("x")

@@ -1,4 +1,4 @@
-"""Bad input gets a 4xx that names the field and the reason, and disturbs nobody."""
+"""Bad input gets a 4xx that names the field and the reason, and disturbs no other request."""
 
 from __future__ import annotations
 

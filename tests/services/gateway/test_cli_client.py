@@ -1,4 +1,4 @@
-"""Promise: the command line's client streams, uploads, and says in one helpful line what went wrong."""
+"""Promise: the command line's client streams and uploads, and its errors are one helpful line."""
 
 from __future__ import annotations
 

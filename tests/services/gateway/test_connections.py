@@ -62,7 +62,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["silent", "half a line", "half a head", "half a body", "half a chunk"],
 )
-async def test_who_does_not_finish_a_request_is_told_so_and_closed(hurried: None, mesh: Mesh, sent: bytes) -> None:
+async def test_a_connection_that_does_not_finish_a_request_gets_an_error_and_is_closed(
+    hurried: None, mesh: Mesh, sent: bytes
+) -> None:
     assert await status_and_end(await connect_to(mesh.gateway.port, sent)) == 408
     assert not mesh.first.assigned
 
@@ -117,7 +119,7 @@ async def test_a_long_path_is_refused_and_bytes_that_are_no_request_are_a_400(me
     assert await status_and_end(await connect_to(mesh.gateway.port, b"\x16\x03\x01\x02\x00\x01\r\n\r\n")) == 400
 
 
-async def test_a_body_that_nobody_waits_for_does_not_go_on_for_ever(mesh: Mesh) -> None:
+async def test_a_body_that_is_not_awaited_does_not_continue_for_ever(mesh: Mesh) -> None:
     head = b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     reader, writer = await connect_to(mesh.gateway.port, head)
     assert b" 404 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
@@ -170,7 +172,7 @@ async def test_beyond_their_limit_connections_are_refused_and_the_others_stay(
         await eventually(room)
 
 
-async def test_thousands_of_idle_connections_fit_a_memory_bound_and_disturb_nobody(
+async def test_thousands_of_idle_connections_fit_a_memory_bound_and_disturb_no_request(
     mesh: Mesh, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 600.0)  # else a busy machine loses the first ones before the last one is there

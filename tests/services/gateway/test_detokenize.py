@@ -1,4 +1,4 @@
-"""Pieces of text always add up to what the tokenizer decodes at once."""
+"""The pieces of text always add up to what the tokenizer decodes at once."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_an_unserved_field_is_refused_by_name_unless_its_value_asks_for_nothing(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_field_that_nobody_knows_is_refused_by_name(kind: str) -> None:
+def test_an_unknown_field_is_refused_by_name(kind: str) -> None:
     for more in ({"temprature": 0.1}, {"temprature": 0.1, "user": "me"}, {"temprature": None}):
         with pytest.raises(BadRequest, match="no such field") as refused:
             parse(kind, **more)

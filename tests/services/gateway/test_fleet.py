@@ -1,4 +1,4 @@
-"""Promise: the gateway's picture of the workers is of those that live, and not of what they replaced."""
+"""Promise: the gateway's copy of the workers' state contains live workers only, in their newest incarnation."""
 
 from __future__ import annotations
 

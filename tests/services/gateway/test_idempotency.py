@@ -1,4 +1,4 @@
-"""Promise: a request with an Idempotency-Key runs once, and whoever sends it again gets its answer or a clear refusal."""
+"""Promise: a request with an Idempotency-Key runs once, and repetitions get its answer or a clear refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: images in a chat reach a worker that reads them, and whatever is wrong with one is a 4xx that names it."""
+"""Promise: images in a chat reach a worker that reads them, and an unusable image is a 4xx that names it."""
 
 from __future__ import annotations
 

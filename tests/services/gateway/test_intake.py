@@ -1,4 +1,4 @@
-"""Promise: a request stored in JetStream gets exactly one stored result, whatever dies in between; nothing blocks the queue."""
+"""Promise: a request stored in JetStream gets exactly one stored result, whatever process dies; nothing blocks the queue."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Promise: no durable request, however large or unlucky, takes a gateway with it, gets lost or costs another tenant.
+"""Promise: no durable request ends a gateway, gets lost or costs another tenant, whatever its size and the faults meanwhile.
 
-Every test here starts from a way in which an accepted request could have been lost, answered twice or never answered.
+Every test here covers a way in which an accepted request could be lost, answered twice or never answered.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ async def test_a_request_found_after_its_deadline_is_not_run(mesh: Mesh, bus: Bu
         await next_copy.stop()
 
 
-async def test_while_one_request_waits_nothing_more_of_its_tenant_is_pulled_and_other_tenants_go_on(
+async def test_while_one_request_waits_nothing_more_of_its_tenant_is_pulled_and_other_tenants_continue(
     mesh: Mesh, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(intake, "WAIT_S", (30.0, 30.0))
@@ -209,7 +209,7 @@ async def test_an_equal_message_id_of_another_tenant_is_another_request(mesh: Me
     assert {request.tenant for request in mesh.first.assigned} == {"acme", "default"}
 
 
-async def test_a_tenant_that_nobody_named_is_told_so_at_once(bus: Bus):
+async def test_a_publisher_of_an_unnamed_tenant_gets_an_error_at_once(bus: Bus):
     with pytest.raises(js_errors.NoStreamResponseError):
         await publish(bus, chat(), tenant="stranger")
     assert RegistryConfig.of(model="m", tenants="default, acme").publishers.names == ("default", "acme")
@@ -231,7 +231,7 @@ async def test_a_tenant_provisioned_later_is_served_without_a_restart(mesh: Mesh
         await copy.stop()
 
 
-async def test_a_tenant_whose_results_are_full_waits_loses_none_and_holds_up_nobody(
+async def test_a_tenant_whose_results_are_full_waits_loses_none_and_delays_no_other(
     mesh: Mesh, bus: Bus, impatient: None, monkeypatch: pytest.MonkeyPatch
 ):
     stream = subjects.results_stream("acme")

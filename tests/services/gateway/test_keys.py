@@ -1,4 +1,4 @@
-"""Promise: a key is what its record says now: its tenant, its role, its time. Nothing that is stored would let anybody in."""
+"""Promise: a key has the tenant, role and expiry of its current record. Nothing that is stored can be used as a key."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_new_key_works_at_once_and_a_revoked_one_no_more(door: Door) -> 
     assert (await door.ask("DELETE", f"/v1/keys/{made['id']}"))[0] == 404
 
 
-async def test_every_gateway_hears_of_a_change(
+async def test_every_gateway_learns_of_a_change(
     door: Door, mesh: Mesh, nats_url: str, tmp_path: Path, key_file: Path, http
 ) -> None:
     async with running_gateway(nats_url, tmp_path, instance_id="g3", api_keys_file=str(key_file)) as gateway:
@@ -104,7 +104,7 @@ async def test_what_is_stored_is_a_digest(door: Door, mesh: Mesh) -> None:
     assert {one["id"].split(":")[0] for one in listed["data"]} >= {"file"}
 
 
-async def test_a_rotated_key_goes_on_working_for_the_overlap(door: Door) -> None:
+async def test_a_rotated_key_continues_working_for_the_overlap(door: Door) -> None:
     _, made = await door.ask("POST", "/v1/keys", json={"tenant": "acme", "role": "adapters", "name": "ci"})
     status, fresh = await door.ask("POST", f"/v1/keys/{made['id']}/rotate", json={"overlap_s": 3600})
     assert (status, fresh["tenant"], fresh["role"], fresh["name"]) == (201, "acme", "adapters", "ci")
@@ -162,7 +162,7 @@ async def test_only_administrators_see_and_change_keys_status_metrics_and_audit(
         assert (await door.ask("GET", path))[0] == 200
 
 
-async def test_a_probe_without_a_key_hears_whether_it_is_ready_and_an_administrator_why(
+async def test_a_probe_without_a_key_learns_whether_it_is_ready_and_an_administrator_why(
     bus: Bus, nats_url: str, tmp_path: Path, key_file: Path, http: aiohttp.ClientSession
 ) -> None:
     async with running_gateway(nats_url, tmp_path, instance_id="g2", api_keys_file=str(key_file)) as gateway:
@@ -209,7 +209,7 @@ def test_a_key_file_line_without_a_role_may_only_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"garbage", b'{"id": "\xff"}', b"[" * 60_000])
-async def test_a_record_that_is_not_understood_admits_nobody(door: Door, mesh: Mesh, garbage: bytes) -> None:
+async def test_a_record_that_cannot_be_read_gives_no_access(door: Door, mesh: Mesh, garbage: bytes) -> None:
     key = "mtt_of-a-newer-version"
     record = {"id": "key_new", "digest": digest_of(key), "tenant": "acme", "role": "auditor"}
     bucket = await mesh.bus.key_value(subjects.KV_KEYS)

@@ -1,4 +1,4 @@
-"""Promise: a tenant gets what its limits say and a clear 429 beyond, as OpenAI's clients know it; others do not notice."""
+"""Promise: a tenant gets what its limits allow and a clear 429 beyond, as OpenAI's clients expect; others are not affected."""
 
 from __future__ import annotations
 

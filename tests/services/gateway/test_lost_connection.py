@@ -1,4 +1,4 @@
-"""Promise: a gateway that NATS has closed out for good does not stay behind, deaf and healthy."""
+"""Promise: a gateway whose connection NATS closed for good ends, instead of staying up and looking healthy."""
 
 from __future__ import annotations
 

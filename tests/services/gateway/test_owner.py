@@ -14,7 +14,7 @@ from motet.services.gateway import owner
 from motet.services.gateway.detokenize import Detokenizer
 from motet.services.gateway.fleet import Fleet
 from motet.services.gateway.owner import LOSSES_MAX, Owner
-from motet.services.gateway.stream import Delta, Job, SlowReader, Stream
+from motet.services.gateway.stream import Job, SlowReader, Stream, TextDelta
 from motet.shared import subjects
 from motet.shared.bus import Bus
 from motet.shared.clock import now_s
@@ -77,15 +77,15 @@ async def mesh(connect: Connect, bus: Bus) -> AsyncIterator[Mesh]:
     await owner.stop()
 
 
-async def read(stream: Stream) -> list[Delta]:
+async def read(stream: Stream) -> list[TextDelta]:
     return [delta async for delta in stream]
 
 
-def text_of(deltas: list[Delta]) -> str:
+def text_of(deltas: list[TextDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def tokens_of(deltas: list[Delta]) -> list[int]:
+def tokens_of(deltas: list[TextDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.tokens]
 
 
@@ -128,7 +128,7 @@ async def test_a_lost_worker_is_continued_on_another_without_a_token_lost_or_rep
     assert text_of(deltas) == TEXT
 
 
-async def test_a_worker_that_vanishes_without_a_word_is_noticed_by_its_lease(mesh: Mesh) -> None:
+async def test_a_worker_that_vanishes_silently_is_noticed_by_its_lease(mesh: Mesh) -> None:
     stream = await mesh.owner.open(job())
     await speak(mesh.first, await assigned(mesh.first), until=2)
     await mesh.first.die()
@@ -204,7 +204,7 @@ async def test_a_gap_that_stays_is_filled_by_resuming(mesh: Mesh) -> None:
     assert tokens_of(await read(stream)) == TOKENS
 
 
-async def test_frames_of_an_older_epoch_or_another_worker_are_not_believed_and_stopped(mesh: Mesh) -> None:
+async def test_frames_of_an_older_epoch_or_another_worker_are_ignored_and_stopped(mesh: Mesh) -> None:
     stream = await mesh.owner.open(job())
     request = await assigned(mesh.first)
     await speak(mesh.first, request, until=2)
@@ -219,7 +219,7 @@ async def test_frames_of_an_older_epoch_or_another_worker_are_not_believed_and_s
     assert tokens_of(await read(stream)) == TOKENS
 
 
-async def test_frames_for_a_request_nobody_owns_are_answered_with_a_cancel_at_most_once_a_second(mesh: Mesh) -> None:
+async def test_frames_for_a_request_without_owner_are_answered_with_a_cancel_at_most_once_a_second(mesh: Mesh) -> None:
     item = StreamItem("ghost", 3, 0, [1])
     for step in range(50):
         await mesh.bus.publish(subjects.stream("g1"), TokenFrame("w1", step, [item]))
@@ -263,7 +263,7 @@ async def test_a_request_its_worker_forgot_is_resumed(mesh: Mesh) -> None:
     assert tokens_of(await read(stream)) == TOKENS
 
 
-async def test_a_request_whose_last_word_was_lost_is_finished_here(mesh: Mesh) -> None:
+async def test_a_request_whose_last_item_was_lost_is_finished_here(mesh: Mesh) -> None:
     stream = await mesh.owner.open(job(max_tokens=2))
     request = await assigned(mesh.first)
     await mesh.first.emit(request, 0, TOKENS[:2])
@@ -359,7 +359,7 @@ async def test_the_token_that_ended_it_is_counted_and_not_shown(mesh: Mesh) -> N
     assert len(stream.tokens) == 3
 
 
-async def test_a_caller_that_does_not_read_loses_its_request_and_nobody_elses(mesh: Mesh) -> None:
+async def test_a_caller_that_does_not_read_loses_only_its_own_request(mesh: Mesh) -> None:
     slow, quick = await mesh.owner.open(job("slow")), await mesh.owner.open(job("quick"))
     for_slow, for_quick = await assigned(mesh.first), await assigned(mesh.first, 2)
     for index in range(70):  # the buffer holds 64
@@ -440,7 +440,7 @@ async def ask_to_move(mesh: Mesh, request_id: str, epoch: int, to: str) -> None:
     await mesh.bus.publish(subjects.MOVE, Move(request_id=request_id, epoch=epoch, to=to))
 
 
-async def test_a_moved_request_goes_on_at_the_named_worker_without_a_token_lost_or_repeated(mesh: Mesh) -> None:
+async def test_a_moved_request_continues_at_the_named_worker_without_a_token_lost_or_repeated(mesh: Mesh) -> None:
     stream = await mesh.owner.open(job())
     await speak(mesh.first, await assigned(mesh.first), until=4)
     await eventually(lambda: len(stream.tokens) == 4)

@@ -1,4 +1,4 @@
-"""Promise: log-probabilities of a prompt come from a worker that knows them, in the known shapes, also after a loss."""
+"""Promise: log-probabilities of a prompt come from a worker that has them, in vLLM's and OpenAI's forms, also after a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that dies or freezes is noticed long before its lease ends, and one that lives is left alone."""
+"""A worker that dies or freezes is detected long before its lease ends, and a live one is never declared lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's life and load: limits, drain, health, metrics, what Kubernetes gateways scrape."""
+"""The gateway's life cycle and load: limits, drain, health, metrics, the names that Kubernetes gateways scrape."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_a_drain_finishes_running_streams_and_refuses_new_ones(mesh: Mesh,
     await asyncio.wait_for(draining, 5)
 
 
-async def test_a_client_that_does_not_read_is_cut_off_and_nobody_else_notices(
+async def test_a_client_that_does_not_read_is_cut_off_and_no_other_is_affected(
     mesh: Mesh, nats_url: str, tmp_path: Path
 ) -> None:
     async with running_gateway(nats_url, tmp_path, instance_id="g2", stream_buffer_tokens=16) as gateway:
@@ -266,7 +266,7 @@ async def test_the_status_tells_this_gateway_and_why_there_is_no_scheduler(mesh:
     async with http.get(f"{mesh.url}/v1/status") as answer:
         body = await answer.json()
     assert (body["gateway"]["id"], body["base_model"], body["adapters"]) == ("g1", "demo", 1)
-    assert "nobody serves" in body["error"]
+    assert "no service answers" in body["error"]
     async with http.get(f"{mesh.url}/version") as answer:
         assert (await answer.json())["version"]
 

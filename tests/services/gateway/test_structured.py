@@ -1,4 +1,4 @@
-"""Promise: a constraint on the output reaches a worker that keeps to it, or is refused; a lost worker never breaks it."""
+"""Promise: a constraint reaches a worker that supports it, or is refused; a lost worker never breaks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: what is a tenant's is its alone, over HTTP and over NATS: nobody else sees, uses, replaces or deletes it.
+"""Promise: over HTTP and over NATS no other tenant sees, uses, replaces or deletes what belongs to a tenant.
 
 A real registry and a real gateway with keys; the workers are scripted.
 """

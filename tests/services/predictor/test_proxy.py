@@ -1,4 +1,4 @@
-"""Promise: an encoder learns lengths from text, is kept in a directory, and answers in batches or leaves it to others."""
+"""Promise: an encoder learns lengths from text, is stored in a directory, and predicts in batches or not at all."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ async def test_outcomes_of_an_adapter_become_its_prediction(connect, predictor):
     assert (await ask(bus, "d2", max_tokens=100)).p90_tokens == 100
 
 
-async def test_every_copy_hears_every_outcome(connect, predictor):
+async def test_every_copy_receives_every_outcome(connect, predictor):
     bus = await connect()
     copies = [await predictor(), await predictor()]
     await finish(bus, "d1", 9)

@@ -1,4 +1,4 @@
-"""A registry in this process, on the test's NATS server, and short words for asking it."""
+"""A registry in this process, on the test's NATS server, and helpers to send it requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: neither a full disk, a lost blob, a jumping clock nor a dying worker costs an adapter that somebody needs."""
+"""Promise: a full disk, a lost blob, a jumping clock or a dying worker never costs an adapter that is needed."""
 
 from __future__ import annotations
 

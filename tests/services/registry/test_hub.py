@@ -1,4 +1,4 @@
-"""Promise: from a hub come two files of the announced size, in bounded time, from addresses the operator allows."""
+"""Promise: from a hub come two files of the announced size, in bounded time, from addresses that the operator allows."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ async def test_a_download_that_does_not_end_is_given_up(hub: Hub):
         "ftp://ftp.example.com/x",
     ],
 )
-async def test_a_redirect_to_a_private_address_is_refused_and_nobody_there_is_asked(serve: Serve, target: str):
+async def test_a_redirect_to_a_private_address_is_refused_without_a_connection(serve: Serve, target: str):
     hub, inside = await serve(), await serve()
     hub.redirect = target.format(port=inside.port)
     error = await refused(hub)

@@ -1,4 +1,4 @@
-"""Promise: every malformed adapter is refused with its reason, leaves nothing behind and harms nobody."""
+"""Promise: every malformed adapter is refused with its reason, leaves nothing behind and affects nothing else."""
 
 from __future__ import annotations
 

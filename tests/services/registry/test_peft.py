@@ -1,4 +1,4 @@
-"""Promise: what PEFT computes is what the blob says, and what we would compute differently is refused by name."""
+"""Promise: a blob contains what PEFT computes, and options that would be computed differently are refused by name."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ async def test_a_taken_name_is_refused_and_a_replacement_is_version_two(client: 
     assert first.entry.digest in await client.blobs()  # running requests finish on it
 
 
-async def test_a_replaced_version_goes_once_it_is_old_and_nobody_runs_on_it(
+async def test_a_replaced_version_is_removed_once_it_is_old_and_unused(
     client: Client, roots: Path, registry, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(registry_store, "UNUSED_S", 0.05)
@@ -104,7 +104,7 @@ async def test_an_alias_points_at_what_its_target_was_and_keeps_the_weights_aliv
         await client.alias("other", "stable-1")
 
 
-async def test_delete_in_use_is_refused_unless_forced_or_somebody_else_keeps_the_weights(client: Client, roots: Path):
+async def test_delete_in_use_is_refused_unless_forced_or_another_name_keeps_the_weights(client: Client, roots: Path):
     info = await client.register("busy", write_adapter(roots / "busy"))
     digest = info.entry.digest
     await client.bus.publish(subjects.state("w1"), snapshot(brief("r1", digest), brief("r2", digest), brief("r3", "")))

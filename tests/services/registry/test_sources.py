@@ -1,4 +1,4 @@
-"""Promise: nothing outside the allowed roots is looked at, archives cannot write, grow or point anywhere."""
+"""Promise: nothing outside the allowed roots is read; archives cannot write, inflate without limit or point elsewhere."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_an_archive_that_needs_more_memory_or_time_than_allowed_is_refused(monke
         unpack(zip_of(GOOD))
 
 
-def test_a_child_that_fails_is_our_fault_and_says_nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+def test_a_child_that_fails_is_a_server_error_and_reveals_nothing_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(archives, "_CHILD", "raise SystemExit('/srv/secret/place is gone')")
     with pytest.raises(MotetError) as failed:
         unpack(zip_of(GOOD))

@@ -1,4 +1,4 @@
-"""Promise: a tenant's adapters are its own: names of two tenants do not meet, and nobody sees, takes or deletes another's."""
+"""Promise: a tenant's adapters are its own: two tenants may use one name, and no other tenant sees or changes them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_two_tenants_have_an_adapter_of_the_same_name_and_each_gets_its_ow
         await register(client, "sql", roots / "b", "acme")
 
 
-async def test_a_shared_adapter_is_everybodys_unless_a_tenant_has_its_own_of_that_name(
+async def test_every_tenant_gets_the_shared_adapter_unless_it_has_its_own_of_that_name(
     client: Client, roots: Path, watch: AdapterWatch
 ):
     shared = await register(client, "team/sql.v1", write_adapter(roots / "a", seed=1))
@@ -129,7 +129,7 @@ async def test_what_is_stored_has_a_limit_for_all_and_one_for_each_tenant(start_
 
 
 @pytest.mark.parametrize("tenant", ["a.b", "*", ">", "a b", "x" * 65])
-async def test_a_tenant_that_is_no_word_of_a_subject_is_refused(client: Client, roots: Path, tenant: str):
+async def test_a_tenant_that_is_no_token_of_a_subject_is_refused(client: Client, roots: Path, tenant: str):
     with pytest.raises(BadRequest, match="tenant"):
         await register(client, "sql", write_adapter(roots / "a", seed=1), tenant)
     with pytest.raises(BadRequest, match="tenant"):

@@ -23,7 +23,7 @@ def delta(seq: int, *, removed: tuple[str, ...] = ()) -> WorkerDelta:
     )
 
 
-def test_a_version_nobody_ever_ran_on_is_idle_at_once():
+def test_a_version_that_was_never_used_is_idle_at_once():
     usage = Usage()
     assert usage.idle("a", 0.0)
     usage.apply(snapshot(brief("r1", "a")), 0.0)
@@ -60,7 +60,7 @@ def test_what_was_used_long_ago_takes_no_memory():
     assert len(usage._left_s) <= 3
 
 
-def test_after_a_lost_delta_the_next_snapshot_is_believed_again():
+def test_after_a_lost_delta_the_next_snapshot_counts_again():
     usage = Usage()
     usage.apply(snapshot(brief("r1", "a")), 100.0)
     usage.apply(delta(3, removed=("r1",)), 101.0)  # the second was lost: this registry could not keep up

@@ -1,4 +1,4 @@
-"""Promise: the scheduler's copy follows the workers through restarts, lost messages and silence, and never herds."""
+"""Promise: the scheduler's copy follows the workers through restarts, lost messages and silence, and spreads bursts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from motet.services.scheduler.cluster import WatchedCluster
-from motet.services.scheduler.events import Accepted, Assigning, Heard, LeaseLost, Mark, Marked, NotTaken, Tick
+from motet.services.scheduler.events import Assigning, Heard, LeaseLost, Mark, Marked, NotTaken, Taken, Tick
 from motet.shared.messages import WorkerDelta, WorkerSnapshot
 from motet.shared.model import RequestBrief, Residency
 from motet.shared.telemetry import REGISTRY
@@ -113,7 +113,7 @@ def test_only_a_snapshot_introduces_a_worker(cluster):
     assert cluster.knows("w")
 
 
-def test_a_restart_forgets_the_old_incarnation_and_its_late_words(cluster):
+def test_a_restart_forgets_the_old_incarnation_and_its_late_messages(cluster):
     cluster.on(Heard(snapshot(50, brief("a")), 0.0))
     cluster.on(Heard(snapshot(1, brief("b"), incarnation="two"), 1.0))
     cluster.on(Heard(delta(51, brief("late")), 1.1))
@@ -151,7 +151,7 @@ def test_silent_workers_turn_stale_then_are_forgotten_and_may_come_back(cluster)
     assert cluster.knows("w")
 
 
-def test_without_a_connection_nobodys_silence_counts(cluster):
+def test_without_a_connection_no_workers_silence_counts(cluster):
     cluster.on(Heard(snapshot(1), 0.0))
     cluster.on(Tick(60.0, connected=False))
     assert cluster.knows("w") and cluster.stale(62.0) == 0 and cluster.stale(64.0) == 1
@@ -163,7 +163,7 @@ def test_an_assignment_counts_at_once_and_exactly_once(cluster):
     assert has(cluster) == ["a", "b"] and cluster.in_flight() == 1
     cluster.on(Heard(snapshot(2, brief("a")), 0.1))  # sent before it arrived there
     assert has(cluster) == ["a", "b"]
-    cluster.on(Accepted("w", "b", 0.1))
+    cluster.on(Taken("w", "b", 0.1))
     cluster.on(Heard(delta(3, brief("b", phase="running")), 0.2))
     assert has(cluster) == ["a", "b"] and cluster.in_flight() == 0
     assert cluster.status(0.2)[0].running == 1
@@ -186,7 +186,7 @@ def test_an_accepted_assignment_that_two_snapshots_do_not_show_came_and_went(clu
     for seq in (2, 3, 4):
         cluster.on(Heard(snapshot(seq), 0.1))
     assert has(cluster) == ["b"]  # the worker has not answered: it may still come
-    cluster.on(Accepted("w", "b", 0.2))
+    cluster.on(Taken("w", "b", 0.2))
     cluster.on(Heard(snapshot(5), 0.3))
     assert has(cluster) == ["b"]
     cluster.on(Heard(snapshot(6), 0.4))
@@ -196,7 +196,7 @@ def test_an_accepted_assignment_that_two_snapshots_do_not_show_came_and_went(clu
 def test_an_assignment_that_never_shows_up_times_out(cluster):
     cluster.on(Heard(snapshot(1), 0.0))
     cluster.on(Assigning("w", brief("b"), 100.0))
-    cluster.on(Accepted("w", "b", 0.0))
+    cluster.on(Taken("w", "b", 0.0))
     cluster.on(Tick(2.9))
     assert has(cluster) == ["b"]
     cluster.on(Tick(3.1))
@@ -220,7 +220,7 @@ def test_an_older_epoch_in_the_state_does_not_hide_the_new_assignment(cluster):
     assert cluster.in_flight() == 0
 
 
-def test_what_is_held_against_a_worker_is_forgiven_with_its_next_word(cluster):
+def test_the_marks_of_a_worker_are_cleared_by_its_next_message(cluster):
     held = lambda what: cluster.state.table[what][cluster.state.row("w")]  # noqa: E731 - read anew each time
     cluster.on(Heard(snapshot(1), 100.0))
     for mark in MARKS:

@@ -1,4 +1,4 @@
-"""Promise: a submitted request gets a worker that took it or a clear refusal, whatever workers and predictor do."""
+"""Promise: a submitted request gets a worker that accepted it or a clear refusal, whatever workers and predictor do."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ async def test_status_lists_every_worker(bus, schedule, hire):
     assert (demo.kv_blocks_free, demo.kv_blocks_total, demo.stale, demo.draining) == (512, 512, False, False)
 
 
-async def test_a_worker_with_impossible_limits_is_not_believed_and_the_status_still_answers(bus, schedule, hire):
+async def test_a_worker_with_impossible_limits_is_ignored_and_the_status_still_answers(bus, schedule, hire):
     service = await schedule()
     await hire("odd", limits=worker_limits(block_size=0))
     await hire("w1")
@@ -244,7 +244,7 @@ async def test_an_internal_error_of_one_worker_is_not_the_end(bus, schedule, hir
     assert (await submit(bus, generate_request())).worker_id == "b"
 
 
-async def test_a_worker_that_nobody_answers_for_is_passed_over_until_it_is_heard_again(bus, schedule, hire):
+async def test_a_worker_that_does_not_answer_is_passed_over_until_it_reports_again(bus, schedule, hire):
     service = await schedule()
     dead = await hire("a-dead", heartbeat_s=30.0)
     await hire("b-live")
@@ -280,12 +280,12 @@ async def test_when_every_worker_is_silent_the_answer_is_unavailable_and_names_t
 # ---- nobody can take it
 
 
-async def test_a_base_model_that_nobody_serves_is_unavailable(bus, schedule, hire):
+async def test_a_base_model_without_workers_is_unavailable(bus, schedule, hire):
     await hire("w1")
     await schedule()
     answer = await submit(bus, generate_request(base_model="other"))
     assert type(answer) is Unavailable and answer.status == 503
-    assert answer.message == "nobody serves base model other" and answer.retry_after_s
+    assert answer.message == "no worker serves base model other" and answer.retry_after_s
 
 
 async def test_full_workers_mean_overloaded_with_the_time_until_there_is_room(bus, schedule, hire):
@@ -368,7 +368,7 @@ async def test_text_that_only_pooling_models_could_make_is_refused_as_are_embedd
 # ---- workers that come and go
 
 
-async def test_a_silent_state_makes_a_worker_stale_and_its_next_word_brings_it_back(bus, schedule, hire):
+async def test_a_silent_worker_becomes_stale_and_its_next_message_brings_it_back(bus, schedule, hire):
     worker = await hire("w1")
     await schedule(stale_s=0.5)
     worker.mute()
@@ -386,7 +386,7 @@ async def test_a_silent_state_makes_a_worker_stale_and_its_next_word_brings_it_b
     await eventually(served, within_s=0.4)
 
 
-async def test_a_worker_that_says_goodbye_is_gone_at_once(bus, schedule, hire):
+async def test_a_worker_that_gives_up_its_lease_is_gone_at_once(bus, schedule, hire):
     worker = await hire("w1")
     service = await schedule()
     await worker.goodbye()

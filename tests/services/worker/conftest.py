@@ -1,4 +1,4 @@
-"""What tests of a whole worker share: one tiny checkpoint with adapters and its oracle, and workers on demand."""
+"""Fixtures of tests of a whole worker: one tiny checkpoint with adapters, its oracle, and workers on demand."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from motet.policies.host_tier import HostTier, Load
 from motet.services.worker.adapter_files import AdapterFiles
-from motet.services.worker.adapters import AdapterStore
+from motet.services.worker.adapters import AdapterLoader
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.shared.bus import Bus
 from motet.shared.errors import TooLarge
@@ -32,7 +32,7 @@ class AdapterTiers:
         on_change: Callable[[str], None],
     ) -> None:
         self.tier: HostTier[asyncio.Future[HostAdapter]] = HostTier(host_bytes, disk_bytes, files=files.found)
-        self.store = AdapterStore(bus, files, self, parse=parse)
+        self.store = AdapterLoader(bus, files, self, parse=parse)
         self._on_change = on_change
 
     async def acquire(self, ref: AdapterRef) -> HostAdapter:

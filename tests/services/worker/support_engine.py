@@ -1,4 +1,4 @@
-"""Drives the real Engine in tests: requests in, whole outputs out, books checked after every step."""
+"""Drives the real Engine in tests: requests in, whole outputs out, its accounts checked after every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker service in the test's process, and everybody it talks to: gateway, scheduler and registry over a real NATS."""
+"""A worker service in the test's process, with a test gateway, scheduler and registry over a real NATS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: one fetch per adapter however many ask, bytes that are what their name says, and memory that stays bounded."""
+"""Promise: one fetch per adapter for all requests, bytes that match their digest, and bounded memory."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ async def test_a_file_that_was_damaged_between_two_loads_is_fetched_again(bus, t
     assert bench.file(ref).read_bytes() == data
 
 
-async def test_a_store_with_other_bytes_under_the_digest_is_never_believed(bench):
+async def test_other_bytes_under_a_digest_in_the_store_are_never_used(bench):
     ref, _ = blob(1)
     _, other = blob(2)
     await bench.put(ref, other)
@@ -226,7 +226,7 @@ async def test_the_copy_released_longest_ago_leaves_host_memory_first(bus, tmp_p
     assert [bench.tier.tier(ref.digest) for ref in refs] == ["host", "disk", "host", "host"]
 
 
-async def test_host_memory_evicts_what_nobody_holds_and_waits_for_what_somebody_does(bus, tmp_path):
+async def test_host_memory_evicts_copies_without_holders_and_waits_for_the_others(bus, tmp_path):
     bench = Bench(bus, tmp_path / "adapters", host_bytes=150 * KIB)
     refs = []
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""CPU LoRA processes for real: whatever happens to them, a request on an adapter that is on its way gets its cached answer."""
+"""Real CPU LoRA processes: whatever happens to them, a request on an adapter being copied gets its cached answer."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replac
     assert cold.runner.assisted.by_processes > before, "the new ones work"
 
 
-def test_late_processes_are_given_up_and_what_they_write_then_reaches_nobody(cold: Cold, cached: Cached) -> None:
+def test_late_processes_are_given_up_and_their_late_writes_have_no_effect(cold: Cold, cached: Cached) -> None:
     cold.assist.watchdog_s = 0.02
     pids, channels = cold.assist.pids, cold.assist._channels
     over = threading.Event()

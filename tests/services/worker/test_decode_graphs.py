@@ -1,4 +1,4 @@
-"""What a decode graph replays: a step padded into buffers that never move. The capture itself needs a GPU."""
+"""A decode graph replays a step padded into fixed buffers. The capture itself needs a GPU."""
 
 from __future__ import annotations
 

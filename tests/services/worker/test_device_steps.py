@@ -1,4 +1,4 @@
-"""What a GPU needs that no GPU is needed to see: its number, graphs without LoRA, copies that stand still, random weights."""
+"""GPU code that can be tested without one: the device's number, graphs without LoRA, stalled copies, random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine promises beyond right tokens: endings, queues, cancellation, adapters, failures that stay where they are."""
+"""The engine's behaviour beyond right tokens: endings, queues, cancellation, adapters, failures of single requests."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ def test_residency_is_reported_when_adapters_come_and_go(model_dir: Path, adapte
     assert engine.adapter_bytes_free == free - resident.size_bytes
 
 
-def test_prefetching_fills_free_room_and_evicts_nobody(model_dir: Path, adapters: list[HostAdapter]) -> None:
+def test_prefetching_fills_free_room_and_evicts_nothing(model_dir: Path, adapters: list[HostAdapter]) -> None:
     engine = make_engine(model_dir, max_loras=1)
     assert engine.load_adapter(adapters[0]) and engine.load_adapter(adapters[0])
     assert not engine.load_adapter(adapters[1])

@@ -1,5 +1,5 @@
-"""Promise: adapters come to the device beside the steps. Their requests wait, or join early, with the same tokens as ever;
-nobody else notices, whatever is cancelled, dropped, preempted or fails meanwhile."""
+"""Promise: adapters are copied to the device beside the steps. Their requests wait, or join early, and get the same tokens;
+other requests are not affected, also when something is cancelled, dropped, preempted or fails meanwhile."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_adapters_that_are_there(checkpoint, cold_start: For
     assert all(mode == "assist" for seen in runner.seen for mode in seen.values()) or cold_start != "assist"
 
 
-def test_others_go_on_in_every_step_while_an_adapter_is_copied(checkpoint, adapters: list[HostAdapter]) -> None:
+def test_others_continue_in_every_step_while_an_adapter_is_copied(checkpoint, adapters: list[HostAdapter]) -> None:
     engine, runner = paced(checkpoint)
     engine.add(request("base", PROMPT, max_tokens=30), 0.0)
     engine.add(request("cold", PROMPT, adapters[3]), 0.0)
@@ -134,7 +134,7 @@ def test_a_prefetch_is_reported_when_its_copy_is_whole(checkpoint, adapters: lis
 
 
 @pytest.mark.parametrize("cold_start", ["blocking", "assist"])
-def test_a_copy_goes_on_when_its_request_is_cancelled_and_serves_the_next(checkpoint, adapters, cold_start: Forced) -> None:
+def test_a_copy_continues_when_its_request_is_cancelled_and_serves_the_next(checkpoint, adapters, cold_start: Forced) -> None:
     engine, runner = paced(checkpoint, cold_start, max_step_tokens=8)  # in the middle of its prefill
     runner.processes = 1
     engine.add(request("first", PROMPT, adapters[1]), 0.0)
@@ -152,7 +152,7 @@ def test_a_copy_goes_on_when_its_request_is_cancelled_and_serves_the_next(checkp
     assert tokens_of(outs, "next") == expected
 
 
-def test_a_copy_nobody_waits_for_is_given_up_when_its_slot_is_wanted(checkpoint, adapters: list[HostAdapter]) -> None:
+def test_a_copy_without_waiting_requests_is_given_up_when_its_slot_is_wanted(checkpoint, adapters: list[HostAdapter]) -> None:
     engine, runner = paced(checkpoint, max_loras=1)
     engine.add(request("first", PROMPT, adapters[1]), 0.0)
     step(engine)
@@ -216,7 +216,7 @@ def test_assisted_requests_start_at_once_and_say_so(checkpoint, adapters: list[H
     assert out.stats.cold_rows == 0 and [set(seen.values()) for seen in runner.seen] == [{"assist"}, {"assist"}, set()]
 
 
-def test_every_byte_over_the_link_is_told_of_also_those_of_steps_with_nothing_else_to_tell(
+def test_every_byte_over_the_link_is_reported_also_by_steps_with_nothing_else_to_report(
     checkpoint, adapters: list[HostAdapter]
 ) -> None:
     engine, runner = paced(checkpoint)

@@ -1,7 +1,7 @@
-"""Promise: however KV blocks and adapters fight for a small memory, no request fails and outputs are those of a roomy engine.
+"""Promise: when KV blocks and adapters compete for a small memory, no request fails and outputs equal those with much memory.
 
 Random histories on the real engine, with copies over an emulated link: bursts of long prompts and of many adapters, priorities,
-cancellations, prefetches and unloads, under every eviction and queue. The books are checked after every step.
+cancellations, prefetches and unloads, under every eviction and queue. The accounts are checked after every step.
 """
 
 from __future__ import annotations

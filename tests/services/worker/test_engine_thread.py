@@ -1,4 +1,4 @@
-"""Promise: the loop and the engine never wait for each other's slow parts, and no exception ends the engine's thread."""
+"""Promise: the event loop and the engine never wait for each other's slow parts, and no exception ends the engine's thread."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_cancel_takes_effect_before_the_next_step_even_while_one_runs(dr
     assert set(late) == {"r2"}
 
 
-async def test_it_sleeps_while_everybody_waits_for_a_copy_and_reports_nothing(driven):
+async def test_it_sleeps_while_all_requests_wait_for_a_copy_and_reports_nothing(driven):
     engine, thread, reports = driven
     engine.copying = True
     thread.add(request("r1"))
@@ -160,7 +160,7 @@ async def test_an_engine_ahead_of_a_slow_loop_waits_and_loses_nothing(driven):
     assert [report.step for report in reports] == list(range(1, len(reports) + 1))
 
 
-async def test_a_request_the_engine_refuses_ends_with_the_reason_and_disturbs_nobody(driven):
+async def test_a_request_the_engine_refuses_ends_with_the_reason_and_disturbs_no_other(driven):
     _, thread, reports = driven
     thread.add(request("good"))
     thread.add(request("bad", prompt=666))

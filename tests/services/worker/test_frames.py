@@ -1,4 +1,4 @@
-"""Promise: frames leave in order and fit the server; what cannot be sent is given up, told, and never piles up."""
+"""Promise: frames are sent in order and fit the server; those that cannot be sent are dropped, reported and never pile up."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_frame_larger_than_the_server_takes_is_split_without_losing_an_i
     assert len(received) > 4 and {frame.step for frame in received} == {7} and sender.lost == []
 
 
-async def test_what_a_long_outage_swallowed_is_told_once_the_bus_is_back(bus, connect, nats_server, received):
+async def test_losses_of_a_long_outage_are_reported_once_the_bus_is_back(bus, connect, nats_server, received):
     worker = await connect("worker-w1")
     sender = Sender(worker)
     sender.frames.put("g1", 1, [item(1), item(2)])

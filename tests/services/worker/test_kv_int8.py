@@ -1,4 +1,4 @@
-"""Promise: with keys and values in 8 bits a request says the same whatever is beside it, and nearly what it says without."""
+"""Promise: with an int8 KV cache a request's output does not depend on its neighbours, and is close to that with floats."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ async def let_go(*workers: Running) -> None:
         worker.engine.check()
 
 
-async def test_a_moved_request_finds_its_blocks_and_goes_on_as_if_it_had_stayed(start, adapters, small_pieces):
+async def test_a_moved_request_finds_its_blocks_and_continues_as_if_it_had_stayed(start, adapters, small_pieces):
     old, new = await pair(start)
     ref = await old.mesh.publish_adapter(adapters[0])
     for adapter in (None, ref):
@@ -265,7 +265,7 @@ async def test_blocks_are_given_once_to_who_has_the_token_and_no_more_than_was_a
     assert isinstance(await refusal(old, ReadKv(token=moved.kv.token, offset=0, size=8)), NotFound), "it has been read"
 
 
-async def test_blocks_that_nobody_asks_for_are_held_for_a_moment_and_for_few_requests(start, monkeypatch):
+async def test_blocks_that_are_not_requested_are_held_for_a_moment_and_for_few_requests(start, monkeypatch):
     monkeypatch.setattr(kv_travel, "OFFER_S", 0.5)
     monkeypatch.setattr(kv_travel, "MOVES", 2)
     old = await start()

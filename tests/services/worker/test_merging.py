@@ -1,4 +1,4 @@
-"""Promise: an adapter that most requests are for is merged into a copy of the weights, and no answer depends on when.
+"""Promise: the adapter of most requests is merged into a copy of the weights, and no answer depends on the time of that.
 
 The oracle is peft's `merge_and_unload`. A merged and an unmerged computation of the same numbers differ by rounding: in float32
 by less than 1e-3 of the largest logit of these models, so greedy tokens are the same but for near-ties.
@@ -146,7 +146,7 @@ def test_switches_under_random_traffic_lose_nothing_and_change_no_answer(untied:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_request_that_another_worker_began_in_the_same_mode_goes_on_as_it_would_have(
+def test_a_request_that_another_worker_began_in_the_same_mode_continues_as_it_would_have(
     untied: Case, merged: bool, temperature: float
 ) -> None:
     first, second = merging(untied, merge=merged), merging(untied, merge=merged)

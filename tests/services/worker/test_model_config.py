@@ -1,4 +1,4 @@
-"""What config.json may say, and what is refused by name."""
+"""The supported contents of config.json, and what is refused by name."""
 
 from __future__ import annotations
 

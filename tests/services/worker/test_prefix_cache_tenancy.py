@@ -1,4 +1,4 @@
-"""Promise: what a tenant asked cannot be found out from the prefix cache by another one, unless the operator shares it."""
+"""Promise: a tenant cannot find out another's prompts from the prefix cache, unless the operator shares it."""
 
 from __future__ import annotations
 

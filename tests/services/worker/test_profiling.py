@@ -1,5 +1,5 @@
-"""Promise: a profile's steps have the time until the next one began, and none of them waited for an adapter. What decodes
-nothing is refused."""
+"""Promise: the time of a profile's step ends when the next step begins, and no step waited for an adapter. A slow worker's
+profile ends in time. Models that decode nothing are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_step_after_which_nothing_ran_is_left_out() -> None:
     assert times_ms(report(0, 8), report(10, 8, running=0), report(90, 8), report(100, 8)) == pytest.approx([10, 10])
 
 
-def test_what_is_told_between_two_steps_is_no_step() -> None:
+def test_a_report_between_two_steps_is_no_step() -> None:
     assert times_ms(report(0, 8), report(4), report(10, 8), report(12), report(13), report(20, 8)) == pytest.approx([10, 10])
 
 
@@ -77,3 +77,81 @@ async def test_a_pooling_model_is_refused_by_name_and_its_worker_stops(monkeypat
     with pytest.raises(ConfigError, match="--model: a pooling model decodes nothing"):
         await measure(WorkerConfig.of(model="pooling"), Path(), seconds=1.0)
     assert life == ["started", "stopped"]
+
+
+class Clock:
+    """A worker without a pooling model, of which every batch takes the same time; what is done with it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, batches: int, batch_s: float) -> None:
+        self.now_s, self.batches, self.moments = 100.0, 0, list[int]()
+        clock = self
+
+        class Idle:
+            view = SimpleNamespace(limits=SimpleNamespace(capabilities=()))
+
+            def __init__(self, *_: Any, **__: Any) -> None:
+                self.bus = object()
+
+            async def start(self) -> None:
+                pass
+
+            async def stop(self) -> None:
+                pass
+
+        class Profiler:
+            measured = object()
+
+            def __init__(self, *_: Any) -> None:
+                pass
+
+            async def publish(self) -> None:
+                pass
+
+            def batches(self) -> list[int]:
+                return list(range(batches))
+
+            async def run(self, batch: int, *, tell: bool) -> None:
+                clock.batches += 1
+                clock.now_s += batch_s
+
+            async def link_times(self, moment: int) -> None:
+                clock.moments.append(moment)
+
+            async def hop_times(self) -> None:
+                pass
+
+        monkeypatch.setattr(profiling, "WorkerService", Idle)
+        monkeypatch.setattr(profiling, "_Profiler", Profiler)
+        monkeypatch.setattr(profiling, "now_s", lambda: self.now_s)
+
+    async def measured_s(self, seconds: float) -> float:
+        began_s = self.now_s
+        await measure(WorkerConfig.of(model="any"), Path(), seconds=seconds)
+        return self.now_s - began_s
+
+
+async def test_a_fast_workers_profile_repeats_its_batches_for_as_long_as_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, batches=100, batch_s=0.25)
+    assert await clock.measured_s(60) == pytest.approx(60, abs=1)
+    assert clock.moments == list(range(profiling.MOMENTS))
+
+
+async def test_every_batch_is_measured_once_where_that_takes_somewhat_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, batches=100, batch_s=1)
+    assert await clock.measured_s(60) == pytest.approx(100, abs=2)
+    assert clock.batches >= 100
+    assert clock.moments == list(range(profiling.MOMENTS))
+
+
+async def test_a_slow_workers_profile_ends_after_a_few_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, batches=100, batch_s=10)
+    assert await clock.measured_s(60) == pytest.approx(60 * profiling.LONGEST_TIMES, abs=20)
+    assert clock.moments == list(range(profiling.MOMENTS)), "transfers and hops are measured all the same"
+
+
+async def test_transfers_are_measured_at_every_moment_even_if_one_batch_takes_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch, batches=100, batch_s=1000)
+    await clock.measured_s(60)
+    assert clock.moments == list(range(profiling.MOMENTS))

@@ -1,4 +1,4 @@
-"""Promise: weights of 8 and 4 bits compute what rounded ones compute, on every instruction set, and are refused elsewhere."""
+"""Promise: weights of 8 and 4 bits give the results of rounded weights, on every instruction set, and are refused elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: checkpoints of GPTQ, AWQ and compressed-tensors compute what they stand for; unknown fields are refused by name."""
+"""Promise: checkpoints of GPTQ, AWQ and compressed-tensors compute their own values; unknown fields are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws follow the distribution, filters equal their naive definitions, and nothing but (seed, position) makes the noise."""
+"""Draws follow the distribution, filters equal their naive definitions, and the noise depends on (seed, position) only."""
 
 from __future__ import annotations
 

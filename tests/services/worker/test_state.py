@@ -1,4 +1,4 @@
-"""Promise: whoever applies a worker's deltas in order knows what its next snapshot will say."""
+"""Promise: applying a worker's deltas in order gives its next snapshot."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.support import eventually
 from tests.support_models import random_prompts
 
 
-async def test_twenty_requests_for_a_new_adapter_fetch_it_once_and_block_nobody(start, adapters):
+async def test_twenty_requests_for_a_new_adapter_fetch_it_once_and_block_no_other(start, adapters):
     worker = await start(max_running=32, max_waiting=32)
     ref = await worker.mesh.publish_adapter(adapters[2])
     gate = worker.gate_fetches()

@@ -1,4 +1,4 @@
-"""Promise: a whole worker with a slow link and a CPU process answers cold requests rightly, and its metrics say how."""
+"""Promise: a whole worker with a slow link and a CPU process answers cold requests correctly, and its metrics show how."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_leaving_cancelling_and_dropping_while_copies_are_under_way(start,
     await asyncio.wait_for(leaving, 10)
 
 
-async def test_a_pinned_adapter_is_on_the_device_before_anybody_asks(start, adapters):
+async def test_a_pinned_adapter_is_on_the_device_before_any_request(start, adapters):
     worker = await start(**options("auto"))
     ref = await worker.mesh.publish_adapter(adapters[3])
     await pin(worker.mesh, ref, "*")

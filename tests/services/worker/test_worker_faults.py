@@ -1,4 +1,4 @@
-"""Promise: a worker that runs out of KV memory, and a broker that stops reading, cost time and neither tokens nor memory."""
+"""Promise: a worker without free KV memory, or a NATS server that stops reading, costs time but no tokens and no memory."""
 
 from __future__ import annotations
 

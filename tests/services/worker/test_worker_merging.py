@@ -1,4 +1,4 @@
-"""Promise: a worker with `--merge on` merges the adapter of all its requests, and they can go on at another such worker."""
+"""Promise: a worker with `--merge on` merges the adapter of all its requests, and they can continue on another such worker."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_the_next_snapshot_names_the_merged_adapter(start, adapters):
     await eventually(lambda: any(isinstance(state, WorkerSnapshot) and state.merged == ref.digest for state in states))
 
 
-async def test_a_request_goes_on_at_another_worker_of_the_same_mode_as_it_would_have(start, adapters):
+async def test_a_request_continues_at_another_worker_of_the_same_mode_as_it_would_have(start, adapters):
     first, second = await start(merge="on"), await start(merge="on")
     for worker in (first, second):
         ref = await merged(worker, adapters[MERGED])

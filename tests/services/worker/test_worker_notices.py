@@ -1,4 +1,4 @@
-"""Promise: a worker says that it starts, why it fails, and that it stops, to whoever may be asked for it."""
+"""Promise: a worker announces to gateways that it starts, why it fails, and that it stops."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_a_worker_whose_model_is_not_there_says_so(heard, nats_url):
     assert heard[0][0] == "failed" and "/no/such/model" in heard[0][1]
 
 
-async def test_the_last_words_of_an_unforeseen_failure_are_short_and_one_line(heard, nats_url, checkpoint, monkeypatch):
+async def test_the_reason_of_an_unforeseen_failure_is_short_and_one_line(heard, nats_url, checkpoint, monkeypatch):
     def broken(*_: object) -> None:
         raise OSError("cannot open\nshared object " + 1000 * "x")
 

@@ -71,7 +71,7 @@ async def test_a_restarted_worker_loads_what_is_pinned_to_it(start, adapters, tm
     await on_device(second, ref)
 
 
-async def test_the_pin_of_a_replaced_adapter_goes_on_to_the_new_version(start, adapters):
+async def test_the_pin_of_a_replaced_adapter_holds_for_the_new_version(start, adapters):
     worker = await start(max_loras=2)  # one of them may be pinned
     old = await worker.mesh.publish_adapter(adapters[0])
     new = await worker.mesh.publish_adapter(adapters[1])

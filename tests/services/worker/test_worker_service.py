@@ -74,7 +74,7 @@ async def test_an_older_cancel_does_not_reach_a_newer_epoch(start):
     assert (await worker.mesh.ended(request.request_id, 2)).finish == "length"
 
 
-async def test_a_resumed_request_goes_on_where_it_was_and_says_the_same(start, oracle):
+async def test_a_resumed_request_continues_where_it_was_and_says_the_same(start, oracle):
     worker = await start()
     [prompt] = random_prompts(1)
     right = oracle.greedy(prompt, 10, None)

@@ -1,4 +1,4 @@
-"""Promise: lost gateways, failing engines, drains and a lost NATS end requests with a clear word, and nobody else's."""
+"""Promise: lost gateways, failing engines, drains and a lost NATS end only the affected requests, with a clear error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.services.worker.support_service import generate, latest
 from tests.support import eventually
 
 
-async def test_a_lost_gateways_requests_are_cancelled_and_the_others_go_on(start, connect):
+async def test_a_lost_gateways_requests_are_cancelled_and_the_others_continue(start, connect):
     worker = await start()
     worker.slow_down(0.03)
     leases = {name: LeaseHolder(await connect(f"gateway-{name}"), "gateway", name, "first") for name in ("g1", "g2")}
@@ -126,9 +126,7 @@ async def test_losing_nats_stops_neither_the_engine_nor_the_worker(start, nats_s
     assert worker.service.not_ready() == []
 
 
-async def test_requests_whose_frames_could_not_be_sent_are_cancelled_and_their_gateway_hears_so(
-    start, nats_server, monkeypatch
-):
+async def test_requests_whose_frames_could_not_be_sent_are_cancelled_and_their_gateway_is_told(start, nats_server, monkeypatch):
     worker = await start()
     worker.slow_down(0.03)
     request = generate([1, 2, 3], max_tokens=200)

@@ -1,6 +1,6 @@
 """The backends that an engine can have, by name: one file each.
 
-cpu          compiled.py     compiled kernels: the rule on a CPU
+cpu          compiled.py     compiled kernels: the default on a CPU
 reference    reference.py    torch on a CPU
 cuda         triton.py       torch and Triton on a GPU
 """

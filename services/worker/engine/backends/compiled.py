@@ -1,10 +1,13 @@
-"""Compiled kernels on a CPU: one call per step, weights of floats or of 8 or 4 bits, CPU processes beside it."""
+"""Compiled kernels on a CPU: one call per step, weights of 32, 16, 8 or 4 bits, CPU LoRA processes."""
 
 from __future__ import annotations
 
+from hashlib import blake2b
+from pathlib import Path
+
 import torch
 
-from motet.kernels.cpu import BuildError, CpuEngine, CpuForward, Packer
+from motet.kernels.cpu import Arena, BuildError, CpuEngine, CpuForward, MappedArena, Packer
 from motet.kernels.cpu.assist import AssistCounts, Helpers
 from motet.kernels.cpu.loading import CpuLoader
 from motet.kernels.cpu.merging import MergedWeights
@@ -20,6 +23,9 @@ from motet.services.worker.engine.runner import ModelRunner
 from motet.services.worker.engine.step_batch import StepBatch
 from motet.shared.clock import now_s
 from motet.shared.config import ConfigError
+from motet.shared.telemetry import logger
+
+_log = logger(__name__)
 
 
 class CompiledSteps:
@@ -30,7 +36,7 @@ class CompiledSteps:
 
     @property
     def assisted(self) -> AssistCounts:
-        """Where the LoRA part of adapters under way was computed so far."""
+        """How many rows of adapters being copied were computed where so far."""
         return self._forward.assisted
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
@@ -84,13 +90,31 @@ def compiled(options: BackendOptions) -> ModelRunner:
     )
 
 
+def _packed_file(engine: CpuEngine, options: BackendOptions, memory: DeviceMemory) -> Path:
+    """The file of the packed weights. Its name changes with the checkpoint's files, the width and the kernels."""
+    directory = options.model_dir
+    files = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sorted(directory.glob("*.safetensors"))]
+    facts = repr((files, options.quantization, memory.dtype, engine.path.name)).encode()
+    name = blake2b((directory / "config.json").read_bytes() + facts, digest_size=16).hexdigest()
+    return Path(options.packed_weights_dir) / f"{name}.packed"
+
+
 def _forward(engine: CpuEngine, options: BackendOptions, memory: DeviceMemory) -> CpuForward:
     config = memory.config
     quantization = quantization_of(options.quantization, config)
     stored = config.quantization is not None and options.load_format != "dummy"
-    pack = Packer(engine, None if quantization == "none" or stored else quantization)
-    head = pack if quantization == "none" else Packer(engine, "int8")  # in int4 too: small, and what says the token
+    file = _packed_file(engine, options, memory) if options.packed_weights_dir and options.load_format != "dummy" else None
+    arena = MappedArena(engine.library, file) if file is not None and file.exists() else Arena(engine.library)
+    pack = Packer(engine, None if quantization == "none" or stored else quantization, arena)
+    # 8 bits also with int4: it is small, and its errors change tokens directly
+    head = pack if quantization == "none" else Packer(engine, "int8", arena)
     weights = weights_of(options, memory, Makers(pack.parts, head.parts, pack.whole))
+    if file is not None and not arena.filled:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            arena.save(file)
+        except OSError as error:
+            _log.warning("packed weights are not kept: %s", error)
     half = config.head_dim // 2
     rope = RotaryEmbedding(config.rope, config.head_dim, torch.float32, memory.device)
 

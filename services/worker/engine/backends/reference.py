@@ -73,8 +73,8 @@ def torch_runner(
         beside=beside,
         loader=loader,
         processes=assist,
-        merged=merged,
     )
+    steps.merged = merged
     return ModelRunner(
         memory=memory,
         steps=steps,
@@ -96,9 +96,9 @@ def _hardware(device: torch.device) -> str:
 
 
 def lora_library() -> CpuEngine | None:
-    """The compiled kernels for CPU LoRA processes, beside a model that does without."""
+    """The compiled kernels for CPU LoRA processes, beside a model that runs on torch."""
     try:
         return CpuEngine(threads=1)
     except (BuildError, ValueError) as error:
-        _log.warning("CPU LoRA processes cannot be had: %s", error)
+        _log.warning("CPU LoRA processes cannot be used: %s", error)
         return None

@@ -1,0 +1,172 @@
+"""The table of the engine bench: what was measured, its figures, and how it is shown and recorded."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from bench import report, roofline
+from bench.engine_parent import Lap
+from bench.models import Shape
+
+Kind = Literal["none", "one", "each"]
+KINDS: tuple[Kind, ...] = ("none", "one", "each")
+BATCHES = (1, 8, 32)
+WEIGHT_BYTES = {
+    "motet none": 2.0, "motet int8": 1.0, "motet int4": 9 / 16, "motet again": 2.0,
+    "llama bf16": 2.0, "llama q8_0": 34 / 32, "llama q4_0": 18 / 32, "vllm bf16": 2.0, "peft bf16": 2.0,
+}  # fmt: skip
+"""Bytes of a base weight with its scales, by contestant."""
+LABELS = {
+    "motet none": "Motet bf16", "motet int8": "Motet int8", "motet int4": "Motet int4", "motet again": "Motet bf16, again",
+    "llama bf16": "llama.cpp BF16", "llama q8_0": "llama.cpp Q8_0", "llama q4_0": "llama.cpp Q4_0",
+    "vllm bf16": "vLLM bf16", "peft bf16": "transformers + PEFT bf16",
+}  # fmt: skip
+
+
+class Turn(NamedTuple):
+    """One cell of the table: `batch` requests at once, and whether they have adapters."""
+
+    kind: Kind
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One lap: output tokens per second, of all of it and without the prompts and first tokens (0 if unknown), and each
+    request's first token."""
+
+    whole: float
+    decode: float
+    first: tuple[int, ...]
+
+
+def timed(lap: Lap, alone: Lap | None = None) -> Timed:
+    """`alone`: a lap of as many requests with one token each, which is what the prompts take."""
+    after_first = sum(len(output) - 1 for output in lap.outputs)
+    decode = after_first / max(lap.seconds - alone.seconds, 1e-9) if alone is not None else 0.0
+    return Timed(lap.tokens_per_s, decode, tuple(output[0] for output in lap.outputs))
+
+
+@dataclass(slots=True)
+class Measured:
+    """The laps by contestant and cell."""
+
+    laps: dict[str, dict[Turn, list[Timed]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+
+    def add(self, name: str, turn: Turn, lap: Timed) -> None:
+        """One more lap."""
+        self.laps[name][turn].append(lap)
+
+    def rate(self, name: str, turn: Turn, part: Literal["whole", "decode"] = "whole") -> float | None:
+        """The median over the laps, in output tokens per second; None without any."""
+        laps = self.laps.get(name, {}).get(turn)
+        return statistics.median(getattr(lap, part) for lap in laps) if laps else None
+
+    def cells(self) -> Iterator[tuple[str, Turn, float]]:
+        """All rates: contestant, cell, output tokens per second."""
+        for name, turns in self.laps.items():
+            for turn in sorted(turns, key=lambda one: (KINDS.index(one.kind), one.batch)):
+                yield name, turn, self.rate(name, turn) or 0.0
+
+    def agreement(self, ours: str, theirs: str) -> float | None:
+        """The share of requests without adapters for which two contestants' first tokens are the same: 1 but for near-ties."""
+        pairs = [
+            pair
+            for turn, laps in self.laps.get(ours, {}).items()
+            if turn.kind == "none"
+            for mine, other in zip(laps, self.laps.get(theirs, {}).get(turn, []), strict=False)
+            for pair in zip(mine.first, other.first, strict=True)
+        ]
+        return round(sum(a == b for a, b in pairs) / len(pairs), 3) if pairs else None
+
+
+RATIOS: dict[str, tuple[tuple[str, Turn], tuple[str, Turn]]] = {
+    "int8_b1_vs_bf16": (("motet int8", Turn("none", 1)), ("motet none", Turn("none", 1))),
+    "int8_b32_vs_bf16": (("motet int8", Turn("none", 32)), ("motet none", Turn("none", 32))),
+    "lora_one_vs_own_base": (("motet none", Turn("one", 32)), ("motet none", Turn("none", 32))),
+    "lora32_vs_own_base": (("motet none", Turn("each", 32)), ("motet none", Turn("none", 32))),
+    "b1_vs_llama_bf16": (("motet none", Turn("none", 1)), ("llama bf16", Turn("none", 1))),
+    "b1_int4_vs_llama_q4": (("motet int4", Turn("none", 1)), ("llama q4_0", Turn("none", 1))),
+    "b32_vs_llama_bf16": (("motet none", Turn("none", 32)), ("llama bf16", Turn("none", 32))),
+    "base_b1_vs_vllm": (("motet again", Turn("none", 1)), ("vllm bf16", Turn("none", 1))),
+    "base_vs_vllm": (("motet again", Turn("none", 32)), ("vllm bf16", Turn("none", 32))),
+    "lora32_vs_vllm": (("motet again", Turn("each", 32)), ("vllm bf16", Turn("each", 32))),
+    "lora32_vs_peft": (("motet again", Turn("each", 32)), ("peft bf16", Turn("each", 32))),
+}
+"""Figures that are ratios of two rates."""
+
+
+def figures(
+    measured: Measured,
+    shape: Shape,
+    limits: roofline.Limits,
+    prompt_tokens: int,
+    output_tokens: int,
+    chosen: Callable[[str, Turn], Sequence[int] | None],
+) -> dict[str, Any]:
+    """The bench's figures, of the contestants there are. `chosen`: the adapter of each request of a cell."""
+    found: dict[str, Any] = {}
+    for figure, (ours, theirs) in RATIOS.items():
+        above, below = measured.rate(*ours), measured.rate(*theirs)
+        if above is not None and below is not None:
+            found[figure] = round(above / below, 3)
+    step = measured.rate("motet none", Turn("none", 1), "decode")
+    if step is not None:
+        found["b1_bandwidth_fraction"] = round(decode_bandwidth(shape, "motet none", step) / limits.bytes_per_s, 3)
+    rates: dict[str, Any] = {}
+    decode: dict[str, Any] = {}
+    shares: dict[str, Any] = {}
+    for name, turn, rate in measured.cells():
+        kind, batch = turn.kind, str(turn.batch)
+        rates.setdefault(name, {}).setdefault(kind, {})[batch] = round(rate, 1)
+        share = roofline.share(
+            limits,
+            shape,
+            chosen(name, turn) or (),
+            prompt_tokens,
+            output_tokens,
+            turn.batch * output_tokens / rate,
+            weight_bytes=WEIGHT_BYTES[name],
+        )
+        rounded = {part: round(value, 3) for part, value in asdict(share).items()}
+        shares.setdefault(name, {}).setdefault(kind, {})[batch] = rounded
+        if kind == "none":
+            decode.setdefault(name, {})[batch] = round(measured.rate(name, turn, "decode") or 0.0, 1)
+    same = {
+        name: agreed
+        for name in rates
+        if (agreed := measured.agreement("motet none" if name.startswith("llama") else "motet again", name)) is not None
+        and not name.startswith("motet")
+    }
+    found |= {"tokens_per_s": rates, "decode_tokens_per_s": decode, "share_of_machine": shares}
+    return found | ({"same_first_token": same} if same else {})
+
+
+def decode_bandwidth(shape: Shape, name: str, steps_per_s: float) -> float:
+    """Bytes of weights per second: a step reads all but the embedding of tokens, llama.cpp's and ours the same."""
+    head = 1.0 if name == "motet int4" else WEIGHT_BYTES[name]
+    layers = sum(out * into for out, into in shape.projections().values()) * shape.layers
+    return (WEIGHT_BYTES[name] * layers + head * shape.hidden * shape.vocabulary) * steps_per_s
+
+
+def show(title: str, found: dict[str, Any]) -> str:
+    """One table: a row for each contestant and kind, rates with their share of the machine's limit."""
+    words = {"none": "no adapter", "one": "one for all", "each": "one each"}
+    rows: list[list[object]] = []
+    for kind in KINDS:
+        for name, kinds in found["tokens_per_s"].items():
+            rates, shares = kinds.get(kind), found["share_of_machine"][name].get(kind, {})
+            if rates is None:
+                rows += [[LABELS[name], words[kind], "cannot"]] if name.startswith("llama") else []
+                continue
+            row: list[object] = [LABELS[name], words[kind]]
+            for batch in map(str, BATCHES):
+                row += [rates[batch], f"{shares[batch]['limit']:.0%}"] if batch in rates else ["", ""]
+            rows.append(row)
+    rows = [row + [""] * (2 + 2 * len(BATCHES) - len(row)) for row in rows]
+    columns = ["", "adapters", *(word for batch in BATCHES for word in (f"{batch} at once", "of the limit"))]
+    return report.table(title, columns, rows)
