@@ -17,7 +17,6 @@
 
 namespace motet {
 
-
 constexpr int I_GROUP = 32;
 constexpr int I8_ZERO = 128, I4_ZERO = 8;  // what is added to weights to make them unsigned
 
@@ -86,7 +85,7 @@ INLINE vi four_values(const void* x) {
 #if MOTET_LEVEL == 1
 constexpr int STEPS = 2;
 INLINE vu weights_of(vu line, int step) { return step ? (vu)_mm256_srli_epi16((__m256i)line, 8) : line & 0x00ff00ffu; }
-typedef int16_t Factor;
+typedef int16_t Factor;  // what weights of 8 bits are multiplied with
 INLINE const Factor* factors(const RoundedRow& row) { return row.wide; }
 INLINE vi dot4(vi sums, vu weights, vi values) {
   vi products;  // see multiply_add

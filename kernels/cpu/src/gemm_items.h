@@ -95,7 +95,7 @@ static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item,
   const int64_t begin = items.first_group(item), end = std::min(items.groups, begin + items.groups_each);
   for (int64_t group = begin; group < end; ++group) {
     const int64_t next = group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item);
-    // one row of bf16 is plain loads of three streams, which the processor fetches ahead by itself
+    // one row is plain loads of three streams or more, which the processor fetches ahead by itself
     const bool plain = (sizeof(A) == 2 || MOTET_LEVEL == 1) && !items.tiles && !is_integer(g.w->type) && g.rows == 1;
     ahead = next < 0 ? g.then ? first_ahead(*g.then, member) : Ahead{} : plain ? Ahead{} : ahead_of(g, items, next);
     gemm_group(g, items, row0, row1, group, ahead);
