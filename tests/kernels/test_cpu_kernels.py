@@ -164,6 +164,34 @@ def test_integers_are_near_the_weights_that_they_stand_for(engine: CpuEngine, in
     assert 0 < (y - want).norm() / want.norm() < error
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("integers", [None, "int8", "int4"])
+def test_a_product_of_any_shape_is_the_product(engine: CpuEngine, integers: str | None, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    rounded = {None: torch.Tensor.double, "int8": to_8_bits, "int4": to_4_bits}[integers]
+    for dtype in DTYPES:
+        for _ in range(8):
+            rows, n, k = (int(torch.randint(1, most, (), generator=draw)) for most in (71, 200, 300))
+            w, x = torch.randn(n, k, generator=draw).to(dtype), torch.randn(rows, k, generator=draw)
+            y = torch.full((rows, n), float("nan"))
+            engine.gemm([Packer(engine, integers)(w)], x, y, dtype)
+            seen = as_activation(engine, x, dtype)
+            close(y, (seen if integers is None else to_8_bits(seen)) @ rounded(w).T)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 32])
+def test_the_largest_whole_numbers_are_added_without_loss(engine: CpuEngine, bits: int, rows: int) -> None:
+    n, k = 35, 1000
+    largest = torch.full((n, k), 2**bits - 1, dtype=torch.uint8)
+    x = torch.where(torch.arange(rows)[:, None] % 2 == 0, 127.0, -127.0).expand(rows, k).contiguous()
+    for zeros in (None, torch.zeros(n, 1)):
+        y = torch.full((rows, n), float("nan"))
+        engine.gemm([Packer(engine).whole(WholeNumbers(bits, largest, torch.ones(n, 1).half(), zeros, k))], x, y, torch.float32)
+        shift = 2 ** (bits - 1) if zeros is None else 0
+        assert torch.equal(y, (x.double() @ (largest.double() - shift).T).float())
+
+
 def test_a_matrix_whose_sums_would_not_fit_is_refused(engine: CpuEngine) -> None:
     with pytest.raises(ValueError, match="65537 inputs"):
         Packer(engine, "int8")(torch.zeros(1, 65537))
