@@ -34,13 +34,14 @@ from bench.dlora_parts import (
     Outcome,
     System,
     measure,
+    reachable,
     sustained,
 )
 
 TUNING, HELD_BACK = 301, 901  # first minutes
 SKEWS = (1, 30, 100)
 ALONE_S, TOGETHER_S, LARGE_S = 3600.0, 300.0, 120.0
-COLUMNS = ("dlora", "merged-only", "unmerged-only, einsum", "no LoRA", "ours, unmerged")
+COLUMNS = ("dlora", "merged-only", "unmerged-only, einsum", "reachable", "no LoRA", "ours, unmerged")
 GUESSES = {
     "dlora": 3.9,
     "merged-only": 1.6,
@@ -146,12 +147,15 @@ def _alone(bench: Bench) -> dict[str, Any]:
         case, own = searches["dlora", skew].result()
         rates = {name: alike[name] for name in ALIKE}
         rates |= {"dlora": case.rate, "merged-only": searches["merged-only", skew].result()[0].rate}
+        none = rates["unmerged-only, einsum"]
+        rates["reachable"] = none + reachable(case) * (rates["no LoRA"] - none)
         at = bench.run(**{name: bench.case(name, skew=skew, rate=case.rate, seconds=case.seconds) for name in RIVALS})
         at |= {"dlora": own}
         found[str(skew)] = {
             "rates": {name: round(rate, 3) for name, rate in rates.items()},
             "latency_ms": {name: round(one.latency_ms, 1) for name, one in at.items()},
             "p90_ms": {name: round(one.p90_ms, 1) for name, one in at.items()},
+            "queue_p99_s": {name: round(one.queue_p99_ms / 1000.0, 1) for name, one in at.items()},
             "merged_share": round(own.merged, 3),
             "switches": own.switches,
             "switch_overhead": round(own.overhead, 4),
@@ -179,7 +183,13 @@ def _alone(bench: Bench) -> dict[str, Any]:
     return {
         "vs_merged_only": best("rates", "merged-only", more=True),
         "vs_merged_only_limit": round(max(limit / one["rates"]["merged-only"] for one in found.values()), 3),
+        "vs_merged_only_reachable": round(
+            max(one["rates"]["reachable"] / one["rates"]["merged-only"] for one in found.values()), 3
+        ),
         "vs_unmerged_only": best("rates", "unmerged-only, einsum", more=True),
+        "vs_unmerged_only_reachable": round(
+            max(one["rates"]["reachable"] for one in found.values()) / alike["unmerged-only, einsum"], 3
+        ),
         "vs_unmerged_only_limit": round(limit / alike["unmerged-only, einsum"], 3),
         "vs_our_unmerged": round(alike["ours, merging"] / alike["ours, unmerged"], 3),
         "latency_vs_merged_only": best("latency_ms", "merged-only", more=False),

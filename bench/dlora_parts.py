@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.dlora_limit import Grouping
 from motet.policies.baselines import least_pending, pending_ms
 from motet.policies.candidates import Ask
 from motet.policies.choice import Choice, Choose, lightest, spread
@@ -231,6 +232,19 @@ class ByMode:
 def mode_ms(merged: Sequence[str], adapter: str) -> Floats:
     """What each worker's mode adds to the wait of a request: it rests where another adapter than its own is merged."""
     return np.array([REST_MS if one and one != adapter else 0.0 for one in merged])
+
+
+def reachable(case: Case) -> float:
+    """Between the rates without merging, 0, and without LoRA, 1: what merging can reach at most where changes from one adapter
+    to another cost what they do (`bench.dlora_limit`)."""
+    lengths = _lengths(case.data)
+    minutes = max(1, -(-int(case.seconds) // 60))
+    shares = _by_adapter(case.data, case.adapters, case.skew, case.first_minute, minutes).sum(axis=1)
+    worker = Grouping(
+        np.asarray(lengths.prompt_tokens, np.float64), np.asarray(lengths.output_tokens, np.float64), PERF,
+        kv_tokens=KV_TOKENS, context_token_ms=CONTEXT_TOKEN_PS / 1e9, lora=case.system.lora,
+    )  # fmt: skip
+    return worker.part(shares.tolist(), case.seconds, SLO_MS)
 
 
 def preloaded(case: Case) -> dict[str, tuple[str, ...]]:

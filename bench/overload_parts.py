@@ -9,6 +9,7 @@ import random
 import re
 import select
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,8 +153,9 @@ def _read(request: Request, data: bytes, at_s: float) -> None:
 
 
 @contextmanager
-def demo_mesh(variables: Mapping[str, str], keys: str, *, workers: int = 1) -> Iterator[int]:
-    """A stack with the demo model and `MOTET_*` variables; yields the port of its gateway. `keys`: lines of its key file."""
+def demo_mesh(variables: Mapping[str, str], keys: str, *, workers: int = 1, module: str = "motet") -> Iterator[int]:
+    """A stack with the demo model and `MOTET_*` variables; yields the port of its gateway. `keys`: lines of its key file;
+    `module`: what Python runs as each service."""
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory, asyncio.Runner() as runner:
         key_file = Path(directory) / "keys"
         key_file.write_text(keys)
@@ -170,7 +172,7 @@ def demo_mesh(variables: Mapping[str, str], keys: str, *, workers: int = 1) -> I
             port=0,
             drain_s=2.0,
         )
-        stack = Stack(options, _Quiet())
+        stack = Stack(options, _Quiet(), program=(sys.executable, "-m", module))
         try:
             runner.run(stack.start())
             yield int(stack.urls[0].rsplit(":", 1)[1])

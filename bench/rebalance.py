@@ -1,9 +1,13 @@
 """Moves between live workers: four workers of the demo model, and one adapter gets 20 times its load.
 
+A worker's step takes at least STEP_MS (`bench.paced`), as on a device of its own: of workers that share the cores of a machine,
+one with a long queue simply gets what the idle ones leave, and moves would have nothing to gain.
+
 Requests arrive as a Poisson process that waits for no answer, at a share of the capacity of all workers, which is measured
-first. Two thirds of the time every adapter gets as much as any other; in the last third one of them gets 20 times that, and the
-total stays. Once with dispatch by adapter affinity, as gateways of other systems do it, and once with Motet's own; each without
-moves and with `--rebalance on`. The requests are the same in every run, so their answers must be, too.
+first. At the start every adapter is on one worker alone. Two thirds of the time every adapter gets as much as any other; in the
+last third one of them gets 20 times that, and the total stays. Once with dispatch by adapter affinity, as gateways of other
+systems do it, and once with Motet's own; each without moves and with `--rebalance on`. The requests are the same in every run,
+so their answers must be, too.
 
 `rebalance_kv` then moves a request with a long context, with its KV blocks and without.
 """
@@ -14,6 +18,7 @@ import argparse
 import json
 import random
 import re
+import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,21 +26,28 @@ from typing import Any
 
 import numpy as np
 
-from bench import rebalance_kv, report
+from bench import paced, rebalance_kv, report
 from bench.mesh_parts import wait_for
 from bench.overload_parts import Asking, Kind, Request, demo_mesh, play, poisson
 from motet.examples.demo import DEMO
 
 TENANT = "bench"
+HEADERS = {"authorization": f"Bearer key-{TENANT}"}
 PATIENT = Kind(name="batch", ttft_slo_ms=3_600_000.0, tpot_slo_ms=3_600_000.0)
 HOT, TIMES = "upper-case", 20.0
 MODELS = (HOT, "reverse", "rot13", "title-case")
 WORKERS, QUICK_WORKERS, SEATS = 4, 2, 4
 LOAD = 0.6  # of the capacity
 PROMPT_TOKENS, OUTPUT_TOKENS = 48, 96
-SECONDS = 24.0
+STEP_MS = 20.0
+SECONDS = 45.0
 POLICIES = ("lora-affinity", "motet")
-VARIABLES = {"MOTET_ADMISSION": "room", "MOTET_MAX_RUNNING": str(SEATS), "MOTET_MAX_WAITING": "4096"}
+VARIABLES = {
+    "MOTET_ADMISSION": "room",
+    "MOTET_MAX_RUNNING": str(SEATS),
+    "MOTET_MAX_WAITING": "4096",
+    paced.VARIABLE: str(STEP_MS),
+}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -49,11 +61,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for policy in policies:
         for moves in ("off", "on"):
             variables = VARIABLES | {"MOTET_POLICY": policy, "MOTET_REBALANCE": moves}
-            with demo_mesh(variables, f"key-{TENANT} {TENANT} admin\n", workers=workers) as port:
-                wait_for(port, MODELS, {"authorization": f"Bearer key-{TENANT}"})
-                warm = _capacity(port, asking, (1 if args.quick else 3) * workers * SEATS)
+            with demo_mesh(variables, f"key-{TENANT} {TENANT} admin\n", workers=workers, module="bench.paced") as port:
+                wait_for(port, MODELS, HEADERS)
+                _pin(port, workers)
+                _capacity(port, asking, workers * SEATS)  # warms up
                 if not requests:
-                    rate = LOAD * warm
+                    rate = LOAD * _capacity(port, asking, (1 if args.quick else 3) * workers * SEATS)
                     requests = _requests(asking, rate, seconds)
                 said = [replace(request, data=bytearray()) for request in requests]
                 play(port, said)
@@ -81,6 +94,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def _pin(port: int, workers: int) -> None:
+    """Put each adapter on a worker of its own. Raises RuntimeError when one does not get there."""
+    for number, model in enumerate(MODELS):
+        home = f"worker-{number % workers + 1}"
+        url, body = f"http://127.0.0.1:{port}/v1/adapters/{model}", json.dumps({"workers": [home]}).encode()
+        ask = urllib.request.Request(f"{url}/pin", body, HEADERS | {"content-type": "application/json"})
+        urllib.request.urlopen(ask, timeout=10).close()
+        for _ in range(300):
+            with urllib.request.urlopen(urllib.request.Request(url, headers=HEADERS), timeout=10) as answer:
+                if json.load(answer)["resident"].get(home) == "device":
+                    break
+            time.sleep(0.1)
+        else:
+            raise RuntimeError(f"{model} is not on {home}")
+
+
 def _kv(quick: bool) -> dict[str, Any]:
     found = rebalance_kv.measure(quick=quick)
     print(report.table("a moved request's next token", [*found], [[*found.values()]]))
@@ -100,18 +129,17 @@ def _requests(asking: Asking, rate: float, seconds: float) -> list[Request]:
 
 def _capacity(port: int, asking: Asking, count: int) -> float:
     """Requests per second with every seat of every worker taken, each model on a quarter of them."""
-    for _ in ("warm up", "measure"):
-        requests = [asking.request(0.0, PATIENT, TENANT) for _ in range(count)]
-        play(port, requests)
-        if statuses := {request.status for request in requests} - {200}:
-            raise RuntimeError(f"answers with status {statuses} while the capacity was measured")
+    requests = [asking.request(0.0, PATIENT, TENANT) for _ in range(count)]
+    play(port, requests)
+    if statuses := {request.status for request in requests} - {200}:
+        raise RuntimeError(f"answers with status {statuses} while the capacity was measured")
     return len(requests) / max(request.last_s for request in requests)
 
 
 def _measures(said: Sequence[Request], texts: Sequence[str], answers: Sequence[str], port: int) -> dict[str, Any]:
     whole = [request.status == 200 and b'"finish_reason":"length"' in request.data for request in said]
     times_ms = [1000.0 * (request.first_s - request.at_s) for request, good in zip(said, whole, strict=True) if good]
-    ask = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"authorization": f"Bearer key-{TENANT}"})
+    ask = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=HEADERS)
     with urllib.request.urlopen(ask, timeout=10) as answer:
         moved = re.search(r"^motet_requests_moved_total (\S+)$", answer.read().decode(), re.MULTILINE)
     return {

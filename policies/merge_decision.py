@@ -22,10 +22,12 @@ give back `relief` of them per request, to those that have less: a starving adap
 an adapter that has paid all it had would never be merged again. Base requests (adapter "") rest and starve like the others and
 are never merged.
 
-Two things are not in the paper. A resting request keeps its seat and its KV blocks, so a merged batch is the smaller the more
+Three things are not in the paper. A resting request keeps its seat and its KV blocks, so a merged batch is the smaller the more
 requests rest. So from a share of `drain` on, the biggest adapter's waiting requests join an unmerged batch first: the others
 end, few are left to rest, and then the adapter is merged. And `rest_ms` bounds the gap between two tokens of a resting request,
-whatever the credits say: after so much time with resting requests, steps are unmerged for as long.
+whatever the credits say: after so much time with resting requests, steps are unmerged for as long. And with `gain` an adapter
+is merged only while its requests, in the seats that the resting ones leave, are computed so much faster than all requests
+unmerged: thresholds on its share know neither how many seats there are nor what LoRA costs this batch.
 """
 
 from __future__ import annotations
@@ -112,6 +114,7 @@ class MergeConfig:
     relief: float = 1.0  # credits that are given back per request and unmerged step
     drain: float = inf  # share of the biggest adapter from which on its waiting requests join first
     rest_ms: float = inf  # the longest time for which requests rest
+    gain: float = -1.0  # an adapter is merged only while merged steps compute so much more per time, as a share; -1: always
 
 
 @dataclass(slots=True)
@@ -180,7 +183,7 @@ class Merging:
             self._moves = repay(starving, here, self.credits, self.config.credit, self.config.relief)
             return Mode(first=frozenset(starving))
         biggest = max((one for one in here if one), key=here.__getitem__, default="")
-        pays = bool(biggest) and self._eligible(biggest, here, fcfs)
+        pays = bool(biggest) and self._eligible(biggest, here, fcfs) and self._gains(biggest, fcfs, here, most)
         if biggest != self._biggest:
             self._biggest = biggest
             self._break()
@@ -189,7 +192,7 @@ class Merging:
             self._break()
         if self.merged:
             stays = self.merged in here and self._eligible(self.merged, here, fcfs)
-            if not stays or here[self.merged] < self.beta * rows:
+            if not stays or not self._gains(self.merged, fcfs, here, most) or here[self.merged] < self.beta * rows:
                 self._turn("")
         elif pays and here[biggest] > self.alpha * rows:
             if self.whole is None or self.whole == biggest:
@@ -288,10 +291,20 @@ class Merging:
         if not candidate or not rows:
             self._step = _Tally(steps=1)
             return
-        alone, costs = min(here[candidate], most), self.costs
-        if self.whole is not None:  # with so few seats as a live engine has, those of resting requests are missing
-            alone = min(alone, most - displaced({candidate: alone}, fcfs))
+        alone, costs = self._alone(candidate, fcfs, here, most), self.costs
         self._step = _Tally(1, alone, costs.merged_ms(alone), rows, costs.unmerged_ms(rows))
+
+    def _alone(self, adapter: str, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> int:
+        """The requests that a merged step would compute."""
+        alone = min(here[adapter], most)
+        if self.whole is not None:  # with so few seats as a live engine has, those of resting requests are missing
+            alone = min(alone, most - displaced({adapter: alone}, fcfs))
+        return alone
+
+    def _gains(self, adapter: str, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> bool:
+        """Whether a merged step computes enough more per time than an unmerged one."""
+        rows, alone, costs = sum(fcfs.values()), self._alone(adapter, fcfs, here, most), self.costs
+        return alone * costs.unmerged_ms(rows) > (1.0 + self.config.gain) * rows * costs.merged_ms(alone)
 
     def _may_pay_back(self) -> bool:
         """Whether merged steps would have been faster, though not by as much as it takes to make a copy. Then the time since

@@ -16,7 +16,7 @@ import fcntl
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,11 +82,19 @@ class StackFacts(msgspec.Struct, kw_only=True):
 
 
 class Stack:
-    """One running stack. `await start()`, then `await failed()` or stop it; `await stop()` always, also after a failure."""
+    """One running stack. `await start()`, then `await failed()` or stop it; `await stop()` always, also after a failure.
+    `program`: the command line of its services, up to the service's kind."""
 
-    def __init__(self, options: StackOptions, watcher: Watcher, *, echo: Callable[[str, bytes], None] | None = None) -> None:
+    def __init__(
+        self,
+        options: StackOptions,
+        watcher: Watcher,
+        *,
+        echo: Callable[[str, bytes], None] | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "motet"),
+    ) -> None:
         self.options = options
-        self._watcher, self._echo = watcher, echo
+        self._watcher, self._echo, self._program = watcher, echo, program
         self.data_dir = options.data_dir.resolve()
         self.credentials_dir = options.credentials_dir or self.data_dir / "credentials"
         self._lock: IO[str] | None = None
@@ -232,7 +240,7 @@ class Stack:
 
         def argv(ops_port: int) -> list[str]:
             bus = self._bus_flags(kind, name)
-            return [sys.executable, "-m", "motet", kind, *flags, *bus, "--ops-port", str(ops_port)]
+            return [*self._program, kind, *flags, *bus, "--ops-port", str(ops_port)]
 
         after = ("nats",) if o.bus is None else ()
         rest_s = WORKER_REST_S if kind == "worker" and o.workers > 1 else 0.0

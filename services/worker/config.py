@@ -52,8 +52,8 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
     packed_weights_dir: Annotated[
         str,
         Meta(
-            description="directory for the base's weights in the layout of the compiled CPU kernels: the first start writes them"
-            " (as many bytes as in memory), later starts map them instead of packing them again; empty: none"
+            description="directory for the base's weights in the layout of the compiled CPU kernels: the first start writes"
+            " them (as many bytes as in memory), later starts map them instead of packing them again; empty: none"
         ),
     ] = ""
     device_memory: Annotated[

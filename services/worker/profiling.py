@@ -58,7 +58,7 @@ DEEP_ROWS = 8  # fewest rows of a deep batch, which decodes until its contexts a
 DEEP_PROMPT, DEEP_DECODES = 32, 48
 DEEP_TIMES = 2  # each deep batch is measured twice
 ADAPTERS_PER_RANK = 8
-LONGEST_TIMES = 3  # a slow worker's profile takes at most so many times as long as was asked for
+LONGEST_TIMES, LONGEST_S = 3, 30.0  # a slow worker's profile takes at most so many times as long as was asked for, or so long
 LINK_RANKS = (8, 64)  # ranks of the adapters whose transfers are timed
 LINK_ADAPTERS = 8  # of each of those ranks
 MOMENTS = (
@@ -91,8 +91,8 @@ async def measure(
 ) -> Measured:
     """Profile the worker that `config` describes, for about `seconds`.
 
-    It goes on until every batch was measured once, but no longer than `LONGEST_TIMES` as long. What is left out then is chosen
-    by chance, because the batches are in random order.
+    It goes on until every batch was measured once, but no longer than `LONGEST_TIMES` as long or `LONGEST_S`. What is left out
+    then is chosen by chance, because the batches are in random order.
     `config.bus.nats_url` is a NATS server with Motet's buckets and no other clients. `progress` is told the share that is done.
     Raises ConfigError for a pooling model, and what a step of the engine raises.
     """
@@ -106,10 +106,10 @@ async def measure(
         await profiler.publish()
         began_s = now_s()
         batches = profiler.batches()
-        moments, number, done = 0, 0, 0.0
+        moments, number, done, longest_s = 0, 0, 0.0, max(LONGEST_TIMES * seconds, LONGEST_S)
         while done < 1.0 or moments < MOMENTS:
             took_s = now_s() - began_s
-            done = min(1.0, max(took_s / seconds / LONGEST_TIMES, min(number / len(batches), took_s / seconds)))
+            done = min(1.0, max(took_s / longest_s, min(number / len(batches), took_s / seconds)))
             if done >= (2 * moments + 1) / (2 * MOMENTS):
                 await profiler.link_times(moments)
                 await profiler.hop_times()

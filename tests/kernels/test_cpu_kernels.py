@@ -164,6 +164,34 @@ def test_integers_are_near_the_weights_that_they_stand_for(engine: CpuEngine, in
     assert 0 < (y - want).norm() / want.norm() < error
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("integers", [None, "int8", "int4"])
+def test_a_product_of_any_shape_is_the_product(engine: CpuEngine, integers: str | None, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    rounded = {None: torch.Tensor.double, "int8": to_8_bits, "int4": to_4_bits}[integers]
+    for dtype in DTYPES:
+        for _ in range(8):
+            rows, n, k = (int(torch.randint(1, most, (), generator=draw)) for most in (71, 200, 300))
+            w, x = torch.randn(n, k, generator=draw).to(dtype), torch.randn(rows, k, generator=draw)
+            y = torch.full((rows, n), float("nan"))
+            engine.gemm([Packer(engine, integers)(w)], x, y, dtype)
+            seen = as_activation(engine, x, dtype)
+            close(y, (seen if integers is None else to_8_bits(seen)) @ rounded(w).T)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 32])
+def test_the_largest_whole_numbers_are_added_without_loss(engine: CpuEngine, bits: int, rows: int) -> None:
+    n, k = 35, 1000
+    largest = torch.full((n, k), 2**bits - 1, dtype=torch.uint8)
+    x = torch.where(torch.arange(rows)[:, None] % 2 == 0, 127.0, -127.0).expand(rows, k).contiguous()
+    for zeros in (None, torch.zeros(n, 1)):
+        y = torch.full((rows, n), float("nan"))
+        engine.gemm([Packer(engine).whole(WholeNumbers(bits, largest, torch.ones(n, 1).half(), zeros, k))], x, y, torch.float32)
+        shift = 2 ** (bits - 1) if zeros is None else 0
+        assert torch.equal(y, (x.double() @ (largest.double() - shift).T).float())
+
+
 def test_a_matrix_whose_sums_would_not_fit_is_refused(engine: CpuEngine) -> None:
     with pytest.raises(ValueError, match="65537 inputs"):
         Packer(engine, "int8")(torch.zeros(1, 65537))
@@ -250,6 +278,46 @@ def test_a_row_of_an_adapter_is_the_same_bits_for_any_number_of_its_rows(
         assert torch.equal(some[::2], everything[20 : 20 + 2 * rows : 2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_of_many_adapters_adds_to_each_row_what_its_own_adapter_adds_alone(
+    engine: CpuEngine, dtype: torch.dtype
+) -> None:
+    draw, adapters = np.random.default_rng(8), 40
+    torch.manual_seed(8)
+    fans = [(96, 200), (96, 72), (96, 72), (200, 96), (96, 130), (96, 130), (130, 96)]
+    shapes = dict(zip(MODULES, fans, strict=True))
+    pool = LoraPool(shapes, layers=1, slots=adapters, max_rank=64, bytes_total=16 << 20, dtype=dtype)
+    loaded = []
+    for slot in range(adapters):
+        pairs = {}
+        for module, (fan_in, fan_out) in shapes.items():
+            if draw.random() < 0.8:
+                rank = int(draw.choice([1, 8, 12, 16, 40, 64]))
+                a, b = torch.randn(rank, fan_in).to(dtype), torch.randn(fan_out, rank).to(dtype)
+                pairs[0, module] = float(draw.random()), a, b
+        pool.load(slot, PackedLora.pack(pairs, shapes, layers=1))
+        loaded.append(pairs)
+    slots = torch.from_numpy(draw.permutation(np.arange(-1, adapters).repeat(2))[:70].astype(np.int32))
+    for number, group in enumerate(GROUP_NAMES):
+        modules = GROUPS[group]
+        x = torch.randn(len(slots), shapes[modules[0]][0])
+        before = torch.randn(len(slots), sum(shapes[module][1] for module in modules))
+        together, want = before.clone(), before.double()
+        engine.lora(together, x, pool, 0, number, slots)
+        xs = as_activation(engine, x, dtype)
+        for row, slot in enumerate(slots.tolist()):
+            column = 0
+            for module in modules:
+                if slot >= 0 and (0, module) in loaded[slot]:
+                    scale, a, b = loaded[slot][0, module]
+                    want[row, column : column + len(b)] += scale * (b.double() @ (a.double() @ xs[row]))
+                column += shapes[module][1]
+            alone = before[row : row + 1].clone()
+            engine.lora(alone, x[row : row + 1].clone(), pool, 0, number, slots[row : row + 1].clone())
+            assert torch.equal(alone[0], together[row])
+        close(together, want, tolerance=2**-8 if multiplies_bf16(engine, dtype) else 1e-5)
+
+
 def paged(draw: np.random.Generator, counts: list[int], contexts: list[int], block_size: int, blocks: int) -> SimpleNamespace:
     """A step of sequences with `counts` rows at the end of `contexts` tokens, blocks scattered."""
     free = draw.permutation(blocks).tolist()
@@ -314,6 +382,30 @@ def test_attention_is_softmax_over_what_a_row_may_see(engine: CpuEngine, dtype: 
     close(out, want.flatten(1))
     one = attention(engine, one_of(step, 3, counts), qkv[11:81].clone(), cache.data, heads, window)
     assert torch.equal(one, out[11:81]), "others in the batch make no difference"
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_attends_to_the_same_bits_alone_in_a_batch_and_in_a_chunk(
+    engine: CpuEngine, dtype: torch.dtype, case: tuple[int, ...]
+) -> None:
+    heads, kv_heads, head_dim, block_size, window = case
+    torch.manual_seed(sum(case))
+    counts, contexts = [40, *[1] * 11], [int(c) for c in np.random.default_rng(sum(case)).integers(40, 120, 12)]
+    blocks = sum(-(-c // block_size) for c in contexts)
+    step = paged(np.random.default_rng(1), counts, contexts, block_size, blocks)
+    cache = Layer(blocks=blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    for slots in step.all_slots:
+        cache.put(torch.tensor(slots), torch.randn(len(slots), 2, kv_heads, head_dim))
+    qkv = torch.randn(sum(counts), heads + 2 * kv_heads, head_dim)
+    together = attention(engine, step, qkv, cache.data, heads, window)
+    for i in range(1, len(counts)):
+        row = int(step.seq_starts[i])
+        alone = attention(engine, one_of(step, i, counts), qkv[row : row + 1].clone(), cache.data, heads, window)
+        assert torch.equal(alone[0], together[row])
+    end = one_of(step, 0, counts)
+    end.seq_starts, end.kv_slots = np.array([0, 1], dtype=np.int32), end.kv_slots[-1:].copy()
+    assert torch.equal(attention(engine, end, qkv[39:40].clone(), cache.data, heads, window)[0], together[39])
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -266,3 +266,13 @@ def test_time_that_another_adapter_ended_does_not_pay_for_a_copy() -> None:
     )
     one.whole = ""
     assert {step(one, {"ab"[i // 100 % 2]: 9}).wanted for i in range(1000)} == {""}
+
+
+def test_an_adapter_stays_merged_only_while_merged_steps_gain_so_much() -> None:
+    """LoRA costs 10%. Of 32 requests a whole copy's adapter may leave out 2 (30 at 1.10 against 32), not 4 (28 against 32)."""
+    one = Merging(MergeCosts(switch_ms=0.0, step_ms=40.0, row_ms=0.0, lora=0.1), MergeConfig(alpha=0.8, beta=0.5, gain=0.01))
+    one.whole = "a"
+    for others, merged in ((4, ""), (2, "a"), (4, ""), (2, "a")):
+        here = {"a": 32 - others, "b": others}
+        assert one.choose(here, here, 32).merged == merged
+        one.ran(1)

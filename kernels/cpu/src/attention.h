@@ -4,12 +4,12 @@
 // 16 tokens at a time, with running maximum and sum per query. A row's result depends on its position and context alone, not on
 // its chunk, its neighbours or the thread. Memory beyond a row's context is never used.
 #pragma once
+#include "attention_tiles.h"
 #include "gemm.h"
 #include "kv.h"
 
 namespace motet {
 
-constexpr int CHUNK = 16;    // tokens
 constexpr int QUERIES = 32;  // query vectors of one KV head that are computed together
 
 struct AttentionItem {
@@ -30,7 +30,7 @@ INLINE int64_t attention_rows(int64_t heads_per_kv) { return std::max<int64_t>(1
 // Floats of scratch that one thread needs.
 INLINE int64_t attention_scratch(int64_t heads, int64_t kv_heads, int64_t head_dim) {
   const int64_t queries = std::max(heads, attention_rows(heads / kv_heads) * (heads / kv_heads));
-  return queries * (2 * round_up(head_dim, 16) + CHUNK + 2) + 64;
+  return queries * (2 * round_up(head_dim, 16) + CHUNK + 3) + 64;
 }
 
 inline void attention_items(const Step& step, int64_t heads, int64_t kv_heads, int team, std::vector<AttentionItem>& items) {
@@ -43,12 +43,15 @@ inline void attention_items(const Step& step, int64_t heads, int64_t kv_heads, i
       items.push_back({s, begin, end, 0, (int32_t)kv_heads});
       continue;
     }
+    // a row alone reads memory most of the time, and longer pieces of it are read faster
+    const int32_t each = MOTET_LEVEL == 1 && end - begin == 1 ? (int32_t)std::max<int64_t>(1, kv_heads / team) : 1;
     for (int32_t row = end; row > begin; row -= std::min<int32_t>(together, row - begin))  // the longest contexts first
-      for (int32_t head = 0; head < kv_heads; ++head)
-        items.push_back({s, std::max<int32_t>(begin, row - (int32_t)together), row, head, head + 1});
+      for (int32_t head = 0; head < kv_heads; head += each)
+        items.push_back({s, std::max<int32_t>(begin, row - (int32_t)together), row, head, std::min(head + each, (int32_t)kv_heads)});
   }
 }
 
+#if MOTET_LEVEL != 1
 // scores[q][t] = queries[q] . keys[t] for Q queries and 4 tokens.
 template <class T, int Q>
 INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, float* scores) {
@@ -80,7 +83,7 @@ INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int he
 }
 
 template <class T, int Q>
-INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, float* scores) {
+INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, int64_t, float* scores) {
   int t = 0;
   for (; t + 4 <= tokens; t += 4) scores4<T, Q>(q, ldq, k + t * ldk, ldk, head_dim, scores + t);
   if (t < tokens) {  // missing tokens are replaced by the last one; their weights are not used
@@ -96,7 +99,7 @@ INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, 
 // out[q][d] = out[q][d] * shrink[q] + sum over t of weights[q][t] * values[t][d], for Q queries.
 template <class T, int Q>
 INLINE void add_values(float* out, int64_t ldo, const float* weights, const float* shrink, const T* v, int64_t ldv, int head_dim,
-                       int first, int last) {
+                       int first, int last, int64_t) {
   constexpr int D = W == 16 ? 4 : 2;
   int d = 0;
   for (; d + D * W <= head_dim; d += D * W) {
@@ -142,6 +145,11 @@ INLINE void add_values(float* out, int64_t ldo, const float* weights, const floa
     if ((n)-at == 1) call(1);                    \
   } while (0)
 
+INLINE vf spread(float x) { return broadcast(x); }
+INLINE float sum_of(vf v) { return sum(v); }
+INLINE float larger_of(float x, vf v) { return std::max(x, largest(v)); }
+#endif
+
 // The scales of `count` tokens from `offset` on, of one head's keys or values; nothing for floats.
 template <class T>
 struct Scales {
@@ -165,15 +173,40 @@ struct Scales<int8_t> {
   }
 };
 
+INLINE int64_t first_position(const Step& step, const AttentionItem& item) {
+  return step.context_lens[item.seq] - step.seq_starts[item.seq + 1] + item.row0;
+}
+
+template <class F>
+INLINE void each_two(float* x, int64_t n, F&& f) {  // in place
+  for (int64_t i = 0; i < n; i += 2 * W) {
+    const Two v = f(load_two(x + i));
+    store(x + i, v.a);
+    store(x + i + W, v.b);
+  }
+}
+
+template <class T>
+struct Tokens {  // of a block, from `offset` on
+  const T* block;
+  int64_t offset;
+  void prefetch_scales(const KvLayout& layout, int64_t head) const {
+    for (int part = 0; part < 2; ++part)
+      prefetch(block + layout.keys<T>(head) + layout.scales(part) + offset * (int64_t)sizeof(float));
+  }
+};
+
 template <class T, class A>
-static void attention_item(const Attention& a, const AttentionItem& item, A* out, int64_t ldo, float* scratch) {
+static void attention_item(const Attention& a, const AttentionItem& item, [[maybe_unused]] const AttentionItem* after, A* out,
+                           int64_t ldo, float* scratch) {
   const Step& step = *a.step;
   const int64_t kv_heads = a.layout.kv_heads, block_size = a.layout.block_size;
   const int64_t per = a.heads / kv_heads, width = round_up(a.layout.head_dim, 16), rows = item.row1 - item.row0;
   const int64_t token_stride = a.layout.template token<T>(), block_stride = a.layout.template block<T>();
   const int head_dim = (int)a.layout.head_dim, queries = (int)(rows * per);  // of one KV head: [row][head]
   const int64_t all = (item.head1 - item.head0) * queries;
-  float *q = scratch, *sums = q + all * width, *weights = sums + all * width, *top = weights + all * CHUNK, *total = top + all;
+  float *q = scratch, *sums = q + all * width, *weights = sums + all * width, *top = weights + all * CHUNK, *total = top + all,
+        *shrinks = total + all;
   const float scale = 1.0f / sqrtf((float)head_dim);
   memset(q, 0, 2 * all * width * sizeof(float));
   for (int64_t h = item.head0, at = 0; h < item.head1; ++h)
@@ -181,17 +214,28 @@ static void attention_item(const Attention& a, const AttentionItem& item, A* out
       for (int64_t g = 0; g < per; ++g, ++at) {
         const float* from = a.qkv + row * a.ldq + (h * per + g) * head_dim;
         for (int d = 0; d < head_dim; ++d) q[at * width + d] = from[d] * scale;
+        if (MOTET_LEVEL == 1) each_two(q + at * width, width, [](Two v) { return sorted(v, (const T*)nullptr); });
         top[at] = -INFINITY;
         total[at] = 0;
       }
   // positions of the first and last row; a row sees (position - window, position]
-  const int64_t begin = step.context_lens[item.seq] - step.seq_starts[item.seq + 1] + item.row0;
-  const int64_t final = begin + rows - 1;
-  const int64_t oldest = a.window ? std::max<int64_t>(0, begin - a.window + 1) : 0;
+  const auto oldest_of = [&](int64_t position) { return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0; };
+  const int64_t begin = first_position(step, item), final = begin + rows - 1, oldest = oldest_of(begin);
   const int32_t* table = step.block_tables + item.seq * step.table_stride;
   const T* kv = (const T*)a.kv;
   for (int64_t block = oldest / block_size; block * block_size <= final; ++block) {
     const T* tokens = kv + table[block] * block_stride;
+#if MOTET_LEVEL == 1
+    const auto after_chunk = [&](int64_t offset) -> Tokens<T> {  // what is read after the tokens from `offset` on
+      if (offset + CHUNK < block_size && block * block_size + offset + CHUNK <= final) return {tokens, offset + CHUNK};
+      if ((block + 1) * block_size <= final) return {kv + table[block + 1] * block_stride, 0};
+      if (!after) return {tokens, offset};
+      const int64_t first = oldest_of(first_position(step, *after));
+      const int64_t there = step.block_tables[after->seq * step.table_stride + first / block_size] * block_stride;
+      return {kv + there + a.layout.template keys<T>(after->head0) - a.layout.template keys<T>(item.head0),
+              first % block_size / CHUNK * CHUNK};
+    };
+#else
     const char *soon = nullptr, *soon_end = nullptr;  // of the next block, prefetched a share at a time
     if ((HAS_SCALES<T> || item.head1 - item.head0 == kv_heads) && (block + 1) * block_size <= final) {
       const T* next = kv + table[block + 1] * block_stride;
@@ -205,61 +249,94 @@ static void attention_item(const Attention& a, const AttentionItem& item, A* out
     const auto prefetch_share = [&] {
       for (const char* end = std::min(soon_end, soon + share); soon < end; soon += 64) prefetch(soon);
     };
+#endif
     for (int64_t offset = 0; offset < block_size; offset += CHUNK) {
       const int64_t base = block * block_size + offset;
       const int here = (int)std::min<int64_t>({CHUNK, block_size - offset, final + 1 - base});
       if (here <= 0) break;
       if (base + here <= oldest) continue;
       const int first = (int)std::max<int64_t>(0, oldest - base);
-      for (int64_t h = item.head0; h < item.head1; ++h) {
+      const auto keys_of = [&](int64_t h) { return tokens + a.layout.template keys<T>(h) + offset * token_stride; };
+      [[maybe_unused]] const auto scales_of = [&](int64_t h, int part) {
+        return Scales<T>(tokens + a.layout.template keys<T>(h) + a.layout.scales(part), offset, here);
+      };
+      const auto score = [&](int64_t h, int64_t ahead) {
         const int64_t mine = (h - item.head0) * queries;
-        const T* head = tokens + a.layout.template keys<T>(h);
-        const T* k = head + offset * token_stride;
-        const T* v = k + a.layout.template values<T>();
-        const auto scales = [&](int part) { return Scales<T>(head + a.layout.scales(part), offset, here); };
-        const Scales<T> key_scales = scales(0), value_scales = scales(1);
-        float *hq = q + mine * width, *hs = sums + mine * width, *hw = weights + mine * CHUNK;
-        float shrink[QUERIES * 4];
-#define SCORE(Q) score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, hw + at * CHUNK)
-        prefetch_share();
+        const T* k = keys_of(h);
+        float *hq = q + mine * width, *hw = weights + mine * CHUNK;
+#define SCORE(Q) \
+  score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, at ? 0 : ahead, hw + at * CHUNK)
         EACH_QUERIES(queries, SCORE);
+      };
+      const auto weigh = [&](int64_t h, const Scales<T>& key_scales, const Scales<T>& value_scales) {
+        const int64_t mine = (h - item.head0) * queries;
         for (int i = 0; i < queries; ++i) {
           const int64_t position = begin + i / per;
           const int low = a.window ? (int)std::max<int64_t>(0, position - a.window + 1 - base) : 0;
           const int high = (int)std::min<int64_t>(here, position + 1 - base);
-          float* w = hw + i * CHUNK;
+          float *w = weights + (mine + i) * CHUNK, &shrink = shrinks[mine + i];
           key_scales.multiply(w);
           for (int t = 0; t < std::min(low, CHUNK); ++t) w[t] = -INFINITY;
           for (int t = std::max(high, 0); t < CHUNK; ++t) w[t] = -INFINITY;
-          shrink[i] = 1;
+          shrink = 1;
           if (low >= high) {  // this row sees nothing here
             memset(w, 0, CHUNK * sizeof(float));
             continue;
           }
           vf most = load(w);
           for (int t = W; t < CHUNK; t += W) most = max(most, load(w + t));
-          const float now = std::max(top[mine + i], largest(most));
+          const float now = larger_of(top[mine + i], most);
           vf sum_here = zero();
           for (int t = 0; t < CHUNK; t += W) {
-            const vf e = exp(load(w + t) - broadcast(now));
+            const vf e = exp(load(w + t) - spread(now));
             store(w + t, e);
             sum_here += e;
           }
-          if (now != top[mine + i]) shrink[i] = expf(top[mine + i] - now);
+          if (now != top[mine + i]) shrink = expf(top[mine + i] - now);
           value_scales.multiply(w);
-          total[mine + i] = total[mine + i] * shrink[i] + sum(sum_here);
+          total[mine + i] = total[mine + i] * shrink + sum_of(sum_here);
           top[mine + i] = now;
         }
-#define ADD(Q) add_values<T, Q>(hs + at * width, width, hw + at * CHUNK, shrink + at, v, token_stride, head_dim, first, here)
-        prefetch_share();
+      };
+      const auto add = [&](int64_t h, int64_t ahead) {
+        const int64_t mine = (h - item.head0) * queries;
+        const T* v = keys_of(h) + a.layout.template values<T>();
+        float *hs = sums + mine * width, *hw = weights + mine * CHUNK;
+#define ADD(Q)                                                                                                     \
+  add_values<T, Q>(hs + at * width, width, hw + at * CHUNK, shrinks + mine + at, v, token_stride, head_dim, first, \
+                   here, at ? 0 : ahead)
         EACH_QUERIES(queries, ADD);
+      };
+#if MOTET_LEVEL == 1
+      // A weight takes many dependent steps, which those of all heads share. What is read in the next of these loops' rounds is
+      // prefetched: more would not stay in the first-level cache, where tokens lie a power of two apart.
+      const Tokens<T> next = after_chunk(offset);
+      const int64_t last = item.head1 - 1, to_values = a.layout.template values<T>();
+      const int64_t back = keys_of(item.head0) - keys_of(last);  // from the last head to the first
+      const int64_t to_next = next.block + a.layout.template keys<T>(item.head0) + next.offset * token_stride - keys_of(item.head0);
+      for (int64_t h = item.head0; h <= last; ++h) {
+        if (HAS_SCALES<T>) next.prefetch_scales(a.layout, h);
+        score(h, h < last ? keys_of(h + 1) - keys_of(h) : back + to_values);
       }
+      for (int64_t h = item.head0; h <= last; ++h) weigh(h, scales_of(h, 0), scales_of(h, 1));
+      for (int64_t h = item.head0; h <= last; ++h) add(h, h < last ? keys_of(h + 1) - keys_of(h) : back - to_values + to_next);
+#else
+      for (int64_t h = item.head0; h < item.head1; ++h) {
+        const Scales<T> key_scales = scales_of(h, 0), value_scales = scales_of(h, 1);
+        prefetch_share();
+        score(h, 0);
+        weigh(h, key_scales, value_scales);
+        prefetch_share();
+        add(h, 0);
+      }
+#endif
     }
   }
   for (int64_t h = item.head0, at = 0; h < item.head1; ++h)
     for (int64_t row = item.row0; row < item.row1; ++row)
       for (int64_t g = 0; g < per; ++g, ++at) {
         const float share = 1.0f / total[at];
+        if (MOTET_LEVEL == 1) each_two(sums + at * width, width, [](Two v) { return unsorted(v, (const T*)nullptr); });
         A* to = out + row * ldo + (h * per + g) * head_dim;
         for (int d = 0; d < head_dim; d += W) store_n(to + d, load(sums + at * width + d) * share, head_dim - d);
       }

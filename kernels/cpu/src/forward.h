@@ -213,9 +213,10 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
       memset((void*)(h + row * by_q + q_n), 0, (by_q - q_n) * sizeof(A));
     }, soon);
     const Attention attention{&step, y, by_qkv, kv, kv_layout, m.heads, layer.window};
-    const auto attend = [&](int64_t item, int64_t) {
-      if (int8_kv) return attention_item<int8_t>(attention, ws.attention[item], h, by_q, scratch);
-      attention_item<T>(attention, ws.attention[item], h, by_q, scratch);
+    const auto attend = [&](int64_t item, int64_t next) {
+      const AttentionItem* after = next < 0 ? nullptr : &ws.attention[next];
+      if (int8_kv) return attention_item<int8_t>(attention, ws.attention[item], after, h, by_q, scratch);
+      attention_item<T>(attention, ws.attention[item], after, h, by_q, scratch);
     };
     team.each((int64_t)ws.attention.size(), attend, soon);
     project_any(1, l);
@@ -330,8 +331,9 @@ static void run_attention(const Step& step, const float* qkv, void* kv, int64_t 
       const float* k = qkv + row * qkv_n + q_n;
       write_kv(layout, k, k + kv_n, (T*)kv, step.kv_slots[row]);
     });
-    team.each((int64_t)ws.attention.size(), [&](int64_t item, int64_t) {
-      attention_item<T>(attention, ws.attention[item], out, q_n, ws.scratch.data<float>() + member * ws.scratch_each);
+    team.each((int64_t)ws.attention.size(), [&](int64_t item, int64_t next) {
+      const AttentionItem* after = next < 0 ? nullptr : &ws.attention[next];
+      attention_item<T>(attention, ws.attention[item], after, out, q_n, ws.scratch.data<float>() + member * ws.scratch_each);
     });
   });
 }

@@ -162,9 +162,20 @@ INLINE vf line_values(const bf16* line, int u, int at) {
   return (vf)(u ? both & 0xffff0000u : both << 16);
 }
 
+// Rows of a block and the panels that are multiplied with it together, so that sums and weights fit the registers. A few rows alone
+// leave registers for more panels, which are as many streams of memory; lines of weights between two calls of prefetch.
+#if MOTET_LEVEL >= 2
+constexpr int BLOCK = 8, STRIP = 1;
+INLINE constexpr int panels_together(int64_t) { return 3; }
+#else
+constexpr int BLOCK = MOTET_LEVEL == 1 ? 6 : 2, STRIP = 8;
+INLINE constexpr int panels_together(int64_t rows) { return MOTET_LEVEL == 0 || rows > 2 ? 1 : rows == 2 ? 2 : 4; }
+#endif
+constexpr int STREAM_AHEAD = MOTET_LEVEL == 1 ? 16 : 0;  // lines by which a single row's weights are prefetched within their panels
+
 template <class Wt, class A, int R, int P>
 static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride, const A* x, int64_t ldx, int64_t k,
-                                              float* out, Ahead& all_ahead, int per_line) {
+                                              float* out, Ahead& all_ahead, int per_strip) {
   constexpr int KL = Packed<Wt>::KL, VP = PANEL / W;
   constexpr int LINE = 64 / sizeof(Wt);
   vf acc[R][P * VP];
@@ -174,7 +185,11 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
     for (int p = 0; p < P * VP; ++p) acc[r][p] = zero();
   Ahead ahead = all_ahead;  // a local copy stays in registers
   for (int64_t i = 0; i < k; i += KL, w += LINE) {
-    for (int j = 0; j < per_line && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
+    if (STRIP == 1 || i % (STRIP * KL) == 0)
+      for (int j = 0; j < per_strip && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
+    if (STREAM_AHEAD && R == 1)
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) prefetch(w + p * panel_stride + STREAM_AHEAD * LINE);
 #if MOTET_LEVEL >= 3
     if constexpr (sizeof(A) == 2) {
       __m512bh weights[P];
@@ -199,7 +214,7 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
         for (int r = 0; r < R; ++r) {
           const vf value = broadcast(x[r * ldx + i + u]);
 #pragma GCC unroll 16
-          for (int p = 0; p < P * VP; ++p) acc[r][p] += value * weights[p];
+          for (int p = 0; p < P * VP; ++p) multiply_add(acc[r][p], value, weights[p]);
         }
       }
     }
@@ -211,34 +226,31 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
     for (int p = 0; p < P * VP; ++p) store(out + r * P * PANEL + p * W, acc[r][p]);
 }
 
-#if MOTET_LEVEL >= 2
-constexpr int GROUP = 3, BLOCK = 8;  // 24 accumulators of 32 registers
-#else
-constexpr int GROUP = 1, BLOCK = MOTET_LEVEL == 1 ? 6 : 2;
-#endif
-
 template <class Wt, class A, int R>
 INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Ahead& ahead,
-                     int per_line) {
-  alignas(64) float sums[R * GROUP * PANEL];
+                     int per_strip) {
+  constexpr int MOST = panels_together(R);
+  alignas(64) float sums[R * MOST * PANEL];
   const A* x = g.x + row * g.ldx;
   const int64_t k = round_up(g.w->k, 32);
   if (panels == 1)
-    sums_of<Wt, A, R, 1>(w, stride, x, g.ldx, k, sums, ahead, per_line);
+    sums_of<Wt, A, R, 1>(w, stride, x, g.ldx, k, sums, ahead, per_strip);
   else if (panels == 2)
-    sums_of<Wt, A, R, GROUP >= 2 ? 2 : 1>(w, stride, x, g.ldx, k, sums, ahead, per_line);
+    sums_of<Wt, A, R, std::min(2, MOST)>(w, stride, x, g.ldx, k, sums, ahead, per_strip);
+  else if (MOST > 3 && panels == 3)
+    sums_of<Wt, A, R, std::min(3, MOST)>(w, stride, x, g.ldx, k, sums, ahead, per_strip);
   else
-    sums_of<Wt, A, R, GROUP>(w, stride, x, g.ldx, k, sums, ahead, per_line);
+    sums_of<Wt, A, R, MOST>(w, stride, x, g.ldx, k, sums, ahead, per_strip);
   finish(g, row, R, panel, panels, Sums{sums, panels * PANEL, PANEL});
 }
 
 // At most as many rows as there are accumulators for.
 template <class Wt, class A, int R>
 INLINE void rows_of(int rows, const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Ahead& ahead,
-                    int per_line) {
+                    int per_strip) {
   if constexpr (R > 1)
-    if (rows != R) return rows_of<Wt, A, R - 1>(rows, g, w, stride, row, panel, panels, ahead, per_line);
-  block_of<Wt, A, R>(g, w, stride, row, panel, panels, ahead, per_line);
+    if (rows != R) return rows_of<Wt, A, R - 1>(rows, g, w, stride, row, panel, panels, ahead, per_strip);
+  block_of<Wt, A, R>(g, w, stride, row, panel, panels, ahead, per_strip);
 }
 
 // The fewest possible blocks of nearly equal size, because each block reads the weights once.
@@ -246,10 +258,10 @@ template <class Wt, class A>
 static void panels_by_vectors(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
                               int panels, Ahead& ahead) {
   int64_t blocks = (row1 - row0 + BLOCK - 1) / BLOCK;
-  const int per_line = (int)((panels + blocks - 1) / blocks);  // lines ahead for every line of weights read
+  const int per_strip = (int)((panels * STRIP + blocks - 1) / blocks);  // lines ahead for every strip of weights read
   for (int64_t row = row0; row < row1; --blocks) {
     const int rows = (int)((row1 - row + blocks - 1) / blocks);
-    rows_of<Wt, A, BLOCK>(rows, g, w, stride, row, panel, panels, ahead, per_line);
+    rows_of<Wt, A, BLOCK>(rows, g, w, stride, row, panel, panels, ahead, per_strip);
     row += rows;
   }
 }

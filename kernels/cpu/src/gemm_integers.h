@@ -17,24 +17,29 @@
 
 namespace motet {
 
+
 constexpr int I_GROUP = 32;
 constexpr int I8_ZERO = 128, I4_ZERO = 8;  // what is added to weights to make them unsigned
 
-// Where a row of x lies as whole numbers: [k padded to 64] int8, then its scale, sum, and the sums of its groups.
+// Where a row of x lies as whole numbers: [k padded to 64] int8, then its scale, sum, and the sums of its groups; on AVX2 also as
+// int16, of each four first the even and then the odd ones.
 struct RoundedRow {
   int8_t* values;
   float* scale;
   int32_t *sum, *groups;
+  int16_t* wide;
 };
+constexpr bool WIDE = MOTET_LEVEL == 1;
 // Bytes from row to row: an odd number of cache lines.
 INLINE int64_t rounded_stride(int64_t k) {
   const int64_t padded = round_up(k, 64);
-  return round_up(padded + 8 + padded / I_GROUP * 4, 128) + 64;
+  return round_up(padded + 8 + padded / I_GROUP * 4 + (WIDE ? padded * 2 : 0), 128) + 64;
 }
 INLINE RoundedRow rounded_row(char* rows, int64_t row, int64_t k) {
   char* at = rows + row * rounded_stride(k);
-  char* after = at + round_up(k, 64);
-  return {(int8_t*)at, (float*)after, (int32_t*)after + 1, (int32_t*)after + 2};
+  const int64_t padded = round_up(k, 64);
+  char* after = at + padded;
+  return {(int8_t*)at, (float*)after, (int32_t*)after + 1, (int32_t*)after + 2, (int16_t*)(after + 8 + padded / I_GROUP * 4)};
 }
 
 template <class A>
@@ -61,9 +66,38 @@ static void round_row(const A* x, int64_t k, const RoundedRow& to) {
     all += sum;
   }
   *to.sum = all;
+#if MOTET_LEVEL == 1
+  for (int64_t i = 0; i < padded; i += 16) {
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(to.values + i)));
+    _mm256_storeu_si256((__m256i*)(to.wide + i), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(wide, 0xd8), 0xd8));
+  }
+#endif
 }
 
-// sums[output] += four products: unsigned weights [W outputs][4] with four signed values of a row, given W times.
+// Four values from `x` on, given W times.
+INLINE vi four_values(const void* x) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  return vi{} + four;
+}
+
+// sums[output] += four products: unsigned weights [W outputs][4] with four signed values of a row. AVX2 takes two steps, the even and
+// the odd ones of four as 16 bits, so that only half of the weights take registers at a time.
+#if MOTET_LEVEL == 1
+constexpr int STEPS = 2;
+INLINE vu weights_of(vu line, int step) { return step ? (vu)_mm256_srli_epi16((__m256i)line, 8) : line & 0x00ff00ffu; }
+typedef int16_t Factor;
+INLINE const Factor* factors(const RoundedRow& row) { return row.wide; }
+INLINE vi dot4(vi sums, vu weights, vi values) {
+  vi products;  // see multiply_add
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(weights), "x"(values));
+  return sums;
+}
+#else
+constexpr int STEPS = 1;
+INLINE vu weights_of(vu line, int) { return line; }
+typedef int8_t Factor;
+INLINE const Factor* factors(const RoundedRow& row) { return row.values; }
 INLINE vi dot4(vi sums, vu weights, vi values) {
 #if MOTET_LEVEL >= 3
   return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)values);
@@ -73,8 +107,6 @@ INLINE vi dot4(vi sums, vu weights, vi values) {
   const vs values_even = ((vs)values << 8) >> 8, values_odd = (vs)values >> 8;
 #if MOTET_LEVEL == 2
   return sums + (vi)_mm512_madd_epi16((__m512i)even, (__m512i)values_even) + (vi)_mm512_madd_epi16((__m512i)odd, (__m512i)values_odd);
-#elif MOTET_LEVEL == 1
-  return sums + (vi)_mm256_madd_epi16((__m256i)even, (__m256i)values_even) + (vi)_mm256_madd_epi16((__m256i)odd, (__m256i)values_odd);
 #else
   const auto low = [](vi v) { return (v << 16) >> 16; };
   const vi a = (vi)even, b = (vi)odd, x = (vi)values_even, y = (vi)values_odd;
@@ -82,16 +114,26 @@ INLINE vi dot4(vi sums, vu weights, vi values) {
 #endif
 #endif
 }
+#endif
+
+// The same for weights of 4 bits. On AVX2 a sum is two of int16 until `whole_of_4_bits`: 16 products of a group in each, at most
+// 16 * 15 * 127, which has room there.
+#if MOTET_LEVEL == 1
+INLINE vi dot4_of_4_bits(vi sums, vu weights, vi values) {
+  vi products;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(weights), "x"(values));
+  return sums;
+}
+INLINE vi whole_of_4_bits(vi sums) { return (vi)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+#else
+INLINE vi dot4_of_4_bits(vi sums, vu weights, vi values) { return dot4(sums, weights, values); }
+INLINE vi whole_of_4_bits(vi sums) { return sums; }
+#endif
 
 INLINE vu line_bytes(const uint8_t* line, int at) {
   vu v;
   memcpy(&v, line + at * 4, sizeof v);
   return v;
-}
-INLINE vi four_values(const int8_t* x) {
-  int32_t four;
-  memcpy(&four, x, 4);
-  return vi{} + four;
 }
 
 // Sums of R rows and P panels as floats, times the rows' scales.
@@ -100,25 +142,28 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
                                                 Ahead& all_ahead, int per_line) {
   constexpr int VP = PANEL / W, N = P * VP;
   vi acc[R][N];
-  const int8_t* x[R];
+  const Factor* x[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     const RoundedRow row = rounded_row((char*)rows, r, k);
-    x[r] = row.values;
+    x[r] = factors(row);
 #pragma GCC unroll 16
     for (int p = 0; p < N; ++p) acc[r][p] = vi{} - I8_ZERO * *row.sum;
   }
   Ahead ahead = all_ahead;  // a local copy stays in registers
   for (int64_t i = 0, padded = round_up(k, 64); i < padded; i += 4, w += 64) {
     for (int j = 0; j < per_line && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
-    vu weights[N];
+#pragma GCC unroll 2
+    for (int step = 0; step < STEPS; ++step) {
+      vu weights[N];
 #pragma GCC unroll 16
-    for (int p = 0; p < N; ++p) weights[p] = line_bytes(w + (p / VP) * panel_stride, p % VP * W);
+      for (int p = 0; p < N; ++p) weights[p] = weights_of(line_bytes(w + (p / VP) * panel_stride, p % VP * W), step);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const vi values = four_values(x[r] + i);
+      for (int r = 0; r < R; ++r) {
+        const vi values = four_values(x[r] + i + step * 2);
 #pragma GCC unroll 16
-      for (int p = 0; p < N; ++p) acc[r][p] = dot4(acc[r][p], weights[p], values);
+        for (int p = 0; p < N; ++p) acc[r][p] = dot4(acc[r][p], weights[p], values);
+      }
     }
   }
   all_ahead = ahead;
@@ -154,7 +199,7 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-      for (int p = 0; p < N; ++p) acc[r][p] = SHIFTED ? vi{} : vi{} - I4_ZERO * row[r].groups[group];
+      for (int p = 0; p < N; ++p) acc[r][p] = SHIFTED || WIDE ? vi{} : vi{} - I4_ZERO * row[r].groups[group];
 #pragma GCC unroll 8
     for (int line = 0; line < LINES; ++line) {
       fetch(per_line);
@@ -167,14 +212,23 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const int8_t* x = row[r].values + group * I_GROUP + line * (FOUR_BITS ? 8 : 4);
+        if constexpr (!FOUR_BITS) {
+          const Factor* x = factors(row[r]) + group * I_GROUP + line * 4;
+#pragma GCC unroll 2
+          for (int step = 0; step < STEPS; ++step) {
+            const vi values = four_values(x + step * 2);
+#pragma GCC unroll 16
+            for (int p = 0; p < N; ++p) acc[r][p] = dot4(acc[r][p], weights_of(low[p], step), values);
+          }
+          continue;
+        }
+        const int8_t* x = row[r].values + group * I_GROUP + line * 8;
         const vi first = four_values(x);
 #pragma GCC unroll 16
-        for (int p = 0; p < N; ++p) acc[r][p] = dot4(acc[r][p], low[p], first);
-        if (!FOUR_BITS) continue;
+        for (int p = 0; p < N; ++p) acc[r][p] = dot4_of_4_bits(acc[r][p], low[p], first);
         const vi second = four_values(x + 4);
 #pragma GCC unroll 16
-        for (int p = 0; p < N; ++p) acc[r][p] = dot4(acc[r][p], high[p], second);
+        for (int p = 0; p < N; ++p) acc[r][p] = dot4_of_4_bits(acc[r][p], high[p], second);
       }
     }
 #pragma GCC unroll 16
@@ -183,7 +237,9 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
       const vf scale = load((const f16*)at + p % VP * W);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        vf whole = as_float(acc[r][p]);  // below 2^24 with and without the zero point: exact
+        vi exact = FOUR_BITS ? whole_of_4_bits(acc[r][p]) : acc[r][p];
+        if (WIDE && !SHIFTED) exact -= I4_ZERO * row[r].groups[group];
+        vf whole = as_float(exact);  // below 2^24 with and without the zero point: exact
         if (SHIFTED) whole -= load((const f16*)(at + 64) + p % VP * W) * broadcast((float)row[r].groups[group]);
         sums[r][p] += scale * whole;
       }
@@ -200,7 +256,7 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
 #if MOTET_LEVEL >= 2
 constexpr int I8_PANELS = 3, I8_ROWS = 8, I_PANELS = 2, I_ROWS = 6;
 #else
-constexpr int I8_PANELS = 1, I8_ROWS = MOTET_LEVEL == 1 ? 4 : 2, I_PANELS = 1, I_ROWS = MOTET_LEVEL == 1 ? 2 : 1;
+constexpr int I8_PANELS = 1, I8_ROWS = MOTET_LEVEL == 1 ? 4 : 2, I_PANELS = 1, I_ROWS = MOTET_LEVEL == 1 ? 4 : 1;
 #endif
 
 template <int TYPE, class A, int R, int P>

@@ -7,6 +7,7 @@
 // An adapter's page is read from memory once per step and layer however many rows it has.
 #pragma once
 #include "lora_tiles.h"
+#include "two.h"
 
 namespace motet {
 
@@ -14,7 +15,7 @@ namespace motet {
 template <class T, class A, int R>
 INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, typename ShrunkOf<T>::type* const* s,
                         Next& all_next) {
-  constexpr int N = MOTET_LEVEL >= 2 ? 8 : 4;  // ranks that fit the registers
+  constexpr int N = MOTET_LEVEL >= 2 || (MOTET_LEVEL == 1 && R == 1) ? 8 : 4;  // ranks that fit the registers
   Next next = all_next;  // a local copy stays in registers
   for (int half = 0; half < PAGE; half += N, a += N * in) {
     vf acc[N][R];
@@ -108,66 +109,42 @@ static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   }
 }
 
-// Two vectors of weights or of y: adjacent values, but for bf16 the even and the odd values, which are cheaper to widen.
-struct Two {
-  vf a, b;
-};
-#if MOTET_LEVEL >= 2
-INLINE Two load_two(const bf16* p) {
-  vu both;
-  memcpy(&both, p, sizeof both);
-  return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
-}
-INLINE Two sorted(Two v, const bf16*) {
-  const vi even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-  return {_mm512_permutex2var_ps(v.a, (__m512i)even, v.b), _mm512_permutex2var_ps(v.a, (__m512i)(even + 1), v.b)};
-}
-INLINE Two unsorted(Two v, const bf16*) {
-  const vi low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-  return {_mm512_permutex2var_ps(v.a, (__m512i)low, v.b), _mm512_permutex2var_ps(v.a, (__m512i)(low + 8), v.b)};
-}
-#endif
-template <class T>
-INLINE Two load_two(const T* p) {
-  return {load(p), load(p + W)};
-}
-template <class T>
-INLINE Two sorted(Two v, const T*) {
-  return v;
-}
-template <class T>
-INLINE Two unsorted(Two v, const T*) {
-  return v;
-}
-
 // y[r] += s[r] B for `pages` pages, outputs [0, n) from where `b` and `y` point.
 template <class T, int R>
 INLINE void expand_rows(const T* const* b, int pages, int64_t out, int64_t n, const float* const* s, float* const* y, Next& all_next) {
-  constexpr int LINES = (2 * W * (int)sizeof(T) + 63) / 64;  // of a rank's two vectors
+  constexpr int C = MOTET_LEVEL == 1 && R == 1 && sizeof(T) == 2 ? 2 : 1;  // half a line at a time would be prefetched twice as fast as read
+  constexpr int COLUMNS = C * 2 * W, LINES = (COLUMNS * (int)sizeof(T) + 63) / 64;  // of a rank's vectors
   Next next = all_next;
   int64_t i = 0;
-  for (; i + 2 * W <= n; i += 2 * W) {
-    Two acc[R];
+  for (; i + COLUMNS <= n; i += COLUMNS) {
+    Two acc[R][C];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) acc[r] = sorted({load(y[r] + i), load(y[r] + i + W)}, b[0]);
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) acc[r][c] = sorted(load_two(y[r] + i + c * 2 * W), b[0]);
     for (int p = 0; p < pages; ++p)
 #pragma GCC unroll 8
       for (int k = 0; k < PAGE; ++k) {
-        const Two weights = load_two(b[p] + k * out + i);
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) {
+          const Two weights = load_two(b[p] + k * out + i + c * 2 * W);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            acc[r][c].a += weights.a * s[r][p * PAGE + k];
+            acc[r][c].b += weights.b * s[r][p * PAGE + k];
+          }
+        }
 #pragma GCC unroll 2
         for (int j = 0; j < LINES; ++j) next.line();
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          acc[r].a += weights.a * s[r][p * PAGE + k];
-          acc[r].b += weights.b * s[r][p * PAGE + k];
-        }
       }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Two v = unsorted(acc[r], b[0]);
-      store(y[r] + i, v.a);
-      store(y[r] + i + W, v.b);
-    }
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        const Two v = unsorted(acc[r][c], b[0]);
+        store(y[r] + i + c * 2 * W, v.a);
+        store(y[r] + i + c * 2 * W + W, v.b);
+      }
   }
   for (; i < n; i += W) {
     const int live = (int)std::min<int64_t>(W, n - i);

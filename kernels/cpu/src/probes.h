@@ -68,7 +68,7 @@ static double peak_of(Team& team) {
     vf acc[N];
     vf a = broadcast(1e-20f + (float)member), b = broadcast(1e-10f);
     asm volatile("" : "+m"(a), "+m"(b));
-    for (auto& v : acc) v = zero();
+    for (int j = 0; j < N; ++j) acc[j] = broadcast((float)j);  // equal sums could be computed once for all
 #if MOTET_LEVEL >= 3
     if constexpr (sizeof(T) == 2) {
       for (int64_t i = 0; i < repeats; ++i)
@@ -78,9 +78,13 @@ static double peak_of(Team& team) {
     } else
 #endif
     {
-      for (int64_t i = 0; i < repeats; ++i)
+      for (int64_t i = 0; i < repeats; ++i) {
+#if MOTET_LEVEL == 1
+        asm volatile("" : "+x"(a));  // so that the product is not computed once, before the loop
+#endif
 #pragma GCC unroll 24
         for (int j = 0; j < N; ++j) acc[j] += a * b;
+      }
       if (!member) flops_each = N * W * 2;
     }
     for (auto& v : acc) result += sum(v);

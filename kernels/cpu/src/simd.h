@@ -35,8 +35,23 @@ typedef int8_t vb __attribute__((vector_size(W)));
 typedef _Float16 vhalf __attribute__((vector_size(W * 2)));
 #endif
 
-INLINE vf broadcast(float x) { return vf{} + x; }
+INLINE vf broadcast(float x) {
+#if MOTET_LEVEL == 1
+  return _mm256_set1_ps(x);  // one load; the compiler must not leave out the addition below, which changes -0
+#else
+  return vf{} + x;
+#endif
+}
 INLINE vf zero() { return vf{}; }
+// sum += a * b, where the sums of a loop take nearly all registers: AVX2 has 16, and the compiler, left to choose which operand is
+// overwritten, moves sums to and from memory.
+INLINE void multiply_add(vf& sum, vf a, vf b) {
+#if MOTET_LEVEL == 1
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+  sum += a * b;
+#endif
+}
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 INLINE vf load(const float* p) {

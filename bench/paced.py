@@ -1,0 +1,38 @@
+"""`python -m bench.paced` is `motet`, but a worker's steps take at least MOTET_BENCH_STEP_MS, the rest of it asleep.
+
+Workers that share the cores of one machine have no seat that is worth anything to another one: what one computes, the others
+miss. With steps as long as those of a device of its own, each worker has a capacity of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from motet.cli.main import main
+from motet.services.worker.engine.engine import Engine
+from motet.services.worker.engine.request import StepOutput
+from motet.shared.clock import now_s
+
+VARIABLE = "MOTET_BENCH_STEP_MS"
+
+
+def pace(step_ms: float) -> None:
+    """Let every step of this process that computes anything take so long."""
+    step = Engine.step
+
+    def paced(self: Engine, at_s: float) -> StepOutput:
+        began_s = now_s()
+        output = step(self, at_s)
+        if output.stats.decode_rows or output.stats.prefill_requests:
+            time.sleep(max(0.0, step_ms / 1000.0 - (now_s() - began_s)))
+        return output
+
+    setattr(Engine, "step", paced)  # noqa: B010 - mypy knows no assignment to a method of another module
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        pace(float(os.environ[VARIABLE]))
+    sys.exit(main())

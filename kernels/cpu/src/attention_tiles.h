@@ -1,0 +1,139 @@
+// Attention's two products for vectors of 8 floats, whose 16 registers hold up to six queries and the sums of two tokens each.
+//
+// `ahead` is the distance, in elements, to the keys or values that are prefetched while these are read.
+#pragma once
+#include <algorithm>
+
+#include "two.h"
+
+namespace motet {
+
+constexpr int CHUNK = 16;  // tokens
+
+#if MOTET_LEVEL == 1
+
+INLINE void bring(const void* p) { __builtin_prefetch(p, 0, 3); }  // to the first-level cache
+INLINE vf spread(float x) { return _mm256_set1_ps(x); }
+
+// scores[i][t] = q[i] . k[t] for Q queries and two tokens; q in the order of `load_two`.
+template <class T, int Q>
+INLINE void scores_tile(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int64_t ahead, float* scores) {
+  vf acc[Q][2];
+#pragma GCC unroll 6
+  for (int i = 0; i < Q; ++i) acc[i][0] = acc[i][1] = zero();
+  const auto add = [&](const Two& one, const Two& other, const float* q) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+    for (int i = 0; i < Q; ++i) {
+      const vf query = load(q + i * ldq);
+      acc[i][0] += query * one.a;
+      acc[i][1] += query * other.a;
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < Q; ++i) {
+      const vf query = load(q + i * ldq + W);
+      acc[i][0] += query * one.b;
+      acc[i][1] += query * other.b;
+    }
+  };
+  int d = 0;
+  for (; d + 2 * W <= head_dim; d += 2 * W) {
+    add(load_two(k + d), load_two(k + ldk + d), q + d);
+    if (d % (64 / sizeof(T)) == 0) {
+      bring(k + d + ahead);
+      bring(k + ldk + d + ahead);
+    }
+  }
+  if (d < head_dim) add(load_two_n(k + d, head_dim - d), load_two_n(k + ldk + d, head_dim - d), q + d);
+#pragma GCC unroll 3
+  for (int i = 0; i < Q; i += 2) {
+    const int j = i + 1 < Q ? i + 1 : i;
+    float four[4];
+    sum4(acc[i][0], acc[i][1], acc[j][0], acc[j][1], four);
+    memcpy(scores + i * CHUNK, four, 2 * sizeof(float));
+    memcpy(scores + j * CHUNK, four + 2, 2 * sizeof(float));
+  }
+}
+
+template <class T, int Q>
+INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, int64_t ahead,
+                          float* scores) {
+  int t = 0;
+  for (; t + 2 <= tokens; t += 2) scores_tile<T, Q>(q, ldq, k + t * ldk, ldk, head_dim, ahead, scores + t);
+  if (t == tokens) return;
+  float same[Q * CHUNK];  // the last token twice
+  scores_tile<T, Q>(q, ldq, k + t * ldk, 0, head_dim, ahead, same);
+  for (int i = 0; i < Q; ++i) scores[i * CHUNK + t] = same[i * CHUNK];
+}
+
+// out[i][d] = out[i][d] * shrink[i] + sum over t of weights[i][t] * v[t][d], for 2 W N of d from `out` and `v` on.
+template <class T, int Q, int N, bool WHOLE>
+INLINE void values_tile(float* out, int64_t ldo, const float* weights, const float* shrink, const T* v, int64_t ldv, int live,
+                        int first, int last, int64_t ahead) {
+  Two acc[Q][N];
+#pragma GCC unroll 6
+  for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < N; ++j) {
+      const float* from = out + i * ldo + j * 2 * W;
+      acc[i][j] = {load(from) * shrink[i], load(from + W) * shrink[i]};
+    }
+  for (int t = first; t < last; ++t) {
+    bring(v + t * ldv + ahead);
+#pragma GCC unroll 2
+    for (int j = 0; j < N; ++j) {
+      const Two values = WHOLE ? load_two(v + t * ldv + j * 2 * W) : load_two_n(v + t * ldv, live);
+#pragma GCC unroll 6
+      for (int i = 0; i < Q; ++i) {
+        const vf weight = spread(weights[i * CHUNK + t]);
+        acc[i][j].a += weight * values.a;
+        acc[i][j].b += weight * values.b;
+      }
+      asm volatile("" ::: "memory");  // or the weights would be kept, and sums leave the registers
+    }
+  }
+#pragma GCC unroll 6
+  for (int i = 0; i < Q; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < N; ++j) {
+      store(out + i * ldo + j * 2 * W, acc[i][j].a);
+      store(out + i * ldo + j * 2 * W + W, acc[i][j].b);
+    }
+}
+
+template <class T, int Q>
+INLINE void add_values(float* out, int64_t ldo, const float* weights, const float* shrink, const T* v, int64_t ldv, int head_dim,
+                       int first, int last, int64_t ahead) {
+  constexpr int N = Q <= 3 ? 2 : 1;
+  int d = 0;
+  for (; d + N * 2 * W <= head_dim; d += N * 2 * W)
+    values_tile<T, Q, N, true>(out + d, ldo, weights, shrink, v + d, ldv, 2 * W, first, last, ahead);
+  for (; d + 2 * W <= head_dim; d += 2 * W)
+    values_tile<T, Q, 1, true>(out + d, ldo, weights, shrink, v + d, ldv, 2 * W, first, last, ahead);
+  if (d < head_dim) values_tile<T, Q, 1, false>(out + d, ldo, weights, shrink, v + d, ldv, head_dim - d, first, last, ahead);
+}
+
+// Calls call(Q) for `n` queries from `at` on, Q at a time.
+#define EACH_QUERIES(n, call)                 \
+  do {                                        \
+    int at = 0;                               \
+    for (; at + 6 <= (n); at += 6) call(6);   \
+    if ((n)-at == 5) call(5);                 \
+    if ((n)-at == 4) call(4);                 \
+    if ((n)-at == 3) call(3);                 \
+    if ((n)-at == 2) call(2);                 \
+    if ((n)-at == 1) call(1);                 \
+  } while (0)
+
+INLINE float sum_of(vf v) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+// The largest of x and v, in which few are larger than x.
+INLINE float larger_of(float x, vf v) {
+  return _mm256_movemask_ps((__m256)(v > spread(x))) ? std::max(x, largest(v)) : x;
+}
+
+#endif
+
+}  // namespace motet
