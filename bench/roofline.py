@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.models import RANKS, Shape, adapter_modules
-from motet.kernels.cpu import BuildError, CpuEngine
+from motet.kernels.cpu import BuildError, CpuEngine, available_isas
 
 VECTOR, MATRIX = 1 << 26, 2048  # float32 elements (256 MiB each, more than most caches); rows and columns
 REPEATS = 5
@@ -50,7 +50,9 @@ def probe(threads: int, *, vector: int = VECTOR, matrix: int = MATRIX) -> Limits
     torch.set_num_threads(threads)
     try:
         a, b, c = (torch.ones(vector) for _ in range(3))
-        x = torch.ones(matrix, matrix, dtype=torch.bfloat16)
+        # torch multiplies bfloat16 very slowly where the processor does not: floats are the limit there
+        native = available_isas()[-1] in ("avx512bf16", "amx")
+        x = torch.ones(matrix, matrix, dtype=torch.bfloat16 if native else torch.float32)
         y = torch.empty_like(x)
         triad_s = _best_s(lambda: torch.add(b, c, alpha=2.0, out=a))
         read_s = _best_s(lambda: torch.sum(a))

@@ -387,11 +387,12 @@ class WorkerCore(Generic[R]):
     def _place(self, digest: str) -> None:
         """Show the fastest tier of an adapter, which may have changed."""
         tier = "device" if digest in self._device else self.host.tier(digest)
-        facts = self._versions.get(digest) or self.view.adapters.get(digest)  # the second: deleted, but still in use
-        if tier is None or facts is None:
-            self.view.place(digest, None)
-        else:
-            self.view.place(digest, Residency(digest, facts.rank, facts.size_bytes, tier))
+        residency = None
+        if tier is not None:
+            facts = self._versions.get(digest) or self.view.adapters.get(digest)  # the second: deleted, but still in use
+            if facts is not None:
+                residency = Residency(digest, facts.rank, facts.size_bytes, tier)
+        self.view.place(digest, residency)
 
     def check(self) -> None:
         """Assert that book, view and host tier agree (tests)."""

@@ -91,8 +91,8 @@ async def measure(
 ) -> Measured:
     """Profile the worker that `config` describes, for about `seconds`.
 
-    It goes on until every batch was measured once, but no longer than `LONGEST_TIMES` as long or `LONGEST_S`. What is left out then
-    is chosen by chance, because the batches are in random order.
+    It goes on until every batch was measured once, but no longer than `LONGEST_TIMES` as long or `LONGEST_S`. What is left out
+    then is chosen by chance, because the batches are in random order.
     `config.bus.nats_url` is a NATS server with Motet's buckets and no other clients. `progress` is told the share that is done.
     Raises ConfigError for a pooling model, and what a step of the engine raises.
     """
