@@ -29,10 +29,20 @@ class Limits:
 
     bytes_per_s: float
     flops_per_s: float
+    bytes_beside: int = 2
+    """Whole numbers of 8 bits that a vector has for each number that it multiplies at `flops_per_s`: two for bfloat16, four where
+    bfloat16 is multiplied as float32."""
 
     def better(self, other: Limits) -> Limits:
         """The higher of each."""
-        return Limits(max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s))
+        bytes_per_s, flops_per_s = max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s)
+        return Limits(bytes_per_s, flops_per_s, other.bytes_beside)
+
+    @property
+    def of_whole_numbers(self) -> Limits:
+        """The same for products of whole numbers of 8 bits: as many instructions. No machine does more; some need several
+        instructions for what others do in one."""
+        return Limits(self.bytes_per_s, self.flops_per_s * self.bytes_beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,8 @@ def probe(threads: int, *, vector: int = VECTOR, matrix: int = MATRIX) -> Limits
     flops, read = (
         max(call() for _ in range(REPEATS)) for call in (lambda: engine.peak_flops(x.dtype), lambda: engine.read_bandwidth(a))
     )
-    return Limits(max(found.bytes_per_s, read), max(found.flops_per_s, flops))
+    beside = 2 if engine.isa in ("avx512bf16", "amx") else 4
+    return Limits(max(found.bytes_per_s, read), max(found.flops_per_s, flops), beside)
 
 
 def _best_s(call: Callable[[], object]) -> float:
