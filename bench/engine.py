@@ -8,7 +8,7 @@
     python -m bench engine --serve                over HTTP, see bench.engine_serve
 
 Motet's weights have 16, 8 and 4 bits, llama.cpp's too (BF16, Q8_0, Q4_0), vLLM's and PEFT's 16. Beside every rate stands its
-share of what the machine allows (bench.roofline).
+share of what the machine allows (bench.roofline): reading, or products of bfloat16 or, with 8 and 4 bits, of whole numbers.
 
 Every contestant has a process of its own and the same cores. A turn asks each of them for one cell of the table, in another
 order every time and with prompts that none has seen; figures are ratios of medians over the rounds. Memory does not hold all
@@ -89,7 +89,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     found = figures(measured, SHAPES[args.model], best, PROMPT_TOKENS, tokens, chosen)
     print(show(f"{args.model}: output tokens/s, requests of {PROMPT_TOKENS} + {tokens} tokens", found))
     machine = {"gb_per_s": round(best.bytes_per_s / 1e9, 1), "gflop_per_s": round(best.flops_per_s / 1e9)}
-    print(f"The machine: {machine['gb_per_s']} GB/s, {machine['gflop_per_s']} GFLOP/s in bfloat16, {threads} threads")
+    machine["whole_gop_per_s"] = round(best.of_whole_numbers.flops_per_s / 1e9)
+    print(
+        f"The machine: {machine['gb_per_s']} GB/s, {machine['gflop_per_s']} GFLOP/s in bfloat16,"
+        f" {machine['whole_gop_per_s']} GOP/s in 8 bits, {threads} threads"
+    )
     return {"model": args.model, "output_tokens": tokens, "machine_limits": machine, "rss_mib": resident} | found
 
 
@@ -156,7 +160,7 @@ def _rounds(contestants: dict[str, Sides], measured: Measured, rounds: int, toke
     First laps of a few tokens warm up (load every adapter, compile) and are not counted.
     """
     threads = len(os.sched_getaffinity(0))
-    best = roofline.Limits(0.0, 0.0)
+    best = roofline.probe(threads)
     turns = [(0, turn) for turn in WARM_UP] + [(number, turn) for number in range(1, rounds + 1) for turn in TURNS]
     order = list(contestants)
     for at in watch.rounds(len(turns), f"turns of {order[-1]}'s table", at_least=LEAST):

@@ -124,7 +124,7 @@ def figures(
         kind, batch = turn.kind, str(turn.batch)
         rates.setdefault(name, {}).setdefault(kind, {})[batch] = round(rate, 1)
         share = roofline.share(
-            limits,
+            limits if WEIGHT_BYTES[name] == WEIGHT_BYTES["motet none"] else limits.of_whole_numbers,
             shape,
             chosen(name, turn) or (),
             prompt_tokens,
@@ -139,8 +139,8 @@ def figures(
     same = {
         name: agreed
         for name in rates
-        if (agreed := measured.agreement("motet none" if name.startswith("llama") else "motet again", name)) is not None
-        and not name.startswith("motet")
+        if name.endswith(" bf16")
+        and (agreed := measured.agreement("motet none" if name.startswith("llama") else "motet again", name)) is not None
     }
     found |= {"tokens_per_s": rates, "decode_tokens_per_s": decode, "share_of_machine": shares}
     return found | ({"same_first_token": same} if same else {})

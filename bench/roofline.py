@@ -29,10 +29,20 @@ class Limits:
 
     bytes_per_s: float
     flops_per_s: float
+    bytes_beside: int = 2
+    """Whole numbers of 8 bits in a vector for each number that it multiplies at `flops_per_s`: two for bfloat16, four where
+    bfloat16 is multiplied as float32."""
 
     def better(self, other: Limits) -> Limits:
         """The higher of each."""
-        return Limits(max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s))
+        bytes_per_s, flops_per_s = max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s)
+        return Limits(bytes_per_s, flops_per_s, other.bytes_beside)
+
+    @property
+    def of_whole_numbers(self) -> Limits:
+        """The same for products of whole numbers of 8 bits: as many instructions. No machine does more; some need several
+        instructions for what others do in one."""
+        return Limits(self.bytes_per_s, self.flops_per_s * self.bytes_beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,7 @@ def probe(threads: int, *, vector: int = VECTOR, matrix: int = MATRIX) -> Limits
         gemm_s = _best_s(lambda: torch.mm(x, x, out=y))
     finally:
         torch.set_num_threads(before)
-    found = Limits(max(3 * a.nbytes / triad_s, a.nbytes / read_s), 2 * matrix**3 / gemm_s)
+    found = Limits(max(3 * a.nbytes / triad_s, a.nbytes / read_s), 2 * matrix**3 / gemm_s, 2 if native else 4)
     try:
         engine = CpuEngine(threads=threads)
     except BuildError:
@@ -67,7 +77,7 @@ def probe(threads: int, *, vector: int = VECTOR, matrix: int = MATRIX) -> Limits
     flops, read = (
         max(call() for _ in range(REPEATS)) for call in (lambda: engine.peak_flops(x.dtype), lambda: engine.read_bandwidth(a))
     )
-    return Limits(max(found.bytes_per_s, read), max(found.flops_per_s, flops))
+    return Limits(max(found.bytes_per_s, read), max(found.flops_per_s, flops), found.bytes_beside)
 
 
 def _best_s(call: Callable[[], object]) -> float:

@@ -31,3 +31,8 @@ def test_adapters_are_read_once_each_and_multiplied_by_all_of_their_tokens() -> 
     base, shared, distinct = of(-1, -1), of(3, 3), of(3, 7)
     assert base.bandwidth < shared.bandwidth < distinct.bandwidth
     assert base.flops < shared.flops == distinct.flops
+
+
+def test_whole_numbers_are_multiplied_as_many_at_once_as_fit_beside_each_other() -> None:
+    assert Limits(1.0, 100.0, bytes_beside=4).of_whole_numbers == Limits(1.0, 400.0)
+    assert Limits(1.0, 100.0).better(Limits(2.0, 50.0, bytes_beside=4)) == Limits(2.0, 100.0, bytes_beside=4)

@@ -68,6 +68,8 @@ static double peak_of(Team& team) {
     vf acc[N];
     vf a = broadcast(1e-20f + (float)member), b = broadcast(1e-10f);
     asm volatile("" : "+m"(a), "+m"(b));
+    // Without the unrolling here and of the last loop the sums would be kept in memory.
+#pragma GCC unroll 24
     for (int j = 0; j < N; ++j) acc[j] = broadcast((float)j);  // equal sums could be computed once for all
 #if MOTET_LEVEL >= 3
     if constexpr (sizeof(T) == 2) {
@@ -87,7 +89,8 @@ static double peak_of(Team& team) {
       }
       if (!member) flops_each = N * W * 2;
     }
-    for (auto& v : acc) result += sum(v);
+#pragma GCC unroll 24
+    for (int j = 0; j < N; ++j) result += sum(acc[j]);
     sink += (uint32_t)result;
   });
   return flops_each * (double)repeats * team.size() / seconds;
