@@ -95,9 +95,10 @@ class Grouping:
         return low
 
     def part(self, shares: Sequence[float], seconds: float, slo_ms: float) -> float:
-        """The rate of `sustained` between that without merging, 0, and that without LoRA, 1."""
+        """The rate of `sustained` between that without merging, 0, and that without LoRA, 1. 0 where a run is too short for
+        any of them to miss the objective."""
         none, found, free = (
             self.sustained(shares, seconds, slo_ms, saves=saves, changes=changes)
             for saves, changes in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.0))
         )
-        return (found - none) / (free - none)
+        return (found - none) / (free - none) if free > none else 0.0

@@ -30,3 +30,7 @@ def test_many_waiting_requests_pay_for_changes_and_few_do_not(worker: Grouping) 
     rates = np.full(8, 0.5)
     few, many = worker.saved(rates, 20.0, 1.0), worker.saved(rates, 5000.0, 1.0)
     assert few == 0.0 < many < worker.saved(rates, 5000.0, 0.0)
+
+
+def test_a_run_too_short_to_be_overloaded_has_nothing_to_reach(worker: Grouping) -> None:
+    assert worker.part([1.0] * 8, 8.0, SLO_MS) == 0.0
