@@ -145,8 +145,6 @@ INLINE void add_values(float* out, int64_t ldo, const float* weights, const floa
     if ((n)-at == 1) call(1);                    \
   } while (0)
 
-INLINE vf spread(float x) { return broadcast(x); }
-INLINE float sum_of(vf v) { return sum(v); }
 INLINE float larger_of(float x, vf v) { return std::max(x, largest(v)); }
 #endif
 
@@ -288,13 +286,13 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
           const float now = larger_of(top[mine + i], most);
           vf sum_here = zero();
           for (int t = 0; t < CHUNK; t += W) {
-            const vf e = exp(load(w + t) - spread(now));
+            const vf e = exp(load(w + t) - broadcast(now));
             store(w + t, e);
             sum_here += e;
           }
           if (now != top[mine + i]) shrink = expf(top[mine + i] - now);
           value_scales.multiply(w);
-          total[mine + i] = total[mine + i] * shrink + sum_of(sum_here);
+          total[mine + i] = total[mine + i] * shrink + sum(sum_here);
           top[mine + i] = now;
         }
       };

@@ -13,7 +13,6 @@ constexpr int CHUNK = 16;  // tokens
 #if MOTET_LEVEL == 1
 
 INLINE void bring(const void* p) { __builtin_prefetch(p, 0, 3); }  // to the first-level cache
-INLINE vf spread(float x) { return _mm256_set1_ps(x); }
 
 // scores[i][t] = q[i] . k[t] for Q queries and two tokens; q in the order of `load_two`.
 template <class T, int Q>
@@ -84,7 +83,7 @@ INLINE void values_tile(float* out, int64_t ldo, const float* weights, const flo
       const Two values = WHOLE ? load_two(v + t * ldv + j * 2 * W) : load_two_n(v + t * ldv, live);
 #pragma GCC unroll 6
       for (int i = 0; i < Q; ++i) {
-        const vf weight = spread(weights[i * CHUNK + t]);
+        const vf weight = broadcast(weights[i * CHUNK + t]);
         acc[i][j].a += weight * values.a;
         acc[i][j].b += weight * values.b;
       }
@@ -124,14 +123,9 @@ INLINE void add_values(float* out, int64_t ldo, const float* weights, const floa
     if ((n)-at == 1) call(1);                 \
   } while (0)
 
-INLINE float sum_of(vf v) {
-  __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-}
 // The largest of x and v, in which few are larger than x.
 INLINE float larger_of(float x, vf v) {
-  return _mm256_movemask_ps((__m256)(v > spread(x))) ? std::max(x, largest(v)) : x;
+  return _mm256_movemask_ps((__m256)(v > broadcast(x))) ? std::max(x, largest(v)) : x;
 }
 
 #endif

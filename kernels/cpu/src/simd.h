@@ -157,6 +157,10 @@ INLINE vf max(vf a, vf b) { return a > b ? a : b; }
 INLINE float sum(vf v) {
 #if MOTET_LEVEL >= 2
   return _mm512_reduce_add_ps(v);
+#elif MOTET_LEVEL == 1
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 #else
   float s[W];
   memcpy(s, &v, sizeof v);
