@@ -183,7 +183,7 @@ class Merging:
             self._moves = repay(starving, here, self.credits, self.config.credit, self.config.relief)
             return Mode(first=frozenset(starving))
         biggest = max((one for one in here if one), key=here.__getitem__, default="")
-        pays = bool(biggest) and self._eligible(biggest, here, fcfs) and self._gains(biggest, fcfs, here, most)
+        pays = bool(biggest) and self._eligible(biggest, here, fcfs) and self._gains(biggest, rows, fcfs, here, most)
         if biggest != self._biggest:
             self._biggest = biggest
             self._break()
@@ -192,14 +192,14 @@ class Merging:
             self._break()
         if self.merged:
             stays = self.merged in here and self._eligible(self.merged, here, fcfs)
-            if not stays or not self._gains(self.merged, fcfs, here, most) or here[self.merged] < self.beta * rows:
+            if not stays or not self._gains(self.merged, rows, fcfs, here, most) or here[self.merged] < self.beta * rows:
                 self._turn("")
         elif pays and here[biggest] > self.alpha * rows:
             if self.whole is None or self.whole == biggest:
                 self._turn(biggest)
             elif self._worth or self._tally.merged_wins(self.costs.switch_ms):
                 wanted, self._worth = biggest, True
-        self._compare(fcfs, here, most)
+        self._compare(rows, fcfs, here, most)
         if not self.merged:
             self._asked, self._step_ms = 0.0, -self.costs.unmerged_ms(rows)
             if not pays or here[biggest] < self.config.drain * rows:
@@ -284,10 +284,9 @@ class Merging:
             self._break()
             self.merged, self._turned = merged, True
 
-    def _compare(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> None:
-        """What a step of either mode computes, and how long it takes."""
+    def _compare(self, rows: int, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> None:
+        """What a step of either mode computes, and how long it takes. `rows`: the requests of `fcfs`."""
         candidate = self.merged or self._biggest
-        rows = sum(fcfs.values())
         if not candidate or not rows:
             self._step = _Tally(steps=1)
             return
@@ -301,9 +300,9 @@ class Merging:
             alone = min(alone, most - displaced({adapter: alone}, fcfs))
         return alone
 
-    def _gains(self, adapter: str, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> bool:
+    def _gains(self, adapter: str, rows: int, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> bool:
         """Whether a merged step computes enough more per time than an unmerged one."""
-        rows, alone, costs = sum(fcfs.values()), self._alone(adapter, fcfs, here, most), self.costs
+        alone, costs = self._alone(adapter, fcfs, here, most), self.costs
         return alone * costs.unmerged_ms(rows) > (1.0 + self.config.gain) * rows * costs.merged_ms(alone)
 
     def _may_pay_back(self) -> bool:
