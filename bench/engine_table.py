@@ -149,7 +149,7 @@ def figures(
 def decode_bandwidth(shape: Shape, name: str, steps_per_s: float) -> float:
     """Bytes of weights per second: a step reads all but the embedding of tokens, llama.cpp's and ours the same."""
     head = 1.0 if name == "motet int4" else WEIGHT_BYTES[name]
-    layers = sum(out * into for out, into in shape.projections().values()) * shape.layers
+    layers = shape.layer_weights()
     return (WEIGHT_BYTES[name] * layers + head * shape.hidden * shape.vocabulary) * steps_per_s
 
 

@@ -45,6 +45,10 @@ class Shape:
         shapes |= dict.fromkeys(("gate_proj", "up_proj"), (self.mlp, self.hidden))
         return shapes | {"down_proj": (self.hidden, self.mlp)}
 
+    def layer_weights(self) -> int:
+        """Weights of the linear layers of all layers."""
+        return sum(out * into for out, into in self.projections().values()) * self.layers
+
 
 SHAPES = {
     "XS": Shape(hidden=256, layers=4, heads=4, kv_heads=2, mlp=704, vocabulary=4096),  # for quick runs

@@ -104,7 +104,7 @@ def share(
 
     `weight_bytes` per base weight: 2 for bfloat16, 1 for int8, 9/16 for int4 with its scales.
     """
-    layers = sum(out * into for out, into in shape.projections().values()) * shape.layers
+    layers = shape.layer_weights()
     head = shape.hidden * shape.vocabulary
     loras = [_elements(shape, number) for number in adapters]
     step_bytes = weight_bytes * (layers + head) + ELEMENT_BYTES * sum(_elements(shape, one) for one in set(adapters))
