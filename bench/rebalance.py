@@ -5,9 +5,9 @@ one with a long queue simply gets what the idle ones leave, and moves would have
 
 Requests arrive as a Poisson process that waits for no answer, at a share of the capacity of all workers, which is measured
 first. At the start every adapter is on one worker alone. Two thirds of the time every adapter gets as much as any other; in the
-last third one of them gets 20 times that, and the total stays. Once with dispatch by adapter affinity, as gateways of other
-systems do it, and once with Motet's own; each without moves and with `--rebalance on`. The requests are the same in every run,
-so their answers must be, too.
+last third one adapter gets 20 times as many requests as each other one, and the total stays the same. It runs once with
+dispatch by adapter affinity, as gateways of other systems do it, and once with Motet's own; each without moves and with
+`--rebalance on`. The requests are the same in every run, so their answers must be, too.
 
 `rebalance_kv` then moves a request with a long context, with its KV blocks and without.
 """

@@ -1,4 +1,5 @@
-"""Predicts output lengths and learns from finished requests: the predictor without its clock, its bus and its fits.
+"""Predicts output lengths and learns from finished requests: the pure part of the predictor service, which has no clock,
+NATS connection or training.
 
     estimate    hashed features ─► LengthModel ─► calibrated levels ─► p50, p90; the histogram where that is better
     observe     the same request with its length ─► calibration, histogram, window of the last requests

@@ -1,4 +1,4 @@
-"""Promise: a worker announces to gateways that it starts, why it fails, and that it stops."""
+"""Promise: a worker tells the gateways when it starts, when it fails and for which reason, and when it stops."""
 
 from __future__ import annotations
 
