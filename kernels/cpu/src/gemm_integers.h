@@ -152,6 +152,9 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
   Ahead ahead = all_ahead;  // a local copy stays in registers
   for (int64_t i = 0, padded = round_up(k, 64); i < padded; i += 4, w += 64) {
     for (int j = 0; j < per_line && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
+    if (STREAM_AHEAD && R == 1)
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p) prefetch(w + p * panel_stride + STREAM_AHEAD * 64);
 #pragma GCC unroll 2
     for (int step = 0; step < STEPS; ++step) {
       vu weights[N];
@@ -202,6 +205,9 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
 #pragma GCC unroll 8
     for (int line = 0; line < LINES; ++line) {
       fetch(per_line);
+      if (STREAM_AHEAD && R == 1)
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) prefetch(values_at + p * panel_stride + (line + STREAM_AHEAD) * 64);
       vu low[N], high[N];
 #pragma GCC unroll 16
       for (int p = 0; p < N; ++p) {
@@ -251,7 +257,8 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
     for (int p = 0; p < N; ++p) store(out + r * P * PANEL + p * W, sums[r][p] * *row[r].scale);
 }
 
-// Panels that are multiplied together and the most rows with them, so that sums and weights fit the registers.
+// Panels that are multiplied together and the most rows with them, so that sums and weights fit the registers. For a single row see
+// panels_together.
 #if MOTET_LEVEL >= 2
 constexpr int I8_PANELS = 3, I8_ROWS = 8, I_PANELS = 2, I_ROWS = 6;
 #else
@@ -285,6 +292,8 @@ template <int TYPE, class A>
 static void integer_panels(const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel, int panels,
                            Ahead& ahead) {
   constexpr int ROWS = TYPE == I8 ? I8_ROWS : I_ROWS, PANELS = TYPE == I8 ? I8_PANELS : I_PANELS;
+  if constexpr (STREAM_AHEAD > 0)
+    if (g.rows == 1) return integer_rows<TYPE, A, 1, panels_together(1)>(1, panels, g, w, stride, row0, panel, ahead, 1);
   int64_t blocks = (row1 - row0 + ROWS - 1) / ROWS;
   const int per_line = (int)((panels + blocks - 1) / blocks);  // lines ahead for every line of weights read
   for (int64_t row = row0; row < row1; --blocks) {

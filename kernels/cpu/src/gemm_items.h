@@ -24,7 +24,8 @@ struct GemmItems {
     const int64_t type = g.w->type, row_bytes = is_integer(type) ? rounded_stride(g.w->k) : g.ldx * (int64_t)sizeof(A);
     tiles = on_tiles<A>(type);
     panels = (g.w->n + PANEL - 1) / PANEL;
-    per_group = tiles ? 2 : type == I8 ? I8_PANELS : is_integer(type) ? I_PANELS : panels_together(g.rows);
+    const bool streams = STREAM_AHEAD && g.rows == 1;
+    per_group = tiles ? 2 : !is_integer(type) || streams ? panels_together(g.rows) : type == I8 ? I8_PANELS : I_PANELS;
     groups = (panels + per_group - 1) / per_group;
     groups_each = g.gated ? 2 : 1;
     items_each = (groups + groups_each - 1) / groups_each;
@@ -95,8 +96,8 @@ static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item,
   const int64_t begin = items.first_group(item), end = std::min(items.groups, begin + items.groups_each);
   for (int64_t group = begin; group < end; ++group) {
     const int64_t next = group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item);
-    // one row is plain loads of three streams or more, which the processor fetches ahead by itself
-    const bool plain = (sizeof(A) == 2 || MOTET_LEVEL == 1) && !items.tiles && !is_integer(g.w->type) && g.rows == 1;
+    // one row of bf16 is plain loads of three streams, which the processor fetches ahead by itself; with STREAM_AHEAD the loop does that
+    const bool plain = (STREAM_AHEAD || (sizeof(A) == 2 && !items.tiles && !is_integer(g.w->type))) && g.rows == 1;
     ahead = next < 0 ? g.then ? first_ahead(*g.then, member) : Ahead{} : plain ? Ahead{} : ahead_of(g, items, next);
     gemm_group(g, items, row0, row1, group, ahead);
   }
