@@ -71,14 +71,21 @@ format: $(DEV_STAMP) ## format the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+# The weakest and the strongest instruction set of this machine. The libraries are built before a sanitizer is preloaded, which would
+# slow down the compiler as well.
+, := ,
+SANITIZED_ISAS = $$($(BIN)/python -c 'from motet.kernels.cpu import available_isas as a; print(*{a()[0]: 0, a()[-1]: 0})')
 SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_kernels.py loading.py cpu_assist.py)
-SANITIZED = PYTHONMALLOC=malloc $(BIN)/python -X faulthandler -m pytest -q -p no:cacheprovider --timeout 1800 $(SANITIZED_TESTS) $(ARGS)
+SANITIZED = $(BIN)/python -X faulthandler -m pytest -q -p no:cacheprovider --timeout 1800 $(SANITIZED_TESTS) $(ARGS)
+# $(call sanitized,flags,libraries to preload,options)
+define sanitized
+	@export MOTET_CPU_CXXFLAGS="$(1)" MOTET_TEST_ISAS="$(SANITIZED_ISAS)" PYTHONMALLOC=malloc; \
+		for isa in $$MOTET_TEST_ISAS; do $(BIN)/python -m motet.kernels.cpu --isa $$isa || exit 1; done; \
+		LD_PRELOAD="$$(g++ -print-file-name=$(2)) $$(g++ -print-file-name=libstdc++.so.6)" $(3) $(SANITIZED)
+endef
 sanitize: $(DEV_STAMP) ## test the compiled CPU kernels with the address, undefined-behaviour and thread sanitizers
-	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
-		MOTET_CPU_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g" $(SANITIZED)
-	LD_PRELOAD="$$(g++ -print-file-name=libtsan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
-		TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66" \
-		MOTET_CPU_CXXFLAGS="-fsanitize=thread -g" $(SANITIZED)
+	$(call sanitized,-fsanitize=address$(,)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g,libasan.so,ASAN_OPTIONS=detect_leaks=0)
+	$(call sanitized,-fsanitize=thread -g,libtsan.so,TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66")
 
 bench-quick: $(DEV_STAMP) ## run every benchmark in its quick form and check that it gives its figures
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m bench $(ARGS)

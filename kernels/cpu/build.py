@@ -2,6 +2,7 @@
 
     python -m motet.kernels.cpu            the best instruction set of this machine
     python -m motet.kernels.cpu --all      every one that this compiler knows
+    python -m motet.kernels.cpu --isa avx2 this one
 
 Libraries are in MOTET_CACHE_DIR (default: $XDG_CACHE_HOME/motet or ~/.cache/motet) as `cpu-<isa>-<hash>-<hash>.so`: one hash of
 sources and flags, one of the compiler's file (path, size and time, so that the compiler need not be run to check). A library is
@@ -137,7 +138,9 @@ def main() -> int:
     """Builds ahead of the first start. Exit status 1 when there is no compiler, or it fails."""
     parser = argparse.ArgumentParser(prog="python -m motet.kernels.cpu", description="Builds the compiled CPU kernels.")
     parser.add_argument("--all", action="store_true", help="every instruction set, not only this machine's best")
-    for isa in ISAS if parser.parse_args().all else available_isas()[-1:]:
+    parser.add_argument("--isa", choices=ISAS, help="this instruction set alone")
+    args = parser.parse_args()
+    for isa in ISAS if args.all else [args.isa or available_isas()[-1]]:
         try:
             print(f"{isa}: {build(isa)}")
         except BuildError as error:

@@ -83,7 +83,7 @@ INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int he
 }
 
 template <class T, int Q>
-INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, int64_t, float* scores) {
+INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, const Lead&, float* scores) {
   int t = 0;
   for (; t + 4 <= tokens; t += 4) scores4<T, Q>(q, ldq, k + t * ldk, ldk, head_dim, scores + t);
   if (t < tokens) {  // missing tokens are replaced by the last one; their weights are not used
@@ -99,7 +99,7 @@ INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, 
 // out[q][d] = out[q][d] * shrink[q] + sum over t of weights[q][t] * values[t][d], for Q queries.
 template <class T, int Q>
 INLINE void add_values(float* out, int64_t ldo, const float* weights, const float* shrink, const T* v, int64_t ldv, int head_dim,
-                       int first, int last, int64_t) {
+                       int first, int last, const Lead&) {
   constexpr int D = W == 16 ? 4 : 2;
   int d = 0;
   for (; d + D * W <= head_dim; d += D * W) {
@@ -258,12 +258,12 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
       [[maybe_unused]] const auto scales_of = [&](int64_t h, int part) {
         return Scales<T>(tokens + a.layout.template keys<T>(h) + a.layout.scales(part), offset, here);
       };
-      const auto score = [&](int64_t h, int64_t ahead) {
+      const auto score = [&](int64_t h, const Lead& lead) {
         const int64_t mine = (h - item.head0) * queries;
         const T* k = keys_of(h);
         float *hq = q + mine * width, *hw = weights + mine * CHUNK;
 #define SCORE(Q) \
-  score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, at ? 0 : ahead, hw + at * CHUNK)
+  score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, at ? Lead{} : lead, hw + at * CHUNK)
         EACH_QUERIES(queries, SCORE);
       };
       const auto weigh = [&](int64_t h, const Scales<T>& key_scales, const Scales<T>& value_scales) {
@@ -296,36 +296,38 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
           top[mine + i] = now;
         }
       };
-      const auto add = [&](int64_t h, int64_t ahead) {
+      const auto add = [&](int64_t h, const Lead& lead) {
         const int64_t mine = (h - item.head0) * queries;
         const T* v = keys_of(h) + a.layout.template values<T>();
         float *hs = sums + mine * width, *hw = weights + mine * CHUNK;
 #define ADD(Q)                                                                                                     \
   add_values<T, Q>(hs + at * width, width, hw + at * CHUNK, shrinks + mine + at, v, token_stride, head_dim, first, \
-                   here, at ? 0 : ahead)
+                   here, at ? Lead{} : lead)
         EACH_QUERIES(queries, ADD);
       };
 #if MOTET_LEVEL == 1
-      // A weight takes many dependent steps, which those of all heads share. What is read in the next of these loops' rounds is
-      // prefetched: more would not stay in the first-level cache, where tokens lie a power of two apart.
+      // A weight takes many dependent steps, which those of all heads share
       const Tokens<T> next = after_chunk(offset);
       const int64_t last = item.head1 - 1, to_values = a.layout.template values<T>();
       const int64_t back = keys_of(item.head0) - keys_of(last);  // from the last head to the first
-      const int64_t to_next = next.block + a.layout.template keys<T>(item.head0) + next.offset * token_stride - keys_of(item.head0);
+      const auto later = [&](int64_t h) {
+        return next.block + a.layout.template keys<T>(h) + next.offset * token_stride - keys_of(h);
+      };
       for (int64_t h = item.head0; h <= last; ++h) {
         if (HAS_SCALES<T>) next.prefetch_scales(a.layout, h);
-        score(h, h < last ? keys_of(h + 1) - keys_of(h) : back + to_values);
+        score(h, {h < last ? keys_of(h + 1) - keys_of(h) : back + to_values, later(h)});
       }
       for (int64_t h = item.head0; h <= last; ++h) weigh(h, scales_of(h, 0), scales_of(h, 1));
-      for (int64_t h = item.head0; h <= last; ++h) add(h, h < last ? keys_of(h + 1) - keys_of(h) : back - to_values + to_next);
+      for (int64_t h = item.head0; h <= last; ++h)
+        add(h, {h < last ? keys_of(h + 1) - keys_of(h) : back - to_values + later(item.head0), later(h)});
 #else
       for (int64_t h = item.head0; h < item.head1; ++h) {
         const Scales<T> key_scales = scales_of(h, 0), value_scales = scales_of(h, 1);
         prefetch_share();
-        score(h, 0);
+        score(h, {});
         weigh(h, key_scales, value_scales);
         prefetch_share();
-        add(h, 0);
+        add(h, {});
       }
 #endif
     }

@@ -1,6 +1,6 @@
 // Attention's two products for vectors of 8 floats, whose 16 registers hold up to six queries and the sums of two tokens each.
 //
-// `ahead` is the distance, in elements, to the keys or values that are prefetched while these are read.
+// While keys or values are read, those that come later are prefetched, see `Lead`.
 #pragma once
 #include <algorithm>
 
@@ -10,13 +10,23 @@ namespace motet {
 
 constexpr int CHUNK = 16;  // tokens
 
+// How far away, in elements, what is read next and what is read later lie. The first-level cache has room for little, so what is
+// read later comes to the second-level cache before.
+struct Lead {
+  int64_t next, later;
+};
+
 #if MOTET_LEVEL == 1
 
-INLINE void bring(const void* p) { __builtin_prefetch(p, 0, 3); }  // to the first-level cache
+template <class T>
+INLINE void prefetch_for(const Lead& lead, const T* at) {
+  __builtin_prefetch(at + lead.next, 0, 3);
+  prefetch(at + lead.later);
+}
 
 // scores[i][t] = q[i] . k[t] for Q queries and two tokens; q in the order of `load_two`.
 template <class T, int Q>
-INLINE void scores_tile(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int64_t ahead, float* scores) {
+INLINE void scores_tile(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, const Lead& lead, float* scores) {
   vf acc[Q][2];
 #pragma GCC unroll 6
   for (int i = 0; i < Q; ++i) acc[i][0] = acc[i][1] = zero();
@@ -38,8 +48,8 @@ INLINE void scores_tile(const float* q, int64_t ldq, const T* k, int64_t ldk, in
   for (; d + 2 * W <= head_dim; d += 2 * W) {
     add(load_two(k + d), load_two(k + ldk + d), q + d);
     if (d % (64 / sizeof(T)) == 0) {
-      bring(k + d + ahead);
-      bring(k + ldk + d + ahead);
+      prefetch_for(lead, k + d);
+      prefetch_for(lead, k + ldk + d);
     }
   }
   if (d < head_dim) add(load_two_n(k + d, head_dim - d), load_two_n(k + ldk + d, head_dim - d), q + d);
@@ -54,20 +64,20 @@ INLINE void scores_tile(const float* q, int64_t ldq, const T* k, int64_t ldk, in
 }
 
 template <class T, int Q>
-INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, int64_t ahead,
+INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, const Lead& lead,
                           float* scores) {
   int t = 0;
-  for (; t + 2 <= tokens; t += 2) scores_tile<T, Q>(q, ldq, k + t * ldk, ldk, head_dim, ahead, scores + t);
+  for (; t + 2 <= tokens; t += 2) scores_tile<T, Q>(q, ldq, k + t * ldk, ldk, head_dim, lead, scores + t);
   if (t == tokens) return;
   float same[Q * CHUNK];  // the last token twice
-  scores_tile<T, Q>(q, ldq, k + t * ldk, 0, head_dim, ahead, same);
+  scores_tile<T, Q>(q, ldq, k + t * ldk, 0, head_dim, lead, same);
   for (int i = 0; i < Q; ++i) scores[i * CHUNK + t] = same[i * CHUNK];
 }
 
 // out[i][d] = out[i][d] * shrink[i] + sum over t of weights[i][t] * v[t][d], for 2 W N of d from `out` and `v` on.
 template <class T, int Q, int N, bool WHOLE>
 INLINE void values_tile(float* out, int64_t ldo, const float* weights, const float* shrink, const T* v, int64_t ldv, int live,
-                        int first, int last, int64_t ahead) {
+                        int first, int last, const Lead& lead) {
   Two acc[Q][N];
 #pragma GCC unroll 6
   for (int i = 0; i < Q; ++i)
@@ -77,7 +87,7 @@ INLINE void values_tile(float* out, int64_t ldo, const float* weights, const flo
       acc[i][j] = {load(from) * shrink[i], load(from + W) * shrink[i]};
     }
   for (int t = first; t < last; ++t) {
-    bring(v + t * ldv + ahead);
+    prefetch_for(lead, v + t * ldv);
 #pragma GCC unroll 2
     for (int j = 0; j < N; ++j) {
       const Two values = WHOLE ? load_two(v + t * ldv + j * 2 * W) : load_two_n(v + t * ldv, live);
@@ -101,14 +111,14 @@ INLINE void values_tile(float* out, int64_t ldo, const float* weights, const flo
 
 template <class T, int Q>
 INLINE void add_values(float* out, int64_t ldo, const float* weights, const float* shrink, const T* v, int64_t ldv, int head_dim,
-                       int first, int last, int64_t ahead) {
+                       int first, int last, const Lead& lead) {
   constexpr int N = Q <= 3 ? 2 : 1;
   int d = 0;
   for (; d + N * 2 * W <= head_dim; d += N * 2 * W)
-    values_tile<T, Q, N, true>(out + d, ldo, weights, shrink, v + d, ldv, 2 * W, first, last, ahead);
+    values_tile<T, Q, N, true>(out + d, ldo, weights, shrink, v + d, ldv, 2 * W, first, last, lead);
   for (; d + 2 * W <= head_dim; d += 2 * W)
-    values_tile<T, Q, 1, true>(out + d, ldo, weights, shrink, v + d, ldv, 2 * W, first, last, ahead);
-  if (d < head_dim) values_tile<T, Q, 1, false>(out + d, ldo, weights, shrink, v + d, ldv, head_dim - d, first, last, ahead);
+    values_tile<T, Q, 1, true>(out + d, ldo, weights, shrink, v + d, ldv, 2 * W, first, last, lead);
+  if (d < head_dim) values_tile<T, Q, 1, false>(out + d, ldo, weights, shrink, v + d, ldv, head_dim - d, first, last, lead);
 }
 
 // Calls call(Q) for `n` queries from `at` on, Q at a time.
