@@ -247,10 +247,13 @@ def test_without_processes_cold_rows_still_get_their_answers(
     cold = Cold(checkpoint, kernels, processes=1)
     cold.ready(1)
     cold.assist.close()
-    assisted_run(cold, cached)
     counts = cold.runner.assisted
+    for seed in range(30):  # a busy machine may have copied every adapter before a step needs it
+        assisted_run(cold, cached, seed=seed)
+        if computed := counts.in_place if kernels == "cpu" else counts.on_device:
+            break
     assert cold.assist.capacity.processes == counts.by_processes == 0
-    assert (counts.in_place if kernels == "cpu" else counts.on_device) > 0, "a device waits for the copies"
+    assert computed > 0, "a device waits for the copies"
     cold.runner.close()
 
 
