@@ -263,6 +263,7 @@ async def _mixed(rig: Rig) -> dict[str, Any]:
     tokens: dict[str, list[float]] = {name: [] for name, _ in rig.both}
     longest: dict[str, list[float]] = {name: [] for name, _ in rig.both}
     merged_steps = steps = 0
+    copying_s = 0.0
     for phase in rig.watch.rounds(size.phases, "phases", at_least=2):
         for name, worker in rig.both if phase % 2 else rig.both[::-1]:
             draw, adapters = random.Random(phase), rig.adapters[name]
@@ -282,12 +283,14 @@ async def _mixed(rig: Rig) -> dict[str, Any]:
             if name == "merged":
                 ran = worker.steps()[before:]
                 merged_steps, steps = merged_steps + sum(step.merged for step in ran), steps + len(ran)
+                copying_s += sum(step.merge_s for step in ran)
         _say(f"phase {phase}: { ({name: round(rates[-1], 1) for name, rates in tokens.items()}) } tokens/s")
     ratios = [a / max(b, 1.0) for a, b in zip(tokens["merged"], tokens["unmerged"], strict=True)]
     return {
         "mixed_vs_unmerged": round(sum(tokens["merged"]) / max(1.0, sum(tokens["unmerged"])), 3),
         "mixed_by_phase": [round(ratio, 3) for ratio in ratios],
         "mixed_merged_share": round(merged_steps / max(1, steps), 3),
+        "mixed_copying_share": round(copying_s / (len(ratios) * size.phase_s), 4),
         "longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 1.0)), 1) for name, gaps in longest.items()},
         "p90_longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 0.9)), 1) for name, gaps in longest.items()},
     }
