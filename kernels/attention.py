@@ -1,12 +1,14 @@
 """Paged attention in plain torch: the KV cache, one step's plan, and the attention of one layer.
 
-    KvCache.data   [layers, capacity + 1, block_size, 2, kv_heads, head_dim]      K is index 0 of the fourth axis, V index 1
-                   [layers, capacity + 1, bytes of a block] in int8               layout and scales: cpu/src/kv.h
+    KvCache.data   [layers, all blocks, block_size, 2, kv_heads, head_dim]      K is index 0 of the fourth axis, V index 1
+                   [layers, all blocks, bytes of a block] in int8               layout and scales: cpu/src/kv.h
+
+    all blocks     | blocks of sequences, from 0 up | not used, up to `capacity` | spare blocks | null block |
 
 A token is written as one contiguous row, and a block is read as one contiguous copy. Old memory of other sequences must not
 change a result, even if it contains NaN (masked scores have weight 0, but 0 * NaN is NaN). Two rules ensure that:
 
-- the block after the last is never written and stays zero; every table is padded with it;
+- the null block is never written and stays zero; every table is padded with it;
 - a block that a step begins and does not fill is cleared before it is written.
 
 The second rule relies on sequences writing a block from offset 0 upwards. Only the compiled kernels read and write a cache in
@@ -23,7 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from motet.kernels.library_attention import Library
-from motet.kernels.memory import expect, give_back, lazy_zeros
+from motet.kernels.memory import expect, give_back, lazy_zeros, reserved
+from motet.kernels.pages import PhysicalPages
 
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
 """How much context decoding sequences gather at a time, per layer: on a CPU what its L2 cache holds."""
@@ -36,7 +39,11 @@ def kv_block_bytes(*, block_size: int, kv_heads: int, head_dim: int, dtype: torc
 
 
 class KvCache:
-    """Keys and values of `blocks` blocks of `block_size` tokens for every layer; on a CPU `resize` goes up to `capacity`."""
+    """Keys and values of `blocks` blocks of `block_size` tokens for every layer.
+
+    With `capacity`, `resize` changes how many blocks there are, up to that; on a device it needs `pages`. The `spare` blocks
+    before the null block are always there.
+    """
 
     def __init__(
         self,
@@ -49,18 +56,24 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         capacity: int = 0,
+        spare: int = 0,
+        pages: PhysicalPages | None = None,
     ) -> None:
         self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
-        self.blocks, capacity = blocks, max(blocks, capacity)
+        self.blocks = blocks
         self.library: Library | None = None  # what attends instead of the functions below
-        self.null_block = capacity
+        self.null_block = max(blocks, capacity) + spare
         block_bytes = kv_block_bytes(block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
         self.tile_blocks = max(TILE_BYTES[torch.device(device).type] // block_bytes, 1)
         block = (block_bytes,) if dtype == torch.int8 else (block_size, 2, kv_heads, head_dim)
-        self.data = lazy_zeros((layers, capacity + 1, *block), dtype=dtype, device=device)
-        self._blocks = list(self.data)  # [capacity + 1, block_size, 2, kv_heads, head_dim] per layer
+        shape = (layers, self.null_block + 1, *block)
+        self.data = reserved(shape, dtype=dtype, pages=pages) if capacity else lazy_zeros(shape, dtype=dtype, device=device)
+        self._blocks = list(self.data)  # [all blocks, block_size, 2, kv_heads, head_dim] per layer
         self._tokens = [] if dtype == torch.int8 else [layer.view(-1, 2, kv_heads, head_dim) for layer in self._blocks]
-        self._give_back(blocks, capacity)
+        if capacity:
+            for layer in self._blocks:
+                expect(layer[:blocks])
+                expect(layer[max(blocks, capacity) :])
 
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero `blocks`, int64 [n], in every layer."""
@@ -88,18 +101,13 @@ class KvCache:
         return torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
 
     def resize(self, blocks: int) -> None:
-        """From now on only the first `blocks` blocks are used: the memory of those after them goes back to the system."""
-        if blocks < self.blocks:
-            self._give_back(blocks, self.blocks)
-        else:
-            for layer in self._blocks:
+        """From now on sequences use only the first `blocks` blocks: the memory of those after them is given back."""
+        for layer in self._blocks:
+            if blocks < self.blocks:
+                give_back(layer[blocks : self.blocks])
+            else:
                 expect(layer[self.blocks : blocks])
         self.blocks = blocks
-
-    def _give_back(self, start: int, end: int) -> None:
-        if start < end:
-            for layer in self._blocks:
-                give_back(layer[start:end])
 
     def write(self, layer: int, kv_slots: torch.Tensor, kv: torch.Tensor) -> None:
         """Store `kv` [rows, 2, kv_heads, head_dim] at `kv_slots`, int64 [rows] (block * block_size + offset)."""

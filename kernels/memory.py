@@ -1,4 +1,11 @@
-"""Large zeroed memory that uses no physical pages before it is written: the system provides zeroed pages on first touch."""
+"""Large zeroed memory that uses no physical pages before they are needed, and gives them back.
+
+    lazy_zeros(shape)       all of it may be used
+    reserved(shape)         addresses only; `expect` a part before it is used, `give_back` a part that is not needed any more
+
+On a CPU the system provides zeroed pages on first touch. On a device `reserved` is made of physical pages (kernels/pages.py),
+and touching what was not expected is an error of the device.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +13,11 @@ import ctypes
 import math
 import mmap
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
+
+from motet.kernels.pages import PagedRange, PhysicalPages
 
 
 def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -17,28 +27,66 @@ def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
-    count = math.prod(shape)
-    memory = mmap.mmap(-1, max(count, 1) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
+    memory = _mapping(shape, dtype)
+    expect(memory)
+    return memory
+
+
+def reserved(shape: Sequence[int], *, dtype: torch.dtype, pages: PhysicalPages | None = None) -> torch.Tensor:
+    """Memory of which no part is used yet: of the device that `pages` are of, of the CPU without them.
+
+    Raises MemoryError when the device has no page at all.
+    """
+    if pages is None:
+        memory = _mapping(shape, dtype)
+        _small_pages(memory)
+        return memory
+    there = PagedRange(pages, math.prod(shape) * dtype.itemsize)
+    _ranges[there.address] = there
+    return there.tensor().view(dtype).view(*shape)
 
 
 def give_back(memory: torch.Tensor) -> None:
-    """The content of `memory` is no longer needed: a contiguous part of a tensor of `lazy_zeros` on a CPU.
+    """The content of `memory` is no longer needed: a contiguous part of a tensor of `reserved`, or of `lazy_zeros` on a CPU.
 
-    Its whole pages go back to the system. When they are touched again, small ones come, so that a huge page does not bring its
+    Its whole pages go back. When they are touched again on a CPU, small ones come, so that a huge page does not bring its
     neighbours back as well, until `expect` says otherwise.
     """
+    if (paged := _range_of(memory)) is not None:
+        paged[0].give_back(*paged[1:])
+        return
     _advise(memory, mmap.MADV_DONTNEED)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        _advise(memory, mmap.MADV_NOHUGEPAGE)
+    _small_pages(memory)
 
 
 def expect(memory: torch.Tensor) -> None:
-    """What was given back will be filled again: in huge pages where the system has them."""
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    """`memory` will be filled: a part of `reserved` that was not expected before, or was given back. On a CPU huge pages come
+    where the system has them. On a device raises MemoryError, and changes nothing, when it has not enough pages."""
+    if (paged := _range_of(memory)) is not None:
+        paged[0].expect(*paged[1:])
+    elif hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(memory, mmap.MADV_HUGEPAGE)
+
+
+def _mapping(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    count = math.prod(shape)
+    memory = mmap.mmap(-1, max(count, 1) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
+
+
+def _range_of(memory: torch.Tensor) -> tuple[PagedRange, int, int] | None:
+    """The range that `memory` is a part of, and which of its bytes; None for the CPU's own memory."""
+    there = _ranges.get(memory.untyped_storage().data_ptr())
+    if there is None:
+        assert memory.device.type == "cpu", "a device's memory can be given back only where it is reserved"
+        return None
+    start = memory.storage_offset() * memory.itemsize
+    return there, start, start + memory.nbytes
+
+
+def _small_pages(memory: torch.Tensor) -> None:
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        _advise(memory, mmap.MADV_NOHUGEPAGE)
 
 
 def _advise(memory: torch.Tensor, advice: int) -> None:
@@ -50,3 +98,4 @@ def _advise(memory: torch.Tensor, advice: int) -> None:
 
 
 _libc = ctypes.CDLL(None)
+_ranges: WeakValueDictionary[int, PagedRange] = WeakValueDictionary()  # by address

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from motet.kernels.memory import expect, give_back, lazy_zeros
+from motet.kernels.memory import expect, give_back, lazy_zeros, reserved
+from motet.kernels.pages import PhysicalPages
 
 PAGE_RANKS = 8
 LINE = 8  # elements; 8 * in and 8 * out are whole numbers of lines for any in and out
@@ -121,8 +122,9 @@ class PoolFull(Exception):
 class LoraPool:
     """Slots 0..slots-1, each empty or holding one adapter (`loaded`) of which the first `loaded_layers` are there.
 
-    `shapes` is {module: (in, out)} of the base model; `bytes_total` is rounded down to whole lines. On a CPU `resize` changes
-    it, up to `capacity`. `version` changes whenever slots or page addresses do: then a LoraBatch is out of date.
+    `shapes` is {module: (in, out)} of the base model; `bytes_total` is rounded down to whole lines. With `capacity`, `resize`
+    changes it, up to that; on a device it needs `pages`. `version` changes whenever slots or page addresses do: then a
+    LoraBatch is out of date.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class LoraPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         capacity: int = 0,
+        pages: PhysicalPages | None = None,
     ) -> None:
         self.shapes = {module: shapes[module] for module in MODULES}
         self.layers = layers
@@ -146,7 +149,10 @@ class LoraPool:
         self._capacity = max(bytes_total, capacity) // self._line_bytes  # in lines
         # one page of slack behind the end keeps the strided views below inside the storage
         slack = max(fan_in + fan_out for fan_in, fan_out in self.shapes.values()) * layers
-        self.arena = lazy_zeros(((self._capacity + slack) * LINE,), dtype=dtype, device=device)
+        shape = ((self._capacity + slack) * LINE,)
+        self.arena = reserved(shape, dtype=dtype, pages=pages) if capacity else lazy_zeros(shape, dtype=dtype, device=device)
+        if capacity:
+            expect(self.arena[: self._lines * LINE])
         self.page_lines = {m: layers * (fan_in + fan_out) for m, (fan_in, fan_out) in self.shapes.items()}
         max_pages = -(-max_rank // PAGE_RANKS)
         self.table = np.zeros((slots, len(MODULES), max_pages), dtype=np.int64)
@@ -158,8 +164,6 @@ class LoraPool:
         self.resizing: Callable[[int], None] | None = None  # called with `bytes_total` before memory beyond it is given back
         self._holes: list[tuple[int, int]] = [(0, self._lines)] if self._lines else []
         self._views: dict[tuple[int, str, bool], torch.Tensor] = {}
-        if self._lines < self._capacity:
-            give_back(self.arena[self._lines * LINE :])
 
     @property
     def bytes_total(self) -> int:
@@ -225,7 +229,7 @@ class LoraPool:
         self.version += 1
 
     def resize(self, bytes_total: int) -> None:
-        """Change `bytes_total`, between steps. When it falls, pages move down and the end of the arena goes back to the system.
+        """Change `bytes_total`, between steps. When it falls, pages move down and the end of the arena is given back.
 
         Raises PoolFull when the adapters that are here need more, or it exceeds the capacity.
         """

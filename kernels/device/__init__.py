@@ -1,9 +1,10 @@
 """Copies adapters to a GPU beside its steps, while CPU LoRA processes compute the missing layers.
 
-streams.py    a device's streams, and 32-bit words (numbers) in host memory that they write and wait for
-driver.py     writing and waiting for words with the CUDA driver
-loading.py    copies beside the steps, layer by layer
-assist.py     a step in which CPU LoRA processes compute some rows
+streams.py           a device's streams, and 32-bit words (numbers) in host memory that they write and wait for
+driver.py            writing and waiting for words with the CUDA driver
+virtual_memory.py    physical pages and address ranges of the CUDA driver
+loading.py           copies beside the steps, layer by layer
+assist.py            a step in which CPU LoRA processes compute some rows
 
 The thread that enqueues a step never waits for the device: only streams wait, for words.
 """

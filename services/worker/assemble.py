@@ -11,13 +11,14 @@ from typing import Literal
 
 import torch
 
+from motet.kernels.device import numbered
 from motet.policies.pins import PIN_SHARE
 from motet.policies.step_times import StepTimes
 from motet.services.worker.config import MIB, WorkerConfig, free_host_bytes, kv_blocks_for
 from motet.services.worker.engine.adapter_weights import HostAdapter
 from motet.services.worker.engine.backend import Backend, BackendOptions
 from motet.services.worker.engine.backends import open_backend
-from motet.services.worker.engine.device_memory import kv_bytes_per_block
+from motet.services.worker.engine.device_memory import edge_bytes, kv_bytes_per_block, pages_of
 from motet.services.worker.engine.engine import Engine
 from motet.services.worker.engine.loader import parameters, quantization_of, resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, read_model_config
@@ -72,7 +73,7 @@ def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_by
                 lora_bytes=config.adapters.lora_bytes,
                 max_lora_rank=config.adapters.max_lora_rank,
                 max_loras=config.adapters.max_loras,
-                elastic=config.engine.device_memory == "shared",
+                elastic=_shares_memory(config, device),
                 merge=config.adapters.merge == "on",
                 threads=config.engine_threads,
                 quantization=config.engine.quantization,
@@ -156,6 +157,11 @@ def _check_copies(config: WorkerConfig, runner: Backend, link_bytes_per_s: float
         raise ConfigError("an emulated link needs the compiled CPU kernels")
 
 
+def _shares_memory(config: WorkerConfig, device: str) -> bool:
+    """Whether KV blocks and adapters share memory. A GPU does so only on request: that path has not run on one yet."""
+    return config.engine.device_memory == "shared" or (config.engine.device_memory == "auto" and device == "cpu")
+
+
 def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device: str) -> int:
     block_bytes = kv_bytes_per_block(
         model, dtype=config.engine.dtype, block_size=config.kv.block_size, kv_cache_dtype=config.kv.kv_cache_dtype
@@ -173,8 +179,12 @@ def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device
     on_cpu = device == "cpu"
     free = free_host_bytes() if on_cpu else int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     left = free - weights - config.adapters.lora_bytes
-    if config.adapters.merge == "on" and not on_cpu:
-        left -= weights  # the most that a merged copy takes; on a CPU it borrows KV blocks
+    if not on_cpu and _shares_memory(config, device):
+        pages = pages_of(numbered(torch.device(device)))
+        assert pages is not None, "it is not a CPU"
+        left -= edge_bytes(model.num_layers, block_bytes, pages.page_bytes, spare_blocks=1)
+    elif config.adapters.merge == "on" and not on_cpu:
+        left -= weights  # the most that a merged copy takes; in shared memory it borrows KV blocks
     if left <= 0:
         raise ConfigError(
             f"--model: weights of {weights >> 20} MiB and --lora-memory-mib {config.adapters.lora_memory_mib}"

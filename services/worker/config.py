@@ -57,12 +57,12 @@ class WorkerEngineConfig(Config, frozen=True, kw_only=True):
         ),
     ] = ""
     device_memory: Annotated[
-        Literal["shared", "fixed"],
+        Literal["auto", "shared", "fixed"],
         Meta(
             description="division of device memory by --kv-memory-gib and --lora-memory-mib: shared (each may use what the"
-            " other does not need) or fixed; always fixed on a GPU"
+            " other does not need), fixed, or auto (shared on a CPU, fixed on a GPU)"
         ),
-    ] = "shared"
+    ] = "auto"
     enforce_eager: Annotated[bool, Meta(description="no CUDA graphs: launch every decode step kernel by kernel")] = False
     profile: Annotated[
         str,

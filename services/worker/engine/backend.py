@@ -59,7 +59,7 @@ class BackendOptions:
     merge: bool = False
     """An adapter may be merged into a copy of the weights (`Backend.merged`)."""
     elastic: bool = False
-    """KV blocks and adapters may share memory, where the device supports it (`Backend.elastic`)."""
+    """KV blocks and adapters share memory (`Backend.elastic`)."""
     link_bytes_per_s: float = 0.0
     """Emulated rate of adapter copies, 0 for none."""
     assist_cores: Sequence[int] = ()

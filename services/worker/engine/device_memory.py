@@ -10,6 +10,10 @@ import torch
 from motet.kernels import KvCache, LoraPool
 from motet.kernels.attention import kv_block_bytes
 from motet.kernels.device import numbered
+from motet.kernels.device.driver import DriverError
+from motet.kernels.device.virtual_memory import physical_pages
+from motet.kernels.memory import expect, reserved
+from motet.kernels.pages import PhysicalPages
 from motet.services.worker.engine.backend import BackendOptions
 from motet.services.worker.engine.loader import M, Makers, ModelWeights, load_weights, random_weights, resolve_dtype
 from motet.services.worker.engine.model_config import ModelConfig, read_model_config
@@ -27,19 +31,40 @@ class DeviceMemory:
     pool: LoraPool
     elastic: bool = False
     """Whether KV cache and adapter pool share the memory."""
+    pages: PhysicalPages | None = None
+    """What elastic memory of a device consists of; None on a CPU."""
 
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Between steps: copy blocks, (from, to) in order, then let the cache have so many and the pool so many bytes."""
+        """Between steps: copy blocks, (from, to) in order, then let the cache have so many and the pool so many bytes.
+
+        What shrinks comes first, so that both together never exceed the budget.
+        """
         with torch.inference_mode():
             self.cache.move(moves)
+            if kv_blocks < self.cache.blocks:
+                self.cache.resize(kv_blocks)
             self.pool.resize(lora_bytes)
-        self.cache.resize(kv_blocks)
+            self.cache.resize(kv_blocks)
+
+    def room(self, elements: int) -> torch.Tensor | None:
+        """Memory for a merged copy of the weights, of their type: from KV blocks that were lent where it is elastic. None on a
+        CPU, where the copy takes it matrix by matrix. Raises MemoryError when a GPU has no room."""
+        if self.pages is not None:
+            room = reserved((elements,), dtype=self.dtype, pages=self.pages)
+            expect(room)
+            return room
+        if self.device.type == "cpu":
+            return None
+        try:
+            return torch.empty(elements, dtype=self.dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"{elements * self.dtype.itemsize} bytes for merged weights") from error
 
 
 def reserve(options: BackendOptions, *, spare_blocks: int = 0, int8_kv: bool = False) -> DeviceMemory:
     """The cache has `spare_blocks` more than the engine knows of. `int8_kv`: the steps can have a cache of 8 bits.
 
-    Raises UnsupportedModel, and ConfigError when such a cache is asked for and cannot be had.
+    Raises UnsupportedModel, and ConfigError when such a cache, or memory that is shared, is asked for and cannot be had.
 
     Where the memory is elastic, cache and pool are each as large as both together, of which no more is used than is theirs.
     """
@@ -52,16 +77,21 @@ def reserve(options: BackendOptions, *, spare_blocks: int = 0, int8_kv: bool = F
             f" here (device {device}; see the warning above, or MOTET_KERNELS)"
         )
     block_bytes = kv_bytes_per_block(config, dtype=options.dtype, block_size=options.block_size, kv_cache_dtype=kv_cache_dtype)
-    both = options.kv_blocks * block_bytes + options.lora_bytes if options.elastic and device.type == "cpu" else 0
+    both = options.kv_blocks * block_bytes + options.lora_bytes if options.elastic else 0
+    pages = pages_of(device) if both else None
+    if pages is not None:
+        pages.prepare(both + edge_bytes(config.num_layers, block_bytes, pages.page_bytes, spare_blocks=spare_blocks))
     cache = KvCache(
         layers=config.num_layers,
-        blocks=options.kv_blocks + spare_blocks,
+        blocks=options.kv_blocks,
         block_size=options.block_size,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=torch.int8 if kv_cache_dtype == "int8" else dtype,
         device=device,
         capacity=both // block_bytes,
+        spare=spare_blocks,
+        pages=pages,
     )
     pool = LoraPool(
         config.projection_shapes(),
@@ -72,8 +102,23 @@ def reserve(options: BackendOptions, *, spare_blocks: int = 0, int8_kv: bool = F
         dtype=dtype,
         device=device,
         capacity=both,
+        pages=pages,
     )
-    return DeviceMemory(config, dtype, device, cache, pool, elastic=both > 0)
+    return DeviceMemory(config, dtype, device, cache, pool, elastic=both > 0, pages=pages)
+
+
+def pages_of(device: torch.device) -> PhysicalPages | None:
+    """For elastic memory of `device`; None on a CPU. Raises ConfigError where its driver cannot map memory."""
+    try:
+        return physical_pages(device)
+    except DriverError as error:
+        raise ConfigError(f"--device-memory shared: {error}; fixed needs no virtual memory of the driver") from None
+
+
+def edge_bytes(layers: int, block_bytes: int, page_bytes: int, *, spare_blocks: int) -> int:
+    """What elastic memory of a device needs beyond its budget, whatever the division: the spare blocks and the null block, and
+    pages of which a part is not used. Each layer's blocks begin and end within a page, the pool and a merged copy end so."""
+    return (spare_blocks + 1) * block_bytes + (2 * (layers + 1) + 2) * page_bytes
 
 
 def weights_of(options: BackendOptions, memory: DeviceMemory, makers: Makers[M]) -> ModelWeights[M]:

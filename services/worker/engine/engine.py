@@ -285,7 +285,7 @@ class Engine:
     def _schedule(self, now_s: float, stats: StepStats) -> StepPlan[LiveSequence]:
         plan = self._core.decide(now_s)
         if self._maker is not None:
-            self._maker.follow(plan, (*self._state.running, *self._state.waiting))
+            self._maker.drop(plan)
         for live in plan.preempted:
             self._leave(live)
             self._changed[live.request.request_id] = live.brief()
@@ -307,6 +307,8 @@ class Engine:
             self._move_adapters(plan, stats)
         elif self._core.boundary is not None:
             self._divide_memory()
+        if self._maker is not None:
+            self._maker.begin(plan, (*self._state.running, *self._state.waiting))
         stats.preempted = len(plan.preempted)
         stats.count(plan.decodes, plan.prefills)
         if plan.merged:

@@ -1,14 +1,14 @@
 """The torch model's merged copy: its matrices with one adapter merged into them, W + scale B A, made piece by piece.
 
-    merged = MergedModel(model, shapes, dropped=...)
+    merged = MergedModel(model, shapes, room=..., dropped=...)
     merged.begin(adapter)                       `adapter.packed` is a PackedLora
     while not merged.advance(enough): ...       pieces until `enough()`; True when the copy is whole
     merged.model.forward(...)                   a merged step, without LoRA
     merged.drop()                               its memory is free again; `dropped()` is called before
 
 The base matrices are not changed. Sums are float32 and rounded once. Matrices that the adapter does not change are shared with
-the base model. On a GPU `begin` takes the memory of the whole copy, so that a copy that does not fit is refused before any
-work; on a CPU each matrix is packed when it is complete.
+the base model. On a GPU `begin` takes the memory of the whole copy (`DeviceMemory.room`), so that a copy that does not fit is
+refused before any work; on a CPU each matrix takes its own.
 """
 
 from __future__ import annotations
@@ -30,18 +30,24 @@ PIECE = 1 << 18  # elements: about a millisecond on a core
 
 
 class MergedModel:
-    """The copy of one model. `shapes` is {module: (in, out)}; `dropped()` is called before its matrices go.
+    """The copy of one model. `shapes` is {module: (in, out)}; `room(elements)` gives memory for all its matrices, or None if
+    each takes its own; `dropped()` is called before they go.
 
     The thread that runs the steps calls it, between two steps.
     """
 
     def __init__(
-        self, model: Model, shapes: Mapping[str, tuple[int, int]], *, dropped: Callable[[], None] = lambda: None
+        self,
+        model: Model,
+        shapes: Mapping[str, tuple[int, int]],
+        *,
+        room: Callable[[int], torch.Tensor | None] = lambda _: None,
+        dropped: Callable[[], None] = lambda: None,
     ) -> None:
-        self._pristine, self._shapes, self._dropped = model.weights, shapes, dropped
+        self._pristine, self._shapes, self._take_room, self._dropped = model.weights, shapes, room, dropped
         self._device = model.weights.embed.device
         self._itemsize = model.weights.embed.dtype.itemsize
-        self._room = torch.empty(0)
+        self._room: torch.Tensor | None = None
         self._pieces: Iterator[None] = iter(())
         self.model = Model(model.config, replace(model.weights, layers=list(model.weights.layers)))
         """The model of a merged step, once the copy is complete."""
@@ -58,11 +64,7 @@ class MergedModel:
         """Make the copy of this adapter instead of the one that is here. Raises MemoryError when a GPU has no room."""
         self.drop()
         size = self.size(adapter)
-        if self._device.type != "cpu":
-            try:
-                self._room = torch.empty(size // self._itemsize, dtype=self._pristine.embed.dtype, device=self._device)
-            except torch.OutOfMemoryError as error:
-                raise MemoryError(f"{size} bytes for merged weights") from error
+        self._room = self._take_room(size // self._itemsize)
         self.nbytes = size
         self._pieces = self._make(adapter)
 
@@ -81,7 +83,7 @@ class MergedModel:
         if self.nbytes:
             self._dropped()
         self.model.weights.layers[:] = self._pristine.layers
-        self._pieces, self._room, self.whole, self.nbytes = iter(()), torch.empty(0), False, 0
+        self._pieces, self._room, self.whole, self.nbytes = iter(()), None, False, 0
 
     def _done(self) -> bool:
         """Wait for the piece: a device computes asynchronously, and `enough` measures time."""
@@ -99,7 +101,7 @@ class MergedModel:
             for group in self._changed(packed):
                 linear: Linear = getattr(layer, group)
                 weight = linear.weight()
-                if self._room.numel():
+                if self._room is not None:
                     merged = self._room[taken : taken + weight.numel()].view_as(weight)
                     taken += weight.numel()
                 else:

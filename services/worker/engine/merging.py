@@ -1,7 +1,7 @@
 """Makes the merged copy of the weights between the steps, as `policies.merged_copy` decides.
 
     plan.dropped ──> drop       its memory is freed before the boundary of KV blocks and adapters moves
-    plan.making  ──> begin      then a slice before every step, until it is complete
+    plan.making  ──> begin      after the boundary has moved; then a slice before every step, until it is complete
 
 A slice runs on the threads of the steps, between two steps. A separate thread would take a core from the threads of a step,
 which all wait for the slowest of them.
@@ -59,11 +59,14 @@ class CopyMaker:
         """Bytes of a copy with this adapter."""
         return self._weights.size(adapter)
 
-    def follow(self, plan: StepPlan[LiveSequence], sequences: Iterable[LiveSequence]) -> None:
-        """Carry out the plan's decision on the copy, before the boundary of memory moves."""
+    def drop(self, plan: StepPlan[LiveSequence]) -> None:
+        """Give up the copy if the plan says so, before the boundary of memory moves."""
         if plan.dropped:
             self._weights.drop()
             self._making = ""
+
+    def begin(self, plan: StepPlan[LiveSequence], sequences: Iterable[LiveSequence]) -> None:
+        """Begin or continue the plan's copy, after the boundary of memory has moved."""
         if plan.making and plan.making != self._making:
             weights = next(live.request.adapter for live in sequences if live.adapter == plan.making)
             assert weights is not None, "it has an adapter"

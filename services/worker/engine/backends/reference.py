@@ -64,7 +64,7 @@ def torch_runner(
     merged = None
     if options.merge:
         dropped = graphs.forget_merged if graphs is not None else lambda: None
-        merged = MergedModel(model, memory.config.projection_shapes(), dropped=dropped)
+        merged = MergedModel(model, memory.config.projection_shapes(), room=memory.room, dropped=dropped)
     steps = TorchSteps(
         model,
         memory.cache,

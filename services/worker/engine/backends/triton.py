@@ -18,13 +18,13 @@ _log = logger(__name__)
 
 
 def triton(options: BackendOptions) -> ModelRunner:
-    """The cache has one block more, the graphs' scratch block. Raises BackendMissing, ConfigError, UnsupportedModel."""
+    """The cache has a spare block, the graphs' scratch block. Raises BackendMissing, ConfigError, UnsupportedModel."""
     if torch.device(options.device).type != "cuda":
         raise BackendMissing(f"the model is on {options.device}")
     memory = reserve(options, spare_blocks=1)
     library = lora_library() if options.assist_cores else None
-
-    graphs = DecodeGraphs(memory.cache, memory.pool, scratch_block=options.kv_blocks) if options.graphs else None
+    scratch_block = memory.cache.null_block - 1  # the spare one
+    graphs = DecodeGraphs(memory.cache, memory.pool, scratch_block=scratch_block) if options.graphs else None
     memory.cache.library = agreeing_library(memory.cache, heads=memory.config.num_heads, windows=memory.config.windows)
     return torch_runner(options, memory, _streams(memory), library, graphs=graphs)
 
