@@ -38,7 +38,7 @@ DRIVER = r"""
 typedef unsigned long long u64;
 static char* base;
 static int file;
-static u64 next_address, limit = MOST, exists, mapped, most_mapped;
+static u64 next_address, limit = MOST, exists, mapped;
 static unsigned char live[MOST], behind_any[MOST], readable[PAGES];
 static int behind[PAGES];   /* physical page + 1 */
 static u64 reserved[PAGES]; /* bytes, of the first page of a range */
@@ -105,7 +105,7 @@ CUresult cuMemMap(CUdeviceptr at, size_t size, size_t offset, CUmemGenericAlloca
   if (mmap((void*)at, PAGE, PROT_NONE, MAP_SHARED | MAP_FIXED, file, (page - 1000) * PAGE) == MAP_FAILED)
     return CUDA_ERROR_UNKNOWN;
   behind[n] = page - 1000 + 1, behind_any[page - 1000] = 1;
-  if (++mapped > most_mapped) most_mapped = mapped;
+  ++mapped;
   return CUDA_SUCCESS;
 }
 CUresult cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDesc* to, size_t count) {
@@ -139,8 +139,8 @@ CUresult cuGetErrorString(CUresult error, const char** text) {
   *text = error == CUDA_ERROR_INVALID_VALUE ? "invalid argument" : "out of memory";
   return CUDA_SUCCESS;
 }
-u64 count(int what) { return what == 0 ? exists : what == 1 ? mapped : most_mapped; }
-void allow(u64 pages) { limit = pages, most_mapped = mapped; }
+u64 count(int what) { return what ? mapped : exists; }
+void allow(u64 pages) { limit = pages; }
 """
 
 
@@ -162,10 +162,14 @@ def driver_library() -> Path:
 
 
 class HostPages(CudaPages):
-    """The binding as it is, on this driver. Its one device is the fourth, and all work is done when a call returns."""
+    """The binding as it is, on a driver of its own. Its one device is the fourth, and all work is done when a call returns.
+
+    The driver's state is that of its file, which is copied into a directory under `directory`.
+    """
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(torch.device("cuda", 3), shutil.copy(driver_library(), directory / "libcuda.so.1"))
+        own = tempfile.mkdtemp(dir=directory)
+        super().__init__(torch.device("cuda", 3), shutil.copy(driver_library(), own))
         self._count = self._library["count"]
         self._count.restype = ctypes.c_uint64
         self.waits = 0
@@ -180,13 +184,8 @@ class HostPages(CudaPages):
         """Pages behind addresses."""
         return int(self._count(1))
 
-    @property
-    def most_mapped(self) -> int:
-        """Since `allow`."""
-        return int(self._count(2))
-
     def allow(self, pages: int) -> None:
-        """The device has so many pages, and no more are ever created."""
+        """From now on the device has so many physical pages."""
         self._library["allow"](ctypes.c_uint64(pages))
 
     def synchronize(self) -> None:
@@ -201,5 +200,5 @@ class HostPages(CudaPages):
 
 
 def host_pages(directory: Path) -> PhysicalPages:
-    """Physical pages of a device of their own; `directory` is for its driver, whose state is that of its file."""
+    """Physical pages of a device of their own."""
     return PhysicalPages(HostPages(directory))

@@ -22,7 +22,16 @@ class Stage:
 
 def _limits(lines: Sequence[Line]) -> Figures:
     every = {key: value for line in lines for key, value in line.items()}
-    names = ("read_gb_s", "bf16_tflop_s", "node_us", "triton_node_us", "word_us", "round_trip_us_p50")
+    names = (
+        "read_gb_s",
+        "bf16_tflop_s",
+        "node_us",
+        "triton_node_us",
+        "word_us",
+        "round_trip_us_p50",
+        "page_map_us",
+        "page_unmap_us",
+    )
     return {name: _rounded(every.get(name)) for name in names}
 
 

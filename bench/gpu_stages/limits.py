@@ -1,4 +1,5 @@
-"""Stage 1: limits of the machine: links, bandwidth, the cost of a launch and of waiting for numbers in host memory."""
+"""Stage 1: limits of the machine: links, bandwidth, the cost of a launch, of waiting for numbers in host memory, and of moving
+physical pages from one range of addresses to another."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import mmap
 import os
 import statistics
 import subprocess
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter_ns
 
@@ -17,12 +19,15 @@ import triton.language as tl
 
 from bench.gpu_stages.bed import Bed, timed_s
 from bench.gpu_stages.results import Line, Point
+from motet.kernels.device.virtual_memory import physical_pages
+from motet.kernels.memory import expect, give_back, reserved
 
 ATTRIBUTES = {  # CUdevice_attribute
     "multiprocessors": 16,
     "copy_engines": 40,
     "host_pointers_are_the_devices": 91,
     "stream_memory_operations_64_bit": 122,
+    "virtual_memory": 102,
     "l2_bytes": 38,
 }
 MIB = 1 << 20
@@ -48,6 +53,7 @@ class Limits:
             Point("link", self._link),
             Point("launches", self._launches),
             Point("registration", self._registration),
+            Point("pages", self._pages),
         ]
 
     def _machine(self) -> Line:
@@ -174,3 +180,45 @@ class Limits:
             found[f"{size / MIB:g}"] = (perf_counter_ns() - began_ns) / 1e6
             streams.memory.forget(at)
         return {"register_ms": found}
+
+    def _pages(self) -> Line:
+        """Microseconds per page that is created, mapped again elsewhere, and unmapped, in runs of pages and alone.
+
+        `moved_bytes`: free memory that pages of the same number cost on their way to another place: none. `left_bytes`: what
+        is missing when all is over; the driver may keep some.
+        """
+        pages, count = physical_pages(self._bed.device), self._bed.pick(512, 4)
+        size = pages.page_bytes if pages is not None else mmap.PAGESIZE
+        at_first = self._free_bytes()
+        memory = reserved(((2 * count + 1) * size,), dtype=torch.uint8, pages=pages)  # the first page is always there
+        one, other = memory[size:].split(count * size)
+        create_us = self._us(partial(expect, one)) / count
+        one.fill_(1)
+        before = self._free_bytes()
+        unmap_us = self._us(partial(give_back, one)) / count
+        map_us = self._us(partial(expect, other)) / count
+        zero = bool(other.eq(0).all()) if pages is not None else True
+        moved = before - self._free_bytes()
+        alone = [(self._us(partial(give_back, part)), self._us(partial(expect, part))) for part in other.split(size)]
+        unmap_one_us, map_one_us = (statistics.median(times) for times in zip(*alone, strict=True))
+        del memory, one, other, alone, pages
+        return {
+            "page_bytes": size,
+            "page_create_us": create_us,
+            "page_map_us": map_us,
+            "page_unmap_us": unmap_us,
+            "page_map_alone_us": map_one_us,
+            "page_unmap_alone_us": unmap_one_us,
+            "moved_bytes": moved,
+            "left_bytes": at_first - self._free_bytes(),
+            "good": zero and moved == 0,
+        }
+
+    def _us(self, work: Callable[[], object]) -> float:
+        """Of one call, until the device is done with it."""
+        self._bed.synchronize()
+        return 1e6 * timed_s(lambda: (work(), self._bed.synchronize()), 1)
+
+    def _free_bytes(self) -> int:
+        self._bed.release()
+        return 0 if self._bed.dry else torch.cuda.mem_get_info(self._bed.device)[0]

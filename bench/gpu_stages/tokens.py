@@ -1,7 +1,8 @@
 """Stage 2, second half: the tokens of the whole engine on the device equal those of transformers and PEFT.
 
 The demo model in fp32 with its adapters, all in one batch: with graphs and without, preempted, resumed, while adapters are
-added and removed, while they are being copied. In bf16 its logits are as near to fp32's as those of transformers in bf16.
+added and removed, while they are being copied, and while the boundary between KV blocks and adapters moves. In bf16 its logits
+are as near to fp32's as those of transformers in bf16.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import random
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -65,6 +67,7 @@ class Tokens:
             "no graphs": {"graphs": False},
             "preempted": {"kv_blocks": self._bed.pick(60, 10)},
             "adapters come and go": {"max_loras": 3, "small": True},
+            "shared memory": {"kv_blocks": self._bed.pick(60, 10), "small": True, "elastic": True},
             "continued": {"resume": True},
             "layer-wise": {"cold": "layerwise"},
             "assisted": {"cold": "assist", "assist": True},
@@ -96,11 +99,14 @@ class Tokens:
         resume: bool = False,
         cold: Forced = "blocking",
         assist: bool = False,
+        elastic: bool = False,
     ) -> Line:
         wanted = self._wanted
         lora_bytes = 1 << 20 if small else 32 << 20
-        runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, link=cold != "blocking", assist=assist, graphs=graphs)
-        recorded = _graphs(self._bed, runner, kv_blocks) if graphs else None
+        options = {"link": cold != "blocking", "assist": assist, "graphs": graphs, "elastic": elastic}
+        runner = _runner(self._bed, kv_blocks, lora_bytes, max_loras, **options)
+        recorded = _graphs(self._bed, runner) if graphs else None
+        blocks = _Divisions(runner).blocks
         limits = EngineLimits(max_running=64, max_step_tokens=256, block_size=BLOCK, kv_blocks=kv_blocks, max_loras=max_loras)
         engine = Engine(runner, limits, cold_start=cold)
         try:
@@ -114,10 +120,10 @@ class Tokens:
         different, ties = _differences(wanted, outputs)
         line: Line = {"requests": len(wanted), "tokens": sum(map(len, outputs)), "different": different, "near_ties": ties}
         line |= {"graphs": len(recorded._captured) if recorded is not None else 0, "preempted": preempted, "cold_starts": modes}
-        line |= {"by_processes": rows.by_processes, "repaired": rows.repaired}
+        line |= {"by_processes": rows.by_processes, "repaired": rows.repaired, "divisions": len(blocks)}
         met = (
             (not graphs or cold != "blocking" or line["graphs"])
-            and (kv_blocks == 400 or preempted)
+            and (len(blocks) > 1 if elastic else kv_blocks == 400 or preempted)
             and (not assist or rows.by_processes)
         )
         return line | {"good": bool(met and not different)}
@@ -127,7 +133,7 @@ class Tokens:
         bed, wanted = self._bed, self._wanted
         theirs = _Oracle(self._names, torch.bfloat16, bed.device)
         runner = _runner(bed, 400, 32 << 20, 20, dtype="bfloat16")
-        _graphs(bed, runner, 400)
+        _graphs(bed, runner)
         slots = {name: slot for slot, name in enumerate(self._names)}
         for name, slot in slots.items():
             runner.load_adapter(slot, _host(name, runner))
@@ -201,6 +207,19 @@ class _Repeated(DecodeGraphs):
         return buffers, _Replay(buffers, logits), logits
 
 
+class _Divisions:
+    """Numbers of KV blocks that a runner's memory is divided into from now on."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.blocks: set[int] = set()
+        self._divide = runner.divide
+        runner.divide = self._noted  # type: ignore[method-assign]
+
+    def _noted(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
+        self.blocks.add(kv_blocks)
+        self._divide(kv_blocks, lora_bytes, moves)
+
+
 @dataclass(frozen=True, slots=True)
 class _Replay:
     buffers: DecodeBuffers
@@ -233,10 +252,10 @@ def _runner(
     return runner
 
 
-def _graphs(bed: Bed, runner: ModelRunner, kv_blocks: int) -> DecodeGraphs:
+def _graphs(bed: Bed, runner: ModelRunner) -> DecodeGraphs:
     steps: Any = runner.steps
     if bed.dry:
-        steps._graphs = _Repeated(runner, kv_blocks)
+        steps._graphs = _Repeated(runner, runner.memory.cache.null_block - 1)
     graphs: DecodeGraphs = steps._graphs
     return graphs
 

@@ -160,8 +160,8 @@ class AdaptersConfig(Config, frozen=True, kw_only=True):
         Literal["off", "on"],
         Meta(
             description="on: merge the adapter of most requests into a copy of the weights, made between the steps in free KV"
-            " memory. Other requests pause while it is merged. Not with quantized weights; on a CPU only with --device-memory"
-            " shared"
+            " memory. Other requests pause while it is merged. Not with quantized weights; on a CPU not with --device-memory"
+            " fixed"
         ),
     ] = "off"
     adapter_cache_dir: Annotated[

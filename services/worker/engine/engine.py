@@ -284,6 +284,7 @@ class Engine:
 
     def _schedule(self, now_s: float, stats: StepStats) -> StepPlan[LiveSequence]:
         plan = self._core.decide(now_s)
+        sequences = (*self._state.running, *self._state.waiting) if self._maker is not None else ()
         if self._maker is not None:
             self._maker.drop(plan)
         for live in plan.preempted:
@@ -308,7 +309,7 @@ class Engine:
         elif self._core.boundary is not None:
             self._divide_memory()
         if self._maker is not None:
-            self._maker.begin(plan, (*self._state.running, *self._state.waiting))
+            self._maker.begin(plan, sequences)
         stats.preempted = len(plan.preempted)
         stats.count(plan.decodes, plan.prefills)
         if plan.merged:

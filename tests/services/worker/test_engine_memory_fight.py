@@ -10,7 +10,7 @@ import dataclasses
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 
@@ -70,12 +70,14 @@ def burst(draw: random.Random, bed: Bed) -> list[EngineRequest]:
     return found
 
 
-def tight_engine(draw: random.Random, bed: Bed, eviction: EvictionName, queues: QueuesName) -> Engine:
+def tight_engine(
+    draw: random.Random, bed: Bed, eviction: EvictionName, queues: QueuesName, *, kernels: Literal["cpu", "reference"] = "cpu"
+) -> Engine:
     """An engine with room for little more than one long sequence and one large adapter."""
     return make_engine(
         bed.model_dir,
         runner=ModelRunner,
-        runner_options={"elastic": True, "kernels": "cpu", "link_bytes_per_s": draw.choice(LINK_BYTES_PER_S)},
+        runner_options={"elastic": True, "kernels": kernels, "link_bytes_per_s": draw.choice(LINK_BYTES_PER_S)},
         kv_blocks=LONGEST_BLOCKS + draw.randrange(8),
         lora_bytes=int(bed.largest_bytes * draw.uniform(1.0, 1.5)),
         max_running=draw.randint(2, 12),

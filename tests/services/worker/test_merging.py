@@ -197,6 +197,7 @@ class Repeated(DecodeGraphs):
 
     def _capture(self, bucket: Any, adapted: bool, batch: StepBatch, model: Model) -> Any:
         buffers = DecodeBuffers(bucket, model, self._cache, self._pool, self._scratch_block, adapted=adapted)
+        buffers.fill(batch)
         logits = buffers.run()
         return buffers, SimpleNamespace(replay=lambda: logits.copy_(buffers.run())), logits
 
