@@ -216,8 +216,13 @@ class Limits:
 
     def _us(self, work: Callable[[], object]) -> float:
         """Of one call, until the device is done with it."""
+
+        def whole() -> None:
+            work()
+            self._bed.synchronize()
+
         self._bed.synchronize()
-        return 1e6 * timed_s(lambda: (work(), self._bed.synchronize()), 1)
+        return 1e6 * timed_s(whole, 1)
 
     def _free_bytes(self) -> int:
         self._bed.release()
