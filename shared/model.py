@@ -89,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class EmbeddingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What embedding a request is for. `dimensions`: its length, where the model can shorten it; None for the model's own."""
+    """Parameters of an embedding. `dimensions`: its length, where the model can shorten it; None for the model's own."""
 
     dimensions: int | None = None
 
@@ -122,13 +122,13 @@ EVERY_WORKER = "*"
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """The workers that keep an adapter loaded: their ids, or EVERY_WORKER alone. Older pins come first where room is short."""
+    """The workers that keep an adapter loaded: their ids, or EVERY_WORKER alone. If memory is short, older pins come first."""
 
     workers: tuple[str, ...]
     since_unix_ms: int
 
     def covers(self, worker_id: str) -> bool:
-        """Whether this worker is one of them."""
+        """Whether the pin applies to this worker."""
         return worker_id in self.workers or EVERY_WORKER in self.workers
 
 
@@ -207,7 +207,7 @@ _Rows = Annotated[int, Meta(ge=1)]
 
 
 class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step's time from what it reads and computes (`policies.step_fit`), in milliseconds."""
+    """The time of a step, in milliseconds, from what the step reads and computes (`policies.step_fit`)."""
 
     rows: Annotated[tuple[_Rows, ...], Meta(min_length=2)]  # ascending
     pass_ms: Annotated[tuple[_Ms, ...], Meta(min_length=2)]  # all rows of a step through the weights, at each of `rows`
@@ -257,10 +257,10 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_blocks_most(self) -> int:
-        """KV blocks that there are while no adapter is on the device."""
+        """The number of KV blocks while no adapter is on the device."""
         return self.kv_blocks_total + (self.adapter_bytes_total // self.kv_block_bytes if self.kv_block_bytes else 0)
 
     @property
     def adapter_bytes_most(self) -> int:
-        """Bytes for adapters while there is no KV block."""
+        """Bytes for adapters while there are no KV blocks."""
         return self.adapter_bytes_total + self.kv_blocks_total * self.kv_block_bytes
