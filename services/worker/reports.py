@@ -15,7 +15,10 @@ from motet.shared.errors import Unavailable
 
 
 class StateReporter:
-    """Call `touch` after changing `view`. Sends nothing while NATS is away; the next snapshot contains everything."""
+    """Sends the worker's state. Call `touch` after changing `view`.
+
+    Nothing is sent while NATS is away; the next snapshot contains everything.
+    """
 
     def __init__(self, bus: Bus, view: WorkerView, times: StepTimes) -> None:
         self.view = view
