@@ -15,7 +15,7 @@ PIN_SHARE = 2
 
 
 def within(pinned: Iterable[AdapterRef], limits: WorkerLimits) -> dict[str, AdapterRef]:
-    """The pinned adapters that fit, by digest, tried in the order given. One that is too large is passed over."""
+    """The pinned adapters that fit, by digest, tried in the given order. One that is too large is skipped."""
     kept: dict[str, AdapterRef] = {}
     left = limits.pin_bytes
     for ref in pinned:

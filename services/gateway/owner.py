@@ -289,8 +289,7 @@ class Owner:
             self._bus.spawn(self._place_again(stream, 0.0))
 
     def _set_back(self, stream: Stream, error: MotetError, worker_id: str) -> None:
-        """The worker lives but cannot serve the request now, e.g. because the object store is away: try another one, or later.
-        """
+        """Try another worker, or later: the present one lives but cannot serve, e.g. because the object store is away."""
         now = now_s()
         stream.set_back_s = stream.set_back_s or now
         if now - stream.set_back_s > (RESUME_PATIENCE_S if stream.tokens else SET_BACK_S):

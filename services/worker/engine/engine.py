@@ -343,8 +343,7 @@ class Engine:
         return drawn
 
     def _weigh_modes(self, copy: MergedCopy, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
-        """Report a step to the merge policy: its duration, to estimate the gain of merging, and its requests, for the credits.
-        """
+        """Report a step to the merge policy: its duration for the gain of merging, its requests for the credits."""
         stats.time_ms = 1000 * self._step_s
         copy.observe(stats)
         assert self._core.modes is not None, "an engine with a merged copy chooses between modes"

@@ -192,8 +192,7 @@ def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _rope(config: Mapping[str, Any], max_len: int) -> RopeConfig:
-    """The rotary embedding, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (earlier versions).
-    """
+    """The rotary embedding, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise UnsupportedModel(f"rope_parameters is {parameters!r}: an object is expected")
