@@ -193,8 +193,7 @@ class Score(_Ranked):
 
 @dataclass(eq=False)
 class Gdsf(_Ranked):
-    """Greedy Dual Size Frequency: uses * cost / bytes, plus the value of the last evicted adapter at the time of the last use.
-    """
+    """Greedy Dual Size Frequency: uses * cost / bytes, plus the value of the last evicted adapter at the last use."""
 
     cost: Cost = lambda digest, size_bytes: 1.0
     _age: float = 0.0

@@ -5,9 +5,9 @@
         └──────────────── drop: KV blocks are short, or the adapter is gone ─┴──────────────────────────────────┘
 
 `policies.merge_decision` says which adapter should be merged. Where a copy has to be made first, steps run unmerged until it is
-whole; from then on both modes are one step away. The copy is a cache: it takes KV blocks without users, leaves a quarter of the KV
-share free, and gives all blocks back as soon as a sequence finds none. Where KV cache and adapters have
-fixed regions, as on a GPU, it takes memory that neither has.
+whole; from then on both modes are one step away. The copy is a cache: it takes KV blocks without users, leaves a quarter of the
+KV share free, and gives all blocks back as soon as a sequence finds none. Where KV cache and adapters have fixed regions, as on
+a GPU, it takes memory that neither has.
 """
 
 from __future__ import annotations

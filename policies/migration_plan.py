@@ -257,7 +257,7 @@ class _Model:
             method="highs",
         )
         others = [load.time_ms(config) for at, load in enumerate(self.loads) if at not in workers]
-        if found.x is None:  # numerical trouble: everybody stays
+        if found.x is None:  # numerical trouble: no request moves
             stay = np.zeros((len(rows), width))
             stay[:, 0] = 1.0
             return stay, 0.0
