@@ -58,5 +58,5 @@ def _seconds(value_ms: float | None) -> float | None:
 
 
 def cell(value: float | None, form: str) -> str:
-    """A number as it is written, or a dash for none."""
+    """A number as text, or a dash for None."""
     return "-" if value is None else format(value, form)
