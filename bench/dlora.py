@@ -80,7 +80,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Bench:
-    """Runs cases side by side."""
+    """Runs cases side by side and keeps their outcomes."""
 
     def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
         self.pool, self.quick, self.watch = pool, bool(args.quick), args.watch
@@ -99,7 +99,7 @@ class Bench:
         return replace(self.base, system=SYSTEMS[name], **more)
 
     def run(self, **cases: Case) -> dict[str, Outcome]:
-        """The outcomes of some cases."""
+        """The outcomes of these cases."""
         runs = {name: self.pool.submit(measure, case) for name, case in cases.items()}
         return {name: run.result() for name, run in runs.items()}
 
@@ -175,7 +175,7 @@ def _alone(bench: Bench) -> dict[str, Any]:
     )
 
     def best(measure: str, name: str, *, more: bool) -> float:
-        """dLoRA over a rival at the skew that is best for dLoRA, as the paper's "up to"."""
+        """dLoRA compared with a rival, at the skew that is best for dLoRA, as in the paper's "up to"."""
         pairs = [(one[measure][name], one[measure]["dlora"]) for one in found.values()]
         return round(max(own / other if more else other / own for other, own in pairs), 3)
 
@@ -204,7 +204,7 @@ def _alone(bench: Bench) -> dict[str, Any]:
 
 
 def _together(bench: Bench, workers: int, adapters: int, size: str) -> dict[str, Any]:
-    """Waits by system and load. The figures are of the load at which dLoRA gains most, as the paper's "up to"."""
+    """Waits by system and load. The figures are those of the load at which dLoRA gains most, as in the paper's "up to"."""
     more: dict[str, Any] = {"workers": workers, "adapters": adapters, "skew": 10}
     if size == "large":
         more["seconds"] = min(bench.base.seconds, LARGE_S)
@@ -283,7 +283,7 @@ def _stretched(bench: Bench) -> dict[str, Any]:
 
 
 def _tune(bench: Bench) -> None:
-    """Average latencies on the tuning minutes, by constants."""
+    """Average latencies by constants, on the minutes reserved for tuning."""
     tuning: dict[str, Any] = {"first_minute": TUNING, "seed": 0}
     merges = {
         f"lowest {lowest:g}, starving +{gap:g}, relief {relief:g}, drain {drain:g}": System(
