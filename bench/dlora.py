@@ -62,7 +62,11 @@ TOGETHER = (
     "by mode",
     "motet's dispatch",
     "motet's dispatch, moves",
+    "perfect balance",
+    "perfect balance, no LoRA",
 )
+LIMIT = "perfect balance, no LoRA"
+"""What no dispatch, moves or merging can go below."""
 LOADS = {"small": (2.5, 3.0, 3.5), "large": (3.0, 3.5)}  # requests per second of a worker
 SCALES, STRETCHED_LOAD = (0.5, 1.0, 1.5, 2.0), 2.0
 LARGE = (32, 128)  # workers, adapters
@@ -234,6 +238,8 @@ def _together(bench: Bench, workers: int, adapters: int, size: str) -> dict[str,
         f"queueing_vs_proactive{suffix}": most("proactive-only", "queue_ms"),
         f"latency_vs_rr{suffix}": most("round-robin", "latency_ms"),
         f"latency_vs_proactive{suffix}": most("proactive-only", "latency_ms"),
+        f"latency_vs_rr_limit{suffix}": most("round-robin", "latency_ms", over=LIMIT),
+        f"latency_vs_proactive_limit{suffix}": most("proactive-only", "latency_ms", over=LIMIT),
         f"rr_vs_rr_with_moves{suffix}": most("round-robin", "queue_ms", over="round-robin, moves"),
         f"overhead{suffix}": round(max(at["dlora, moves"].overhead for at in kept), 5),
         f"by_load{suffix}": {
@@ -267,7 +273,7 @@ def _waits(one: Outcome) -> list[object]:
 def _stretched(bench: Bench) -> dict[str, Any]:
     """Average latency by the length of requests, at one rate (the paper's Fig. 11b)."""
     workers, adapters = (4, 8) if bench.quick else SMALL
-    names = ("dlora, moves", "round-robin", "proactive-only")
+    names = ("dlora, moves", "round-robin", "proactive-only", LIMIT)
     rows: list[list[object]] = []
     found: dict[str, Any] = {}
     for scale in (1.0,) if bench.quick else SCALES:

@@ -2,9 +2,10 @@
 
 Two worker processes with the same model and adapters, one of them with `--merge on`, take turns; the other one sleeps.
 
-    gap       short laps of 32 requests at once, in turn: without LoRA, of one adapter unmerged, of one adapter merged (whole
-              copy). A lap counts with the median time from one decoding step of all 32 to the next, and each round of three
-              laps with the speeds of the modes over that without LoRA, so that a machine that gets slower changes neither.
+    gap       short laps of 32 requests at once, in turn: of one adapter unmerged, of one adapter merged (whole copy), and
+              without LoRA on either worker. A lap counts with the median time from one decoding step of all 32 to the next,
+              and each round of four laps with the modes' speeds over that without LoRA of the same worker, so that neither
+              a machine that gets slower nor two processes whose memory lies differently change them.
               gap_recovered = (merged - unmerged) / (without LoRA - unmerged), medians of the rounds
     copy      32 streams of two adapters decode; those of the second one end, and a copy for the first one is made beside the
               steps and takes over. worst_itl_ratio = the longest gap between two tokens of a stream from the first slice to
@@ -46,7 +47,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
 LAP_TOKENS = 48
 COPY_TOKENS = 300  # of the streams beside which a copy is made
 RANK, ADAPTERS = 32, 4
-ROUNDS, COPIES, PHASES, PHASE_S = 12, 3, 2, 20.0
+ROUNDS, COPIES, PHASES, PHASE_S = 24, 3, 4, 20.0
 LEAST_STEPS = 5  # of a lap that decode for all seats in the lap's mode
 DOMINANT = 0.9  # of the requests of a phase
 WARM_LAPS = 12
@@ -69,7 +70,7 @@ class Size:
     phase_s: float = PHASE_S
 
 
-SIZES = {"M": Size(prompt_tokens=16, output_tokens=32, lap_tokens=24, copy_tokens=160, rounds=8, copies=1)}
+SIZES = {"M": Size(prompt_tokens=16, output_tokens=32, lap_tokens=24, copy_tokens=160, rounds=8, copies=1, phases=2)}
 """Of models whose steps are long; the whole bench has ten minutes."""
 QUICK = Size(output_tokens=16, lap_tokens=24, copy_tokens=200, rounds=1, copies=1, phases=2, phase_s=2.0)
 
@@ -156,7 +157,12 @@ async def _gap(rig: Rig) -> dict[str, Any]:
         await _lap(rig, rig.merging, one["merged"])
         if merges := rig.merging.steps()[-1].merged:
             break
-    ways = [("base", rig.plain, None), ("unmerged", rig.plain, one["unmerged"]), ("merged", rig.merging, one["merged"])]
+    ways = [
+        ("base", rig.plain, None),
+        ("unmerged", rig.plain, one["unmerged"]),
+        ("merged", rig.merging, one["merged"]),
+        ("base, merging", rig.merging, None),
+    ]
     for _, worker, adapter in ways[:2]:
         await _lap(rig, worker, adapter)
     rounds: list[dict[str, float]] = []
@@ -166,10 +172,12 @@ async def _gap(rig: Rig) -> dict[str, Any]:
             seen = await _lap(rig, worker, adapter)
             rounds[-1][name] = _decode_ms([step for step in seen if step.merged == (merges and name == "merged")])
         ways.append(ways.pop(0))
-    unmerged, merged = ([one["base"] / one[name] for one in rounds] for name in ("unmerged", "merged"))
+    unmerged = [one["base"] / one["unmerged"] for one in rounds]
+    merged = [one["base, merging"] / one["merged"] for one in rounds]
     gap = 1.0 - statistics.median(unmerged)
     return {
         "decode_ms": {name: round(statistics.median(one[name] for one in rounds), 3) for name, _, _ in ways},
+        "rounds": len(rounds),
         "unmerged_vs_base": round(1.0 - gap, 4),
         "merged_vs_base": round(statistics.median(merged), 4),
         "merged_vs_base_quartiles": [round(float(np.quantile(merged, q)), 4) for q in (0.25, 0.75)],
@@ -255,6 +263,7 @@ async def _mixed(rig: Rig) -> dict[str, Any]:
     tokens: dict[str, list[float]] = {name: [] for name, _ in rig.both}
     longest: dict[str, list[float]] = {name: [] for name, _ in rig.both}
     merged_steps = steps = 0
+    copying_s = 0.0
     for phase in rig.watch.rounds(size.phases, "phases", at_least=2):
         for name, worker in rig.both if phase % 2 else rig.both[::-1]:
             draw, adapters = random.Random(phase), rig.adapters[name]
@@ -274,12 +283,14 @@ async def _mixed(rig: Rig) -> dict[str, Any]:
             if name == "merged":
                 ran = worker.steps()[before:]
                 merged_steps, steps = merged_steps + sum(step.merged for step in ran), steps + len(ran)
+                copying_s += sum(step.merge_s for step in ran)
         _say(f"phase {phase}: { ({name: round(rates[-1], 1) for name, rates in tokens.items()}) } tokens/s")
     ratios = [a / max(b, 1.0) for a, b in zip(tokens["merged"], tokens["unmerged"], strict=True)]
     return {
         "mixed_vs_unmerged": round(sum(tokens["merged"]) / max(1.0, sum(tokens["unmerged"])), 3),
         "mixed_by_phase": [round(ratio, 3) for ratio in ratios],
         "mixed_merged_share": round(merged_steps / max(1, steps), 3),
+        "mixed_copying_share": round(copying_s / (len(ratios) * size.phase_s), 4),
         "longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 1.0)), 1) for name, gaps in longest.items()},
         "p90_longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 0.9)), 1) for name, gaps in longest.items()},
     }
