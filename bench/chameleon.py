@@ -66,11 +66,11 @@ POLICIES = {
 }
 OURS = ("motet", "motet, put off")
 SAME_MEMORY = ("lru", "fair-share", "gdsf")
-"""They do what "chameleon, no scheduler" does where all adapters fit, so their breaking loads are not searched."""
+"""Systems that behave like "chameleon, no scheduler" where all adapters fit, so their breaking loads are not searched."""
 SEARCH_S = 200.0
-"""Time left below which the breaking loads are left out."""
+"""The breaking loads are left out when less time than this is left."""
 FREE = "copies that take no time"
-"""No cache and no prefetch can do better with the same queue."""
+"""The variant without the time of copies. No cache and no prefetch can do better with the same queue."""
 FUTURE, POPULARITY_KNOWN = "future known", "popularity known"
 NO_COPY_MS = 1e-3
 EVICTIONS: tuple[EvictionName, ...] = ("none", "lru", "fair-share", "score", "gdsf", "next-use")

@@ -80,7 +80,7 @@ class Policy:
     prefetch: int = PREFETCH
     foresight: bool = False
     knows: Literal["", "future", "popularity"] = ""
-    """What evictions know, in place of `eviction` (`informed`)."""
+    """The facts that `informed` evicts by; it replaces `eviction`."""
 
 
 @dataclass(frozen=True, kw_only=True)

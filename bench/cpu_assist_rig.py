@@ -35,7 +35,7 @@ WAYS: dict[str, Forced] = {
     "assist": "assist",
     "auto": "auto",
 }
-"""What is measured, and the engine's `--cold-start` for it. Cached ones have their adapters before the clock starts."""
+"""The ways to start, and the engine's `--cold-start` for each. Cached requests have their adapters before the clock starts."""
 FILES = 4  # different adapters of one rank; the engine knows each under as many digests as it wants
 WARM_PROMPTS = (16, 64, 256, 512)
 IDLE_S = 0.001

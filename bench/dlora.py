@@ -50,9 +50,9 @@ GUESSES = {
     "ours, unmerged": 4.1,
     "ours, merging": 4.2,
 }
-"""Where the search for the rate of the objective begins, requests/s."""
+"""The rate in requests/s at which the search for the rate of the objective begins."""
 ALIKE = ("unmerged-only, einsum", "no LoRA", "ours, unmerged")
-"""The same at every skew: whose request it is changes nothing."""
+"""Systems whose result does not depend on the skew, because it does not matter which adapter a request is for."""
 RIVALS = ("merged-only", "unmerged-only, einsum")
 TOGETHER = (
     "dlora, moves",
@@ -66,7 +66,7 @@ TOGETHER = (
     "perfect balance, no LoRA",
 )
 LIMIT = "perfect balance, no LoRA"
-"""What no dispatch, moves or merging can go below."""
+"""The system whose latency no dispatch, moves or merging can fall below."""
 LOADS = {"small": (2.5, 3.0, 3.5), "large": (3.0, 3.5)}  # requests per second of a worker
 SCALES, STRETCHED_LOAD = (0.5, 1.0, 1.5, 2.0), 2.0
 LARGE = (32, 128)  # workers, adapters

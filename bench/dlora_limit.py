@@ -55,13 +55,13 @@ class Grouping:
         attention_ms = self._tokens * context_token_ms * float(held.mean())
         self.saved_ms = lora * (own_ms - attention_ms)
         self.unmerged_ms = own_ms + self.saved_ms
-        """What a request takes of the worker's time, all its steps unmerged."""
+        """The worker's time that a request takes if all its steps are unmerged."""
         steps = EVERY * np.arange(50)
         stay = left > steps[:, None]
         shrink_ms = perf.decode_base_ms * EVERY * np.cumsum(1.0 - stay.mean(axis=1))
         again_ms = self.batch * (stay * (held + steps[:, None])).mean(axis=1) * perf.prefill_token_ms
         self.change_ms = float((shrink_ms + again_ms).min())
-        """What the cheapest change from one adapter to another takes."""
+        """The time of the cheapest change from one adapter to another."""
 
     def saved(self, rates: Floats, waiting: float, changes: float) -> float:
         """The largest share of the worker's time that merging saves, with `waiting` waiting requests.

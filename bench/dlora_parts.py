@@ -79,9 +79,9 @@ MERGE = MergeConfig(
     relief=8.0,
     drain=0.5,
 )
-"""Of a worker alone, where the average latency counts and requests may wait for minutes."""
+"""Constants for a worker alone, where the average latency counts and requests may wait for minutes."""
 FAIR = MergeConfig()
-"""Of the clusters, where the wait before the first token counts."""
+"""Constants for clusters, where the wait before the first token counts."""
 PLAN = RebalanceConfig(wait_ms=50.0)
 
 
@@ -138,7 +138,7 @@ class Case:
 
     @property
     def simulated(self) -> int:
-        """Workers of the twin."""
+        """The number of workers that the twin simulates."""
         return 1 if self.system.pooled else self.workers
 
 
@@ -307,8 +307,11 @@ def build(case: Case) -> Cluster:
 
 
 def _pool(spec: WorkerSpec, case: Case) -> WorkerSpec:
-    """One worker with the memory of all, whose step computes the requests of all in the time that each of them takes for an
-    equal share: what dispatch and moves would reach if every worker always had the same work and nothing took time."""
+    """One worker with the memory of all workers. Its step computes the requests of all in the time that each needs for an equal
+    share.
+
+    It bounds what dispatch and moves could reach: every worker always has the same work, and nothing else takes time.
+    """
     count, perf = case.workers, spec.perf
     each = msgspec.structs.replace(
         perf, prefill_token_ms=perf.prefill_token_ms / count, decode_row_ms=perf.decode_row_ms / count

@@ -30,7 +30,7 @@ class Limits:
     bytes_per_s: float
     flops_per_s: float
     bytes_beside: int = 2
-    """Whole numbers of 8 bits in a vector for each number that it multiplies at `flops_per_s`: two for bfloat16, four where
+    """How many 8-bit integers a vector holds for each number that it multiplies at `flops_per_s`: two for bfloat16, four where
     bfloat16 is multiplied as float32."""
 
     def better(self, other: Limits) -> Limits:

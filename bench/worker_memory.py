@@ -77,7 +77,7 @@ STREAMS, STREAM_TOKENS, COLDS, COLD_EVERY_S, COLD_TOKENS = 4, 200, 10, 0.2, 2
 QUICK_STREAM_TOKENS = 400  # of a smaller model
 STALL_MODEL = "SM"
 PRESSED = (0.7, 0.95)
-"""Shares of the time for which the link is busy: below them a load is light, above them the rival is drowned."""
+"""Limits for the link's busy share of the time. Below the first the load is light, above the second the rival is overloaded."""
 
 
 @dataclass(slots=True)

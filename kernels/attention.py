@@ -26,7 +26,7 @@ from motet.kernels.library_attention import Library
 from motet.kernels.memory import expect, give_back, lazy_zeros
 
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
-"""How much context decoding sequences gather at a time, per layer: on a CPU what its L2 cache holds."""
+"""How much context decoding sequences gather at a time, per layer. On a CPU it is what the L2 cache holds."""
 
 
 def kv_block_bytes(*, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -39,7 +39,7 @@ class AdapterSlots:
         self.bytes_total = bytes_total
         self.bytes_free = bytes_total
         self.reuse: Reuse | None = None
-        """Counts what becomes of idle adapters, if set."""
+        """If set, it counts whether idle adapters are used again or evicted."""
         self.clock = 0
         """The time of `reuse`: admissions so far, set by the owner."""
         self._residents: dict[str, _Resident] = {}
@@ -47,7 +47,7 @@ class AdapterSlots:
         self.waited: Callable[[], Collection[str]] = tuple
         """Returns the adapters that waiting requests need; these are evicted after the others."""
         self.pinned: Collection[str] = ()
-        """They leave after all others, and no prefetch takes their room."""
+        """Pinned adapters. They are evicted after all others, and no prefetch takes their room."""
         self._idle = 0  # adapters without users
         self.idle_bytes = 0
         """Bytes of the adapters without users."""

@@ -90,7 +90,7 @@ class HostTier(Generic[H]):
         self.host_bytes, self.disk_bytes = host_bytes, disk_bytes
         self.eviction: Eviction = make_eviction(eviction, self.reload_s)
         self.pinned: set[str] = set()
-        """They leave both after all others."""
+        """Pinned adapters. Both tiers evict them after all others."""
         self._copies: dict[str, _Copy] = {}
         self._files: OrderedDict[str, int] = OrderedDict(files)  # digest -> bytes, least recently loaded first
         self._loads: dict[str, _Loading[H]] = {}

@@ -66,7 +66,7 @@ class KvBlocks:
         self.block_size, self.block_bytes = block_size, block_bytes
         self.prefix_cache = prefix_cache
         self.reuse: Reuse | None = None
-        """Counts what becomes of idle blocks, if set."""
+        """If set, it counts whether idle blocks are used again or evicted."""
         self.clock = 0
         """The time of `reuse`: admissions so far, set by the owner."""
         self._users = [0] * self.capacity

@@ -23,11 +23,11 @@ from motet.policies.perf_model import MIB, prefill_ms
 from motet.shared.model import PerfModel, WorkerLimits
 
 SURE = 0.7
-"""Blocks travel when this share of the prefill that they save is enough time for it."""
+"""Blocks travel when fetching them takes less than this share of the prefill that they save."""
 SMALL_BYTES = 64 << 10
 """A transfer up to this size measures the latency, a larger one the rate."""
 RECENT = 0.3
-"""Weight of one transfer in what is known of the link."""
+"""Weight of the latest transfer in the estimate of the link."""
 
 
 class Travel(msgspec.Struct, frozen=True):

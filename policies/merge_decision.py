@@ -41,7 +41,7 @@ MAX_KNOWN = 4096
 """Credits are kept for this many adapters; beyond, those without a request here are forgotten, the oldest first."""
 FOREVER = 1 << 30
 ROUNDING = 1e-9
-"""Of the credits at the start: differences below are none."""
+"""Smaller differences of credits than this share of the initial credits count as none."""
 
 
 class Mode(NamedTuple):

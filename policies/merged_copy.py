@@ -40,17 +40,18 @@ MERGE = MergeConfig(
 far below that however long merging has won. A switch costs nothing once the copy is whole. With these credits a lone request
 rests for some 40 steps before it is served first, and for half a second at most where steps are long."""
 NOTHING_KNOWN = MergeCosts(switch_ms=0.0, step_ms=0.0, row_ms=0.0, lora=0.0)
-"""Before the first step."""
+"""The costs before the first step."""
 START_MS_PER_MIB = 1.0
 """Assumed time of making a copy until one has been made."""
 PRIOR_LORA = 0.25
-"""What LoRA is expected to cost before merged and unmerged steps have been compared, of what the start values say. They hold
-for batches of any ranks and may be far off for one adapter; too little only delays the first merge."""
+"""Expected cost of LoRA before merged and unmerged steps have been compared, as a share of the start values' cost. The start
+values hold for batches of any ranks and may be far off for one adapter; a value that is too small only delays the first
+merge."""
 SHAPE = 2e-5
 """Weight of the start values' proportions (`OnlineFit.SHAPE`). It is small, because batches do not look alike here: the same
 requests run with LoRA and without."""
 EVERY = 4
-"""Steps from one that is weighed to the next; the fit would be a noticeable part of a small model's step."""
+"""One in this many steps is weighed, because the fit would be a noticeable part of a small model's step."""
 
 
 class Lender(Protocol):

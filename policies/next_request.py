@@ -18,11 +18,11 @@ from operator import add
 
 MEMORIES = (1, 4, 16)
 LEAST_ROOM = 16
-"""A smaller room counts as this one, else the shortest memory would be of a few requests."""
+"""A smaller room counts as this one, because the shortest memory would otherwise cover only a few requests."""
 FADE = 0.98
-"""What a request's share counts for the trust, with every later request."""
+"""Factor on the weight of a request's share in the trust, per later request."""
 UNKNOWN = 1e-4
-"""The share that an adapter without a count is taken to have when trust is computed."""
+"""The assumed share of an adapter without a count, for the trust."""
 LOG_UNKNOWN = log(UNKNOWN)
 LARGEST = 1e200
 """Counts grow instead of fading, and are scaled down when a request counts this much."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from motet.shared.model import AdapterRef, WorkerLimits
 
 PIN_SHARE = 2
-"""One of so many slots, and bytes, of a worker may be pinned."""
+"""One in this many slots, and bytes, of a worker may be pinned."""
 
 
 def within(pinned: Iterable[AdapterRef], limits: WorkerLimits) -> dict[str, AdapterRef]:

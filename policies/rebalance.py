@@ -29,7 +29,7 @@ from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
 EVEN = 0.5
 """Workers are uneven when the shortest wait is below this share of the longest."""
 NO_MEMORY: Mapping[str, float] = {}
-"""Adapters take none of the KV tokens here; what another copy costs is the plan's `eta_ms`."""
+"""Adapters take no KV tokens in this plan; the cost of another copy is the plan's `eta_ms`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

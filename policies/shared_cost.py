@@ -62,7 +62,7 @@ NEAR = 0.005
 """Workers whose cost is within this share of the best count as equally good."""
 YOUNG, YOUNG_STEPS = 0.5, 10.0
 _HALF, _ONE, _LASTING, _YOUNG, _YOUNG_STEPS, _INF = map(np.array, (0.5, 1.0, LASTING, YOUNG, YOUNG_STEPS, inf))
-"""As arrays, with which numpy computes in half the time that it takes with Python's numbers."""
+"""Constants as arrays: with them numpy computes in half the time that it takes with Python's numbers."""
 
 
 def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:

@@ -27,7 +27,7 @@ class StepTimes:
         self._decode = OnlineFit([start.decode_base_ms, start.decode_row_ms, start.decode_lora_ms])
         self._prefill = OnlineFit([start.prefill_base_ms, start.prefill_token_ms, start.prefill_lora_ms])
         self.link = LinkTimes()
-        """From other workers to this one; the worker tells it what it measures."""
+        """The link from other workers to this one. The worker reports its measurements to it."""
         self.drift = {"decode": 0.0, "prefill": 0.0}
         """How much longer recent steps take than the start values say, as a share; negative when they are shorter."""
 

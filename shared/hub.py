@@ -10,7 +10,7 @@ from motet.shared.config import ConfigError
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """What a checkpoint may consist of: configs, weights, tokenizer files and the chat template."""
 NOT_FETCHED = ("consolidated*", "original/*")
-"""The same weights once more, in a layout of their vendor."""
+"""Files that contain the same weights again, in a vendor's layout."""
 
 
 def resolve_model(path_or_hub_id: str, files: Sequence[str] = MODEL_FILES) -> Path:

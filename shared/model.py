@@ -12,13 +12,13 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """The linear layers an adapter may target, in the order in which a layer runs them."""
 
 ADAPTER_NAME = re.compile(r"(?!.*/pin\Z)[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
-"""`/v1/adapters/<name>/pin` is the pin of an adapter, so no name ends like that."""
+"""The pattern of adapter names. `/v1/adapters/<name>/pin` is the pin of an adapter, so no name ends like that."""
 ADAPTER_NAME_CHARS = 128
 ADAPTER_NAME_RULE = (
     f"letters, digits, '_' and '-', single '.' and '/' between them, at most {ADAPTER_NAME_CHARS} characters, and no '/pin' at"
     " the end"
 )
-"""The same for people."""
+"""The pattern in words, for error messages."""
 
 Tier = Literal["device", "host", "disk"]
 Phase = Literal["loading", "waiting", "running"]
@@ -246,11 +246,11 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     pin_slots: int = 0
     """Adapters that may be pinned here."""
     pin_bytes: int = 0
-    """The bytes that they may have together."""
+    """The bytes that pinned adapters may have together."""
     capabilities: tuple[str, ...] = ()
     """The words of `Capability` that its engine has. Receivers ignore words that they do not know."""
     kv_format: str = ""
-    """What the bytes of its KV blocks depend on, besides their content. Workers with the same one can take over each other's
+    """A digest of what the bytes of KV blocks depend on besides their content. Workers with the same digest can exchange KV
     blocks; "" for an engine that cannot."""
     kv_token_bytes: int = 0
     """KV bytes of one token, where blocks can be taken over."""

@@ -45,7 +45,7 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], float | None], str], ...] = (
     ("starved adapters", lambda f: f["starvation"]["starved_adapters"], ",.0f"),
     ("preemptions", lambda f: f["preemptions"], ",.0f"),
 )
-"""What a table of results shows: name, where it is in a summary, how it is written."""
+"""The rows of a table of results: name, place in the summary, format."""
 
 
 def table_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:

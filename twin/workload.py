@@ -22,7 +22,7 @@ from motet.twin.events import PS_PER_S
 
 _AT_ONCE = 4096  # requests made of columns
 BASE = AdapterRef(name="", digest="", rank=0, size_bytes=0)
-"""What requests without an adapter name."""
+"""The reference that requests without an adapter have."""
 MAX_CV = 30.0  # beyond that nearly all requests come at the same few instants
 
 Floats = NDArray[np.float64]

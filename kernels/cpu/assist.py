@@ -24,10 +24,10 @@ from motet.kernels.cpu.library import TYPES, Assist, CpuEngine, Loading, address
 from motet.kernels.pool import GROUPS, LoraPool, PackedLora
 
 MAX_SLICES = 16
-"""Of one channel in one step; src/channel.h has room for no more."""
+"""Largest number of slices of one channel in one step; src/channel.h has room for no more."""
 
 STATES = ("alive", "late", "died", "unreadable")
-"""Of a channel; all but the first are for good."""
+"""The states of a channel. All but the first are final."""
 
 
 class HostMemory(Protocol):

@@ -28,7 +28,7 @@ from motet.kernels.cpu.merging import MergedWeights
 from motet.kernels.pool import LoraPool
 
 MAX_HEADS_PER_KV_HEAD = 128
-"""What the attention kernel has room for."""
+"""The largest number that the attention kernel has room for."""
 
 Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

@@ -29,7 +29,7 @@ INTEGERS = {"int8": 3, "int4": 4}
 """Integer weights: with one scale per output, or per output and 32 inputs."""
 
 KV_TYPES = TYPES | {torch.int8: INTEGERS["int8"]}
-"""Of a KV cache; int8 has scales beside its values."""
+"""Types of a KV cache; int8 has scales beside its values."""
 
 I4_SHIFTED, I8_GROUPED = 5, 6
 """4 and 8 bits with a scale and a zero point per output and 32 inputs, as some checkpoints have them."""
@@ -41,7 +41,7 @@ MAX_FAN_IN = 1 << 16
 """Largest number of inputs of an integer matrix, whose 8-bit products are added in 32 bits."""
 
 MAX_RANK = 1024
-"""Of an adapter; what the compiled kernels have room for."""
+"""The largest rank of an adapter that the compiled kernels have room for."""
 
 
 class Matrix(Structure):

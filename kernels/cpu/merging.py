@@ -49,7 +49,7 @@ class MergedWeights:
         self._memory: tuple[int, int] | None = None  # address, bytes
         self._pieces: Iterator[None] = iter(())
         self.layers = type(layers)()
-        """What a merged step computes with."""
+        """The layers of a merged step."""
         self.whole = False
 
     def __del__(self) -> None:

@@ -32,7 +32,7 @@ FILE_BYTES_MAX = 4 << 20
 MINUTE_S = 60.0
 CONCURRENT_RETRY_S = 1.0
 NEARLY_FULL, ABOVE_MEAN = 0.75, 1.25
-"""Beyond this share of `max_inflight`, a tenant with this many times the mean of requests per weight gets nothing new."""
+"""Above this share of `max_inflight`, a tenant with this many times the mean of requests per weight gets no new request."""
 
 REFUSED = Counter(
     "motet_tenant_refusals",

@@ -20,7 +20,7 @@ MEANINGS: dict[str, str] = {
     "embeddings": "embeddings",
     "images": "images",
 }
-"""Capabilities, for people."""
+"""Descriptions of the capabilities for error messages."""
 RETRY_S = 1.0
 """Retry-After for clients while no worker is there."""
 

@@ -50,7 +50,7 @@ class AdapterFiles:
         self._hashed: dict[str, Stamp] = {}
         found = [(path.name.removesuffix(SUFFIX), path.stat()) for path in self._dir.glob("*" + SUFFIX)]
         self.found = [(digest, stat.st_size) for digest, stat in sorted(found, key=lambda item: item[1].st_atime_ns)]
-        """What the directory held at the start, as (digest, bytes), least recently used first."""
+        """The files in the directory at the start, as (digest, bytes), least recently used first."""
 
     def path(self, digest: str) -> Path:
         """The path of the adapter's file.

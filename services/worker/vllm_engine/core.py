@@ -67,12 +67,12 @@ class Core:
     vocab_size: int
     eos_token_ids: frozenset[int]
     reader: ImageReader | None
-    """For prompts with images, where the model takes them."""
+    """The reader of images, for a model that takes images; else None."""
     takes_seeds: bool
     """vLLM 0.32 on a CPU crashes on a request with a seed whose prompt takes more than one step (`Generator.set_offset`)."""
     adapter_prefix: str = ""
-    """What vLLM's names of the text model's layers begin with: "model.", or more in a model that takes images; known after
-    `warm`. "" for a model without layers that our adapters change, such as BERT."""
+    """The beginning of vLLM's names of the text model's layers: "model.", or more in a model that takes images. It is known
+    after `warm`. "" for a model without layers that our adapters change, such as BERT."""
 
     @property
     def pools(self) -> bool:

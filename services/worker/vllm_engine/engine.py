@@ -66,13 +66,13 @@ VLLM = Capabilities(
     serves=frozenset({"structured", "prompt_logprobs"}),
 )
 POOLING = replace(VLLM, logprobs=False, serves=frozenset({"embeddings"}))
-"""With a pooling model (`--runner pooling`)."""
+"""The capabilities of a pooling model (`--runner pooling`)."""
 AHEAD = 2
 """Requests in vLLM's queue beyond the sequences that it runs: a seat that becomes free is taken in the next step."""
 RESTARTS = 3
-"""Cores in a row that do not start before the worker is told that the engine has failed for good."""
+"""After this many cores in a row that do not start, the engine is reported as failed for good."""
 DEATHS = 8
-"""The same for cores in a row that die without a token: then not a single request kills them."""
+"""After this many cores in a row that die without a token, too: then the deaths are not caused by a single request."""
 STOP_S = 2.0
 
 
@@ -104,7 +104,7 @@ class VllmEngine:
     _since_s: float | None = None
 
     kv = None
-    """Its blocks are in vLLM's own process."""
+    """None: vLLM's blocks are in its own process."""
 
     def __post_init__(self) -> None:
         self._adapters = CoreAdapters(self._spawn, self._was_read)
