@@ -205,7 +205,7 @@ def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
     blocks are alike.
     """
     size = kv.block_size
-    bookings: list[tuple[int, tuple[int, float, int], int, S]] = []  # (step, turn, tokens computed by then, who)
+    bookings: list[tuple[int, tuple[int, float, int], int, S]] = []  # (step, turn, tokens computed by then, sequence)
     for seq in plan.decodes:
         start, end = seq.computed, seq.computed + steps
         grows = range(len(seq.blocks) * size, end, size)

@@ -476,7 +476,7 @@ class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     kind: str
     location: str
     replace: bool = False
-    tenant: str = ""  # who alone may see and use it; "" is shared by all
+    tenant: str = ""  # the only tenant that may see and use it; "" is shared by all
     actor: str = ""  # who asked, for the audit log: an API key's id
     v: int = VERSION
 

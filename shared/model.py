@@ -144,7 +144,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     alias_of: str | None = None
     updated_unix_ms: int
     hold: str = ""  # the registry's own: this entry's claim on the version's blob
-    tenant: str = ""  # who alone may see and use it; "" is shared by all
+    tenant: str = ""  # the only tenant that may see and use it; "" is shared by all
     source: str = ""  # where this name's content came from; a version's is where its content was first seen, by whomever
     pin: Pin | None = None  # of the name: it goes on to the name's next version
 

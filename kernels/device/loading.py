@@ -130,7 +130,7 @@ class DeviceLoader(Sources):
 
         Any thread may call it.
         """
-        for slot in slots:  # at once: who holds the lock may wait for a stream that waits for this word
+        for slot in slots:  # at once: the thread that holds the lock may wait for a stream that waits for this word
             self._pool.loaded_layers[slot] = self._pool.layers
         with self._changed:
             for load in (self._current, *self._queue):

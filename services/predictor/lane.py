@@ -59,7 +59,7 @@ class ProxyLane:
     @classmethod
     def load(cls, directory: str) -> ProxyLane:
         """The model that `motet predictor train` wrote to a directory. Raises ConfigError."""
-        from motet.services.predictor.proxy import Proxy  # torch: only who asks for it pays for it
+        from motet.services.predictor.proxy import Proxy  # imports torch, which is needed here only
 
         model = Proxy.load(Path(directory))
         return cls(model, model.facts.levels, model.facts.trained_on)
