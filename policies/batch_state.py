@@ -242,6 +242,7 @@ def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:
 
 
 def preempt(state: AdmissionState[S], seq: S, plan: StepPlan[S]) -> None:
+    """Free the blocks and the slot of a running sequence, and let it wait again."""
     state.running.remove(seq)
     _give_back(state, seq)
     wait(state, seq)
@@ -257,6 +258,7 @@ def _give_back(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> No
 
 
 def give_back_slot(state: AdmissionState[S], seq: S) -> None:
+    """Release the sequence's adapter slot, if it holds one."""
     if seq.slot >= 0:
         state.adapters.release(seq.adapter)
         seq.slot = -1
@@ -280,6 +282,7 @@ def publish_full_blocks(kv: KvBlocks, seq: Sequence, end: int) -> None:
 
 
 def extend_keys(kv: KvBlocks, seq: Sequence, full: int) -> None:
+    """Compute the keys of the sequence's first `full` blocks, as far as they are missing."""
     keys = seq.keys
     while len(keys) < full:
         start = len(keys) * kv.block_size

@@ -51,9 +51,11 @@ class Copy:
 
     @property
     def whole_ms(self) -> float:
+        """Time until the copy is complete."""
         return self.arrives_ms(self.layers - 1)
 
     def arrives_ms(self, layer: int) -> float:
+        """Time until this layer (from 0) is on the device; 0 if it is there."""
         return max(0.0, self.queue_ms + (layer + 1 - self.loaded) * self.each_ms) if layer >= self.loaded else 0.0
 
     def stall_ms(self, base_ms: float) -> float:

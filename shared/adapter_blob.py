@@ -82,6 +82,7 @@ class BlobIndex(msgspec.Struct, frozen=True):
 
     @property
     def adapted_layers(self) -> int:
+        """The number of layers in which the adapter changes a module."""
         return sum(any(part.ranks[layer] for part in self.parts) for layer in range(self.layers))
 
 

@@ -53,6 +53,8 @@ class GroupWork:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
+    """The rows of a step grouped by adapter, and the work of each projection group."""
+
     rows: np.ndarray  # int32
     groups: np.ndarray  # int32 [G, 2]
     parts: dict[str, GroupWork]

@@ -30,6 +30,7 @@ class StateReporter:
         self._bus.spawn(self._run())
 
     def touch(self) -> None:
+        """Send a delta soon if the view has changed."""
         if self.view.changed:
             self._dirty.set()
 

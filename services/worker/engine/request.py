@@ -101,7 +101,7 @@ class CopyStats:
 
 @dataclass(slots=True)
 class MergeStats:
-    """What one step of an engine with merging did about merging."""
+    """Statistics of merging in one step, from an engine that can merge adapters."""
 
     merged: str  # digest of the one that was, "" for none
     switched: bool  # another one, or none, than in the step before
