@@ -42,7 +42,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Make room: free the copy in host memory, or delete the file, or both."""
+    """Make room: free the copy in host memory (`tier` "host"), or delete the file ("disk")."""
 
     digest: str
     tier: Literal["host", "disk"]
