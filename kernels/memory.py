@@ -21,9 +21,9 @@ from motet.kernels.pages import PagedRange, PhysicalPages
 
 
 def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """`torch.zeros`; on a CPU a mapping of its own, in huge pages where the system has them, of which no page is taken yet.
+    """`torch.zeros`. On a CPU it is a mapping of its own, in huge pages where possible, whose pages are allocated when used.
 
-    Huge pages matter: adapters are read from all over their arena, and every page of 4 KiB is an address translation.
+    Huge pages matter because adapters are read from all over their arena, and every page of 4 KiB needs an address translation.
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -47,10 +47,12 @@ def reserved(shape: Sequence[int], *, dtype: torch.dtype, pages: PhysicalPages |
 
 
 def give_back(memory: torch.Tensor) -> None:
-    """The content of `memory` is no longer needed: a contiguous part of a tensor of `reserved`, or of `lazy_zeros` on a CPU.
+    """Give back the whole pages of `memory`, a contiguous part of a tensor of `reserved`, or of `lazy_zeros` on a CPU.
 
-    Its whole pages go back. When they are touched again on a CPU, small ones come, so that a huge page does not bring its
-    neighbours back as well, until `expect` says otherwise.
+    The content is lost.
+
+    On a CPU, when the pages are used again, small ones are allocated, so that a huge page does not bring its neighbours back as
+    well; `expect` allows huge pages again.
     """
     if (paged := _range_of(memory)) is not None:
         paged[0].give_back(*paged[1:])
@@ -60,8 +62,11 @@ def give_back(memory: torch.Tensor) -> None:
 
 
 def expect(memory: torch.Tensor) -> None:
-    """`memory` will be filled: a part of `reserved` that was not expected before, or was given back. On a CPU huge pages come
-    where the system has them. On a device raises MemoryError, and changes nothing, when it has not enough pages."""
+    """Announce that `memory` will be filled: a part of `reserved` that was not expected before, or was given back.
+
+    On a CPU huge pages are used where the system has them. On a device it raises MemoryError, and changes nothing, when there
+    are not enough pages.
+    """
     if (paged := _range_of(memory)) is not None:
         paged[0].expect(*paged[1:])
     elif hasattr(mmap, "MADV_HUGEPAGE"):
@@ -90,7 +95,7 @@ def _small_pages(memory: torch.Tensor) -> None:
 
 
 def _advise(memory: torch.Tensor, advice: int) -> None:
-    """Of the pages that lie in it altogether. A system that does not follow the advice spends more memory."""
+    """Advise the system about all pages that lie completely in `memory`. If it does not follow, only memory is wasted."""
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < end:

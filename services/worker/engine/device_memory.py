@@ -35,9 +35,9 @@ class DeviceMemory:
     """What elastic memory of a device consists of; None on a CPU."""
 
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Between steps: copy blocks, (from, to) in order, then let the cache have so many and the pool so many bytes.
+        """Divide the memory anew between KV cache and adapter pool, after copying blocks, (from, to) in order.
 
-        What shrinks comes first, so that both together never exceed the budget.
+        Call it between steps. What shrinks comes first, so that both together never exceed the budget.
         """
         with torch.inference_mode():
             self.cache.move(moves)
@@ -62,11 +62,11 @@ class DeviceMemory:
 
 
 def reserve(options: BackendOptions, *, spare_blocks: int = 0, int8_kv: bool = False) -> DeviceMemory:
-    """The cache has `spare_blocks` more than the engine knows of. `int8_kv`: the steps can have a cache of 8 bits.
+    """Make the KV cache and the adapter pool. The cache gets `spare_blocks` more than the engine knows of.
 
-    Raises UnsupportedModel, and ConfigError when such a cache, or memory that is shared, is asked for and cannot be had.
-
-    Where the memory is elastic, cache and pool are each as large as both together, of which no more is used than is theirs.
+    `int8_kv`: the steps support a cache of 8 bits. Raises UnsupportedModel, and ConfigError when a cache or shared memory is
+    asked for that is not supported. Where the memory is elastic, cache and pool are each reserved at the
+    size of both together, and each uses only its part.
     """
     config = read_model_config(options.model_dir)
     dtype, device = resolve_dtype(options.dtype, config), numbered(torch.device(options.device))
@@ -122,7 +122,7 @@ def edge_bytes(layers: int, block_bytes: int, page_bytes: int, *, spare_blocks: 
 
 
 def weights_of(options: BackendOptions, memory: DeviceMemory, makers: Makers[M]) -> ModelWeights[M]:
-    """The checkpoint's weights, or random ones, in the memory's type on its device. Raises UnsupportedModel."""
+    """The checkpoint's weights, or random ones, in the memory's type and on its device. Raises UnsupportedModel."""
     if options.load_format == "dummy":
         return random_weights(memory.config, memory.dtype, memory.device, makers)
     return load_weights(options.model_dir, memory.config, memory.dtype, memory.device, makers)
