@@ -54,6 +54,8 @@ GUESSES = {
 ALIKE = ("unmerged-only, einsum", "no LoRA", "ours, unmerged")
 """The same at every skew: whose request it is changes nothing."""
 RIVALS = ("merged-only", "unmerged-only, einsum")
+PERFECT, FREE = "perfect balance", "perfect balance, no LoRA"
+"""What dispatch and moves cannot go below without merging, and what nothing can."""
 TOGETHER = (
     "dlora, moves",
     "round-robin",
@@ -62,8 +64,11 @@ TOGETHER = (
     "by mode",
     "motet's dispatch",
     "motet's dispatch, moves",
+    PERFECT,
+    FREE,
 )
 LOADS = {"small": (2.5, 3.0, 3.5), "large": (3.0, 3.5)}  # requests per second of a worker
+LONG_S, LONG_LOADS = 1200.0, (2.5, 3.0)
 SCALES, STRETCHED_LOAD = (0.5, 1.0, 1.5, 2.0), 2.0
 LARGE = (32, 128)  # workers, adapters
 SMALL = (8, 32)
@@ -115,6 +120,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         figures |= _together(bench, *SMALL, "small")
         figures |= _together(bench, *((4, 8) if args.quick else LARGE), "large")
         figures["stretched"] = _stretched(bench)
+        figures["long"] = _long(bench)
     return {
         **figures,
         "recorded_workload": args.data is not None,
@@ -234,6 +240,8 @@ def _together(bench: Bench, workers: int, adapters: int, size: str) -> dict[str,
         f"queueing_vs_proactive{suffix}": most("proactive-only", "queue_ms"),
         f"latency_vs_rr{suffix}": most("round-robin", "latency_ms"),
         f"latency_vs_proactive{suffix}": most("proactive-only", "latency_ms"),
+        f"latency_vs_rr_limit{suffix}": most("round-robin", "latency_ms", over=PERFECT),
+        f"latency_vs_proactive_limit{suffix}": most("proactive-only", "latency_ms", over=PERFECT),
         f"rr_vs_rr_with_moves{suffix}": most("round-robin", "queue_ms", over="round-robin, moves"),
         f"overhead{suffix}": round(max(at["dlora, moves"].overhead for at in kept), 5),
         f"by_load{suffix}": {
@@ -267,7 +275,7 @@ def _waits(one: Outcome) -> list[object]:
 def _stretched(bench: Bench) -> dict[str, Any]:
     """Average latency by the length of requests, at one rate (the paper's Fig. 11b)."""
     workers, adapters = (4, 8) if bench.quick else SMALL
-    names = ("dlora, moves", "round-robin", "proactive-only")
+    names = ("dlora, moves", "round-robin", "proactive-only", PERFECT, FREE)
     rows: list[list[object]] = []
     found: dict[str, Any] = {}
     for scale in (1.0,) if bench.quick else SCALES:
@@ -276,6 +284,24 @@ def _stretched(bench: Bench) -> dict[str, Any]:
         found[str(scale)] = {name: round(one.latency_ms, 1) for name, one in at.items()}
         rows.append([f"{scale:g} x", *[one.latency_ms for one in at.values()]])
     print(report.table(f"{workers} workers: average latency by length, ms per token", ("lengths", *names), rows), flush=True)
+    return found
+
+
+def _long(bench: Bench) -> dict[str, Any]:
+    """Average latency where the queue of an overloaded worker has time to grow."""
+    workers, adapters = (4, 8) if bench.quick else SMALL
+    names = ("dlora, moves", "round-robin", "proactive-only", "motet's dispatch", PERFECT, FREE)
+    seconds = bench.base.seconds if bench.quick else LONG_S
+    more: dict[str, Any] = {"workers": workers, "adapters": adapters, "skew": 10, "seconds": seconds}
+    found: dict[str, Any] = {}
+    for each in LONG_LOADS[: 1 if bench.quick else None]:
+        at = bench.run(**{name: bench.case(name, rate=each * workers, **more) for name in names})
+        found[str(each)] = {name: round(one.latency_ms, 1) for name, one in at.items()}
+    rows = [[f"{float(each) * workers:g} requests/s", *one.values()] for each, one in found.items()]
+    print(
+        report.table(f"{workers} workers, {seconds / 60:g} minutes: average latency, ms per token", ("", *names), rows),
+        flush=True,
+    )
     return found
 
 

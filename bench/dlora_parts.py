@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -88,13 +89,14 @@ PLAN = RebalanceConfig(wait_ms=50.0)
 class System:
     """What a cluster does. `lora`: what LoRA adds to a step; `merge`: None never, "always", or thresholds; `dispatch`: a policy
     of the scheduler, "turn" (round-robin over the workers with the adapter) or "mode" (pending time, and `REST_MS` more where
-    another adapter is merged); `balance`: requests move."""
+    another adapter is merged); `balance`: requests move; `pooled`: one worker with the memory and speed of all (`_pool`)."""
 
     lora: float = EINSUM
     merge: MergeConfig | str | None = None
     turn: int = 300
     dispatch: str = "least-pending"
     balance: RebalanceConfig | None = None
+    pooled: bool = False
 
 
 SYSTEMS = {
@@ -111,6 +113,8 @@ SYSTEMS = {
     "by mode": System(merge=FAIR, dispatch="mode", balance=PLAN),
     "motet's dispatch": System(merge=FAIR, dispatch="motet"),
     "motet's dispatch, moves": System(merge=FAIR, dispatch="motet", balance=RebalanceConfig()),
+    "perfect balance": System(pooled=True),
+    "perfect balance, no LoRA": System(lora=0.0, pooled=True),
 }
 
 
@@ -128,6 +132,11 @@ class Case:
     scale: float = 1.0  # of all lengths
     seed: int = 0
     data: Path | None = None
+
+    @property
+    def simulated(self) -> int:
+        """Workers of the twin."""
+        return 1 if self.system.pooled else self.workers
 
 
 @dataclass(frozen=True)
@@ -251,8 +260,9 @@ def preloaded(case: Case) -> dict[str, tuple[str, ...]]:
     """Adapters on the device at the start, by the hour before the window."""
     before = _by_adapter(case.data, case.adapters, case.skew, max(1, case.first_minute - 60), 60).sum(axis=1)
     names = [f"adapter-{index:05d}" for index in range(case.adapters)]
-    room = Room(free_bytes=KV_TOKENS << 19, slots=48)
-    rooms = {f"worker-{index:04d}": room for index in range(case.workers)}
+    count, pooled = case.simulated, case.workers // case.simulated
+    room = Room(free_bytes=pooled * (KV_TOKENS << 19), slots=pooled * 48)
+    rooms = {f"worker-{index:04d}": room for index in range(count)}
     return preload(dict(zip(names, before.tolist(), strict=True)), dict.fromkeys(names, ADAPTER_BYTES), rooms)
 
 
@@ -273,12 +283,14 @@ def build(case: Case) -> Cluster:
         max_loras=64,
         merging=merging,
     )
+    if system.pooled:
+        spec = _pool(spec, case)
     by_mode = ByMode()
     own: dict[str, Choose] = {"turn": InTurn(), "mode": by_mode, "least-pending": least_pending}
     choose: str | Choose = own.get(system.dispatch, system.dispatch)
     cluster = Cluster(
         workload(case),
-        [spec] * case.workers,
+        [spec] * case.simulated,
         SchedulerSpec(policy=choose, admission="room"),
         balance=BalanceSpec(config=system.balance, clock_s=time.perf_counter)
         if system.balance is not None and case.workers > 1
@@ -287,6 +299,25 @@ def build(case: Case) -> Cluster:
     )
     by_mode.workers = {worker.worker_id: worker for worker in cluster.workers}
     return cluster
+
+
+def _pool(spec: WorkerSpec, case: Case) -> WorkerSpec:
+    """One worker with the memory of all, whose step computes the requests of all in the time that each of them takes for an
+    equal share: what dispatch and moves would reach if every worker always had the same work and nothing took time."""
+    count, perf = case.workers, spec.perf
+    each = msgspec.structs.replace(
+        perf, prefill_token_ms=perf.prefill_token_ms / count, decode_row_ms=perf.decode_row_ms / count
+    )
+    limits = msgspec.structs.replace(
+        spec.limits,
+        max_running=SEATS * count,
+        kv_blocks_total=spec.limits.kv_blocks_total * count,
+        adapter_bytes_total=spec.limits.adapter_bytes_total * count,
+    )
+    steps = LoraShare(PerfSteps(each, context_token_ps=CONTEXT_TOKEN_PS // count), case.system.lora)
+    return replace(
+        spec, limits=limits, perf=each, steps=steps, max_step_tokens=spec.max_step_tokens * count, max_loras=case.adapters
+    )
 
 
 def measure(case: Case) -> Outcome:

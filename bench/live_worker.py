@@ -146,6 +146,12 @@ class LiveWorker:
         await self._bus.close()
         self._nats.stop()
 
+    def pin(self, core: int) -> None:
+        """From now on all threads of the worker run on this core. It is for workers with one compute thread."""
+        assert self._process is not None
+        for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+
     async def publish(self, rank: int, number: int) -> AdapterRef:
         """A new adapter in the registry's store."""
         blob, version = random_adapter(self._model, BASE, rank, number)

@@ -1,16 +1,18 @@
 """Merged adapters in a live worker: the gain of merging for one adapter, the cost of a copy, and changing traffic.
 
-Two worker processes with the same model and adapters, one of them with `--merge on`, take turns; the other one sleeps.
+Two worker processes with the same model and adapters, one of them with `--merge on`, have a core each and work at the same
+time, so that a machine that gets slower changes no ratio. They change cores with every round.
 
-    gap       short laps of 32 requests at once, in turn: without LoRA, of one adapter unmerged, of one adapter merged (whole
-              copy). A lap counts with the median time from one decoding step of all 32 to the next, and each round of three
-              laps with the speeds of the modes over that without LoRA, so that a machine that gets slower changes neither.
-              gap_recovered = (merged - unmerged) / (without LoRA - unmerged), medians of the rounds
+    gap       short laps of 32 requests at once on both workers: both without LoRA; one adapter, unmerged, beside no LoRA; and
+              that adapter merged (whole copy) beside no LoRA. A lap counts with the median time from one decoding step of all
+              32 to the next, a round with the ratios of its laps over that of both without LoRA. Rounds in which the worker
+              did not merge are counted apart. gap_recovered = (merged - unmerged) / (without LoRA - unmerged), medians
     copy      32 streams of two adapters decode; those of the second one end, and a copy for the first one is made beside the
               steps and takes over. worst_itl_ratio = the longest gap between two tokens of a stream from the first slice to
               the first merged tokens, over the median gap of the unmerged steps of as many streams
     mixed     more clients than seats, each sending its next request after the last; nine of ten requests are for one of four
               adapters, and that one changes with every phase. mixed_vs_unmerged = output tokens/s with `--merge on` over off
+              of workers that serve the same requests at the same time
 
 The headline figures are those of the model where LoRA costs most; "by_model" has both. Where it costs less than LEAST_GAP,
 which laps differ by, there is no gap to recover. A worker makes no copy that would not pay, so where LoRA costs next to nothing
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import sys
@@ -46,7 +49,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
 LAP_TOKENS = 48
 COPY_TOKENS = 300  # of the streams beside which a copy is made
 RANK, ADAPTERS = 32, 4
-ROUNDS, COPIES, PHASES, PHASE_S = 12, 3, 2, 20.0
+ROUNDS, COPIES, PHASES, PHASE_S = 24, 3, 4, 20.0
 LEAST_STEPS = 5  # of a lap that decode for all seats in the lap's mode
 DOMINANT = 0.9  # of the requests of a phase
 WARM_LAPS = 12
@@ -83,6 +86,12 @@ class Rig:
     adapters: dict[str, list[AdapterRef]]
     size: Size
     watch: Watch
+
+    def pin(self, number: int) -> None:
+        """Give each worker a core; they change with each number."""
+        cores = sorted(os.sched_getaffinity(0))[-2:]
+        for (_, worker), core in zip(self.both, cores[:: 1 if number % 2 else -1], strict=True):
+            worker.pin(core)
 
     @property
     def both(self) -> tuple[tuple[str, LiveWorker], ...]:
@@ -122,7 +131,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _measure(model: str, size: Size, watch: Watch) -> dict[str, Any]:
     directory, _ = model_and_adapters(model)
-    options = {"kv_memory_gib": "2", "max_running": str(SEATS), "max_waiting": str(4 * CLIENTS), "prefix_cache": "false"}
+    options = {
+        "kv_memory_gib": "2",
+        "max_running": str(SEATS),
+        "max_waiting": str(4 * CLIENTS),
+        "prefix_cache": "false",
+        "threads": "1",
+    }
     async with AsyncExitStack() as stack:
         workers = []
         for merge in ("off", "on"):
@@ -135,6 +150,7 @@ async def _measure(model: str, size: Size, watch: Watch) -> dict[str, Any]:
             for name, worker in zip(("unmerged", "merged"), workers, strict=True)
         }
         rig = Rig(workers[0], workers[1], adapters, size, watch)
+        rig.pin(0)
         found = await _gap(rig)
         _say(f"{model}: {found}")
         found |= await _copies(rig)
@@ -156,21 +172,36 @@ async def _gap(rig: Rig) -> dict[str, Any]:
         await _lap(rig, rig.merging, one["merged"])
         if merges := rig.merging.steps()[-1].merged:
             break
-    ways = [("base", rig.plain, None), ("unmerged", rig.plain, one["unmerged"]), ("merged", rig.merging, one["merged"])]
-    for _, worker, adapter in ways[:2]:
-        await _lap(rig, worker, adapter)
-    rounds: list[dict[str, float]] = []
-    for _ in rig.watch.rounds(rig.size.rounds, "rounds of the gap", at_least=2, within=0.65):
-        rounds.append({})
-        for name, worker, adapter in ways:
-            seen = await _lap(rig, worker, adapter)
-            rounds[-1][name] = _decode_ms([step for step in seen if step.merged == (merges and name == "merged")])
-        ways.append(ways.pop(0))
-    unmerged, merged = ([one["base"] / one[name] for one in rounds] for name in ("unmerged", "merged"))
+    pairs: dict[str, tuple[AdapterRef | None, AdapterRef | None]] = {
+        "base": (None, None),
+        "unmerged": (one["unmerged"], None),
+        "merged": (None, one["merged"]),
+    }
+    times_ms: dict[str, list[float]] = {name: [] for name in pairs}
+    unmerged, merged, not_merged = [], [], 0
+    for number in rig.watch.rounds(rig.size.rounds, "rounds of the gap", at_least=2, within=0.65):
+        rig.pin(number)
+        ratio: dict[str, float] = {}
+        for name, (plain, merging) in pairs.items():
+            seen = await asyncio.gather(_lap(rig, rig.plain, plain), _lap(rig, rig.merging, merging))
+            own_ms, other_ms = _decode_ms(seen[0], merged=False), _decode_ms(seen[1], merged=merges and name == "merged")
+            if own_ms and other_ms:
+                ratio[name] = own_ms / other_ms
+                times_ms[name].append(other_ms if name == "merged" else own_ms)
+        unmerged.append(ratio["base"] / ratio["unmerged"])
+        if "merged" in ratio:
+            merged.append(ratio["merged"] / ratio["base"])
+        else:
+            not_merged += 1
+    if not merged:
+        raise RuntimeError("the worker merged in none of the rounds")
     gap = 1.0 - statistics.median(unmerged)
     return {
-        "decode_ms": {name: round(statistics.median(one[name] for one in rounds), 3) for name, _, _ in ways},
+        "decode_ms": {name: round(statistics.median(found), 3) for name, found in times_ms.items()},
+        "rounds": len(unmerged),
+        "rounds_not_merged": not_merged,
         "unmerged_vs_base": round(1.0 - gap, 4),
+        "unmerged_vs_base_quartiles": [round(float(np.quantile(unmerged, q)), 4) for q in (0.25, 0.75)],
         "merged_vs_base": round(statistics.median(merged), 4),
         "merged_vs_base_quartiles": [round(float(np.quantile(merged, q)), 4) for q in (0.25, 0.75)],
         "merges": merges,
@@ -178,12 +209,12 @@ async def _gap(rig: Rig) -> dict[str, Any]:
     }
 
 
-def _decode_ms(steps: Sequence[StepSeen]) -> float:
-    """The median time from the beginning of a step in which all seats decode to that of the next one."""
+def _decode_ms(steps: Sequence[StepSeen], *, merged: bool) -> float:
+    """The median time from the beginning of a step in which all seats decode to that of the next one, both in this mode; 0 with
+    too few of them."""
+    steps = [step for step in steps if step.merged == merged]
     found = [1000 * (b.began_s - a.began_s) for a, b in pairwise(steps) if a.decoding == b.decoding == SEATS and not b.merge_s]
-    if len(found) < LEAST_STEPS:
-        raise RuntimeError(f"only {len(found)} of {len(steps)} steps decoded for {SEATS} requests in the lap's mode")
-    return statistics.median(found)
+    return statistics.median(found) if len(found) >= LEAST_STEPS else 0.0
 
 
 async def _lap(rig: Rig, worker: LiveWorker, adapter: AdapterRef | None) -> list[StepSeen]:
@@ -255,31 +286,34 @@ async def _mixed(rig: Rig) -> dict[str, Any]:
     tokens: dict[str, list[float]] = {name: [] for name, _ in rig.both}
     longest: dict[str, list[float]] = {name: [] for name, _ in rig.both}
     merged_steps = steps = 0
+    copying_s = 0.0
     for phase in rig.watch.rounds(size.phases, "phases", at_least=2):
-        for name, worker in rig.both if phase % 2 else rig.both[::-1]:
-            draw, adapters = random.Random(phase), rig.adapters[name]
+        rig.pin(phase)
 
-            def request(
-                draw: random.Random = draw, adapters: list[AdapterRef] = adapters, phase: int = phase
-            ) -> tuple[int, int, AdapterRef]:
-                others = [one for number, one in enumerate(adapters) if number != phase % ADAPTERS]
+        async def serve(name: str, worker: LiveWorker, phase: int = phase) -> list[Served]:
+            draw, adapters = random.Random(phase), rig.adapters[name]
+            others = [one for number, one in enumerate(adapters) if number != phase % ADAPTERS]
+
+            def request() -> tuple[int, int, AdapterRef]:
                 chosen = adapters[phase % ADAPTERS] if draw.random() < DOMINANT else draw.choice(others)
                 return size.prompt_tokens, draw.randint(size.output_tokens // 2, size.output_tokens * 3 // 2), chosen
 
-            before = len(worker.steps())
-            served = await worker.keep_busy(CLIENTS, size.phase_s, request)
-            rig.watch.mark()
+            return await worker.keep_busy(CLIENTS, size.phase_s, request)
+
+        before = len(rig.merging.steps())
+        for (name, _), served in zip(rig.both, await asyncio.gather(*(serve(*each) for each in rig.both)), strict=True):
             tokens[name].append(sum(at <= size.phase_s for one in served for at in one.frames_s) / size.phase_s)
             longest[name] += [max((b - a for a, b in pairwise(one.frames_s)), default=0.0) for one in served]
-            if name == "merged":
-                ran = worker.steps()[before:]
-                merged_steps, steps = merged_steps + sum(step.merged for step in ran), steps + len(ran)
+        ran = rig.merging.steps()[before:]
+        merged_steps, steps = merged_steps + sum(step.merged for step in ran), steps + len(ran)
+        copying_s += sum(step.merge_s for step in ran)
         _say(f"phase {phase}: { ({name: round(rates[-1], 1) for name, rates in tokens.items()}) } tokens/s")
     ratios = [a / max(b, 1.0) for a, b in zip(tokens["merged"], tokens["unmerged"], strict=True)]
     return {
         "mixed_vs_unmerged": round(sum(tokens["merged"]) / max(1.0, sum(tokens["unmerged"])), 3),
         "mixed_by_phase": [round(ratio, 3) for ratio in ratios],
         "mixed_merged_share": round(merged_steps / max(1, steps), 3),
+        "mixed_copying_share": round(copying_s / (len(ratios) * size.phase_s), 4),
         "longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 1.0)), 1) for name, gaps in longest.items()},
         "p90_longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 0.9)), 1) for name, gaps in longest.items()},
     }
