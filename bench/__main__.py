@@ -18,13 +18,13 @@ HIDDEN = {"__init__", "__main__", "report", "watch"}
 
 
 def names() -> list[str]:
-    """Of all benches."""
+    """The names of all benches."""
     here = Path(__file__).parent
     return sorted(p.stem for p in here.glob("*.py") if p.stem not in HIDDEN and "def run(args" in p.read_text())
 
 
 def main() -> int:
-    """Exit status 0 when the bench ran to its end."""
+    """Run a bench. Exit status 0 when it ran to its end."""
     benches = names()
     parser = argparse.ArgumentParser(prog="python -m bench", description="Reproducible measurements.")
     parser.add_argument("name", choices=benches, help="what to measure")

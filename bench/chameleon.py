@@ -66,11 +66,11 @@ POLICIES = {
 }
 OURS = ("motet", "motet, put off")
 SAME_MEMORY = ("lru", "fair-share", "gdsf")
-"""They do what "chameleon, no scheduler" does where all adapters fit, so their breaking loads are not searched."""
+"""Systems that behave like "chameleon, no scheduler" where all adapters fit, so their breaking loads are not searched."""
 SEARCH_S = 200.0
-"""Time left below which the breaking loads are left out."""
+"""The breaking loads are left out when less time than this is left."""
 FREE = "copies that take no time"
-"""No cache and no prefetch can do better with the same queue."""
+"""The variant without the time of copies. No cache and no prefetch can do better with the same queue."""
 FUTURE, POPULARITY_KNOWN = "future known", "popularity known"
 NO_COPY_MS = 1e-3
 EVICTIONS: tuple[EvictionName, ...] = ("none", "lru", "fair-share", "score", "gdsf", "next-use")
@@ -117,7 +117,7 @@ class Bench:
     def all(
         self, cases: dict[Any, Case], name: str, seeds: int, run: Callable[[Case], Outcome] = measure
     ) -> dict[Any, Outcome]:
-        """Every case for some of the seeds; cases are left out when time is short."""
+        """Run every case for some of the seeds. Cases are left out when time is short."""
         if self.watch.left_s < 40.0 and not self.quick:
             self.watch.skip(name)
             return {}
@@ -208,12 +208,12 @@ def _run(bench: Bench, watch: Watch) -> dict[str, Any]:
 
 
 def _share(worst: Outcome, ours: Outcome, best: Outcome) -> float:
-    """The P99 TTFT that is saved over `worst`, as a share of what `best` saves."""
+    """The saved P99 TTFT, `worst - ours`, as a share of `worst - best`."""
     return round((worst.ttft_p99 - ours.ttft_p99) / (worst.ttft_p99 - best.ttft_p99), 4)
 
 
 def _evictions(bench: Bench) -> dict[str, Any]:
-    """Every eviction with the same queue, where not all adapters fit."""
+    """Compares all eviction policies with the same queue, where not all adapters fit."""
     settings = [("U-P", 100, TIGHT_GIB)]
     settings += [(popularity, n, MEMORY_GIB) for n in (500, 1000, 200) for popularity in ("U-U", "U-P", "P-P")]
     settings.append(("U-P", 10, MEMORY_GIB))
@@ -247,7 +247,7 @@ def _evictions(bench: Bench) -> dict[str, Any]:
 
 
 def _fleet(bench: Bench) -> dict[str, Any]:
-    """Several workers: no foresight, each worker's own, and a scheduler's."""
+    """Compares foresight on several workers: none, each worker's own, and a scheduler's."""
     base = replace(bench.base, policy=Policy(eviction="gdsf", prefetch=0), rate=3.0 * WORKERS, memory_gib=10.0)
     loads = {"at intervals": replace(base, popularity="periodic", adapters=800), "U-P": replace(base, adapters=1000)}
     if bench.base.data is not None:
@@ -270,7 +270,7 @@ def _fleet(bench: Bench) -> dict[str, Any]:
 
 
 def _prediction(bench: Bench) -> dict[str, Any]:
-    """The queues that read predictions, with the true lengths, with the length predictor's and with none."""
+    """The queues that use predictions: with true lengths, with the length predictor's, and with none."""
     queues: dict[str, QueuesName] = {"sjf": "sjf", "chameleon": "chameleon", "motet": "motet"}
     if bench.quick:
         queues = {"chameleon": "chameleon"}
@@ -292,7 +292,7 @@ def _prediction(bench: Bench) -> dict[str, Any]:
 
 
 def _more(bench: Bench) -> dict[str, Any]:
-    """Prefetch, and one adapter that asks for most."""
+    """Measures prefetch, and a load in which one adapter has most of the requests."""
     base = replace(bench.base, rate=HIGH)
     periodic = replace(base, popularity="periodic", rate=3.0, adapters=200, memory_gib=10.0)
     put_off, ours = POLICIES["motet, put off"], POLICIES["motet"]
@@ -324,7 +324,7 @@ def _more(bench: Bench) -> dict[str, Any]:
 
 
 def _plot(bench: Bench, path: Path) -> None:
-    """P99 TTFT and hit rate by load, and the requests that wait over time; an SVG file."""
+    """P99 TTFT and hit rate by load, and the number of waiting requests over time, as an SVG file."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -23,7 +23,7 @@ TICK_S = 0.5
 
 
 class SchedulersForesight:
-    """Brings adapters to the workers of a cluster until its workload ends. Make it before the cluster runs."""
+    """Brings adapters to the workers of a cluster until its workload ends. Make this object before the cluster runs."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -65,14 +65,14 @@ def _on_device(one: Worker) -> set[str]:
 
 
 def measure_fleet(case: Case) -> Outcome:
-    """Make one run on WORKERS workers; `case.rate` is of all of them together."""
+    """Make one run on WORKERS workers. `case.rate` is the rate of all workers together."""
     load, cluster = _fleet(case)
     cluster.run()
     return outcome(load, cluster)
 
 
 def measure_foreseeing_fleet(case: Case) -> Outcome:
-    """The same with a scheduler that foresees."""
+    """Make one run like `measure_fleet`, with a scheduler that foresees."""
     load, cluster = _fleet(case)
     SchedulersForesight(cluster)
     cluster.run()

@@ -73,20 +73,23 @@ INSTRUCTIONS = "alpaca_text.jsonl.gz"
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How a worker treats adapters and queues."""
+    """How a worker handles adapters and queues."""
 
     eviction: EvictionName
     queues: QueuesName = "fcfs"
     prefetch: int = PREFETCH
     foresight: bool = False
     knows: Literal["", "future", "popularity"] = ""
-    """What evictions know, in place of `eviction` (`informed`)."""
+    """The facts that `informed` evicts by; it replaces `eviction`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run. `popularity`: of ranks and of adapters within a rank, U(niform) or P(ower law); or "trace"; or "periodic": each
-    adapter is asked for at intervals of its own, give or take 10%."""
+    """One run.
+
+    `popularity`: of ranks and of adapters within a rank, U(niform) or P(ower law); or "trace"; or "periodic": each adapter is
+    requested at its own intervals, with deviations of 10%.
+    """
 
     policy: Policy
     rate: float = HIGH
@@ -106,7 +109,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Milliseconds, and shares of 1."""
+    """The results of a run: times in milliseconds, and shares of 1."""
 
     ttft_p50: float
     ttft_p99: float
@@ -134,7 +137,7 @@ def _lengths(data: Path | None, part: int) -> Lengths:
 
 @lru_cache(maxsize=1)
 def _order_of_adapters(data: Path) -> NDArray[np.int64]:
-    """The adapters of the GenTD26 trace's requests, in their order; numbers by first appearance."""
+    """The adapters of the GenTD26 trace's requests, in order; numbered by first appearance."""
     known: dict[str, int] = {}
     with gzip.open(data / POPULARITY, "rt", encoding="utf-8") as file:
         names = [row["lora_ids"].split(";")[0] for row in csv.DictReader(file) if row["lora_ids"]]
@@ -150,7 +153,10 @@ def shares(popularity: str, adapters: int) -> NDArray[np.float64]:
 
 
 def workload(case: Case) -> Workload:
-    """Arrivals, adapters and lengths draw from generators of their own, so they are alike for every policy."""
+    """The requests of a case.
+
+    Arrivals, adapters and lengths are drawn from separate generators, so every policy gets the same ones.
+    """
     times, choices, pairs, sizes = (np.random.default_rng([case.seed, number]) for number in range(4))
     at = arrivals(times, Intensity.constant(case.rate, WARM_S + case.seconds))
     if case.popularity == "trace" and case.data is not None:
@@ -193,7 +199,7 @@ def _periodic(rng: np.random.Generator, case: Case) -> tuple[NDArray[np.float64]
 
 
 def worker(case: Case) -> WorkerSpec:
-    """The worker with one budget for KV blocks and adapters; a third of it is the adapters' at first."""
+    """A worker with one budget for KV blocks and adapters. At first a third of it belongs to the adapters."""
     policy, memory_gib = case.policy, case.memory_gib
     block_bytes = BLOCK_SIZE * LLAMA2_7B.kv_token_bytes
     limits = WorkerLimits(
@@ -212,10 +218,11 @@ def worker(case: Case) -> WorkerSpec:
 
 
 def _predictor(kind: str, load: Workload, case: Case) -> Callable[[Request], int] | None:
-    """The output length that the policies are told: the true one, the length predictor's median, or the mean for all.
+    """The output length that the policies get: the true one, the length predictor's median, or the mean for all requests.
 
-    The trace has no prompts. A request of it is told what the shipped model says of an instruction whose true length has the
-    same place among the lengths of its set: the median's place among them, as a length of the trace.
+    The trace has no prompts. So each request is matched with an instruction whose true length has about the same place among
+    the lengths of the instructions. The model's median for that instruction has a place among these lengths too, and the
+    policies get the length at the same place among the lengths of the trace.
     """
     if kind == "perfect":
         return None
@@ -233,7 +240,7 @@ def _predictor(kind: str, load: Workload, case: Case) -> Callable[[Request], int
 
 @lru_cache(maxsize=2)
 def _predicted_places(data: Path | None) -> tuple[Floats, Floats]:
-    """Of instructions that the model was not fitted on: the places (0..1) of their true lengths, rising, and of its medians."""
+    """For instructions that the model was not fitted on: places (0..1) of their true lengths, ascending, and of its medians."""
     if data is not None and (data / INSTRUCTIONS).exists():
         known = read_examples(data / INSTRUCTIONS)
         train, test = [one for number, one in enumerate(known) if number % 5], known[::5]
@@ -249,21 +256,26 @@ def _predicted_places(data: Path | None) -> tuple[Floats, Floats]:
 
 
 class Informed(Lru):
-    """Idle adapters by a worth that no policy of a live worker can know, the least first: it bounds what they can reach."""
+    """Evicts the idle adapter with the least worth, by facts that a live worker cannot know.
+
+    It bounds what policies can reach.
+    """
 
     def __init__(self, worth: Callable[[str, float], float]) -> None:
         super().__init__()
         self._worth = worth
 
     def __iter__(self) -> Iterator[str]:
-        """By the worth at this time; of equal ones the least recently released first."""
+        """Idle adapters by their present worth, the least first; of equal ones the least recently released first."""
         return iter(sorted(self._idle, key=lambda digest: self._worth(digest, self.now_s)))
 
 
 def informed(case: Case, load: Workload) -> Informed:
-    """With "future", the adapter whose next request comes last leaves first (Belady). With "popularity", the one that is asked
-    for least often, by the shares that adapters are drawn with. A copy takes as long as its bytes, so both orders are those of
-    seconds saved per byte."""
+    """The eviction order for a case. "future": the adapter whose next request comes last leaves first (Belady). "popularity":
+    the one that is requested least often, by the shares that adapters are drawn with.
+
+    A copy takes as long as its bytes, so both orders are those of seconds saved per byte.
+    """
     if case.policy.knows == "popularity":
         of = dict(zip([ref.digest for ref in load.adapters], shares(case.popularity, case.adapters).tolist(), strict=True))
         return Informed(lambda digest, now_s: of[digest])
@@ -291,7 +303,7 @@ def measure(case: Case) -> Outcome:
 
 
 def outcome(load: Workload, cluster: Cluster) -> Outcome:
-    """What came of a run that has ended."""
+    """The outcome of a run that has ended."""
     times, metrics = Latencies.of(load, cluster.metrics), cluster.metrics
     counted = load.arrival_s[times.rows] >= WARM_S
     ttft, adapters = times.ttft_ms[counted], load.adapter[times.rows][counted]
@@ -309,13 +321,13 @@ def outcome(load: Workload, cluster: Cluster) -> Outcome:
 
 
 def mean(outcomes: Iterable[Outcome]) -> Outcome:
-    """Over seeds."""
+    """The mean over seeds."""
     rows = [asdict(one) for one in outcomes]
     return Outcome(**{name: float(np.mean([row[name] for row in rows])) for name in rows[0]})
 
 
 def waiting(case: Case) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Times in s, and the requests that had come by then and not been admitted."""
+    """Times in s, and how many requests had arrived by then and were not yet admitted."""
     load = workload(case)
     cluster = Cluster(load, [worker(case)], None)
     cluster.run()

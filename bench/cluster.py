@@ -71,14 +71,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _minutes(text: str) -> range:
-    """ "958-960" includes both ends."""
+    """Parses minutes: "958-960" includes both ends."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for every policy."""
+    """The conditions that all policies share."""
 
     shares: NDArray[np.float64]
     lengths: Lengths
@@ -106,7 +106,7 @@ class Setting:
 
     @cached_property
     def ranks(self) -> NDArray[np.int64]:
-        """One per adapter: each rank once among every five neighbours in popularity, so that no rank is favoured."""
+        """One rank per adapter. Among five neighbours in popularity each rank occurs once, so that no rank is favoured."""
         (rng,) = self._draws(4)
         fives = -(-len(self.shares) // len(RANKS))
         in_order = np.concatenate([rng.permutation(RANKS) for _ in range(fives)])[: len(self.shares)]
@@ -117,9 +117,10 @@ class Setting:
     def workload(
         self, rate: float, tpot_slo_ms: float, *, rank: int = 0, shared: bool = True, recorded: bool = False
     ) -> Workload:
-        """So many requests per second for the adapters; not `shared`: each for an adapter of its own, of this rank.
+        """Requests for the adapters, `rate` per second.
 
-        `recorded`: with the popularity of `window`, and in time as there, at this rate on average.
+        Not `shared`: each request has an adapter of its own, of this rank. `recorded`: popularity and arrival pattern are those
+        of `window`, with this mean rate.
         """
         times, choices, pairs = self._draws(1, 2, 3)  # alike at every rate
         shares, intensity = self.shares, Intensity.constant(rate, WARM_S + self.seconds)
@@ -138,7 +139,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. Times in milliseconds, means over requests unless said."""
+    """The results of one run. Times in milliseconds, means over requests unless stated otherwise."""
 
     attainment: float
     tpot_ms: float
@@ -153,7 +154,7 @@ class Outcome:
         return [name, *shown]
 
     def rounded(self) -> dict[str, float]:
-        """For the record."""
+        """The values rounded for the record."""
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
@@ -163,7 +164,7 @@ PERFECT = BusDelays(state_ms=0.0, delta_s=0.0, heartbeat_s=0.05)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run to be made: a policy or an ablation by name, and what differs from the usual setting."""
+    """One run to make: the name of a policy or ablation, and what differs from the usual setting."""
 
     policy: str
     kernel: str = PAPER
@@ -239,7 +240,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_all(setting: Setting, pool: Executor, watch: Watch, *, quick: bool) -> dict[str, Any]:
-    """Runs side by side, in the order of their weight: the last ones are left out when time is over."""
+    """Run the cases side by side, the most important first. The last ones are left out when time is over."""
     kernels = ("mbgmv", "bgmv")
     at_rate = {kernel: [Case(policy=policy, kernel=kernel) for policy in POLICIES] for kernel in kernels}
     more = {
@@ -305,7 +306,7 @@ def _measure_all(setting: Setting, pool: Executor, watch: Watch, *, quick: bool)
 
 
 def _figures(setting: Setting, kernel: str, found: dict[str, Outcome]) -> dict[str, Any]:
-    """Of one kernel at `RATE`: {policy or variant: outcome}."""
+    """The figures of one kernel at `RATE`: {policy or variant: outcome}."""
     perf, scale = _perf(kernel), setting.workers / WORKERS
     title = f"{kernel.upper()}, {setting.workers} workers, {RATE * scale:.0f} requests/s"
     title += f"; SLO {SLO_FACTOR * perf.decode_base_ms:.1f} ms per token"
@@ -339,23 +340,23 @@ def _more_figures(name: str, title: str, found: dict[str, Outcome]) -> dict[str,
 
 @dataclass(frozen=True)
 class _Search:
-    """Runs of one kernel at any rate until a wall-clock time; as a value, so that another process can have it."""
+    """Runs of one kernel at any rate until a wall-clock time. It can be pickled for another process."""
 
     setting: Setting
     kernel: str
     until_s: float
 
     def __call__(self, policy: str, rate: float) -> Outcome | None:
-        """None when time is over."""
+        """The outcome at this rate; None when time is over."""
         if time.time() > self.until_s:
             return None
         return measure(self.setting, Case(policy=policy, kernel=self.kernel, rate=rate))
 
 
 def _breaking_rate(search: Callable[[str, float], Outcome | None], policy: str) -> float | None:
-    """The load at which attainment falls to BROKEN: steps up or down by a tenth, then the line between the last two.
+    """The load at which attainment falls to BROKEN; None when time was over first.
 
-    None when time was over first.
+    The rate is changed by a tenth per run, and the result interpolated linearly between the last two runs.
     """
     rate, step, before = RATE, 0.0, (0.0, 1.0)
     while 0.05 * RATE < rate < 4 * RATE:
@@ -378,7 +379,10 @@ PAPER_LOADS = ((9.0, 64, 71.0), (9.0, 32, 28.0), (6.0, 64, 25.0))
 
 
 def _added_by_loads(setting: Setting, rate: float, rank: int) -> float:
-    """The same in percent on one worker of the twin, each request with its own adapter."""
+    """How much adapter loads add to the time per output token, in percent.
+
+    One simulated worker; each request has its own adapter.
+    """
     workload, perf = setting.workload(rate, 1e6, rank=rank, shared=False), _perf("bgmv")
     policy = SchedulerSpec(policy="random", admission="room")
     with_loads, cached = (simulate(workload, p, policy, workers=1, roomy=True).tpot_ms for p in (perf, _free(perf)))
@@ -394,8 +398,10 @@ def simulate(
     roomy: bool = False,
     cached: bool = False,
 ) -> Outcome:
-    """One run. A scheduler that knows lengths also gets states at once. It admits by room, as policies alone are compared.
-    `roomy`: memory and seats for every request; `cached`: device memory for every adapter."""
+    """Make one run. A scheduler that knows lengths also gets states at once. It admits by room, as policies alone are compared.
+
+    `roomy`: memory and seats for every request; `cached`: device memory for every adapter.
+    """
     limits = WorkerLimits(
         base_model="llama-2-7b", max_model_len=2048, max_running=256 if roomy else MAX_RUNNING, max_waiting=256,
         block_size=BLOCK_SIZE, kv_blocks_total=16 * KV_BLOCKS if roomy else KV_BLOCKS,
@@ -431,5 +437,5 @@ def _perf(kernel: str) -> PerfModel:
 
 
 def _free(perf: PerfModel) -> PerfModel:
-    """The same with copies that take no time."""
+    """The same coefficients with copies that take no time."""
     return msgspec.structs.replace(perf, load_base_ms=0.0, load_ms_per_mib=0.0)

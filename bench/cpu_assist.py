@@ -45,7 +45,7 @@ BURST_WEIGHT, MEASURED = 24, 0.85  # time of a burst in single settings; share o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """What is measured."""
+    """The settings to measure."""
 
     links_gbps: tuple[float, ...]
     ranks: tuple[int, ...]
@@ -81,7 +81,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class Cell:
-    """Rounds of one setting, by way."""
+    """The rounds of one setting, for each way to start."""
 
     answers: dict[str, list[list[Answered]]] = field(default_factory=dict)
     link_mib: dict[str, float] = field(default_factory=dict)
@@ -89,15 +89,15 @@ class Cell:
     prefill_ms: float = 0.0  # of a request alone whose adapter is there, the mean
 
     def of(self, way: str, figure: str) -> float:
-        """Median over rounds of the mean over requests."""
+        """The median over rounds of the mean over requests."""
         return statistics.median(statistics.fmean(getattr(one, figure) for one in lap) for lap in self.answers[way])
 
     def beside(self, way: str, figure: str, other: str = "cached") -> float:
-        """Median over rounds of the ratio to another way in the same round."""
+        """The median over rounds of the ratio to another way in the same round."""
         return self._ratio(way, other, figure)
 
     def auto_vs_best(self) -> float:
-        """Time to first token of the automatic choice, of the best single way's."""
+        """Time to first token of the automatic choice, relative to that of the best single way."""
         best = min(SINGLE, key=lambda way: self.of(way, "ttft_ms"))
         return self._ratio("auto", best, "ttft_ms")
 
@@ -160,7 +160,7 @@ def _parts(quick: bool) -> dict[str, Any]:
 
 
 def _measure(rig: Rig, whole: Rig, asked: list[Asked], rank: int, rounds: int, watch: Watch, within: float = 1.0) -> Cell:
-    """The same requests every way, the ways in turns and in another order each time. `whole` has all cores."""
+    """Serve the same requests in every way, in turns and in another order each time. `whole` has all cores."""
     cell = Cell({way: [] for way in SHOWN})
     order = list(SHOWN)
     for _ in watch.rounds(rounds, "rounds of a setting", within=within):
@@ -174,7 +174,7 @@ def _measure(rig: Rig, whole: Rig, asked: list[Asked], rank: int, rounds: int, w
 
 
 def _burst(rig: Rig, whole: Rig, rank: int, requests: int, rounds: int, watch: Watch, within: float) -> Cell:
-    """Arrivals at `BURST_LOAD` of what the engine can do with its adapters cached, which is measured first."""
+    """Arrivals at `BURST_LOAD` of the engine's capacity with cached adapters, which is measured first."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(3.4, 0.7, requests), 8, 256).astype(int)
     prompts_ = [prompts(1, int(tokens), seed=i)[0] for i, tokens in enumerate(lengths)]

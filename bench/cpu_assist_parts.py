@@ -51,7 +51,7 @@ while True:
 
 
 class _Adapter:
-    """An adapter of the pool's type in memory that processes map."""
+    """An adapter of the pool's type in memory that the CPU LoRA processes map."""
 
     def __init__(self, pool: LoraPool, modules: Sequence[str], rank: int) -> None:
         dtype = pool.arena.dtype
@@ -68,7 +68,7 @@ class _Adapter:
 
 @contextmanager
 def _on_one_core() -> Iterator[list[int]]:
-    """This thread on the first core, as an engine that leaves the others to its assistants; yields those others."""
+    """A context with this thread on the first core, as an engine that leaves the others to its processes. Yields the others."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     try:
@@ -78,7 +78,7 @@ def _on_one_core() -> Iterator[list[int]]:
 
 
 def round_trips(*, quick: bool, counts: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """Per number of processes: milliseconds until all have answered, median and 95th percentile, either way."""
+    """For each number of processes: milliseconds until all have answered, median and 95th percentile, in both ways."""
     repeats = 50 if quick else 400
     found = []
     for count in counts or PROCESSES:
@@ -92,7 +92,7 @@ def round_trips(*, quick: bool, counts: Sequence[int] = ()) -> list[dict[str, An
 
 
 def prefills(*, quick: bool, counts: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """Per number of cores: milliseconds of processes, one per core, and of torch with as many threads."""
+    """For each number of cores: milliseconds of one process per core, and of torch with as many threads."""
     repeats = 5 if quick else 30
     engine, pool = _pool()
     adapter = _Adapter(pool, GROUPS["qkv"], RANK)
@@ -114,7 +114,7 @@ def prefills(*, quick: bool, counts: Sequence[int] = ()) -> list[dict[str, Any]]
 
 
 def _pool() -> tuple[CpuEngine, LoraPool]:
-    """Shapes and type alone: nothing is loaded."""
+    """A pool with shapes and type only; nothing is loaded."""
     pool = LoraPool(SHAPES, layers=1, slots=1, max_rank=RANK, bytes_total=1 << 16, dtype=torch.bfloat16)
     return CpuEngine(threads=1), pool
 
@@ -197,7 +197,7 @@ def _lora(x: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> to
 
 
 def _times(call: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each of `repeats` calls, after some to warm up."""
+    """Seconds of each of `repeats` calls, after a warm-up."""
     for _ in range(max(3, repeats // 10)):
         call()
     times = []

@@ -35,7 +35,7 @@ WAYS: dict[str, Forced] = {
     "assist": "assist",
     "auto": "auto",
 }
-"""What is measured, and the engine's `--cold-start` for it. Cached ones have their adapters before the clock starts."""
+"""The ways to start, and the engine's `--cold-start` for each. Cached requests have their adapters before the clock starts."""
 FILES = 4  # different adapters of one rank; the engine knows each under as many digests as it wants
 WARM_PROMPTS = (16, 64, 256, 512)
 IDLE_S = 0.001
@@ -43,7 +43,7 @@ IDLE_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, its adapter its own. Seconds from the start, tokens."""
+    """One request with an adapter of its own. Times in seconds from the start, lengths in tokens."""
 
     at_s: float
     prompt: list[int]
@@ -52,7 +52,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Answered:
-    """When its tokens came, in seconds from its arrival."""
+    """When the tokens of a request came, in seconds from its arrival."""
 
     times_s: list[float] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ class Answered:
 
 
 class Files:
-    """A model and adapters of some ranks, as a worker's disk has them. A context manager."""
+    """A model and adapters of some ranks in the form of a worker's disk. A context manager."""
 
     def __init__(self, model: str, ranks: Sequence[int]) -> None:
         self._shape, self._ranks = SHAPES[model], ranks
@@ -95,9 +95,9 @@ class Files:
 
 
 class EngineRig:
-    """An engine that answers requests with adapters of some ranks, in any of the ways, in real time. A context manager.
+    """An engine that answers requests in real time, with adapters of some ranks, in any of the ways. A context manager.
 
-    `adapter` makes a new one of a rank; `times` are the step times that the engine predicts with.
+    `adapter` makes a new adapter of a rank; `times` are the step times that the engine predicts with.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class EngineRig:
         self._engine.close()
 
     def serve(self, asked: Sequence[Asked], rank: int, way: str, beside: Sequence[Asked] = ()) -> list[Answered]:
-        """All of them in real time, each with an adapter that the device has never seen, unless the way is "cached".
+        """Serve all requests in real time. Each has an adapter that the device has not seen before, unless the way is "cached".
 
-        `beside` are more requests, whose adapters are always there; their answers are the last ones.
+        `beside`: further requests, whose adapters are always on the device. Their answers come last.
         """
         self._engine.cold_start = WAYS[way]
         adapters = [self._adapter(rank) for _ in (*asked, *beside)]
@@ -191,7 +191,7 @@ class EngineRig:
             self._step()
 
     def _warm_up(self, ranks: Sequence[int], prompts_: Sequence[int]) -> None:
-        """Step times and the speed of processes are known before anything is measured."""
+        """Let the engine learn step times and the speed of processes before any measurement."""
         for rank in ranks:
             for number, tokens in enumerate(prompts_):
                 prompt = prompts(1, tokens, seed=number)[0]
@@ -200,7 +200,10 @@ class EngineRig:
 
 
 class Rig(EngineRig):
-    """An engine as a worker assembles it: one thread for each core but those of its CPU LoRA processes. A context manager."""
+    """An engine assembled as in a worker: one thread for each core except those of its CPU LoRA processes.
+
+    A context manager.
+    """
 
     def __init__(self, files: Files, *, link_gbps: float, processes: int, adapters: int) -> None:
         largest = max(files.blobs)

@@ -70,7 +70,7 @@ DEVICES = (
 
 
 def paper_scale(*, quick: bool) -> dict[str, Any]:
-    """Print the table; {device: {way: mean TTFT over cached's, means over the rates}}."""
+    """Print the table; returns {device: {way: mean TTFT relative to cached, mean over the rates}}."""
     rows: list[list[object]] = []
     figures: dict[str, Any] = {}
     for device in DEVICES:

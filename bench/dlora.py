@@ -50,9 +50,9 @@ GUESSES = {
     "ours, unmerged": 4.1,
     "ours, merging": 4.2,
 }
-"""Where the search for the rate of the objective begins, requests/s."""
+"""The rate in requests/s at which the search for the rate of the objective begins."""
 ALIKE = ("unmerged-only, einsum", "no LoRA", "ours, unmerged")
-"""The same at every skew: whose request it is changes nothing."""
+"""Systems whose result does not depend on the skew, because it does not matter which adapter a request is for."""
 RIVALS = ("merged-only", "unmerged-only, einsum")
 PERFECT, FREE = "perfect balance", "perfect balance, no LoRA"
 """What dispatch and moves cannot go below without merging, and what nothing can."""
@@ -85,7 +85,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Bench:
-    """Runs cases side by side."""
+    """Runs cases side by side and keeps their outcomes."""
 
     def __init__(self, args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
         self.pool, self.quick, self.watch = pool, bool(args.quick), args.watch
@@ -104,7 +104,7 @@ class Bench:
         return replace(self.base, system=SYSTEMS[name], **more)
 
     def run(self, **cases: Case) -> dict[str, Outcome]:
-        """The outcomes of some cases."""
+        """The outcomes of these cases."""
         runs = {name: self.pool.submit(measure, case) for name, case in cases.items()}
         return {name: run.result() for name, run in runs.items()}
 
@@ -181,7 +181,7 @@ def _alone(bench: Bench) -> dict[str, Any]:
     )
 
     def best(measure: str, name: str, *, more: bool) -> float:
-        """dLoRA over a rival at the skew that is best for dLoRA, as the paper's "up to"."""
+        """dLoRA compared with a rival, at the skew that is best for dLoRA, as in the paper's "up to"."""
         pairs = [(one[measure][name], one[measure]["dlora"]) for one in found.values()]
         return round(max(own / other if more else other / own for other, own in pairs), 3)
 
@@ -210,7 +210,7 @@ def _alone(bench: Bench) -> dict[str, Any]:
 
 
 def _together(bench: Bench, workers: int, adapters: int, size: str) -> dict[str, Any]:
-    """Waits by system and load. The figures are of the load at which dLoRA gains most, as the paper's "up to"."""
+    """Waits by system and load. The figures are those of the load at which dLoRA gains most, as in the paper's "up to"."""
     more: dict[str, Any] = {"workers": workers, "adapters": adapters, "skew": 10}
     if size == "large":
         more["seconds"] = min(bench.base.seconds, LARGE_S)
@@ -309,7 +309,7 @@ def _long(bench: Bench) -> dict[str, Any]:
 
 
 def _tune(bench: Bench) -> None:
-    """Average latencies on the tuning minutes, by constants."""
+    """Average latencies by constants, on the minutes reserved for tuning."""
     tuning: dict[str, Any] = {"first_minute": TUNING, "seed": 0}
     merges = {
         f"lowest {lowest:g}, starving +{gap:g}, relief {relief:g}, drain {drain:g}": System(

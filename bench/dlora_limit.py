@@ -34,8 +34,11 @@ Floats = NDArray[np.float64]
 
 
 class Grouping:
-    """One worker. `prompt`, `output`: tokens of requests; `kv_tokens`: room of a batch; `context_token_ms`: attention; `lora`:
-    what it adds to all else of a step."""
+    """One worker that groups requests by adapter.
+
+    `prompt`, `output`: tokens per request; `kv_tokens`: room of a batch; `context_token_ms`: time of attention per token;
+    `lora`: what LoRA adds to all other time of a step, as a share.
+    """
 
     def __init__(
         self, prompt: Floats, output: Floats, perf: PerfModel, *, kv_tokens: float, context_token_ms: float, lora: float
@@ -52,17 +55,19 @@ class Grouping:
         attention_ms = self._tokens * context_token_ms * float(held.mean())
         self.saved_ms = lora * (own_ms - attention_ms)
         self.unmerged_ms = own_ms + self.saved_ms
-        """What a request takes of the worker's time, all its steps unmerged."""
+        """The worker's time that a request takes if all its steps are unmerged."""
         steps = EVERY * np.arange(50)
         stay = left > steps[:, None]
         shrink_ms = perf.decode_base_ms * EVERY * np.cumsum(1.0 - stay.mean(axis=1))
         again_ms = self.batch * (stay * (held + steps[:, None])).mean(axis=1) * perf.prefill_token_ms
         self.change_ms = float((shrink_ms + again_ms).min())
-        """What the cheapest change from one adapter to another takes."""
+        """The time of the cheapest change from one adapter to another."""
 
     def saved(self, rates: Floats, waiting: float, changes: float) -> float:
-        """The largest share of the worker's time that merging saves, with so many waiting requests. `rates`: requests/s of
-        each adapter; `changes`: their cost, of what they cost."""
+        """The largest share of the worker's time that merging saves, with `waiting` waiting requests.
+
+        `rates`: requests/s of each adapter; `changes`: factor on the cost of changes between adapters.
+        """
         per_s = 1000.0 / (self.unmerged_ms - self.saved_ms)
         weight = np.sort(rates)[::-1]
         best = 0.0
@@ -74,7 +79,7 @@ class Grouping:
         return best
 
     def latency_ms(self, shares: Sequence[float], rate: float, seconds: float, saves: float, changes: float) -> float:
-        """Average latency per output token at this rate. `saves`, `changes`: of what merging saves and changes cost."""
+        """Average latency per output token at this rate. `saves`, `changes`: factors on what merging saves and changes cost."""
         waiting, total = 1e-9, 0.0
         rates, step_s = rate * np.asarray(shares) / sum(shares), seconds / STEPS
         for _ in range(STEPS):
@@ -87,7 +92,7 @@ class Grouping:
     def sustained(
         self, shares: Sequence[float], seconds: float, slo_ms: float, *, saves: float = 1.0, changes: float = 1.0
     ) -> float:
-        """The rate at which that is the objective, requests/s."""
+        """The rate at which the average latency equals the objective, requests/s."""
         low, high = 1.0, 20.0
         while high - low > 1e-3:
             middle = (low + high) / 2.0
@@ -95,8 +100,10 @@ class Grouping:
         return low
 
     def part(self, shares: Sequence[float], seconds: float, slo_ms: float) -> float:
-        """The rate of `sustained` between that without merging, 0, and that without LoRA, 1. 0 where a run is too short for
-        any of them to miss the objective."""
+        """Where the rate of `sustained` lies between that without merging (0) and that without LoRA (1).
+
+        0 if the run is too short for any of them to miss the objective.
+        """
         none, found, free = (
             self.sustained(shares, seconds, slo_ms, saves=saves, changes=changes)
             for saves, changes in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.0))

@@ -79,17 +79,20 @@ MERGE = MergeConfig(
     relief=8.0,
     drain=0.5,
 )
-"""Of a worker alone, where the average latency counts and requests may wait for minutes."""
+"""Constants for a worker alone, where the average latency counts and requests may wait for minutes."""
 FAIR = MergeConfig()
-"""Of the clusters, where the wait before the first token counts."""
+"""Constants for clusters, where the wait before the first token counts."""
 PLAN = RebalanceConfig(wait_ms=50.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What a cluster does. `lora`: what LoRA adds to a step; `merge`: None never, "always", or thresholds; `dispatch`: a policy
-    of the scheduler, "turn" (round-robin over the workers with the adapter) or "mode" (pending time, and `REST_MS` more where
-    another adapter is merged); `balance`: requests move; `pooled`: one worker with the memory and speed of all (`_pool`)."""
+    """What a cluster does.
+
+    `lora`: what LoRA adds to a step; `merge`: None never, "always", or thresholds; `dispatch`: a policy of the scheduler,
+    "turn" (round-robin over the workers with the adapter) or "mode" (pending time, plus `REST_MS` where another adapter is
+    merged); `balance`: requests move between workers; `pooled`: one worker with the memory and speed of all (`_pool`).
+    """
 
     lora: float = EINSUM
     merge: MergeConfig | str | None = None
@@ -135,13 +138,13 @@ class Case:
 
     @property
     def simulated(self) -> int:
-        """Workers of the twin."""
+        """The number of workers that the twin simulates."""
         return 1 if self.system.pooled else self.workers
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Milliseconds, and counts."""
+    """The results of a run: milliseconds, and counts."""
 
     latency_ms: float  # sum of end-to-end times over sum of output tokens, as in the paper
     p90_ms: float  # of the requests' own times per token
@@ -159,7 +162,7 @@ class Outcome:
 
 
 def workload(case: Case) -> Workload:
-    """The requests of a case: the same arrivals, adapters and lengths at every rate but for the draw of times."""
+    """The requests of a case. At every rate arrivals, adapters and lengths are the same; only the times are scaled."""
     minutes = max(1, -(-int(case.seconds) // 60))
     table = _by_adapter(case.data, case.adapters, case.skew, case.first_minute, minutes)
     times, choices, pairs = (np.random.default_rng((case.seed, number)) for number in range(3))
@@ -191,7 +194,7 @@ def _lengths(data: Path | None) -> Lengths:
 
 @lru_cache(maxsize=8)
 def _table(data: Path | None) -> NDArray[np.float64]:
-    """Invocations [functions, minutes] of the whole day, functions by falling frequency."""
+    """Invocations [functions, minutes] of the whole day. Functions are ordered by falling frequency."""
     if data is None:  # a power law whose functions burst in minutes of their own
         rng = np.random.default_rng(7)
         table = zipf(400, 1.27)[:, None] * rng.lognormal(0.0, 1.0, (400, 960))
@@ -210,7 +213,7 @@ def _by_adapter(data: Path | None, adapters: int, skew: int, first_minute: int, 
 
 
 class InTurn:
-    """The paper's round-robin: in turn over the workers that have the adapter on the device, or all when none has."""
+    """The paper's round-robin: in turn over the workers that have the adapter on the device, or over all if none has it."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -226,7 +229,7 @@ class InTurn:
 
 
 class ByMode:
-    """Pending time, knowing at every moment which adapter each worker has merged: more than a snapshot could tell."""
+    """Pending time, with exact knowledge of each worker's merged adapter, which a snapshot could not give."""
 
     def __init__(self) -> None:
         self.workers: Mapping[str, Worker] = {}
@@ -239,13 +242,15 @@ class ByMode:
 
 
 def mode_ms(merged: Sequence[str], adapter: str) -> Floats:
-    """What each worker's mode adds to the wait of a request: it rests where another adapter than its own is merged."""
+    """The wait that each worker's mode adds for a request: it rests where another adapter than its own is merged."""
     return np.array([REST_MS if one and one != adapter else 0.0 for one in merged])
 
 
 def reachable(case: Case) -> float:
-    """Between the rates without merging, 0, and without LoRA, 1: what merging can reach at most where changes from one adapter
-    to another cost what they do (`bench.dlora_limit`)."""
+    """A bound of what merging can reach if changes between adapters cost what they do (`bench.dlora_limit`).
+
+    It is a place between the rates without merging (0) and without LoRA (1).
+    """
     lengths = _lengths(case.data)
     minutes = max(1, -(-int(case.seconds) // 60))
     shares = _by_adapter(case.data, case.adapters, case.skew, case.first_minute, minutes).sum(axis=1)
@@ -257,7 +262,7 @@ def reachable(case: Case) -> float:
 
 
 def preloaded(case: Case) -> dict[str, tuple[str, ...]]:
-    """Adapters on the device at the start, by the hour before the window."""
+    """The adapters on the device at the start, chosen by the hour before the window."""
     before = _by_adapter(case.data, case.adapters, case.skew, max(1, case.first_minute - 60), 60).sum(axis=1)
     names = [f"adapter-{index:05d}" for index in range(case.adapters)]
     count, pooled = case.simulated, case.workers // case.simulated
@@ -267,7 +272,7 @@ def preloaded(case: Case) -> dict[str, tuple[str, ...]]:
 
 
 def build(case: Case) -> Cluster:
-    """The cluster of a case."""
+    """The simulated cluster of a case."""
     system = case.system
     merging = None
     if system.merge is not None:
@@ -302,8 +307,11 @@ def build(case: Case) -> Cluster:
 
 
 def _pool(spec: WorkerSpec, case: Case) -> WorkerSpec:
-    """One worker with the memory of all, whose step computes the requests of all in the time that each of them takes for an
-    equal share: what dispatch and moves would reach if every worker always had the same work and nothing took time."""
+    """One worker with the memory of all workers. Its step computes the requests of all in the time that each needs for an equal
+    share.
+
+    It bounds what dispatch and moves could reach: every worker always has the same work, and nothing else takes time.
+    """
     count, perf = case.workers, spec.perf
     each = msgspec.structs.replace(
         perf, prefill_token_ms=perf.prefill_token_ms / count, decode_row_ms=perf.decode_row_ms / count
@@ -349,10 +357,10 @@ def measure(case: Case) -> Outcome:
 
 
 def sustained(case: Case, *, tries: int = 6, within: float = 0.03) -> tuple[Case, Outcome]:
-    """The case at the rate where the average latency is the objective, from a first guess in `case`.
+    """The case at the rate at which the average latency equals the objective. `case` has a first guess.
 
-    The queue grows over the whole run there, so the next guess is that of a fluid queue: requests wait for half of the time by
-    which the work that comes exceeds the run.
+    At that rate the queue grows during the whole run. So the next guess is that of a fluid queue: requests wait for half of the
+    time by which the arriving work exceeds the run.
     """
     tokens = float(_lengths(case.data).output_tokens.mean())
     window_ms = 500.0 * case.seconds / tokens  # half of the run, per output token

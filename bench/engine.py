@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def groups(peers: Sequence[str]) -> list[list[str]]:
-    """The contestants that run beside each other, by name."""
+    """The contestants that run side by side, by name."""
     motet = [f"motet {width}" for width in ("none", "int8", "int4")]
     beside = [f"llama {width}" for width in llama_peer.WIDTHS] if "llama.cpp" in peers else []
     after = [f"{name} bf16" for name in ("vllm", "peft") if name in peers]
@@ -106,7 +106,7 @@ def groups(peers: Sequence[str]) -> list[list[str]]:
 
 
 def chosen(name: str, turn: Turn) -> list[int] | None:
-    """The adapter of each request of a turn, -1 for none; None when the contestant cannot do that."""
+    """The adapter of each request of a turn, -1 for none; None if the contestant cannot run this turn."""
     if turn.kind == "each":
         return None if name.startswith("llama") else list(range(turn.batch))
     return [POPULAR if turn.kind == "one" else -1] * turn.batch
@@ -155,7 +155,7 @@ def _llama_files(directory: Path, adapters: Sequence[Path], width: str) -> dict[
 
 
 def _rounds(contestants: dict[str, Sides], measured: Measured, rounds: int, tokens: int, watch: Watch) -> roofline.Limits:
-    """All laps of one group into `measured`; returns the best that the probes reached between them.
+    """Run all laps of one group into `measured`. Returns the best rates that the probes between them reached.
 
     First laps of a few tokens warm up (load every adapter, compile) and are not counted.
     """

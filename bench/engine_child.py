@@ -21,7 +21,7 @@ Generate = Callable[[list[list[int]], list[int], int], list[list[int]]]
 
 
 def serve(make: Callable[[dict[str, Any]], Generate]) -> None:
-    """Set up with `make`, then answer laps until the parent hangs up."""
+    """Set up with `make`, then answer laps until the parent closes the connection."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not stand between the answers
 

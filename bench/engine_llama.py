@@ -11,7 +11,10 @@ MAX_REQUESTS, MAX_TOKENS = 32, 8192
 
 
 def make(setup: dict[str, Any]) -> Generate:
-    """A model from `setup["file"]`; one sequence per request, greedy. Requests have `setup["adapter"]` all, or none of them."""
+    """A function that answers laps with the model in `setup["file"]`: one sequence per request, greedy.
+
+    Either all requests of a lap have `setup["adapter"]`, or none.
+    """
     import llama_cpp as llama
     import numpy as np
 

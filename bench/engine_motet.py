@@ -14,7 +14,7 @@ MAX_BYTES = 1 << 30  # of an adapter, as a registry's limit: pages of 8 ranks ca
 
 
 def make(setup: dict[str, Any]) -> Generate:
-    """A warm engine as a worker assembles it, and the adapters in host memory as a worker has them."""
+    """A function that answers laps with a warm engine, assembled as in a worker, and the adapters in host memory."""
     from bench.mesh_parts import run_engine
     from motet.policies.step_times import StepTimes
     from motet.services.worker.assemble import assemble
@@ -47,7 +47,7 @@ def make(setup: dict[str, Any]) -> Generate:
 
 
 def _stored(model: Path, adapter: Path, directory: Path) -> Path:
-    """The adapter as a worker's disk tier has it: a file whose name is its digest."""
+    """The adapter in the form of a worker's disk tier: a file whose name is its digest."""
     converted = stored_adapter(model, adapter)
     path = directory / converted.digest
     path.write_bytes(converted.blob)
@@ -55,7 +55,7 @@ def _stored(model: Path, adapter: Path, directory: Path) -> Path:
 
 
 def stored_adapter(model: Path, adapter: Path) -> Converted:
-    """A PEFT directory as the registry stores it."""
+    """The blob that the registry would store for a PEFT directory."""
     weights = adapter / "adapter_model.safetensors"
     with weights.open("rb") as file:
         config = (adapter / "adapter_config.json").read_bytes()

@@ -25,7 +25,7 @@ END_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """One batch from its first prompt to its last token: seconds, and the new tokens of each request."""
+    """One batch, from its first prompt to its last token: seconds, and the new tokens of each request."""
 
     seconds: float
     outputs: list[list[int]]
@@ -36,7 +36,10 @@ class Lap:
 
 
 class Contestant:
-    """A child process that speaks bench.engine_child's protocol. A context manager; raises RuntimeError with its log's end."""
+    """A child process that speaks bench.engine_child's protocol. A context manager.
+
+    Raises RuntimeError with the end of its log.
+    """
 
     def __init__(self, name: str, argv: list[str], setup: dict[str, Any], environment: dict[str, str]) -> None:
         self.name = name
@@ -57,7 +60,7 @@ class Contestant:
         return self
 
     def lap(self, prompts: list[list[int]], adapters: Sequence[int], tokens: int) -> Lap:
-        """Generate `tokens` after each prompt; `adapters` has each one's adapter, -1 for none."""
+        """Generate `tokens` tokens after each prompt. `adapters`: the adapter of each request, -1 for none."""
         answer = self._ask({"prompts": prompts, "adapters": list(adapters), "tokens": tokens}, within_s=LAP_S)
         lap = Lap(answer["seconds"], answer["outputs"])
         if [len(output) for output in lap.outputs] != [tokens] * len(prompts):
@@ -65,7 +68,7 @@ class Contestant:
         return lap
 
     def rss_mib(self) -> int:
-        """Resident memory of the process that holds the model: the largest of the child's."""
+        """Resident memory of the process with the model: the largest process of the child."""
         return max(rss_bytes(pid) for pid in process_tree(self._process.pid)) >> 20
 
     def _ask(self, message: dict[str, Any], *, within_s: float) -> dict[str, Any]:
@@ -93,7 +96,7 @@ class Contestant:
 
 
 def end(process: subprocess.Popen[bytes], family: list[int], *, within_s: float) -> None:
-    """Wait for a process that was told to end, then kill what is left of it and of `family`, its `process_tree`."""
+    """Wait until a process that was told to end has ended. Then kill the rest of it and of `family`, its `process_tree`."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(within_s)
     for pid in family:

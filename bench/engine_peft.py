@@ -9,7 +9,10 @@ from bench.engine_child import Generate, serve
 
 
 def make(setup: dict[str, Any]) -> Generate:
-    """The model with all adapters, everything in bf16 (PEFT would keep adapters in float32, at twice the traffic)."""
+    """A function that answers laps with PEFT and all adapters, everything in bf16.
+
+    PEFT would keep adapters in float32, with twice the memory traffic.
+    """
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -22,9 +22,9 @@ UNSEEN = "motet again"
 
 
 def last(lines: Iterable[str]) -> dict[str, Any]:
-    """The rates of the last record of M beside a peer: {contestant: {"none", "one" or "each": {requests at once: tokens/s}}}.
+    """The rates of the last record of M beside a peer. Raises ValueError if there is none.
 
-    Raises ValueError when there is none.
+    {contestant: {"none", "one" or "each": {requests at once: tokens/s}}}
     """
     for line in reversed(list(lines)):
         record = json.loads(line)
@@ -35,7 +35,7 @@ def last(lines: Iterable[str]) -> dict[str, Any]:
 
 
 def draw(rates: dict[str, Any], path: Path) -> None:
-    """Write the two plots beside each other."""
+    """Write the two plots side by side."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -78,7 +78,7 @@ class Server:
         return self
 
     def _wait(self, model: str, began: float) -> float:
-        """Ask until there is an answer; seconds since `began`."""
+        """Ask until there is an answer. Returns the seconds since `began`."""
         answer = ""
         while time.monotonic() - began < START_S and self._process.poll() is None:
             status, answer = _complete(self.port, model)
@@ -89,9 +89,10 @@ class Server:
         raise RuntimeError(f"{self.name} does not serve {model!r} ({answer}); the end of its log:\n{self._log.read()[-6000:]}")
 
     def settle(self) -> None:
-        """Wait until its threads have stopped spinning for work to come: they would run beside the server asked next.
+        """Wait until the server's threads have stopped spinning for work: they would run beside the server that is measured
+        next.
 
-        Raises RuntimeError when they never do.
+        Raises RuntimeError if they never stop.
         """
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline:
@@ -102,14 +103,14 @@ class Server:
         raise RuntimeError(f"{self.name} is still busy {SETTLE_S:.0f} s after its last answer")
 
     def processes(self) -> list[int]:
-        """It and all below it."""
+        """The server's process and all its descendants."""
         return process_tree(self._process.pid)
 
     def _cpu_s(self) -> float:
         return sum(report.cpu_s(pid) for pid in self.processes())
 
     def rss_mib(self) -> tuple[int, int]:
-        """Resident memory: of the largest process, which holds the model, and of all together."""
+        """Resident memory: of the largest process, which has the model, and of all together."""
         sizes = [rss_bytes(pid) for pid in process_tree(self._process.pid)]
         return max(sizes) >> 20, sum(sizes) >> 20
 
@@ -147,7 +148,7 @@ def motet_server(model: Path, adapters: list[Path], data: Path, quantization: st
 
 
 def vllm_server(model: Path, adapters: list[Path]) -> Server:
-    """vLLM's OpenAI server at its best (see vllm_peer)."""
+    """vLLM's OpenAI server with its best options (see vllm_peer)."""
     port, many = free_port(), str(len(adapters))
     argv = [vllm_peer.python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", BASE]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048"]
@@ -170,7 +171,7 @@ def vllm_server(model: Path, adapters: list[Path]) -> Server:
 
 @dataclass(slots=True)
 class Side:
-    """What was measured of one server."""
+    """The measurements of one server."""
 
     starts_s: list[float] = field(default_factory=list)
     adapter_starts_s: list[float] = field(default_factory=list)
@@ -233,7 +234,7 @@ def _latencies(
 
 
 def figures(sides: dict[str, Side]) -> dict[str, Any]:
-    """The bench's figures, of the servers there are."""
+    """The bench's figures of these servers."""
     motet, vllm = sides["motet"], sides.get("vllm")
     most = max(motet.laps)
     found: dict[str, Any] = {f"itl_p50_ms_c{streams}": round(motet.itl_ms(streams, 0.5), 2) for streams in motet.laps}

@@ -28,7 +28,7 @@ LABELS = {
 
 
 class Turn(NamedTuple):
-    """One cell of the table: `batch` requests at once, and whether they have adapters."""
+    """One cell of the table: `batch` requests at once, with or without adapters."""
 
     kind: Kind
     batch: int
@@ -36,8 +36,9 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One lap: output tokens per second, of all of it and without the prompts and first tokens (0 if unknown), and each
-    request's first token."""
+    """One lap: output tokens per second, in total and without the prompts and first tokens (0 if unknown), and each first
+    token.
+    """
 
     whole: float
     decode: float
@@ -45,7 +46,7 @@ class Timed:
 
 
 def timed(lap: Lap, alone: Lap | None = None) -> Timed:
-    """`alone`: a lap of as many requests with one token each, which is what the prompts take."""
+    """The rates of a lap. `alone`: a lap of as many requests with one token each, which gives the time of the prompts."""
     after_first = sum(len(output) - 1 for output in lap.outputs)
     decode = after_first / max(lap.seconds - alone.seconds, 1e-9) if alone is not None else 0.0
     return Timed(lap.tokens_per_s, decode, tuple(output[0] for output in lap.outputs))
@@ -58,11 +59,11 @@ class Measured:
     laps: dict[str, dict[Turn, list[Timed]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
 
     def add(self, name: str, turn: Turn, lap: Timed) -> None:
-        """One more lap."""
+        """Add a lap."""
         self.laps[name][turn].append(lap)
 
     def rate(self, name: str, turn: Turn, part: Literal["whole", "decode"] = "whole") -> float | None:
-        """The median over the laps, in output tokens per second; None without any."""
+        """The median over the laps, in output tokens per second; None without laps."""
         laps = self.laps.get(name, {}).get(turn)
         return statistics.median(getattr(lap, part) for lap in laps) if laps else None
 
@@ -73,7 +74,7 @@ class Measured:
                 yield name, turn, self.rate(name, turn) or 0.0
 
     def agreement(self, ours: str, theirs: str) -> float | None:
-        """The share of requests without adapters for which two contestants' first tokens are the same: 1 but for near-ties."""
+        """The share of requests without adapters whose first tokens two contestants agree on: 1 except for near-ties."""
         pairs = [
             pair
             for turn, laps in self.laps.get(ours, {}).items()
@@ -108,7 +109,7 @@ def figures(
     output_tokens: int,
     chosen: Callable[[str, Turn], Sequence[int] | None],
 ) -> dict[str, Any]:
-    """The bench's figures, of the contestants there are. `chosen`: the adapter of each request of a cell."""
+    """The bench's figures of these contestants. `chosen`: the adapter of each request of a cell."""
     found: dict[str, Any] = {}
     for figure, (ours, theirs) in RATIOS.items():
         above, below = measured.rate(*ours), measured.rate(*theirs)
@@ -147,7 +148,7 @@ def figures(
 
 
 def decode_bandwidth(shape: Shape, name: str, steps_per_s: float) -> float:
-    """Bytes of weights per second: a step reads all but the embedding of tokens, llama.cpp's and ours the same."""
+    """Bytes of weights per second. A step reads all weights except the token embedding, in ours and in llama.cpp."""
     head = 1.0 if name == "motet int4" else WEIGHT_BYTES[name]
     layers = shape.layer_weights()
     return (WEIGHT_BYTES[name] * layers + head * shape.hidden * shape.vocabulary) * steps_per_s

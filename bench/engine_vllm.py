@@ -8,7 +8,10 @@ from bench.engine_child import Generate, serve
 
 
 def make(setup: dict[str, Any]) -> Generate:
-    """An offline engine, with LoRA switched on only where adapters are asked for: without, vLLM compiles its model."""
+    """A function that answers laps with vLLM's offline engine.
+
+    LoRA is on only if adapters are asked for: without it, vLLM compiles its model.
+    """
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 

@@ -53,7 +53,7 @@ PATIENT_MS = "3600000"  # vLLM refuses nothing for being late, so Motet does not
 
 @dataclass(slots=True)
 class Side:
-    """What was measured of one server."""
+    """The measurements of one server."""
 
     laps: dict[int, list[Lap]] = field(default_factory=dict)  # by concurrency
     first_s: list[float] = field(default_factory=list)  # to the first token, with more adapters than slots
@@ -67,7 +67,7 @@ class Side:
         return statistics.median(lap.tokens_per_s for lap in self.laps[streams])
 
     def tail_ms(self) -> list[float]:
-        """With more adapters than slots: TTFT p50 and p99, time to the whole answer p50 and p99."""
+        """With more adapters than slots: p50 and p99 of the TTFT, and p50 and p99 of the time to the whole answer."""
         return [float(np.quantile(times, share)) * 1000 for times in (self.first_s, self.whole_s) for share in (0.5, 0.99)]
 
 
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def direct(model: Path, adapters: Sequence[Path], name: str = "vllm", *options: str) -> Server:
-    """vLLM's OpenAI server, with further options of its own."""
+    """vLLM's OpenAI server with further options."""
     port = free_port()
     argv = [vllm_peer.python(), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", BASE]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--disable-uvicorn-access-log"]
@@ -150,7 +150,7 @@ def over_motet(model: Path, adapters: Sequence[Path], data: Path) -> Server:
 
 
 def arrivals(count: int, rate: float, names: Sequence[str], *, seed: int) -> list[tuple[float, str, list[int]]]:
-    """(seconds from the start, adapter, prompt) of `count` requests, `rate` of them in a second."""
+    """(seconds from the start, adapter, prompt) of `count` requests, `rate` of them per second."""
     draw = random.Random(seed)
     weights = [1 / (number + 1) ** ZIPF for number in range(len(names))]
     at_s, trace = 0.0, []
@@ -161,7 +161,7 @@ def arrivals(count: int, rate: float, names: Sequence[str], *, seed: int) -> lis
 
 
 async def replay(port: int, trace: Sequence[tuple[float, str, list[int]]]) -> list[tuple[float, float]]:
-    """Seconds from arrival to the first and to the last token, of every request."""
+    """Seconds from arrival to the first and to the last token of every request."""
     began = time.monotonic()
 
     async def one(client: Client, at_s: float, model: str, prompt: list[int]) -> tuple[float, float]:
@@ -176,7 +176,7 @@ async def replay(port: int, trace: Sequence[tuple[float, str, list[int]]]) -> li
 
 
 async def shot(server: Server, names: Sequence[str]) -> list[str]:
-    """Kill vLLM's core in the middle of some streams. Why each of them is not whole that is not."""
+    """Kill vLLM's core in the middle of some streams. Returns the reason for each stream that did not become whole."""
     tokens, under_way = [0] * STREAMS, asyncio.Event()
 
     async def one(client: Client, number: int) -> str:

@@ -15,7 +15,7 @@ from motet.policies.engine_entry import TURN
 
 
 class Turns(AsyncScheduler):
-    """vLLM's scheduler, which makes room for new requests before each step."""
+    """vLLM's scheduler, extended so that it makes room for new requests before each step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -101,7 +101,7 @@ Server = tuple[int, int]  # (process id, port)
 
 @contextlib.contextmanager
 def _running(target: Callable[..., None], *args: Any) -> Any:
-    """A child process; yields (pid, port) for a server, which sends its port when it is ready."""
+    """A context with a child process; yields (pid, port) of a server, which sends its port when it is ready."""
     here, there = spawn.Pipe()
     process: SpawnProcess = spawn.Process(target=target, args=(there, *args))
     process.start()
@@ -119,7 +119,7 @@ def _running(target: Callable[..., None], *args: Any) -> Any:
 
 
 class Contestant:
-    """One server in one mode, and what was measured of it over all rounds."""
+    """One server in one mode, and its measurements over all rounds."""
 
     def __init__(self, name: str, server: Server, counters: Counters, ahead: int) -> None:
         self.name, self._server, self._counters, self._ahead = name, server, counters, ahead
@@ -133,12 +133,12 @@ class Contestant:
         return self._cpu_s / self._tokens * 1e6
 
     def row(self) -> list[Any]:
-        """Its line of the table."""
+        """The contestant's line of the table."""
         shares = [f"{cpu / self._took_s:.0%}" for cpu in (self._cpu_s, self._other_s)]
         return [self.name, self.tokens_per_s, self.cpu_us, *shares, self._tokens / max(self._reads, 1)]
 
     def measure(self, seconds: int) -> None:
-        """One round: load it, let it warm up, then count second by second."""
+        """One round: load the server, let it warm up, then count second by second."""
         pid, port = self._server
         counters = self._counters
         _wait_until_ready(port)

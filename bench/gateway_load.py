@@ -12,7 +12,7 @@ BODY = {"model": "bench", "prompt": [1, 2, 3], "stream": True, "ignore_eos": Tru
 
 
 class Counters:
-    """Shared between processes: what the client has seen, and how far the engine may be ahead of it."""
+    """Shared between processes: how much the client has seen, and how far ahead of it the engine may be."""
 
     def __init__(self, context: Any, window: int) -> None:
         self.seen = context.Value("Q", 0, lock=False)  # events

@@ -52,7 +52,7 @@ PERF = PerfModel(
 
 
 def words() -> list[str]:
-    """What the tokens say: words of four letters behind a space."""
+    """The texts of the tokens: words of four letters after a space."""
     letters = "abcdefghij"
     return [" " + letters[i // 100] + letters[i // 10 % 10] + letters[i % 10] + "n" for i in range(VOCABULARY)]
 
@@ -83,7 +83,7 @@ def gateway_server(ready: Connection, url: str, model: str, core: int) -> None:
 
 
 class Pace:
-    """Says when the next step may go out: at most `window` steps ahead of what the client has seen."""
+    """Limits the engine to `window` steps ahead of what the client has seen."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -91,11 +91,11 @@ class Pace:
         self._owed = 0  # tokens sent that the client has not seen
 
     def forget(self) -> None:
-        """A client left that has not seen everything."""
+        """A client has left before it had seen everything."""
         self._owed = 0
 
     def may_step(self, streams: int) -> bool:
-        """Whether one more token for each of `streams` may be sent; if so it counts as sent."""
+        """Whether one more token for each of `streams` may be sent. If so, it counts as sent."""
         seen = self._counters.seen.value
         self._owed = max(self._owed - (seen - self._seen), 0)
         self._seen = seen
@@ -108,7 +108,7 @@ class Pace:
 def starlette_server(ready: Connection, core: int, counters: Counters, paced: bool) -> None:
     """A StreamingResponse over a generator of ready-made events like the gateway's, on `core`, until terminated.
 
-    `paced`: the generators wait for a step before each event, as they would for an engine; else they never wait.
+    `paced`: the generators wait for a step before each event, as with an engine; otherwise they never wait.
     """
     os.sched_setaffinity(0, {core})
     texts = words()
@@ -168,7 +168,7 @@ def starlette_server(ready: Connection, core: int, counters: Counters, paced: bo
 
 
 class Progress:
-    """A running request: the beginning of its encoded items (array header, id, epoch) and its next token's index."""
+    """A running request: the beginning of its encoded items (array header, id, epoch) and the index of its next token."""
 
     def __init__(self, request: GenerateRequest) -> None:
         item = encode(StreamItem(request.request_id, request.epoch, 0, []))
@@ -178,14 +178,17 @@ class Progress:
 
 
 def item_tails() -> list[bytes]:
-    """What follows request id and epoch in an encoded item, by index."""
+    """What follows the request id and epoch in an encoded item, by token index."""
     last = STREAM_TOKENS - 1
     items = [StreamItem("", 0, i, [i % VOCABULARY], "length" if i == last else None) for i in range(STREAM_TOKENS)]
     return [encode(item)[3:] for item in items]
 
 
 def next_frame(step: int, running: list[Progress], tails: list[bytes]) -> bytes:
-    """An encoded TokenFrame with every stream's next token, made of prepared bytes, because the engine is not measured."""
+    """An encoded TokenFrame with the next token of every stream.
+
+    It is made of prepared bytes, so that the engine costs little.
+    """
     frame = encode(TokenFrame(WORKER, step, []))  # ends with an empty list and the version
     parts = [frame[:-2], b"\xdd", len(running).to_bytes(4, "big")]
     for progress in running:
@@ -197,7 +200,7 @@ def next_frame(step: int, running: list[Progress], tails: list[bytes]) -> bytes:
 
 
 def engine(ready: Connection, url: str, counters: Counters) -> None:
-    """A scheduler and worker in one that answers every request with the same tokens, until terminated."""
+    """A scheduler and worker in one process. It answers every request with the same tokens, until terminated."""
 
     async def serve() -> None:
         bus = await Bus.connect(BusConfig(nats_url=url), "engine")
@@ -225,7 +228,7 @@ def engine(ready: Connection, url: str, counters: Counters) -> None:
 
 
 async def _steps(bus: Bus, running: dict[str, Progress], pace: Pace) -> None:
-    """One frame per step with one token of every stream."""
+    """Send one frame per step, with one token of every stream."""
     step, tails = 0, item_tails()
     while True:
         if not pace.may_step(len(running)):

@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Run one stage, or dry all of them; returns the figures."""
+    """Run one stage, or try all of them without a GPU. Returns the figures."""
     if args.child:
         serve(lambda: _points(args.stage, dry=False, only=args.only), healthy=_healthy)
         sys.exit(0)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def dry_run(stages: list[int], only: str = "") -> dict[str, Any]:
-    """Every point of these stages, in this process; a stage counts as failed when one of its points does."""
+    """Run every point of these stages in this process. A stage counts as failed if one of its points fails."""
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
     failed = []
     with tempfile.TemporaryDirectory(prefix="motet-gpu-") as directory:
@@ -90,7 +90,7 @@ def _points(stage: int, *, dry: bool, only: str) -> list[Any]:
 
 
 def _healthy() -> bool:
-    """Whether the GPU still answers: after some errors a process's context is lost."""
+    """Whether the GPU still answers. After some errors a process's context is lost."""
     import torch
 
     try:

@@ -94,7 +94,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Limits:
-    """What reading and multiplying reach at best, probed again beside every measurement: the machine may be shared."""
+    """The best measured rates of reading and multiplying.
+
+    They are probed again beside every measurement, as others may use the machine.
+    """
 
     def __init__(self, engine: CpuEngine, cold_bytes: int) -> None:
         self._engine, self.cold_bytes = engine, cold_bytes
@@ -106,14 +109,14 @@ class _Limits:
             self.probe()
 
     def probe(self) -> float:
-        """Measure both; returns the bandwidth of now, in bytes per second."""
+        """Measure both rates. Returns the present bandwidth, in bytes per second."""
         self.bandwidths.append(self._engine.read_bandwidth(self._memory))
         self.peak = max(self.peak, self._engine.peak_flops(DTYPE))
         return self.bandwidths[-1]
 
     @property
     def bandwidth(self) -> float:
-        """The median of all."""
+        """The median bandwidth of all probes."""
         return statistics.median(self.bandwidths)
 
 

@@ -29,7 +29,7 @@ KINDS = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One layer's attention: milliseconds, and the share of the bandwidth measured beside it."""
+    """Attention of one layer: milliseconds, and the share of the bandwidth that was measured beside it."""
 
     ms: float
     share: float
@@ -38,7 +38,7 @@ class Timed:
 def measure(
     engine: CpuEngine, probe: Callable[[], float], cold_bytes: int, repeats: int, watch: Watch, *, quick: bool
 ) -> dict[tuple[int, int, str], Timed]:
-    """{(rows, context, kind): its time}. `probe` measures the bandwidth of now, in bytes per second."""
+    """{(rows, context, kind): its time}. `probe` measures the present bandwidth, in bytes per second."""
     found: dict[tuple[int, int, str], Timed] = {}
     for rows in ROWS[:1] if quick else ROWS:
         for context in CONTEXTS[:1] if quick else CONTEXTS:
@@ -48,7 +48,7 @@ def measure(
 
 
 def table(found: dict[tuple[int, int, str], Timed]) -> str:
-    """For people."""
+    """The results as text."""
     lines: list[list[object]] = []
     for rows, context in dict.fromkeys((rows, context) for rows, context, _ in found):
         wide, narrow = (found[rows, context, kind] for kind in KINDS)
@@ -58,7 +58,7 @@ def table(found: dict[tuple[int, int, str], Timed]) -> str:
 
 
 def figures(found: dict[tuple[int, int, str], Timed]) -> dict[str, float]:
-    """Means over all contexts and numbers of sequences."""
+    """The bench's figures: means over all contexts and numbers of sequences."""
     pairs = [(found[rows, context, "bf16"], found[rows, context, "int8"]) for rows, context, kind in found if kind == "int8"]
     return {
         "attention_bandwidth_fraction": round(statistics.fmean(wide.share for wide, _ in pairs), 3),
@@ -70,7 +70,7 @@ def figures(found: dict[tuple[int, int, str], Timed]) -> dict[str, float]:
 def _pair(
     engine: CpuEngine, probe: Callable[[], float], cold_bytes: int, rows: int, context: int, repeats: int, watch: Watch
 ) -> list[tuple[str, Timed]]:
-    """Both kinds in turns; medians."""
+    """Both kinds in turns. Returns the medians."""
     blocks = rows * context // BLOCK_SIZE
     shape: dict[str, Any] = {"blocks": blocks, "block_size": BLOCK_SIZE, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     layers = max(2, cold_bytes // (rows * context * 2 * KV_HEADS * HEAD_DIM * 2))

@@ -46,7 +46,7 @@ QUIET_S = 60.0  # without a frame, while some are expected
 
 @dataclass(slots=True)
 class Served:
-    """One request as its sender saw it, in seconds from the run's start."""
+    """One request as its client saw it, in seconds from the start of the run."""
 
     sent_s: float
     frames_s: list[float] = field(default_factory=list)  # when tokens came, those of one step together
@@ -56,18 +56,18 @@ class Served:
 
     @property
     def first_s(self) -> float:
-        """When the first token came; 0 without one."""
+        """When the first token came; 0 without tokens."""
         return self.frames_s[0] if self.frames_s else 0.0
 
     @property
     def end_s(self) -> float:
-        """When the last token came; 0 without one."""
+        """When the last token came; 0 without tokens."""
         return self.frames_s[-1] if self.frames_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """A step as the worker saw it. `merge_s`: before it, the merged copy was made for so long."""
+    """A step as the worker reported it. `merge_s`: how long the merged copy was made before the step."""
 
     began_s: float
     time_ms: float
@@ -78,7 +78,10 @@ class StepSeen:
 
 
 def command(words: Sequence[str], options: Mapping[str, str], log: Path, module: str = "motet") -> subprocess.Popen[bytes]:
-    """`python -m MODULE WORDS` with MOTET_* variables, output to `log`; ends with this process."""
+    """A process that runs `python -m MODULE WORDS` with MOTET_* variables.
+
+    Its output goes to `log`; it ends with this process.
+    """
     variables = {f"MOTET_{name.upper()}": value for name, value in options.items()}
     with log.open("ab") as sink:
         return subprocess.Popen(
@@ -92,9 +95,10 @@ def command(words: Sequence[str], options: Mapping[str, str], log: Path, module:
 
 
 class LiveWorker:
-    """`async with`: NATS and one worker with MOTET_* `options`, ready to be asked; both gone afterwards.
+    """NATS and one worker with MOTET_* `options`, ready for requests. An asynchronous context manager that ends both.
 
-    `link_bytes_per_s`: the pace of adapter copies to the device; 0 for memory's own. `records`: `steps` tells of them.
+    `link_bytes_per_s`: rate of adapter copies to the device; 0 for the speed of memory. `records`: `steps` has the records of
+    steps.
     """
 
     def __init__(
@@ -162,7 +166,7 @@ class LiveWorker:
         await self._bus.request(subjects.assign(WORKER), self._request("ping", 1, 1, None, base=""), AssignReply, timeout_s=5.0)
 
     async def run(self, workload: Workload, adapters: Sequence[AdapterRef]) -> list[Served]:
-        """Send each request at its time and wait for the last token."""
+        """Send each request at its time, and wait for the last token."""
         self._start()
         asking = []
         for one in workload:
@@ -176,8 +180,10 @@ class LiveWorker:
     async def keep_busy(
         self, streams: int, seconds: float, draw: Callable[[], tuple[int, int, AdapterRef | None]]
     ) -> list[Served]:
-        """Keep so many requests here for some time, each with the prompt and output tokens and the adapter of a draw; then wait
-        for their last tokens."""
+        """Keep `streams` requests running for `seconds`, then wait for their last tokens.
+
+        Each draw gives the prompt tokens, the output tokens and the adapter of a request.
+        """
         self._start()
 
         async def stream() -> None:
@@ -191,11 +197,11 @@ class LiveWorker:
 
     @property
     def began_s(self) -> float:
-        """When the last run began, by the clock of `StepSeen`."""
+        """When the last run began, on the clock of `StepSeen`."""
         return self._began_s
 
     def steps(self) -> list[StepSeen]:
-        """All steps so far that computed something."""
+        """All steps so far that computed at least one row."""
         assert self._records is not None, "they are not recorded"
         return [StepSeen(*json.loads(line)) for line in self._records.read_text().splitlines()]
 
@@ -250,7 +256,7 @@ class LiveWorker:
 
 
 def main(link_bytes_per_s: float, records: str = "") -> int:
-    """A worker as `motet worker` runs it, from MOTET_* variables, with an emulated link or records of its steps."""
+    """Run a worker as `motet worker` does, from MOTET_* variables, with an emulated link or with records of its steps."""
     config = load(WorkerConfig, {})
     with open(records or os.devnull, "w", buffering=1) as file:
 

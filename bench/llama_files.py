@@ -30,7 +30,7 @@ WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 def write_bf16(model_dir: Path, path: Path) -> None:
-    """The checkpoint's bf16 values as they are; norms in fp32."""
+    """Write the checkpoint's bf16 values unchanged, and norms in fp32."""
     import gguf
     import numpy as np
 
@@ -63,7 +63,7 @@ def write_bf16(model_dir: Path, path: Path) -> None:
 
 
 def write_adapter(model_dir: Path, adapter_dir: Path, path: Path) -> None:
-    """A PEFT adapter's bf16 values as they are."""
+    """Write a PEFT adapter's bf16 values unchanged."""
     import gguf
     import numpy as np
 
@@ -109,13 +109,13 @@ def _name(name: str) -> str:
 
 
 def _interleaved(weight: Any, heads: int) -> Any:
-    """Rows of each head as llama.cpp rotates them: neighbours instead of halves."""
+    """The rows of each head in the order in which llama.cpp rotates them: neighbours instead of halves."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def quantize(source: Path, path: Path, ftype: int) -> None:
-    """By llama.cpp's own quantizer."""
+    """Quantize a file with llama.cpp's own quantizer."""
     import llama_cpp
 
     options = llama_cpp.llama_model_quantize_default_params()
@@ -125,7 +125,7 @@ def quantize(source: Path, path: Path, ftype: int) -> None:
 
 
 def main() -> None:
-    """Each file appears when it is whole."""
+    """Make the files. Each appears when it is complete."""
     what, model_dir, *others = sys.argv[1], *map(Path, sys.argv[2:])
     if what == "adapter":
         adapter_dir, path = others

@@ -29,13 +29,13 @@ def python() -> str:
 
 
 def environment() -> dict[str, str]:
-    """What llama.cpp's processes find in their environment."""
+    """The environment variables of llama.cpp's processes."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "MOTET_"))}
     return inherited | {"PYTHONPATH": str(ROOT)}
 
 
 def files(model_dir: Path) -> dict[str, Path]:
-    """The model's files for llama.cpp by width, made unless they are there."""
+    """The model's files for llama.cpp, by width. Missing ones are made."""
     found = {width: model_dir.parent / f"llama-{width}.gguf" for width in WIDTHS}
     if not all(path.exists() for path in found.values()):
         _make("model", model_dir, *found.values())
@@ -43,7 +43,7 @@ def files(model_dir: Path) -> dict[str, Path]:
 
 
 def adapter(model_dir: Path, adapter_dir: Path) -> Path:
-    """An adapter's file for llama.cpp, made unless it is there."""
+    """An adapter's file for llama.cpp. It is made if it is missing."""
     path = adapter_dir / "llama-bf16.gguf"
     if not path.exists():
         _make("adapter", model_dir, adapter_dir, path)

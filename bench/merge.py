@@ -60,7 +60,7 @@ GOALS = {"gap_recovered": 0.8, "mixed_vs_unmerged": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured."""
+    """How much to measure."""
 
     prompt_tokens: int = PROMPT_TOKENS
     output_tokens: int = OUTPUT_TOKENS
@@ -73,13 +73,13 @@ class Size:
 
 
 SIZES = {"M": Size(prompt_tokens=16, output_tokens=32, lap_tokens=24, copy_tokens=160, rounds=8, copies=1)}
-"""Of models whose steps are long; the whole bench has ten minutes."""
+"""Sizes of the runs for models with long steps, because the whole bench has ten minutes."""
 QUICK = Size(output_tokens=16, lap_tokens=24, copy_tokens=200, rounds=1, copies=1, phases=2, phase_s=2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """The two workers, and each one's adapters."""
+    """The two workers and their adapters."""
 
     plain: LiveWorker
     merging: LiveWorker
@@ -100,7 +100,7 @@ class Rig:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy and the switch to it."""
+    """One merged copy, and the switch to it."""
 
     work_ms: float  # of the slices
     wait_ms: float  # from the first slice to the first merged step
@@ -210,15 +210,17 @@ async def _gap(rig: Rig) -> dict[str, Any]:
 
 
 def _decode_ms(steps: Sequence[StepSeen], *, merged: bool) -> float:
-    """The median time from the beginning of a step in which all seats decode to that of the next one, both in this mode; 0 with
-    too few of them."""
+    """The median time between the beginnings of two steps in this mode that both decode for all seats, without a copy between.
+
+    0 with too few of them.
+    """
     steps = [step for step in steps if step.merged == merged]
     found = [1000 * (b.began_s - a.began_s) for a, b in pairwise(steps) if a.decoding == b.decoding == SEATS and not b.merge_s]
     return statistics.median(found) if len(found) >= LEAST_STEPS else 0.0
 
 
 async def _lap(rig: Rig, worker: LiveWorker, adapter: AdapterRef | None) -> list[StepSeen]:
-    """The steps of requests that come at once."""
+    """The steps of requests that arrive at once."""
     before = len(worker.steps())
     await _at_once(rig, worker, [0 if adapter else -1] * SEATS, [adapter] if adapter else [], [rig.size.lap_tokens] * SEATS)
     return worker.steps()[before:]
@@ -262,7 +264,7 @@ async def _copies(rig: Rig) -> dict[str, Any]:
 
 
 def _copy_of(steps: Sequence[StepSeen], served: Sequence[Served], began_s: float) -> Copy | None:
-    """None: no copy was made, or it was not merged before the streams ended."""
+    """The copy in these steps; None if no copy was made, or if it was not used before the streams ended."""
     first = next((i for i, step in enumerate(steps) if step.merge_s), None)
     merged = next((i for i, step in enumerate(steps) if step.merged and first is not None and i >= first), None)
     if first is None or merged is None:

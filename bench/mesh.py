@@ -39,7 +39,7 @@ OUTPUT_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Streams at once, each with the next of so many adapters; 0: the base model."""
+    """`streams` streams at once, each with the next of `adapters` adapters; 0: the base model."""
 
     streams: int
     adapters: int
@@ -102,7 +102,7 @@ class _Quiet:
 
 @contextmanager
 def _engine(model: str, adapters: list[str], threads: int) -> Iterator[Any]:
-    """The rival's process; yields the pipe to it and its process id."""
+    """A context with the process of the engine alone; yields the pipe to it and its process id."""
     here, there = spawn.Pipe()
     process = spawn.Process(target=engine_alone, args=(there, model, adapters, threads))
     process.start()
@@ -120,7 +120,7 @@ def _engine(model: str, adapters: list[str], threads: int) -> Iterator[Any]:
 
 
 class Side:
-    """One contestant's laps at one number of streams."""
+    """The laps of one contestant at one number of streams."""
 
     def __init__(self) -> None:
         self.laps: list[Lap] = []
@@ -128,7 +128,7 @@ class Side:
         self.cpu_s: dict[str, float] = defaultdict(float)  # by process kind, over all laps
 
     def add(self, lap: Lap, cpu_s: dict[str, float], engine_share: float = 1.0) -> None:
-        """One more lap."""
+        """Add a lap."""
         self.laps.append(lap)
         self.engine_share.append(engine_share)
         for kind, used_s in cpu_s.items():
@@ -154,7 +154,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Both contestants, running."""
+    """Both contestants while they run."""
 
     port: int
     data: Path  # the stack's
@@ -164,7 +164,7 @@ class Bench:
     watch: Watch
 
     def laps(self, load: Load, laps: int) -> tuple[Side, Side]:
-        """(mesh, engine), taking turns; the first lap of each warms up and is not counted."""
+        """The laps of (mesh, engine), in turns. The first lap of each warms up and is not counted."""
         mesh, alone = Side(), Side()
         chosen = [i % load.adapters if load.adapters else -1 for i in range(load.streams)]
         for number in self.watch.rounds(laps + 1, f"laps of {load.name}", at_least=2):

@@ -27,14 +27,14 @@ _laps = count()  # request ids never repeat
 
 
 def prompts(streams: int, tokens: int, *, seed: int) -> list[list[int]]:
-    """One random prompt per stream; another seed shares no prefix with this one."""
+    """One random prompt per stream. Prompts of different seeds share no prefix."""
     draw = random.Random(seed)
     return [[draw.randrange(2, VOCABULARY) for _ in range(tokens)] for _ in range(streams)]
 
 
 @dataclass(slots=True)
 class Lap:
-    """One round of concurrent streams: seconds from the start to each stream's first and last token."""
+    """One round of concurrent streams: seconds from the start to the first and to the last token of each."""
 
     first_s: list[float]
     last_s: list[float]
@@ -51,10 +51,11 @@ class Lap:
 
 
 def stream(port: int, prompts_: list[list[int]], max_tokens: int, models: Sequence[str] = (BASE,)) -> Lap:
-    """All prompts at once over HTTP, streamed; plain sockets, because the client shares the machine with the mesh.
+    """Send all prompts at once over HTTP and read the streams, over plain sockets, because the client shares the machine with
+    the mesh.
 
-    Prompt i asks for model i of `models`, which repeat. Raises RuntimeError when an answer is an error or is not
-    `max_tokens` long.
+    Prompt i asks for model i of `models`, which repeat. Raises RuntimeError when an answer is an error or is not `max_tokens`
+    long.
     """
     poll = select.epoll()
     streams: dict[int, _Stream] = {}
@@ -108,7 +109,7 @@ class _Stream:
 
 
 def wait_for(port: int, models: Sequence[str], headers: Mapping[str, str] | None = None) -> None:
-    """Until the gateway knows all `models`. Raises RuntimeError when it never does."""
+    """Wait until the gateway knows all `models`. Raises RuntimeError if it never does."""
     asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers=dict(headers or {}))
     for _ in range(600):
         with urllib.request.urlopen(asked, timeout=10) as answer:
@@ -119,7 +120,8 @@ def wait_for(port: int, models: Sequence[str], headers: Mapping[str, str] | None
 
 
 def engine_alone(pipe: Connection, model: str, adapters: Sequence[str], threads: int) -> None:
-    """Serve laps of the engine over a pipe: (prompts, max_tokens, adapter of each or -1) in, Lap out, None to end.
+    """Serve laps of the engine over a pipe. It receives (prompts, max_tokens, adapter of each or -1), or None to end, and sends
+    a Lap.
 
     `adapters` are PEFT directories.
     """
@@ -157,9 +159,9 @@ def _engine_lap(engine: Any, prompts_: list[list[int]], max_tokens: int, adapter
 def run_engine(
     engine: Any, prompts_: list[list[int]], max_tokens: int, adapters: Sequence[Any]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Give the engine all prompts, each with its adapter or None, and step until they end: (which prompt, new tokens).
+    """Give the engine all prompts, each with its adapter or None, and step until all have ended.
 
-    Raises what failed when a request ends before its `max_tokens`.
+    Yields (index of the prompt, new tokens). Raises the error of a request that ends before its `max_tokens`.
     """
     from motet.services.worker.engine.request import EngineRequest
     from motet.shared.model import SamplingParams

@@ -28,7 +28,7 @@ RECIPE = 1  # raise it when the same shape gets other files
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama's sizes."""
+    """The sizes of a Llama model."""
 
     hidden: int
     layers: int
@@ -46,7 +46,7 @@ class Shape:
         return shapes | {"down_proj": (self.hidden, self.mlp)}
 
     def layer_weights(self) -> int:
-        """Weights of the linear layers of all layers."""
+        """The number of weights in the linear layers of all layers."""
         return sum(out * into for out, into in self.projections().values()) * self.layers
 
 
@@ -59,12 +59,12 @@ SHAPES = {
 
 
 def adapter_modules(number: int) -> tuple[str, ...]:
-    """What adapter `number` adapts: attention, and in every fourth group of `RANKS` the MLP too."""
+    """The modules of adapter `number`: attention, and in every fourth group of `RANKS` the MLP too."""
     return (*ATTENTION, *MLP) if number // len(RANKS) % 4 == 3 else ATTENTION
 
 
 def model_and_adapters(name: str) -> tuple[Path, list[Path]]:
-    """The directories of a bf16 model of shape `name` and of its adapters, made unless the cache has them."""
+    """The directories of a bf16 model of shape `name` and of its adapters. They are made if the cache lacks them."""
     recipe = repr((RECIPE, SHAPES[name], DEVIATION, [(RANKS[i % 4], adapter_modules(i)) for i in range(ADAPTERS)]))
     home = _cache() / "bench" / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     adapters = [f"adapters/lora-{i:02}" for i in range(ADAPTERS)]
@@ -129,7 +129,7 @@ def write_model(path: Path, shape: Shape, *, dtype: str = "float32", seed: int =
 
 
 def _write_tokenizer(path: Path, vocabulary: int) -> None:
-    """Each token is a word of four letters behind a space."""
+    """Write a tokenizer whose tokens are words of four letters after a space."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = "abcdefghijklmnopqrstuvwxyz"

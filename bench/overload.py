@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _capacity(port: int, asking: Asking, turns: int) -> float:
-    """Requests per second with every seat taken all the time."""
+    """Requests per second while every seat is taken."""
     for number in (1, turns):  # the first one warms up
         requests = [asking.request(0.0, PATIENT, QUIET[0]) for _ in range(number * SEATS)]
         play(port, requests)
@@ -114,7 +114,7 @@ def _refusal_ms(refused: Sequence[Request], quantile: float) -> float:
 
 
 def _tenants(port: int, asking: Asking, capacity: float, seconds: float, warm_s: float) -> dict[str, float]:
-    """Attainment of the quiet tenants without and with the loud one."""
+    """Attainment of the quiet tenants with and without the loud one."""
     each = QUIET_LOAD * capacity / len(QUIET)
 
     def quiet() -> list[Request]:

@@ -36,7 +36,7 @@ class Kind:
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """What is asked when, and what its client saw; seconds from the start of the run."""
+    """What is asked and when, and what the client saw. Times in seconds from the start of the run."""
 
     at_s: float
     kind: Kind
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def kept(self) -> bool:
-        """Whether it was answered inside its objectives."""
+        """Whether the request was answered within its objectives."""
         if self.status != 200 or self.tokens < 2:
             return False
         ttft_ms = 1000.0 * (self.first_s - self.at_s)
@@ -106,7 +106,7 @@ class Asking:
 
 
 def play(port: int, requests: Sequence[Request]) -> None:
-    """Send each request at its time and read every answer to its end. Raises RuntimeError when some do not end."""
+    """Send each request at its time and read every answer to its end. Raises RuntimeError if some do not end."""
     coming = sorted(requests, key=lambda request: request.at_s, reverse=True)
     open_: dict[int, tuple[socket.socket, Request]] = {}
     poll = select.epoll()

@@ -19,7 +19,7 @@ VARIABLE = "MOTET_BENCH_STEP_MS"
 
 
 def pace(step_ms: float) -> None:
-    """Let every step of this process that computes anything take so long."""
+    """Make every step of this process that computes at least one row take `step_ms`."""
     step = Engine.step
 
     def paced(self: Engine, now_s: float) -> StepOutput:

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def baseline(
     train: Sequence[Example], test: Sequence[Example], cuts: tuple[list[float], list[float]], *, quick: bool
 ) -> tuple[float, float, float, str]:
-    """Accuracy for 3 and 5 classes, Spearman's correlation, and the setting that was best in cross-validation."""
+    """Results of the baseline: accuracy for 3 and 5 classes, Spearman's correlation, and the best cross-validated setting."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import cross_val_score
@@ -139,7 +139,7 @@ def proxy_of(
     epochs: int,
     rounds: int,
 ) -> tuple[Judged, float, float, float]:
-    """The proxy model's worth, its p50 and p99 for a batch, and the seconds of its training."""
+    """Results of the proxy model: its accuracy, p50 and p99 of its time for a batch, and the seconds of its training."""
     import torch
 
     from motet.services.predictor import proxy as proxies
@@ -159,7 +159,7 @@ def proxy_of(
 
 
 def made_up_requests(count: int, seed: int) -> list[Example]:
-    """Prompts of four forms about made-up topics; the form and chance decide the length."""
+    """Artificial requests: prompts of four forms about made-up topics. The form and chance decide the length."""
     draw = random.Random(seed)
     forms = {"answer yes or no:": 2, "name one of the": 8, "list five facts about": 60, "write a long story about": 300}
     topics = ["rivers", "engines", "poems", "markets", "birds", "castles", "bread", "glaciers", "trains", "violins"]

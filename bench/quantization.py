@@ -36,7 +36,7 @@ LONGEST = 512
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One prompt with its answer: `tokens[start:]` is the answer, end of turn included."""
+    """One prompt with its answer. `tokens[start:]` is the answer, including the end of turn."""
 
     slot: int
     tokens: list[int]
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(slots=True)
 class Score:
-    """Sums over the cases of one kind of numbers; `same` and `error` compare with the checkpoint's own."""
+    """Sums over the cases of one kind of quantization. `same` and `error` compare with the unquantized checkpoint."""
 
     exact: int = 0
     nll: float = 0.0
@@ -117,7 +117,7 @@ def _cases(texts: int) -> Iterator[Case]:
 
 
 def _runner(**options: Any) -> Any:
-    """The demo model with adapter i in slot i."""
+    """A runner with the demo model and adapter i in slot i."""
     from bench.engine_motet import stored_adapter
     from motet.examples.demo.tasks import TASKS
     from motet.services.worker.engine.adapter_weights import HostAdapter
@@ -142,7 +142,7 @@ def _runner(**options: Any) -> Any:
 
 
 def _logits(runner: Any, case: Case) -> torch.Tensor:
-    """float32 [answer tokens, vocabulary]: what is predicted for each token of the answer."""
+    """float32 [answer tokens, vocabulary]: the predictions for each token of the answer."""
     from motet.services.worker.engine.step_batch import StepBatch
 
     rows = len(case.tokens) - 1  # nothing follows the last one

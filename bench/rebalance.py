@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pin(port: int, workers: int) -> None:
-    """Put each adapter on a worker of its own. Raises RuntimeError when one does not get there."""
+    """Pin each adapter to a worker of its own. Raises RuntimeError if one does not arrive there."""
     for number, model in enumerate(MODELS):
         home = f"worker-{number % workers + 1}"
         url, body = f"http://127.0.0.1:{port}/v1/adapters/{model}", json.dumps({"workers": [home]}).encode()
@@ -117,7 +117,7 @@ def _kv(quick: bool) -> dict[str, Any]:
 
 
 def _requests(asking: Asking, rate: float, seconds: float) -> list[Request]:
-    """The same load for every adapter, then the hot one's share."""
+    """The same load for every adapter, and additional requests for the hot one."""
     draw, found = random.Random(5), []
     for at_s in poisson(rate, seconds, seed=4):
         weights = [TIMES if model == HOT and at_s > 2 * seconds / 3 else 1.0 for model in MODELS]
@@ -128,7 +128,7 @@ def _requests(asking: Asking, rate: float, seconds: float) -> list[Request]:
 
 
 def _capacity(port: int, asking: Asking, count: int) -> float:
-    """Requests per second with every seat of every worker taken, each model on a quarter of them."""
+    """Requests per second while every seat of every worker is taken, with each model on a quarter of them."""
     requests = [asking.request(0.0, PATIENT, TENANT) for _ in range(count)]
     play(port, requests)
     if statuses := {request.status for request in requests} - {200}:

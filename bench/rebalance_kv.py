@@ -54,7 +54,7 @@ WAIT_S = 120.0
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
-    """Median times from a move to the next token, milliseconds, and whether the tokens were the same."""
+    """Median time from a move to the next token in milliseconds, and whether the tokens were the same."""
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
         return asyncio.run(_measure(Path(directory), quick))
 
@@ -89,7 +89,7 @@ async def _measure(directory: Path, quick: bool) -> dict[str, Any]:
 
 
 class _Workers:
-    """`async with`: NATS and two workers, and the gateway's side of both."""
+    """NATS and two workers, and the gateway's side of both. An asynchronous context manager."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         self._model, self._directory = model, directory
@@ -128,13 +128,13 @@ class _Workers:
         return True
 
     async def send(self, worker: str, request: GenerateRequest) -> None:
-        """Assign a request as a scheduler does."""
+        """Assign a request to a worker, as a scheduler does."""
         reply = await self._bus.request(subjects.assign(worker), request, AssignReply, timeout_s=30.0)
         if isinstance(reply, Refused):
             raise RuntimeError(f"{worker} refuses: {reply.error.message}")
 
     async def move(self, request: GenerateRequest, *, travels: bool) -> tuple[float, list[int]]:
-        """From the move to the next token, milliseconds, and all tokens."""
+        """Returns the milliseconds from the move to the next token, and all tokens."""
         name = request.request_id
         await self.send("old", request)
         await self._until(lambda: len(self._tokens(name, 0)) >= BEFORE)
@@ -165,7 +165,7 @@ class _Workers:
 
 
 def _request(prompt: list[int], max_tokens: int) -> GenerateRequest:
-    """Whose blocks no other request shares."""
+    """A request whose blocks no other request shares."""
     return GenerateRequest(
         request_id=secrets.token_hex(6),
         gateway_id=GATEWAY,

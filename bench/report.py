@@ -38,19 +38,19 @@ def cpu_s(pid: int) -> float:
 
 
 class Elsewhere:
-    """Counts from its making what other processes take of the machine meanwhile."""
+    """Measures the CPU time that other processes use, from the creation of this object on."""
 
     def __init__(self) -> None:
         self._began_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
 
     def cores(self) -> float:
-        """CPU seconds per second of all that is neither this process nor one of its children that have ended."""
+        """CPU seconds per second of all processes except this one and its ended children."""
         others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
         return max(0.0, others_s / (time.monotonic() - self._began_s))
 
 
 def _busy_s() -> float:
-    """CPU seconds that the machine was not idle; what a hypervisor gave to others counts."""
+    """CPU seconds in which the machine was not idle. Time that a hypervisor gave to others counts."""
     user, nice, system, _idle, _waiting, *rest = map(int, _lines("/proc/stat")[0].split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
@@ -61,7 +61,7 @@ def _own_s() -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """The machine's properties that the numbers depend on."""
     model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     return {
         "cpu": model or platform.processor(),
@@ -73,7 +73,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checked-out commit, with + when files differ from it; "" outside a repository."""
+    """The checked-out commit, with + when files differ from it; "" outside of a repository."""
     here = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True)

@@ -25,29 +25,31 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes and floating-point operations per second."""
+    """The limits of a machine: bytes and floating-point operations per second."""
 
     bytes_per_s: float
     flops_per_s: float
     bytes_beside: int = 2
-    """Whole numbers of 8 bits in a vector for each number that it multiplies at `flops_per_s`: two for bfloat16, four where
+    """How many 8-bit integers a vector holds for each number that it multiplies at `flops_per_s`: two for bfloat16, four where
     bfloat16 is multiplied as float32."""
 
     def better(self, other: Limits) -> Limits:
-        """The higher of each."""
+        """The higher value of each limit."""
         bytes_per_s, flops_per_s = max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s)
         return Limits(bytes_per_s, flops_per_s, other.bytes_beside)
 
     @property
     def of_whole_numbers(self) -> Limits:
-        """The same for products of whole numbers of 8 bits: as many instructions. No machine does more; some need several
-        instructions for what others do in one."""
+        """Limits for products of 8-bit integers: as many instructions per second with more operations each.
+
+        No machine does more; some need several instructions where others need one.
+        """
         return Limits(self.bytes_per_s, self.flops_per_s * self.bytes_beside)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of the machine's bandwidth, of its arithmetic, and of the speed that the two allow together."""
+    """Shares of the machine's bandwidth, of its arithmetic, and of the speed that the two allow together."""
 
     bandwidth: float
     flops: float
@@ -55,7 +57,7 @@ class Share:
 
 
 def probe(threads: int, *, vector: int = VECTOR, matrix: int = MATRIX) -> Limits:
-    """Measure both; the best of some repetitions. `vector` has float32 elements, `matrix` rows and columns."""
+    """Measure both limits, the best of some repetitions. `vector`: float32 elements; `matrix`: rows and columns."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -100,9 +102,10 @@ def share(
     *,
     weight_bytes: float,
 ) -> Share:
-    """Of a batch of `len(adapters)` requests that took `seconds`; an adapter is its number (bench.models), -1 for none.
+    """The shares that a batch of `len(adapters)` requests reached in `seconds`.
 
-    `weight_bytes` per base weight: 2 for bfloat16, 1 for int8, 9/16 for int4 with its scales.
+    An adapter is given by its number (bench.models), -1 for none. `weight_bytes` per base weight: 2 for bfloat16, 1 for int8,
+    9/16 for int4 with its scales.
     """
     layers = shape.layer_weights()
     head = shape.hidden * shape.vocabulary
@@ -126,7 +129,7 @@ def share(
 
 
 def _elements(shape: Shape, number: int) -> int:
-    """Weights of adapter `number`; 0 for -1."""
+    """The number of weights of adapter `number`; 0 for -1."""
     if number < 0:
         return 0
     sizes = shape.projections()

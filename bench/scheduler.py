@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Fleet:
-    """The workers' side, kept true request by request, and the scheduler under test."""
+    """The workers' side, with exact states of all requests, and the scheduler under test."""
 
     def __init__(self, workers: int) -> None:
         self.draw = random.Random(1)
@@ -106,7 +106,7 @@ class _Fleet:
             self._hear(view, snapshot=True)
 
     def live(self, choose: Choose, seconds: float) -> tuple[np.ndarray, float]:
-        """Let so much time pass; what each decision took, and all updates together, in seconds."""
+        """Let `seconds` pass. Returns the time of each decision, and the time of all updates, in seconds."""
         cluster, draw = self.scheduler, self.draw
         number_of = {view.worker_id: number for number, view in enumerate(self.views)}
         end_s, updates_s, decisions_s = self.now_s + seconds, 0.0, []
@@ -158,7 +158,7 @@ class _Fleet:
         return np.array(decisions_s), updates_s
 
     def _hear(self, view: WorkerView, *, snapshot: bool = False) -> float:
-        """The scheduler gets the worker's next message; how long that took it."""
+        """Give the scheduler the worker's next message. Returns how long it took."""
         message = msgspec.msgpack.encode(view.snapshot(PERF, 0) if snapshot else view.delta(0))
         began = perf_counter()
         self.scheduler.on(Heard(self.decode(message), self.now_s, True))

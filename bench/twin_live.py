@@ -76,9 +76,9 @@ FIGURES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "tokens_p
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Arrivals: `load` is the rate as a share of what the worker can serve, `cv` of the gaps between requests.
+    """A shape of arrivals. `load`: the rate as a share of what the worker can serve; `cv`: of the gaps between requests.
 
-    `runs`: how long it goes on, in `Setup.run_s`. Where requests are few or come in clumps, a 99th percentile needs more.
+    `runs`: the duration, in `Setup.run_s`. If requests are few or come in bursts, a 99th percentile needs a longer run.
     """
 
     name: str
@@ -100,7 +100,7 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is compared. `model`: of `bench.models`; `options`: the worker's MOTET_* variables, without the prefix."""
+    """What to compare. `model`: of `bench.models`; `options`: the worker's MOTET_* variables, without the prefix."""
 
     model: str
     options: Mapping[str, str]
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def compare(setup: Setup, directory: Path, watch: Watch) -> dict[str, Any]:
-    """The figures of a worker and of the twin of its profile."""
+    """The figures of a worker, and of the twin of its profile."""
     model, _ = model_and_adapters(setup.model)
     options, shapes, run_s = setup.options, setup.shapes, setup.run_s
     began_s = watch.left_s
@@ -187,7 +187,10 @@ async def compare(setup: Setup, directory: Path, watch: Watch) -> dict[str, Any]
 async def _live(
     setup: Setup, model: Path, home: Path, round_: int, rate: float
 ) -> dict[str, tuple[list[Served], Workload, int]]:
-    """{shape: what came of it, its requests at the times they were sent, how many of them only warmed up}."""
+    """Run all shapes live.
+
+    Returns {shape: served requests, the same requests at the times they were sent, how many only warmed up}.
+    """
     home.mkdir()
     found = {}
     async with LiveWorker(model, setup.options, home) as worker:
@@ -203,7 +206,7 @@ async def _live(
 
 
 async def _profile(model: Path, options: Mapping[str, str], directory: Path, seconds: float) -> TwinProfile:
-    """What `motet profile` says of a worker with `options`. Raises RuntimeError with the end of its output."""
+    """The profile that `motet profile` writes for a worker with `options`. Raises RuntimeError with the end of its output."""
     directory.mkdir()
     out, log = directory / "profile.json", directory / "profile.log"
     words = ["profile", "--model", str(model), "--out", str(out), "--seconds", str(seconds)]
@@ -215,7 +218,7 @@ async def _profile(model: Path, options: Mapping[str, str], directory: Path, sec
 
 
 def pace(profile: TwinProfile) -> float:
-    """What decodes take by this profile: the geometric mean over `PACE_ROWS`, in milliseconds."""
+    """The time of decodes by this profile: the geometric mean over `PACE_ROWS`, in milliseconds."""
     steps = profile.spec().steps
     batches = [Batch(decode_rows=rows, sampled=rows) for rows in PACE_ROWS]
     return float(np.exp(np.mean([np.log(steps.fixed_ps(batch) / PS_PER_MS) for batch in batches])))
@@ -227,7 +230,7 @@ def _lengths(draw: Generator) -> Lengths:
 
 
 def _capacity(profile: TwinProfile) -> float:
-    """Requests per second of the twin when all places are taken all the time."""
+    """Requests per second of the twin while all seats are taken."""
     draw, seats = np.random.default_rng(0), profile.limits.max_running
     count = CAPACITY_TURNS * seats
     prompt, output = _lengths(draw).draw(draw, count)
@@ -248,7 +251,7 @@ def _capacity(profile: TwinProfile) -> float:
 
 
 def _workload(draw: Generator, shape: Shape, adapters: Sequence[AdapterRef], rate: float, run_s: float) -> Workload:
-    """First one short request per adapter that is used before; then `run_s` seconds of arrivals."""
+    """First a short request for each adapter that should have been used before; then `run_s` seconds of arrivals."""
     times = arrivals(draw, Intensity.constant(rate, run_s), cv=shape.cv)
     which = pick(draw, draw.permutation(zipf(shape.adapters, shape.exponent)), len(times))
     prompt, output = _lengths(draw).draw(draw, len(times))
@@ -266,7 +269,7 @@ def _workload(draw: Generator, shape: Shape, adapters: Sequence[AdapterRef], rat
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run in numbers: per finished request in milliseconds, and what the run as a whole took."""
+    """A run in numbers: latencies of finished requests in milliseconds, and totals of the run."""
 
     ttft_ms: NDArray[np.float64]
     tpot_ms: NDArray[np.float64]
@@ -276,7 +279,7 @@ class Outcome:
 
     @classmethod
     def of(cls, sent_s: Any, first_s: Any, end_s: Any, tokens: Any, refused: Any) -> Outcome:
-        """From columns of equal length, in seconds."""
+        """The outcome of requests given as columns of equal length, in seconds."""
         done = ~refused
         many = done & (tokens > 1)
         return cls(
@@ -289,13 +292,13 @@ class Outcome:
 
     @classmethod
     def live(cls, served: Sequence[Served], skip: int) -> Outcome:
-        """Without the first `skip` requests."""
+        """The outcome of a live run, without the first `skip` requests."""
         names = ("sent_s", "first_s", "end_s", "tokens", "refused")
         return cls.of(*(np.array([getattr(one, name) for one in served[skip:]]) for name in names))
 
     @classmethod
     def together(cls, rounds: Sequence[Outcome]) -> Outcome:
-        """All requests of all rounds."""
+        """The outcome of all requests of all rounds."""
         return cls(
             np.concatenate([one.ttft_ms for one in rounds]),
             np.concatenate([one.tpot_ms for one in rounds]),
@@ -305,13 +308,13 @@ class Outcome:
         )
 
     def figures(self) -> dict[str, float]:
-        """`FIGURES`."""
+        """The values of `FIGURES`."""
         ttft, tpot = np.quantile(self.ttft_ms, (0.5, 0.99)), np.quantile(self.tpot_ms, (0.5, 0.99))
         return dict(zip(FIGURES, [*ttft.tolist(), *tpot.tolist(), self.tokens / self.seconds], strict=True))
 
 
 def replayed(workload: Workload, profile: TwinProfile, skip: int) -> Outcome:
-    """What the twin makes of the same requests."""
+    """The twin's outcome for the same requests."""
     hops = profile.hops
     cluster = Cluster(workload, [profile.spec()], None, bus=BusDelays(submit_ms=hops.assign_ms, stream_ms=hops.frame_ms))
     cluster.run()
@@ -328,7 +331,7 @@ def replayed(workload: Workload, profile: TwinProfile, skip: int) -> Outcome:
 
 
 def _errors(live: Outcome, twin: Outcome) -> dict[str, float]:
-    """How many percent more the twin has of each figure."""
+    """By how many percent each figure of the twin exceeds the live one."""
     real, simulated = live.figures(), twin.figures()
     return {figure: 100 * (simulated[figure] / real[figure] - 1) for figure in FIGURES}
 

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def gpu_hour(seconds: float) -> Cluster:
-    """One engine without a scheduler in front."""
+    """One engine without a scheduler."""
     rng = np.random.default_rng(0)
     times, adapter = per_adapter(rng, np.resize([0.1, 0.05, 0.025], 64), seconds)
     prompt, output = Lengths.lognormal(rng, prompt_mean=250, output_mean=231).capped(1024, 2048).draw(rng, len(times))
@@ -107,12 +107,12 @@ def cluster_10min(seconds: float) -> Cluster:
 
 
 def alpaca_like(rng: np.random.Generator, requests: int) -> tuple[Ints, Ints]:
-    """Prompt and output tokens [requests] with the means and spreads of the Alpaca set."""
+    """Prompt and output tokens [requests], with the means and spreads of the Alpaca set."""
     return Lengths.lognormal(rng, prompt_mean=21, output_mean=126, prompt_cv=0.7, output_cv=0.8).draw(rng, requests)
 
 
 def limits_of(*, max_running: int, kv_blocks: int, adapter_bytes: int) -> WorkerLimits:
-    """Of a simulated GPU."""
+    """The limits of a simulated GPU."""
     return WorkerLimits(
         base_model="base",
         max_model_len=4096,

@@ -31,7 +31,7 @@ BATCH_EDGES = (20, 100, 300)  # running requests, for the table of where the err
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run: asked, measured, predicted, and what the paper's twin said."""
+    """One run: as asked, measured and predicted, and the prediction of the paper's twin."""
 
     run: Run
     measured: Measured
@@ -84,7 +84,7 @@ def _print_fit(fitted: dict[str, Calibration], took_s: float) -> None:
 
 
 def _groups(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
-    """The totals, then where the error sits; by model, and without flagged runs except where the name says so."""
+    """The totals, then groups that show where the error is: by model, and without flagged runs unless the name says so."""
     unflagged = [r for r in results if not r.measured.ports_exhausted]
     yield from _by_model("unflagged", unflagged)
     yield from _by_model("client out of ports", [r for r in results if r.measured.ports_exhausted])

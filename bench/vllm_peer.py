@@ -36,9 +36,9 @@ def python() -> str:
 
 
 def environment(kv_gib: int) -> dict[str, str]:
-    """What vLLM's processes find in their environment.
+    """The environment variables of vLLM's processes.
 
-    Raises PeerMissing for a library that would have to be preloaded, and where there is not memory enough.
+    Raises PeerMissing for a library that would have to be preloaded, and when there is not enough memory.
     """
     if (free := free_host_bytes()) < MEMORY_GIB << 30:
         raise PeerMissing(f"vLLM needs about {MEMORY_GIB} GiB, {free >> 30} are free: the system would kill it in the middle")
@@ -59,7 +59,7 @@ def environment(kv_gib: int) -> dict[str, str]:
 
 
 def preloaded() -> list[Path]:
-    """The two libraries, from the environment's lib folder or the system's. Raises PeerMissing."""
+    """The two libraries to preload, from the environment's lib folder or the system's. Raises PeerMissing."""
     found = []
     for name in _LIBRARIES:
         places = [Path(python()).parents[1] / "lib", *map(Path, _SYSTEM)]

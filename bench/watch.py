@@ -26,7 +26,7 @@ HASHED, COPIED, REPEATS = 1 << 20, 8 << 20, 7  # bytes and times of the calibrat
 
 
 class Watch:
-    """Begins with its making."""
+    """Watches the time and the machine's speed during a bench, from its creation on."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self.began_s, self.limit_s = time.monotonic(), limit_s
@@ -38,13 +38,13 @@ class Watch:
 
     @property
     def left_s(self) -> float:
-        """Until the limit; negative behind it."""
+        """Seconds until the limit; negative after it."""
         return self.began_s + self.limit_s - time.monotonic()
 
     def rounds(self, wanted: int, name: str = "rounds", *, at_least: int = 1, within: float = 1.0) -> Iterator[int]:
-        """0 up to `wanted` - 1; ends when one more round like the longest would not end within this share of the limit.
+        """Yields 0 up to `wanted` - 1. Ends when one more round like the longest would not end within this share of the limit.
 
-        The first `at_least` rounds are always there. Calibrates between rounds.
+        The first `at_least` rounds always run. Calibrates between rounds.
         """
         longest_s = 0.0
         for number in range(wanted):
@@ -58,11 +58,11 @@ class Watch:
                 self.mark()
 
     def skip(self, what: str) -> None:
-        """Note what was left out to end in time."""
+        """Record what was left out to end in time."""
         self._skipped.append(what)
 
     def mark(self) -> None:
-        """Time the calibration's work on every core at once; the best of some repetitions counts."""
+        """Time the calibration's work on every core at once. The best of some repetitions counts."""
         cores = len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(cores) as pool:
             found = list(pool.map(lambda _: _work_ms(), range(cores)))
@@ -70,7 +70,7 @@ class Watch:
         self._marked_s = time.monotonic()
 
     def figures(self) -> dict[str, Any]:
-        """What the record keeps. Spreads are the slowest mark over the fastest, less one."""
+        """The figures for the record. A spread is the slowest mark over the fastest, minus one."""
         marks = np.array(self._marks_ms)
         arithmetic, memory = (marks.max(axis=0) / marks.min(axis=0) - 1.0).tolist()
         cores = self._others.cores()
@@ -84,7 +84,7 @@ class Watch:
         }
 
     def says(self) -> str:
-        """The same for people."""
+        """The same figures as a sentence."""
         found = self.figures()
         facts = (
             f"a fixed piece of arithmetic varied by {found['calibration_spread']:.0%}, of copying by"
@@ -97,7 +97,7 @@ class Watch:
 
 
 def _work_ms() -> tuple[float, float]:
-    """Milliseconds of hashing and of copying, both without the interpreter's lock; the best of `REPEATS`."""
+    """Milliseconds of hashing and of copying, both without the interpreter's lock. The best of `REPEATS`."""
     data, source, target = bytes(HASHED), np.ones(COPIED, np.uint8), np.zeros(COPIED, np.uint8)
     hashing, copying = [], []
     for _ in range(REPEATS):

@@ -77,7 +77,7 @@ STREAMS, STREAM_TOKENS, COLDS, COLD_EVERY_S, COLD_TOKENS = 4, 200, 10, 0.2, 2
 QUICK_STREAM_TOKENS = 400  # of a smaller model
 STALL_MODEL = "SM"
 PRESSED = (0.7, 0.95)
-"""Shares of the time for which the link is busy: below them a load is light, above them the rival is drowned."""
+"""Limits for the link's busy share of the time. Below the first the load is light, above the second the rival is overloaded."""
 
 
 @dataclass(slots=True)
@@ -91,16 +91,18 @@ class Cell:
 
     @property
     def limit_ms(self) -> float:
-        """P99 of the best cache: its waiting, and this way's median, which is the time of a request that waits for nothing."""
+        """The P99 that the best possible cache would reach: its waiting times, plus this way's median, the time of a request
+        that does not wait.
+        """
         return float(np.quantile(np.concatenate(self.limit_wait_ms), 0.99)) + self.quantile(0.5)
 
     def quantile(self, q: float) -> float:
-        """Of all rounds together."""
+        """The quantile over all rounds together."""
         return float(np.quantile(np.concatenate(self.ttft_ms), q))
 
     @property
     def pressed(self) -> bool:
-        """Whether the link is busy for most of the time, and requests of the last third wait at most twice as long."""
+        """Whether the link is busy most of the time, and requests of the last third wait at most twice as long."""
         thirds = [np.array_split(one, 3) for one in self.ttft_ms]
         last = float(np.mean([third[2].mean() for third in thirds]))
         early = float(np.mean([np.concatenate(third[:2]).mean() for third in thirds]))
@@ -109,7 +111,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Gaps:
-    """Gaps between the tokens of a stream, each over the stream's median gap; by what happened meanwhile."""
+    """Gaps between the tokens of a stream, divided by the stream's median gap, by what happened meanwhile."""
 
     copying: list[float] = field(default_factory=list)
     prefilling: list[float] = field(default_factory=list)
@@ -118,7 +120,10 @@ class Gaps:
     copies: int = 0
 
     def add(self, frames_s: Floats, copies: Sequence[tuple[float, float]]) -> None:
-        """A stream's tokens came at `frames_s`; per copy, when its request was sent and when its first token came."""
+        """Add a stream whose tokens came at `frames_s`.
+
+        `copies`: for each copy, when its request was sent and when its first token came.
+        """
         gaps = np.diff(frames_s)
         usual = float(np.median(gaps))
         self.median_ms.append(1e3 * usual)
@@ -133,7 +138,7 @@ class Gaps:
 
 @dataclass(slots=True)
 class Bed:
-    """A worker, its adapters, and where it tells what it has copied."""
+    """A worker, its adapters, and the source of its copy statistics."""
 
     worker: LiveWorker
     ops_port: int
@@ -142,7 +147,7 @@ class Bed:
     """Adapters that the device holds while no request runs."""
 
     def copied_bytes(self) -> float:
-        """By the link, so far."""
+        """Bytes that the link has copied so far."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.ops_port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         return float(next(line.split()[1] for line in lines if line.startswith("motet_worker_link_bytes_total")))
@@ -203,7 +208,7 @@ async def _run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
 async def _bed(
     stack: contextlib.AsyncExitStack, model: Path, home: Path, changed: Mapping[str, str], adapters: int = ADAPTERS
 ) -> Bed:
-    """A worker that has had a request for every adapter, so that all of them are in its host memory."""
+    """A worker that has had a request for every adapter, so that all are in its host memory."""
     home.mkdir()
     port = free_port()
     blob, _ = random_adapter(model, BASE, RANK, 0)
@@ -239,14 +244,14 @@ def _workload(bed: Bed, arrival_s: NDArray[Any], adapter: Ints, prompt_tokens: I
 
 
 def _once_each(bed: Bed, every_s: float) -> Workload:
-    """A short request for every adapter."""
+    """Send a short request for every adapter."""
     each = np.arange(len(bed.adapters))
     few = np.full(len(each), COLD_TOKENS)
     return _workload(bed, every_s * each, each, few, few)
 
 
 async def _serve(bed: Bed, cell: Cell, load: float, seconds: float, *, seed: int, warm_s: float) -> None:
-    """A round: `warm_s` that do not count, then `seconds` that do."""
+    """One round: `warm_s` seconds that do not count, then `seconds` that do."""
     draw = np.random.default_rng((seed, round(100 * load)))
     times = arrivals(draw, Intensity.constant(load / COPY_S, warm_s + seconds))
     which = pick(draw, zipf(ADAPTERS, EXPONENT), len(times))
@@ -263,9 +268,10 @@ async def _serve(bed: Bed, cell: Cell, load: float, seconds: float, *, seed: int
 
 
 def _limit(times_s: Floats, which: Ints, room: int) -> Floats:
-    """How long each request waits for its adapter, in seconds, where the `room - 1` most popular adapters never leave.
+    """The wait of each request for its adapter, in seconds, if the `room - 1` most popular adapters always stay on the device.
 
-    The last place is for the others. They are copied one after another; requests for an adapter that is being copied share it.
+    The last place is for all others. They are copied one after another, and requests for an adapter that is being copied share
+    the copy.
     """
     there_s = {adapter: 0.0 for adapter in range(room - 1)}  # adapters are numbered by popularity
     other, link_s = -1, 0.0
@@ -280,7 +286,7 @@ def _limit(times_s: Floats, which: Ints, room: int) -> Floats:
 
 
 async def _stall(bed: Bed, gaps: Gaps, lap: int, tokens: int) -> None:
-    """Streams that decode while adapters are copied, each for a request of its own."""
+    """Streams that decode while adapters are copied, each copy for a request of its own."""
     first = lap * COLDS
     which = np.concatenate([np.arange(STREAMS), STREAMS + (first + np.arange(COLDS)) % (len(bed.adapters) - STREAMS)])
     times = np.concatenate([np.zeros(STREAMS), COLD_EVERY_S * (1 + np.arange(COLDS))])

@@ -26,11 +26,11 @@ from motet.kernels.library_attention import Library
 from motet.kernels.memory import expect, give_back, lazy_zeros
 
 TILE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}
-"""How much context decoding sequences gather at a time, per layer: on a CPU what its L2 cache holds."""
+"""How much context decoding sequences gather at a time, per layer. On a CPU it is what the L2 cache holds."""
 
 
 def kv_block_bytes(*, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block of one layer; in int8 with the scales, a float32 for each head of a key or value."""
+    """Bytes of one block of one layer. In int8 this includes the scales: one float32 for each head of a key or value."""
     scale = torch.float32.itemsize if dtype == torch.int8 else 0
     return block_size * 2 * kv_heads * (head_dim * dtype.itemsize + scale)
 
@@ -67,17 +67,22 @@ class KvCache:
         self.data.index_fill_(1, blocks, 0)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks in every layer, (from, to) one after another."""
+        """Copy blocks in every layer: (from, to), one after another."""
         for block, to in moves:
             self.data[:, to] = self.data[:, block]
 
     def copy_out(self, blocks: Sequence[int]) -> np.ndarray:
-        """The content of `blocks` in host memory, uint8 [n * bytes of a block]: block after block, each layer after layer."""
+        """A copy of `blocks` in host memory, uint8 [n * bytes of a block]: block after block, and within a block layer after
+        layer.
+        """
         found = torch.index_select(self.data.transpose(0, 1), 0, self._index(blocks))
         return found.cpu().view(torch.uint8).numpy().reshape(-1)
 
     def copy_in(self, blocks: Sequence[int], content: bytearray) -> None:
-        """Write what `copy_out` of a cache of the same shape and type gave. Raises ValueError when it is not as long."""
+        """Write to `blocks` what `copy_out` of a cache of the same shape and type returned.
+
+        Raises ValueError when the content is not as long as the blocks.
+        """
         layers, _, *shape = self.data.shape
         if len(content) != len(blocks) * self.data[:, 0].nbytes:
             raise ValueError(f"{len(content)} bytes are not {len(blocks)} KV blocks")
@@ -88,7 +93,7 @@ class KvCache:
         return torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
 
     def resize(self, blocks: int) -> None:
-        """From now on only the first `blocks` blocks are used: the memory of those after them goes back to the system."""
+        """Use only the first `blocks` blocks from now on. The memory of the others goes back to the system."""
         if blocks < self.blocks:
             self._give_back(blocks, self.blocks)
         else:
@@ -112,7 +117,10 @@ class KvCache:
 
 @dataclass(slots=True)
 class _Decode:
-    """Consecutive sequences with one row each, rows [start, end), attended together over gathered, padded context."""
+    """Consecutive sequences with one row each, rows [start, end).
+
+    They are attended together, over gathered and padded context.
+    """
 
     start: int
     end: int
@@ -149,11 +157,11 @@ class AttentionBatch:
         kv_slots: np.ndarray,
         windows: Sequence[int],
     ) -> AttentionBatch:
-        """From the step's arrays (see StepBatch) and the layers' sliding windows in tokens, 0 for full attention.
+        """A plan from the step's arrays (see `StepBatch`) and the layers' sliding windows in tokens, 0 for full attention.
 
-        Any order of sequences is right; neighbours of similar length are fast, since decoding neighbours are attended
-        together. Blocks that the step begins and leaves unfinished are cleared here. Only the first
-        ceil(context / block_size) entries of a sequence's table row are read.
+        Any order of sequences is correct. Neighbours of similar length are fast, since decoding neighbours are attended
+        together. Blocks that the step begins and leaves unfinished are cleared here. Only the first ceil(context / block_size)
+        entries of a sequence's table row are read.
         """
         device, size = cache.data.device, cache.block_size
         counts = np.diff(seq_starts)
@@ -192,7 +200,10 @@ class AttentionBatch:
         return batch
 
     def update(self, cache: KvCache, *, context_lens: np.ndarray, block_tables: np.ndarray, kv_slots: np.ndarray) -> None:
-        """Make a reserved plan that of this step: as many sequences, one row each. The arrays are those of `build`."""
+        """Change a reserved plan to that of this step: as many sequences as reserved, one row each.
+
+        The arrays are those of `build`.
+        """
         seq_starts = np.arange(len(kv_slots) + 1, dtype=np.int32)
         if self.library is not None:
             _clear_begun(cache, seq_starts, kv_slots)
@@ -240,7 +251,7 @@ def attend(
 
 
 def _attend_decode(q: torch.Tensor, cache: KvCache, layer: int, tile: _Decode) -> torch.Tensor:
-    """q [n, heads, head_dim] -> the same shape. The query heads of one KV head stand as that head's query rows."""
+    """Attention of q [n, heads, head_dim], in the same shape. The query heads of one KV head are computed as its query rows."""
     n, heads, head_dim = q.shape
     context = cache.read(layer, tile.blocks).view(n, -1, *cache.data.shape[3:])  # [n, tokens, 2, kv_heads, head_dim]
     k, v = context[:, :, 0].transpose(1, 2), context[:, :, 1].transpose(1, 2)
@@ -249,7 +260,7 @@ def _attend_decode(q: torch.Tensor, cache: KvCache, layer: int, tile: _Decode) -
 
 
 def _attend_prefill(q: torch.Tensor, kv: torch.Tensor, cache: KvCache, layer: int, chunk: _Prefill) -> torch.Tensor:
-    """q and kv of the whole step -> [end - start, heads, head_dim]."""
+    """Attention of one chunk, [end - start, heads, head_dim]. `q` and `kv` are those of the whole step."""
     context = kv[chunk.start : chunk.end] if chunk.blocks is None else cache.read(layer, chunk.blocks).flatten(0, 1)
     k, v = context[:, 0].transpose(0, 1), context[:, 1].transpose(0, 1)  # [kv_heads, tokens, head_dim]
     out = F.scaled_dot_product_attention(
@@ -272,9 +283,10 @@ def _clear_begun(cache: KvCache, seq_starts: np.ndarray, kv_slots: np.ndarray) -
 
 
 def _tiles(blocks: np.ndarray, tile_blocks: int) -> list[tuple[int, int]]:
-    """Half-open ranges of sequences to attend together, from the blocks each looks at (0: not a decoding sequence).
+    """Half-open ranges of sequences to attend together, from the blocks of each (0: not a decoding sequence).
 
-    A tile's gathered blocks, every member padded to the longest, stay within `tile_blocks` unless it is alone.
+    The gathered blocks of a tile, with every sequence padded to the longest, stay within `tile_blocks`, unless a single
+    sequence has more.
     """
     tiles: list[tuple[int, int]] = []
     start = longest = 0

@@ -25,23 +25,23 @@ _log = logging.getLogger(__name__)
 
 
 class Library(Protocol):
-    """A plan for one step at a time."""
+    """An attention library with a plan for one step at a time."""
 
     def for_graph(self, rows: int, columns: int) -> Library:
-        """For exactly so many decoding sequences of up to `columns` blocks; a graph captured with it stays valid."""
+        """A plan for exactly `rows` decoding sequences of up to `columns` blocks. A graph captured with it stays valid."""
 
     def plan(self, seq_starts: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> None:
-        """For the step's arrays, as AttentionBatch.build takes them."""
+        """Plan a step with these arrays, which are those of `AttentionBatch.build`."""
 
     def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
-        """q [rows, heads, head_dim], this step's K and V being in the cache -> [rows, heads, head_dim]."""
+        """Attention of q [rows, heads, head_dim], in the same shape. The cache must have this step's K and V already."""
 
 
 class LibraryAttention:
     """FlashInfer's plan for one step at a time, per distinct sliding window.
 
-    With `rows` the plan is for exactly that many decoding sequences of up to `columns` blocks, and a graph captured with
-    it stays valid when it is planned anew.
+    With `rows` the plan is for exactly that many decoding sequences of up to `columns` blocks, and a graph captured with it
+    stays valid when it is planned again.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LibraryAttention:
             self._wrappers[window] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **fixed)
 
     def for_graph(self, rows: int, columns: int) -> LibraryAttention:
-        """One of its own for a captured graph; graphs run one at a time and share the workspace."""
+        """A separate plan for a captured graph. Graphs run one at a time and share the workspace."""
         return LibraryAttention(
             self._flashinfer,
             self._cache,
@@ -84,7 +84,7 @@ class LibraryAttention:
         )
 
     def plan(self, seq_starts: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> None:
-        """For the step's arrays, as AttentionBatch.build takes them."""
+        """Plan a step with these arrays, which are those of `AttentionBatch.build`."""
         size, kv = self._cache.block_size, self._cache.data
         blocks = -(-context_lens.astype(np.int64) // size)
         ids = block_tables[np.arange(block_tables.shape[1]) < blocks[:, None]].astype(np.int32)
@@ -106,14 +106,17 @@ class LibraryAttention:
             )
 
     def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
-        """q [rows, heads, head_dim], this step's K and V being in the cache -> [rows, heads, head_dim]."""
+        """Attention of q [rows, heads, head_dim], in the same shape. The cache must have this step's K and V already."""
         kv = self._cache.data[layer]
         out: torch.Tensor = self._wrappers[window].run(q, (kv[:, :, 0], kv[:, :, 1]))
         return out
 
 
 def agreeing_library(cache: KvCache, *, heads: int, windows: Sequence[int]) -> Library | None:
-    """The first over `cache` that can be had and agrees with plain torch on a small batch; tried once, at start."""
+    """The first library that is available and agrees with plain torch on a small batch; None without one.
+
+    Tried once, at start.
+    """
     candidates: dict[str, Callable[[KvCache], Library]] = {}
     flashinfer = _flashinfer(cache)
     if flashinfer is not None:
@@ -148,7 +151,7 @@ def _on_a_gpu(cache: KvCache) -> bool:
 
 
 def _agrees(make: Callable[[KvCache], Library], like: KvCache, heads: int, windows: Sequence[int]) -> bool:
-    """A chunk of 5 rows after 20 tokens, and two decoding sequences, in blocks that lie apart."""
+    """Whether the library agrees on a chunk of 5 rows after 20 tokens and two decoding sequences, in scattered blocks."""
     from motet.kernels.attention import AttentionBatch, KvCache, attend
 
     size, (kv_heads, head_dim), device = like.block_size, like.data.shape[4:], like.data.device

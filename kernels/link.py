@@ -27,9 +27,9 @@ class LinkState:
 
 
 class LinkMeter:
-    """Rate and cost of copying, measured with exponential forgetting, since other work may begin to use the same memory.
+    """Measures rate and cost of copying, with exponential forgetting, since other work may begin to use the same memory.
 
-    `pace` is the emulated bytes per second, 0 for none.
+    `pace` is the emulated rate in bytes per second, 0 for none.
     """
 
     def __init__(self, pace: float) -> None:
@@ -39,7 +39,7 @@ class LinkMeter:
         self._seen = (0, 0, 0)
 
     def state(self, queued: int, copied: int, busy_ns: int, copying_ns: int) -> LinkState:
-        """`busy_ns`: with something to copy; `copying_ns`: of them, those in which a core copied."""
+        """The present state. `busy_ns`: time with something to copy; `copying_ns`: the part of it in which a core copied."""
         fresh, busy, copying = (now - then for now, then in zip((copied, busy_ns, copying_ns), self._seen, strict=True))
         if fresh and busy:
             weight = 1 - math.exp(-fresh / FORGET_BYTES)
@@ -58,7 +58,7 @@ class Sources:
         self._sources: dict[int, Any] = {}  # by slot
 
     def finished(self) -> list[Any]:
-        """The sources of completed loads, each returned once. They are no longer read."""
+        """The sources of completed loads, each returned once. They are not read any more."""
         whole = [slot for slot in self._sources if self._pool.loaded_layers[slot] == self._pool.layers]
         return [self._sources.pop(slot) for slot in whole]
 

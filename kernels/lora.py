@@ -12,7 +12,7 @@ from motet.kernels.pool import LoraPool
 
 
 class LoraBatch:
-    """One step's rows by adapter. Valid while `version` is the pool's: a load or free makes it out of date."""
+    """One step's rows by adapter. It is valid as long as `version` is the pool's: a load or free outdates it."""
 
     __slots__ = ("plan", "uses", "version")
 
@@ -24,32 +24,32 @@ class LoraBatch:
 
     @staticmethod
     def build(pool: LoraPool, row_slot: np.ndarray) -> LoraBatch:
-        """From `row_slot`, int32 [rows]: each row's slot, -1 for the base alone.
+        """A batch from `row_slot`, int32 [rows]: each row's slot, -1 for the base model alone.
 
-        Raises ValueError when a row names an empty slot: serving the base in its place would be a wrong answer.
+        Raises ValueError when a row names an empty slot, because serving the base model instead would be a wrong answer.
         """
         return LoraBatch(pool, row_slot, reserved=False)
 
     @staticmethod
     def reserve(pool: LoraPool, rows: int) -> LoraBatch:
-        """A batch of `rows` rows of the base alone, for `update`: a GPU keeps its buffers where a graph expects them."""
+        """A batch of `rows` rows without adapters, for `update`. On a GPU its buffers stay where a graph expects them."""
         return LoraBatch(pool, np.full(rows, -1, dtype=np.int32), reserved=True)
 
     def update(self, pool: LoraPool, row_slot: np.ndarray) -> None:
-        """Make a reserved batch that of `row_slot`, as many rows. Raises ValueError when a row names an empty slot."""
+        """Change a reserved batch to `row_slot` with as many rows. Raises ValueError when a row names an empty slot."""
         self.plan.update(pool, row_slot)
         self.version = pool.version
 
 
 def prepare_lora(pool: LoraPool) -> None:
-    """What the first step with an adapter would wait for otherwise: on a GPU the kernels are compiled and loaded."""
+    """Do what the first step with an adapter would otherwise wait for: on a GPU the kernels are compiled and loaded."""
     _kernels(pool).prepare(pool)
 
 
 def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
-    """Start the first half of add_lora, beside other work that is enqueued in between; `x` must not change until then.
+    """Start the first half of add_lora beside other work; `x` must not change until add_lora. Optional.
 
-    Optional. On a GPU the first half then runs on a side stream; elsewhere nothing happens here.
+    On a GPU the first half runs on a side stream. Elsewhere this does nothing.
     """
     batch.uses.start_lora(x, pool, layer, group, batch.plan)
 

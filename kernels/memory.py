@@ -11,9 +11,9 @@ import torch
 
 
 def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """`torch.zeros`; on a CPU a mapping of its own, in huge pages where the system has them, of which no page is taken yet.
+    """`torch.zeros`. On a CPU it is a mapping of its own, in huge pages where possible, whose pages are allocated when used.
 
-    Huge pages matter: adapters are read from all over their arena, and every page of 4 KiB is an address translation.
+    Huge pages matter because adapters are read from all over their arena, and every page of 4 KiB needs an address translation.
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -25,10 +25,11 @@ def lazy_zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
 
 
 def give_back(memory: torch.Tensor) -> None:
-    """The content of `memory` is no longer needed: a contiguous part of a tensor of `lazy_zeros` on a CPU.
+    """Return the whole pages of `memory`, a contiguous part of a tensor of `lazy_zeros` on a CPU, to the system. The content is
+    lost.
 
-    Its whole pages go back to the system. When they are touched again, small ones come, so that a huge page does not bring its
-    neighbours back as well, until `expect` says otherwise.
+    When the pages are used again, small ones are allocated, so that a huge page does not bring its neighbours back as well;
+    `expect` allows huge pages again.
     """
     _advise(memory, mmap.MADV_DONTNEED)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -36,13 +37,13 @@ def give_back(memory: torch.Tensor) -> None:
 
 
 def expect(memory: torch.Tensor) -> None:
-    """What was given back will be filled again: in huge pages where the system has them."""
+    """Announce that returned memory will be filled again, in huge pages where the system has them."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(memory, mmap.MADV_HUGEPAGE)
 
 
 def _advise(memory: torch.Tensor, advice: int) -> None:
-    """Of the pages that lie in it altogether. A system that does not follow the advice spends more memory."""
+    """Advise the system about all pages that lie completely in `memory`. If it does not follow, only memory is wasted."""
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < end:

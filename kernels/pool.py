@@ -42,9 +42,9 @@ Pairs = Mapping[tuple[int, str], tuple[float, torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PackedLora:
-    """An adapter outside the pool, in the pool's layout: one slot whose pages lie module after module without holes.
+    """An adapter outside the pool, in the pool's layout: one slot whose pages follow each other, module after module.
 
-    Files (`motet-lora/2`) have the same layout, so `arena` may be a mapping of one.
+    Files (`motet-lora/2`) have the same layout, so `arena` may be a mapping of a file.
     """
 
     arena: torch.Tensor  # [elements]
@@ -63,7 +63,7 @@ class PackedLora:
         pages: Mapping[str, int],
         scales: Mapping[str, Sequence[float]],
     ) -> PackedLora:
-        """What lies in `arena`: {module: its pages} and {module: scale of each layer} of the modules that are adapted."""
+        """The adapter in `arena`. `pages`: {module: its pages}, `scales`: {module: scale of each layer}, of adapted modules."""
         packed = PackedLora(
             arena=arena,
             table=np.zeros((1, len(MODULES), max(pages.values())), dtype=np.int64),
@@ -87,7 +87,7 @@ class PackedLora:
 
     @staticmethod
     def pack(pairs: Pairs, shapes: Mapping[str, tuple[int, int]], *, layers: int) -> PackedLora:
-        """From separate matrices. Raises ValueError when a shape or layer does not fit."""
+        """Pack an adapter from separate matrices. Raises ValueError when a shape or layer does not fit."""
         ranks: dict[str, int] = {}
         for (layer, module), (_, a, b) in pairs.items():
             rank, (fan_in, fan_out) = a.shape[0], shapes[module]
@@ -119,10 +119,10 @@ class PoolFull(Exception):
 
 
 class LoraPool:
-    """Slots 0..slots-1, each empty or holding one adapter (`loaded`) of which the first `loaded_layers` are there.
+    """Slots 0..slots-1, each empty or with one adapter (`loaded`), of which the first `loaded_layers` layers are there.
 
     `shapes` is {module: (in, out)} of the base model; `bytes_total` is rounded down to whole lines. On a CPU `resize` changes
-    it, up to `capacity`. `version` changes whenever slots or page addresses do: then a LoraBatch is out of date.
+    it, up to `capacity`. `version` changes whenever slots or page addresses change; a LoraBatch is outdated then.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class LoraPool:
         return sum(end - start for start, end in self._holes) * self._line_bytes
 
     def bytes_needed(self, ranks: Mapping[str, int]) -> int:
-        """What an adapter with these ranks, {module: largest rank over its layers}, occupies."""
+        """The bytes of an adapter with these ranks, {module: largest rank over its layers}."""
         lines = sum(-(-rank // PAGE_RANKS) * self.page_lines[module] for module, rank in ranks.items())
         return lines * self._line_bytes
 
@@ -214,7 +214,7 @@ class LoraPool:
         self.scales[slot] = adapter.scales[0]
 
     def free(self, slot: int) -> None:
-        """Empty a slot. An empty one stays empty."""
+        """Empty a slot. No effect on an empty one."""
         for start, lines, owner, _, _ in self._owned():
             if owner == slot:
                 self._release(start, lines)
@@ -227,7 +227,7 @@ class LoraPool:
     def resize(self, bytes_total: int) -> None:
         """Change `bytes_total`, between steps. When it falls, pages move down and the end of the arena goes back to the system.
 
-        Raises PoolFull when the adapters that are here need more, or it exceeds the capacity.
+        Raises PoolFull when the present adapters need more, or when it exceeds the capacity.
         """
         lines, old = bytes_total // self._line_bytes, self._lines
         held = old - sum(end - start for start, end in self._holes)
@@ -262,7 +262,7 @@ class LoraPool:
         return arena[line * LINE : (line + self.page_lines[MODULES[m]]) * LINE]
 
     def _clear_above(self, limit: int) -> None:
-        """Bring the pages that reach beyond `limit` into holes below it; there are enough, but perhaps not in one piece."""
+        """Move the pages beyond `limit` into holes below it. There is enough room, but perhaps not in one piece."""
         self._holes = [(start, min(end, limit)) for start, end in self._holes if start < limit]
         for start, lines, slot, m, page in reversed(self._owned()):
             if start + lines <= limit:
@@ -278,7 +278,7 @@ class LoraPool:
                 self._release(start, limit - start)
 
     def _move(self, start: int, to: int, lines: int, slot: int, m: int, page: int) -> None:
-        """A page's content and address, down from `start` to `to`."""
+        """Move a page's content and address down from `start` to `to`."""
         with self.still():
             source = self.arena[start * LINE : (start + lines) * LINE]
             self.arena[to * LINE : (to + lines) * LINE].copy_(source.clone() if start - to < lines else source)
@@ -286,7 +286,7 @@ class LoraPool:
         self.version += 1
 
     def _allocate(self, lines: int) -> int:
-        """The start of a piece of the first hole that is large enough. The caller has checked the total."""
+        """Allocate the first hole that is large enough, and return its start. The caller has checked the total."""
         for attempt in range(2):
             for i, (start, end) in enumerate(self._holes):
                 if end - start >= lines:

@@ -20,7 +20,7 @@ PADDED_ROWS = 16
 
 @dataclass(slots=True)
 class _Bucket:
-    """Groups of one projection with equally many pages and rows: `n` adapters, `m` rows each, `pages` pages each."""
+    """Row groups of one projection with equal numbers of pages and rows: `n` adapters with `m` rows and `pages` pages each."""
 
     n: int
     m: int
@@ -33,16 +33,16 @@ class _Bucket:
 
 @dataclass(slots=True)
 class LoraBatch:
-    """One step's rows by adapter. Valid while `version` is the pool's: a load or free makes it out of date."""
+    """One step's rows by adapter. It is valid as long as `version` is the pool's: a load or free outdates it."""
 
     version: int
     buckets: dict[str, list[_Bucket]]  # by module; a module that no adapter of the batch has is absent
 
     @staticmethod
     def build(pool: LoraPool, row_slot: np.ndarray) -> LoraBatch:
-        """From `row_slot`, int32 [rows]: each row's slot, -1 for the base alone.
+        """A batch from `row_slot`, int32 [rows]: each row's slot, -1 for the base model alone.
 
-        Raises ValueError when a row names an empty slot: serving the base in its place would be a wrong answer.
+        Raises ValueError when a row names an empty slot, because serving the base model instead would be a wrong answer.
         """
         batch = LoraBatch(pool.version, {})
         order = np.argsort(row_slot, kind="stable")
@@ -88,17 +88,17 @@ class LoraBatch:
 
     @staticmethod
     def reserve(pool: LoraPool, rows: int) -> LoraBatch:
-        """A batch of `rows` rows of the base alone."""
+        """A batch of `rows` rows without adapters."""
         return LoraBatch.build(pool, np.full(rows, -1, dtype=np.int32))
 
     def update(self, pool: LoraPool, row_slot: np.ndarray) -> None:
-        """Become the batch of `row_slot`."""
+        """Change the batch to `row_slot`."""
         built = LoraBatch.build(pool, row_slot)
         self.version, self.buckets = built.version, built.buckets
 
 
 def prepare(pool: LoraPool) -> None:
-    """Nothing is compiled here."""
+    """Does nothing: there is nothing to compile."""
 
 
 def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:

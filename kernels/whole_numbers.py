@@ -17,7 +17,10 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class WholeNumbers:
-    """A matrix [out, in]: scale * (value - zero). A scale and a zero point belong to an output and `group_size` inputs."""
+    """A quantized matrix [out, in]: scale * (value - zero).
+
+    Each output has a scale and a zero point per `group_size` inputs.
+    """
 
     bits: int
     values: torch.Tensor  # uint8 [out, in], below 2 ** bits
@@ -26,7 +29,7 @@ class WholeNumbers:
     group_size: int
 
     def floats(self, dtype: torch.dtype) -> torch.Tensor:
-        """[out, in]; computed in float32 and rounded once."""
+        """The matrix as floats [out, in], computed in float32 and rounded once."""
         fan_in = self.values.shape[1]
         zeros = self.middle if self.zeros is None else _by_input(self.zeros, self.group_size, fan_in)
         return ((self.values.float() - zeros) * _by_input(self.scales.float(), self.group_size, fan_in)).to(dtype)
@@ -48,7 +51,10 @@ class WholeNumbers:
 
 
 def joined(parts: Sequence[WholeNumbers]) -> WholeNumbers:
-    """Matrices of the same inputs, bits and groups, one below the other; zero points in the middle everywhere become None."""
+    """Matrices of equal inputs, bits and groups, one below the other.
+
+    If all zero points are in the middle, they become None.
+    """
     first = parts[0]
     zeros = None
     if any(part.zeros is not None for part in parts):
@@ -80,7 +86,7 @@ def round_to(weight: torch.Tensor, bits: int) -> WholeNumbers:
 
 
 def _by_input(per_group: torch.Tensor, group_size: int, count: int) -> torch.Tensor:
-    """[out, groups] -> [out, count]."""
+    """Repeat a value per group for each of its inputs: [out, groups] -> [out, count]."""
     if per_group.shape[1] == 1:
         return per_group.expand(-1, count)
     return per_group.repeat_interleave(group_size, 1)[:, :count]

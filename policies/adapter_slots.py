@@ -31,7 +31,7 @@ class _Resident(msgspec.Struct):
 
 
 class AdapterSlots:
-    """Accounting of `slots` slots and `bytes_total` bytes. Keys are adapter digests."""
+    """Accounting of `slots` slots and `bytes_total` bytes of adapter memory. Keys are adapter digests."""
 
     def __init__(self, slots: int, bytes_total: int, *, asynchronous: bool = False, eviction: Eviction | None = None) -> None:
         self.asynchronous = asynchronous
@@ -39,7 +39,7 @@ class AdapterSlots:
         self.bytes_total = bytes_total
         self.bytes_free = bytes_total
         self.reuse: Reuse | None = None
-        """Counts what becomes of idle adapters, if set."""
+        """If set, it counts whether idle adapters are used again or evicted."""
         self.clock = 0
         """The time of `reuse`: admissions so far, set by the owner."""
         self._residents: dict[str, _Resident] = {}
@@ -47,7 +47,7 @@ class AdapterSlots:
         self.waited: Callable[[], Collection[str]] = tuple
         """Returns the adapters that waiting requests need; these are evicted after the others."""
         self.pinned: Collection[str] = ()
-        """They leave after all others, and no prefetch takes their room."""
+        """Pinned adapters. They are evicted after all others, and no prefetch takes their room."""
         self._idle = 0  # adapters without users
         self.idle_bytes = 0
         """Bytes of the adapters without users."""
@@ -67,7 +67,7 @@ class AdapterSlots:
         return self._residents[digest].size_bytes
 
     def arrived(self, digest: str) -> None:
-        """An adapter's copy is complete."""
+        """The copy of this adapter is complete."""
         del self._loading[digest]
 
     def digests(self) -> list[str]:
@@ -75,7 +75,7 @@ class AdapterSlots:
         return list(self._residents)
 
     def users(self, digest: str) -> int:
-        """The number of sequences that hold an adapter; 0 if it is not on the device."""
+        """The number of sequences that hold the adapter; 0 if it is not on the device."""
         resident = self._residents.get(digest)
         return resident.users if resident else 0
 
@@ -87,7 +87,7 @@ class AdapterSlots:
         return bool(self._free_slots) and size_bytes <= self.bytes_free
 
     def acquire(self, digest: str, size_bytes: int) -> Grant | None:
-        """Add a user. None if the adapter is not here and does not fit without evicting a used one."""
+        """Add a user of the adapter. None if it is not resident and would need the room of a used one."""
         resident = self._residents.get(digest)
         if resident is not None:
             if not resident.users:
@@ -115,19 +115,22 @@ class AdapterSlots:
         return Grant(slot, load=True, evicted=evicted)
 
     def prefetch(self, digest: str, size_bytes: int, *, evicting: bool = True) -> Grant | None:
-        """A slot for an adapter without a user. Only idle adapters that no request waits for make room; None without room."""
+        """A slot for an adapter without a user. Only idle adapters that no request waits for are evicted. None without room."""
         return self._bring(digest, size_bytes, self.unwanted() if evicting else ())
 
     def foresee(self, digest: str, size_bytes: int, over: Collection[str]) -> Grant | None:
-        """A slot for an adapter that a request may need soon. Only adapters in `over` make room, in this order, if they are
-        idle and neither pinned nor waited for. None without room."""
+        """A slot for an adapter that a request may need soon; None without room.
+
+        Only adapters in `over` are evicted, in this order, if they are idle and neither pinned nor waited for.
+        """
         unwanted = set(self.unwanted())
         return self._bring(digest, size_bytes, (idle for idle in over if idle in unwanted))
 
     def _bring(self, digest: str, size_bytes: int, candidates: Iterable[str]) -> Grant | None:
-        """A slot without a user. The first idle `candidates` make room; None, and no change, when all of them are too few.
+        """A slot for an adapter without a user. The first idle `candidates` are evicted for it.
 
-        No request has used the adapter yet: the eviction policy counts a use when one does.
+        None, and no change, when evicting all of them is not enough. The eviction policy counts a use only when a request uses
+        the adapter.
         """
         leaving: list[str] = []
         slots, room, rest = len(self._free_slots), self.bytes_free, iter(candidates)
@@ -150,7 +153,7 @@ class AdapterSlots:
         return Grant(slot, load=True, evicted=evicted)
 
     def release(self, digest: str) -> None:
-        """Remove a user. Without users the adapter stays until its place is needed."""
+        """Remove a user. An adapter without users stays until its room is needed."""
         resident = self._residents[digest]
         resident.users -= 1
         if not resident.users:
@@ -160,14 +163,16 @@ class AdapterSlots:
             self.eviction.release(digest)
 
     def unkept(self) -> list[tuple[str, int]]:
-        """Drop the idle adapters that the eviction policy does not keep; returns them with their slots."""
+        """Drop the idle adapters that the eviction policy does not keep. Returns them with their slots."""
         if self.eviction.keeps or not self._idle:
             return []
         return [self.evict(digest) for digest in list(self.unwanted())]
 
     def victims(self) -> Iterator[str]:
-        """Idle adapters in the order of eviction: those that no request waits for, then the others, then pinned ones. The
-        caller may remove an adapter that it was given."""
+        """Idle adapters in the order of eviction: first those that no request waits for, then the others, then pinned ones.
+
+        The caller may remove each adapter during the iteration.
+        """
         waited, pinned = self.waited(), self.pinned
         later: list[str] = []
         for digest in self.eviction:
@@ -183,13 +188,13 @@ class AdapterSlots:
         return (digest for digest in self.eviction if digest not in waited and digest not in pinned)
 
     def evict(self, digest: str) -> tuple[str, int]:
-        """Remove an idle adapter for lack of room; returns it with the freed slot."""
+        """Evict an idle adapter to make room. Returns it with the freed slot."""
         if self.reuse is not None:
             self.reuse.left(self.clock - self._residents[digest].since)
         return digest, self.drop(digest)
 
     def resize(self, bytes_total: int) -> None:
-        """Change the bytes. Raises ValueError when the present adapters would not fit."""
+        """Change `bytes_total`. Raises ValueError when the resident adapters would not fit."""
         if bytes_total < self.bytes_total - self.bytes_free:
             raise ValueError(f"adapters hold {self.bytes_total - self.bytes_free} bytes, more than {bytes_total}")
         self.bytes_free += bytes_total - self.bytes_total

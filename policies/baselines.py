@@ -15,19 +15,19 @@ from motet.policies.perf_model import Floats, decode_ms, prefill_ms
 
 
 def random(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
-    """Any candidate (CaraServe section 7.5: Random)."""
+    """A random candidate (CaraServe section 7.5: Random)."""
     return Choice(spread(state, np.flatnonzero(fit), ask.key))
 
 
 def most_idle(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
-    """The least workload (CaraServe section 7.5: MostIdle): the fewest requests, running or queued."""
+    """The worker with the fewest requests, running or queued (CaraServe section 7.5: MostIdle)."""
     return Choice(spread(state, lightest(state.table["exists"], fit), ask.key))
 
 
 def first_fit(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
-    """First-fit bin packing (CaraServe section 7.5: FirstFit; Punica section 5): the first worker with a seat and memory.
+    """The first worker with a free seat and memory for the prompt (CaraServe section 7.5: FirstFit; Punica section 5).
 
-    A seat is a place in the running batch, memory is for the prompt. When no worker has both: the shortest queue.
+    A seat is a place in the running batch. When no worker has both, the shortest queue.
     """
     t = state.table
     seat = fit & (t["exists"] < t["max_running"]) & (t["kv_tokens_free"] - t["queue_tokens"] > ask.tokens)
@@ -47,7 +47,7 @@ def pending_ms(state: ClusterState, ask: Ask, avg_resp_len: float) -> Floats:
     """Each worker's estimated pending time (dLoRA section 5.1): loading the adapter, if it is not there, and queuing.
 
     Queuing is the prefill of the queued requests. A request without a free seat also waits until as many requests have ended as
-    are before it, one every `steps left / running` decode steps.
+    are before it; one ends every `steps left / running` decode steps.
     """
     t = state.table
     perf = state.perf

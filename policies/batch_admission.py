@@ -60,7 +60,7 @@ COLD_WINDOW = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionLimits:
-    """Counts per step. A decode needs a token of the budget, so no more sequences run than `max_step_tokens`."""
+    """Limits of a step. A decode needs one token of the budget, so no more sequences run than `max_step_tokens`."""
 
     max_running: int
     max_step_tokens: int
@@ -73,7 +73,7 @@ class AdmissionLimits:
 
 
 class Queues(Protocol[S]):
-    """Which waiting sequences may join the batch, and in which order (`policies.request_queues`)."""
+    """Decides which waiting sequences may join the batch, and in which order (`policies.request_queues`)."""
 
     squashes: bool
     """Whether a sequence overtakes one without adapter memory only if it is predicted to end in time, and is preempted when
@@ -96,7 +96,7 @@ class Queues(Protocol[S]):
 
 
 class BatchAdmission(Generic[S]):
-    """The policy: limits fixed, everything else in the state it is given.
+    """The policy. Its limits are fixed; everything else is in the state that `decide` gets.
 
     `cold` decides about adapters that are being copied; it is needed when the state's slots are asynchronous. `queues` chooses
     the candidates; without it waiting sequences join in the order of `order_of`. `modes` chooses between merged and unmerged
@@ -135,7 +135,7 @@ class BatchAdmission(Generic[S]):
         return plan
 
     def _fill_by_mode(self, state: AdmissionState[S], plan: StepPlan[S], modes: Modes) -> None:
-        """Fill the step as the mode says, or with any sequences when that leaves it empty."""
+        """Fill the step as the mode says. If that leaves it empty, fill it with any sequences."""
         before = modes.merged
         fcfs, here, most = _demand(state, self.limits.seats)
         mode = modes.choose(fcfs, here, most)
@@ -153,7 +153,10 @@ class BatchAdmission(Generic[S]):
     def _fill(
         self, state: AdmissionState[S], plan: StepPlan[S], only: Collection[str] | None, first: Collection[str] = ()
     ) -> None:
-        """Running sequences, then waiting ones; only those of the adapters in `only`, if given, and those of `first` first."""
+        """Fill the step: running sequences, then waiting ones.
+
+        `only`: the adapters whose sequences may take part; None for all. `first`: the adapters whose sequences come first.
+        """
         rows = tuple(state.running) if only is None else tuple([seq for seq in state.running if seq.adapter in only])
         self._schedule_decodes(state, plan, rows, only)
         if len(plan.decodes) < len(rows):
@@ -255,7 +258,7 @@ class BatchAdmission(Generic[S]):
             self._schedule_chunk(state.kv, seq, plan)
 
     def _prefetch(self, state: AdmissionState[S], plan: StepPlan[S], candidates: list[S]) -> None:
-        """Begin the copies that the next candidates will need, if running and waiting sequences lose nothing by it."""
+        """Begin the copies that the next candidates will need, if this takes nothing from running and waiting sequences."""
         slots = state.adapters
         for seq in candidates[: self.limits.prefetch]:
             if not seq.adapter or seq.adapter in slots:
@@ -271,7 +274,7 @@ class BatchAdmission(Generic[S]):
                 self._cold.begun(seq.adapter, seq.adapter_bytes)
 
     def _squash(self, state: AdmissionState[S], plan: StepPlan[S]) -> None:
-        """Preempt sequences that overtook one by prediction, if the memory of their adapters is all that it still lacks."""
+        """Preempt sequences that overtook an earlier one by prediction, if it lacks nothing but their adapters' memory."""
         slots = state.adapters
         waiting = {id(seq) for seq in state.waiting}
         self._passed = [
@@ -305,7 +308,7 @@ class BatchAdmission(Generic[S]):
         return boundary.for_adapter(seq.adapter_bytes, blocks=promised + state.kv.blocks_for(seq.length))
 
     def _under_way(self, state: AdmissionState[S], seq: S, plan: StepPlan[S], cold: ColdStarts) -> bool:
-        """Whether the adapter is still being copied; if so, the sequence holds the slot from now on."""
+        """Whether the adapter is still being copied. If so, the sequence holds the slot from now on."""
         adapters = state.adapters
         if seq.adapter not in adapters or seq.adapter in adapters.loading:
             self._book_slot(state, seq, plan)
@@ -314,7 +317,7 @@ class BatchAdmission(Generic[S]):
         return seq.adapter in adapters.loading
 
     def _joins(self, seq: S, plan: StepPlan[S], cold: ColdStarts) -> bool:
-        """Whether the sequence joins the next step although its adapter is not complete."""
+        """Whether the sequence joins the next step although its adapter is not completely on the device."""
         rows = (*plan.decodes, *plan.prefills)
         assisted = [one for one in rows if cold.modes.get(one.adapter) == "assist"]
         choice = cold.consider(
@@ -381,10 +384,13 @@ class BatchAdmission(Generic[S]):
 
 
 def _demand(state: AdmissionState[S], seats: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """What `Modes.choose` asks for: requests by adapter that first come, first served would compute, all that could be
-    computed without the other adapters', and the most that fit. The first are as many requests as fit, in their order: a
-    waiting one counts instead of a running one that it came before. Looks at MODE_WINDOW waiting sequences at most. Those
-    whose adapter is still to be copied beside the steps could not be computed yet."""
+    """The arguments of `Modes.choose`: (fcfs, here, most).
+
+    `fcfs`: the requests that first come, first served would compute, counted by adapter. An earlier waiting request counts
+    instead of a later running one. `here`: the requests of each adapter that could be computed if there were no other adapters,
+    without those whose adapter still has to be copied beside the steps. `most`: how many requests fit. At most MODE_WINDOW
+    waiting sequences are considered.
+    """
     fcfs: dict[str, int] = {}
     for seq in state.running:
         fcfs[seq.adapter] = fcfs.get(seq.adapter, 0) + 1
@@ -416,18 +422,18 @@ def _demand(state: AdmissionState[S], seats: int) -> tuple[dict[str, int], dict[
 
 
 def _last_resting(state: AdmissionState[S], only: Collection[str]) -> S:
-    """The last running sequence that the step leaves out; the last one of all when there is none."""
+    """The last running sequence that the step leaves out; the last running one if it leaves out none."""
     running = state.running
     return next((seq for seq in reversed(running) if seq.adapter not in only), running[-1])
 
 
 def steps_left(seq: Sequence) -> int:
-    """Steps until the sequence is predicted to end, one token each. At least 1."""
+    """Predicted number of steps until the sequence ends, with one token each. At least 1."""
     return max(1, seq.expected_length - seq.length)
 
 
 def steps_until_room(state: AdmissionState[S], size_bytes: int) -> float:
-    """Steps until enough adapter memory is free, by the predicted ends of running sequences; infinite when it never is."""
+    """Predicted steps until ending sequences have freed enough adapter memory; infinite when they never free enough."""
     slots = state.adapters
     ends: dict[str, int] = {}
     for seq in state.running:
@@ -442,7 +448,7 @@ def steps_until_room(state: AdmissionState[S], size_bytes: int) -> float:
 
 
 def _find_blocks(state: AdmissionState[S], plan: StepPlan[S], count: int, index: int, seq: S | None = None) -> bool:
-    """Whether `count` blocks can be had, for the waiting sequence `seq` or a running one.
+    """Make `count` blocks available for the waiting sequence `seq` or a running one. Returns whether this was possible.
 
     If adapters have taken memory of the KV share, the sequences that wait from `index` on give up their slots.
     """
@@ -456,7 +462,10 @@ def _find_blocks(state: AdmissionState[S], plan: StepPlan[S], count: int, index:
 
 
 def _let_go(state: AdmissionState[S], plan: StepPlan[S], index: int) -> bool:
-    """The last sequence of `waiting` from `index` on that held its slot before this step gives it up; whether there was one."""
+    """Take the slot from the last sequence of `waiting`, from `index` on, that had one before this step.
+
+    Returns whether there was one.
+    """
     for at in range(len(state.waiting) - 1, index - 1, -1):
         seq = state.waiting[at]
         if seq.slot >= 0 and not any(seq is one for one in plan.loads):

@@ -30,38 +30,38 @@ from motet.shared.model import PerfModel
 
 
 class CopyLink(Protocol):
-    """The link that copies adapters to the device beside the steps, as it is now."""
+    """The link that copies adapters to the device beside the steps, in its present state."""
 
     @property
     def perf(self) -> Coefficients[float]:
-        """Coefficients of step times."""
+        """The present estimate of step times."""
 
     @property
     def assist(self) -> AssistRates | None:
-        """Rates of the CPU LoRA processes; None without any, or before they have been measured."""
+        """Rates of the CPU LoRA processes; None without processes, or before they have been measured."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth."""
+        """The bandwidth of the link."""
 
     @property
     def bytes_queued(self) -> float:
-        """Bytes of all copies that are still to pass."""
+        """Bytes that all running copies still have to transfer."""
 
     def layers_loaded(self, digest: str, slot: int) -> int:
         """Layers of an unfinished copy that are on the device."""
 
     def bytes_ahead(self, digest: str, slot: int) -> float:
-        """Bytes that pass until this copy is complete, its own and those queued before it."""
+        """Bytes to transfer until this copy is complete, including the copies before it."""
 
 
 class BatchCore(Generic[S]):
-    """One engine's batches. `cold` is None where steps wait for copies; slots are not asynchronous then.
+    """One engine's batches.
 
-    `shared`: KV blocks and adapters share one budget. It needs `kv.block_bytes`, and `kv.capacity` bounds the blocks.
-    `modes`: the engine can merge an adapter into its weights, and this decides when; steps that have run are told to it.
-    `copies`: a merged copy of the weights is made beside the steps (`copy`), and its costs are estimated from these times. It
-    needs a `Merging` as `modes`.
+    `cold` is None where steps wait for copies; slots are not asynchronous then. `shared`: KV blocks and adapters share one
+    budget, which needs `kv.block_bytes`; `kv.capacity` bounds the blocks. `modes` decides when an adapter is merged, in an
+    engine that can merge; it gets the number of steps that have run. `copies`: a merged copy of the weights is made beside the
+    steps (`copy`), and its costs are estimated from these step times; `modes` must be a `Merging` then.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class BatchCore(Generic[S]):
 
     @property
     def kv_blocks_free(self) -> int:
-        """Blocks that a new sequence could get, cached ones without users and the room of idle adapters included."""
+        """Blocks that a new sequence could get, including unused cached blocks and the memory of idle adapters."""
         return self.state.kv.free if self.boundary is None else self.boundary.blocks_free
 
     @property
@@ -122,7 +122,7 @@ class BatchCore(Generic[S]):
         return bool(self.state.running or self.state.waiting)
 
     def start(self, seq: S, now_s: float = 0.0) -> None:
-        """A sequence begins to wait, behind earlier ones of equal priority and due time."""
+        """A sequence begins to wait, behind earlier sequences of equal priority and due time."""
         seq.order = next(self._orders)
         wait(self.state, seq)
         if self._admission.queues is not None:
@@ -136,11 +136,11 @@ class BatchCore(Generic[S]):
 
     @property
     def squashed(self) -> int:
-        """Sequences that overtook another one and were preempted for it, so far."""
+        """How many sequences were preempted so far because they had overtaken another one."""
         return self._admission.squashed
 
     def end(self, seq: S, *, spoiled: bool = False) -> None:
-        """A sequence ends and gives back what it holds. `spoiled`: its K and V must not be reused."""
+        """A sequence ends and gives back its blocks and its slot. `spoiled`: its K and V must not be reused."""
         queues = self._admission.queues
         if queues is not None:
             if seq.blocks:
@@ -151,7 +151,7 @@ class BatchCore(Generic[S]):
     # ---- a step
 
     def look(self, link: CopyLink) -> list[str]:
-        """Read how far the copies are, before a decision; the adapters completed since the last call, in order."""
+        """Read the progress of the copies before a decision. Returns the adapters completed since the last call, in order."""
         slots, cold, boundary = self.slots, self.cold, self.boundary
         if boundary is not None and self.state.waiting:
             boundary.costs.perf = link.perf
@@ -177,7 +177,7 @@ class BatchCore(Generic[S]):
         return whole
 
     def decide(self, now_s: float = 0.0) -> StepPlan[S]:
-        """The next step's plan. Before the step runs, its evictions leave the device and then its loads begin."""
+        """The plan of the next step. Before the step runs, its evictions are carried out and then its loads begin."""
         self.slots.eviction.now_s = now_s
         boundary, copy = self.boundary, self.copy
         dropped = copy is not None and self._before(copy)
@@ -194,7 +194,10 @@ class BatchCore(Generic[S]):
         return plan
 
     def _before(self, copy: MergedCopy) -> bool:
-        """Give the merged copy up when sequences lack memory that it has, or its adapter is gone; whether it was given up."""
+        """Drop the merged copy if sequences lack the memory that it has, or if its adapter is gone.
+
+        Returns whether it was dropped.
+        """
         state = self.state
         copy.weigh(state.running)
         short = self.boundary is not None and state.kv.free < len(state.running)
@@ -205,7 +208,7 @@ class BatchCore(Generic[S]):
         return True
 
     def _after(self, copy: MergedCopy, plan: StepPlan[S]) -> None:
-        """Claim memory for the copy that the step would have liked to have."""
+        """Claim memory for a merged copy if the step should have been merged."""
         self._copy_leaves = self.boundary is not None and (plan.short or bool(plan.preempted))
         if not plan.wanted or self._copy_leaves:
             return
@@ -216,7 +219,7 @@ class BatchCore(Generic[S]):
         plan.dropped = plan.dropped or before not in ("", plan.wanted)
 
     def _make_way(self, plan: StepPlan[S]) -> None:
-        """The step needs copies: give up the unfinished copy of an adapter that no request has asked for."""
+        """If the step needs copies, cancel the copy of an adapter that no request has asked for."""
         digest, self._foreseen = self._foreseen, ""
         slots = self.slots
         if digest in slots.loading and not slots.users(digest) and digest not in self._waited():
@@ -224,16 +227,16 @@ class BatchCore(Generic[S]):
 
     @property
     def wait_ms(self) -> float:
-        """Time until a waiting sequence may join, as of the last decision, for an idle engine; 0 without unfinished copies."""
+        """For an idle engine: time until a waiting sequence may join, as of the last decision; 0 without running copies."""
         return self.cold.wait_ms if self.cold is not None and self.slots.loading else 0.0
 
     # ---- adapters without a request
 
     def load(self, digest: str, size_bytes: int) -> Grant | None:
-        """The slot to copy a prefetched adapter into; None when it is here or does not fit without evicting. For a pinned
-        one idle adapters leave that are neither pinned nor waited for, and cached KV blocks.
+        """The slot for a prefetched adapter; None when it is resident already or does not fit without evicting.
 
-        It may have taken KV blocks, so that the device's memory has to be divided anew first (`boundary`).
+        For a pinned adapter, idle adapters are evicted that are neither pinned nor waited for, and cached KV blocks. It may
+        have taken KV blocks, so that the device's memory has to be divided anew before the copy (`boundary`).
         """
         self.doomed.discard(digest)
         if digest in self.slots:
@@ -244,10 +247,10 @@ class BatchCore(Generic[S]):
         return self.slots.prefetch(digest, size_bytes, evicting=pinned)
 
     def foresee(self, digest: str, size_bytes: int, over: Collection[str]) -> Grant | None:
-        """The slot to copy an adapter into that somebody may ask for; None when it is here or has no room, where copies stop
-        the steps, or while anything is copied or waited for. Room is memory that holds nothing, and idle adapters of `over`.
+        """The slot for an adapter that may be requested soon; None without room.
 
-        It may have taken blank KV blocks, as with `load`.
+        Also None when it is resident already, when steps wait for copies, and while any adapter is copied or any request waits.
+        Room is empty memory and idle adapters of `over`. It may have taken blank KV blocks, as with `load`.
         """
         slots = self.slots
         if digest in slots or not slots.asynchronous or slots.loading or self.state.waiting:
@@ -260,11 +263,11 @@ class BatchCore(Generic[S]):
         return grant
 
     def unload(self, digest: str) -> None:
-        """Take an adapter off the device, complete or not, as soon as no sequence uses it: `sweep` says when."""
+        """Take an adapter off the device, complete or not, as soon as no sequence uses it: `sweep` returns it then."""
         self.doomed.add(digest)
 
     def sweep(self) -> list[tuple[str, int]]:
-        """The adapters that leave now because of `unload`, with the slots that they free."""
+        """The adapters that leave now because of `unload`, with the slots that become free."""
         if not self.doomed:
             return []
         used = {seq.adapter for seq in (*self.state.waiting, *self.state.running)}

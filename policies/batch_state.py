@@ -36,8 +36,10 @@ are almost late would make interactive ones late too under overload."""
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A request inside the engine. `tokens` are the ids (int32), of which `length` are known: prompt and output so far.
-    Only a prefix cache reads the ids themselves."""
+    """A request inside the engine. `tokens` (int32) holds prompt and output; the first `length` of them are known.
+
+    Only a prefix cache reads the ids themselves.
+    """
 
     order: int  # of arrival, unique
     priority: int = 0  # the smallest goes first, whatever is due
@@ -78,7 +80,7 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(slots=True)
 class AdmissionState(Generic[S]):
-    """All that a decision depends on. `waiting` and `running` are in order of `priority`, `due_s` and arrival."""
+    """Everything that a decision depends on. `waiting` and `running` are in order of `priority`, `due_s` and arrival."""
 
     kv: KvBlocks
     adapters: AdapterSlots
@@ -91,7 +93,7 @@ class AdmissionState(Generic[S]):
 
 
 class StepPlan(msgspec.Struct, Generic[S]):
-    """One step. Every sequence of `decodes` and `prefills` has its `scheduled` rows from `computed` on."""
+    """The plan of one step. Every sequence of `decodes` and `prefills` computes `scheduled` rows, from `computed` on."""
 
     decodes: list[S] = []
     prefills: list[S] = []
@@ -113,7 +115,7 @@ class StepPlan(msgspec.Struct, Generic[S]):
 
 
 def turn(state: AdmissionState[S], merged: str) -> None:
-    """The steps from now on have this adapter in the weights."""
+    """From now on steps compute with this adapter merged; "" for none."""
     if merged == state.merged:
         return
     for seq in state.running:
@@ -123,7 +125,7 @@ def turn(state: AdmissionState[S], merged: str) -> None:
 
 
 def due_s(arrival_s: float, ttft_slo_ms: float, *, begun: bool = False) -> float:
-    """A request's place in the order. `begun`: it continues output of another worker, so it goes before new requests."""
+    """The time that orders requests. `begun`: it continues output of another worker, so it goes before new requests."""
     return arrival_s if begun else arrival_s + PATIENCE * ttft_slo_ms / 1000.0
 
 
@@ -150,9 +152,9 @@ def steady_steps(state: AdmissionState[S], plan: StepPlan[S], limit: int) -> int
     """How many steps in a row `decide` would plan alike, this `plan` included; between 1 and `limit`.
 
     A plan repeats itself if all running sequences decode, nothing arrives, ends or is removed, and no sequence is preempted for
-    a block. Waiting sequences go on waiting, because running ones only take blocks and keep their slots. With a prefix cache,
-    a waiting sequence may begin with a block that fills up, so the run ends there. While an adapter is copied the answer is 1:
-    with each layer that arrives, a sequence may be able to join.
+    a block. Waiting sequences keep waiting, because running ones only take blocks and keep their slots. With a prefix cache, a
+    waiting sequence may begin with a block that becomes full, so the repetition ends there. While an adapter is copied the
+    answer is 1: with each layer that arrives, a sequence may be able to join.
     """
     if state.adapters.loading:
         return 1
@@ -180,8 +182,11 @@ def steady_steps(state: AdmissionState[S], plan: StepPlan[S], limit: int) -> int
 
 
 def advance_steady(state: AdmissionState[S], plan: StepPlan[S], steps: int) -> None:
-    """`steps` steps of a steady plan have run and each sequence drew as many tokens: books what `decide`, `advance` and
-    `append` would have booked. With a prefix cache, `tokens` has those tokens already."""
+    """`steps` steps of a steady plan have run, and each sequence drew as many tokens.
+
+    This books what as many calls of `decide`, `advance` and `append` would have booked. With a prefix cache, `tokens` must have
+    those tokens already.
+    """
     kv, size = state.kv, state.kv.block_size
     if kv.prefix_cache:
         _book_in_order(kv, plan, steps)
@@ -194,11 +199,13 @@ def advance_steady(state: AdmissionState[S], plan: StepPlan[S], steps: int) -> N
 
 
 def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
-    """Book blocks in the order of steps and sequences. Which cached block is given up, and which of two equal blocks gets the
-    key, depends on this order. Without a prefix cache all blocks are alike.
+    """Book blocks in the order of steps and sequences.
+
+    This order decides which cached block is evicted, and which of two equal blocks gets the key. Without a prefix cache all
+    blocks are alike.
     """
     size = kv.block_size
-    bookings: list[tuple[int, tuple[int, float, int], int, S]] = []  # (step, turn, tokens computed by then, who)
+    bookings: list[tuple[int, tuple[int, float, int], int, S]] = []  # (step, turn, tokens computed by then, sequence)
     for seq in plan.decodes:
         start, end = seq.computed, seq.computed + steps
         grows = range(len(seq.blocks) * size, end, size)
@@ -212,12 +219,12 @@ def _book_in_order(kv: KvBlocks, plan: StepPlan[S], steps: int) -> None:
 
 
 def wait(state: AdmissionState[S], seq: S) -> None:
-    """Queue a sequence in its place."""
+    """Add a sequence to `waiting`, at its place in the order."""
     insert(state.waiting, seq)
 
 
 def insert(sequences: list[S], seq: S) -> None:
-    """Put a sequence in its place of the order, which is nearly always the end."""
+    """Put a sequence at its place in the order, which is nearly always the end."""
     if not sequences or order_of(sequences[-1]) <= order_of(seq):
         sequences.append(seq)
     else:
@@ -225,7 +232,7 @@ def insert(sequences: list[S], seq: S) -> None:
 
 
 def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:
-    """Take a sequence out of either list and give back what it holds. `spoiled`: its K and V must not be reused."""
+    """Take a sequence out of either list and free its blocks and slot. `spoiled`: its K and V must not be reused."""
     if seq.blocks:
         state.running.remove(seq)
         _give_back(state, seq, spoiled=spoiled)
@@ -235,6 +242,7 @@ def remove(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> None:
 
 
 def preempt(state: AdmissionState[S], seq: S, plan: StepPlan[S]) -> None:
+    """Free the blocks and the slot of a running sequence, and let it wait again."""
     state.running.remove(seq)
     _give_back(state, seq)
     wait(state, seq)
@@ -250,6 +258,7 @@ def _give_back(state: AdmissionState[S], seq: S, *, spoiled: bool = False) -> No
 
 
 def give_back_slot(state: AdmissionState[S], seq: S) -> None:
+    """Release the sequence's adapter slot, if it holds one."""
     if seq.slot >= 0:
         state.adapters.release(seq.adapter)
         seq.slot = -1
@@ -273,6 +282,7 @@ def publish_full_blocks(kv: KvBlocks, seq: Sequence, end: int) -> None:
 
 
 def extend_keys(kv: KvBlocks, seq: Sequence, full: int) -> None:
+    """Compute the keys of the sequence's first `full` blocks, as far as they are missing."""
     keys = seq.keys
     while len(keys) < full:
         start = len(keys) * kv.block_size
@@ -285,5 +295,5 @@ def _when(booking: tuple[int, tuple[int, float, int], int, object]) -> tuple[int
 
 
 def order_of(seq: Sequence) -> tuple[int, float, int]:
-    """The place of a sequence in the order."""
+    """The key by which sequences are ordered."""
     return seq.priority, seq.due_s, seq.order

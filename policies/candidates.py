@@ -24,7 +24,7 @@ PERMANENT: frozenset[Reason] = frozenset({"capability", "max_model_len", "kv_mem
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as policies see it. `tokens` counts the prompt and the output before a resumption."""
+    """A request as policies see it. `tokens` counts the prompt and, after a resumption, the output so far."""
 
     base_model: str
     rank: int  # 0 for the base
@@ -46,12 +46,12 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def embeds(self) -> bool:
-        """Whether it wants an embedding, and no text."""
+        """Whether the request asks for an embedding instead of text."""
         return "embeddings" in self.needs
 
 
 class Screening(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the workers of a base model are no candidates: how many by their first reason, and the best permanent limits."""
+    """Why no worker of a base model is a candidate: how many workers fail for each reason, and the best permanent limits."""
 
     rejected: dict[Reason, int]
     longest_context: int = 0  # tokens; the largest that a live worker could take, by context length and KV memory
@@ -96,14 +96,14 @@ def screen(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> Scree
 
 
 def lacking(state: ClusterState, ask: Ask) -> NDArray[np.bool_]:
-    """The rows of the workers without a capability that the request needs, and of pooling models if it wants text."""
+    """The rows of workers that lack a capability of the request, or that have a pooling model when it asks for text."""
     needed = capability_bits(ask.needs)
     examined = np.uint64(needed | EMBEDDINGS_BIT)
     return (state.table["capabilities"] & examined) != np.uint64(needed)
 
 
 def _failures(state: ClusterState, ask: Ask, now_s: float, stale_s: float) -> dict[Reason, NDArray[np.bool_]]:
-    """Per reason that is possible, which rows fail; the first one that applies is the one a person should read."""
+    """For each possible reason, the rows that fail by it. The first reason that applies is the one to report."""
     t = state.table
     needed = ask.tokens + (not ask.embeds)  # room for one new token, or there is nothing to generate
     context, rank = state.least

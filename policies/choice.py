@@ -19,7 +19,7 @@ from motet.policies.perf_model import Floats
 
 
 class Choice(NamedTuple):
-    """A row of the state's table. `cost` in the policy's own unit; `breaks_slo`: by the policy's own estimate."""
+    """The chosen row of the state's table. `cost` is in the policy's own unit; `breaks_slo` is the policy's own estimate."""
 
     row: int
     cost: float = 0.0
@@ -32,7 +32,7 @@ _HALF_WORD = np.array(32, np.uint64)
 
 
 def lightest(cost: NDArray, fit: NDArray[np.bool_] | None = None) -> NDArray[np.intp]:
-    """The rows of the smallest cost, among those in `fit`."""
+    """The rows of smallest cost, among those in `fit`."""
     if fit is None:
         return np.flatnonzero(cost == cost.min())
     rows = np.flatnonzero(fit)
@@ -43,7 +43,7 @@ def lightest(cost: NDArray, fit: NDArray[np.bool_] | None = None) -> NDArray[np.
 
 
 def spread(state: ClusterState, rows: NDArray[np.intp], key: int) -> int:
-    """One of `rows`, each equally likely over all keys, and the same one for the same key (rendezvous hashing)."""
+    """One of `rows`: always the same one for the same key, and each equally likely over all keys (rendezvous hashing)."""
     if len(rows) == 1:
         return int(rows[0])
     mixed = (state.table["key"][rows] ^ np.array(key & 0xFFFFFFFFFFFFFFFF, np.uint64)) * _MIX[0]
@@ -54,8 +54,8 @@ def spread(state: ClusterState, rows: NDArray[np.intp], key: int) -> int:
 def adapter_ms(state: ClusterState, ask: Ask) -> tuple[Floats, Floats]:
     """Time to copy the request's adapter onto each worker's device, and to fetch it into the worker's memory before.
 
-    The copy is 0 where the adapter is on the device, or is about to be for another request; the fetch where it is in any
-    tier. Both are 0 for the base. Not to be changed: other requests get the same arrays.
+    The copy is 0 where the adapter is on the device, or about to be for another request; the fetch is 0 where it is in any
+    tier. Both are 0 for the base model. The caller must not change the arrays, because other requests get the same ones.
     """
     count = len(state.ids)
     if not ask.adapter:

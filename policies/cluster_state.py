@@ -103,7 +103,10 @@ class PerfColumns:
         return added
 
     def transfer_ms(self, size_bytes: int) -> tuple[Floats, Floats]:
-        """Times to copy an adapter of this size to each worker's device, and to fetch it into its memory. Not to be changed."""
+        """Times to copy an adapter of this size to each worker's device, and to fetch it into the worker's memory.
+
+        The caller must not change the arrays.
+        """
         found = self._transfers.get(size_bytes)
         if found is None:
             if len(self._transfers) >= _SIZES_KEPT:
@@ -116,7 +119,7 @@ class PerfColumns:
         return np.where(self.bgmv, rows * max_rank, rank_sum) if self.pads else rank_sum
 
     def lora_growth(self, rows: Floats, max_rank: Floats, rank: int) -> Floats | float:
-        """What one more request of `rank` adds to that load of each worker."""
+        """How much one more request of `rank` adds to the LoRA load of each worker."""
         if not self.pads:
             return float(rank)
         return np.where(self.bgmv, (rows + 1.0) * np.maximum(max_rank, rank) - rows * max_rank, float(rank))
@@ -136,7 +139,7 @@ class Holders:
 
     @property
     def rows(self) -> NDArray[np.intp]:
-        """The workers that hold it."""
+        """The table rows of the workers that hold the adapter."""
         return self._rows[: len(self._at)]
 
     @property
@@ -146,7 +149,7 @@ class Holders:
 
     @property
     def loaded(self) -> NDArray[np.bool_]:
-        """Whether it is on the device there, or about to be for a request."""
+        """For each of `rows`, whether the adapter is on the device, or about to be for a request."""
         return self._loaded[: len(self._at)]
 
     def mark(self, row: int, bits: int) -> None:
@@ -173,7 +176,7 @@ class Holders:
 
 
 class ClusterState:
-    """All workers. `table` is read by policies, one element per worker and some free ones (`base` is -1)."""
+    """All workers of a scheduler. Policies read `table`: one element per worker, and some free ones (`base` is -1)."""
 
     def __init__(self) -> None:
         self.table = _free_rows(16)
@@ -205,7 +208,7 @@ class ClusterState:
         return list(self._row)
 
     def serving(self, base_model: str) -> NDArray[np.bool_]:
-        """The rows of the workers with this base model; not to be changed."""
+        """The rows of the workers with this base model. The caller must not change the array."""
         base = self._bases.get(base_model)
         if base is None:
             return np.zeros(len(self.ids), dtype=bool)
@@ -226,7 +229,7 @@ class ClusterState:
 
     @property
     def least(self) -> tuple[int, int]:
-        """Tokens and LoRA rank that every worker can hold."""
+        """Tokens and LoRA rank that every worker can accept."""
         if self._least is None:
             t, used = self.table, self.table["base"] >= 0
             context = np.minimum(t["max_model_len"], t["kv_tokens_total"])
@@ -257,7 +260,7 @@ class ClusterState:
         return self._adapters[worker_id]
 
     def holders(self, digest: str) -> Holders | None:
-        """Where the adapter is; None when it is nowhere."""
+        """The workers that hold the adapter; None when no worker does."""
         return self._holders.get(digest)
 
     # ---- workers
@@ -308,7 +311,7 @@ class ClusterState:
         self._perf = None
 
     def drop_worker(self, worker_id: str) -> None:
-        """Forget a worker and all it had; unknown ids are ignored."""
+        """Remove a worker with its requests and adapters; unknown ids are ignored."""
         row = self._row.pop(worker_id, None)
         if row is None:
             return
@@ -339,7 +342,7 @@ class ClusterState:
             self.set_draining(worker_id)
 
     def set_heard(self, worker_id: str, heard_s: float) -> None:
-        """Change only when the worker was last heard."""
+        """Set the time of the worker's last message, and change nothing else."""
         self.table["heard_s"][self._row[worker_id]] = heard_s
         self._oldest_s = min(self._oldest_s, heard_s)
 
@@ -431,7 +434,7 @@ class ClusterState:
         self.table["kv_tokens_promised"][row] = load.kv_tokens_promised()
 
     def _write(self, worker_id: str, load: WorkerLoad, now_s: float, *, opens: bool) -> None:
-        """`opens`: the queue was empty meanwhile."""
+        """Write a worker's aggregates to the table. `opens`: its queue was empty meanwhile."""
         row, t = self._row[worker_id], self.table
         exists, queue = load.exists, load.queue
         if not queue.size:
@@ -454,7 +457,7 @@ class ClusterState:
         self._write_times(row, worker_id, load)
 
     def _write_times(self, row: int, worker_id: str, load: WorkerLoad) -> None:
-        """What follows from the worker's requests with its limits and coefficients (`perf_model`)."""
+        """Write the times that follow from the worker's requests, limits and coefficients (`perf_model`)."""
         limits, perf = self._terms[worker_id]
         exists, queue = load.exists, load.queue
         running, queued = exists.sum, queue.sum  # the LoRA loads
@@ -511,7 +514,7 @@ class ClusterState:
     # ---- rows
 
     def _forget_derived(self) -> None:
-        """A worker came or left, or its limits changed."""
+        """Drop cached results, because a worker came or left, or its limits changed."""
         self._perf = self._least = None
         self._serving.clear()
         self._alike.clear()
@@ -535,7 +538,7 @@ def capability_bits(words: Iterable[str]) -> int:
 
 
 def hash_of(text: str) -> int:
-    """The same 64 bits for the same text in every process and on every run."""
+    """A 64-bit hash of the text, the same in every process and in every run."""
     data = text.encode()
     low = crc32(data)
     return (crc32(data, low ^ 0x9E3779B9) << 32) | low

@@ -12,7 +12,7 @@ from motet.policies.worker_book import Delta, Known, Snapshot
 
 
 class ClusterView:
-    """The reader of a scheduler's `WorkerBook`: it keeps `state`, and `flights` beside it."""
+    """Keeps `state` and `flights` up to date with the messages in a scheduler's `WorkerBook`."""
 
     def __init__(self, in_flight_s: float) -> None:
         self.state = ClusterState()

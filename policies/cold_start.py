@@ -42,7 +42,7 @@ HOP_MS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy under way over a link of `layers` layers."""
+    """A running copy of an adapter with `layers` layers."""
 
     layers: int
     loaded: int  # layers on the device
@@ -51,9 +51,11 @@ class Copy:
 
     @property
     def whole_ms(self) -> float:
+        """Time until the copy is complete."""
         return self.arrives_ms(self.layers - 1)
 
     def arrives_ms(self, layer: int) -> float:
+        """Time until this layer (from 0) is on the device; 0 if it is there."""
         return max(0.0, self.queue_ms + (layer + 1 - self.loaded) * self.each_ms) if layer >= self.loaded else 0.0
 
     def stall_ms(self, base_ms: float) -> float:
@@ -65,7 +67,7 @@ class Copy:
 
     @staticmethod
     def of(size_bytes: int, ahead_bytes: float, *, layers: int, loaded: int, bytes_per_s: float) -> Copy:
-        """`ahead_bytes` pass the link until the copy is complete, its own bytes included."""
+        """`ahead_bytes`: bytes to transfer until the copy is complete, including its own."""
         ms_per_byte = 1e3 / bytes_per_s
         each = size_bytes / layers
         return Copy(layers, loaded, (ahead_bytes - each * (layers - loaded)) * ms_per_byte, each * ms_per_byte)
@@ -84,27 +86,27 @@ class AssistRates:
     relief: float = 0.0  # time that the device saves per time that a process takes; near 0 on a GPU
 
     def begin_ms(self, copying_ms: float) -> float:
-        """A request's cost beyond the time of its layers: the start of a process, and a copy of `copying_ms` beside it.
+        """The cost of a request beyond the time of its layers: starting a process, and a copy of `copying_ms` beside it.
 
-        Steps and processes use all cores, so the copy's share of a core slows all of them.
+        Steps and processes use all cores, so the part of a core that the copy takes slows down all of them.
         """
         return self.start_ms + self.core_share * copying_ms / (1 + self.processes)
 
     def layer_ms(self, mib: float, mib_rows: float, layers: int) -> float:
-        """Time of one layer for rows of adapters, summed over them: MiB on the device, and rows * MiB.
+        """Time of one layer for rows of adapters. `mib`: MiB on the device; `mib_rows`: rows * MiB; both summed over adapters.
 
-        Rows are divided among the processes; each of them reads the adapter.
+        The rows are divided among the processes, and each process reads the adapter.
         """
         return self.hop_ms + (mib * self.mib_ms + mib_rows * self.mib_row_ms / self.processes) / layers
 
     def saved_ms(self, mib: float, mib_rows: float, layers: int) -> float:
-        """Time that the device saves in such a layer."""
+        """Time that the device saves in a layer whose rows the processes compute."""
         return self.relief * (mib * self.mib_ms + mib_rows * self.mib_row_ms) / layers
 
 
 @dataclass(frozen=True, slots=True)
 class ColdChoice:
-    """How one request starts. It joins the next step (`joins`), or `wait_ms` from now unless something changes."""
+    """How one request starts: with the next step (`joins`), or `wait_ms` from now unless something changes."""
 
     mode: StartMode
     reason: StartReason
@@ -136,9 +138,10 @@ def choose(
 ) -> ColdChoice:
     """Choose how one request starts.
 
-    `chunks_ms`: the time of each step that prefills the request if its adapter was complete, with what these steps do for other
-    sequences; `others`: the number of these. `cpu` is None when no process is alive. `between_ms`: a step of the others
-    without the request, 0 when no sequence runs. `weights_ms`: the part of a prefill's time that does not depend on its tokens.
+    `chunks_ms`: the time of each step that prefills the request, if its adapter were complete, including what these steps
+    compute for other sequences. `others`: the number of those sequences. `cpu` is None when no process is alive. `between_ms`:
+    the time of a step without the request, 0 when no sequence runs. `weights_ms`: the part of a prefill's time that does not
+    depend on its tokens.
     """
     prefill = sum(chunks_ms)
     # The step reads the weights once for both of its parts, so it may take no longer than the others' part, or than the rows of
@@ -177,7 +180,10 @@ def _forced(forced: StartMode, ttft: Mapping[StartMode, float]) -> tuple[StartMo
 def _least(
     ttft: Mapping[StartMode, float], cost: Mapping[StartMode, float], waiting: StartMode, *, ahead: bool
 ) -> tuple[StartMode, StartReason]:
-    """The cheapest mode. Ties go to a mode that costs other requests nothing; `waiting` is the better way to wait."""
+    """The cheapest mode.
+
+    Of equal modes, one that costs other requests nothing; `waiting` is the better of the modes that wait.
+    """
     if "assist" in cost and cost["assist"] < cost[waiting] * (1 - MARGIN):
         return "assist", "cpu_ahead"
     if waiting == "blocking":
@@ -216,10 +222,10 @@ def step_ms(
     *,
     saved_ms: float = 0.0,
 ) -> float:
-    """The time of a step of `chunk_ms` with unfinished copies, each as (copy, age of that state in ms).
+    """The time of a step of `chunk_ms` with unfinished copies, each given as (copy, age of that state in ms).
 
-    A layer waits for the `overlapped` copies. While a layer of an `assisted` copy is missing, the layer takes at least `cpu_ms`
-    and the device saves `saved_ms`.
+    A layer waits for the `overlapped` copies. While a layer of an `assisted` copy is missing, it takes at least `cpu_ms` and
+    the device saves `saved_ms`.
     """
     base = chunk_ms / layers
     bridged = max(base - saved_ms, cpu_ms)
@@ -239,7 +245,7 @@ def step_ms(
 class ColdStarts:
     """The choices of one engine: rates and copies as observed before a step, and the chosen modes.
 
-    `modes` has the adapters whose copy is not complete and that a running sequence uses.
+    `modes` has the adapters that a running sequence uses and whose copy is not complete.
     """
 
     layers: int
@@ -272,7 +278,7 @@ class ColdStarts:
         self.wait_ms = float("inf")
 
     def begun(self, digest: str, size_bytes: int) -> None:
-        """A copy begins with this step, as the last one on the link."""
+        """A copy begins with this step, behind all others on the link."""
         self.queued_bytes += size_bytes
         copy = Copy.of(size_bytes, self.queued_bytes, layers=self.layers, loaded=0, bytes_per_s=self.bytes_per_s)
         self.copies[digest] = copy

@@ -15,17 +15,17 @@ FORGET_EVERY_S = 1.0
 
 
 class Standing(NamedTuple):
-    """A tenant's asks per weight, relative to the mean of all tenants with recent asks."""
+    """The recent requests of a tenant per weight, relative to the mean of all tenants with recent requests."""
 
     own: float
     largest: float
 
 
 class Demand:
-    """Counts asks per tenant. Times are seconds on one clock.
+    """Counts requests per tenant. Times are seconds on one clock.
 
-    The cost of an ask does not depend on the number of tenants, with two exceptions: the first ask in a second forgets old
-    tenants, and an ask that changes the loudest tenant's weight searches for the loudest again.
+    The cost of a request does not depend on the number of tenants, with two exceptions: the first request in a second forgets
+    old tenants, and a request that changes the loudest tenant's weight searches for the loudest again.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Demand:
         self._largest, self._loudest = 0.0, ""  # the most asks per weight, and the tenant that has them
 
     def asked(self, tenant: str, weight: float, now_s: float, asks: int = 1) -> Standing:
-        """Count `asks` of `tenant`; returns its standing."""
+        """Count `asks` requests of `tenant`; returns its standing."""
         if now_s - self._since_s > FORGET_EVERY_S:
             self._forget(now_s)
         count = self._asks[tenant] = self._asks.get(tenant, 0.0) + asks

@@ -40,8 +40,11 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker that takes the request and why. Without one, `screening` says why there is no candidate, or `late_s` when
-    the first candidate is expected to keep the objectives."""
+    """The worker that gets the request, and why.
+
+    Without a worker, `screening` says why there is no candidate, or `late_s` when the first candidate is expected to meet the
+    objectives.
+    """
 
     worker_id: str | None
     candidates: int

@@ -42,7 +42,7 @@ TURN = 4
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entrant(Sequence):
-    """A request. `pausable`: it continues unchanged when it leaves the engine and enters again."""
+    """A request. `pausable`: it continues unchanged after it has left the engine and entered it again."""
 
     pausable: bool = False
     suspect: bool = False
@@ -55,15 +55,17 @@ E = TypeVar("E", bound=Entrant)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryLimits:
-    """`seats`: requests in the engine at a time."""
+    """`seats`: the largest number of requests in the engine."""
 
     seats: int
     max_bypass: int = 64
 
 
 class Entries(msgspec.Struct, Generic[E]):
-    """A decision, to be carried out in this order: pauses, evictions (digest, slot), loads, entries. A load's request stays in
-    the queue until `arrived`."""
+    """A decision, to be carried out in this order: pauses, evictions (digest, slot), loads, entries.
+
+    The request of a load stays in the queue until `arrived`.
+    """
 
     pauses: list[E] = []
     evictions: list[tuple[str, int]] = []
@@ -72,7 +74,7 @@ class Entries(msgspec.Struct, Generic[E]):
 
 
 class EngineEntry(Generic[E]):
-    """The requests of one engine. `slots` are asynchronous. `kv` only counts blocks of a request's tokens."""
+    """The requests of one engine. `slots` are asynchronous. `kv` only counts the blocks that requests need."""
 
     def __init__(self, limits: EntryLimits, *, kv: KvBlocks, slots: AdapterSlots, queues: Queues[E] | None = None) -> None:
         self.limits, self.slots, self._queues = limits, slots, queues
@@ -90,7 +92,7 @@ class EngineEntry(Generic[E]):
             self._queues.arrived(seq, now_s)
 
     def end(self, seq: E) -> None:
-        """A request has ended, and gives back what it holds."""
+        """A request has ended and gives back its blocks and slot."""
         running = any(seq is one for one in self.state.running)
         (self.state.running if running else self.state.waiting).remove(seq)
         if self._queues is not None:
@@ -100,8 +102,10 @@ class EngineEntry(Generic[E]):
         give_back_slot(self.state, seq)
 
     def decide(self, now_s: float, blocks_free: int) -> Entries[E]:
-        """Which requests enter now. `blocks_free`: KV blocks, as the engine last said; `Sequence.scheduled` are those that a
-        request will take which the engine has not run yet."""
+        """Which requests enter now. `blocks_free`: KV blocks, as the engine last reported them.
+
+        `Sequence.scheduled`: the blocks that an entered request will take and that the engine has not allocated yet.
+        """
         state, slots = self.state, self.slots
         slots.eviction.now_s = now_s
         entries: Entries[E] = Entries()
@@ -175,7 +179,7 @@ class EngineEntry(Generic[E]):
         return self._pause(min(able, key=lambda users: (len(users), max(map(drawn, users)))), now_s) if able else []
 
     def _pause(self, running: list[E], now_s: float) -> list[E]:
-        """These wait again."""
+        """These requests wait again."""
         paused = [*running]
         for one in paused:
             self.state.running.remove(one)
@@ -187,7 +191,7 @@ class EngineEntry(Generic[E]):
         return paused
 
     def empty_slots(self) -> None:
-        """The engine was lost with its adapters. Nothing runs; what waits gives back its slots."""
+        """The engine was lost with its adapters. No request runs, and waiting requests give back their slots."""
         for seq in self.state.waiting:
             give_back_slot(self.state, seq)
         for digest in self.slots.digests():
@@ -196,20 +200,23 @@ class EngineEntry(Generic[E]):
     # ---- adapters without a request
 
     def load(self, digest: str, size_bytes: int) -> Grant | None:
-        """The slot for a prefetched adapter; None when it is here or has no room. For a pinned one idle adapters leave."""
+        """The slot for a prefetched adapter; None when it is resident already or has no room.
+
+        For a pinned one idle ones are evicted.
+        """
         self.doomed.discard(digest)
         if digest in self.slots:
             return None
         return self.slots.prefetch(digest, size_bytes, evicting=digest in self.slots.pinned)
 
     def foresee(self, digest: str, size_bytes: int, over: Collection[str]) -> Grant | None:
-        """The slot for an adapter that may be asked for soon; None while anything is copied or waits."""
+        """The slot for an adapter that may be requested soon; None while any adapter is copied or any request waits."""
         if digest in self.slots or self.slots.loading or self.state.waiting:
             return None
         return self.slots.foresee(digest, size_bytes, over)
 
     def sweep(self) -> list[str]:
-        """The doomed adapters that leave now."""
+        """The adapters that leave now because they were unloaded."""
         if not self.doomed:
             return []
         used = {seq.adapter for seq in (*self.state.waiting, *self.state.running)} | set(self.slots.loading)

@@ -31,7 +31,7 @@ Cost = Callable[[str, int], float]
 
 
 class Eviction(Protocol):
-    """The order in which idle adapters leave. Keys are adapter digests."""
+    """The order in which idle adapters are evicted. Keys are adapter digests."""
 
     now_s: float
     keeps: bool
@@ -41,20 +41,20 @@ class Eviction(Protocol):
         """One more request uses the adapter."""
 
     def come(self, digest: str, size_bytes: int) -> None:
-        """The adapter has come without a request, which counts as no use. It may be evicted once it is released."""
+        """The adapter has come without a request, which is not a use. It may be evicted once it is released."""
 
     def release(self, digest: str) -> None:
-        """No request uses the adapter any more, or yet: it may be evicted."""
+        """No request uses the adapter now, so it may be evicted."""
 
     def forget(self, digest: str) -> None:
         """The adapter has left the tier."""
 
     def __iter__(self) -> Iterator[str]:
-        """Idle adapters, the first victim first. The caller may take out an adapter that it was given."""
+        """Idle adapters in the order of eviction. The caller may remove each during the iteration."""
 
 
 class Lru:
-    """The least recently released adapter leaves first."""
+    """The least recently released adapter is evicted first."""
 
     keeps = True
 
@@ -67,7 +67,7 @@ class Lru:
         self._idle.pop(digest, None)
 
     def come(self, digest: str, size_bytes: int) -> None:
-        """Once released, the last victim of all."""
+        """Once released, the adapter is evicted after all others."""
 
     def release(self, digest: str) -> None:
         """The adapter goes to the end of the order."""
@@ -83,14 +83,17 @@ class Lru:
 
 
 class KeepNothing(Lru):
-    """Adapters leave as soon as no request runs with them or waits for them."""
+    """Adapters are evicted as soon as no request runs with them or waits for them."""
 
     keeps = False
 
 
 @dataclass(eq=False)
 class _Ranked:
-    """Idle adapters by a value that subclasses define, the lowest first; of equal ones the least recently released."""
+    """Idle adapters by a value that subclasses define.
+
+    The lowest value is evicted first; of equal ones the least recently released.
+    """
 
     now_s: float = 0.0
     keeps: bool = True
@@ -103,7 +106,7 @@ class _Ranked:
         self._sizes[digest] = size_bytes
 
     def come(self, digest: str, size_bytes: int) -> None:
-        """Nothing is counted."""
+        """Does nothing: only requests are counted."""
         self._sizes[digest] = size_bytes
 
     def release(self, digest: str) -> None:
@@ -121,7 +124,7 @@ class _Ranked:
         return iter(sorted(values, key=values.__getitem__))
 
     def _values(self) -> dict[str, float]:
-        """What each idle adapter is worth now, the least recently released first."""
+        """The present value of each idle adapter, the least recently released first."""
         raise NotImplementedError
 
 
@@ -149,7 +152,7 @@ class Score(_Ranked):
         self._counts[digest] += 1
 
     def come(self, digest: str, size_bytes: int) -> None:
-        """Nothing is counted, but it is as recent as one that was used just now."""
+        """Counts no use, but makes the adapter as recent as one that was used just now."""
         super().come(digest, size_bytes)
         self._used_s[digest] = self.now_s
 
@@ -159,7 +162,7 @@ class Score(_Ranked):
         self._used_s[digest] = self.now_s
 
     def forget(self, digest: str) -> None:
-        """Its uses stay counted."""
+        """The adapter has left the tier. Its uses stay counted."""
         super().forget(digest)
         self._used_s.pop(digest, None)
 
@@ -190,7 +193,7 @@ class Score(_Ranked):
 
 @dataclass(eq=False)
 class Gdsf(_Ranked):
-    """Greedy Dual Size Frequency: uses since it came * cost / bytes, on top of the last victim's value when it was used."""
+    """Greedy Dual Size Frequency: uses * cost / bytes, plus the value of the last evicted adapter at the last use."""
 
     cost: Cost = lambda digest, size_bytes: 1.0
     _age: float = 0.0
@@ -198,18 +201,18 @@ class Gdsf(_Ranked):
     _worth: dict[str, float] = field(default_factory=dict)
 
     def use(self, digest: str, size_bytes: int) -> None:
-        """Count the use, at the cache's present age."""
+        """Count the use, at the present age of the cache."""
         super().use(digest, size_bytes)
         self._counts[digest] += 1
         self._worth[digest] = self._age + self._counts[digest] * self.cost(digest, size_bytes) / max(1, size_bytes)
 
     def come(self, digest: str, size_bytes: int) -> None:
-        """Worth as much as one that was used once."""
+        """Give the adapter the value of one that was used once."""
         super().come(digest, size_bytes)
         self._worth[digest] = self._age + self.cost(digest, size_bytes) / max(1, size_bytes)
 
     def forget(self, digest: str) -> None:
-        """The cache's age becomes the value of the adapter that left."""
+        """The age of the cache becomes the value of the evicted adapter."""
         super().forget(digest)
         self._counts.pop(digest, None)
         self._age = max(self._age, self._worth.pop(digest, 0.0))
@@ -220,9 +223,9 @@ class Gdsf(_Ranked):
 
 @dataclass(eq=False)
 class NextUse(_Ranked):
-    """Expected seconds of copying saved per byte by the next request: P(it is for this adapter) * cost / bytes.
+    """The value is the expected copying time saved by the next request, per byte: P(it is for this adapter) * cost / bytes.
 
-    An adapter that came ahead of its request is worth as much as if it had been used once more.
+    An adapter that came before its request has the value of one used once more.
     """
 
     cost: Cost = lambda digest, size_bytes: 1.0
@@ -239,12 +242,12 @@ class NextUse(_Ranked):
         requests.used(digest)
 
     def come(self, digest: str, size_bytes: int) -> None:
-        """Nothing is counted; until its request comes the adapter has the worth of one."""
+        """Counts no use. Until its request comes, the adapter has the value of one used once more."""
         super().come(digest, size_bytes)
         self._ahead[digest] = self.requests.one()
 
     def forget(self, digest: str) -> None:
-        """Its requests stay counted."""
+        """The adapter has left the tier. Its requests stay counted."""
         super().forget(digest)
         self._ahead.pop(digest, None)
 
@@ -258,7 +261,7 @@ class NextUse(_Ranked):
 
 
 def make_eviction(name: EvictionName, cost: Cost = lambda digest, size_bytes: 1.0 + size_bytes) -> Eviction:
-    """The policy of this name for one tier. `cost` is by default a copy's bytes and a little for the copy itself."""
+    """The policy of this name for one tier. The default `cost` of a copy is its bytes plus a constant per copy."""
     match name:
         case "lru":
             return Lru()

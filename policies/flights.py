@@ -29,7 +29,7 @@ class _Flight:
 
 
 class Flights:
-    """The flights of one scheduler, kept beside its `state`. Workers' messages about requests pass through here."""
+    """The flights of one scheduler, kept beside its `state`. Workers' messages about requests are applied through it."""
 
     def __init__(self, state: ClusterState, in_flight_s: float) -> None:
         self._state, self._in_flight_s = state, in_flight_s

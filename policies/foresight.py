@@ -32,7 +32,10 @@ Where adapters leave before they are asked for, few copies are made."""
 
 @dataclass
 class Foresight:
-    """Learns from requests, and from whether the adapters it brought are used. Ask `next` and `weaker` when a link is idle."""
+    """Learns from requests, and from whether the adapters that it brought were used.
+
+    Ask `next` and `weaker` when a link is idle.
+    """
 
     forecast: Forecast = field(default_factory=Forecast)
     _turns: deque[str] = field(default_factory=deque)  # known adapters that were not looked at in this round
@@ -42,7 +45,7 @@ class Foresight:
     _credit_s: float = 0.0
 
     def asked(self, digest: str, now_s: float) -> None:
-        """A request for the adapter came."""
+        """A request for the adapter has arrived."""
         self.forecast.used(digest, now_s)
         self._tried_s.pop(digest, None)
         if digest in self._brought:
@@ -60,7 +63,7 @@ class Foresight:
         self._brought.discard(digest)
 
     def next(self, now_s: float, may_come: Callable[[str], bool]) -> str | None:
-        """The adapter to bring: the likeliest of those that `may_come`, if any is likely enough. It counts as tried."""
+        """The adapter to bring: the most likely of those that `may_come`, if it is likely enough. It counts as tried."""
         self._tried_s = {digest: at_s for digest, at_s in self._tried_s.items() if now_s < at_s + AGAIN_S}
         self._credit = min(CREDIT, self._credit + CREDIT_PER_S * (now_s - self._credit_s))
         self._credit_s = now_s
@@ -81,9 +84,10 @@ class Foresight:
         return best
 
     def weaker(self, digest: str, others: Iterable[str], now_s: float) -> list[str]:
-        """Of `others`, in whatever order, those that may leave for this adapter, the least likely first.
+        """Those of `others` that may be evicted for this adapter, in the order of eviction.
 
-        Of those that will not be requested within HORIZON_S, the least likely within LATER_S is evicted first.
+        An adapter may be evicted if a request for it within HORIZON_S is unlikely enough. Of adapters equally unlikely within
+        HORIZON_S, the least likely within LATER_S comes first.
         """
         limit = self.forecast.chance(digest, now_s, HORIZON_S) / MARGIN
         chances = {one: self.forecast.chance(one, now_s, HORIZON_S) for one in others}

@@ -34,7 +34,7 @@ H = TypeVar("H", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bring a copy into host memory; `loaded` or `failed` is the answer."""
+    """Bring a copy into host memory. The caller reports the result by `loaded` or `failed`."""
 
     adapter: AdapterRef
     source: Literal["disk", "store"]
@@ -42,7 +42,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """For lack of room: free the copy in host memory, or delete the file."""
+    """Make room: free the copy in host memory (`tier` "host"), or delete the file ("disk")."""
 
     digest: str
     tier: Literal["host", "disk"]
@@ -50,7 +50,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Free the copy and delete the file, whichever exist."""
+    """Free the copy and delete the file, if they exist."""
 
     digest: str
 
@@ -73,10 +73,10 @@ class _Loading(Generic[H]):
 
 
 class HostTier(Generic[H]):
-    """Host memory of `host_bytes` before a disk of `disk_bytes`; `files` are on the disk already, oldest first.
+    """Host memory of `host_bytes` in front of a disk of `disk_bytes`. `files` are on the disk already, oldest first.
 
-    `host_bytes` None: every adapter is in host memory, and nothing is counted. `disk_bytes` None: a disk that is never full.
-    `H` identifies the requests that wait for a copy.
+    `host_bytes` None: every adapter is in host memory, and nothing is counted. `disk_bytes` None: the disk is never full. `H`
+    identifies the requests that wait for a copy.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class HostTier(Generic[H]):
         self.host_bytes, self.disk_bytes = host_bytes, disk_bytes
         self.eviction: Eviction = make_eviction(eviction, self.reload_s)
         self.pinned: set[str] = set()
-        """They leave both after all others."""
+        """Pinned adapters. Both tiers evict them after all others."""
         self._copies: dict[str, _Copy] = {}
         self._files: OrderedDict[str, int] = OrderedDict(files)  # digest -> bytes, least recently loaded first
         self._loads: dict[str, _Loading[H]] = {}
@@ -113,7 +113,7 @@ class HostTier(Generic[H]):
         return digest in self._copies
 
     def tier(self, digest: str) -> Tier | None:
-        """The faster of the two tiers that have the adapter; None for neither."""
+        """The faster of the two tiers that have the adapter; None if neither has it."""
         return "host" if digest in self._copies else "disk" if digest in self._files else None
 
     @property
@@ -136,7 +136,7 @@ class HostTier(Generic[H]):
         return self.host_bytes is None or digest in self._copies
 
     def holders(self, digest: str) -> int:
-        """The number of holders of the copy; 0 also without a copy."""
+        """The number of requests that hold the copy; 0 without a copy."""
         copy = self._copies.get(digest)
         return copy.holders if copy is not None else 0
 
@@ -147,7 +147,7 @@ class HostTier(Generic[H]):
         return STORE_S + size_bytes / STORE_BYTES_PER_S
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether a copy of this size could ever be here."""
+        """Whether a copy of this size fits in an empty host memory."""
         return self.host_bytes is None or size_bytes <= self.host_bytes
 
     def take_actions(self) -> list[TierAction]:
@@ -158,7 +158,10 @@ class HostTier(Generic[H]):
     # ---- holding
 
     def hold(self, adapter: AdapterRef, holder: H) -> bool:
-        """Hold the copy for a request; it must fit. True: it is here. False: it is loaded, and `loaded` will name `holder`."""
+        """Hold the copy for a request; the copy must fit. True: it is in host memory.
+
+        False: it is being loaded, and `loaded` will return `holder`.
+        """
         if self.host_bytes is None:
             return True
         digest = adapter.digest
@@ -175,7 +178,7 @@ class HostTier(Generic[H]):
         return False
 
     def fetch(self, adapter: AdapterRef, holder: H) -> None:
-        """Load a copy that is not here, and must fit, although no request asks for it; `loaded` will name `holder`."""
+        """Load a copy that no request asks for. It must be missing and fit; `loaded` will return `holder`."""
         self._doomed.discard(adapter.digest)
         self._wait(adapter, holder)
         self._begin()
@@ -189,7 +192,7 @@ class HostTier(Generic[H]):
         return load
 
     def release(self, digest: str) -> None:
-        """Give back one hold."""
+        """Release one hold."""
         if self.host_bytes is None:
             return
         copy = self._copies[digest]
@@ -199,7 +202,7 @@ class HostTier(Generic[H]):
             self._begin()
 
     def give_up(self, digest: str, holder: H) -> None:
-        """A waiting holder gives up; the load goes on if it has begun."""
+        """A request no longer waits for the copy. A load that has begun continues."""
         load = self._loads[digest]
         load.waiters.remove(holder)
         if not load.waiters and not load.begun:
@@ -210,7 +213,7 @@ class HostTier(Generic[H]):
             self._begin()
 
     def drop(self, digest: str) -> None:
-        """Remove a version from both tiers, now or as soon as it is neither held nor being loaded."""
+        """Remove a version from both tiers: now, or as soon as it is neither held nor being loaded."""
         if digest in self._loads or self.holders(digest):
             self._doomed.add(digest)
         else:
@@ -219,7 +222,7 @@ class HostTier(Generic[H]):
     # ---- what came of the actions
 
     def loaded(self, digest: str, size_bytes: int, file_bytes: int) -> list[H]:
-        """A load has succeeded: the copy takes `size_bytes`, its file `file_bytes`. Returns its holders: those that waited."""
+        """A load has succeeded: the copy takes `size_bytes`, its file `file_bytes`. Returns the requests that waited for it."""
         load = self._loads.pop(digest)
         self.reserved_bytes -= load.adapter.size_bytes
         self._copies[digest] = _Copy(size_bytes, len(load.waiters))
@@ -236,7 +239,7 @@ class HostTier(Generic[H]):
         return load.waiters
 
     def failed(self, digest: str) -> list[H]:
-        """A load has failed, for the returned waiting holders."""
+        """A load has failed. Returns the requests that waited for it."""
         load = self._loads.pop(digest)
         self.reserved_bytes -= load.adapter.size_bytes
         self._doomed.discard(digest)
@@ -310,8 +313,10 @@ class HostTier(Generic[H]):
             self.actions.append(Evict(oldest, "disk"))
 
     def spare(self, size_bytes: int, leaving: Iterable[str]) -> bool:
-        """Make room by evicting copies of `leaving` without holders, in this order; False, and no change, if that is not
-        enough."""
+        """Make room by evicting those copies of `leaving` that no request holds, in this order.
+
+        False, and no change, if that is not enough.
+        """
         going: list[str] = []
         room = 0
         for digest in leaving:
@@ -328,7 +333,7 @@ class HostTier(Generic[H]):
         return True
 
     def _rest(self, digest: str, size_bytes: int) -> None:
-        """The last holder has released the copy."""
+        """The last request has released the copy."""
         self.idle_bytes += size_bytes
         self.eviction.release(digest)
         if digest in self._doomed:

@@ -37,21 +37,23 @@ def cache_scope(tenant: str, cache_salt: str = "", *, shared: bool = False) -> b
 
 
 def root_key(adapter_digest: str, scope: bytes = b"", *, merged: bool = False) -> bytes:
-    """Where the chain of an adapter's sequences starts within a scope; the digest "" is the base model. `merged`: their K and
-    V are computed with the adapter merged into the weights."""
+    """The first parent key of an adapter's sequences within a scope. The digest "" is the base model.
+
+    `merged`: K and V are computed with the adapter merged into the weights.
+    """
     digest, person = adapter_digest.encode(), b"motet-kv-merged" if merged else b"motet-kv-root"
     return blake2b(len(digest).to_bytes(4, "little") + digest + scope, digest_size=16, person=person).digest()
 
 
 def chain_key(parent: bytes, tokens: bytes) -> bytes:
-    """The key of a full block from the key before it and its token ids as int32 bytes."""
+    """The key of a full block: a hash of the key before it and the block's token ids (int32 bytes)."""
     return blake2b(tokens, digest_size=16, key=parent).digest()
 
 
 class KvBlocks:
     """Block accounting with a prefix cache. Block ids are 0 .. total - 1; all operations are O(blocks touched).
 
-    `block_bytes`: of one block over all layers, for who counts bytes. `capacity`: what `total` may grow to.
+    `block_bytes`: bytes of one block over all layers, for callers that count bytes. `capacity`: the largest `total`.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class KvBlocks:
         self.block_size, self.block_bytes = block_size, block_bytes
         self.prefix_cache = prefix_cache
         self.reuse: Reuse | None = None
-        """Counts what becomes of idle blocks, if set."""
+        """If set, it counts whether idle blocks are used again or evicted."""
         self.clock = 0
         """The time of `reuse`: admissions so far, set by the owner."""
         self._users = [0] * self.capacity
@@ -85,12 +87,12 @@ class KvBlocks:
 
     @property
     def idle(self) -> int:
-        """Free blocks whose content can still be found by key."""
+        """Free blocks whose content can still be found by a key."""
         return len(self._idle)
 
     @property
     def cached(self) -> int:
-        """Blocks whose content can be found by key, used or not."""
+        """Blocks whose content can be found by a key, with or without users."""
         return len(self._block_of)
 
     def blocks_for(self, tokens: int) -> int:
@@ -102,7 +104,7 @@ class KvBlocks:
         return self._key_of[block]
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The cached blocks of the longest known beginning of `keys`. Takes none of them yet."""
+        """The cached blocks for the longest possible beginning of `keys`. They get no user yet."""
         found: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -112,7 +114,7 @@ class KvBlocks:
         return found
 
     def idle_among(self, blocks: Iterable[int]) -> int:
-        """The number of `blocks` without users: taking them lowers `free` by this number."""
+        """How many of `blocks` have no user: taking them lowers `free` by this number."""
         users = self._users
         return len([block for block in blocks if not users[block]])
 
@@ -146,7 +148,7 @@ class KvBlocks:
         return taken
 
     def extend(self, blocks: list[int], count: int = 1) -> None:
-        """`allocate` to the end of a sequence's list."""
+        """Allocate `count` blocks at the end of a sequence's list (see `allocate`)."""
         if count == 1 and self._blank:  # nearly always
             block = self._blank.pop()
             self._users[block] = 1
@@ -155,7 +157,7 @@ class KvBlocks:
             blocks += self.allocate(count)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Key a held block that is full. No effect if another block has this key already."""
+        """Give a key to a full block with a user. No effect if another block has this key already."""
         if self.prefix_cache and key not in self._block_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -163,7 +165,7 @@ class KvBlocks:
     def release(self, blocks: Sequence[int], *, spoiled: bool = False) -> None:
         """Remove a user from each block of a sequence, given in order. `spoiled`: their content must not be reused.
 
-        The last blocks become idle first, so that prefixes, which more sequences share, are evicted last.
+        The last blocks become idle first, so that prefixes are evicted last: more sequences share them.
         """
         if not self.prefix_cache:  # no block is shared, none has a key
             for block in blocks:
@@ -189,10 +191,10 @@ class KvBlocks:
         self._idle.clear()
 
     def resize(self, total: int) -> list[tuple[int, int]]:
-        """Change the number of blocks. Returns the (from, to) of blocks whose content has to be copied, in any order: `to` was
-        blank, and users know the block by its new id from now on.
+        """Change the number of blocks. Returns (from, to) of the blocks whose content has to be copied, in any order.
 
-        Raises ValueError when there are fewer blocks that can be given up than are to go. Cached ones go when no blank is left.
+        `to` was blank, and users know the block by its new id from now on. Cached blocks are evicted when no blank ones are
+        left. Raises ValueError when too many blocks have users.
         """
         old, idle = self.total, self._idle
         if not 0 < total <= self.capacity or old - total > self.free:
@@ -230,7 +232,7 @@ class KvBlocks:
         assert keyed == self._block_of, "keys and blocks disagree"
 
     def _evict(self) -> int:
-        """The least recently released cached block, whose content is forgotten."""
+        """The least recently released cached block. It loses its key."""
         block, since = self._idle.popitem(last=False)
         if self.reuse is not None:
             self.reuse.left(self.clock - since)

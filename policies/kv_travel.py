@@ -23,28 +23,30 @@ from motet.policies.perf_model import MIB, prefill_ms
 from motet.shared.model import PerfModel, WorkerLimits
 
 SURE = 0.7
-"""Blocks travel when this share of the prefill that they save is enough time for it."""
+"""Blocks travel when fetching them takes less than this share of the prefill that they save."""
 SMALL_BYTES = 64 << 10
 """A transfer up to this size measures the latency, a larger one the rate."""
 RECENT = 0.3
-"""Weight of one transfer in what is known of the link."""
+"""Weight of the latest transfer in the estimate of the link."""
 
 
 class Travel(msgspec.Struct, frozen=True):
-    """The times to fetch a request's KV from another worker, and to compute it again."""
+    """The times to fetch a request's KV blocks from another worker, and to compute them again."""
 
     copy_ms: float
     again_ms: float
 
     @property
     def pays(self) -> bool:
-        """Whether the blocks should travel."""
+        """Whether fetching is predicted to be faster."""
         return self.copy_ms < SURE * self.again_ms
 
 
 def travel(perf: PerfModel, *, tokens: int, rank: int, token_bytes: int) -> Travel:
-    """The prediction for a request with so many tokens computed, on the worker of `perf`. Without a measured link the blocks
-    never arrive."""
+    """The prediction for a request with `tokens` computed tokens, on the worker of `perf`.
+
+    Without a measured link, fetching takes forever.
+    """
     again_ms = prefill_ms(perf, float(tokens), float(rank))
     if not perf.kv_ms_per_mib:
         return Travel(float("inf"), again_ms)
@@ -52,7 +54,7 @@ def travel(perf: PerfModel, *, tokens: int, rank: int, token_bytes: int) -> Trav
 
 
 def compatible(one: WorkerLimits, other: WorkerLimits) -> bool:
-    """Whether these workers can take over each other's blocks."""
+    """Whether these workers can exchange KV blocks."""
     return bool(one.kv_format) and one.kv_format == other.kv_format
 
 
@@ -66,7 +68,7 @@ def content_keys(tokens: Sequence[bytes], adapter_digest: str, scope: bytes) -> 
 
 
 class LinkTimes:
-    """How long KV blocks take from another worker, by what was measured; milliseconds."""
+    """Measures how long KV blocks take from another worker, in milliseconds."""
 
     def __init__(self) -> None:
         self.base_ms = 0.0
@@ -74,7 +76,10 @@ class LinkTimes:
         """0 before the first measurement."""
 
     def observe(self, size_bytes: int, took_ms: float) -> None:
-        """A transfer. One that was given up counts with the size that was asked for: it would have taken longer still."""
+        """Take in a transfer.
+
+        An abandoned one counts with the size that was asked for, although it would have taken longer still.
+        """
         if size_bytes <= SMALL_BYTES:
             self.base_ms = _blend(self.base_ms, took_ms)
         else:
@@ -91,9 +96,9 @@ def _blend(known: float, new: float) -> float:
 
 
 class HeldBlocks:
-    """Blocks that are held for a move and not by a sequence, under the name of the move.
+    """Blocks that are held for a move instead of a sequence, under the name of the move.
 
-    `reserve`: blocks that are left for sequences when blocks come from elsewhere.
+    `reserve`: how many blocks fetched blocks leave free for sequences.
     """
 
     def __init__(self, kv: KvBlocks, reserve: Callable[[], int]) -> None:
@@ -106,7 +111,7 @@ class HeldBlocks:
 
     @property
     def lists(self) -> Iterable[list[int]]:
-        """The blocks of every name; they may be renamed in place."""
+        """The blocks of every name. The caller may rename blocks in place."""
         return self._held.values()
 
     def hold(self, name: str, keys: Sequence[bytes]) -> int:
@@ -117,14 +122,14 @@ class HeldBlocks:
         return len(blocks)
 
     def slice(self, name: str, first: int, count: int) -> list[int] | None:
-        """The blocks from the `first` on; None when one of them is no longer held or its content is no longer valid."""
+        """`count` held blocks from the `first` on; None when one is no longer held or its content is no longer valid."""
         blocks, keys = self._held.get(name, [])[first : first + count], self._keys.get(name, [])[first : first + count]
         if len(blocks) < count or any(self._kv.key_of(block) != key for block, key in zip(blocks, keys, strict=True)):
             return None
         return blocks
 
     def grow(self, name: str, count: int) -> list[int] | None:
-        """Hold `count` more blocks, which have no content yet; None, and no change, without room or without the name."""
+        """Hold `count` more blocks, which have no content yet. None, and no change, without room or for an unknown name."""
         if name not in self._held or self._kv.free < count + self._reserve():
             return None
         blocks = self._kv.allocate(count)
@@ -132,14 +137,14 @@ class HeldBlocks:
         return blocks
 
     def publish(self, name: str, keys: Sequence[bytes]) -> None:
-        """The blocks of the last `grow` have been written: these are their keys."""
+        """The blocks of the last `grow` have been written: give them these keys."""
         held = self._held[name]
         for block, key in zip(held[len(held) - len(keys) :], keys, strict=True):
             self._kv.publish(block, key)
         self._keys[name] += keys
 
     def drop(self, name: str) -> None:
-        """Hold them no more. Unknown names are ignored."""
+        """Release the blocks of this name. Unknown names are ignored."""
         blocks = self._held.pop(name, None)
         if blocks is not None:
             del self._keys[name]

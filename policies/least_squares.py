@@ -27,11 +27,10 @@ def not_negative(features: Floats, values: Floats) -> Floats:
 
 
 def relative_fit(features: Floats, times: Floats, counts: Floats | None = None, known: Floats | None = None) -> Floats:
-    """Weights >= 0 of `times ~ known + features @ weights`, errors relative to the expected time; row i counts `counts[i]`
-    times.
+    """Weights >= 0 of `times ~ known + features @ weights`, with errors relative to the expected time.
 
-    With errors relative to the measured time, slow steps would count less than fast ones, and the model would be too fast by
-    the spread of times. The first round does that; later rounds divide by the expected time.
+    Row i counts `counts[i]` times. With errors relative to the measured time, slow steps would count less than fast ones, and
+    the model would be too fast by the spread of times. The first round does that; later rounds divide by the expected time.
     """
     known = np.zeros(len(times)) if known is None else known
     often = np.ones(len(times)) if counts is None else np.sqrt(counts)

@@ -23,7 +23,7 @@ PRIOR = 20.0  # requests' worth of what all adapters show, in the count of one
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """Decayed counts of one adapter, or of all."""
+    """Decayed counts of one adapter, or of all adapters together."""
 
     counts: list[float]
     samples: int = 0
@@ -40,9 +40,9 @@ class Calibration:
         self.adapters: OrderedDict[str, Record] = OrderedDict()
 
     def seed(self, levels: Iterable[float]) -> None:
-        """Start over with levels that a new model has given to lengths it was not fitted on.
+        """Start over with levels that a new model gave to lengths that it was not fitted on.
 
-        What single adapters have shown was of the old model, so it counts for half.
+        The observed levels of single adapters belong to the old model, so they count for half.
         """
         counts = np.bincount([_bin(level) for level in levels], minlength=BINS)
         if counts.sum():
@@ -53,7 +53,7 @@ class Calibration:
     def observe(self, adapter: str, level: float, *, model_loss: float, adapter_loss: float) -> None:
         """A request of this adapter ended at this level of the model's distribution.
 
-        The losses are those of the quantiles that the model and the adapter's histogram gave (`pinball`).
+        The losses (`pinball`) are those of the model's quantiles and of the quantiles of the adapter's histogram.
         """
         record = self.adapters.get(adapter)
         if record is None:
@@ -70,7 +70,7 @@ class Calibration:
             one.adapter_loss = one.adapter_loss * DECAY + adapter_loss
 
     def levels(self, adapter: str, shares: Sequence[float]) -> list[float]:
-        """The model's levels below which these shares of the adapter's requests end."""
+        """The levels of the model below which these shares of the adapter's requests end."""
         everybody = np.asarray(self.all.counts)
         total = everybody.sum()
         counts = everybody / total if total else np.full(BINS, 1.0 / BINS)
@@ -83,7 +83,7 @@ class Calibration:
         return found
 
     def model_is_better(self, adapter: str) -> bool:
-        """Whether the model's quantiles have been closer than those of the adapter's histogram, for this adapter so far."""
+        """Whether the model's quantiles have been closer than those of the adapter's histogram so far."""
         record = self.adapters.get(adapter)
         if record is None or record.samples < MIN_SAMPLES:
             record = self.all
@@ -91,7 +91,7 @@ class Calibration:
 
 
 def pinball(tokens: int, quantiles: Sequence[float], shares: Sequence[float]) -> float:
-    """The loss of quantiles of a length, in nats: smallest, on average, for the true ones."""
+    """The pinball loss of quantiles of a length, in nats. On average it is smallest for the true quantiles."""
     error = np.log1p(tokens) - np.log1p(np.asarray(quantiles, np.float64))
     share = np.asarray(shares)
     return float(np.maximum(share * error, (share - 1.0) * error).sum())

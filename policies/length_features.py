@@ -29,7 +29,7 @@ _PAIR, _OPENING, _EARLY = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint3
 
 
 def excerpt(text: str) -> str:
-    """The part of a prompt's text that a predictor looks at: all of a short one, the beginning and the end of a long one."""
+    """The part of a prompt's text that a predictor reads: a short text as it is, of a long one the beginning and the end."""
     return text if len(text) <= HEAD_CHARS + TAIL_CHARS else f"{text[:HEAD_CHARS]}\n{text[-TAIL_CHARS:]}"
 
 
@@ -54,7 +54,7 @@ def text_features(text: str) -> list[int]:
 
 
 def request_features(prompt_tokens: int, sampling: SamplingParams, *, stops: int, turns: int, system: str) -> list[int]:
-    """The features of everything about a request but its last message, all in the side block.
+    """The features of everything in a request but its last message, all in the side block.
 
     `stops`: the number of stop strings; `turns`: the number of messages; `system`: the system prompt, of which only the
     identity counts.

@@ -46,7 +46,10 @@ class LengthModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scaled(ids: np.ndarray, rarity: np.ndarray, owner: np.ndarray, rows: int) -> np.ndarray:
-    """The entries of x: `rarity` with the text block of each row brought to length 1. `owner` is the row of each id."""
+    """The entries of x: `rarity` of each id, with the text block of each row scaled to length 1.
+
+    `owner`: the row of each id.
+    """
     text = ids < TEXT_IDS
     square = np.bincount(owner, np.where(text, rarity, 0.0) ** 2, rows)
     return np.where(text, rarity / np.sqrt(np.maximum(square, 1e-12))[owner], rarity).astype(np.float32)
@@ -61,14 +64,14 @@ def falling(above: np.ndarray) -> np.ndarray:
 
 
 class Curve:
-    """The points of the distributions that one model gives: where P(length <= x) is read off and looked up."""
+    """Interpolates the distributions that one model gives, in both directions: level of a length, and length at a level."""
 
     def __init__(self, edges: np.ndarray, longest: float) -> None:
         self.edges = np.asarray(edges, np.float64)
         self._x = np.log1p(np.concatenate(([0.0], self.edges, [max(longest, self.edges[-1] + 1) * LONGEST_FACTOR])))
 
     def level(self, above: np.ndarray, tokens: int) -> float:
-        """Where a length lies in a distribution (`above`: (K,)), 0..1: the middle of its step."""
+        """The level (0..1) of a length in a distribution `above` (K,): the middle of its step."""
         cumulative = np.concatenate(([0.0], 1.0 - above, [1.0]))
         low, high = np.interp(np.log1p([tokens - 1, tokens]), self._x, cumulative)
         return float((low + high) / 2)

@@ -29,7 +29,7 @@ CALIBRATED_ADAPTERS = 4096
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A finished request: packed features, those of its adapter at that time included, and its length in tokens."""
+    """A finished request: its packed features, including its adapter's at that time, and its length in tokens."""
 
     features: bytes
     tokens: int
@@ -46,14 +46,14 @@ class Learned(msgspec.Struct, kw_only=True):
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """Quantiles of a request's length, and what they are from."""
+    """Predicted quantiles of a request's length, and their source."""
 
     estimate: Estimate
     basis: str  # proxy: a model's that reads text; prompt: this one's; learned: a histogram's; default: nothing was seen yet
 
 
 class LengthPredictor:
-    """The lengths of at most `max_adapters` adapters, and a model over the last `window` requests of all."""
+    """Predicts lengths by the histograms of at most `max_adapters` adapters, and by a model of the last `window` requests."""
 
     def __init__(self, max_adapters: int, window: int) -> None:
         self.lengths = LengthQuantiles(max_adapters)
@@ -76,7 +76,7 @@ class LengthPredictor:
         return Predicted(estimate=clipped(found, samples, max_tokens, min_tokens), basis=basis)
 
     def _ids(self, adapter: str, features: bytes, known: Estimate) -> np.ndarray:
-        """The request's features with those of its adapter: which it is, and how long its answers have been."""
+        """The request's features, and those of its adapter: its identity and its typical length."""
         history = (0, 0) if self.lengths.samples(adapter) < MIN_SAMPLES else (steps(known.p50_tokens), steps(known.p90_tokens))
         more = (
             side_feature("adapter", adapter), side_feature("median", history[0]), side_feature("tail", history[1])
@@ -120,7 +120,7 @@ class LengthPredictor:
         return self.since_fit >= max(FIRST_FIT, len(self.window) // FIT_SHARE if self.model is not None else 0)
 
     def adopt(self, model: LengthModel, levels: Sequence[float]) -> None:
-        """Predict with a new model; `levels`: those it gave to requests that it was not fitted on, if known."""
+        """Predict with a new model. `levels`: those it gave to requests that it was not fitted on, if known."""
         self._take(model)
         self.since_fit = 0
         if levels:
@@ -133,7 +133,7 @@ class LengthPredictor:
     # ---- keeping
 
     def state(self) -> Learned:
-        """A copy of everything learned, for `restore`; of adapters, the SAVED_ADAPTERS used last."""
+        """A copy of everything learned, for `restore`. It has only the SAVED_ADAPTERS most recently used adapters."""
         recent = list(self.calibration.adapters.items())[-SAVED_ADAPTERS:]
         return Learned(
             model=self.model,
@@ -144,7 +144,7 @@ class LengthPredictor:
         )
 
     def restore(self, state: Learned) -> None:
-        """Go on from a `state`, in place of everything known."""
+        """Replace everything learned by a saved `state`."""
         self._take(state.model)
         self.since_fit = 0
         self.window.clear()
@@ -156,7 +156,7 @@ class LengthPredictor:
 
 
 def clipped(quantiles: Sequence[float], samples: int, max_tokens: int, min_tokens: int = 0) -> Estimate:
-    """p50 and p90 in whole tokens, within what the request allows."""
+    """p50 and p90 in whole tokens, clipped to what the request allows."""
     most = max(1, max_tokens)
     least = min(most, max(1, min_tokens))
     p50, p90 = (min(most, max(least, round(one))) for one in quantiles)

@@ -38,7 +38,7 @@ _BUCKETS = len(_EDGES) - 1
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """Output length in tokens, clipped to the request's limit, from `samples` samples; 0 samples: a default."""
+    """Output length in tokens, clipped to the request's limit, estimated from `samples` samples; 0 samples: a default."""
 
     p50_tokens: int
     p90_tokens: int
@@ -46,7 +46,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
-    """A histogram as it is kept: the buckets with weight, and their weights relative to the next sample's."""
+    """A histogram in the stored form: the buckets with weight, and their weights relative to the next sample's."""
 
     adapter_digest: str
     buckets: list[int]
@@ -56,9 +56,9 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Histogram:
-    """Decayed counts. Instead of shrinking the old weights, each new one is larger; only ratios matter.
+    """Decayed counts. Instead of shrinking the old weights, each new weight is larger, since only ratios matter.
 
-    A cursor per quantile stands at its bucket and knows the weight below; a sample moves it by a bucket now and then.
+    A cursor per quantile points at its bucket and knows the weight below. A sample moves it by one bucket now and then.
     """
 
     __slots__ = ("_at", "_below", "all_weight", "samples", "token_weight", "weight", "weights")
@@ -114,7 +114,7 @@ class _Histogram:
         return histogram
 
     def quantile(self, which: int) -> int:
-        """The length below or at which this one of `_SHARES` of the weight lies, interpolated inside its bucket."""
+        """The length at this share (an index into `_SHARES`) of the weight, interpolated inside its bucket."""
         if not self.samples:
             return DEFAULT_TOKENS
         weights, at, below = self.weights, self._at[which], self._below[which]
@@ -135,8 +135,10 @@ class _Histogram:
 
 
 class LengthQuantiles:
-    """Learns from finished requests, answers for new ones. At most `max_adapters` histograms of about 1.5 KiB; an adapter with
-    few samples takes less."""
+    """Learns lengths from finished requests and estimates those of new ones.
+
+    At most `max_adapters` histograms of about 1.5 KiB; an adapter with few samples takes less.
+    """
 
     def __init__(self, max_adapters: int) -> None:
         self._max_adapters = max_adapters
@@ -145,11 +147,11 @@ class LengthQuantiles:
 
     @property
     def adapters(self) -> int:
-        """How many adapters are known, the base (digest "") included."""
+        """The number of known adapters, including the base model (digest "")."""
         return len(self._adapters)
 
     def observe(self, adapter_digest: str, output_tokens: int) -> None:
-        """A request of this adapter ("" for the base) ended with so many tokens; zero counts as one."""
+        """A request of this adapter ("" for the base model) ended after `output_tokens` tokens; zero counts as one."""
         tokens = min(max(1, output_tokens), MAX_TOKENS - 1)
         self._all.add(tokens)
         known = self._adapters.get(adapter_digest)
@@ -173,16 +175,16 @@ class LengthQuantiles:
         return Estimate(p50_tokens=p50, p90_tokens=p90, samples=histogram.samples)
 
     def expected_tokens(self, adapter_digest: str, max_tokens: int) -> int:
-        """The median alone of the same estimate."""
+        """The median of the `estimate`."""
         return min(max(1, max_tokens), self._best(adapter_digest).quantile(0))
 
     def samples(self, adapter_digest: str) -> int:
-        """How many requests of this adapter have been observed."""
+        """The number of observed requests of this adapter."""
         known = self._adapters.get(adapter_digest, ())
         return known.samples if isinstance(known, _Histogram) else len(known)
 
     def saved(self, most: int) -> list[Saved]:
-        """The histogram over all requests, then those of the `most` adapters used last, least recent first."""
+        """The histogram over all requests, then those of the `most` most recently used adapters, least recent first."""
         if not self._all.samples:
             return []
         kept = list(self._adapters.items())[-most:]
@@ -190,7 +192,7 @@ class LengthQuantiles:
         return [self._all.saved(""), *(histogram.saved(digest) for digest, histogram in histograms)]
 
     def restore(self, saved: list[Saved]) -> None:
-        """Take over what `saved` gave, in place of everything known."""
+        """Replace all histograms by those that `saved` returned."""
         if not saved:
             return
         self._all = _Histogram.of(saved[0])

@@ -46,7 +46,7 @@ class _Gaps:
             self.from_bin = [count / 2 for count in self.from_bin]
 
     def above(self, age_s: float) -> float:
-        """The number of gaps longer than `age_s`; gaps count as evenly spread within their bin."""
+        """The number of gaps longer than `age_s`. Gaps count as evenly spread within their bin."""
         at = bisect_right(EDGES, age_s) - 1
         later = self.from_bin[at + 1]
         if at == len(EDGES) - 1:
@@ -56,7 +56,7 @@ class _Gaps:
 
 @dataclass
 class Forecast:
-    """Learns from requests, answers for any adapter. Keeps at most MAX_ADAPTERS, the most recently asked for."""
+    """Forecasts requests for each adapter. Keeps at most MAX_ADAPTERS, the most recently requested."""
 
     _adapters: OrderedDict[str, _Gaps] = field(default_factory=OrderedDict)
     _pooled: _Gaps = field(default_factory=lambda: _Gaps(0.0))
@@ -66,7 +66,7 @@ class Forecast:
         return len(self._adapters)
 
     def __iter__(self) -> Iterator[str]:
-        """The adapters, the least recently asked for first."""
+        """The adapters, the least recently requested first."""
         return iter(self._adapters)
 
     def used(self, digest: str, now_s: float) -> None:

@@ -46,10 +46,10 @@ when another worker has died, finds room without a move of the boundary."""
 
 
 class Boundary:
-    """Both claims of a device's budget. `holders` are the lists of blocks in use, in which blocks are renamed;
-    `waited` are the adapters that waiting sequences will use.
+    """The boundary between the KV blocks and the adapters in a device's memory.
 
-    Without `worth`, `ExpectedSavings` says what a byte is worth, from the step and copy times in `costs`.
+    `holders` returns the lists of used blocks, in which blocks are renamed. `waited` returns the adapters that waiting
+    sequences will use. Without `worth`, `ExpectedSavings` says what a byte is worth, from the step and copy times in `costs`.
     """
 
     def __init__(
@@ -81,24 +81,24 @@ class Boundary:
         """(digest, slot) of adapters that left; the owner takes them out of the list."""
 
     def admitted(self, sequences: int) -> None:
-        """Advance the clock of both caches by so many admissions."""
+        """Advance the clock of both caches by this many admissions."""
         self._kv.clock += sequences
         self._slots.clock = self._kv.clock
 
     @property
     def gives_blocks(self) -> bool:
-        """Whether KV could get a block from the adapters' claim."""
+        """Whether the adapters' claim could give a block to KV."""
         return self._slots.bytes_free + self._slots.idle_bytes >= self._block_bytes
 
     @property
     def blocks_free(self) -> int:
-        """KV blocks that a new sequence could get if all caches left."""
+        """KV blocks that a new sequence could get if all cached entries were evicted."""
         slots = self._slots
         return self._kv.free + self._lent + (slots.bytes_free + slots.idle_bytes) // self._block_bytes
 
     @property
     def lent_bytes(self) -> int:
-        """Blocks of the merged copy."""
+        """Bytes of the blocks lent to the merged copy."""
         return self._lent * self._block_bytes
 
     @property
@@ -115,9 +115,9 @@ class Boundary:
         return not self.crowded or self.owns(count)
 
     def for_blocks(self, count: int, *, adapter: str = "", adapter_bytes: int = 0) -> bool:
-        """Make `count` blocks free; False, and no change, when they cannot be had.
+        """Make `count` blocks free. False, and no change, when that is not possible.
 
-        `adapter`: the one of the sequence that needs the blocks. It stays on the device, or still fits afterwards.
+        `adapter`: the adapter of the sequence that needs the blocks. It stays on the device, or still fits afterwards.
         """
         kv, slots, size = self._kv, self._slots, self._block_bytes
         if kv.blank >= count:
@@ -188,12 +188,14 @@ class Boundary:
         return True
 
     def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
-        """A merged copy may borrow blocks from now on. `held`: its bytes by class."""
+        """From now on a merged copy may borrow blocks. `held` returns its bytes by class."""
         self._budget.claim("merged", 0, held)
 
     def lend(self, size_bytes: int) -> bool:
-        """Lend the merged copy this much instead of what it has, at most a step of the boundary more at a time; whether it
-        has that much now. Nothing is lent that would leave less than a part of the KV share free (`RESERVE`)."""
+        """Change the memory lent to the merged copy to `size_bytes`. It grows by at most one step of the boundary per call.
+
+        Returns whether the copy has that much now. A loan leaves a part of the KV share free (`RESERVE`).
+        """
         kv, blocks = self._kv, -(-size_bytes // self._block_bytes)
         more = blocks - self._lent
         if more > 0:
@@ -209,7 +211,10 @@ class Boundary:
         return self._lent == blocks
 
     def settle(self) -> list[tuple[int, int]]:
-        """Called when the device's memory is divided anew: (from, to) of the KV blocks to copy before, in order."""
+        """The (from, to) of KV blocks to copy, in order, before the device's memory is divided anew.
+
+        The caller does both now.
+        """
         moves, self._moves, self.moved = self._moves, [], False
         return moves
 

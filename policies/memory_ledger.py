@@ -40,7 +40,7 @@ class Claim:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that would leave if room was needed."""
+        """Bytes of entries that can be evicted."""
         return sum(size for kind, size in self.held().items() if kind in CACHES)
 
     @property
@@ -49,7 +49,7 @@ class Claim:
         return self.size_bytes - self.held_bytes
 
     def resize(self, size_bytes: int) -> bool:
-        """Change the claim; False, and no change, when it would cut what is held or exceed the budget."""
+        """Change the size of the claim. False, and no change, if it would be less than the held bytes or exceed the budget."""
         if size_bytes < self.held_bytes or size_bytes - self.size_bytes > self._budget.unclaimed_bytes:
             return False
         self.size_bytes = size_bytes
@@ -69,7 +69,7 @@ class Budget:
         return self.total_bytes - sum(claim.size_bytes for claim in self.claims.values())
 
     def claim(self, name: str, size_bytes: int, held: Callable[[], Mapping[Class, int]]) -> Claim:
-        """A new claim. Raises ValueError when the budget has no room for it, or the name is taken."""
+        """A new claim on this budget. Raises ValueError when the budget has no room for it, or the name is taken."""
         if name in self.claims or size_bytes > self.unclaimed_bytes:
             raise ValueError(f"{name} claims {size_bytes} bytes of {self.name}, {self.unclaimed_bytes} are unclaimed")
         made = self.claims[name] = Claim(self, name, size_bytes, held)
@@ -80,7 +80,7 @@ class Budget:
         return {(claim.name, kind): size for claim in self.claims.values() for kind, size in claim.held().items()}
 
     def check(self) -> None:
-        """Assert that claims fit in the budget, and what is held in the claims."""
+        """Assert that the claims fit in the budget, and that no claim holds more than its size."""
         assert self.unclaimed_bytes >= 0, f"{self.name}: claims exceed the budget"
         for claim in self.claims.values():
             held = claim.held()
@@ -89,7 +89,7 @@ class Budget:
 
 
 def device_budget(kv: KvBlocks, adapters: AdapterSlots) -> Budget:
-    """The device's memory, all of it claimed. KV counts as nothing where `kv.block_bytes` is 0."""
+    """The budget of the device's memory, all of it claimed. The KV claim is empty where `kv.block_bytes` is 0."""
     block_bytes = kv.block_bytes
     budget = Budget("device", kv.total * block_bytes + adapters.bytes_total)
     budget.claim(
@@ -109,8 +109,10 @@ def device_budget(kv: KvBlocks, adapters: AdapterSlots) -> Budget:
 
 
 def host_budget(tier: HostTier) -> Budget:
-    """Host memory for adapters. A copy that turns out larger than its load had promised may exceed the claim while all
-    others are held."""
+    """The budget of host memory for adapters.
+
+    A copy may turn out larger than announced, and then exceed the claim while all other copies are held.
+    """
     budget = Budget("host", tier.host_bytes or 0)
     budget.claim(
         "adapters",

@@ -21,7 +21,10 @@ REMEMBERED = 256.0
 
 
 class Reuse:
-    """How often idle entries of one cache are used again before they leave. Ages are admissions since an entry became idle."""
+    """Measures how often idle entries of one cache are used again before they are evicted.
+
+    Ages are admissions since an entry became idle.
+    """
 
     __slots__ = ("_left", "_life", "_used")
 
@@ -31,7 +34,7 @@ class Reuse:
 
     @property
     def chance(self) -> float:
-        """The chance that the next idle entry to leave would be used again, between 0 and 1."""
+        """The estimated chance that the next entry to be evicted would be used again, between 0 and 1."""
         return self._used / (self._used + self._left)
 
     def used(self, age: int) -> None:
@@ -41,7 +44,7 @@ class Reuse:
             self._fade()
 
     def left(self, age: int) -> None:
-        """An idle entry has left for lack of room."""
+        """An idle entry was evicted."""
         self._life += LIFE_SHARE * (age - self._life)
         self._left += 1.0
         self._fade()
@@ -52,7 +55,7 @@ class Reuse:
 
 
 class Worth(Protocol):
-    """Seconds saved per byte by keeping the entry that would leave its cache next."""
+    """The seconds per byte that keeping a cache's next victim is expected to save."""
 
     def of_adapter(self, digest: str, size_bytes: int) -> float:
         """The worth of a byte of an idle adapter."""
@@ -62,8 +65,10 @@ class Worth(Protocol):
 
 
 class ExpectedSavings:
-    """The formulas above. `perf` is the current model of step times. Copies pass a link of `bytes_per_s`; without a link (0)
-    steps wait for copies, for the time that `perf` states."""
+    """The formulas above. `perf` is the present model of step times.
+
+    Copies pass a link of `bytes_per_s`. Without a link (0) steps wait for copies, for the time that `perf` states.
+    """
 
     def __init__(self, adapters: Reuse, prefixes: Reuse, *, block_size: int, block_bytes: int) -> None:
         self._adapters, self._prefixes = adapters, prefixes

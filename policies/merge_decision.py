@@ -17,7 +17,7 @@ steps save: a break point that only this cost decides is put off, and the saved 
 
 What the paper leaves open, and what holds here. The rule for `beta` mirrors the one for `alpha`: the other mode pays for the
 switch. Steps with starving requests are unmerged and have all other requests too, as far as there is room: the paper's step has
-the starving ones alone, but places left empty help nobody. In every unmerged step adapters with more credits than at the start
+the starving ones alone, but empty places help no request. In every unmerged step adapters with more credits than at the start
 give back `relief` of them per request, to those that have less: a starving adapter while it is served, and the others too, or
 an adapter that has paid all it had would never be merged again. Base requests (adapter "") rest and starve like the others and
 are never merged.
@@ -41,7 +41,7 @@ MAX_KNOWN = 4096
 """Credits are kept for this many adapters; beyond, those without a request here are forgotten, the oldest first."""
 FOREVER = 1 << 30
 ROUNDING = 1e-9
-"""Of the credits at the start: differences below are none."""
+"""Smaller differences of credits than this share of the initial credits count as none."""
 
 
 class Mode(NamedTuple):
@@ -63,23 +63,28 @@ class Modes(Protocol):
     engine stops for it."""
 
     def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
-        """The mode of the next step. Both maps count requests by adapter: those that first come, first served would compute,
-        and all that could be computed if no other adapter were. A step computes `most` requests at most."""
+        """The mode of the next step, in which at most `most` requests are computed.
+
+        Both maps count requests by adapter. `fcfs`: those that first come, first served would compute. `here`: those that could
+        be computed if there were no other adapters.
+        """
 
     def ran(self, steps: int) -> None:
-        """So many steps ran in the mode chosen last, with the requests as they were then."""
+        """`steps` steps ran in the mode chosen last, with the requests of that choice."""
 
     def steady(self) -> int:
-        """For how many steps the last choice holds while the requests stay the same; at least 1."""
+        """How many steps the last choice holds for if the requests stay the same; at least 1."""
 
     def unmerge(self) -> None:
-        """The last choice had nothing to compute: the next step runs unmerged."""
+        """The chosen step had nothing to compute, so the next step runs unmerged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeCosts:
-    """What an engine with merged weights says of its times, in milliseconds. `lora`: what LoRA adds to an unmerged step, as a
-    share of the step without it."""
+    """Step times of an engine with merged weights, in milliseconds.
+
+    `lora`: what LoRA adds to an unmerged step, as a share of the step without it.
+    """
 
     switch_ms: float
     step_ms: float
@@ -87,18 +92,20 @@ class MergeCosts:
     lora: float
 
     def merged_ms(self, rows: int) -> float:
-        """A step of so many requests of the merged adapter."""
+        """The time of a merged step with `rows` requests."""
         return self.step_ms + self.row_ms * rows
 
     def unmerged_ms(self, rows: int) -> float:
-        """A step of so many requests of any adapters."""
+        """The time of an unmerged step with `rows` requests of any adapters."""
         return self.merged_ms(rows) * (1.0 + self.lora)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeConfig:
-    """The paper's constants, which have no values there: chosen by `python -m bench dlora --tune`. A credit is one displaced
-    request in one step."""
+    """The constants of the policy. One credit is one displaced request in one step.
+
+    The paper states no values; these are the choice of `python -m bench dlora --tune`.
+    """
 
     alpha: float = 0.75  # thresholds at the start
     beta: float = 0.6
@@ -108,7 +115,7 @@ class MergeConfig:
     lowest_beta: float = 0.3
     highest: float = 1.5  # of both
     period: int = 100  # steps between two break points, at most
-    credit: float = 20_000.0  # of an adapter that nobody has seen yet
+    credit: float = 20_000.0  # of an adapter that the policy has not seen yet
     starving: float = 24_000.0  # T_starve
     normal: float = 20_000.0  # T_normal
     relief: float = 1.0  # credits that are given back per request and unmerged step
@@ -128,7 +135,7 @@ class _Tally:
     unmerged_ms: float = 0.0
 
     def add(self, other: _Tally, times: int) -> None:
-        """Count `other` so many times."""
+        """Add `other` this many times."""
         self.steps += times * other.steps
         self.merged_rows += times * other.merged_rows
         self.merged_ms += times * other.merged_ms
@@ -136,14 +143,14 @@ class _Tally:
         self.unmerged_ms += times * other.unmerged_ms
 
     def merged_wins(self, merged_extra_ms: float = 0.0, unmerged_extra_ms: float = 0.0) -> bool:
-        """Whether merged steps would have computed more rows per time, if the modes had taken so much longer."""
+        """Whether merged steps would have computed more rows per time, if each mode had taken this much longer."""
         merged_ms, unmerged_ms = self.merged_ms + merged_extra_ms, self.unmerged_ms + unmerged_extra_ms
         return self.merged_rows * unmerged_ms > self.unmerged_rows * merged_ms
 
 
 @dataclass(eq=False)
 class Merging:
-    """Algorithms 1 to 3 for one worker."""
+    """Algorithms 1 to 3 of the paper, for one worker."""
 
     costs: MergeCosts
     config: MergeConfig = field(default_factory=MergeConfig)
@@ -220,8 +227,9 @@ class Merging:
             self.credits[adapter] += steps * moved
 
     def steady(self) -> int:
-        """Steps to the next break point, until a credit passes a threshold, or until requests have rested long enough. After a
-        change of the mode the next step may change it again."""
+        """How many steps the last choice holds for: until a break point, or a credit passes a threshold, or requests have
+        rested long enough. After a change of the mode it is 1.
+        """
         if self._turned:
             return 1
         left: float = max(1, self.config.period - self._tally.steps)
@@ -244,7 +252,7 @@ class Merging:
         return max(1, int(left))
 
     def unmerge(self) -> None:
-        """The next step runs unmerged, and nobody is served first."""
+        """The next step runs unmerged, and no adapter is served first."""
         self._turn("")
         self._moves, self._step, self._step_ms = {}, _Tally(), 0.0
 
@@ -262,15 +270,18 @@ class Merging:
                 self._poor.discard(adapter)
 
     def _served_first(self) -> set[str]:
-        """The adapters that starve."""
+        """The starving adapters, which are served before all others."""
         config, credits = self.config, self.credits
         self.starving.update([adapter for adapter, credit in credits.items() if credit > config.starving])
         self.starving = {one for one in self.starving if credits[one] > config.normal + ROUNDING * config.credit}
         return self.starving
 
     def _eligible(self, adapter: str, here: Mapping[str, int], fcfs: Mapping[str, int]) -> bool:
-        """Whether the adapter can pay for one step of its own requests alone, and has got back what it paid since it could not:
-        otherwise it would be merged for one step again and again."""
+        """Whether the adapter's credits pay for one merged step.
+
+        An adapter that could not pay must first have its credits back; otherwise it would be merged for single steps again and
+        again.
+        """
         if self.credits[adapter] < sum(fcfs.values()) - min(fcfs.get(adapter, 0), here[adapter]):
             self._poor.add(adapter)
         elif self.credits[adapter] >= self.config.credit * (1.0 - ROUNDING):
@@ -285,7 +296,10 @@ class Merging:
             self.merged, self._turned = merged, True
 
     def _compare(self, rows: int, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> None:
-        """What a step of either mode computes, and how long it takes. `rows`: the requests of `fcfs`."""
+        """Record what the next step computes in either mode, and how long it takes.
+
+        `rows`: the number of requests in `fcfs`.
+        """
         candidate = self.merged or self._biggest
         if not candidate or not rows:
             self._step = _Tally(steps=1)
@@ -294,32 +308,37 @@ class Merging:
         self._step = _Tally(1, alone, costs.merged_ms(alone), rows, costs.unmerged_ms(rows))
 
     def _alone(self, adapter: str, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> int:
-        """The requests that a merged step would compute."""
+        """How many requests a merged step would compute."""
         alone = min(here[adapter], most)
         if self.whole is not None:  # with so few seats as a live engine has, those of resting requests are missing
             alone = min(alone, most - displaced({adapter: alone}, fcfs))
         return alone
 
     def _gains(self, adapter: str, rows: int, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> bool:
-        """Whether a merged step computes enough more per time than an unmerged one."""
+        """Whether a merged step computes more requests per time than an unmerged one, by at least the share `gain`."""
         alone, costs = self._alone(adapter, fcfs, here, most), self.costs
         return alone * costs.unmerged_ms(rows) > (1.0 + self.config.gain) * rows * costs.merged_ms(alone)
 
     def _may_pay_back(self) -> bool:
-        """Whether merged steps would have been faster, though not by as much as it takes to make a copy. Then the time since
-        the last break point says nothing against merging yet, and counts on."""
+        """Whether merged steps would have been faster, but not by as much as it costs to make a copy.
+
+        Then the break point is put off, and the saved time adds up.
+        """
         if self.merged or self.whole is None:
             return False
         return self._tally.merged_wins() and not self._tally.merged_wins(self._switch_ms)
 
     @property
     def _switch_ms(self) -> float:
-        """What the next switch costs. Only one to an adapter without a whole copy does where there are copies."""
+        """The cost of the next switch.
+
+        Where copies are made, only a switch to an adapter without a complete copy costs time.
+        """
         made = self.whole is not None and (bool(self.merged) or self.whole == self._biggest)
         return 0.0 if made else self.costs.switch_ms
 
     def _break(self) -> None:
-        """Algorithm 2: tune the threshold of the mode that ends here or goes on."""
+        """Algorithm 2: tune the threshold of the mode that ends or continues here."""
         seen, self._tally = self._tally, _Tally()
         if not seen.merged_rows or not seen.unmerged_rows:
             return
@@ -338,8 +357,10 @@ class Merging:
 
 @dataclass(eq=False)
 class AlwaysMerged:
-    """A rival: one adapter after the other, always merged (the paper's merged-only, and PEFT). An adapter's turn ends when it
-    has no requests left, or after `turn` steps if others wait."""
+    """A baseline that is always merged, one adapter after another (the paper's merged-only, and PEFT).
+
+    An adapter's turn ends when it has no requests left, or after `turn` steps if others wait.
+    """
 
     turn: int = 300
     merged: str = ""
@@ -348,7 +369,7 @@ class AlwaysMerged:
     _steps: int = 0
 
     def choose(self, fcfs: Mapping[str, int], here: Mapping[str, int], most: int) -> Mode:
-        """The next adapter's turn, or more of the present one."""
+        """The next adapter's turn, or the rest of the present one."""
         if self._now not in here or (self._steps >= self.turn and len(here) > 1):
             after = sorted(one for one in here if one > self._now)
             self._now = after[0] if after else min(here, default="")
@@ -357,11 +378,11 @@ class AlwaysMerged:
         return Mode(self.merged, frozenset((self._now,)))
 
     def ran(self, steps: int) -> None:
-        """Count the turn."""
+        """Count the steps of the turn."""
         self._steps += steps
 
     def steady(self) -> int:
-        """Steps left of the turn."""
+        """The steps that are left of the turn."""
         return max(1, self.turn - self._steps)
 
     def unmerge(self) -> None:
@@ -371,12 +392,15 @@ class AlwaysMerged:
 
 
 def displaced(batch: Mapping[str, int], fcfs: Mapping[str, int]) -> int:
-    """The requests of `fcfs` that are not in `batch`."""
+    """The number of requests in `fcfs` that are not in `batch`."""
     return sum(max(0, count - batch.get(adapter, 0)) for adapter, count in fcfs.items())
 
 
 def transfer(batch: Mapping[str, int], fcfs: Mapping[str, int]) -> dict[str, float]:
-    """The credits that each adapter gets (below 0: pays) for a step that computes `batch` instead of `fcfs`. Their sum is 0."""
+    """The credits that each adapter gets (negative: pays) for a step that computes `batch` instead of `fcfs`.
+
+    Their sum is 0.
+    """
     moves = {adapter: float(gone) for adapter, count in fcfs.items() if (gone := count - batch.get(adapter, 0)) > 0}
     owed, rows = sum(moves.values()), sum(batch.values())
     if not owed or not rows:
@@ -389,8 +413,11 @@ def transfer(batch: Mapping[str, int], fcfs: Mapping[str, int]) -> dict[str, flo
 def repay(
     givers: Collection[str], here: Mapping[str, int], credits: Mapping[str, float], fair: float, relief: float = 1.0
 ) -> dict[str, float]:
-    """The credits that those of `givers` with more than the fair amount give back for a step with their requests, to those with
-    less in proportion to what they lack. The sum is 0."""
+    """The credits that adapters give back in an unmerged step. The sum over all adapters is 0.
+
+    Those of `givers` with more than the fair amount give, per request in the step; those with less get, in proportion to what
+    they lack.
+    """
     rows = {adapter: here[adapter] for adapter in givers if adapter in here and credits[adapter] > fair}
     if not rows:
         return {}

@@ -1,13 +1,13 @@
-"""The second copy of the weights that a live engine merges an adapter into: whose it is, its memory, and what it costs.
+"""The second copy of the weights that a live engine merges an adapter into: its adapter, its memory, and its cost.
 
-    nobody's ──want──> memory is claimed, KV blocks first come free ──> it is made beside the steps ──made──> whole
+    no copy ───want──> memory is claimed, KV blocks first come free ──> it is made beside the steps ──made──> whole
         ^                                                                    │ another adapter is wanted        │
         └──────────────── drop: KV blocks are short, or the adapter is gone ─┴──────────────────────────────────┘
 
 `policies.merge_decision` says which adapter should be merged. Where a copy has to be made first, steps run unmerged until it is
-whole; from then on both modes are one step away. The copy is a cache: it takes KV blocks that nobody needs, a quarter of the KV
-share stays free beside it, and it gives all of them back as soon as a sequence finds no block. Where KV cache and adapters have
-fixed regions, as on a GPU, it takes memory that neither has.
+whole; from then on both modes are one step away. The copy is a cache: it takes KV blocks without users, leaves a quarter of the
+KV share free, and gives all blocks back as soon as a sequence finds none. Where KV cache and adapters have fixed regions, as on
+a GPU, it takes memory that neither has.
 """
 
 from __future__ import annotations
@@ -40,35 +40,39 @@ MERGE = MergeConfig(
 far below that however long merging has won. A switch costs nothing once the copy is whole. With these credits a lone request
 rests for some 40 steps before it is served first, and for half a second at most where steps are long."""
 NOTHING_KNOWN = MergeCosts(switch_ms=0.0, step_ms=0.0, row_ms=0.0, lora=0.0)
-"""Before the first step."""
+"""The costs before the first step."""
 START_MS_PER_MIB = 1.0
 """Assumed time of making a copy until one has been made."""
 PRIOR_LORA = 0.25
-"""What LoRA is expected to cost before merged and unmerged steps have been compared, of what the start values say. They hold
-for batches of any ranks and may be far off for one adapter; too little only delays the first merge."""
+"""Expected cost of LoRA before merged and unmerged steps have been compared, as a share of the start values' cost. The start
+values hold for batches of any ranks and may be far off for one adapter; a value that is too small only delays the first
+merge."""
 SHAPE = 2e-5
 """Weight of the start values' proportions (`OnlineFit.SHAPE`). It is small, because batches do not look alike here: the same
 requests run with LoRA and without."""
 EVERY = 4
-"""Steps from one that is weighed to the next; the fit would be a noticeable part of a small model's step."""
+"""One in this many steps is weighed, because the fit would be a noticeable part of a small model's step."""
 
 
 class Lender(Protocol):
-    """Whose memory a copy takes: `memory_boundary.Boundary`, or `SpareMemory`."""
+    """The lender of the copy's memory: `memory_boundary.Boundary` or `SpareMemory`."""
 
     @property
     def lent_bytes(self) -> int:
-        """What the copy has."""
+        """The bytes lent to the copy."""
 
     def lends(self, held: Callable[[], Mapping[Class, int]]) -> None:
-        """A copy may come from now on. `held`: its bytes by class."""
+        """From now on a copy may borrow. `held` returns its bytes by class."""
 
     def lend(self, size_bytes: int) -> bool:
-        """Let the copy have this much instead of what it has; whether it has that much now."""
+        """Change the memory lent to the copy to `size_bytes`; returns whether the copy has that much now."""
 
 
 class SpareMemory:
-    """A device's memory beside fixed regions for KV cache and adapters. What is there is asked of the device, not of this."""
+    """Memory of a device beside fixed regions for KV cache and adapters.
+
+    It only books the copy's bytes; whether the device has that much is known when the copy is allocated.
+    """
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -84,7 +88,7 @@ class SpareMemory:
 
 
 class MergedCopy:
-    """One engine's copy. `merging` is told when it is whole."""
+    """The merged copy of one engine. `merging` learns when it is complete."""
 
     def __init__(self, merging: Merging, boundary: Lender, perf: PerfModel) -> None:
         self._merging, self._boundary = merging, boundary
@@ -93,16 +97,16 @@ class MergedCopy:
         self._least_lora_ms = PRIOR_LORA * perf.decode_lora_ms  # until a copy has been whole: it has to be tried once
         self._steps = 0
         self.adapter = ""
-        """Whose copy it is, or will be."""
+        """The adapter of the copy, also while it is being made."""
         self.size_bytes = 0
-        """Of the whole copy."""
+        """The size of the complete copy."""
         self.whole = False
         merging.whole = ""
         boundary.lends(lambda: {"used" if merging.merged else "idle": boundary.lent_bytes})
 
     @property
     def claimed_bytes(self) -> int:
-        """Of KV blocks that are lent for it."""
+        """Bytes of the KV blocks that are lent to the copy."""
         return self._boundary.lent_bytes
 
     @property
@@ -116,20 +120,20 @@ class MergedCopy:
         return self._ms_per_mib * self.size_bytes / MIB
 
     def want(self, adapter: str, size_bytes: int) -> bool:
-        """Claim memory for a copy of this adapter, a part in each step; whether it can be made now."""
+        """Claim memory for a copy of this adapter, a part in each step. Returns whether the copy can be made now."""
         if adapter != self.adapter:
             self.adapter, self.size_bytes, self.whole = adapter, size_bytes, False
             self._merging.whole = ""
         return self._boundary.lend(size_bytes)
 
     def made(self, took_ms: float) -> None:
-        """The copy is whole; the steps lost so much time to it."""
+        """The copy is complete. Making it took `took_ms` from the steps."""
         self.whole, self._merging.whole = True, self.adapter
         self._least_lora_ms = 0.0
         self._ms_per_mib = took_ms * MIB / self.size_bytes
 
     def drop(self) -> None:
-        """Nobody's copy; the next step runs unmerged."""
+        """Drop the copy. The next step runs unmerged."""
         if self._merging.merged:
             self._merging.unmerge()
         self.adapter, self.size_bytes, self.whole, self._merging.whole = "", 0, False, ""
@@ -138,7 +142,7 @@ class MergedCopy:
     # ---- what it costs and saves
 
     def observe(self, step: Step) -> None:
-        """A step has run; its ranks are 0 if it was merged. Only steps without prefills say what a decode takes."""
+        """Take in a step that has run. Ranks of a merged step are 0. Only steps without prefills count."""
         self._steps += 1
         if self._steps % EVERY:
             return
@@ -146,7 +150,7 @@ class MergedCopy:
             self._times.observe((1.0, step.decode_rows, step.decode_rank_sum), step.time_ms)
 
     def weigh(self, running: Collection[Sequence]) -> None:
-        """Tell the policy what steps of these sequences take in either mode."""
+        """Tell the policy how long a step of these sequences takes in either mode."""
         if self._steps % EVERY:
             return
         step_ms, row_ms, lora_ms = self._times.weights

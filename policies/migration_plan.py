@@ -40,7 +40,10 @@ class Held(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """A worker: its requests, the adapters on its device, and the memory that both share. `takes`: requests it may get."""
+    """A worker: its requests, the adapters on its device, and the memory that both share.
+
+    `takes`: how many requests may move to it.
+    """
 
     worker_id: str
     requests: Sequence[Held]
@@ -51,7 +54,7 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """The paper's gamma, B, eta and K, which have no values there, and the hysteresis."""
+    """The paper's gamma, B, eta and K, for which it states no values, and the hysteresis."""
 
     gamma: float = 1.1
     swap_ms: float = 0.1  # per unit of memory: 1 / B
@@ -72,7 +75,10 @@ class Moved(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to do. `before_ms` and `after_ms`: the maximum; `bound_ms`: no plan of these moves has a smaller one."""
+    """The moves to make. `before_ms` and `after_ms`: the maximum without and with them.
+
+    `bound_ms`: a lower bound of the maximum that such moves can reach.
+    """
 
     moves: tuple[Moved, ...] = ()
     loads: tuple[tuple[str, str], ...] = ()  # (adapter, worker) that the moves need
@@ -82,7 +88,7 @@ class Plan:
 
 
 def plan(replicas: Sequence[Replica], adapter_memory: Mapping[str, float], config: PlanConfig) -> Plan:
-    """The moves that lower the maximum. `adapter_memory`: of each adapter of a request, in the unit of `Replica.memory`."""
+    """The moves that lower the maximum. `adapter_memory`: {adapter: memory}, in the unit of `Replica.memory`."""
     model = _Model(replicas, adapter_memory, config)
     before_ms = max((load.time_ms(config) for load in model.loads), default=0.0)
     unchanged = Plan(before_ms=before_ms, after_ms=before_ms, bound_ms=before_ms)
@@ -112,7 +118,7 @@ def plan(replicas: Sequence[Replica], adapter_memory: Mapping[str, float], confi
 
 @dataclass(slots=True)
 class _Load:
-    """What a worker would have. `users`: requests per adapter, 0 for adapters on the device without one."""
+    """The load that a worker would have. `users`: requests per adapter; adapters on the device without a request have 0."""
 
     memory: float
     work_ms: float = 0.0
@@ -121,7 +127,7 @@ class _Load:
     room: int = 0  # requests that it may still get
 
     def time_ms(self, config: PlanConfig) -> float:
-        """The worker's running time."""
+        """The worker's running time, in milliseconds."""
         overflow = max(0.0, self.taken - self.memory)
         return self.work_ms + config.swap_ms * overflow + config.eta_ms * len(self.users)
 
@@ -134,7 +140,7 @@ class _Row:
 
 
 class _Model:
-    """Sums per worker, changed as requests are moved about."""
+    """Sums per worker, updated when a request is moved."""
 
     def __init__(self, replicas: Sequence[Replica], adapter_memory: Mapping[str, float], config: PlanConfig) -> None:
         self._replicas, self._memory, self._config = replicas, adapter_memory, config
@@ -166,7 +172,7 @@ class _Model:
                 load.taken -= self._memory.get(held.adapter, 0.0)
 
     def cost_ms(self, held: Held, *, moved: bool) -> float:
-        """c of the objective."""
+        """The cost c of the objective."""
         return self._config.gamma * held.work_ms + held.again_ms if moved else held.work_ms
 
     def shift(self, row: _Row, to: int) -> None:
@@ -180,7 +186,7 @@ class _Model:
         row.at = to
 
     def movable(self, over: Sequence[int]) -> list[_Row]:
-        """The requests of these workers that move most cheaply for the work that goes with them."""
+        """The requests of these workers whose move costs least, relative to their work."""
         rows = []
         for at in over:
             free = [held for held in self._replicas[at].requests if not held.fixed]
@@ -189,7 +195,10 @@ class _Model:
         return rows
 
     def solve(self, rows: Sequence[_Row], under: Sequence[int]) -> tuple[np.ndarray, float]:
-        """The relaxed problem: x [rows, 1 + under], the first column for staying, and its objective, which is a bound."""
+        """Solve the relaxed problem.
+
+        Returns x [rows, 1 + under], whose first column means staying, and the objective as a bound.
+        """
         from scipy.optimize import linprog
         from scipy.sparse import coo_array
 
@@ -248,14 +257,17 @@ class _Model:
             method="highs",
         )
         others = [load.time_ms(config) for at, load in enumerate(self.loads) if at not in workers]
-        if found.x is None:  # numerical trouble: everybody stays
+        if found.x is None:  # numerical trouble: no request moves
             stay = np.zeros((len(rows), width))
             stay[:, 0] = 1.0
             return stay, 0.0
         return found.x[: len(rows) * width].reshape(len(rows), width), max([float(found.fun) - sum(shares), *others])
 
     def _leaving(self, worker: int, moving: Sequence[Held]) -> list[str]:
-        """The adapters that a worker would not need without `moving`. The relaxed problem does not count them there."""
+        """The adapters that a worker would not need without the requests `moving`.
+
+        The relaxed problem does not count them there.
+        """
         users = dict(self.loads[worker].users)
         for held in moving:
             if held.adapter:
@@ -263,7 +275,7 @@ class _Model:
         return [adapter for adapter, left in users.items() if not left and adapter not in self._kept[worker]]
 
     def round(self, rows: Sequence[_Row], under: Sequence[int], shares: np.ndarray) -> None:
-        """Each request to its largest x; of equal ones to the worker with the least work so far."""
+        """Assign each request to the worker with the largest x; of equal ones, to the worker with the least work so far."""
         for row, x in zip(rows, shares, strict=True):
             columns = np.flatnonzero(x >= x.max() - 1e-6).tolist()
             choices = [under[column - 1] if column else row.source for column in columns]
@@ -271,7 +283,7 @@ class _Model:
             self.shift(row, min(choices, key=lambda to: (self.loads[to].time_ms(self._config), to)))
 
     def improve(self, rows: Sequence[_Row], under: Sequence[int]) -> None:
-        """Move single requests off the worker with the most work while that lowers the maximum."""
+        """Move single requests off the worker with the most work as long as this lowers the maximum."""
         config = self._config
         while True:
             times = [load.time_ms(config) for load in self.loads]
@@ -293,7 +305,7 @@ class _Model:
             self.shift(best[1], best[2])
 
     def take_back(self, rows: Sequence[_Row]) -> None:
-        """Undo the moves without which the maximum is no larger, the most expensive first."""
+        """Undo moves that do not lower the maximum, the most expensive first."""
         config = self._config
         most = max(load.time_ms(config) for load in self.loads)
         for row in sorted(rows, key=lambda row: -row.held.again_ms):

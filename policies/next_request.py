@@ -18,11 +18,11 @@ from operator import add
 
 MEMORIES = (1, 4, 16)
 LEAST_ROOM = 16
-"""A smaller room counts as this one, else the shortest memory would be of a few requests."""
+"""A smaller room counts as this one, because the shortest memory would otherwise cover only a few requests."""
 FADE = 0.98
-"""What a request's share counts for the trust, with every later request."""
+"""Factor on the weight of a request's share in the trust, per later request."""
 UNKNOWN = 1e-4
-"""The share that an adapter without a count is taken to have when trust is computed."""
+"""The assumed share of an adapter without a count, for the trust."""
 LOG_UNKNOWN = log(UNKNOWN)
 LARGEST = 1e200
 """Counts grow instead of fading, and are scaled down when a request counts this much."""
@@ -32,7 +32,7 @@ NO_CREDIT: Mapping[str, list[float]] = {}
 
 
 class _Memory:
-    """The counts of one memory."""
+    """The totals of one memory."""
 
     __slots__ = ("growth", "surprise", "total", "unit")
 
@@ -44,7 +44,7 @@ class _Memory:
 
 
 class NextRequest:
-    """Learns from requests, answers for any adapter. Keeps at most MAX_ADAPTERS, the most recently asked for."""
+    """Predicts the adapter of the next request. Keeps at most MAX_ADAPTERS, the most recently requested."""
 
     def __init__(self) -> None:
         self._room = 0
@@ -57,7 +57,7 @@ class NextRequest:
         return len(self._at)
 
     def room(self, adapters: int) -> None:
-        """So many adapters fit in memory, as far as it has been seen."""
+        """Memory has been seen to hold this many adapters. The largest number counts."""
         if adapters > self._room:
             self._room = 1 << (adapters - 1).bit_length()
             for memory, length in zip(self._memories, MEMORIES, strict=True):
@@ -81,7 +81,7 @@ class NextRequest:
             self._scale_down()
 
     def _place(self) -> int:
-        """A place for the counts of a new adapter: at the end, or that of the adapter which is forgotten for it."""
+        """A place for the counts of a new adapter: at the end, or the place of the adapter that is forgotten for it."""
         counts = self._counts
         if len(self._at) < MAX_ADAPTERS:
             counts.extend(NOTHING)
@@ -91,11 +91,14 @@ class NextRequest:
         return at
 
     def one(self) -> list[float]:
-        """What a request counts now, in each memory."""
+        """The weight of a request at present, in each memory."""
         return [memory.unit for memory in self._memories]
 
     def chances(self, digests: Collection[str], ahead: Mapping[str, list[float]] = NO_CREDIT) -> list[float]:
-        """How likely the next request is for each of these adapters. `ahead`: adapters that are credited with more counts."""
+        """The probability that the next request is for each of these adapters.
+
+        `ahead`: further counts to credit to adapters.
+        """
         a, b, c = self._worth_of_counts()
         known, counts = self._at, self._counts
         chances = []
@@ -108,14 +111,14 @@ class NextRequest:
         return chances
 
     def _worth_of_counts(self) -> list[float]:
-        """What a count in each memory adds to the prediction."""
+        """How much a count in each memory adds to the prediction."""
         least = min([memory.surprise for memory in self._memories])
         trust = [exp(least - memory.surprise) for memory in self._memories]
         whole = sum(trust)
         return [one / whole / memory.total for one, memory in zip(trust, self._memories, strict=True)]
 
     def _scale_down(self) -> None:
-        """Counts stay as they are to each other."""
+        """Divide all counts by the present weight, which keeps their ratios."""
         for i, memory in enumerate(self._memories):
             for at in range(i, len(self._counts), len(MEMORIES)):
                 self._counts[at] /= memory.unit

@@ -55,7 +55,10 @@ FEW = 1.0
 
 
 def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> bool:
-    """Whether `late_ms` might find this row late: no free seat, or a time per token near an objective. A cheap check."""
+    """Whether `late_ms` might find this row late: it has no free seat, or a time per token near an objective.
+
+    This check is cheaper than `late_ms`.
+    """
     t = state.table
     exists = t["exists"].item(row)
     seats = t["max_running"].item(row)
@@ -72,7 +75,7 @@ def pressed(state: ClusterState, ask: Ask, row: int, avg_resp_len: float) -> boo
 
 
 def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len: float) -> tuple[NDArray[np.intp], Floats]:
-    """Some of the rows in `fit`, with the time until each is expected to meet the objectives of `ask`; 0.0: now."""
+    """Some of the rows in `fit`, and the time until each is expected to meet the objectives of `ask`; 0.0 means now."""
     rows = _roomiest(state, fit)
     t = {name: state.table[name][rows] for name in (*_PACE, *_WAIT)}
     loads = [state.load(row) for row in rows.tolist()]
@@ -100,7 +103,7 @@ def late_ms(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], avg_resp_len:
 
 @dataclass(slots=True)
 class _Pace:
-    """Step times of each worker with r, in milliseconds."""
+    """Step times of each worker with the new request r, in milliseconds."""
 
     exists: Floats  # requests, with r
     held: Floats  # KV tokens that one of them holds on average
@@ -112,7 +115,7 @@ class _Pace:
     turn: Floats
 
     def until(self, objective_ms: Floats | float) -> Floats:
-        """Time until enough requests have ended to meet this time per token; 0 where it is met now."""
+        """Time until enough requests have ended to meet this objective of time per token; 0 where it is met now."""
         allowed = np.floor(np.maximum((objective_ms - self.base) / self.row_tpot, 1.0))
         return np.where(self.rows > allowed, (self.exists - allowed) * self.turn, 0.0)
 
@@ -143,7 +146,7 @@ def _ttft(
     *,
     overtaken: bool,
 ) -> tuple[Floats, Floats]:
-    """(time that r itself needs before its first step, time to first token of r)."""
+    """(time that r itself needs before its first step, time to the first token of r)."""
     band = band_of(ask.ttft_slo_ms)
     before = [load.bands[: band + 1] for load in loads]
     ahead = np.array([sum([one.queued for one in bands]) for bands in before], dtype=float)
@@ -160,8 +163,11 @@ def _ttft(
 
 
 def share_of(tenants: Iterable[Mapping[str, Share]], ask: Ask) -> Literal["above", "fair", "below"]:
-    """Where the tenant of `ask` would stand: above its weighted share of all requests, near it, or well below it while
-    another tenant is above. A tenant alone is fair. Above also requires that it recently asked for more than its share."""
+    """How the tenant's requests on the workers, this one included, compare with its weighted share of all requests.
+
+    "below": less than its share, while another tenant has more. "above": more than its share, and its recent demand, if known,
+    is above its share too. A tenant alone is "fair".
+    """
     have: dict[str, float] = {ask.tenant: 1.0}
     weights: dict[str, float] = {}
     for shares in tenants:

@@ -69,7 +69,7 @@ def step_times(steps: Sequence[Step]) -> Floats:
 
 
 def fit_link(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(base ms, ms per MiB) of a link from measured (MiB, ms); repeated sizes are replaced by their median.
+    """(base ms, ms per MiB) of a link from measured (MiB, ms). Measurements of equal size are replaced by their median.
 
     Raises ValueError for times that are not finite.
     """
@@ -82,7 +82,7 @@ def fit_link(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _typical(steps: Sequence[Step]) -> tuple[list[Step], Floats]:
-    """One step per batch, with the median time at the mean context; and the number of steps of each."""
+    """One step for each kind of batch, with the median time at the mean context, and the number of steps of each."""
     alike: dict[tuple[int, ...], list[Step]] = {}
     batch_of = attrgetter(*BATCH)
     for step in steps:

@@ -27,7 +27,7 @@ MIB = 1024 * 1024
 
 
 class Coefficients(Protocol[Number_co]):
-    """The coefficients of `shared.model.PerfModel`, as numbers or as one array element per worker."""
+    """The coefficients of `shared.model.PerfModel`: numbers, or arrays with one element per worker."""
 
     @property
     def prefill_base_ms(self) -> Number_co: ...
@@ -52,12 +52,12 @@ class Coefficients(Protocol[Number_co]):
 
 
 def lora_load(kernel: Kernel, ranks: Sequence[int]) -> float:
-    """The load of a batch: `ranks` holds one entry per request, 0 for the base."""
+    """The LoRA load of a batch. `ranks` has one entry per request, 0 for the base model."""
     return batch_load(kernel, len(ranks), sum(ranks), max(ranks, default=0))
 
 
 def batch_load(kernel: Kernel, requests: int, rank_sum: int, max_rank: int) -> float:
-    """The load of a batch of which these are known."""
+    """The LoRA load of a batch with these numbers."""
     return float(requests * max_rank if kernel == "bgmv" else rank_sum)
 
 
@@ -67,7 +67,7 @@ def prefill_ms(perf: Coefficients[Number], tokens: Number, load: Number) -> Numb
 
 
 def decode_ms(perf: Coefficients[Number], rows: Number, load: Number) -> Number:
-    """Time of one decode step of `rows` requests with this LoRA load: the time per output token of each of them."""
+    """Time of one decode step of `rows` requests with this LoRA load, which is the time per output token of each request."""
     return perf.decode_base_ms + perf.decode_row_ms * rows + perf.decode_lora_ms * load
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from motet.shared.model import AdapterRef, WorkerLimits
 
 PIN_SHARE = 2
-"""One of so many slots, and bytes, of a worker may be pinned."""
+"""One in this many slots, and bytes, of a worker may be pinned."""
 
 
 def within(pinned: Iterable[AdapterRef], limits: WorkerLimits) -> dict[str, AdapterRef]:
-    """The pinned adapters that fit, by digest, tried in the order given. One that is too large is passed over."""
+    """The pinned adapters that fit, by digest, tried in the given order. One that is too large is skipped."""
     kept: dict[str, AdapterRef] = {}
     left = limits.pin_bytes
     for ref in pinned:

@@ -20,7 +20,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """A worker's memory that holds neither adapters nor KV, in bytes, and the adapters that it may hold."""
+    """A worker's memory for adapters: bytes free of adapters and KV blocks, and the number of adapters it may hold."""
 
     free_bytes: int
     slots: int
@@ -32,8 +32,11 @@ def preload(
     rooms: Mapping[str, Room],
     present: Mapping[str, Container[str]] | None = None,
 ) -> dict[str, tuple[str, ...]]:
-    """The adapters of each worker, the first one placed first. `load`: requests per second of each adapter; `size_bytes`: of
-    each adapter; `rooms`: by worker; `present`: what each worker holds already, and gets before workers that do not."""
+    """The adapters that each worker should load, in the order in which they were placed.
+
+    `load`: requests per second of each adapter; `size_bytes`: of each adapter; `rooms`: by worker; `present`: the adapters that
+    each worker holds already, and gets before workers that do not.
+    """
     names = sorted((one for one, rate in load.items() if rate > 0.0), key=lambda one: (-load[one], one))
     workers = sorted(rooms)
     placed: dict[str, list[str]] = {worker: [] for worker in workers}

@@ -29,15 +29,15 @@ from motet.shared.model import PerfModel, RequestBrief, WorkerLimits
 EVEN = 0.5
 """Workers are uneven when the shortest wait is below this share of the longest."""
 NO_MEMORY: Mapping[str, float] = {}
-"""Adapters take none of the KV tokens here; what another copy costs is the plan's `eta_ms`."""
+"""Adapters take no KV tokens in this plan; the cost of another copy is the plan's `eta_ms`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RebalanceConfig:
     """Triggers and hysteresis. `python -m bench dlora --tune` compares constants.
 
-    `wait_ms` suits a dispatch that knows every worker's queue: there a smaller one moves many requests and saves nothing. Where
-    requests are dispatched in turn, 50 ms is better.
+    `wait_ms` suits a dispatch that knows every worker's queue: with it, a smaller value moves many requests and saves nothing.
+    Where requests are dispatched in turn, 50 ms is better.
     """
 
     wait_ms: float = 500.0
@@ -49,7 +49,7 @@ class RebalanceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pressure:
-    """Why a plan was made: the workers of a base model by what their queued requests are expected to wait, in milliseconds."""
+    """Why a plan was made: expected waits on the workers of a base model, in milliseconds."""
 
     most_ms: float
     least_ms: float
@@ -58,22 +58,26 @@ class Pressure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """The workers of a base model that may need a plan, and why. It does not change with the cluster, so that the plan can be
-    made elsewhere."""
+    """The workers of a base model that may need a plan, and why.
+
+    It does not change with the cluster, so that another thread can make the plan.
+    """
 
     base_model: str
     pressure: Pressure
     replicas: tuple[Replica, ...]
 
     def answer(self, config: PlanConfig) -> Plan:
-        """The plan; milliseconds of computing."""
+        """The plan. It takes milliseconds to compute."""
         return plan(self.replicas, NO_MEMORY, config)
 
 
 @dataclass(eq=False)
 class Rebalancer:
-    """One scheduler's planner. `questions` is called every now and then, and `moved` with what was decided; times are seconds
-    on its clock."""
+    """The planning of one scheduler. `questions` is called from time to time, and `moved` with what was decided.
+
+    Times are seconds on the scheduler's clock.
+    """
 
     config: RebalanceConfig = field(default_factory=RebalanceConfig)
     _planned_s: float = float("-inf")
@@ -82,7 +86,7 @@ class Rebalancer:
     def questions(
         self, state: ClusterState, now_s: float, *, stale_s: float, avg_resp_len: float, always: bool = False
     ) -> list[Question]:
-        """What to plan now. `always`: every base model with two workers, whatever the triggers say (a dry run)."""
+        """What to plan now. With `always`, every base model with two workers, whatever the triggers say (a dry run)."""
         if not always:
             if now_s - self._planned_s < self.config.every_s:
                 return []
@@ -108,7 +112,7 @@ class Rebalancer:
         return found
 
     def moved(self, plans: Iterable[Plan], now_s: float) -> None:
-        """These plans were made and followed."""
+        """These plans were made and carried out."""
         self._planned_s = now_s
         self._moved_s.update([(move.request_id, now_s) for one in plans for move in one.moves])
 
@@ -169,8 +173,11 @@ def _objective_ms(state: ClusterState, row: int) -> float:
 
 
 def waits_ms(state: ClusterState, avg_resp_len: float) -> np.ndarray:
-    """What a new request is expected to wait on each worker before it runs: the prefill of those queued before it, and until
-    as many requests have ended as are before it without a seat or without KV memory."""
+    """The expected wait of a new request on each worker before it runs.
+
+    It consists of the prefill of the requests queued before it and, without a free seat or free KV memory, of the time until as
+    many requests have ended as are before it.
+    """
     t, perf = state.table, state.perf
     queued, running = t["queued"], t["running"]
     queue_load = perf.lora_load(queued, t["queue_rank_sum"], t["queue_max_rank"])

@@ -22,7 +22,7 @@ KEYS_MAX = 1024
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """The properties in which two requests must be equal."""
+    """The properties in which two requests must agree so that a refusal of one applies to the other."""
 
     tenant: str
     ttft_slo_ms: float
@@ -47,7 +47,7 @@ class RecentRefusals:
         self._repeated: dict[str, int] = {}  # per tenant
 
     def add(self, kind: Kind, prompt_tokens: int, rank: int, message: str, retry_after_s: float, now_s: float) -> None:
-        """A request was refused; it may be served in `retry_after_s`. `rank` is 0 for the base model."""
+        """A request was refused, and may be served in `retry_after_s`. `rank` is 0 for the base model."""
         if retry_after_s < LASTING_S:
             return
         if kind not in self._last and len(self._last) >= KEYS_MAX:
@@ -57,7 +57,7 @@ class RecentRefusals:
         self._last[kind] = _Refusal(prompt_tokens, rank, message, now_s, retry_after_s)
 
     def find(self, kind: Kind, prompt_tokens: int, rank: int, now_s: float) -> tuple[str, float] | None:
-        """The message and the seconds that remain, if this request would be refused too; None if it must be asked."""
+        """The message and the remaining seconds if this request would be refused too; None if the scheduler must decide."""
         last = self._last.get(kind)
         if last is None or now_s - last.at_s >= HOLD_S or prompt_tokens < last.prompt_tokens or rank < last.rank:
             return None

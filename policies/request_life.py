@@ -33,7 +33,7 @@ TRANSITIONS: dict[EntryPhase, dict[What, EntryPhase]] = {
 
 
 class Entry(msgspec.Struct, Generic[R], eq=False):
-    """A request in the book. `brief` is the request as the view shows it."""
+    """A request in the book. `brief`: the request as other services see it."""
 
     brief: RequestBrief
     owner: str  # gateway id

@@ -55,30 +55,30 @@ TTFT_SLO_S = 5.0
 
 
 class ShortestFirst(Generic[S]):
-    """The least predicted output first, within a priority."""
+    """The request with the least predicted output first, within a priority."""
 
     squashes = False
 
     def arrived(self, seq: S, now_s: float) -> None:
-        """Nothing to remember."""
+        """Does nothing: the order needs no history."""
 
     def began(self, seq: S, now_s: float) -> None:
-        """Nothing to remember."""
+        """Does nothing: the order needs no history."""
 
     def stopped(self, seq: S, now_s: float) -> None:
-        """Nothing to remember."""
+        """Does nothing: the order needs no history."""
 
     def left(self, seq: S) -> None:
-        """Nothing to remember."""
+        """Does nothing: the order needs no history."""
 
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
-        """The shortest waiting requests."""
+        """The waiting requests, shortest first."""
         return nsmallest(WINDOW, state.waiting, key=lambda seq: (seq.priority, steps_left(seq), seq.order))
 
 
 @dataclass
 class _Flow:
-    """The requests of one tenant for one adapter. `until_s`: when the flow's share of the engine will have served them."""
+    """The requests of one tenant for one adapter. `until_s`: when the flow's share of the engine will have served them all."""
 
     requests: int = 0  # waiting or running
     until_s: float = 0.0
@@ -86,13 +86,15 @@ class _Flow:
 
 @dataclass(eq=False)
 class PutOff(Generic[S]):
-    """One queue by due time plus a delay for the request's size and for its flow's use.
+    """One queue, ordered by due time plus delays for the request's size and for its flow's use.
 
     `size`: the delay of a request of mean size, in TTFT objectives; twice the size is delayed twice as much. Short requests
     overtake long ones, but no request waits for ever.
+
     `fair`: a flow is a tenant's requests for one adapter. The engine's rate is divided by weight among tenants with requests
     here, and equally among the adapters of each. A virtual clock says when a flow's share will have served all its requests.
     The flow that is most ahead of its share is delayed by `fair` objectives, the others in proportion.
+
     `shared`: a request whose adapter is in use needs no memory for it and goes ahead by `shared` objectives.
     """
 
@@ -111,7 +113,7 @@ class PutOff(Generic[S]):
     _since_s: float = 0.0
 
     def arrived(self, seq: S, now_s: float) -> None:
-        """Give the request its place."""
+        """Compute the request's place."""
         tokens = seq.length
         self._mean_tokens += (tokens - self._mean_tokens) * (0.01 if self._mean_tokens else 1.0)
         slo_s = max(0.0, seq.due_s - now_s) / PATIENCE or TTFT_SLO_S
@@ -122,7 +124,7 @@ class PutOff(Generic[S]):
         self._places[seq.order] = seq.due_s + off * slo_s, self.shared * slo_s
 
     def _ahead_s(self, seq: S, tokens: int, now_s: float) -> float:
-        """Time by which the flow is ahead of its share."""
+        """The time by which the flow is ahead of its share."""
         key = seq.tenant, seq.adapter
         flow = self._flows.get(key)
         if flow is None:
@@ -139,7 +141,7 @@ class PutOff(Generic[S]):
         return ahead_s
 
     def began(self, seq: S, now_s: float) -> None:
-        """Measure the engine's rate, by the requests that begin to run."""
+        """Measure the engine's rate, from the requests that begin to run."""
         self._begun += seq.length
         if now_s - self._since_s >= 1.0:
             rate = self._begun / (now_s - self._since_s)
@@ -165,7 +167,7 @@ class PutOff(Generic[S]):
                 del self._tenants[seq.tenant]
 
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
-        """The first ones by their places."""
+        """The waiting requests with the first places."""
         places, users = self._places, state.adapters.users
 
         def place(seq: S) -> tuple[int, float, int]:
@@ -180,7 +182,7 @@ class PutOff(Generic[S]):
 
 @dataclass(slots=True)
 class _Facts:
-    """A request's size on arrival."""
+    """The size of a request on its arrival."""
 
     prompt: int
     output: int
@@ -203,9 +205,10 @@ class _Lane:
 
 @dataclass(eq=False)
 class SizeQueues(Generic[S]):
-    """Chameleon's queues. `total_tokens` is what KV cache and adapter memory hold together, `token_bytes` the KV of one token.
+    """Chameleon's queues (section 4.3).
 
-    `static`: four queues of equal ranges and quotas instead, over the sizes of the first requests.
+    `total_tokens`: the tokens that KV cache and adapter memory hold together; `token_bytes`: the KV bytes of one token.
+    `static`: four queues with equal ranges and quotas instead, over the sizes of the first requests.
     """
 
     total_tokens: float
@@ -246,7 +249,7 @@ class SizeQueues(Generic[S]):
         return (INPUT * facts.prompt / prompt + OUTPUT * facts.output / output) * own_bytes / size_bytes
 
     def began(self, seq: S, now_s: float) -> None:
-        """Charge the quota, or the common pool."""
+        """Charge the request's tokens to its queue's quota, or to the common pool."""
         facts = self._facts[seq.order]
         lane = self.lanes[facts.lane]
         facts.began_s = now_s
@@ -278,7 +281,7 @@ class SizeQueues(Generic[S]):
     def candidates(self, state: AdmissionState[S], now_s: float) -> list[S]:
         """Algorithm 1: each queue within its quota, small requests first; then the tokens of empty queues, in the same order.
 
-        Higher priorities go first. A queue without running requests may admit one request, however large.
+        Higher priorities go first. A queue without running requests may admit one request of any size.
         """
         if now_s >= self._refresh_at_s and (len(self._recent) >= FIRST or self._refresh_at_s):
             self._refresh(now_s)
@@ -310,7 +313,7 @@ class SizeQueues(Generic[S]):
         return chosen
 
     def _within(self, queue: list[S], tokens: float, chosen: list[S]) -> int:
-        """Choose the first requests of a queue that these tokens pay for; returns their number."""
+        """Choose the first requests of a queue that fit into these tokens. Returns their number."""
         for index, seq in enumerate(queue):
             tokens -= self._facts[seq.order].tokens
             if tokens < 0:
@@ -373,8 +376,7 @@ def least_quota(tokens: float, duration_s: float, slo_s: float, rate: float) -> 
 
 
 def quotas(minima: list[float], total: float) -> list[float]:
-    """All `total` tokens in proportion to the minima: each gets its minimum, and the rest is shared alike; when the minima
-    exceed the total they are scaled down. Equal shares when there are none."""
+    """All `total` tokens, divided among the queues in proportion to their minima; equally when all minima are 0."""
     whole = sum(minima)
     if not whole:
         return [total / len(minima)] * len(minima)
@@ -440,7 +442,7 @@ def silhouette(points: Floats, begins: list[int]) -> float:
 
 
 def make_queues(name: QueuesName, *, total_tokens: float, token_bytes: float) -> Queues[S] | None:
-    """The policy of this name for one engine; None for first come, first served."""
+    """The queue policy of this name for one engine; None for first come, first served."""
     match name:
         case "fcfs":
             return None

@@ -62,11 +62,11 @@ NEAR = 0.005
 """Workers whose cost is within this share of the best count as equally good."""
 YOUNG, YOUNG_STEPS = 0.5, 10.0
 _HALF, _ONE, _LASTING, _YOUNG, _YOUNG_STEPS, _INF = map(np.array, (0.5, 1.0, LASTING, YOUNG, YOUNG_STEPS, inf))
-"""As arrays, with which numpy computes in half the time that it takes with Python's numbers."""
+"""Constants as arrays: with them numpy computes in half the time that it takes with Python's numbers."""
 
 
 def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, avg_resp_len: float) -> Choice:
-    """The row with the least cost, or one as good."""
+    """The row with the least cost, or one of nearly the same cost."""
     cost, breaks_slo = costs(state, ask, now_s, avg_resp_len)
     np.copyto(cost, _INF, where=~fit)
     near = (cost <= np.array(float(cost[cost.argmin()]) * (1.0 + NEAR))).nonzero()[0]
@@ -79,7 +79,7 @@ def choose(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, 
 
 
 def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[Floats, NDArray[np.bool_]]:
-    """The cost on each row, and whether an objective breaks there: the request's, or one of those that are there."""
+    """The cost of each row, and whether an objective breaks there: that of the request, or of a request already there."""
     t, perf = state.table, state.perf
     rank, out = ask.rank, float(ask.out_tokens) or avg_resp_len
     n = t["exists"]
@@ -129,22 +129,22 @@ def costs(state: ClusterState, ask: Ask, now_s: float, avg_resp_len: float) -> t
 
 
 def _within(values: Floats, limit: float) -> bool:
-    """Whether all are; `argmax` and one element take a fifth of the time of `max` on few workers."""
+    """Whether all values are within `limit`. `argmax` and one element take a fifth of the time of `max` on few workers."""
     return bool(values[values.argmax()] <= limit)
 
 
 def _seat_wait_ms(t: Mapping[str, NDArray], behind: Floats, step_ms: Floats) -> Floats:
-    """Until there is a seat: the `behind` that lack one take one each, and one comes free every (L / R) / R steps."""
+    """Time until there is a seat. `behind` requests lack one; a seat becomes free every (L / R) / R steps."""
     running = np.maximum(t["running"], 1.0)
     return np.maximum(behind, 0.0) * step_ms * t["running_left"] / running**2
 
 
 def _memory_wait_ms(t: Mapping[str, NDArray], lacking: Floats, step_ms: Floats) -> Floats:
-    """Until the KV tokens that are `lacking` are free: for r, for those that wait before it, and for what the running ones
-    will add.
+    """Time until the `lacking` KV tokens are free: for r, for those that wait before it, and for the growth of running
+    requests.
 
-    Requests end one by one over the next 2 * (L / R) steps, each giving back what it holds; so on average half of what
-    they still produce is held at once, and the memory in use comes back evenly over that time.
+    Requests end one by one over the next 2 * (L / R) steps, and each gives back its blocks. So on average half of the tokens
+    still to be produced is held at once, and the used memory becomes free evenly over that time.
     """
     used = np.maximum(t["kv_tokens_total"] - t["kv_tokens_free"], 1.0)
     return step_ms * np.maximum(lacking, 0.0) / used * 2.0 * t["running_left"] / np.maximum(t["running"], 1.0)
@@ -152,8 +152,11 @@ def _memory_wait_ms(t: Mapping[str, NDArray], lacking: Floats, step_ms: Floats) 
 
 @dataclass(kw_only=True)
 class Seen:
-    """One worker as the formula sees it. `requests` are in order of arrival, each with the time since when it is in its
-    phase; `tier` is where the asked adapter is."""
+    """One worker as the formula sees it.
+
+    `requests` are in order of arrival, each with the time since when it is in its phase; `tier`: where the requested adapter
+    is.
+    """
 
     limits: WorkerLimits
     perf: PerfModel
@@ -163,7 +166,7 @@ class Seen:
 
 
 def cost_on(worker: Seen, ask: Ask, now_s: float, avg_resp_len: float) -> tuple[float, float]:
-    """The formula, term by term: the cost, and by which share the objective is missed that is missed most (0 or less: none)."""
+    """The formula, term by term. Returns the cost, and the largest share by which an objective is missed (0 or less: none)."""
     perf, limits, kernel, rank = worker.perf, worker.limits, worker.perf.kernel, ask.rank
     requests = [brief for brief, _ in worker.requests]
     queue, running = ([r for r in requests if (r.phase == "running") == runs] for runs in (False, True))

@@ -39,15 +39,17 @@ SPREAD = 21  # quantiles
 
 
 def undisturbed(steps: Sequence[Step]) -> list[Step]:
-    """The steps that were not disturbed by other work on the machine. Raises as `fit_steps`."""
+    """The steps that other work on the machine did not disturb. Raises as `fit_steps`."""
     features, times, _ = _equations(steps)
     expected = features @ relative_fit(features, times)
     return [step for step, most in zip(steps, DISTURBED * expected, strict=True) if step.time_ms <= most]
 
 
 def fit_steps(steps: Sequence[Step]) -> EngineSteps:
-    """The model of `steps`. Raises ValueError for too few of them, times that are not finite and positive, or such that no
-    model fits."""
+    """Fits the model of `steps`.
+
+    Raises ValueError for too few steps, for times that are not finite and positive, and for times that no model fits.
+    """
     all_features, times, knots = _equations(steps)
     passes = len(knots)
     count = passes + 7  # weights without those of the falls
@@ -78,7 +80,7 @@ def fit_steps(steps: Sequence[Step]) -> EngineSteps:
 
 
 def _equations(steps: Sequence[Step]) -> tuple[Floats, Floats, list[int]]:
-    """Features [steps, weights], times [steps] and the numbers of rows between which passes are lines."""
+    """Features [steps, weights], times [steps], and the row counts between which the time of a pass is linear."""
     times = step_times(steps)
     most = max(step.decode_rows + step.prefill_tokens for step in steps)
     knots = [*(rows for rows in ROWS if rows < SLIVER * most), max(most, 2)]
@@ -86,7 +88,7 @@ def _equations(steps: Sequence[Step]) -> tuple[Floats, Floats, list[int]]:
 
 
 def _spread(ratios: Floats) -> tuple[float, ...]:
-    """`SPREAD` quantiles of mean 1 on the lines between them, as the twin draws; none for too few."""
+    """`SPREAD` quantiles, of mean 1 when interpolated as the twin does; none for too few steps."""
     if len(ratios) < SPREAD:
         return ()
     quantiles = np.quantile(ratios, np.linspace(0.0, 1.0, SPREAD))

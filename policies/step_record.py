@@ -15,7 +15,10 @@ from motet.policies.batch_state import Sequence, pairs
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """Rows, ranks, context and duration of a step. Rank sums and maxima are over its sequences; the base model counts as 0."""
+    """Rows, ranks, context and duration of a step.
+
+    Rank sums and maxima are over its sequences; the base model counts as rank 0.
+    """
 
     time_ms: float = 0.0
     prefill_requests: int = 0
@@ -35,14 +38,14 @@ class Step(msgspec.Struct, kw_only=True):
     cold_rows: int = 0  # of adapters that were still being copied
 
     def without_lora(self) -> None:
-        """Its adapter is merged: it computes as the base model does."""
+        """Treat the step as one of the base model, because its adapter is merged."""
         self.prefill_rank_sum = self.prefill_max_rank = self.decode_rank_sum = self.decode_max_rank = 0
         self.row_rank_sum = self.distinct_adapters = self.adapter_bytes = 0
 
     def count(self, decodes: abc.Sequence[Sequence], prefills: abc.Sequence[Sequence], *, adapters: bool = True) -> None:
-        """Fill in what a plan says before it runs: all but time, context, sampled sequences and cold rows.
+        """Fill in what a plan says before it runs: everything except time, context, sampled sequences and cold rows.
 
-        `adapters`: whether anybody asks for `distinct_adapters` and `adapter_bytes`; if not they stay 0.
+        `adapters`: also fill in `distinct_adapters` and `adapter_bytes`; otherwise both stay 0.
         """
         if decodes:
             ranks = [seq.rank for seq in decodes]

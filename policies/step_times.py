@@ -27,7 +27,7 @@ class StepTimes:
         self._decode = OnlineFit([start.decode_base_ms, start.decode_row_ms, start.decode_lora_ms])
         self._prefill = OnlineFit([start.prefill_base_ms, start.prefill_token_ms, start.prefill_lora_ms])
         self.link = LinkTimes()
-        """From other workers to this one; the worker tells it what it measures."""
+        """The link from other workers to this one. The worker reports its measurements to it."""
         self.drift = {"decode": 0.0, "prefill": 0.0}
         """How much longer recent steps take than the start values say, as a share; negative when they are shorter."""
 
@@ -54,7 +54,7 @@ class StepTimes:
 
     @property
     def model(self) -> PerfModel:
-        """The present estimate; adapter loads and fetches are the start values'. Any thread may read it."""
+        """The present estimate; times of adapter loads and fetches are the start values. Any thread may read it."""
         decode, prefill = self._decode.weights, self._prefill.weights
         return PerfModel(
             kernel=self._start.kernel,
@@ -76,10 +76,11 @@ class StepTimes:
 class OnlineFit:
     """Recursive least squares of relative errors with forgetting, kept near the proportions of the start values.
 
-    When batches look alike, many splits of a step's time between the coefficients fit. A wrong split fits when something
-    else slows the steps: other processes on the same cores take more time under more load, which looks like a larger base.
-    A split in which one more row costs nothing draws every request to this worker. So the start values' proportions, at the
-    speed of the data, count as `SHAPE` of the data, and no coefficient falls below `LEAST` of them.
+    When batches look alike, many divisions of a step's time among the coefficients fit equally well. A wrong one fits when
+    something else slows the steps: other processes on the same cores take more time under more load, which looks like a larger
+    base. With a division in which one more row costs nothing, schedulers would send every request to this worker. So the start
+    values' proportions, scaled to the measured speed, count as `SHAPE` of the data, and no coefficient falls below `LEAST` of
+    them.
     """
 
     FORGET = 0.998  # weight of the past, with each step
@@ -92,7 +93,7 @@ class OnlineFit:
     USUAL_MS = (1.0, 0.1, 0.01)  # scale of a coefficient that starts at zero: base, per row or token, per unit of LoRA load
 
     def __init__(self, start: Sequence[float], *, shape: float = SHAPE) -> None:
-        """`start` [3]: the coefficients to begin with, as in `USUAL_MS`. `shape`: instead of `SHAPE`."""
+        """`start` [3]: the coefficients at the beginning, as in `USUAL_MS`. `shape`: replaces `SHAPE`."""
         self._share = shape
         self._start = np.array(start)
         self._scale = np.where(self._start > 0, self._start, self.USUAL_MS)
@@ -104,15 +105,15 @@ class OnlineFit:
         """The present coefficients; any thread may read them."""
 
     def start(self, features: Sequence[float]) -> float:
-        """The value by the start coefficients."""
+        """The value with the start coefficients."""
         return float(np.dot(self._start, features))
 
     def predict(self, features: Sequence[float]) -> float:
-        """The value by the present coefficients."""
+        """The value with the present coefficients."""
         return sum(weight * feature for weight, feature in zip(self.weights, features, strict=True))
 
     def observe(self, features: Sequence[float], value: float) -> None:
-        """A step with these `features` [3] took `value`."""
+        """Take in a step: `features` [3] took `value`."""
         value = min(value, self.MOST * self.predict(features))
         x = self._scale * features
         norm = float(np.linalg.norm(x)) or 1.0
@@ -134,7 +135,9 @@ class OnlineFit:
 
 
 def _not_negative(products: Floats, sums: Floats) -> Floats:
-    """The solution of the normal equations in which what would be negative is zero and the others are fitted without it."""
+    """The solution of the normal equations with no negative coefficient: negative ones become 0 and the others are fitted
+    again.
+    """
     kept = list(range(len(sums)))
     found = np.zeros(len(sums))
     while kept:

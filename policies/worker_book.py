@@ -42,14 +42,17 @@ ENDED_MEMORY = 4096
 
 @dataclass(slots=True)
 class Cadence:
-    """Which heartbeats carry a snapshot. The cost of reading a snapshot grows with its requests, so busy workers send fewer:
-    otherwise a scheduler with a thousand workers of 256 requests each would do little else than read them."""
+    """Says which heartbeats carry a snapshot.
+
+    The cost of reading a snapshot grows with its requests, so busy workers send fewer snapshots. Otherwise a scheduler with a
+    thousand workers of 256 requests each would do little but read them.
+    """
 
     beats_left: int = 0
     snapshots: int = 0
 
     def whole(self, requests: int) -> bool:
-        """Whether the heartbeat that is due tells everything; otherwise it is a delta."""
+        """Whether the next heartbeat is a snapshot; otherwise it is a delta."""
         if self.beats_left > 0:
             self.beats_left -= 1
             return False
@@ -59,7 +62,7 @@ class Cadence:
 
     @property
     def lists_disk(self) -> bool:
-        """Whether the snapshot that is due lists the adapters on disk; the first one does."""
+        """Whether the next snapshot lists the adapters on disk. The first one does."""
         return self.snapshots % DISK_SNAPSHOTS == 1
 
 
@@ -75,7 +78,7 @@ class Word(Protocol):
 
 
 class Snapshot(Word, Protocol):
-    """Everything."""
+    """The whole state of a worker."""
 
     limits: WorkerLimits
     perf: PerfModel
@@ -87,7 +90,7 @@ class Snapshot(Word, Protocol):
 
 
 class Delta(Word, Protocol):
-    """What changed since the message before."""
+    """The changes since the message before."""
 
     changed: list[RequestBrief]
     removed: list[str]
@@ -120,7 +123,7 @@ class Known:
 
 
 class Reader(Protocol):
-    """Takes in the messages that count."""
+    """Takes in the messages that a `WorkerBook` accepts."""
 
     def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
         """A snapshot replaces everything; `known` is up to date."""
@@ -129,14 +132,14 @@ class Reader(Protocol):
         """A delta continues the messages before it."""
 
     def facts(self, known: Known, now_s: float) -> None:
-        """A delta was heard, whose facts are in `known`. `change` follows unless something is missing before it."""
+        """A delta arrived; its facts are in `known`. `change` follows unless an earlier message is missing."""
 
     def ended(self, known: Known) -> None:
         """The worker, or this incarnation of it, has ended."""
 
 
 class WorkerBook:
-    """The workers that sent messages and were not lost. `lease_held(worker_id)`: whether the worker's lease is held now."""
+    """The workers that sent messages and were not lost. `lease_held(worker_id)`: whether the worker holds a lease now."""
 
     def __init__(self, reader: Reader, lease_held: Callable[[str], bool] = lambda _: False) -> None:
         self._reader, self._lease_held = reader, lease_held
@@ -155,13 +158,13 @@ class WorkerBook:
         return iter(self._known.values())
 
     def get(self, worker_id: str) -> Known | None:
-        """One worker; None when it is not known."""
+        """One worker; None if it is unknown."""
         return self._known.get(worker_id)
 
     # ---- messages
 
     def snapshot(self, said: Snapshot, now_s: float) -> bool:
-        """Take in a snapshot; whether it counts."""
+        """Take in a snapshot. Returns False if it is outdated and ignored."""
         worker_id, incarnation = said.worker_id, said.incarnation
         known = self._known.get(worker_id)
         if known is None or known.incarnation != incarnation:
@@ -180,7 +183,7 @@ class WorkerBook:
         return True
 
     def delta(self, said: Delta, now_s: float) -> bool:
-        """Take in a delta; whether it continues the messages before it."""
+        """Take in a delta. Returns whether it continues the messages before it."""
         worker_id, incarnation = said.worker_id, said.incarnation
         known = self._known.get(worker_id)
         if known is None or known.incarnation != incarnation:
@@ -211,7 +214,7 @@ class WorkerBook:
     # ---- absent workers
 
     def lose(self, worker_id: str) -> bool:
-        """The worker died or stopped, and late messages of it may still arrive; whether it was known."""
+        """The worker died or stopped, though late messages of it may still arrive. Returns whether it was known."""
         known = self._known.get(worker_id)
         if known is None:
             return False
@@ -221,7 +224,7 @@ class WorkerBook:
         return self.forget(worker_id)
 
     def forget(self, worker_id: str) -> bool:
-        """Remove a worker of unknown fate until it sends a message again; whether it was known."""
+        """Remove a worker of unknown fate until its next message. Returns whether it was known."""
         known = self._known.pop(worker_id, None)
         if known is None:
             return False
@@ -229,11 +232,11 @@ class WorkerBook:
         return True
 
     def silent(self, since_s: float) -> list[Known]:
-        """The workers whose last message came before `since_s`."""
+        """The workers whose last message is older than `since_s`."""
         return [known for known in self._known.values() if known.heard_s < since_s]
 
     def excuse_silence(self, now_s: float) -> None:
-        """No message could arrive until now, so the silence of all workers starts anew."""
+        """No message could arrive until now, so the silence of all workers begins now."""
         for known in self._known.values():
             known.heard_s = now_s
 
@@ -255,18 +258,18 @@ NOTHING = Holdings()
 
 
 class Shelf:
-    """The plain reader: every worker's requests and adapters by id and by digest, `max_requests` of a worker at most."""
+    """A plain reader: the requests and adapters of every worker by id and by digest, at most `max_requests` per worker."""
 
     def __init__(self, max_requests: int = 65_536) -> None:
         self._max_requests = max_requests
         self._held: dict[str, Holdings] = {}
 
     def of(self, worker_id: str) -> Holdings:
-        """Requests and adapters of the worker; not to be changed."""
+        """Requests and adapters of the worker. The caller must not change them."""
         return self._held.get(worker_id, NOTHING)
 
     def whole(self, known: Known, said: Snapshot, now_s: float) -> None:
-        """Replace everything, except for adapters on a disk that the snapshot does not list."""
+        """Replace everything, except for the adapters on disk if the snapshot does not list them."""
         held, before = Holdings(), self.of(known.worker_id)
         if not said.lists_disk:
             held.adapters = {digest: one for digest, one in before.adapters.items() if one.tier == "disk"}
@@ -274,7 +277,7 @@ class Shelf:
         self._put(held, said.requests, said.adapters)
 
     def change(self, known: Known, said: Delta, now_s: float) -> None:
-        """Take in what came, changed or left."""
+        """Take in the requests and adapters that came, changed or left."""
         held = self._held[known.worker_id]
         for request_id in said.removed:
             held.requests.pop(request_id, None)
@@ -283,10 +286,10 @@ class Shelf:
         self._put(held, said.changed, said.resident)
 
     def facts(self, known: Known, now_s: float) -> None:
-        """Nothing to do: `known` has them."""
+        """Does nothing: `known` has the facts."""
 
     def ended(self, known: Known) -> None:
-        """Forget the worker."""
+        """Remove the worker."""
         del self._held[known.worker_id]
 
     def _put(self, held: Holdings, requests: Sequence[RequestBrief], adapters: Sequence[Residency]) -> None:

@@ -63,7 +63,7 @@ PIN_RETRY_S = 10.0
 
 
 class Departures:
-    """Times at which requests left, which tell a refused request when to try again."""
+    """The times at which requests left. They tell a refused request when to try again."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=64)
@@ -81,7 +81,7 @@ class Departures:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """Holds the host copy of a pinned adapter while it is loaded. A `foreseen` one goes to host memory only."""
+    """A holder of the host copy of a pinned or foreseen adapter during its load. A `foreseen` one goes to host memory only."""
 
     adapter: AdapterRef
     foreseen: bool = False
@@ -89,14 +89,14 @@ class _Fetch:
 
 @dataclass(eq=False)
 class WorkerCore(Generic[R]):
-    """One worker's requests, `max_requests` at most, and its adapters."""
+    """The requests of one worker, at most `max_requests`, and its adapters."""
 
     view: View
     host: HostTier[Entry[R] | _Fetch]
     max_requests: int
     closed: bool = False
     foresight: Foresight | None = None
-    """Brings adapters one tier up before anybody asks; None: nobody does."""
+    """Brings adapters one tier up before a request asks for them; None: off."""
     memory: Budget = field(init=False)  # the host's
     book: dict[str, Entry[R]] = field(default_factory=dict)  # by request id, the newest epoch of each
     _older: dict[Key, Entry[R]] = field(default_factory=dict)  # leaving, because a newer epoch came
@@ -119,18 +119,18 @@ class WorkerCore(Generic[R]):
         return iter([*self.book.values(), *self._older.values()])
 
     def entry(self, key: Key) -> Entry[R] | None:
-        """A request in the book, in this epoch; None if it is not there."""
+        """The entry of a request in this epoch; None if it is not in the book."""
         request_id, epoch = key
         entry = self.book.get(request_id)
         return entry if entry is not None and entry.brief.epoch == epoch else self._older.get(key)
 
     @property
     def on_device(self) -> int:
-        """The number of adapters on the device, as the engine reported."""
+        """The number of adapters on the device, as the engine reported it."""
         return len(self._device)
 
     def on(self, event: Event[R], now_s: float) -> list[Action[R]]:
-        """Take in an event; returns what is to be done now, in order."""
+        """Take in an event. Returns the actions to carry out now, in order."""
         self._now_s = self.host.eviction.now_s = now_s
         match event:
             case Stepped():
@@ -216,7 +216,7 @@ class WorkerCore(Generic[R]):
             self._show(entry, "loading")
 
     def _ready(self, entry: Entry[R]) -> None:
-        """Its adapter is in host memory, if it has one."""
+        """The adapter of the request is in host memory, if it has one."""
         entry.holds = entry.adapter is not None
         if not entry.fetching:
             self._start(entry)
@@ -256,13 +256,13 @@ class WorkerCore(Generic[R]):
             self._actions.append(Stop(*entry.key))
 
     def _answer(self, entry: Entry[R], finish: FinishReason, reason: object = None) -> None:
-        """The request ends without the engine, which never got it or did not take it."""
+        """End a request that the engine never got or did not take."""
         self._departures.left(self._now_s)
         self._forget(entry)
         self._actions.append(Answer(entry, finish, reason))
 
     def _give_up(self, entry: Entry[R]) -> None:
-        """The request stops waiting for its adapter, if it does."""
+        """The request no longer waits for its adapter."""
         if entry.adapter is not None and not entry.holds:
             self.host.give_up(entry.adapter.digest, entry)
 
@@ -339,7 +339,7 @@ class WorkerCore(Generic[R]):
         self._bring_pinned()
 
     def _bring_pinned(self) -> None:
-        """Load the pinned adapters that are not in both memories: they are new, or had to leave for a request."""
+        """Load the pinned adapters that are not in both memories: new ones, and those evicted for a request."""
         for digest, adapter in self._pinned.items():
             if (digest in self._device and digest in self.host) or digest not in self._versions:
                 continue
@@ -354,7 +354,7 @@ class WorkerCore(Generic[R]):
                 self.host.fetch(adapter, _Fetch(adapter))
 
     def _look_ahead(self) -> None:
-        """Bring an adapter to the device or to host memory that is likely to be asked for soon."""
+        """Bring an adapter that is likely to be requested soon to the device or to host memory."""
         foresight, host, now_s = self.foresight, self.host, self._now_s
         if foresight is None or host.loading or self.closed:
             return
@@ -375,7 +375,7 @@ class WorkerCore(Generic[R]):
             host.fetch(adapter, _Fetch(adapter, foreseen=True))
 
     def _on_registered(self, versions: Mapping[str, Version]) -> None:
-        """Remove the versions that are not registered any more; running requests keep theirs to the end."""
+        """Remove the versions that are not registered any more. Running requests keep theirs until they end."""
         self._versions = versions
         for digest in {*self.host.copies, *self.host.files, *self._device}:
             if digest in versions:
@@ -385,7 +385,7 @@ class WorkerCore(Generic[R]):
                 self.host.drop(digest)
 
     def _place(self, digest: str) -> None:
-        """Show the fastest tier of an adapter, which may have changed."""
+        """Show the fastest tier of an adapter in the worker's state, because it may have changed."""
         tier = "device" if digest in self._device else self.host.tier(digest)
         residency = None
         if tier is not None:

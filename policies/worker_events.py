@@ -19,7 +19,7 @@ from motet.shared.model import AdapterRef, FinishReason, RequestBrief
 
 
 class Assign(msgspec.Struct, Generic[R], frozen=True):
-    """A valid request for this worker. The core refuses it by `Refuse`, or takes it."""
+    """A valid request was assigned to this worker. The core accepts it, or answers `Refuse`."""
 
     brief: RequestBrief
     owner: str
@@ -43,14 +43,16 @@ class OwnerLost(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Take no new requests. With a `reason`, requests that the engine does not have yet end with it."""
+    """Accept no new requests. With a `reason`, requests that the engine does not have yet end with it."""
 
     reason: object = None
 
 
 class NotStarted(msgspec.Struct, frozen=True):
-    """The engine did not take the request of the last `Start`. With a `reason` the request is answered. Without one, its
-    assignment is refused, as if it had never been here."""
+    """The engine did not accept the request of the last `Start`.
+
+    With a `reason` the request is answered with it. Without one its assignment is refused, as if it had never been accepted.
+    """
 
     key: Key
     reason: object = None
@@ -81,7 +83,7 @@ class LoadFailed(msgspec.Struct, frozen=True):
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """The request of a `Fetch` waits for KV blocks no longer, whether they came or not."""
+    """The fetch of the request's KV blocks is over, whether or not they came."""
 
     key: Key
 
@@ -93,11 +95,11 @@ class FileLost(msgspec.Struct, frozen=True):
 
 
 class DiskFull(msgspec.Struct, frozen=True):
-    """A download needs disk space: an `Evict` follows if a file can be spared."""
+    """A download needs disk space. An `Evict` follows if a file can be deleted."""
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """These adapters are pinned to this worker, the oldest pin first, and no others."""
+    """Exactly these adapters are pinned to this worker, the oldest pin first."""
 
     adapters: Sequence[AdapterRef]
 
@@ -107,7 +109,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """The registry has these versions and no others, by digest; the mapping may go on changing until the next one."""
+    """The registry has exactly these versions, by digest. The mapping may change until the next event of this kind."""
 
     versions: Mapping[str, Version]
 
@@ -117,7 +119,7 @@ class Version(Protocol):
 
     @property
     def rank(self) -> int:
-        """The largest over its modules."""
+        """The largest rank over its modules."""
 
     @property
     def size_bytes(self) -> int:
@@ -145,7 +147,7 @@ Event = (
 
 
 class Start(msgspec.Struct, Generic[R], frozen=True):
-    """Give the request to the engine; the host copy of its adapter is held until it ends."""
+    """Give the request to the engine. The host copy of its adapter is held until the request ends."""
 
     entry: Entry[R]
 
@@ -164,7 +166,7 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, Generic[R], frozen=True):
-    """Tell the owner that the request has ended; the engine does not have it."""
+    """Tell the owner that the request has ended. The engine does not have it."""
 
     entry: Entry[R]
     finish: FinishReason
@@ -172,7 +174,7 @@ class Answer(msgspec.Struct, Generic[R], frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """Refuse the assignment: a newer epoch is here (`newest`), the worker takes no new requests, or it is full."""
+    """Refuse the assignment: a newer epoch is in the book (`newest`), or the worker accepts no new requests, or it is full."""
 
     why: Literal["older", "closed", "full"]
     newest: int = 0
@@ -180,10 +182,11 @@ class Refuse(msgspec.Struct, frozen=True):
 
 
 class CopyIn(msgspec.Struct, frozen=True):
-    """Copy an adapter from host memory to the device if there is room without evicting; for a pinned one, idle ones leave.
+    """Copy an adapter from host memory to the device if there is room without evicting. For a pinned adapter idle ones are
+    evicted.
 
     With `over` no request has asked for the adapter yet: it is copied only if no other copy is under way and no request waits,
-    and only idle adapters of `over` make room, in this order.
+    and only idle adapters of `over` are evicted for it, in this order.
     """
 
     digest: str
@@ -191,7 +194,7 @@ class CopyIn(msgspec.Struct, frozen=True):
 
 
 class PinAdapters(msgspec.Struct, frozen=True):
-    """These adapters, and no others, leave the device after all others."""
+    """Pin these adapters, and no others: they are evicted from the device after all others."""
 
     digests: Collection[str]
 
@@ -203,7 +206,7 @@ class CopyOut(msgspec.Struct, frozen=True):
 
 
 class TooLargeForHost(msgspec.Struct, frozen=True):
-    """The reason of an `Answer`: an adapter of `size_bytes` never fits in the `room_bytes` of host memory."""
+    """A reason of `Answer`: an adapter of `size_bytes` never fits in the `room_bytes` of host memory."""
 
     size_bytes: int
     room_bytes: int

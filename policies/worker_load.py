@@ -17,7 +17,7 @@ Key = TypeVar("Key")
 
 
 class Ranks:
-    """A multiset of ranks with its size, sum and maximum."""
+    """A multiset of ranks, with its size, sum and maximum."""
 
     __slots__ = ("counts", "max", "size", "sum")
 
@@ -44,7 +44,7 @@ BANDS_MS = (1_000.0, 5_000.0)
 
 
 def band_of(ttft_slo_ms: float) -> int:
-    """The band of an objective; the lower one is the more urgent. An unknown objective (0) counts as standard."""
+    """The band of an objective; a lower band is more urgent. An unknown objective (0) counts as standard."""
     return bisect_left(BANDS_MS, ttft_slo_ms) if ttft_slo_ms else 1
 
 
@@ -66,7 +66,7 @@ class Share:
 
 
 class WorkerLoad:
-    """One worker's requests and their aggregates; token counts are expectations from each request's prediction."""
+    """One worker's requests and their aggregates. Token counts are expected values, from each request's prediction."""
 
     __slots__ = (
         "adapters",
@@ -94,7 +94,7 @@ class WorkerLoad:
         self.tightest = inf  # the smallest of `objectives`
 
     def put(self, brief: RequestBrief) -> RequestBrief | None:
-        """Add a request, or take in its new state; returns its state before."""
+        """Add a request, or replace its state. Returns its state before."""
         old = self.requests.get(brief.request_id)
         if old is None:
             self.add(brief)
@@ -134,7 +134,7 @@ class WorkerLoad:
             self.queue_out -= left
 
     def add(self, brief: RequestBrief) -> None:
-        """`brief.request_id` must not be here."""
+        """Add a request that is not here yet."""
         self.requests[brief.request_id] = brief
         self.exists.add(brief.rank)
         self._book(brief)
@@ -151,7 +151,7 @@ class WorkerLoad:
             self.tightest = min(self.tightest, objective_ms)
 
     def remove(self, request_id: str) -> RequestBrief | None:
-        """Take a request out; None when it is not here."""
+        """Remove a request and return it; None if it is unknown."""
         brief = self.requests.pop(request_id, None)
         if brief is None:
             return None
@@ -169,11 +169,14 @@ class WorkerLoad:
         return brief
 
     def kv_tokens_promised(self) -> float:
-        """KV tokens that the queue will take, plus half of those that running requests will add, since others end meanwhile."""
+        """KV tokens that the queue will take, plus half of those that running requests will add (others end meanwhile)."""
         return self.queue_tokens + self.queue_out + 0.5 * self.running_left
 
     def progress(self, now: dict[str, RequestBrief]) -> bool:
-        """Take in `now`, by request id, if it has the same requests and these only made progress; whether it was so."""
+        """If `now` (requests by id) has the same requests and they only made progress, apply it.
+
+        Returns whether that was so.
+        """
         requests = self.requests
         if now.keys() != requests.keys():
             return False
@@ -191,13 +194,13 @@ class WorkerLoad:
 
 
 def tokens_left(brief: RequestBrief) -> int:
-    """Output tokens a request is still expected to produce: at least one."""
+    """Output tokens that the request is still expected to produce, at least one."""
     left = brief.predicted_tokens - brief.output_tokens
     return left if left > 1 else 1
 
 
 def tokens_to_prefill(brief: RequestBrief) -> int:
-    """Tokens a queued request has to prefill: a resumed one recomputes what it already produced."""
+    """Tokens that a queued request has to prefill. A resumed request also computes its output so far again."""
     return brief.prompt_tokens + brief.output_tokens
 
 
@@ -207,7 +210,7 @@ def _same_kind(a: RequestBrief, b: RequestBrief) -> bool:
 
 
 def _one_less(counts: dict[Key, int], key: Key) -> int:
-    """Count `key` down, and forget it at zero; returns its count."""
+    """Decrease the count of `key`, and remove it at zero. Returns the new count."""
     left = counts[key] - 1
     if left:
         counts[key] = left

@@ -13,7 +13,7 @@ from motet.shared.model import RequestBrief, Residency, WorkerLimits
 
 
 class Changes(msgspec.Struct):
-    """The changes since the last message. An id is in one list only: a request that came and ended is in `removed`."""
+    """The changes since the last message. An id is in one list only: a request that came and ended is only in `removed`."""
 
     changed: list[RequestBrief]
     removed: list[str]
@@ -22,7 +22,7 @@ class Changes(msgspec.Struct):
 
 
 class View:
-    """One worker: its requests by id, its adapters by digest with the fastest tier of each, its free memory."""
+    """The state of one worker: its requests by id, its adapters by digest with their fastest tier, and its free memory."""
 
     def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
@@ -53,7 +53,7 @@ class View:
             self._requests[request_id] = None
 
     def progress(self, request_id: str, output_tokens: int) -> None:
-        """A request has produced this many output tokens; this is no change."""
+        """A request has produced `output_tokens` tokens so far. This alone is no change to report."""
         brief = self.requests.get(request_id)
         if brief is not None:
             brief.output_tokens = max(brief.output_tokens, output_tokens)
@@ -74,19 +74,19 @@ class View:
 
     @property
     def merged_share(self) -> float:
-        """The share of the requests here that are for the merged adapter; 0 without one."""
+        """The share of the requests that are for the merged adapter; 0 if none is merged."""
         if not self.merged or not self.requests:
             return 0.0
         return sum(brief.adapter_digest == self.merged for brief in self.requests.values()) / len(self.requests)
 
     def told(self) -> None:
-        """Forget all changes: a message has told them, or there is no listener."""
+        """Forget all changes, because a message has reported them or there is no listener."""
         self._requests.clear()
         self._adapters.clear()
         self._draining_told = self.draining
 
     def loaded(self) -> list[Residency]:
-        """The adapters in memory, for a snapshot without those on disk. Forgets all changes but those of the disk."""
+        """The adapters in memory, for a snapshot without those on disk. Forgets all changes but those on disk."""
         pending = [digest for digest in self._adapters if not self._in_memory(digest)]
         self.told()
         self._adapters.update(dict.fromkeys(pending))
@@ -97,7 +97,7 @@ class View:
         return residency is not None and residency.tier != "disk"
 
     def take(self) -> Changes:
-        """The changes since the last message; forgets them."""
+        """The changes since the last message. They are forgotten."""
         changes = Changes([], [], [], [])
         for request_id in self._requests:
             brief = self.requests.get(request_id)

@@ -52,7 +52,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class BlobModule(msgspec.Struct, frozen=True):
-    """One module of a blob: `start` is where its first row lies in the file, in bytes."""
+    """One module of a blob. `start` is the byte offset of its first row in the file."""
 
     module: str
     fan_in: int
@@ -82,6 +82,7 @@ class BlobIndex(msgspec.Struct, frozen=True):
 
     @property
     def adapted_layers(self) -> int:
+        """The number of layers in which the adapter changes a module."""
         return sum(any(part.ranks[layer] for part in self.parts) for layer in range(self.layers))
 
 
@@ -118,18 +119,18 @@ def safetensors_header(data: bytes | memoryview, size_bytes: int) -> tuple[dict[
 
 
 def pages_for(rank: int) -> int:
-    """The number of pages for this many ranks."""
+    """The number of pages that this many ranks fill."""
     return -(-rank // PAGE_RANKS)
 
 
 def data_bytes(modules: Mapping[str, tuple[int, int, int]], *, dtype: str, layers: int) -> int:
-    """Size of the data of a blob of {module: (largest rank, in, out)}: whole pages over all layers."""
+    """Bytes of a blob's data: whole pages over all layers. `modules`: {module: (largest rank, in, out)}."""
     rows = sum(pages_for(rank) * PAGE_RANKS * (fan_in + fan_out) for rank, fan_in, fan_out in modules.values())
     return rows * layers * DTYPE_BYTES[dtype]
 
 
 def write_blob(pairs: Pairs, *, dtype: str, layers: int) -> bytes:
-    """The blob of an adapter for a base of `layers` layers. A module's matrices have one shape but for their rank."""
+    """The blob of an adapter for a base of `layers` layers. The matrices of a module may differ in rank only."""
     header: dict[str, object] = {}
     shapes: dict[str, tuple[int, int]] = {}
     ranks: dict[str, list[int]] = {}

@@ -38,10 +38,10 @@ def ref_of(info: AdapterInfo) -> AdapterRef:
 
 
 class AdapterWatch:
-    """Follows all adapters, through restarts of NATS as well (deletions that happened meanwhile included).
+    """A live copy of all adapters. After a restart of NATS it catches up, also with deletions.
 
-    `on_change()` is called after every change once the initial state is there, in the event loop: look at the new state
-    with `resolve`, `by_digest` or `all`. It must not block.
+    `on_change()` is called in the event loop after every change, once the initial state is known. It must not block; it finds
+    the new state with `resolve`, `by_digest` or `all`.
     """
 
     def __init__(self, bus: Bus, on_change: Callable[[], None] | None = None) -> None:
@@ -69,23 +69,23 @@ class AdapterWatch:
         return self._watch.live
 
     def resolve(self, name: str, tenant: str = SHARED) -> AdapterInfo | None:
-        """The adapter (or alias) that `name` refers to for `tenant`: its own, else the shared one; with its version."""
+        """The tenant's own adapter (or alias) of this name, else the shared one; None if there is neither."""
         own = self.exactly(name, tenant) if tenant else None
         return own or self.exactly(name, SHARED)
 
     def exactly(self, name: str, tenant: str) -> AdapterInfo | None:
-        """The adapter (or alias) called `name` that belongs to `tenant`, or to all if that is `SHARED`."""
+        """The adapter (or alias) called `name` that belongs to `tenant`, or to all tenants if that is `SHARED`."""
         entry = self._entries.get((name, tenant))
         version = self._versions.get(entry.digest) if entry is not None else None
         return AdapterInfo(entry=entry, version=version) if entry is not None and version is not None else None
 
     def by_digest(self, digest: str) -> AdapterVersion | None:
-        """A version by content digest; also a replaced version without a name, until nothing uses it."""
+        """The version with this content digest. A replaced version without a name is found until nothing uses it."""
         return self._versions.get(digest)
 
     @property
     def digests(self) -> Mapping[str, AdapterVersion]:
-        """Every version by content digest, as it is at any time."""
+        """A live view of all versions by content digest."""
         return self._versions
 
     def all(self) -> list[AdapterInfo]:
@@ -113,12 +113,12 @@ class AdapterWatch:
         return sum(1 for _, owner in self._entries if owner == tenant)
 
     def owned_bytes(self, tenant: str) -> int:
-        """Size of the versions that the names of `tenant` point at; one that several of its names share counts once."""
+        """Bytes of the versions that names of `tenant` point at. A version with several names counts once."""
         digests = {entry.digest for (_, owner), entry in self._entries.items() if owner == tenant}
         return sum(self._versions[digest].size_bytes for digest in digests if digest in self._versions)
 
     def stored_bytes(self) -> int:
-        """Size of all stored versions."""
+        """Bytes of all stored versions."""
         return sum(version.size_bytes for version in self._versions.values())
 
     def versions(self) -> list[AdapterVersion]:

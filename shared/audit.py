@@ -39,7 +39,7 @@ class Audit:
         self._bus = bus
 
     async def record(self, event: AuditEvent) -> None:
-        """Append `event`, which has happened. If the stream cannot be reached, it is logged as a warning."""
+        """Append an event that has happened. If the stream cannot be reached, the event is logged as a warning."""
         event = msgspec.structs.replace(event, at_unix_ms=unix_ms())
         try:
             await self._bus.store(subjects.audit(event.action.split(".")[0]), msgspec.json.encode(event), {})

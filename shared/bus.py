@@ -68,7 +68,7 @@ def decode(data: bytes, kind: Any) -> Any:
 
 @contextlib.contextmanager
 def reaching(what: str) -> Iterator[None]:
-    """Errors of the client library become Overloaded when `what` is full, and Unavailable otherwise."""
+    """A context that turns the client library's errors into Overloaded when `what` is full, and into Unavailable otherwise."""
     try:
         yield
     except js_errors.APIError as error:
@@ -172,7 +172,7 @@ class Bus:
 
     @property
     def reconnects(self) -> int:
-        """How often the connection was made again: a change says that messages may have been missed."""
+        """The number of reconnections so far. When it changes, messages may have been missed."""
         return int(self.nc.stats["reconnects"])
 
     @property
@@ -181,11 +181,14 @@ class Bus:
         return self.nc.max_payload
 
     async def publish(self, subject: str, message: msgspec.Struct) -> None:
-        """Publish without an answer. Raises TooLarge, or Unavailable when the outgoing buffer is full or the bus is closed."""
+        """Publish a message that gets no answer.
+
+        Raises TooLarge, or Unavailable when the outgoing buffer is full or the bus is closed.
+        """
         await self.publish_encoded(subject, _encoder.encode(message))
 
     async def publish_encoded(self, subject: str, data: bytes) -> None:
-        """`publish` of an encoded message."""
+        """`publish` for a message that is encoded already."""
         try:
             if nats_compat.outbox_full(self.nc, OUTBOX_BYTES):
                 raise nats_errors.OutboundBufferLimitError
@@ -201,10 +204,11 @@ class Bus:
         return TooLarge(f"a message of {size} bytes to {subject} is larger than the {self.max_payload} that NATS takes")
 
     async def store(self, subject: str, data: bytes, headers: Mapping[str, str]) -> bool:
-        """Publish to JetStream and wait until it is stored.
+        """Publish to JetStream and wait until the message is stored.
 
         Returns False when the stream keeps one message per subject and already has one. Raises TooLarge (headers count),
-        Overloaded when the stream is full, Unavailable when it may not be stored (repeat it with the same Nats-Msg-Id).
+        Overloaded when the stream is full, and Unavailable when it is unknown whether the message was stored: repeat it with
+        the same Nats-Msg-Id.
         """
         size = nats_compat.stored_bytes(data, headers)
         if size > self.max_payload:
@@ -378,7 +382,7 @@ class Bus:
         return await self._provisioned(lambda: self.js.key_value(bucket), bucket, wait_s)
 
     async def object_store(self, bucket: str, *, wait_s: float = 15.0) -> ObjectStore:
-        """The same of an object store, for `shared.objects`."""
+        """The library's view of an object store, for `shared.objects`. Waits and raises as `key_value` does."""
         return await self._provisioned(lambda: self.js.object_store(bucket), bucket, wait_s)
 
     async def _provisioned(self, get: Callable[[], Awaitable[T]], bucket: str, wait_s: float) -> T:
@@ -408,10 +412,10 @@ class Bus:
 
 
 def _out_of_a_stream(msg: Msg) -> bool:
-    """Whether a message was stored and sent by JetStream: a delivery of a consumer, or the answer to a direct get.
+    """Whether JetStream stored and sent this message: a consumer's delivery, or the answer to a direct get.
 
-    The server checks permissions of publishers, but not the subject to which a consumer delivers or a get is answered.
-    Without this check, every user who may store a message could send it on any subject.
+    The server checks what a user may publish, but not the subject to which a consumer delivers or a get is answered. Without
+    this check, every user who may store a message could send it on any subject.
     """
     return (msg.reply or "").startswith("$JS.ACK.") or "Nats-Stream" in (msg.headers or {})
 
@@ -422,5 +426,5 @@ def _refuse_stored(msg: Msg) -> None:
 
 
 def _verb(subject: str) -> str:
-    """A subject's last token, or the one before an id: bounded label cardinality."""
+    """The last token of a subject, or the one before an id: a metric label with few values."""
     return subject.rsplit(".", 1)[-1]

@@ -199,9 +199,10 @@ def field(cls: type[Config], name: str) -> Field:
 
 
 def load(cls: type[C], flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> C:
-    """A `cls` from `flags` (option name -> value, None for not given), `environ` and defaults.
+    """The configuration `cls` from `flags` (option name -> value, None if not given), `environ` and defaults.
 
-    Raises ConfigError with the flag's name when a value is missing, of the wrong type or out of range, or is no option's.
+    Raises ConfigError with the flag's name when a value is missing, of the wrong type or out of range, or when a name is not an
+    option.
     """
     values: dict[str, Any] = {}
     unknown = set(flags)

@@ -16,9 +16,10 @@ LARGE_BYTES = 128 * 1024
 
 
 def return_large_buffers() -> bool:
-    """From now on buffers of `LARGE_BYTES` and more go back to the system when they are freed, and threads share one arena.
+    """Let the C library return freed buffers of `LARGE_BYTES` or more to the system, and share one arena among threads.
 
-    Costs page faults for every large buffer: not for a process that computes. False where the C library has no `mallopt`.
+    Returns False where the C library has no `mallopt`. Every large buffer then costs page faults, so a process that computes
+    should not call this.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)) and bool(mallopt(_M_ARENA_MAX, 1))
@@ -26,7 +27,7 @@ def return_large_buffers() -> bool:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Python looks for no garbage inside. For the import of a large library: it makes many objects, all of which stay."""
+    """A context without garbage collection, for the import of a large library: it makes many objects, all of which stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

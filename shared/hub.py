@@ -10,15 +10,15 @@ from motet.shared.config import ConfigError
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 """What a checkpoint may consist of: configs, weights, tokenizer files and the chat template."""
 NOT_FETCHED = ("consolidated*", "original/*")
-"""The same weights once more, in a layout of their vendor."""
+"""Files that contain the same weights again, in a vendor's layout."""
 
 
 def resolve_model(path_or_hub_id: str, files: Sequence[str] = MODEL_FILES) -> Path:
-    """The local directory of a model: itself for a directory, else a (cached) download of the Hugging Face id.
+    """The local directory of a model: the argument itself if it is a directory, else a (cached) download of the Hugging Face
+    id.
 
-    Of a download only `files` (glob patterns) are fetched.
-
-    Raises ConfigError when it is neither, or when it is not cached and cannot be downloaded.
+    Only `files` (glob patterns) are downloaded. Raises ConfigError when the argument is neither, or when the model is not
+    cached and cannot be downloaded.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():

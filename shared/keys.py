@@ -100,7 +100,10 @@ def add_to_key_file(path: Path, tenant: str, role: str) -> str:
 
 
 class KeyStore:
-    """A live copy of all stored keys, with changes. A change takes effect here at once, elsewhere within milliseconds."""
+    """A live copy of all stored keys, which can be changed.
+
+    A change takes effect here at once, elsewhere within milliseconds.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -117,7 +120,7 @@ class KeyStore:
         await self._watch.stop()
 
     def find(self, key: str) -> ApiKey | None:
-        """The record of a valid key."""
+        """The record of a key; None if the key is unknown or has expired."""
         found = self._by_digest.get(digest_of(key))
         return found if found is not None and not found.expired else None
 

@@ -34,7 +34,7 @@ class Bucket:
         return cls(name, await bus.key_value(name, wait_s=wait_s))
 
     async def get(self, key: str) -> KvEntry | None:
-        """The value of `key`, None without one."""
+        """The value of `key`; None if there is none."""
         with reaching(self._name):
             try:
                 found = await self._keys.get(key)
@@ -43,12 +43,15 @@ class Bucket:
             return KvEntry(found.value or b"", found.revision or 0)
 
     async def put(self, key: str, value: bytes) -> int:
-        """Write `value`, whatever was there; returns its revision."""
+        """Write `value`, replacing any earlier one; returns its revision."""
         with reaching(self._name):
             return await self._keys.put(key, value)
 
     async def replace(self, key: str, value: bytes, revision: int) -> int | None:
-        """Write `value` in place of exactly `revision` (0: no value). Returns the new revision, None if the key has changed."""
+        """Write `value` if the key's revision is still `revision` (0: the key has no value).
+
+        Returns the new revision, None if the key has changed.
+        """
         with reaching(self._name):
             try:
                 return await (self._keys.update(key, value, last=revision) if revision else self._keys.create(key, value))
@@ -56,7 +59,7 @@ class Bucket:
                 return None
 
     async def delete(self, key: str, revision: int | None = None) -> bool:
-        """Delete `key`, or exactly `revision` of it: False if the key has changed."""
+        """Delete `key`, with `revision` only if that is still the key's revision. Returns False if the key has changed."""
         with reaching(self._name):
             try:
                 return await self._keys.delete(key, last=revision)

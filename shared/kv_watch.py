@@ -37,9 +37,9 @@ RETRY_S = 0.1
 class KvWatch:
     """Follows the keys of `bucket` that match `pattern` (NATS wildcards) and reports them in the order of the stream.
 
-    `on_put(key, value)` for every value (repeated after an interruption), `on_delete(key)` for every delete marker,
-    `on_synced(keys)` whenever the whole present state was reported: `keys` are all that exist. Callbacks run in the event
-    loop and must not block; one that raises is logged and the watch goes on.
+    It calls `on_put(key, value)` for every value (repeated after an interruption), `on_delete(key)` for every delete marker,
+    and `on_synced(keys)` with all existing keys whenever the whole present state was reported. Callbacks run in the event loop
+    and must not block. A callback that raises is logged, and the watch goes on.
     """
 
     def __init__(

@@ -53,7 +53,10 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 class KvOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that holds the KV blocks of a moved request for its next worker. Whoever has the token may read them, once."""
+    """Names the worker that holds a moved request's KV blocks for the next worker.
+
+    A worker with the token may read them once.
+    """
 
     worker_id: str
     token: str
@@ -67,9 +70,9 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One sequence to generate. `n` choices are n of these. A resumed request carries the tokens that it already has.
+    """One sequence to generate. A request for `n` choices becomes n of these. A resumed request carries its tokens so far.
 
-    With `embedding` the prompt's embedding is wanted instead: it comes in the only item, without tokens.
+    With `embedding` the prompt's embedding is wanted instead: the only item contains it, and no tokens.
 
     (request_id, epoch) is unique: every resubmission by the owning gateway raises `epoch` by one, and items of a worker's
     frames count only with the latest epoch. Output token i has index i, counted from 0 across epochs.
@@ -103,7 +106,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Assigned(msgspec.Struct, tag="assigned", kw_only=True):
-    """Answer to submit: `worker_id` has accepted the request and will answer it."""
+    """Answer to submit: `worker_id` has accepted the request and will send its tokens."""
 
     worker_id: str
     predicted_tokens: int
@@ -193,9 +196,11 @@ Control = Cancel | Drain
 
 
 class Move(msgspec.Struct, kw_only=True):
-    """Hand a request of this epoch to the worker `to`, with its tokens so far, in the next epoch. Ignored by all but its owner,
-    and by the owner when the request is in another epoch, is not on a worker, or is there already. `kv`: fetching its KV blocks
-    is predicted to be faster than computing them again."""
+    """Hand a request of this epoch to the worker `to`, with its tokens so far, in the next epoch.
+
+    Only the owner of the request acts, and only if the request is in this epoch and on another worker than `to`. `kv`: fetching
+    its KV blocks is predicted to be faster than computing them again.
+    """
 
     request_id: str
     epoch: int
@@ -219,7 +224,7 @@ class OpenKv(msgspec.Struct, tag="open", kw_only=True):
 
 
 class ReadKv(msgspec.Struct, tag="read", kw_only=True):
-    """Asks for `size` bytes of the opened blocks from byte `offset` on. They must not lie in two pieces (`KvOpened`)."""
+    """Asks for `size` bytes of the opened blocks from byte `offset` on. The range must lie within one piece (`KvOpened`)."""
 
     token: str
     offset: int
@@ -228,7 +233,7 @@ class ReadKv(msgspec.Struct, tag="read", kw_only=True):
 
 
 class ProbeKv(msgspec.Struct, tag="probe", kw_only=True):
-    """Asks for `size` zero bytes, to measure how long they take."""
+    """Asks for `size` zero bytes, to measure how long a transfer takes."""
 
     size: int
     v: int = VERSION
@@ -238,8 +243,7 @@ KvRequest = OpenKv | ReadKv | ProbeKv
 
 
 class KvOpened(msgspec.Struct, tag="opened", kw_only=True):
-    """The first `blocks` of the keys can be read, as `block_bytes` each, block after block. The engine gives them out in pieces
-    of `piece_blocks`."""
+    """The blocks of the first `blocks` keys can be read: `block_bytes` each, one after another, in pieces of `piece_blocks`."""
 
     blocks: int
     block_bytes: int
@@ -276,16 +280,13 @@ class Pong(msgspec.Struct, tag="pong", kw_only=True):
 
 
 class WorkerSnapshot(msgspec.Struct, tag="snapshot", kw_only=True):
-    """The complete state of a worker, sent at start and with heartbeats. Replaces everything known before.
+    """The complete state of a worker, sent at start and with heartbeats. It replaces everything known before.
 
     `incarnation` changes with every process start; `seq` counts snapshots and deltas together from 1. Without `lists_disk` the
-    adapters that are on disk alone are left out, and stay as the receiver knew them.
-
-    `kv_blocks_free` are the blocks that a new request could get if all caches left; `adapter_bytes_free` hold nothing. If both
-    share their memory (`WorkerLimits.kv_block_bytes`), the same bytes count in both.
-
-    `merged` is the digest of the adapter that is merged into the weights of its steps, "" for none. `merged_share` is the share
-    of `requests` that are for it.
+    adapters that are on disk only are left out, and the receiver keeps what it knew of them. `kv_blocks_free` counts the blocks
+    that a new request could get if all cached entries were evicted; `adapter_bytes_free` counts empty bytes. If KV blocks and
+    adapters share their memory (`WorkerLimits.kv_block_bytes`), the same bytes count in both. `merged` is the digest of the
+    adapter that is merged into the weights, "" for none; `merged_share` is its share of `requests`.
     """
 
     worker_id: str
@@ -355,7 +356,7 @@ class Lease(msgspec.Struct, kw_only=True):
 
 
 class StatusRequest(msgspec.Struct, kw_only=True):
-    """Asks a scheduler for its view of the workers. `plan`: and which requests it would move."""
+    """Asks a scheduler for its view of the workers; with `plan` also for the requests that it would move."""
 
     plan: bool = False
     v: int = VERSION
@@ -364,8 +365,8 @@ class StatusRequest(msgspec.Struct, kw_only=True):
 class WorkerStatus(msgspec.Struct, kw_only=True):
     """A worker as a scheduler sees it. `age_ms` is the time since its last message; `stale`: too old to get requests.
 
-    `waiting` counts requests that wait or load. It includes `in_flight`: assigned requests that its state does not show yet.
-    `merged` and `merged_share` are as of its last snapshot.
+    `waiting` counts requests that wait or load, including `in_flight`: assigned requests that the worker's state does not show
+    yet. `merged` and `merged_share` are from its last snapshot.
     """
 
     worker_id: str
@@ -475,7 +476,7 @@ class RegisterAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
     kind: str
     location: str
     replace: bool = False
-    tenant: str = ""  # who alone may see and use it; "" is shared by all
+    tenant: str = ""  # the only tenant that may see and use it; "" is shared by all
     actor: str = ""  # who asked, for the audit log: an API key's id
     v: int = VERSION
 
@@ -501,9 +502,10 @@ class DeleteAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PinAdapter(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Let these workers keep what `tenant`'s `name` points at loaded; `model.EVERY_WORKER` means all of them. None: unpin.
+    """Keep the adapter that `tenant`'s `name` points at loaded on these workers; `model.EVERY_WORKER` means all of them.
 
-    Refused when a worker is unknown (BadRequest), or has no room for another pin (Conflict).
+    Without workers the name is unpinned. Refused when a worker is unknown (BadRequest) or has no room for another pin
+    (Conflict).
     """
 
     name: str

@@ -12,13 +12,13 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """The linear layers an adapter may target, in the order in which a layer runs them."""
 
 ADAPTER_NAME = re.compile(r"(?!.*/pin\Z)[A-Za-z0-9][A-Za-z0-9_-]*(?:[./][A-Za-z0-9_-]+)*")
-"""`/v1/adapters/<name>/pin` is the pin of an adapter, so no name ends like that."""
+"""The pattern of adapter names. `/v1/adapters/<name>/pin` is the pin of an adapter, so no name ends like that."""
 ADAPTER_NAME_CHARS = 128
 ADAPTER_NAME_RULE = (
     f"letters, digits, '_' and '-', single '.' and '/' between them, at most {ADAPTER_NAME_CHARS} characters, and no '/pin' at"
     " the end"
 )
-"""The same for people."""
+"""The pattern in words, for error messages."""
 
 Tier = Literal["device", "host", "disk"]
 Phase = Literal["loading", "waiting", "running"]
@@ -89,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class EmbeddingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What embedding a request is for. `dimensions`: its length, where the model can shorten it; None for the model's own."""
+    """Parameters of an embedding. `dimensions`: its length, where the model can shorten it; None for the model's own."""
 
     dimensions: int | None = None
 
@@ -122,13 +122,13 @@ EVERY_WORKER = "*"
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """The workers that keep an adapter loaded: their ids, or EVERY_WORKER alone. Older pins come first where room is short."""
+    """The workers that keep an adapter loaded: their ids, or EVERY_WORKER alone. If memory is short, older pins come first."""
 
     workers: tuple[str, ...]
     since_unix_ms: int
 
     def covers(self, worker_id: str) -> bool:
-        """Whether this worker is one of them."""
+        """Whether the pin applies to this worker."""
         return worker_id in self.workers or EVERY_WORKER in self.workers
 
 
@@ -144,7 +144,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     alias_of: str | None = None
     updated_unix_ms: int
     hold: str = ""  # the registry's own: this entry's claim on the version's blob
-    tenant: str = ""  # who alone may see and use it; "" is shared by all
+    tenant: str = ""  # the only tenant that may see and use it; "" is shared by all
     source: str = ""  # where this name's content came from; a version's is where its content was first seen, by whomever
     pin: Pin | None = None  # of the name: it goes on to the name's next version
 
@@ -207,7 +207,7 @@ _Rows = Annotated[int, Meta(ge=1)]
 
 
 class EngineSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step's time from what it reads and computes (`policies.step_fit`), in milliseconds."""
+    """The time of a step, in milliseconds, from what the step reads and computes (`policies.step_fit`)."""
 
     rows: Annotated[tuple[_Rows, ...], Meta(min_length=2)]  # ascending
     pass_ms: Annotated[tuple[_Ms, ...], Meta(min_length=2)]  # all rows of a step through the weights, at each of `rows`
@@ -246,21 +246,21 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
     pin_slots: int = 0
     """Adapters that may be pinned here."""
     pin_bytes: int = 0
-    """The bytes that they may have together."""
+    """The bytes that pinned adapters may have together."""
     capabilities: tuple[str, ...] = ()
     """The words of `Capability` that its engine has. Receivers ignore words that they do not know."""
     kv_format: str = ""
-    """What the bytes of its KV blocks depend on, besides their content. Workers with the same one can take over each other's
+    """A digest of what the bytes of KV blocks depend on besides their content. Workers with the same digest can exchange KV
     blocks; "" for an engine that cannot."""
     kv_token_bytes: int = 0
     """KV bytes of one token, where blocks can be taken over."""
 
     @property
     def kv_blocks_most(self) -> int:
-        """KV blocks that there are while no adapter is on the device."""
+        """The number of KV blocks while no adapter is on the device."""
         return self.kv_blocks_total + (self.adapter_bytes_total // self.kv_block_bytes if self.kv_block_bytes else 0)
 
     @property
     def adapter_bytes_most(self) -> int:
-        """Bytes for adapters while there is no KV block."""
+        """Bytes for adapters while there are no KV blocks."""
         return self.adapter_bytes_total + self.kv_blocks_total * self.kv_block_bytes

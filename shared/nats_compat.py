@@ -46,7 +46,7 @@ class NatsClient(_Client):
     """The library's client with three changes.
 
     - With TLS configured it sends nothing over an unencrypted connection. The library upgrades to TLS only if the server's
-      greeting says so. The greeting is not encrypted, so somebody who can change it would get the password.
+      greeting says so. The greeting is not encrypted, so an attacker who changes it would get the password.
     - It reconnects to the server that failed least recently. The library tries its servers in random order. A frozen server
       accepts connections and does not greet, so trying it first would cost `connect_timeout`.
     - It aborts a lost connection. The library closes it in order and waits until all that it had written is sent, and over TLS
@@ -81,7 +81,7 @@ class NatsClient(_Client):
 
 
 def gave_up(client: _Client) -> BaseException | None:
-    """Why the client stopped reconnecting: its reconnection ended with an error that the library does not expect."""
+    """The unexpected error that ended the client's reconnecting; None otherwise."""
     returning = client._reconnection_task
     if client.is_reconnecting and returning is not None and returning.done() and not returning.cancelled():
         return returning.exception() or nats_errors.Error("the reconnection ended")
@@ -91,21 +91,24 @@ def gave_up(client: _Client) -> BaseException | None:
 async def flush(client: _Client) -> None:
     """Wait until the server has received everything sent so far. Raises nats.errors.Error after ten seconds.
 
-    The library's own flush puts its PING ahead of what is still buffered, the newest subscription for one: the PONG would come
-    back before the server has read that.
+    The library's own flush sends its PING before messages that are still buffered, such as the newest subscription. The PONG
+    would come back before the server has read them.
     """
     await client._flush_pending(force_flush=True)
     await client.flush()
 
 
 def drop_unsent(client: _Client) -> None:
-    """Forget what waits to be sent: `close` would write it to the connection, and raise when the connection is lost."""
+    """Discard the messages that wait to be sent. `close` would write them, and raise when the connection is lost."""
     client._pending, client._pending_data_size = [], 0
 
 
 def outbox_full(client: _Client, limit_bytes: int) -> bool:
-    """Whether more than `limit_bytes` wait to be sent. The library refuses messages only while it reconnects, and would let the
-    buffer grow for a server that is connected and does not read."""
+    """Whether more than `limit_bytes` wait to be sent.
+
+    The library refuses messages only while it reconnects. For a connected server that does not read, its buffer would grow
+    without limit.
+    """
     return client.pending_data_size > limit_bytes
 
 
@@ -136,13 +139,15 @@ def take_endpoints(service: MicroService) -> list[Subscription]:
 
 
 def message_of(request: MicroRequest) -> Msg:
-    """The message of a request: its reply subject says whether JetStream sent it."""
+    """The NATS message behind a micro service request. Its reply subject shows whether JetStream sent it."""
     return request._msg
 
 
 def stored_bytes(data: bytes, headers: Mapping[str, str]) -> int:
-    """The size of a message as the server counts it. The library's own check leaves the headers out, and the server closes the
-    connection of a client that sends too much."""
+    """The size of a message as the server counts it, in bytes.
+
+    The library's own check leaves out the headers, and the server closes the connection of a client that sends too much.
+    """
     return len(data) + len(b"NATS/1.0\r\n\r\n") + sum(len(f"{k}: {v}\r\n".encode()) for k, v in headers.items())
 
 
@@ -167,8 +172,8 @@ async def answered_control(client: _Client, msg: Msg, sequence: int) -> bool:
     """Whether `msg`, from a push consumer, is flow control or a heartbeat instead of a message of the stream.
 
     Flow control is answered here, so that the server sends no faster than we read: the library answers it only at the next
-    heartbeat. `sequence` is the consumer's of the last message. Raises nats.js.errors.Error when a heartbeat knows of later
-    ones.
+    heartbeat. `sequence` is the consumer sequence of the last message. Raises nats.js.errors.Error when a heartbeat shows that
+    a later message was lost.
     """
     headers = msg.headers or {}
     # a message of the stream carries the headers that its publisher chose, but its reply is the server's

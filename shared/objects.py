@@ -49,13 +49,13 @@ class Objects:
         return cls(bus, bucket, await bus.object_store(bucket, wait_s=wait_s))
 
     async def put(self, name: str, data: bytes | Readable, *, chunk_bytes: int | None = None) -> None:
-        """Store an object, in place of an older one of this name."""
+        """Store an object; an older object of this name is replaced."""
         meta = None if chunk_bytes is None else ObjectMeta(options=ObjectMetaOptions(max_chunk_size=chunk_bytes))
         with reaching(self._name):
             await self._store.put(name, data, meta)  # type: ignore[arg-type]
 
     async def info(self, name: str) -> ObjectInfo | None:
-        """What is stored about an object, None without one."""
+        """Size and other facts of a stored object; None if there is none."""
         with reaching(self._name):
             try:
                 info: ObjectInfo | None = await self._store.get_info(name)
@@ -64,7 +64,7 @@ class Objects:
         return info
 
     async def whole(self, name: str, size_bytes: int) -> bool:
-        """Whether there is an object of this size with every chunk of it."""
+        """Whether the object exists, has this size and has all its chunks."""
         info = await self.info(name)
         if info is None or info.size != size_bytes:
             return False
@@ -72,12 +72,12 @@ class Objects:
         return (await self._chunk_counts(chunks)).get(chunks, 0) == info.chunks
 
     async def delete(self, name: str) -> None:
-        """Delete an object, if there is one."""
+        """Delete an object if it exists."""
         with reaching(self._name), contextlib.suppress(js_errors.NotFoundError):
             await self._store.delete(name)
 
     async def orphans(self) -> set[str]:
-        """The ids of interrupted uploads: chunks without an object. An upload that is under way looks the same."""
+        """The ids of interrupted uploads: chunks without an object. A running upload looks the same."""
         counts = await self._chunk_counts(self._chunks + "*")
         with reaching(self._name):
             try:
@@ -98,10 +98,10 @@ class Objects:
 
 
 async def read_object(bus: Bus, store: Objects, name: str, sink: BinaryIO) -> None:
-    """Write the object `name` of `store` to `sink`; whether the bytes are the right ones is for the caller to check.
+    """Write the object `name` of `store` to `sink`. The caller checks the content.
 
-    Raises NotFound; Unavailable when chunks are missing, nothing is heard for `DEAF_S`, or JetStream does not answer `TRIES`
-    times; and what `sink` raises.
+    Raises NotFound; Unavailable when chunks are missing, no message arrives for `DEAF_S`, or JetStream does not answer `TRIES`
+    times; and whatever `sink` raises.
     """
     for left in reversed(range(TRIES)):
         try:

@@ -23,7 +23,7 @@ log = logger("motet.placement")
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The digests that a worker is to keep, the most important first; who wrote it, and when."""
+    """The adapters (digests) that a worker should keep loaded, the most important first; which scheduler wrote it, and when."""
 
     owner: str
     digests: tuple[str, ...]
@@ -63,7 +63,7 @@ class PlacementWatch:
         return known.digests if known is not None else ()
 
     def workers(self, digest: str) -> list[str]:
-        """The workers that are to keep an adapter."""
+        """The workers that should keep this adapter loaded."""
         return sorted(worker_id for worker_id, known in self._known.items() if digest in known.digests)
 
     def _put(self, key: str, value: bytes) -> None:

@@ -26,7 +26,7 @@ MAY_BE_ZERO = {"kv_block_bytes", "kv_token_bytes", "pin_slots", "pin_bytes"}
 
 
 class FileError(ValueError):
-    """A file that cannot be used: names line, field and reason."""
+    """A file that cannot be used. The message names the line, the field and the reason."""
 
     def __init__(self, path: Path, line: int, field: str, reason: str) -> None:
         super().__init__(f"{path.name}:{line}: {f'{field}: ' if field else ''}{reason}")
@@ -46,7 +46,7 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The worker's configuration beyond its limits."""
+    """The configuration of the worker, except for its limits."""
 
     max_step_tokens: _Count = 512
     max_loras: _Count = 64
@@ -97,7 +97,7 @@ class FitFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """The whole profile of a worker."""
 
     motet_profile: int
     name: str = ""

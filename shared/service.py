@@ -38,10 +38,10 @@ class Service(Protocol):
         """Connect and start serving."""
 
     def not_ready(self) -> list[str]:
-        """Reasons why this service cannot work now; empty when it can."""
+        """The reasons why this service cannot work now; empty if it can."""
 
     def failure(self) -> str:
-        """Why this process can never work again and must be replaced; "" while it can."""
+        """Why this process can never work again and must be replaced; "" if it can."""
 
     async def drain(self) -> None:
         """Accept nothing new and wait for running work. Cancelled at the deadline."""
@@ -84,7 +84,7 @@ def metrics_text() -> bytes:
 
 
 def health(service_name: str, failure: str) -> tuple[dict[str, object], int]:
-    """The body and status of `/health`."""
+    """The body and the status code of `/health`."""
     if failure:
         return {"status": "failed", "service": service_name, "reasons": [failure]}, 503
     return {"status": "ok", "service": service_name}, 200

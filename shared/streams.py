@@ -35,17 +35,17 @@ class Delivery:
         self.published_unix_ms = int(meta.timestamp.timestamp() * 1000)
 
     async def acknowledge(self) -> None:
-        """The message is settled. Returns when the server knows."""
+        """Settle the message: it is not delivered again. Returns when the server has confirmed this."""
         with reaching(self.stream):
             await self._message.ack_sync()
 
     async def keep(self) -> None:
-        """The message is still worked on: the server does not deliver it again yet."""
+        """Tell the server that the message is still being processed, so that it is not delivered again yet."""
         with reaching(self.stream):
             await self._message.in_progress()
 
     async def hand_back(self) -> None:
-        """The server delivers the message again, here or elsewhere."""
+        """Let the server deliver the message again, to this or to another process."""
         with reaching(self.stream):
             await self._message.nak()
 
@@ -63,7 +63,7 @@ class Pulls:
             return cls(stream, await bus.js.pull_subscribe_bind(consumer, stream))
 
     async def fetch(self, count: int, wait_s: float) -> list[Delivery]:
-        """Up to `count` messages; none after `wait_s` without any. Raises Unavailable."""
+        """Up to `count` messages; an empty list if none arrives within `wait_s`. Raises Unavailable."""
         with reaching(self._stream):
             try:
                 return [Delivery(message) for message in await self._subscription.fetch(count, timeout=wait_s)]
@@ -71,13 +71,13 @@ class Pulls:
                 return []
 
     async def close(self) -> None:
-        """Withdraw what was asked for at the server. Raises Unavailable."""
+        """Cancel the pull requests that are open at the server. Raises Unavailable."""
         with reaching(self._stream):
             await self._subscription.unsubscribe()
 
 
 class Size(NamedTuple):
-    """What a stream holds."""
+    """How much a stream holds."""
 
     messages: int
     bytes: int
@@ -87,7 +87,7 @@ class Size(NamedTuple):
 
 
 async def size_of(bus: Bus, stream: str) -> Size:
-    """Raises Unavailable."""
+    """How much `stream` holds. Raises Unavailable."""
     with reaching(stream):
         info = await bus.js.stream_info(stream)
     state = info.state

@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-if not Path("/dev/nvidiactl").exists():  # read when triton is first imported, by whichever test
+if not Path("/dev/nvidiactl").exists():  # read when a test first imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 from motet.cli.nats_server import NatsServer
@@ -20,7 +20,7 @@ from motet.shared.provision import provision
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Half as many processes again as cores, for `-n auto`: many tests wait for services in processes of their own."""
+    """For `-n auto`: one and a half processes per core, because many tests wait for services in other processes."""
     return max(2, (os.cpu_count() or 1) * 3 // 2)
 
 
@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("any machine")
 
 @pytest.fixture(autouse=True)
 def log_levels() -> Iterator[None]:
-    """Every test finds the log levels as they were: some commands, called in this process, silence what they start."""
+    """Restore the log levels after each test, because some commands, called in this process, change them."""
     loggers = [logging.getLogger(), logging.getLogger("motet")]
     levels = [each.level for each in loggers]
     yield
@@ -40,7 +40,7 @@ def log_levels() -> Iterator[None]:
 
 @pytest.fixture
 async def nats_server(tmp_path: Path) -> AsyncIterator[NatsServer]:
-    """A real nats-server with JetStream on a free port, gone after the test."""
+    """A real nats-server with JetStream on a free port. It ends with the test."""
     server = NatsServer(tmp_path / "nats")
     await server.start()
     yield server

@@ -8,7 +8,7 @@ from motet.kernels.attention import KvCache
 
 
 def stored(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`kv` [..., head_dim] as a cache of this type gives it back, in fp64."""
+    """`kv` [..., head_dim] as read back from a cache of this type, in fp64."""
     if dtype != torch.int8:
         return kv.to(dtype).double()
     numbers, scales = rounded(kv)
@@ -23,7 +23,7 @@ def rounded(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Layer:
-    """One layer of a cache whose memory holds what a diverged request left: NaN, in int8 as scales."""
+    """One layer of a cache whose memory is NaN (in int8 the scales), as a diverged request could leave it."""
 
     def __init__(self, *, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         cache = KvCache(layers=1, blocks=blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)

@@ -38,7 +38,7 @@ LONG = "x" * 9000
 
 @dataclass(frozen=True)
 class Malformed:
-    """One archive that must be refused; `reason` is a part of the refusal."""
+    """One archive that must be refused. `reason`: a part of the expected message."""
 
     name: str
     make: Callable[[], bytes]
@@ -47,7 +47,7 @@ class Malformed:
 
 @dataclass(frozen=True)
 class MalformedDirectory:
-    """One directory that must be refused; `make` writes it below the directory it is given."""
+    """One directory that must be refused. `make` writes it below the given directory."""
 
     name: str
     make: Callable[[Path], object]
@@ -95,7 +95,7 @@ def pax_record(key: str, value: str) -> bytes:
 
 
 def many_global_headers(after: bytes) -> bytes:
-    """Headers of allowed size, each of which tarfile copies into every later member: memory grows with their square."""
+    """Headers of allowed size, each of which tarfile copies into every later member, so that memory grows with their square."""
     blocks = []
     for header in range(60):
         records = b"".join(b"15 h%03d%05d=x\n" % (header, key) for key in range(4000))
@@ -107,12 +107,12 @@ def many_global_headers(after: bytes) -> bytes:
 
 
 def raw_safetensors(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file whose header is taken as it is; `length` overrides what it says of the header."""
+    """A safetensors file with this header as it is. `length` overrides the stated length of the header."""
     return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 
 class _Corpus:
-    """The parts of a good adapter for one base model, and what is made of them."""
+    """The parts of a good adapter for one base model, and the malformed archives made of them."""
 
     def __init__(self, shapes: BaseShapes, max_bytes: int) -> None:
         self.shapes, self.max_bytes = shapes, max_bytes

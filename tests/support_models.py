@@ -158,7 +158,7 @@ def make_adapters(model_dir: Path, directory: Path, *, seed: int = 1) -> list[Ad
 
 
 def _blob(adapted: Any) -> bytes:
-    """The motet-lora/2 form, with the scales that peft itself computed."""
+    """The adapter in the form motet-lora/2, with the scales that peft computed."""
     pairs = {}
     for key, module in adapted.named_modules():
         if not hasattr(module, "lora_A") or "default" not in module.lora_A:
@@ -252,8 +252,8 @@ class Sequence:
 def drive(runner: ModelRunner, sequences: list[Sequence], *, chunk: int, block_size: int = 8, seed: int = 0) -> None:
     """Run all sequences to `count` greedy tokens: prefill in chunks of `chunk`, decode together, scattered KV blocks.
 
-    Logits of every row are asked for and kept in `Sequence.logits`, so that position i's are `logits[i]`. Sequence j
-    joins at step j // 3, so that prefill and decode rows mix; the order of sequences is shuffled in every step.
+    The logits of every row are kept in `Sequence.logits`: those of position i are `logits[i]`. Sequence j joins at step j // 3,
+    so that prefill and decode rows mix. The order of sequences is shuffled in every step.
     """
     draw = random.Random(seed)
     free = list(range(600))
@@ -278,7 +278,7 @@ def drive(runner: ModelRunner, sequences: list[Sequence], *, chunk: int, block_s
 
 
 def step_batch(live: list[Sequence], takes: list[int], block_size: int) -> StepBatch:
-    """The next `takes[i]` tokens of every sequence, logits wanted of all rows."""
+    """A batch of the next `takes[i]` tokens of every sequence, with logits for all rows."""
     rows = sum(takes)
     tables = np.zeros((len(live), max((len(s.blocks) for s in live), default=1)), dtype=np.int32)
     tokens, positions, slots, kv_slots = [], [], [], []

@@ -16,7 +16,7 @@ REQUIRED = {"model": "m"}
 
 
 def values(option: Field) -> tuple[str, str]:
-    """Two different values as somebody would type them, neither of them the default."""
+    """Two different values in the form of the command line. Neither is the default."""
     bounds = [meta for meta in getattr(option.hint, "__metadata__", ()) if isinstance(meta, msgspec.Meta)]
     if get_origin(option.type) is Literal:
         others = [choice for choice in get_args(option.type) if choice != option.default]

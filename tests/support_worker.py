@@ -85,7 +85,7 @@ def generate_request(request_id: str = "", *, prompt: Sequence[int] = (1, 2, 3),
 
 
 class FakeWorker:
-    """One incarnation of a fake worker. What it was sent stands in `assigned` and `controls`, in order of arrival."""
+    """One incarnation of a fake worker. `assigned` and `controls` hold the messages to it, in order of arrival."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class FakeWorker:
         )
 
     async def delta(self, *, changed: Sequence[RequestBrief] = (), removed: Sequence[str] = (), skip: int = 0) -> None:
-        """Announce a change now; `skip` loses so many messages before it."""
+        """Announce a change now; `skip` messages before it are lost."""
         self.seq += 1 + skip
         for brief in changed:
             self.requests[brief.request_id] = brief
@@ -182,16 +182,16 @@ class FakeWorker:
             self.requests.pop(request.request_id, None)
 
     def mute(self) -> None:
-        """No more heartbeats, as if it hung; the lease is renewed still."""
+        """Send no more heartbeats, as if the worker hung. The lease is still renewed."""
         if self._beat is not None:
             self._beat.cancel()
 
     async def goodbye(self) -> None:
-        """Give the lease back."""
+        """Release the lease."""
         await self._lease.release()
 
     async def die(self) -> None:
-        """Vanish without a word: the connection closes, the lease runs out."""
+        """End without a notice: the connection closes and the lease expires."""
         self.mute()
         await self.bus.nc.close()
 
@@ -212,7 +212,7 @@ class FakeWorker:
         return Accepted(worker_id=self.worker_id)
 
     async def _speak(self, request: GenerateRequest, tokens: Sequence[int]) -> None:
-        """The rest of `tokens`, beyond what the request already has, one frame each."""
+        """Send the rest of `tokens`, beyond what the request already has, one frame each."""
         start = len(unpack_tokens(request.output))
         for index in range(start, len(tokens)):
             finish: FinishReason | None = "length" if index == len(tokens) - 1 else None
@@ -231,7 +231,7 @@ class FakeWorker:
 
 
 def brief_of(request: GenerateRequest, phase: Phase = "waiting") -> RequestBrief:
-    """The request as a worker's state shows it."""
+    """The request in the form of a worker's state."""
     return RequestBrief(
         request_id=request.request_id,
         epoch=request.epoch,

@@ -32,7 +32,7 @@ NEW_OBJECTS = 100_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BusDelays:
-    """Delays and intervals of messages; the intervals are those of live workers."""
+    """Delays of messages, and intervals between reports. The intervals are those of live workers."""
 
     submit_ms: float = 0.0
     assign_ms: float = 0.0
@@ -44,8 +44,10 @@ class BusDelays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceSpec:
-    """A planner beside the first scheduler that moves requests (`policies.rebalance`). `clock_s`: real seconds, to measure how
-    long plans take; they take no virtual time."""
+    """A planner beside the first scheduler that moves requests between workers (`policies.rebalance`).
+
+    `clock_s`: real seconds, to measure how long plans take; they take no virtual time.
+    """
 
     config: RebalanceConfig = field(default_factory=RebalanceConfig)
     every_s: float = 0.25
@@ -64,7 +66,7 @@ class _Reporter:
 
 @dataclass(slots=True)
 class _Attempt:
-    """A request between its scheduler and a worker."""
+    """A request on its way from a scheduler to a worker."""
 
     request: Request
     scheduler: Scheduler
@@ -75,9 +77,11 @@ class _Attempt:
 
 
 class Cluster:
-    """Build it, `run` it, read `metrics` or `summary`. Without a scheduler, one worker gets every request at once, with the
-    output length that `predict` says: by default the true one. `balance`: requests move. `preload`: adapters that are on the
-    device at the start, by worker id."""
+    """A simulated cluster: build it, `run` it, read `metrics` or `summary`.
+
+    Without a scheduler, one worker gets every request at once, with the output length that `predict` returns: by default the
+    true one. `balance`: a planner moves requests. `preload`: adapters on the device at the start, by worker id.
+    """
 
     def __init__(
         self,
@@ -149,7 +153,7 @@ class Cluster:
             gc.unfreeze()
 
     def summary(self) -> dict[str, Any]:
-        """The figures up to the present time, or to the last token."""
+        """The figures of the run so far, or up to the last token."""
         ended = int(self.metrics.end_ps.max(initial=0))
         end_s = (self.events.now_ps if self._open else ended) / PS_PER_S
         busy_s = sum(worker.busy_ps for worker in self.workers) / PS_PER_S
@@ -208,8 +212,10 @@ class Cluster:
         self._place(attempt)
 
     def move(self, request_id: str, to: str, *, fetch: bool = False) -> None:
-        """Hand a request from the worker that has it to another one. Ignored when no worker has it, or the other one is it.
-        `fetch`: its KV blocks go with it, where workers have a prefix cache."""
+        """Hand a request from its worker to another one. Ignored when no worker has it, or the other one has it already.
+
+        `fetch`: its KV blocks move with it, where workers have a prefix cache.
+        """
         index = int(request_id)
         worker = self.workers[self.metrics.worker[index]]
         if self.metrics.worker[index] >= 0 and worker.worker_id != to:
@@ -223,7 +229,7 @@ class Cluster:
         self._send(_Attempt(live.request, scheduler, predicted, before=live, fetch_at=to if fetch else ""), to)
 
     def _look(self, balance: BalanceSpec) -> None:
-        """The planner of the first scheduler looks at the cluster, moves requests, and looks again later."""
+        """The planner of the first scheduler checks the cluster, moves requests, and schedules its next check."""
         self._find_moves(balance)
         if self._open:
             self.events.at(self.events.now_ps + round(balance.every_s * PS_PER_S), MESSAGE, self._look, balance)

@@ -20,7 +20,7 @@ def to_ps(time_ms: float) -> int:
 
 
 class Events:
-    """The event queue, ordered by (time, priority, order of `at`): the same calls always give the same history."""
+    """The event queue, ordered by (time, priority, order of calls): the same calls always produce the same history."""
 
     def __init__(self) -> None:
         self.now_ps = 0
@@ -33,7 +33,7 @@ class Events:
         return len(self._heap)
 
     def at(self, time_ps: int, priority: int, action: Callable[..., None], *args: Any) -> None:
-        """`action(*args)` at `time_ps`, which is not in the past."""
+        """Call `action(*args)` at `time_ps`, which must not be in the past."""
         self._sequence += 1
         heappush(self._heap, (time_ps, priority, self._sequence, action, args))
 

@@ -45,7 +45,7 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], float | None], str], ...] = (
     ("starved adapters", lambda f: f["starvation"]["starved_adapters"], ",.0f"),
     ("preemptions", lambda f: f["preemptions"], ",.0f"),
 )
-"""What a table of results shows: name, where it is in a summary, how it is written."""
+"""The rows of a table of results: name, place in the summary, format."""
 
 
 def table_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -58,5 +58,5 @@ def _seconds(value_ms: float | None) -> float | None:
 
 
 def cell(value: float | None, form: str) -> str:
-    """A number as it is written, or a dash for none."""
+    """A number as text, or a dash for None."""
     return "-" if value is None else format(value, form)

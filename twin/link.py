@@ -21,8 +21,8 @@ FOREVER_PS = 1 << 62
 class LinkModel:
     """The link of one worker, its CPU LoRA processes, and the rules for joining before a copy is complete.
 
-    `drag`: how much longer a step takes per time that a copy passes beside it. 0: copies cost steps nothing; 1: steps stand
-    still meanwhile.
+    `drag`: how much longer a step takes per time of a copy beside it. 0: copies cost steps nothing; 1: steps stand still
+    meanwhile.
     """
 
     bytes_per_s: float
@@ -41,7 +41,10 @@ class _Copying:
 
 
 class DeviceLink:
-    """Copies in the order in which they began. Times are whole picoseconds, so equal histories stay equal to the bit."""
+    """Copies over the link, in the order in which they began.
+
+    Times are whole picoseconds, so that equal histories are equal to the bit.
+    """
 
     def __init__(self, model: LinkModel) -> None:
         self._model = model
@@ -57,7 +60,7 @@ class DeviceLink:
         self._queue.append(_Copying(digest, size_bytes, total_ps, total_ps))
 
     def cancel(self, digest: str) -> None:
-        """Remove a copy; those behind it move up."""
+        """Remove a copy; later copies move up."""
         self._queue = [copy for copy in self._queue if copy.digest != digest]
 
     def advance(self, now_ps: int) -> list[str]:
@@ -76,14 +79,14 @@ class DeviceLink:
         return whole
 
     def loaded(self, digest: str) -> int:
-        """The number of completed layers of a copy; all of them once it has ended."""
+        """The number of completed layers of a copy; all layers after its end."""
         copy = next((one for one in self._queue if one.digest == digest), None)
         if copy is None:
             return self._model.layers
         return (copy.total_ps - copy.left_ps) * self._model.layers // copy.total_ps
 
     def ahead_bytes(self, digest: str) -> float:
-        """Bytes that pass the link until this copy is complete."""
+        """Bytes to transfer until this copy is complete."""
         at = self._queue.index(self._find(digest))
         return sum(copy.left_ps for copy in self._queue[: at + 1]) / self._ps_per_byte
 
@@ -98,7 +101,7 @@ class DeviceLink:
 
     @property
     def first_whole_ps(self) -> int:
-        """Time until the next copy is complete."""
+        """Time until the first running copy is complete."""
         return self._queue[0].left_ps
 
     def _find(self, digest: str) -> _Copying:
@@ -106,7 +109,7 @@ class DeviceLink:
 
 
 class Copies:
-    """The link of one worker as `policies.batch_core` sees it, and how copies under way delay requests and steps."""
+    """The link of one worker as `policies.batch_core` sees it; and how running copies delay requests and steps."""
 
     def __init__(self, model: LinkModel, perf: PerfModel) -> None:
         self.perf, self.assist, self.bytes_per_s = perf, model.assist, model.bytes_per_s
@@ -116,26 +119,26 @@ class Copies:
 
     @property
     def bytes_queued(self) -> float:
-        """Of all copies under way."""
+        """Bytes that all running copies still have to transfer."""
         return self.link.queued_bytes
 
     def layers_loaded(self, digest: str, slot: int) -> int:
-        """Of a copy under way, or whole."""
+        """Layers on the device of an adapter, copied or being copied."""
         return self.link.loaded(digest)
 
     def bytes_ahead(self, digest: str, slot: int) -> float:
-        """Until this copy is whole."""
+        """Bytes to transfer until this copy is complete."""
         return self.link.ahead_bytes(digest)
 
     def wait_ps(self, core: BatchCore[S]) -> int:
-        """In an idle engine: time until a request can join; 0 without copies under way."""
+        """For an idle engine: time until a request can join; 0 without running copies."""
         if not core.slots.loading:
             return 0
         wait_ms = max(core.wait_ms, SHORTEST_WAIT_MS)
         return min(self.link.first_whole_ps, to_ps(wait_ms)) if isfinite(wait_ms) else self.link.first_whole_ps
 
     def step_ps(self, core: BatchCore[S], lives: Iterable[Sequence], warm_ps: int) -> int:
-        """Duration of a step of these sequences that takes `warm_ps` when all adapters are on the device."""
+        """Duration of a step of these sequences. `warm_ps`: its duration if all adapters were on the device."""
         loading, cold, model = core.slots.loading, core.cold, self._model
         if cold is None or not loading:
             return warm_ps

@@ -47,15 +47,15 @@ class ModelShapes:
 
     @property
     def kv_token_bytes(self) -> int:
-        """K and V of one token in all layers."""
+        """Bytes of K and V of one token, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.value_bytes
 
     def adapter_rank_bytes(self, modules: Collection[str] = MODULES) -> int:
-        """One unit of rank of an adapter on these modules: a column of A and a row of B in every layer."""
+        """Bytes per unit of rank of an adapter on these modules: a row of A and a column of B in every layer."""
         return self.layers * sum(sum(self.features(module)) for module in modules) * self.value_bytes
 
     def kv_blocks(self, device_bytes: int, *, adapter_bytes: int, block_size: int) -> int:
-        """KV blocks that a device has room for beside weights and adapters. Raises ValueError when there is none."""
+        """The number of KV blocks that fit on a device beside weights and adapters. Raises ValueError when none fits."""
         left = int(device_bytes * GPU_SHARE) - self.weight_bytes - adapter_bytes
         blocks = left // (self.kv_token_bytes * block_size)
         if blocks < 1:

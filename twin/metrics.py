@@ -32,7 +32,7 @@ _SMALLEST_MS = 1e-4
 
 @dataclass
 class Metrics:
-    """Filled while the twin runs. Times in picoseconds on the virtual clock, `NEVER` for what did not happen."""
+    """What a run of the twin records. Times are picoseconds on the virtual clock, `NEVER` for what did not happen."""
 
     requests: int
     stream_ps: int = 0  # from the worker to the client
@@ -82,7 +82,7 @@ class Metrics:
         self.output_tokens[index] = output_tokens
 
     def gaps(self, first_ps: int, growth_ps: int, steps: int, rows: int) -> None:
-        """`rows` sequences got a token in each of `steps` steps of `first_ps + i * growth_ps`."""
+        """Record that `rows` sequences got a token in each of `steps` steps of `first_ps + i * growth_ps`."""
         self._runs.extend((first_ps, growth_ps, steps, rows))
         self._steps += steps
         if self._steps >= _FLUSH:
@@ -116,7 +116,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Latencies:
-    """Per finished request, in the order of arrival; milliseconds. `rows` are their indices in the workload."""
+    """Latencies of the finished requests in milliseconds, in the order of arrival. `rows`: their indices in the workload."""
 
     rows: NDArray[np.intp]
     ttft_ms: NDArray[np.float64]
@@ -197,7 +197,7 @@ def summary(workload: Workload, metrics: Metrics, *, end_s: float, busy_s: float
 
 
 def spread(values: NDArray[np.float64]) -> dict[str, float]:
-    """Mean, quantiles and maximum; empty without values. Not-a-number entries are left out."""
+    """Mean, quantiles and maximum; empty without values. Values that are not a number are left out."""
     values = values[~np.isnan(values)]
     if not len(values):
         return {}

@@ -30,7 +30,7 @@ STYLE: Any = {  # matplotlib's type of it is a list of some hundred names
 
 @dataclass(frozen=True)
 class Curve:
-    """A line through points (x, y), ascending in x; it may have none."""
+    """A line through points (x, y), ascending in x. It may have no points."""
 
     x: Floats
     y: Floats
@@ -38,7 +38,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Curves over one pair of axes, in the order of `COLORS`. `share`: y is a share of 1. `marks`: objectives, in x."""
+    """Curves over one pair of axes, in the order of `COLORS`. `share`: y is a share of 1. `marks`: objectives, as x values."""
 
     caption: str
     curves: Sequence[Curve]

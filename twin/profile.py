@@ -19,10 +19,10 @@ MIB = 1 << 20
 
 
 class TwinProfile(profile.Profile, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A profile that builds simulated workers."""
+    """A profile from which simulated workers are built."""
 
     def spec(self) -> WorkerSpec:
-        """The worker as the twin builds it."""
+        """The simulated worker of this profile."""
         extra, storage, measured = self.steps, self.storage, self.engine_steps
         linear = PerfSteps(
             self.perf,
@@ -66,7 +66,7 @@ A10_BYTES = 24_000_000_000
 
 
 def a10_llama2_7b() -> TwinProfile:
-    """CaraServe's worker: Llama-2-7B on an A10, 2 GiB of it for adapters."""
+    """CaraServe's worker: Llama-2-7B on an A10, with 2 GiB for adapters."""
     adapter_bytes = 2 << 30
     return TwinProfile(
         motet_profile=VERSION,
@@ -87,5 +87,5 @@ def a10_llama2_7b() -> TwinProfile:
 
 
 def read_profile(path: Path) -> TwinProfile:
-    """Raises FileError naming the line and the field."""
+    """The profile in a file. Raises FileError naming the line and the field."""
     return profile.read_profile(path, TwinProfile)

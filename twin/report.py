@@ -35,7 +35,7 @@ figcaption { font-weight: 600; font-size: .9rem; margin-bottom: .2rem }
 
 
 def html(title: str, subtitle: str, results: Sequence[Result]) -> str:
-    """The page. All results belong to the same workload."""
+    """The report as an HTML page. All results must be of the same workload."""
     keys = "".join(
         f'<span class="key" style="background:{color}"></span>{escape(result.name)}'
         for result, color in zip(results, COLORS, strict=False)
@@ -55,7 +55,7 @@ def html(title: str, subtitle: str, results: Sequence[Result]) -> str:
 
 
 def _figure(plot: Plot) -> str:
-    """The plot as an image that is part of the page."""
+    """The plot as an image inside the page."""
     caption, image = escape(plot.caption), b64encode(svg(plot)).decode()
     return f'<figure><figcaption>{caption}</figcaption><img alt="{caption}" src="data:image/svg+xml;base64,{image}"></figure>'
 

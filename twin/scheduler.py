@@ -26,7 +26,10 @@ ADAPTERS = 4096  # length histograms kept
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerSpec:
-    """As in services/scheduler/config.py. `oracle_lengths`: predictions are the true output lengths."""
+    """The options of a scheduler, as in services/scheduler/config.py.
+
+    `oracle_lengths`: predictions are the true output lengths.
+    """
 
     policy: str | Choose = "motet"  # a name of `POLICIES`, or a policy itself
     admission: Admission = "objective"
@@ -39,7 +42,7 @@ class SchedulerSpec:
 
 
 class Word(msgspec.Struct, kw_only=True):
-    """What a worker says (`policies.worker_book`). Workers of the twin neither restart nor drain."""
+    """The facts in every message of a worker (`policies.worker_book`). Workers of the twin neither restart nor drain."""
 
     worker_id: str
     seq: int
@@ -50,7 +53,7 @@ class Word(msgspec.Struct, kw_only=True):
 
 
 class Snapshot(Word, kw_only=True):
-    """Everything."""
+    """The whole state of a worker."""
 
     limits: WorkerLimits
     perf: PerfModel
@@ -62,7 +65,7 @@ class Snapshot(Word, kw_only=True):
 
 
 class Delta(Word, kw_only=True):
-    """What changed since its last message."""
+    """The changes since the worker's last message."""
 
     changed: list[RequestBrief]
     removed: list[str]
@@ -72,7 +75,7 @@ class Delta(Word, kw_only=True):
 
 
 class Scheduler:
-    """Predicts lengths, decides, and keeps its assignments."""
+    """A simulated scheduler: it predicts lengths, decides, and keeps its assignments."""
 
     def __init__(self, spec: SchedulerSpec) -> None:
         self.spec = spec
@@ -108,7 +111,7 @@ class Scheduler:
     def decide(
         self, request: Request, predicted_tokens: int, tried: tuple[str, ...], now_s: float, *, begun: bool = False
     ) -> Decision:
-        """Choose a worker. `begun`: another one has handed the request over."""
+        """Choose a worker. `begun`: another worker has handed the request over."""
         ask = Ask(
             base_model=self._base_model,
             rank=request.adapter.rank,

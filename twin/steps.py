@@ -21,7 +21,7 @@ from motet.twin.events import to_ps
 
 
 class Batch(Step, kw_only=True):
-    """The step record of a simulated engine. `context_tokens` and the time are the model's to say and stay 0."""
+    """The step record of a simulated engine. `context_tokens` and the time stay 0; the step model provides them."""
 
     waiting: int = 0  # requests that the step's admission left waiting
     loads: tuple[int, ...] = ()  # bytes of each adapter that is copied to the device first
@@ -38,12 +38,12 @@ class StepModel(Protocol):
 
     @property
     def context_token_ps(self) -> int:
-        """Added per token in the KV cache of the step's sequences, the new ones included."""
+        """Time per token in the KV cache of the step's sequences, including the new tokens."""
         ...
 
     @property
     def longest_token_ps(self) -> int:
-        """Added per token in the KV cache of the longest of them."""
+        """Time per token in the KV cache of the longest sequence of the step."""
         ...
 
     def fixed_ps(self, batch: Batch) -> int:
@@ -55,8 +55,8 @@ class StepModel(Protocol):
 class PerfSteps:
     """Steps by the linear models that schedulers use (CaraServe section 5). Prefill and decode parts add up.
 
-    `schedule_ms`: what the engine spends on each step outside the model; `waiting_ms` per request that waits (the
-    scheduler overhead of the adapter-caching paper, section 5).
+    `schedule_ms`: time of the engine per step outside the model. `waiting_ms`: time per waiting request (the scheduler overhead
+    of the adapter-caching paper, section 5).
     """
 
     perf: PerfModel
@@ -83,7 +83,10 @@ class PerfSteps:
 @dataclass(frozen=True, slots=True)
 class LoraShare:
     """Steps of which LoRA takes the same share, whatever the adapters: dense products of all rows with all adapters, as with
-    einsum (dLoRA section 4.1). `base`: the steps without LoRA; `share`: what LoRA adds to their part without attention."""
+    einsum (dLoRA section 4.1).
+
+    `base`: the steps without LoRA. `share`: what LoRA adds to their time without attention, as a share.
+    """
 
     base: PerfSteps
     share: float
@@ -104,7 +107,7 @@ class LoraShare:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """Step times by what steps read and compute: the model of `policies.step_fit`, which explains the terms."""
+    """Step times from what the steps read and compute: the model of `policies.step_fit`, which explains the terms."""
 
     times: EngineSteps
     perf: PerfModel  # of adapter loads
@@ -139,14 +142,14 @@ class MeasuredSteps:
 
 
 def _between(xs: tuple[int, ...], ys: tuple[float, ...], x: int) -> float:
-    """y at x on the line through the points; beyond the last ones the line goes on."""
+    """y at x on the line through the points, which continues beyond the last one."""
     i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
     slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
     return ys[i - 1] + slope * (x - xs[i - 1]) if x > xs[0] else ys[0]
 
 
 def _quantile(values: tuple[float, ...], share: float) -> float:
-    """The value that this share of all is below; `values` are quantiles in even steps."""
+    """The quantile at this share (0..1). `values` are quantiles in even steps."""
     at = share * (len(values) - 1)
     i = min(int(at), len(values) - 2)
     return values[i] + (values[i + 1] - values[i]) * (at - i)
@@ -154,7 +157,7 @@ def _quantile(values: tuple[float, ...], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link for adapter weights: latency, and inverse bandwidth that concurrent loads share."""
+    """A link for adapter weights, with a latency and a bandwidth that concurrent loads share."""
 
     base_ms: float
     ms_per_mib: float
@@ -166,7 +169,7 @@ def elapsed_ps(first: int, growth: int, steps: int) -> int:
 
 
 def steps_within(first: int, growth: int, time_ps: int) -> int:
-    """The number of steps of a run that have ended `time_ps` after its start."""
+    """How many steps of a run have ended `time_ps` after its start."""
     if not growth:
         return time_ps // first
     # the largest n with growth/2 n^2 + (first - growth/2) n <= time

@@ -22,7 +22,7 @@ STORE = Link(5.0, 8.0)  # 1 Gbit/s
 class StorageModel:
     """Sizes of host memory and disk, and loading times.
 
-    `host_bytes` None: everything is in host memory already. `disk_bytes` None: a disk that is never full.
+    `host_bytes` None: everything is in host memory already. `disk_bytes` None: the disk is never full.
     """
 
     host_bytes: int | None = None
@@ -35,7 +35,7 @@ EVERYTHING_IN_HOST = StorageModel()
 
 
 class _Way:
-    """The loads on one link. Calls `whole` with each completed load."""
+    """The loads on one link. `whole` is called with each completed load."""
 
     def __init__(self, link: Link, events: Events, whole: Callable[[str], None]) -> None:
         self._link, self._events, self._whole = link, events, whole
@@ -78,7 +78,7 @@ class _Way:
 
 
 class Storage:
-    """What a live worker's `AdapterLoader` is, under the virtual clock: `whole(adapter)` is called when a load is over."""
+    """Simulates a live worker's `AdapterLoader`. `whole(adapter)` is called when a load is complete."""
 
     def __init__(self, model: StorageModel, events: Events, whole: Callable[[AdapterRef], None]) -> None:
         self._loading: dict[str, AdapterRef] = {}

@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Arrival times, ascending from 0, and the other facts in the file."""
+    """Arrival times, ascending from 0, and whatever else the file states about the requests."""
 
     arrival_s: Floats
     adapter: Ints | None = None  # index by first appearance, -1 for the base
@@ -65,7 +65,10 @@ class Trace:
         lengths: Lengths | None = None,
         slo: Slo = Slo(),  # noqa: B008 (frozen)
     ) -> Workload:
-        """A workload; draws missing adapters by `shares` and missing lengths from `lengths`. Raises ValueError without them."""
+        """A workload. Missing adapters are drawn by `shares`, missing lengths from `lengths`.
+
+        Raises ValueError without these.
+        """
         n = len(self.arrival_s)
         prompt, output = self.prompt_tokens, self.output_tokens
         if prompt is None or output is None:
@@ -90,13 +93,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class Popularity:
-    """How often each of some functions was called: `shares` add up to 1, `intensity` is all of them together."""
+    """How often each of some functions was called. `shares` add up to 1; `intensity` is the rate of all together."""
 
     shares: Floats
     intensity: Intensity
 
     def scaled(self, rate: float) -> Intensity:
-        """The same shape in time with a mean of `rate` requests per second."""
+        """The same shape over time, with a mean of `rate` requests per second."""
         edges, rates = self.intensity.edges_s, self.intensity.rates
         mean = float(np.diff(edges) @ rates / edges[-1])
         return Intensity(edges, rates * (rate / mean))
@@ -106,7 +109,7 @@ class Popularity:
 
 
 def read_trace(path: Path) -> Trace | Workload:
-    """Any of the request formats; Motet's own is a Workload already. Raises FileError."""
+    """The trace in a file of any of the request formats; a file in Motet's own format gives a `Workload`. Raises FileError."""
     with _opened(path) as lines:
         first = _first_line(path, lines)
         if first.startswith("{"):
@@ -144,10 +147,10 @@ def read_invocations(path: Path, minutes: range | None = None) -> Floats:
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Prompt and output lengths that occur together. Raises FileError.
+    """Pairs of prompt and output length. Raises FileError.
 
-    CSV num_prefill_tokens, num_decode_tokens (ShareGPT, arXiv), or JSON lines with prompt_tokens_est, output_tokens_est
-    (Alpaca).
+    The file is a CSV with num_prefill_tokens, num_decode_tokens (ShareGPT, arXiv), or JSON lines with prompt_tokens_est,
+    output_tokens_est (Alpaca).
     """
     with _opened(path) as lines:
         first = _first_line(path, lines)
@@ -222,7 +225,7 @@ def _sorted(
     prefix: Sequence[tuple[int, ...]] | None = None,
     prefix_tokens: int = 0,
 ) -> Trace:
-    """By time, counted from the first arrival; equal times keep their order."""
+    """The requests by time, counted from the first arrival. Equal times keep their order."""
     at = np.array(times, np.float64)
     order = np.argsort(at, kind="stable")
     index: dict[str, int] = {}
@@ -319,7 +322,7 @@ def _motet(path: Path, first: str, lines: Iterator[str]) -> Workload:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Iterator[str]]:
-    """The file's lines. What cannot be opened, unpacked or decoded is a FileError at the line reached."""
+    """The lines of a file. Raises FileError, with the line reached, if it cannot be opened, unpacked or decoded."""
     at = 0
 
     def lines(file: TextIO) -> Iterator[str]:
@@ -396,7 +399,7 @@ def _text(path: Path, at: int, row: Row, name: str) -> str:
 
 
 def _date(path: Path, at: int, row: Row, name: str) -> float:
-    """Seconds of a date and time."""
+    """The seconds of a date and time."""
     text = _text(path, at, row, name)
     try:
         return datetime.fromisoformat(text + "+00:00").timestamp()

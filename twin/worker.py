@@ -70,7 +70,7 @@ NO_CONTENT = array("i")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeSpec:
-    """An engine with merged weights. `config` None: a rival that always computes one adapter merged, `turn` steps in a row."""
+    """An engine with merged weights. `config` None: a baseline that always merges one adapter, for `turn` steps in a row."""
 
     costs: MergeCosts
     config: MergeConfig | None = field(default_factory=MergeConfig)
@@ -83,7 +83,7 @@ class MergeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
-    """A worker's limits, durations, and the step-time model that it reports to schedulers."""
+    """The limits and durations of a worker, and the step-time model that it reports to schedulers."""
 
     limits: WorkerLimits
     perf: PerfModel  # as reported; schedulers decide with it
@@ -96,7 +96,7 @@ class WorkerSpec:
     eviction: EvictionName = "next-use"
     queues: QueuesName = "fcfs"
     prefetch: int = 0  # waiting requests whose adapters are copied before their turn
-    foresight: bool = False  # adapters are brought before anybody asks for them
+    foresight: bool = False  # adapters are brought before a request asks for them
     merging: MergeSpec | None = None  # the engine can merge an adapter into its weights
 
 
@@ -113,7 +113,7 @@ class Live(Sequence):
 
 
 class _Run(msgspec.Struct, eq=False):
-    """Steps under way. `began_ps` is the start of the first one that is not booked."""
+    """Running steps. `began_ps`: the start of the first step that is not booked yet."""
 
     plan: StepPlan[Live]
     began_ps: int
@@ -125,8 +125,10 @@ class _Run(msgspec.Struct, eq=False):
 
 
 class Worker:
-    """One engine in one cluster. `adapters` are all of the workload, by digest. `on_change` is called when there is news for
-    schedulers, `on_end` when a request ended."""
+    """One engine in one cluster. `adapters`: all adapters of the workload, by digest.
+
+    `on_change` is called when there is news for schedulers, `on_end` when a request has ended.
+    """
 
     max_run = FOREVER  # steps advanced in one go; 1 simulates every step
 
@@ -204,8 +206,11 @@ class Worker:
     def assign(
         self, request: Request, request_id: str, predicted_tokens: int, before: Live | None = None, *, fetch: bool = False
     ) -> bool:
-        """Take a request, or refuse it for lack of room: in the queue, or for so many tokens at all. `before`: as another
-        worker handed it over. Its tokens so far are computed again, or with `fetch` their KV blocks come from there."""
+        """Accept a request, or refuse it for lack of room: in the queue, or for so many tokens at all.
+
+        `before`: the state in which another worker handed it over. Its tokens so far are computed again, or with `fetch` their
+        KV blocks are fetched from there.
+        """
         if request.prompt_tokens >= self._max_length:
             return False
         now_s, adapter = self._events.now_s, request.adapter
@@ -238,11 +243,14 @@ class Worker:
         return True
 
     def bring(self, digest: str, over: Collection[str]) -> None:
-        """Copy an adapter to the device before anybody asks for it, as `CopyIn` says."""
+        """Copy an adapter to the device before a request asks for it, as `CopyIn` says."""
         self._perform([CopyIn(digest, over)])
 
     def give(self, request_id: str, then: Callable[[Live], None]) -> None:
-        """Hand a request over, after the present step if it is in the engine; ignored when it is not here or leaves already."""
+        """Hand a request over, after the present step if it is in the engine.
+
+        Ignored when it is not here or is leaving already.
+        """
         entry = self.core.book.get(request_id)
         if entry is None or entry.phase == "leaving":
             return
@@ -280,7 +288,7 @@ class Worker:
             self.core.on(Stepped(device=[(digest, True)]), self._events.now_s)
 
     def _perform(self, actions: list[Action[Live]]) -> None:
-        """What the core wants done: requests go on to the batches and loads to their links; nothing else takes time."""
+        """Carry out the core's actions: requests go to the batches and loads to their links. Nothing else takes time."""
         if self.view.changed:
             self._on_change(self)
         started = False
@@ -306,7 +314,7 @@ class Worker:
                 self._shorten(self._run)
 
     def _fetch(self, entry: Entry[Live]) -> None:
-        """The KV blocks of a moved request are on their way."""
+        """Begin to fetch the KV blocks of a moved request."""
         live = entry.payload
         trip = travel(self.spec.perf, tokens=live.length, rank=live.rank, token_bytes=self.spec.limits.kv_token_bytes)
         self._events.at(self._events.now_ps + to_ps(trip.copy_ms), MESSAGE, self._fetched, entry)
@@ -319,7 +327,7 @@ class Worker:
             self._shorten(self._run)
 
     def _land(self) -> None:
-        """KV blocks are written between two steps, then their requests start."""
+        """Write fetched KV blocks between two steps, then start their requests."""
         landing, self._landing = [one for one in self._landing if self.core.entry(one.key) is one], []
         kv, held = self.state.kv, self.batches.travelling
         for live in [entry.payload for entry in landing]:
@@ -352,7 +360,7 @@ class Worker:
     # ---- steps
 
     def _begin(self) -> None:
-        """Decide the next step, or the next run of them, and let it take its time."""
+        """Decide the next step, or a run of equal steps, and schedule its end."""
         if not self.core.book and not self._foreseen:
             return
         now_ps = self._events.now_ps
@@ -401,13 +409,13 @@ class Worker:
         self._events.at(now_ps + elapsed_ps(first_ps, growth_ps, steps), STEP, self._stop, self._serial)
 
     def _look(self, copies: Copies) -> None:
-        """Which copies have ended by now."""
+        """Take in the copies that have ended by now."""
         copies.link.advance(self._events.now_ps)
         if arrived := self.batches.look(copies):
             self.core.on(Stepped(device=[(digest, True) for digest in arrived]), self._events.now_s)
 
     def _foresee(self, copies: Copies) -> None:
-        """Begin the copies that nobody asked for yet."""
+        """Begin the copies that no request has asked for yet."""
         foreseen, self._foreseen = self._foreseen, []
         now_ps = self._events.now_ps
         for action in foreseen:
@@ -428,7 +436,7 @@ class Worker:
             self._look(self._copies)
 
     def _resume(self, serial: int) -> None:
-        """Somebody may join, or a copy is whole."""
+        """A waiting request may join, or a copy is complete."""
         if serial == self._serial and self._run is None:
             self._begin()
             self._on_change(self)
@@ -484,7 +492,7 @@ class Worker:
         return batch
 
     def _rest(self, plan: StepPlan[Live], now_ps: int) -> None:
-        """The time that a request rested is a gap between two of its tokens, on its own beside the steps'."""
+        """Record the time that a request rested as a gap between two of its tokens."""
         for live in plan.decodes:
             if live.rested_ps >= 0:
                 self._metrics.gaps(now_ps - live.rested_ps, 0, 1, 1)
@@ -495,7 +503,7 @@ class Worker:
                     live.rested_ps = now_ps
 
     def _switch_ps(self) -> int:
-        """The weights change before the step."""
+        """The time to change the weights before a step."""
         assert self.spec.merging is not None, "only such engines switch"
         switch_ps = to_ps(self.spec.merging.costs.switch_ms)
         self._metrics.switches += 1
@@ -510,7 +518,7 @@ class Worker:
             self._metrics.unmerged_steps += steps
 
     def _shorten(self, run: _Run) -> None:
-        """Something came: the run ends with the step it is in now."""
+        """Something has arrived, so the run ends with its present step."""
         if run.steps == 1:
             return
         steps = steps_within(run.first_ps, run.growth_ps, self._events.now_ps - run.began_ps) + 1
@@ -522,7 +530,7 @@ class Worker:
             self._events.at(end_ps, STEP, self._stop, run.serial)
 
     def settle(self) -> None:
-        """Book the steps that have ended by now, so that `state`, `live` and `kv_blocks_free` are what they would be."""
+        """Book the steps that have ended by now, so that `state`, `live` and `kv_blocks_free` are up to date."""
         run = self._run
         if run is None or run.steps == 1:
             return
@@ -536,7 +544,7 @@ class Worker:
             run.left -= steps
 
     def _book(self, run: _Run, steps: int) -> None:
-        """`steps` steps of a steady run are over, none of which ends a sequence or only the last one does."""
+        """Book `steps` steps of a steady run. None of them, or only the last one, ends a sequence."""
         decodes = run.plan.decodes
         advance_steady(self.state, run.plan, steps)
         self._metrics.gaps(run.first_ps, run.growth_ps, steps, len(decodes))
@@ -545,7 +553,7 @@ class Worker:
         self.busy_ps += elapsed_ps(run.first_ps, run.growth_ps, steps)
 
     def _stop(self, serial: int) -> None:
-        """The run is over: tokens are drawn, sequences end, and the next step begins."""
+        """The run is over: draw tokens, end sequences, and begin the next step."""
         run = self._run
         if run is None or run.serial != serial:
             return  # it was shortened
@@ -572,7 +580,7 @@ class Worker:
             self._on_change(self)
 
     def _draw(self, run: _Run, now_ps: int) -> None:
-        """A step with prefill chunks is over."""
+        """Book a step with prefill chunks."""
         plan, metrics = run.plan, self._metrics
         if self._modes is not None:
             self._ran(run, 1, self._modes)
@@ -594,7 +602,7 @@ class Worker:
     # ---- what schedulers hear
 
     def snapshot(self) -> Snapshot:
-        """Everything that is here; what has changed is told with it."""
+        """The whole state, as a message. It includes all pending changes."""
         self.settle()
         view = self.view
         view.told()
@@ -611,7 +619,7 @@ class Worker:
         )
 
     def delta(self) -> Delta:
-        """What changed since the last message."""
+        """The changes since the last message, as a message."""
         self.settle()
         changes = self.view.take()
         self._seq += 1
@@ -634,12 +642,14 @@ class Worker:
 
 
 def _told(requests: Iterable[Live]) -> list[RequestBrief]:
-    """Requests with their tokens so far: copies, since a message is under way while they go on."""
+    """The requests with their tokens so far. They are copied, because a message travels while they continue."""
     return [replace(brief := live.brief, output_tokens=live.length - brief.prompt_tokens) for live in requests]
 
 
 def _content(request: Request, length: int) -> array[int]:
-    """Token ids of prompt and output to come: equal prefix blocks are equal, all other tokens are the request's own."""
+    """Token ids of prompt and output to come: equal prefix blocks have equal tokens, all other tokens are unique to the
+    request.
+    """
     tokens = array("i")
     for block_id in request.prefix:
         tokens.extend(array("i", (block_id,)) * request.prefix_tokens)

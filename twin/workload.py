@@ -22,7 +22,7 @@ from motet.twin.events import PS_PER_S
 
 _AT_ONCE = 4096  # requests made of columns
 BASE = AdapterRef(name="", digest="", rank=0, size_bytes=0)
-"""What requests without an adapter name."""
+"""The reference that requests without an adapter have."""
 MAX_CV = 30.0  # beyond that nearly all requests come at the same few instants
 
 Floats = NDArray[np.float64]
@@ -42,7 +42,7 @@ class Request(msgspec.Struct, frozen=True):
     prefix_tokens: int = 0
 
     def brief(self, request_id: str, predicted_tokens: int) -> RequestBrief:
-        """What schedulers and workers tell each other of it before it has run."""
+        """The facts of the request, before it has run, that schedulers and workers exchange."""
         return RequestBrief(
             request_id,
             0,
@@ -94,12 +94,12 @@ class Workload:
 
     @property
     def duration_s(self) -> float:
-        """From 0 to the last arrival."""
+        """Seconds from 0 to the last arrival."""
         return float(self.arrival_s[-1]) if len(self) else 0.0
 
     @cached_property
     def adapters(self) -> list[AdapterRef]:
-        """Every adapter by its index. The digest is its name."""
+        """Every adapter, by its index. Its digest is its name."""
         names = [f"adapter-{index:05d}" for index in range(len(self.ranks))]
         columns = zip(names, self.ranks.tolist(), self.adapter_bytes.tolist(), strict=True)
         return [AdapterRef(name=name, digest=name, rank=rank, size_bytes=size_bytes) for name, rank, size_bytes in columns]
@@ -132,11 +132,11 @@ class Workload:
         return self.take(np.arange(np.searchsorted(self.arrival_s, end_s)))
 
     def faster(self, factor: float) -> Workload:
-        """The same requests with `factor` times the rate."""
+        """The same requests at `factor` times the rate."""
         return replace(self, arrival_s=self.arrival_s / factor)
 
     def take(self, rows: NDArray[np.intp]) -> Workload:
-        """Some of the requests, by ascending index."""
+        """Some of the requests, given by ascending indices."""
         return replace(
             self,
             arrival_s=self.arrival_s[rows],
@@ -153,7 +153,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Intensity:
-    """A rate over time, requests per second: constant between `edges_s` (one more than `rates`), which start at 0."""
+    """A rate over time in requests per second: constant between `edges_s` (one more than `rates`), which start at 0."""
 
     edges_s: Floats
     rates: Floats
@@ -176,13 +176,13 @@ class Intensity:
         return cls(edges, np.array([rate, rate * factor, rate]))
 
     def until(self, end_s: float) -> Intensity:
-        """The same up to `end_s`."""
+        """The same rates up to `end_s`."""
         edges = np.append(self.edges_s[self.edges_s < end_s], min(end_s, float(self.edges_s[-1])))
         return Intensity(edges, self.rates[: len(edges) - 1])
 
 
 def arrivals(rng: Generator, intensity: Intensity, *, cv: float = 1.0) -> Floats:
-    """Ascending arrival times in seconds. `cv` is the coefficient of variation of the gaps at constant rate, up to `MAX_CV`."""
+    """Ascending arrival times in seconds. `cv`: the coefficient of variation of the gaps at constant rate, at most `MAX_CV`."""
     if not 0.0 < cv <= MAX_CV:
         raise ValueError(f"a coefficient of variation of {cv:g} is not above 0 and up to {MAX_CV:g}")
     upto = np.concatenate([[0.0], np.cumsum(np.diff(intensity.edges_s) * intensity.rates)])
@@ -203,24 +203,24 @@ def arrivals(rng: Generator, intensity: Intensity, *, cv: float = 1.0) -> Floats
 
 
 def zipf(adapters: int, exponent: float = 1.0) -> Floats:
-    """Shares of `adapters` adapters in proportion to 1 / place^exponent; they add up to 1."""
+    """Shares of `adapters` adapters in proportion to 1 / place^exponent. They add up to 1."""
     shares = np.arange(1, adapters + 1, dtype=np.float64) ** -exponent
     return shares / shares.sum()
 
 
 def power_law(rng: Generator, adapters: int, exponent: float = 2.0) -> Floats:
-    """Shares drawn from a power law with this exponent (above 1), in no order; they add up to 1."""
+    """Shares drawn from a power law with this exponent (above 1), in no order. They add up to 1."""
     shares = (1.0 - rng.random(adapters)) ** (-1.0 / (exponent - 1.0))
     return shares / shares.sum()
 
 
 def pick(rng: Generator, shares: Floats, count: int) -> Ints:
-    """Adapter indices drawn by share."""
+    """`count` adapter indices, drawn by share."""
     return np.searchsorted(np.cumsum(shares / shares.sum())[:-1], rng.random(count), side="right").astype(np.int64)
 
 
 def rank_mix(rng: Generator, adapters: int, weights: Mapping[int, float]) -> Ints:
-    """A rank per adapter: as exact shares of `weights` (rank -> weight) as numbers allow, in random order."""
+    """A rank per adapter, in random order. The numbers follow `weights` (rank -> weight) as exactly as possible."""
     ranks = np.array(sorted(weights))
     upto = np.cumsum([weights[rank] for rank in ranks.tolist()])
     return rng.permutation(ranks[np.searchsorted(upto, (np.arange(adapters) + 0.5) / adapters * upto[-1])]).astype(np.int64)
@@ -240,7 +240,7 @@ def per_adapter(rng: Generator, rates: Floats, duration_s: float, *, cv: float =
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Prompt and output lengths that occur together, in tokens. `draw` picks rows with replacement."""
+    """Pairs of prompt and output length in tokens. `draw` picks pairs with replacement."""
 
     prompt_tokens: Ints
     output_tokens: Ints
@@ -249,7 +249,7 @@ class Lengths:
     def lognormal(
         cls, rng: Generator, *, prompt_mean: float, output_mean: float, prompt_cv: float = 1.0, output_cv: float = 1.0
     ) -> Lengths:
-        """A pool of 20,000 pairs, independent of each other."""
+        """A pool of 20,000 pairs, with prompt and output lengths independent of each other."""
         columns = []
         for mean, cv in ((prompt_mean, prompt_cv), (output_mean, output_cv)):
             sigma = np.sqrt(np.log1p(cv * cv))
@@ -262,6 +262,6 @@ class Lengths:
         return self.prompt_tokens[rows], self.output_tokens[rows]
 
     def capped(self, prompt_tokens: int, total_tokens: int) -> Lengths:
-        """Without pairs whose prompt is longer than `prompt_tokens` or whose sum is above `total_tokens`."""
+        """The pairs without those whose prompt is longer than `prompt_tokens` or whose sum is above `total_tokens`."""
         fits = (self.prompt_tokens <= prompt_tokens) & (self.prompt_tokens + self.output_tokens <= total_tokens)
         return Lengths(self.prompt_tokens[fits], self.output_tokens[fits])

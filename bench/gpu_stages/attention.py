@@ -20,7 +20,7 @@ BEFORE = (300, 0, 0, 40, 1000)  # and in the cache already
 
 
 class Attention:
-    """Some points of stage 2."""
+    """The points of stage 2 on attention."""
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
@@ -45,7 +45,7 @@ class Attention:
         )
 
     def _check(self, dtype: torch.dtype) -> Line:
-        """A mixed step whose earlier tokens lie in scattered blocks; everything else in the cache is NaN."""
+        """The errors of a mixed step whose earlier tokens are in scattered blocks. All other content of the cache is NaN."""
         bed, scale = self._bed, self._bed.pick(1, 8)
         takes, before = ([-(-n // scale) for n in some] for some in (TAKES, BEFORE))
         blocks = [-(-(a + b) // BLOCK) for a, b in zip(takes, before, strict=True)]
@@ -86,7 +86,7 @@ class Attention:
         return {"worst_error": worst, "good": worst < TOLERANCE[dtype]}
 
     def _formula(self, qkv: torch.Tensor, window: int) -> torch.Tensor:
-        """One whole sequence, in fp64."""
+        """Attention of one whole sequence, computed in fp64 by the formula."""
         q, k, v = qkv.double().split([self._heads, self._kv_heads, self._kv_heads], dim=1)
         k, v = (part.repeat_interleave(self._heads // self._kv_heads, dim=1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / self._head_dim**0.5

@@ -25,7 +25,7 @@ COPY_BYTES = 1 << 30
 
 
 class Bed:
-    """A device and how time is measured on it."""
+    """A device, and how time is measured on it."""
 
     def __init__(self, *, dry: bool) -> None:
         self.dry = dry
@@ -38,7 +38,7 @@ class Bed:
             torch.cuda.set_device(self.device)
 
     def pick(self, real: T, tiny: T) -> T:
-        """What is measured there, or what is tried here."""
+        """`real` on a GPU, `tiny` in a trial run."""
         return tiny if self.dry else real
 
     def synchronize(self) -> None:
@@ -46,7 +46,7 @@ class Bed:
             torch.cuda.synchronize()
 
     def release(self) -> None:
-        """Give back memory that nothing refers to."""
+        """Give back memory that nothing references."""
         gc.collect()
         if not self.dry:
             torch.cuda.empty_cache()
@@ -74,7 +74,7 @@ class Bed:
         return statistics.median(times[WARM:])
 
     def eager_us(self, work: Callable[[], object], repeats: int = REPLAYS) -> float:
-        """Median time of `work` launch by launch, until the device is done with it."""
+        """Median time of `work` launched without a graph, until the device is done with it."""
 
         def whole() -> None:
             work()
@@ -84,7 +84,7 @@ class Bed:
         return 1e6 * timed_s(whole, 1 if self.dry else repeats)
 
     def streams(self) -> DeviceStreams:
-        """New ones, with words in host memory. Raises DriverError where there are none."""
+        """New streams, with words in host memory. Raises DriverError where there are none."""
         if self.dry:
             from motet.kernels.cpu import CpuEngine
 
@@ -93,7 +93,7 @@ class Bed:
 
     @cached_property
     def read_gb_s(self) -> float:
-        """Bytes read and written per second by a copy within the device: the bandwidth of every floor."""
+        """Bytes read and written per second by a copy within the device, which is the bandwidth of every lower bound."""
         size = self.pick(COPY_BYTES, 1 << 16)
         here = torch.zeros(size, dtype=torch.uint8, device=self.device)
         there = torch.empty_like(here)

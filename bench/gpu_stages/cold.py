@@ -46,7 +46,7 @@ SYNC_TOKENS = 64
 
 
 class Cold:
-    """Stage 5."""
+    """Stage 5: requests whose adapter is not on the device."""
 
     def __init__(self, bed: Bed) -> None:
         self._bed, self._rank = bed, bed.pick(RANK, 16)
@@ -88,7 +88,7 @@ class Cold:
         return EngineRig(served.engine, served.times, [self._rank], adapter, warm_prompts=warm)
 
     def _alone(self, tokens: int) -> Line:
-        """Milliseconds to the first token by way: medians."""
+        """Median milliseconds to the first token, by way to start."""
         rig, rounds = self._rig, self._bed.pick(7, 1)
         asked = [Asked(0.0, prompts(1, tokens, seed=tokens)[0], 2)]
         found: Line = {"tokens": tokens, "rank": self._rank, "auto_chose": {}}
@@ -101,7 +101,7 @@ class Cold:
         return found | {f"{way}_ms": statistics.median(ones) for way, ones in times.items()}
 
     def _burst(self) -> Line:
-        """Newcomers with an adapter each while others decode: their first tokens, and the others' gaps between tokens."""
+        """New requests with an adapter each while others decode: their first tokens, and the others' gaps between tokens."""
         bed, rig = self._bed, self._rig
         arrivals, decoding = bed.pick((ARRIVALS, DECODING), (2, 2))
         draw = np.random.default_rng(0)
@@ -208,7 +208,7 @@ def _enqueued(
 
 @torch.inference_mode()
 def _waiting(layers: Layers, x: dict[str, torch.Tensor], helpers: Helpers) -> None:
-    """The native way: rows to the host, ask, wait, answers to the device."""
+    """The synchronous way: rows to the host, ask, wait, answers to the device."""
     channels, loading = helpers.channels, helpers.loading[0]
 
     def after(layer: int, group: str, y: torch.Tensor, rows: torch.Tensor) -> None:

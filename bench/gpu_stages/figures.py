@@ -14,7 +14,7 @@ OURS = ("beside", "two_launches", "ticketed")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage's title, and its figures from its lines."""
+    """The title of a stage, and how its figures follow from its lines."""
 
     title: str
     figures: Callable[[Sequence[Line]], Figures]

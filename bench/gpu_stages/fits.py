@@ -34,7 +34,7 @@ OPTIONS |= {"host_cache_mib": "1024", "disk_cache_mib": "4096"}
 
 
 class Fits:
-    """Stage 6."""
+    """Stage 6: how well the models of step times fit."""
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
@@ -92,7 +92,7 @@ class Fits:
         return line | {"assign_ms": profile.hops.assign_ms, "frame_ms": profile.hops.frame_ms}
 
     def _twin(self) -> Line:
-        """The twin of a live worker on the device: percent off, the worst of four shapes of load."""
+        """The twin of a live worker on the device: its error in percent, the worst of four load shapes."""
         if self._bed.dry:
             return {"skipped": "tests/bench/test_twin_live.py"}
         options = self._options | {"load_format": "auto"}
@@ -106,7 +106,7 @@ class Fits:
 
 
 def _fit(seen: list[tuple[list[float], float]]) -> tuple[float, list[float]]:
-    """(R2, weights and the constant) of the least squares."""
+    """(R2, weights and the constant) of a least-squares fit."""
     x = np.array([[*numbers, 1.0] for numbers, _ in seen])
     y = np.array([took for _, took in seen])
     weights = not_negative(x, y)

@@ -35,7 +35,7 @@ KINDS = {
 
 
 class Kernels:
-    """Stage 7."""
+    """Stage 7: the time of a decode step by kernel."""
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed

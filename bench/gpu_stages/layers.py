@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 
 
 class Layers:
-    """Base weights of every layer, and the step over them."""
+    """Base weights of every layer, and a step over them."""
 
     def __init__(self, shapes: dict[str, tuple[int, int]], layers: int, device: torch.device) -> None:
         self.layers, self.device = layers, device
@@ -33,15 +33,15 @@ class Layers:
 
     @property
     def nbytes(self) -> int:
-        """Of one layer."""
+        """Bytes of one layer."""
         return sum(fan_in * out for fan_in, out in self.shapes.values()) * DTYPE.itemsize
 
     def inputs(self, rows: int) -> dict[str, torch.Tensor]:
-        """Of every group."""
+        """Inputs of `rows` rows for every group."""
         return {g: torch.randn(rows, fan_in, dtype=DTYPE, device=self.device) for g, (fan_in, _) in self.shapes.items()}
 
     def step(self, x: dict[str, torch.Tensor], before: Start | None = None, after: Finish | None = None) -> None:
-        """Every product once, in order."""
+        """Every matrix product once, in order."""
         for layer in range(self.layers):
             for group in GROUPS:
                 if before is not None:
@@ -54,14 +54,14 @@ class Layers:
 def make_pool(
     shapes: dict[str, tuple[int, int]], layers: int, *, slots: int, max_rank: int, nbytes: int, device: torch.device
 ) -> LoraPool:
-    """A pool full of random numbers."""
+    """A pool filled with random numbers."""
     pool = LoraPool(shapes, layers=layers, slots=slots, max_rank=max_rank, bytes_total=nbytes, dtype=DTYPE, device=device)
     pool.arena.normal_(std=0.02)
     return pool
 
 
 def occupy(pool: LoraPool, ranks: Sequence[int]) -> None:
-    """Give slot i pages for rank ranks[i] of every projection, holding whatever the arena holds."""
+    """Give slot i pages for rank ranks[i] of every projection. Their content is whatever the arena contains."""
     for slot in range(len(pool.loaded)):
         pool.free(slot)
     for slot, rank in enumerate(ranks):
@@ -74,7 +74,7 @@ def occupy(pool: LoraPool, ranks: Sequence[int]) -> None:
 
 
 def batched(pool: LoraPool, batch: LoraBatch, *, beside: bool = False) -> tuple[Start | None, Finish]:
-    """Our kernels; with `beside` as the engine launches them, the first half next to the base's product."""
+    """Our kernels. With `beside` as the engine launches them: the first half runs beside the base model's product."""
 
     def before(layer: int, group: str, x: torch.Tensor) -> None:
         start_lora(x, pool, layer, group, batch)
@@ -86,13 +86,16 @@ def batched(pool: LoraPool, batch: LoraBatch, *, beside: bool = False) -> tuple[
 
 
 class _Stacks:
-    """Weights [adapters, rank, width] padded to the largest rank. Pieces of the pool's memory: every layer reads its own."""
+    """Weights [adapters, rank, width] padded to the largest rank.
+
+    They are pieces of the pool's memory, different ones in every layer.
+    """
 
     def __init__(self, pool: LoraPool, ranks: Sequence[int]) -> None:
         self._arena, self._shape, self._at = pool.arena, (len(ranks), max(ranks)), 0
 
     def next(self, width: int) -> torch.Tensor:
-        """Another stack."""
+        """The next stack of this width."""
         adapters, rank = self._shape
         size = adapters * rank * width
         self._at = self._at + size if self._at + 2 * size <= len(self._arena) else 0
@@ -100,7 +103,10 @@ class _Stacks:
 
 
 def grouped_mm(pool: LoraPool, ranks: Sequence[int], row_slot: np.ndarray) -> Finish:
-    """PyTorch's grouped product over rows sorted by adapter and stacks padded to the largest rank; the sums mean nothing."""
+    """PyTorch's grouped product over rows sorted by adapter, and stacks padded to the largest rank.
+
+    The results have no meaning.
+    """
     device, stacks = pool.arena.device, _Stacks(pool, ranks)
     order = torch.from_numpy(np.argsort(row_slot, kind="stable")).to(device)
     ends = torch.from_numpy(np.cumsum(np.bincount(row_slot, minlength=len(ranks))).astype(np.int32)).to(device)
@@ -117,7 +123,7 @@ def grouped_mm(pool: LoraPool, ranks: Sequence[int], row_slot: np.ndarray) -> Fi
 
 
 def einsum(pool: LoraPool, ranks: Sequence[int], row_slot: np.ndarray) -> Finish:
-    """Each row's matrices gathered from padded stacks, then two contractions; the sums mean nothing."""
+    """Each row's matrices gathered from padded stacks, then two contractions. The results have no meaning."""
     stacks, slots = _Stacks(pool, ranks), torch.from_numpy(row_slot.astype(np.int64)).to(pool.arena.device)
 
     def after(layer: int, group: str, y: torch.Tensor, x: torch.Tensor) -> None:

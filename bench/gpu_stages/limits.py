@@ -34,7 +34,7 @@ def _nothing(x):  # type: ignore[no-untyped-def]
 
 
 class Limits:
-    """Stage 1."""
+    """Stage 1: the limits of the machine."""
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
@@ -80,7 +80,7 @@ class Limits:
         return {"node_us": bed.node_us, "triton_node_us": (long_us - short_us) / (counts[1] - counts[0])}
 
     def _launches(self) -> Line:
-        """What a launch costs the thread that makes it: the device is far behind meanwhile."""
+        """The time that a launch costs the launching thread, while the device is far behind."""
         bed, count = self._bed, self._bed.pick(2000, 3)
         x = torch.zeros(32, device=bed.device)
 
@@ -101,7 +101,7 @@ class Limits:
         return found
 
     def _link(self) -> Line:
-        """Copies from and to pinned and ordinary host memory, GB/s by MiB."""
+        """Copies from and to pinned and ordinary host memory: GB/s by MiB."""
         bed, found = self._bed, dict[str, float]()
         for size in bed.pick((MIB, 8 * MIB, 256 * MIB), (4096,)):
             here = torch.empty(size, dtype=torch.uint8, device=bed.device)
@@ -116,7 +116,7 @@ class Limits:
         return {"gb_s": found}
 
     def _words(self) -> Line:
-        """Words that a stream writes and waits for: its time for one, and the way from host to device and back."""
+        """Words that a stream writes and waits for: the time for one word, and the round trip between host and device."""
         bed, count = self._bed, self._bed.pick(1000, 3)
         streams, memory = bed.streams(), mmap.mmap(-1, mmap.PAGESIZE)
         words = np.frombuffer(memory, dtype=np.uint32)
@@ -149,7 +149,7 @@ class Limits:
         }
 
     def _trip(self, stream: object, words: np.ndarray, number: int) -> float:
-        """Microseconds from a word written here until the stream that waits for it has answered with another."""
+        """Microseconds from writing a word here until the stream that waits for it has answered with another word."""
         at = words.ctypes.data
         if self._bed.dry:
             words[0] = number  # a stream that is this thread waits at once

@@ -26,7 +26,7 @@ TESTS = ["test_triton_lora", "test_triton_attention", "test_triton_batch", "test
 
 
 class Plans:
-    """The first points of stage 2."""
+    """The first points of stage 2: the correctness of the LoRA kernels."""
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
@@ -46,7 +46,10 @@ class Plans:
         return Point("tests", self._tests, 240.0)
 
     def _check(self, plan: LaunchPlan, model: str, dtype: torch.dtype) -> Line:
-        """`error` of the whole y, the worst of all; `good`: it is rounding, and what must be the same bits is."""
+        """`error`: the worst error of the whole y.
+
+        `good`: it is rounding only, and results that must be equal to the bit are.
+        """
         shapes, device = projections(model), self._bed.device
         draw = torch.Generator(device).manual_seed(0)
         pool = _poisoned(shapes, dtype, device)
@@ -122,7 +125,7 @@ def _formula(
     dtype: torch.dtype,
     draw: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, y, and y with the adapters' part added, in fp64."""
+    """x, y, and y with the adapters' part added, computed in fp64."""
     modules = GROUPS[group]
     rows, device = len(slots), draw.device
     x = torch.randn(rows, shapes[modules[0]][0], generator=draw, device=device).to(dtype)

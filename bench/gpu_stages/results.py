@@ -17,7 +17,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Something to measure. `limit_s` is when it counts as hung, whatever it builds for itself and later points included."""
+    """One measurement. After `limit_s` it counts as hung; the limit includes what it builds for itself and for later points."""
 
     name: str  # of its line, unique in its stage
     measure: Callable[[], Line]
@@ -25,7 +25,7 @@ class Point:
 
 
 class Results:
-    """`<out>/stage-<n>.jsonl`, and what an earlier one under `have` holds. A failed point is no result: it is tried again."""
+    """The results in `<out>/stage-<n>.jsonl`, and those of an earlier run under `have`. A failed point is tried again."""
 
     def __init__(self, out: Path, stage: int, *, have: Path | None = None) -> None:
         self.path = out / f"stage-{stage}.jsonl"
@@ -38,15 +38,15 @@ class Results:
 
     @property
     def done(self) -> set[str]:
-        """Points that need not be measured."""
+        """The points that need not be measured."""
         return {line["point"] for line in self.lines}
 
     def measure(self, point: Point) -> None:
-        """Here and now; what it raises becomes its line."""
+        """Measure a point in this process. An exception becomes its result."""
         self.add(measured(point))
 
     def add(self, line: Line) -> None:
-        """Keep a point's line."""
+        """Write a point's line."""
         if "error" in line:
             self.failed[line["point"]] = line["error"]
         else:
@@ -71,7 +71,7 @@ def measured(point: Point) -> Line:
 
 
 def _read(path: Path) -> list[Line]:
-    """Lines of a file that may not be there, or end in the middle of a line."""
+    """The lines of a file that may be missing, or end in the middle of a line."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:

@@ -42,7 +42,7 @@ SPARE_BYTES = 8 * GIB  # for activations, logits and graphs
 
 @dataclass(slots=True)
 class Lap:
-    """One load from its arrival to its last token."""
+    """One load, from its arrival to its last token."""
 
     tokens: int = 0
     total_s: float = 0.0
@@ -52,7 +52,7 @@ class Lap:
 
 
 class Served:
-    """An engine as a worker assembles it, with random weights on the device, and room for adapters of these ranks."""
+    """An engine assembled as in a worker, with random weights on the device and room for adapters of these ranks."""
 
     def __init__(
         self,
@@ -97,19 +97,19 @@ class Served:
 
     @property
     def attention(self) -> str:
-        """What attends."""
+        """The name of the attention library."""
         runner: Any = self.engine._runner
         return type(runner.memory.cache.library).__name__
 
     def load(self, count: int) -> int:
-        """Bring the first adapters to the device; how many there was room for."""
+        """Copy the first adapters to the device. Returns how many there was room for."""
         there = [self.engine.load_adapter(adapter) for adapter in self.adapters[:count]]
         while self.engine.has_work():
             self.step()
         return sum(there)
 
     def lap(self, requests: int, adapters: int, *, prompt: int, output: int) -> Lap:
-        """`requests` at once, the i-th on adapter i modulo `adapters`; 0 for the base alone."""
+        """Serve `requests` requests at once, the i-th with adapter i modulo `adapters`; 0 for the base model alone."""
         lap, now = Lap(), now_s()
         for i, tokens in enumerate(prompts(requests, prompt, seed=requests)):
             sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
@@ -133,7 +133,7 @@ class Served:
         return lap
 
     def step(self, lap: Lap | None = None) -> Any:
-        """One step; what it says of itself. Raises what failed."""
+        """Run one step and return its statistics. Raises the error of a failed step."""
         output = self.engine.step(now_s())
         if output.failure is not None:
             raise output.failure
@@ -146,7 +146,7 @@ class Served:
         return output.stats
 
     def roofline_ms(self, contexts: int, adapter_bytes: int, read_gb_s: float) -> float:
-        """Of a decode step with so many tokens in the KV cache: all it must read, once."""
+        """The time of a decode step that reads everything it needs exactly once. `contexts`: KV tokens of each sequence."""
         config = self.config
         embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size  # a few rows of it are read
         kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * contexts
@@ -157,7 +157,7 @@ class Served:
 
 
 class Serving:
-    """Stage 4."""
+    """Stage 4: the whole engine."""
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed

@@ -78,7 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_config(name: str, directory: Path) -> Path:
-    """The directory of a model of `MODELS` for `--load-format dummy`."""
+    """Write the configuration of a model of `MODELS` to a directory, for `--load-format dummy`."""
     home = directory / name
     home.mkdir(parents=True, exist_ok=True)
     (home / "config.json").write_text(json.dumps(MODELS[name]))
@@ -96,7 +96,7 @@ def projections(name: str) -> dict[str, tuple[int, int]]:
 
 
 def host_adapter(config: ModelConfig, rank: int, dtype: torch.dtype, *, modules: tuple[str, ...] = MODULES) -> HostAdapter:
-    """An adapter of random weights in memory that other processes can map, as a worker has one."""
+    """An adapter of random weights in memory that other processes can map, as in a worker."""
     shapes, layers = config.projection_shapes(), config.num_layers
     pages = dict.fromkeys(modules, -(-rank // PAGE_RANKS))
     elements = sum(count * PAGE_RANKS * layers * sum(shapes[module]) for module, count in pages.items())
@@ -129,10 +129,10 @@ def host_adapter(config: ModelConfig, rank: int, dtype: torch.dtype, *, modules:
 
 
 def another(adapter: HostAdapter, name: str) -> HostAdapter:
-    """The same weights under another digest: for the engine an adapter of its own."""
+    """The same weights under another digest, which the engine treats as another adapter."""
     return replace(adapter, digest=name)
 
 
 def adapter_bytes(shapes: Mapping[str, tuple[int, int]], ranks: list[int], itemsize: int) -> int:
-    """What one layer of adapters of these ranks on all modules occupies."""
+    """Bytes of one layer of adapters of these ranks on all modules."""
     return sum(-(-rank // PAGE_RANKS) * PAGE_RANKS for rank in ranks) * itemsize * sum(map(sum, shapes.values()))

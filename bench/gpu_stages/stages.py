@@ -7,7 +7,7 @@ from bench.gpu_stages.results import Point
 
 
 def points(stage: int, bed: Bed) -> list[Point]:
-    """Modules are imported for their stage only: some need what others can do without."""
+    """The points of a stage. Only the modules of that stage are imported, because some need what others run without."""
     if stage == 1:
         from bench.gpu_stages.limits import Limits
 

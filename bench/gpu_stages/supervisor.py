@@ -35,7 +35,7 @@ START = "start"  # in place of a point's name
 
 
 def supervise(command: Sequence[str], results: Results, *, budget_s: float, log: Path) -> list[str]:
-    """Run children of `command` until every point is over or the budget is; returns the points that are left.
+    """Run children of `command` until every point is done or the budget is spent. Returns the points that are left.
 
     What children write to stderr goes to `log`.
     """
@@ -66,7 +66,7 @@ def supervise(command: Sequence[str], results: Results, *, budget_s: float, log:
 
 
 def serve(points: Callable[[], Sequence[Point]], *, healthy: Callable[[], bool]) -> None:
-    """The child's side: measure what is not to be skipped while there is time. What else it prints goes to stderr."""
+    """The child's side: measure the remaining points while there is time. Other output goes to stderr."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     told = json.loads(sys.stdin.readline())
@@ -95,7 +95,7 @@ def serve(points: Callable[[], Sequence[Point]], *, healthy: Callable[[], bool])
 
 
 class _Child:
-    """A process and what it says."""
+    """A child process and its messages."""
 
     def __init__(self, command: Sequence[str], log: Path, told: Line) -> None:
         self.point: str | None = None  # under way
@@ -114,7 +114,7 @@ class _Child:
         threading.Thread(target=_forward, args=(self._process.stdout, self._said), daemon=True).start()
 
     def next(self, until_s: float) -> Line | None:
-        """What it says next; None when it has ended, is late, or the budget is over."""
+        """The child's next message; None when it has ended, is late, or the budget is spent."""
         over_s = until_s + GRACE_S
         wait_s = min(self._due_s, over_s) - time.monotonic()
         try:
@@ -134,7 +134,7 @@ class _Child:
         return message
 
     def end(self) -> str | None:
-        """Why it ended before its time, or None; it and what it started are gone then."""
+        """End the child and all processes that it started. Returns why it ended too early, or None."""
         if not self._late:
             try:
                 self._process.wait(GRACE_S)

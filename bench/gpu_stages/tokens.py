@@ -42,7 +42,7 @@ PROCESS_S = 30.0  # for CPU LoRA processes to start
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request and what transformers and PEFT answer; `margins` are those of its tokens over the second best."""
+    """A request, and the answer of transformers and PEFT. `margins`: the lead of each of its tokens over the second best."""
 
     prompt: list[int]
     adapter: str | None
@@ -51,7 +51,7 @@ class Wanted:
 
 
 class Tokens:
-    """The last points of stage 2."""
+    """The last points of stage 2: the tokens of the engine compared with those of transformers and PEFT."""
 
     def __init__(self, bed: Bed) -> None:
         self._bed = bed
@@ -123,7 +123,7 @@ class Tokens:
         return line | {"good": bool(met and not different)}
 
     def _logits(self) -> Line:
-        """Relative error of all logits of prompts, against fp32; `graphs` is the same for decode steps through graphs."""
+        """Relative error of all logits of prompts, compared with fp32. `graphs`: the same for decode steps in CUDA graphs."""
         bed, wanted = self._bed, self._wanted
         theirs = _Oracle(self._names, torch.bfloat16, bed.device)
         runner = _runner(bed, 400, 32 << 20, 20, dtype="bfloat16")
@@ -147,7 +147,7 @@ class Tokens:
 
 
 class _Oracle:
-    """The demo model under transformers, its adapters under PEFT."""
+    """The demo model in transformers, with its adapters in PEFT."""
 
     def __init__(self, names: list[str], dtype: torch.dtype, device: torch.device) -> None:
         with warnings.catch_warnings():
@@ -169,7 +169,7 @@ class _Oracle:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int], adapter: str | None) -> torch.Tensor:
-        """After every token, float32 [tokens, vocab], in host memory."""
+        """Logits after every token, float32 [tokens, vocab], in host memory."""
         ids = torch.tensor([tokens], device=self._device)
         if adapter is None:
             with self._model.disable_adapter():
@@ -178,7 +178,7 @@ class _Oracle:
         return self._model(ids, use_cache=False).logits[0].float().cpu()
 
     def greedy(self, prompt: list[int], count: int, adapter: str | None) -> tuple[list[int], list[float]]:
-        """`count` tokens and their margins; EOS does not end it."""
+        """`count` greedy tokens and their margins. EOS does not end the sequence."""
         tokens, margins = list(prompt), []
         for _ in range(count):
             best = self.logits(tokens, adapter)[-1].topk(2)
@@ -188,7 +188,7 @@ class _Oracle:
 
 
 class _Repeated(DecodeGraphs):
-    """Graphs of a device that has none: a replay launches everything anew, from the same buffers into the same logits."""
+    """Graphs for a device that has none: a replay launches everything again, from the same buffers into the same logits."""
 
     def __init__(self, runner: ModelRunner, scratch_block: int) -> None:
         self._cache, self._pool = runner.memory.cache, runner.pool
@@ -213,7 +213,7 @@ class _Replay:
 def _runner(
     bed: Bed, kv_blocks: int, lora_bytes: int, max_loras: int, *, link: bool = False, assist: bool = False, **options: Any
 ) -> ModelRunner:
-    """On the CPU with a block more, for the scratch block that a GPU has."""
+    """A runner for tests. On the CPU it gets a block more, in place of the scratch block that a GPU has."""
     runner = open_backend(
         BackendOptions(
             model_dir=DEMO / "model",
@@ -257,7 +257,7 @@ def _wait_for_processes(runner: ModelRunner) -> None:
 def _serve(
     engine: Engine, wanted: list[Wanted], adapters: dict[str, HostAdapter], *, resume: bool
 ) -> tuple[list[list[int]], int, dict[str, int]]:
-    """All tokens of each request, how many were preempted, and how those began whose adapter was on its way."""
+    """All tokens of each request, how many requests were preempted, and how requests with an unfinished adapter began."""
     outputs = []
     for number, one in enumerate(wanted):
         known = one.tokens[: len(one.tokens) // 2] if resume else []
@@ -293,7 +293,7 @@ def _serve(
 
 
 def _differences(wanted: list[Wanted], outputs: list[list[int]]) -> tuple[list[str], int]:
-    """Requests that got other tokens, by where; and how many did only from a near tie on."""
+    """The requests that got other tokens, and the place of the first difference; and how many differ only after a near-tie."""
     different, ties = [], 0
     for number, (one, got) in enumerate(zip(wanted, outputs, strict=True)):
         if got == one.tokens:
@@ -310,7 +310,7 @@ def _differences(wanted: list[Wanted], outputs: list[list[int]]) -> tuple[list[s
 
 
 def _rows(tokens: list[int], start: int, end: int, slot: int) -> StepBatch:
-    """Tokens start..end of a sequence in the first blocks; logits of all."""
+    """A batch of the tokens start..end of a sequence in the first blocks, with logits for all of them."""
     positions = np.arange(start, end)
     blocks = -(-end // BLOCK)
     return StepBatch(
@@ -327,7 +327,7 @@ def _rows(tokens: list[int], start: int, end: int, slot: int) -> StepBatch:
 
 @dataclass(slots=True)
 class _Error:
-    """Relative, over all that was added."""
+    """The relative error over everything that was added."""
 
     off2: float = 0.0
     all2: float = 0.0

@@ -24,14 +24,14 @@ from motet.kernels.cpu.library import TYPES, Assist, CpuEngine, Loading, address
 from motet.kernels.pool import GROUPS, LoraPool, PackedLora
 
 MAX_SLICES = 16
-"""Of one channel in one step; src/channel.h has room for no more."""
+"""Largest number of slices of one channel in one step; src/channel.h has room for no more."""
 
 STATES = ("alive", "late", "died", "unreadable")
-"""Of a channel; all but the first are for good."""
+"""The states of a channel. All but the first are final."""
 
 
 class HostMemory(Protocol):
-    """An adapter in host memory that other processes can map by /proc/<pid>/fd/<fd>."""
+    """An adapter in host memory that other processes can map through /proc/<pid>/fd/<fd>."""
 
     @property
     def packed(self) -> PackedLora: ...
@@ -60,7 +60,7 @@ def loading_of(slot: int, host: HostMemory, *, layerwise: bool = False) -> Loadi
 
 @dataclass(frozen=True, slots=True)
 class ChannelCounters:
-    """Totals of what one process has done."""
+    """Totals of the work of one process."""
 
     requests: int
     elements: int  # of the adapters' pages, layer by layer
@@ -71,7 +71,7 @@ class ChannelCounters:
 
 @dataclass(frozen=True, slots=True)
 class ChannelWords:
-    """Addresses of 32-bit words: the request, in the order in which it is written, and the answer."""
+    """Addresses of 32-bit words: those of the request, in the order in which they are written, and that of the answer."""
 
     sequence: int  # of the request, written last
     layer: int
@@ -82,9 +82,9 @@ class ChannelWords:
 
 
 class Channel:
-    """Memory shared with one process, for `max_rows` rows of the pool's shapes; taken only as far as it is used.
+    """Memory shared with one process, for `max_rows` rows of the pool's shapes. Pages are allocated when first used.
 
-    Numbers begin at `sequence`. Only the thread that runs steps may use the object, except for `fail` and `state`.
+    Numbers of requests begin at `sequence`. Only the thread that runs steps may use the object, except for `fail` and `state`.
     """
 
     def __init__(self, engine: CpuEngine, pool: LoraPool, *, max_rows: int, sequence: int = 0) -> None:
@@ -107,22 +107,22 @@ class Channel:
 
     @property
     def ready(self) -> bool:
-        """Whether a process serves it."""
+        """Whether a process serves this channel."""
         return bool(self._library.motet_channel_ready(self.handle))
 
     @property
     def state(self) -> str:
-        """One of STATES."""
+        """The state of the channel, one of STATES."""
         return STATES[self._library.motet_channel_state(self.handle)]
 
     def words(self) -> ChannelWords:
-        """For a base that is a device."""
+        """The words that a device writes and waits for."""
         addresses = (c_int64 * 6)()
         self._library.motet_channel_words(self.handle, addresses)
         return ChannelWords(*addresses)
 
     def rows(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where rows of x and y of a group lie, [max_rows, the stride of a row] each, in the type of activations."""
+        """Views of the rows of x and y of a group, [max_rows, stride of a row] each, in the type of activations."""
         found = (c_int64 * 5)()
         self._library.motet_channel_rows(self.handle, group, found)
         dtype = next(one for one, kind in TYPES.items() if kind == found[4])
@@ -135,38 +135,38 @@ class Channel:
 
     @property
     def pending(self) -> int | None:
-        """The number of the request that is not answered; None when all are."""
+        """The number of the request that is not answered; None if all are."""
         words = self.words()
         asked, done = (c_uint32.from_address(at).value for at in (words.sequence, words.done))
         return asked if (asked - done) & 0xFFFFFFFF in range(1, 1 << 30) else None
 
     def listen(self, on: bool) -> None:
-        """Whether requests of a device are about to come: the process looks out for them and does not sleep."""
+        """Say whether a device is about to send requests: the process then polls for them and does not sleep."""
         self._library.motet_channel_listen(self.handle, on)
 
     def release(self) -> None:
-        """The process has ended: every request counts as answered, wrongly."""
+        """The process has ended: every request counts as answered, with a wrong result."""
         self._library.motet_channel_release(self.handle)
 
     def account(self, requests: int, elements: int, work: int) -> None:
-        """Count what a device has asked for; the process counted its time."""
+        """Count the requests of a device. The process has counted its time already."""
         self._library.motet_channel_account(self.handle, requests, elements, work)
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Address and bytes of all of it."""
+        """The address and the size in bytes of the shared memory."""
         return self._address, len(self._memory)
 
     @property
     def counters(self) -> ChannelCounters:
-        """As of the last step."""
+        """The totals up to the last step."""
         counts = (c_int64 * 5)()
         self._library.motet_channel_counters(self.handle, counts)
         requests, elements, work, busy_ns, answered_ns = counts
         return ChannelCounters(requests, elements, work, busy_ns / 1e9, answered_ns / 1e9)
 
     def fail(self, state: str) -> None:
-        """Never use it again; a step that waits for it stops waiting."""
+        """Mark the channel as failed for ever. A step that waits for it stops waiting."""
         self._library.motet_channel_fail(self.handle, STATES.index(state))
 
     def stop(self) -> None:
@@ -174,13 +174,13 @@ class Channel:
         self._library.motet_channel_stop(self.handle)
 
     def serve(self) -> None:
-        """The process's side in this thread, until `stop`."""
+        """Run the process's side of the channel in this thread, until `stop`."""
         self._library.motet_assist_serve(self._address, 0)
 
     def call(self, loading: Loading, x: torch.Tensor, y: torch.Tensor, *, layer: int, group: int, bound_s: float) -> bool:
-        """One request beside any step: `y` float32 [rows, sum of out] = the adapter's part of `x` float32 [rows, in].
+        """Make one request outside of any step: `y` float32 [rows, sum of out] = the adapter's part for `x` float32 [rows, in].
 
-        False when the channel has failed. No more than `max_rows` rows.
+        At most `max_rows` rows. Returns False when the channel has failed.
         """
         modules = list(GROUPS.values())[group]
         wanted = len(x), sum(self._shapes[module][1] for module in modules)
@@ -190,7 +190,7 @@ class Channel:
         return self.finish(y)
 
     def start(self, loading: Loading, x: torch.Tensor, *, layer: int, group: int, bound_s: float) -> None:
-        """The first half of `call`, which waits for nothing."""
+        """The first half of `call`: send the request, without waiting."""
         fan_in = self._shapes[list(GROUPS.values())[group][0]][0]
         if x.shape != (len(x), fan_in) or len(x) > self.max_rows:
             raise ValueError(f"x {tuple(x.shape)}: at most [{self.max_rows}, {fan_in}] is expected")
@@ -198,14 +198,17 @@ class Channel:
         self._library.motet_channel_start(self.handle, byref(loading), at, len(x), layer, group, bound_ns)
 
     def finish(self, y: torch.Tensor | None = None) -> bool:
-        """The second half, for a `y` of the right shape; without one the answer stays in the shared memory."""
+        """The second half of `call`: wait, and copy the answer to `y` of the right shape.
+
+        Without `y` it stays in the shared memory.
+        """
         at = address(y, torch.float32) if y is not None else None
         return bool(self._library.motet_channel_finish(self.handle, at))
 
 
 @dataclass(slots=True)
 class AssistCounts:
-    """Rows times layers of adapters on their way, by where their low-rank part was computed; and what went wrong."""
+    """Rows times layers of unfinished adapters, by where their low-rank part was computed; and failures."""
 
     by_processes: int = 0
     on_device: int = 0
@@ -221,7 +224,7 @@ class AssistCounts:
 
 @dataclass(frozen=True, slots=True)
 class Helpers:
-    """For one step: its adapters on their way and the processes that may help."""
+    """For one step: its adapters that are being copied, and the processes that may help."""
 
     loading: Sequence[Loading]
     channels: Sequence[Channel] = ()
@@ -232,7 +235,7 @@ class Helpers:
     layer_wait_s: float = 1.0  # of a step, for layer-wise copies
 
     def struct(self) -> Assist:
-        """Valid as long as this object."""
+        """The same facts for the compiled library. Valid as long as this object."""
         return Assist(
             loading=(Loading * len(self.loading))(*self.loading),
             count=len(self.loading),
@@ -258,7 +261,7 @@ class Part:
 
 
 def divide(engine: CpuEngine, helpers: Helpers, row_slot: np.ndarray) -> list[Part]:
-    """Who computes which rows, as the compiled step would have it; the channels know of it."""
+    """Which process computes which rows, as the compiled step would divide them. The channels are prepared for it."""
     assist = helpers.struct()
     slices = np.empty((max(1, len(helpers.channels)) * MAX_SLICES, 6), dtype=np.int32)
     rows = np.empty(len(row_slot), dtype=np.int32)

@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 def main(library: str, fd: int, cpu: int, parent_pid: int) -> None:
-    """Serve one channel until it is stopped."""
+    """Serve one channel until `stop`."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_NAME, b"motet-assist", 0, 0, 0)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

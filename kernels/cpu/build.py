@@ -40,11 +40,11 @@ _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 ISAS = tuple(_ISAS)
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wno-psabi", "-Wl,-Bsymbolic")
 TIMEOUT_S = 600
-_MODE = 0o644  # for whoever runs the engine, who may not be whoever installed it
+_MODE = 0o644  # readable by every user: the one that runs the engine may not be the one that installed it
 
 
 class BuildError(Exception):
-    """No compiler, or one that fails; the message is for the operator."""
+    """There is no compiler, or it fails. The message is for the operator."""
 
 
 def available_isas() -> tuple[str, ...]:
@@ -135,7 +135,7 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def main() -> int:
-    """Builds ahead of the first start. Exit status 1 when there is no compiler, or it fails."""
+    """Build the libraries before the first start. Exit status 1 when there is no compiler, or it fails."""
     parser = argparse.ArgumentParser(prog="python -m motet.kernels.cpu", description="Builds the compiled CPU kernels.")
     parser.add_argument("--all", action="store_true", help="every instruction set, not only this machine's best")
     parser.add_argument("--isa", choices=ISAS, help="this instruction set alone")

@@ -28,7 +28,7 @@ from motet.kernels.cpu.merging import MergedWeights
 from motet.kernels.pool import LoraPool
 
 MAX_HEADS_PER_KV_HEAD = 128
-"""What the attention kernel has room for."""
+"""The largest number that the attention kernel has room for."""
 
 Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -71,10 +71,10 @@ class Rows(Protocol):
 
 
 class CpuForward:
-    """A decoder's packed weights over a KV cache and an adapter pool.
+    """The forward pass of a decoder with packed weights, over a KV cache and an adapter pool.
 
-    `rotary` maps positions, int64 [n], to float32 (cos, sin), each [n, head_dim / 2]. `windows` are the layers' sliding
-    windows in tokens, 0 for none.
+    `rotary` maps positions, int64 [n], to float32 (cos, sin), each [n, head_dim / 2]. `windows` are the layers' sliding windows
+    in tokens, 0 for none.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class CpuForward:
         self._is_merged = False
 
     def __call__(self, batch: Rows, helpers: Helpers | None = None) -> torch.Tensor:
-        """Logits of `batch.logit_rows`, float32 [n, vocab]; fills the cache. Valid until the next call.
+        """Logits of `batch.logit_rows`, float32 [n, vocab], valid until the next call; fills the cache.
 
-        `helpers` must name the slots of rows of which not all layers are loaded; `assisted` counts what became of them.
-        Raises ValueError when a row names an empty adapter slot or a token outside the vocabulary.
+        `helpers` must have the slots of all rows whose adapter is not completely loaded; `assisted` counts where these rows
+        were computed. Raises ValueError when a row names an empty adapter slot or a token outside the vocabulary.
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         if not rows:
@@ -165,7 +165,7 @@ class CpuForward:
         return self._logits[:wanted]
 
     def _turn(self, merged: bool) -> None:
-        """This step and those after it compute with the merged copy, or with the pristine weights."""
+        """Use the merged copy of the weights from this step on, or the base weights."""
         assert not merged or (self.merged is not None and self.merged.whole), "no merged copy is whole"
         self._model.layer = self.merged.layers if merged and self.merged is not None else self.layers
         self._is_merged = merged
@@ -183,7 +183,7 @@ class CpuForward:
             raise ValueError(f"a token id is outside the vocabulary of {self._vocab}")
 
     def _reach(self, positions: int) -> None:
-        """Rotation tables for positions 0..positions-1, in powers of two."""
+        """Extend the rotation tables to positions 0..positions-1; sizes are powers of two."""
         if positions > len(self._cos):
             cos, sin = self._rotary(torch.arange(1 << max(positions - 1, 127).bit_length()))
             self._cos, self._sin = cos.contiguous(), sin.contiguous()

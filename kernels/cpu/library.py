@@ -29,7 +29,7 @@ INTEGERS = {"int8": 3, "int4": 4}
 """Integer weights: with one scale per output, or per output and 32 inputs."""
 
 KV_TYPES = TYPES | {torch.int8: INTEGERS["int8"]}
-"""Of a KV cache; int8 has scales beside its values."""
+"""Types of a KV cache; int8 has scales beside its values."""
 
 I4_SHIFTED, I8_GROUPED = 5, 6
 """4 and 8 bits with a scale and a zero point per output and 32 inputs, as some checkpoints have them."""
@@ -41,7 +41,7 @@ MAX_FAN_IN = 1 << 16
 """Largest number of inputs of an integer matrix, whose 8-bit products are added in 32 bits."""
 
 MAX_RANK = 1024
-"""Of an adapter; what the compiled kernels have room for."""
+"""The largest rank of an adapter that the compiled kernels have room for."""
 
 
 class Matrix(Structure):
@@ -115,7 +115,7 @@ class Model(Structure):
 
 
 class Loading(Structure):
-    """An adapter that is on its way to the device: its slot, and where else its bytes are."""
+    """An adapter that is being copied to the device: its slot, and where its bytes are in host memory."""
 
     _fields_ = [
         ("host", Pool),
@@ -130,7 +130,7 @@ class Loading(Structure):
 
 
 class Assist(Structure):
-    """A step's adapters on their way, the processes that help with them, and what became of their rows."""
+    """A step's adapters that are being copied, the processes that help with them, and where their rows were computed."""
 
     _fields_ = [
         ("loading", POINTER(Loading)),
@@ -229,7 +229,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 
 @lru_cache
 def _load(path: Path) -> ctypes.CDLL:
-    """Raises BuildError for a file that is unreadable, damaged, or lacks a function."""
+    """Load a library. Raises BuildError for a file that is unreadable, damaged, or lacks a function."""
     try:
         library = ctypes.CDLL(str(path))
         functions = {name: getattr(library, name) for name in _FUNCTIONS}
@@ -242,10 +242,10 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 class CpuEngine:
-    """Threads and workspace of one instruction set. One call at a time.
+    """The threads and the workspace of one instruction set. One call at a time.
 
-    `isa` is one of `available_isas()`, by default MOTET_CPU_ISA or the best; `threads` 0 takes every allowed CPU.
-    Raises BuildError when there is no library to be had, ValueError for an instruction set that this machine lacks.
+    `isa` is one of `available_isas()`, by default MOTET_CPU_ISA or the best; `threads` 0 takes every allowed CPU. Raises
+    BuildError when no library can be built, ValueError for an instruction set that this machine lacks.
     """
 
     def __init__(self, *, threads: int = 0, isa: str | None = None) -> None:
@@ -267,7 +267,7 @@ class CpuEngine:
 
     @property
     def handle(self) -> int:
-        """What the library's functions take first."""
+        """The first argument of the library's functions."""
         return self._handle
 
     def gemm(
@@ -361,9 +361,9 @@ class CpuEngine:
 
 
 class Arena:
-    """Memory in huge pages for packed weights: pieces are given out and all freed together, with this object.
+    """Memory in huge pages for packed weights. Pieces are handed out one by one, and all are freed together with this object.
 
-    `save` writes all pieces to a file. An arena of such a file (`MappedArena`) gives out the same pieces in the same order.
+    `save` writes all pieces to a file. An arena of such a file (`MappedArena`) hands out the same pieces in the same order.
     """
 
     CHUNK_BYTES = 64 << 20  # what is not given out is never touched, so it costs nothing
@@ -390,7 +390,7 @@ class Arena:
         return at
 
     def save(self, path: Path) -> None:
-        """Write the file at once; what was not given out is a hole in it. Raises OSError."""
+        """Write the arena to a file at once. Unused parts become holes. Raises OSError."""
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
         part = Path(name)
         try:
@@ -420,9 +420,9 @@ class Arena:
 
 
 class MappedArena(Arena):
-    """The pieces of a file that `Arena.save` wrote, mapped into memory. Processes that map one file share its pages.
+    """The pieces of a file that `Arena.save` wrote, mapped into memory. Processes that map the same file share its pages.
 
-    Raises OSError. Taking more than the file has raises ValueError: it is of other weights.
+    Raises OSError. Taking more than the file contains raises ValueError, because the file then belongs to other weights.
     """
 
     filled = True
@@ -448,7 +448,7 @@ class MappedArena(Arena):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed matrix and what it points into."""
+    """A packed matrix, and the memory that it points into."""
 
     matrix: Matrix
     kept: tuple[Any, ...]
@@ -457,7 +457,7 @@ class Packed:
 class Packer:
     """Turns weights [n, k] with bias [n] into packed matrices, of their own type or of integers (INTEGERS).
 
-    They lie in `arena`, by default in one of their own. In one that is filled they are packed already.
+    The matrices are in `arena`, by default a new one. In an arena that is filled they are packed already.
     """
 
     def __init__(self, engine: CpuEngine, integers: str | None = None, arena: Arena | None = None) -> None:
@@ -468,7 +468,7 @@ class Packer:
         return self.parts([weight], bias)
 
     def parts(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> Packed:
-        """A matrix from some that are one below the other."""
+        """A packed matrix from several matrices, one below the other."""
         n, k, of = sum(len(part) for part in parts), parts[0].shape[1], TYPES[parts[0].dtype]
         kind = of if self._kind is None else self._kind
         packed = self._room(n, k, kind, bias)
@@ -484,7 +484,7 @@ class Packer:
         return packed
 
     def whole(self, weight: WholeNumbers, bias: torch.Tensor | None = None) -> Packed:
-        """A matrix of integers: its values stay as they are, scales of groups become float16."""
+        """A packed matrix of integers: the values stay as they are, and the scales of groups become float16."""
         n, k = weight.values.shape
         zeros = weight.zeros
         per_output = weight.bits == 8 and weight.per_output and zeros is None
@@ -516,7 +516,7 @@ class Packer:
         return packed
 
     def _room(self, n: int, k: int, kind: int, bias: torch.Tensor | None) -> Packed:
-        """A matrix without content."""
+        """A packed matrix without content."""
         if kind == INTEGERS["int8"] and k > MAX_FAN_IN:
             raise ValueError(f"a matrix of {k} inputs: integer sums overflow above {MAX_FAN_IN}")
         data = self._arena.take(self._engine.library.motet_packed_bytes(n, k, kind))
@@ -527,16 +527,16 @@ class Packer:
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    """Of the first element of a contiguous CPU tensor. Raises ValueError for any other, or one not of `dtype`."""
+    """The address of the first element of a contiguous CPU tensor of `dtype`. Raises ValueError for any other tensor."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or (dtype is not None and tensor.dtype != dtype):
         raise ValueError(f"{tensor.dtype} tensor on {tensor.device}: a contiguous one on the CPU is expected, of {dtype}")
     return tensor.data_ptr()
 
 
 def pool_struct(pool: LoraPool | PackedLora) -> Pool:
-    """The addresses of a pool's tables, which it never replaces; an adapter outside is a pool of one slot.
+    """The addresses of a pool's tables, which the pool never replaces. An adapter outside counts as a pool of one slot.
 
-    Of a pool on a device only the tables: no call that reads its arena may be given it.
+    For a pool on a device only the tables are valid, so no call that reads the arena may get it.
     """
     if pool.table.shape[2] * PAGE_RANKS > MAX_RANK:
         raise ValueError(f"ranks up to {pool.table.shape[2] * PAGE_RANKS}: the compiled kernels take {MAX_RANK}")

@@ -25,9 +25,9 @@ from motet.kernels.pool import LoraPool, PackedLora
 
 
 class CpuLoader(Sources):
-    """One thread that fills a pool's slots. The pool's own methods stay with the thread that runs the steps.
+    """One thread that fills a pool's slots. Only the thread that runs the steps may call the pool's own methods.
 
-    `link_bytes_per_s` is the pace, 0 for memory's own. The pool must outlive this object's `close`.
+    `link_bytes_per_s` is an emulated rate, 0 for the speed of memory. The pool must exist until `close` of this object.
     """
 
     def __init__(self, engine: CpuEngine, pool: LoraPool, *, link_bytes_per_s: float = 0.0) -> None:
@@ -43,7 +43,7 @@ class CpuLoader(Sources):
         self.close()
 
     def close(self) -> None:
-        """End the thread; loads under way stay as they are."""
+        """End the thread. Unfinished loads stay as they are."""
         handle, self._handle = getattr(self, "_handle", None), None
         if handle:
             self._pool.still, self._pool.resizing = nullcontext, None
@@ -53,26 +53,26 @@ class CpuLoader(Sources):
     def begin(self, slot: int, source: PackedLora, kept: Any) -> None:
         """Copy an adapter of the pool's type into `slot`, which is reserved for it.
 
-        `kept` is what the source's memory belongs to: it is held until the load is `finished` or cancelled.
+        `kept` is the owner of the source's memory: it is referenced until the load is `finished` or cancelled.
         """
         self._sources[slot] = kept
         self._library.motet_loader_begin(self._handle, slot, byref(pool_struct(source)))
 
     def cancel(self, slot: int) -> None:
-        """Write no more of this slot's load, if there is one; nothing of it is being written when this returns."""
+        """Stop the load of this slot, if there is one. When this returns, nothing more is written."""
         self._library.motet_loader_cancel(self._handle, slot)
         self._sources.pop(slot, None)
 
     def mend(self, row_slot: np.ndarray) -> None:
-        """A copy inside host memory does not fail: nothing is to be copied again."""
+        """Does nothing: a copy inside host memory does not fail."""
 
     def bytes_ahead(self, slot: int) -> int:
-        """Bytes that pass the link until this slot is whole, those of the loads before it included."""
+        """Bytes to transfer until this slot is complete, including the loads before it."""
         return self._library.motet_loader_ahead(self._handle, slot)
 
     @property
     def link(self) -> LinkState:
-        """As of now."""
+        """The present state of the link."""
         counts = (c_int64 * 4)()
         self._library.motet_loader_state(self._handle, counts)
         return self._meter.state(*counts)

@@ -24,20 +24,20 @@ PIECE = 1 << 18  # elements: some tenths of a millisecond
 
 
 class Adapter(Protocol):
-    """An adapter in host memory, which stays there as long as this object lives."""
+    """An adapter in host memory. The memory is valid as long as this object exists."""
 
     @property
     def packed(self) -> PackedLora:
-        """Its matrices."""
+        """The adapter's matrices."""
 
     def rest(self) -> None:
-        """They are not needed for now."""
+        """The matrices are not needed for now, so their pages may be released."""
 
 
 class MergedWeights:
-    """The copy of one model. `layers` are the pristine layers.
+    """The merged copy of one model's weights. It is used between two steps, by the thread that runs the steps.
 
-    The thread that runs the steps calls it, between two steps.
+    `layers` are the base model's layers.
     """
 
     def __init__(self, engine: CpuEngine, layers: ctypes.Array[Layer]) -> None:
@@ -49,7 +49,7 @@ class MergedWeights:
         self._memory: tuple[int, int] | None = None  # address, bytes
         self._pieces: Iterator[None] = iter(())
         self.layers = type(layers)()
-        """What a merged step computes with."""
+        """The layers of a merged step."""
         self.whole = False
 
     def __del__(self) -> None:
@@ -57,7 +57,7 @@ class MergedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of the copy that is here, whole or not, beside the pristine weights."""
+        """Bytes of the present copy, complete or not, without the base weights."""
         return self._memory[1] if self._memory is not None else 0
 
     def size(self, adapter: Adapter) -> int:
@@ -65,7 +65,7 @@ class MergedWeights:
         return sum(self._group_bytes[group] for group in self._changed(adapter.packed))
 
     def begin(self, adapter: Adapter) -> None:
-        """Make the copy of this adapter instead of the one that is here. Raises MemoryError when the system has no room."""
+        """Begin a copy with this adapter; it replaces the present copy. Raises MemoryError when the system has no room."""
         self.drop()
         nbytes = self.size(adapter)
         at = self._engine.library.motet_alloc(nbytes)
@@ -76,7 +76,10 @@ class MergedWeights:
         self._pieces = self._make(adapter, at)
 
     def advance(self, enough: Callable[[], bool]) -> bool:
-        """Compute pieces until `enough()` says so, which is asked after each; whether the copy is whole."""
+        """Compute pieces of the copy; `enough()` is called after each and ends the call.
+
+        Returns whether the copy is complete.
+        """
         while not self.whole and self._memory is not None:
             if next(self._pieces, self) is self:
                 self.whole = True
@@ -85,7 +88,7 @@ class MergedWeights:
         return self.whole
 
     def drop(self) -> None:
-        """The copy was dropped."""
+        """Drop the copy."""
         memory, self._memory = getattr(self, "_memory", None), None
         if memory is not None:
             self._pieces, self.whole = iter(()), False

@@ -34,7 +34,7 @@ X, Y = 0, 1  # sides of a channel
 
 
 class _Line:
-    """A channel as the device has it: registered, and with a place on the device for what passes."""
+    """A channel as seen by the device: its memory is registered, and the device has buffers for the transferred rows."""
 
     def __init__(self, channel: Channel, streams: DeviceStreams) -> None:
         self.channel, self._streams = channel, streams
@@ -45,7 +45,7 @@ class _Line:
         self._staged = [torch.empty(0, dtype=side.dtype, device=streams.device) for side in self.host[0]]
 
     def stage(self, side: int, group: int, rows: int) -> torch.Tensor:
-        """Room on the device for so many rows of x or y, strides as on the host."""
+        """A buffer on the device for `rows` rows of x or y, with the strides of the host."""
         stride = self.host[group][side].shape[1]
         if self._staged[side].numel() < rows * stride:
             widest = max(sides[side].shape[1] for sides in self.host)
@@ -58,7 +58,7 @@ class _Line:
 
 @dataclass(slots=True)
 class _Request:
-    """To one process in one group of a layer; the same from layer to layer until an adapter becomes whole."""
+    """A request to one process in one group of a layer. It is the same in every layer until an adapter becomes complete."""
 
     line: _Line
     slices: int
@@ -72,7 +72,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Asked:
-    """What a process was asked for in this step."""
+    """The requests to one process in this step."""
 
     requests: int = 0
     elements: int = 0
@@ -81,7 +81,10 @@ class _Asked:
 
 
 class DeviceAssist:
-    """Channels and counts that outlive a step. One step at a time, of one thread. `library` may be None without channels."""
+    """Channels and counts that exist longer than a step. One step at a time, in one thread.
+
+    `library` may be None without channels.
+    """
 
     def __init__(self, pool: LoraPool, streams: DeviceStreams, library: CpuEngine | None) -> None:
         self.pool, self.streams, self.library = pool, streams, library
@@ -89,7 +92,10 @@ class DeviceAssist:
         self._lines: dict[Channel, _Line] = {}
 
     def begin(self, row_slot: np.ndarray, helpers: Helpers) -> AssistedStep:
-        """A step of these rows, int32 [rows]: slots, -1 for the base alone. `helpers` names what is on its way."""
+        """Begin a step of these rows, int32 [rows]: slots, -1 for the base model alone.
+
+        `helpers`: the adapters being copied.
+        """
         for channel in self._lines.keys() - set(helpers.channels):
             self._lines.pop(channel).forget()
         for channel in helpers.channels:
@@ -98,14 +104,14 @@ class DeviceAssist:
         return AssistedStep(self, row_slot, helpers, [self._lines[channel] for channel in helpers.channels])
 
     def close(self) -> None:
-        """No step follows."""
+        """Release everything. No step may follow."""
         for line in self._lines.values():
             line.forget()
         self._lines.clear()
 
 
 class AssistedStep:
-    """See the module. Made by DeviceAssist."""
+    """One step with adapters that are being copied (see the module). `DeviceAssist.begin` makes it."""
 
     def __init__(self, assist: DeviceAssist, row_slot: np.ndarray, helpers: Helpers, lines: list[_Line]) -> None:
         self._assist, self._pool, self._streams = assist, assist.pool, assist.streams
@@ -136,7 +142,7 @@ class AssistedStep:
 
     @property
     def hardest(self) -> tuple[int, int]:
-        """No request of this step has more elements of adapters' pages, nor more rows times elements."""
+        """Upper bounds for any request of this step: elements of adapters' pages, and rows times elements."""
         elements, work = 0, 0
         for c in range(len(self._lines)):
             for group in GROUPS:
@@ -152,11 +158,11 @@ class AssistedStep:
 
     @property
     def channels(self) -> list[Channel]:
-        """Whose answers this step may wait for."""
+        """The channels whose answers this step may wait for."""
         return [line.channel for line in self._asked]
 
     def layer(self, layer: int) -> LoraBatch:
-        """The rows that the device computes in this layer; their adapters are there when the steps' stream is."""
+        """The rows that the device computes in this layer. The steps' stream waits until their adapters are there."""
         loaded, counts = self._pool.loaded_layers, self._assist.counts
         missing = [slot for slot in self._slots if loaded[slot] <= layer]
         bridged = frozenset(slot for slot in missing if self._serve(slot))
@@ -169,7 +175,7 @@ class AssistedStep:
             self._bridged = bridged
             self._lora = LoraBatch.build(self._pool, np.where(np.isin(self._row_slot, list(bridged)), -1, self._row_slot))
             self._requests = {group: self._ask(group) for group in GROUPS}
-        for slot in missing:  # behind all that allocates: that may wait for the device, and whoever copies needs the driver
+        for slot in missing:  # after all allocations: they may wait for the device, and the copying thread needs the driver
             if slot not in bridged:
                 self._streams.steps.wait(loaded.ctypes.data + slot * loaded.itemsize, layer + 1)
         return self._lora
@@ -213,7 +219,10 @@ class AssistedStep:
             y.index_add_(0, one.added, staged[:, : y.shape[1]].index_select(0, one.answered).to(y.dtype))
 
     def finish(self) -> bool:
-        """The device is done with this step: whether every request was computed. If not, what came out is not to be used."""
+        """Call it when the device has finished the step.
+
+        Returns whether all requests were computed; if not, discard the results.
+        """
         good = True
         for line, asked in self._asked.items():
             line.channel.listen(False)
@@ -224,7 +233,7 @@ class AssistedStep:
         return good
 
     def _serve(self, slot: int) -> bool:
-        """Whether processes take all rows of this adapter."""
+        """Whether processes compute all rows of this adapter."""
         parts = self._parts.get(slot)
         return parts is not None and all(self._lines[part.channel].channel.state == "alive" for part in parts)
 
@@ -261,12 +270,12 @@ class AssistedStep:
 
 
 def _elements(pool: LoraPool, slot: int, module: str) -> int:
-    """Of an adapter's pages of one layer."""
+    """The number of elements in an adapter's pages of one layer."""
     return int(pool.pages[slot, MODULES.index(module)]) * LINE * sum(pool.shapes[module])
 
 
 def _on(device: torch.device, indices: np.ndarray) -> torch.Tensor:
-    """int64 there; the host does not wait for it."""
+    """`indices` as int64 on the device. The host does not wait for the copy."""
     host = torch.from_numpy(indices.astype(np.int64))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 

@@ -16,13 +16,14 @@ WRITE_AFTER_ALL_ELSE = 0  # the default: with a fence before it
 
 
 class DriverError(Exception):
-    """A call that the driver refused, by its name and the driver's words."""
+    """The driver refused a call. The message has the call's name and the driver's text."""
 
 
 class MemoryOperations:
-    """Of the process's CUDA driver. Words are given by their host addresses. Raises DriverError where there is none.
+    """Memory operations of the process's CUDA driver. Words are given by their host addresses.
 
-    A thread that calls has its device current, which any of torch's CUDA calls sees to.
+    Raises DriverError where they do not exist. The calling thread must have its device current; any CUDA call of torch ensures
+    that.
     """
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
@@ -53,17 +54,17 @@ class MemoryOperations:
         self._starts = sorted(self._spans)
 
     def forget(self, address: int) -> None:
-        """Undo `register`, before the memory goes."""
+        """Undo `register`. Must be called before the memory is freed."""
         if self._spans.pop(address, None) is not None:
             self._starts = sorted(self._spans)
             self._call("cuMemHostUnregister", self._unregister(address))
 
     def write(self, stream: int, word: int, value: int) -> None:
-        """`value` modulo 2^32 is in the word once all before it on `stream` is done."""
+        """Write `value` modulo 2^32 to the word when all earlier work on `stream` is done."""
         self._call("cuStreamWriteValue32", self._write(stream, self._there(word), value & 0xFFFFFFFF, WRITE_AFTER_ALL_ELSE))
 
     def wait(self, stream: int, word: int, value: int) -> None:
-        """What follows on `stream` begins when the word has reached `value`."""
+        """Let later work on `stream` begin only when the word has reached `value`."""
         self._call("cuStreamWaitValue32", self._wait(stream, self._there(word), value & 0xFFFFFFFF, WAIT_GEQ))
 
     def _there(self, word: int) -> int:

@@ -44,10 +44,10 @@ class _Load:
 
 
 class DeviceLoader(Sources):
-    """One thread that fills a pool's slots. The pool's own methods stay with the thread that runs the steps.
+    """One thread that fills a pool's slots. Only the thread that runs the steps may call the pool's own methods.
 
-    `link_bytes_per_s` emulates a pace, 0 for the link's own. A slot whose copy fails counts as loaded, so that no stream waits
-    for it, and `mend` is to be called before a step reads it.
+    `link_bytes_per_s` emulates a rate, 0 for the link's own. A slot whose copy fails counts as loaded, so that no stream waits
+    for it; `mend` must be called before a step reads it.
     """
 
     def __init__(self, pool: LoraPool, streams: DeviceStreams, *, link_bytes_per_s: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class DeviceLoader(Sources):
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; loads under way stay as they are."""
+        """End the thread. Unfinished loads stay as they are."""
         with self._changed:
             if self._stop:
                 return
@@ -85,7 +85,7 @@ class DeviceLoader(Sources):
     def begin(self, slot: int, source: PackedLora, kept: Any) -> None:
         """Copy an adapter of the pool's type into `slot`, which is reserved for it.
 
-        `kept` is what the source's memory belongs to: it is held until the load is `finished` or cancelled.
+        `kept` is the owner of the source's memory: it is referenced until the load is `finished` or cancelled.
         """
         pages = [(m, page) for m in range(len(MODULES)) for page in range(int(source.pages[0, m]))]
         layer_bytes = sum(self._row_elements(m) for m, _ in pages) * source.arena.element_size()
@@ -96,7 +96,7 @@ class DeviceLoader(Sources):
             self._changed.notify_all()
 
     def cancel(self, slot: int) -> None:
-        """Write no more of this slot's load, if there is one; nothing of it is being written when this returns."""
+        """Stop the load of this slot, if there is one. When this returns, nothing more is written."""
         with self._changed:
             self._queue = deque(load for load in self._queue if load.slot != slot)
             if self._current is not None and self._current.slot == slot:
@@ -107,7 +107,7 @@ class DeviceLoader(Sources):
             self._failed.pop(slot, None)
 
     def bytes_ahead(self, slot: int) -> int:
-        """Bytes that pass the link until this slot is whole, those of the loads before it included."""
+        """Bytes to transfer until this slot is complete, including the loads before it."""
         ahead = 0
         with self._changed:
             for load in (self._current, *self._queue):
@@ -119,15 +119,18 @@ class DeviceLoader(Sources):
 
     @property
     def link(self) -> LinkState:
-        """As of now."""
+        """The present state of the link."""
         with self._changed:
             loads = [load for load in (self._current, *self._queue) if load is not None and not load.cancelled]
             counts = sum(load.left for load in loads), self._copied, self._busy_ns, self._copying_ns
         return self._meter.state(*counts)
 
     def give_up(self, slots: Collection[int]) -> None:
-        """No stream waits any longer for these adapters; `mend` copies those that are not whole. For any thread."""
-        for slot in slots:  # at once: who holds the lock may wait for a stream that waits for this word
+        """Abandon the copies of these adapters: no stream waits for them any longer. `mend` copies those that are incomplete.
+
+        Any thread may call it.
+        """
+        for slot in slots:  # at once: the thread that holds the lock may wait for a stream that waits for this word
             self._pool.loaded_layers[slot] = self._pool.layers
         with self._changed:
             for load in (self._current, *self._queue):
@@ -139,7 +142,7 @@ class DeviceLoader(Sources):
             self._changed.notify_all()
 
     def mend(self, row_slot: np.ndarray) -> None:
-        """Copy the adapters of these rows whose loads have failed, now and in this thread. Raises what it meets."""
+        """Copy the adapters of these rows whose loads have failed, in this thread. Raises the error of a copy."""
         if not self._failed:
             return
         for slot in self._failed.keys() & set(row_slot.tolist()):
@@ -151,7 +154,7 @@ class DeviceLoader(Sources):
 
     @contextmanager
     def _still(self) -> Iterator[None]:
-        """No copying meanwhile, and what the steps' stream is given meanwhile comes before the copies that follow."""
+        """A context without copying. Work that the steps' stream gets in it comes before the copies that follow."""
         with self._changed:
             self._held += 1
             self._changed.wait_for(lambda: not self._copying)
@@ -217,7 +220,7 @@ class DeviceLoader(Sources):
                 began_ns = now_ns
 
     def _send(self, load: _Load, layer: int, lines: list[int]) -> None:
-        """One layer's rows are on the device when this returns."""
+        """Copy one layer's rows to the device. They are there when this returns."""
         arena, host = self._pool.arena, load.source
         sources, places = [], []
         for (m, page), line in zip(load.pages, lines, strict=True):
@@ -233,12 +236,15 @@ class DeviceLoader(Sources):
             stream.mark().synchronize()
 
     def _staged_layer(self) -> torch.Tensor:
-        """Room for a layer of the largest adapter. Pinning memory may wait for the device, whose steps may wait for a copy."""
+        """A pinned buffer for a layer of the largest adapter.
+
+        It is allocated early: pinning memory may wait for the device, whose steps may wait for a copy.
+        """
         elements = self._pool.table.shape[2] * sum(map(self._row_elements, range(len(MODULES))))
         return torch.empty(elements, dtype=self._pool.arena.dtype, pin_memory=True)
 
     def _pinned(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies that a device can fetch by itself. Valid until the next call."""
+        """Copies in pinned memory, which the device can fetch by itself. Valid until the next call."""
         assert self._staging is not None, "the pool is on a GPU"
         parts = list(self._staging[: sum(map(len, sources))].split([len(source) for source in sources]))
         for part, source in zip(parts, sources, strict=True):
@@ -258,7 +264,7 @@ class DeviceLoader(Sources):
                 self._pool.loaded_layers[load.slot] = self._pool.layers
 
     def _lines(self, load: _Load) -> list[int]:
-        """Where its pages are now."""
+        """The present places of the load's pages."""
         return [int(self._pool.table[load.slot, m, page]) for m, page in load.pages]
 
     def _row_elements(self, m: int) -> int:

@@ -34,11 +34,11 @@ class Mark(Protocol):
 
     def synchronize(self) -> None: ...
     def seconds_since(self, earlier: Any) -> float | None:
-        """None when the stream has not come here yet."""
+        """The time between two marks; None when the stream has not reached this one yet."""
 
 
 class Stream(Protocol):
-    """See the module."""
+    """A sequence of operations on the device (see the module)."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
@@ -57,7 +57,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceStreams:
-    """What one device has."""
+    """The streams and the registered memory of one device."""
 
     steps: Stream
     copies: Stream
@@ -67,9 +67,9 @@ class DeviceStreams:
 
 
 def cuda_streams(device: torch.device, operations: MemoryOperations) -> DeviceStreams:
-    """The steps' stream is whatever is current.
+    """The streams of a CUDA device. The steps' stream is the current one.
 
-    Raises DriverError where words do not work.
+    Raises DriverError where the driver cannot wait for words.
     """
     device = numbered(device)
     torch.cuda.set_device(device)  # of this thread, as registering memory needs it
@@ -84,13 +84,13 @@ def numbered(device: torch.device) -> torch.device:
 
 
 def host_streams(engine: CpuEngine) -> DeviceStreams:
-    """For a device that is the CPU."""
+    """Streams for a device that is the CPU."""
     here = _HostStream(engine.library)
     return DeviceStreams(here, here, here, here, torch.device("cpu"))
 
 
 def _try(operations: MemoryOperations, stream: _CudaStream) -> None:
-    """One word, written and waited for."""
+    """Write one word and wait for it, to see whether the driver can."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     word = ctypes.c_uint32.from_buffer(memory)
     at = ctypes.addressof(word)

@@ -25,8 +25,11 @@ WARPS, STAGES = 4, 2
 
 
 class PagedAttention:
-    """One step's plan at a time over `cache`. With `rows`, for exactly that many decoding sequences of up to `columns` blocks,
-    and a graph captured with it stays valid when it is planned anew."""
+    """A plan for one step at a time over `cache`.
+
+    With `rows` it is for exactly that many decoding sequences of up to `columns` blocks, and a graph captured with it stays
+    valid when it is planned again.
+    """
 
     def __init__(self, cache: KvCache, *, heads: int, rows: int = 0, columns: int = 0) -> None:
         self._cache, self._heads, self._rows, self._columns = cache, heads, rows, columns
@@ -36,11 +39,11 @@ class PagedAttention:
         self._buffer = torch.zeros(HEAD + 4 * rows + rows * columns, dtype=torch.int32, device=cache.data.device)
 
     def for_graph(self, rows: int, columns: int) -> PagedAttention:
-        """One of its own for a captured graph."""
+        """A separate plan for a captured graph."""
         return PagedAttention(self._cache, heads=self._heads, rows=rows, columns=columns)
 
     def plan(self, seq_starts: np.ndarray, context_lens: np.ndarray, block_tables: np.ndarray) -> None:
-        """For the step's arrays, as AttentionBatch.build takes them."""
+        """Plan a step with these arrays, which are those of `AttentionBatch.build`."""
         counts = np.diff(seq_starts)
         if not self._rows:
             self._kind = "decode" if len(counts) == 0 or counts.max() == 1 else "prefill"
@@ -68,7 +71,7 @@ class PagedAttention:
         self._buffer[:size].copy_(host, non_blocking=True)
 
     def attend(self, q: torch.Tensor, layer: int, window: int) -> torch.Tensor:
-        """q [rows, heads, head_dim], this step's K and V being in the cache -> [rows, heads, head_dim]."""
+        """Attention of q [rows, heads, head_dim], in the same shape. The cache must have this step's K and V already."""
         cache = self._cache
         block_size, _, kv_heads, head_dim = cache.data.shape[2:]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -30,8 +30,11 @@ def paged_attention(
     BN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """kv [blocks, BLOCK, 2, KV_HEADS, D]; tiles int32 [n, 4]: sequence, first row, tokens, position of the first; tables int32
-    [sequences, columns]; window 0 for none. G is the query heads of a KV head, rounded up to a power of 2."""
+    """Attention of all tiles of a step over the paged cache.
+
+    kv [blocks, BLOCK, 2, KV_HEADS, D]; tiles int32 [n, 4]: sequence, first row, tokens, position of the first; tables int32
+    [sequences, columns]; window 0 for none. G is the number of query heads of a KV head, rounded up to a power of 2.
+    """
     tile = tl.program_id(0)
     head = tl.program_id(1)
     if tile < tl.load(count):

@@ -19,7 +19,7 @@ from motet.kernels.triton.lora import LoraBatch
 
 
 def mbgmv(pool: LoraPool, row_slot: np.ndarray) -> LoraBatch:
-    """Per-token MBGMV over a pool of true ranks; also padded BGMV when the pool holds `padded` adapters."""
+    """Per-token MBGMV over a pool of true ranks; padded BGMV when the pool holds `padded` adapters."""
     return LoraBatch.build(pool, row_slot, group_rows=1)
 
 

@@ -25,7 +25,7 @@ SECTION_BYTES = 64  # sections begin at multiples of this
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one item covers: `rows` of a group and `ranks` of a block."""
+    """What one work item covers: `rows` of a group and `ranks` of a block."""
 
     rows: int
     ranks: int
@@ -36,7 +36,7 @@ PREFILL = Tile(rows=64, ranks=64)
 
 
 def split_k_for(items: int, multiprocessors: int) -> int:
-    """Parts of K per shrink item: as many as bring two items to every multiprocessor, 8 at most."""
+    """Into how many parts K is divided per shrink item: enough for two items on every multiprocessor, at most 8."""
     return min(max(-(-2 * multiprocessors // max(items, 1)), 1), 8)
 
 
@@ -53,21 +53,26 @@ class GroupWork:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
+    """The rows of a step grouped by adapter, and the work of each projection group."""
+
     rows: np.ndarray  # int32
     groups: np.ndarray  # int32 [G, 2]
     parts: dict[str, GroupWork]
 
 
 def tile_for(row_slot: np.ndarray) -> Tile:
-    """Large tiles pay once an adapter has enough rows to fill one: its prompt then takes longer than all decodes."""
+    """The tile for a step.
+
+    Large tiles pay when an adapter has enough rows to fill one: its prompt then takes longer than all decodes.
+    """
     adapted = row_slot[row_slot >= 0]
     return PREFILL if len(adapted) and np.bincount(adapted).max() > PREFILL.rows else DECODE
 
 
 def work_list(pool: LoraPool, row_slot: np.ndarray, tile: Tile, multiprocessors: int) -> WorkList:
-    """From `row_slot`, int32 [rows], -1 for the base alone.
+    """The work of a step, from `row_slot`, int32 [rows], -1 for the base model alone.
 
-    Raises ValueError when a row names an empty slot: serving the base in its place would be a wrong answer.
+    Raises ValueError when a row names an empty slot, because serving the base model instead would be a wrong answer.
     """
     order = np.argsort(row_slot, kind="stable").astype(np.int32)
     rows = order[np.count_nonzero(row_slot < 0) :]
@@ -105,13 +110,13 @@ def _group_work(pool: LoraPool, slots: np.ndarray, modules: tuple[str, ...], til
 
 
 def _counting(counts: np.ndarray) -> np.ndarray:
-    """[2, 3] -> [0, 1, 0, 1, 2]."""
+    """Counts up from 0 for each element: [2, 3] -> [0, 1, 0, 1, 2]."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(slots=True)
 class GroupTensors:
-    """GroupWork on the device, and how many items it has room for."""
+    """A `GroupWork` on the device, and the number of items for which it has room."""
 
     header: torch.Tensor
     segments: torch.Tensor
@@ -122,10 +127,10 @@ class GroupTensors:
 
 
 class PackedBatch:
-    """Device buffers for work lists of one shape, filled in one copy from pinned memory.
+    """Device buffers for work lists of one shape, filled by one copy from pinned memory.
 
-    With `max_rows` the buffers take any batch of up to that many rows and adapters of any rank; without, they are as
-    large as `work`.
+    With `max_rows` the buffers take any batch of up to that many rows, with adapters of any rank; without it they have the size
+    of `work`.
     """
 
     def __init__(self, pool: LoraPool, work: WorkList, tile: Tile, max_rows: int = 0) -> None:
@@ -156,7 +161,7 @@ class PackedBatch:
         self.fill(work)
 
     def fill(self, work: WorkList) -> None:
-        """Replace the contents. The copy is ordered before what is launched next on the current stream."""
+        """Replace the contents. The copy comes before later launches on the current stream."""
         arrays = [work.rows, work.groups]
         for name in GROUPS:
             part = work.parts[name]

@@ -50,10 +50,10 @@ TICKETED = Launch(block=128, warps=4, stages=3, programs=4)  # both of K and of 
 
 
 class LoraBatch:
-    """One step's rows by adapter, on the device. Valid while `version` is the pool's.
+    """One step's rows by adapter, on the device. It is valid as long as `version` is the pool's.
 
-    A batch made by `reserve` keeps its buffers over `update`s: what a captured graph launched with it works for the next
-    step too.
+    A batch made by `reserve` keeps its buffers over `update`s, so that a captured graph that uses it works for the next step
+    too.
     """
 
     def __init__(self, pool: LoraPool, work: WorkList, plan: LaunchPlan, max_rows: int) -> None:
@@ -74,10 +74,10 @@ class LoraBatch:
 
     @staticmethod
     def build(pool: LoraPool, row_slot: np.ndarray, plan: LaunchPlan | None = None, *, group_rows: int = 0) -> LoraBatch:
-        """From `row_slot`, int32 [rows]: each row's slot, -1 for the base alone.
+        """A batch from `row_slot`, int32 [rows]: each row's slot, -1 for the base model alone.
 
-        `group_rows` is the most rows that read an adapter together, 0 for as many as the plan's tile holds. Raises
-        ValueError when a row names an empty slot.
+        `group_rows` is the most rows that read an adapter together, 0 for as many as the plan's tile holds. Raises ValueError
+        when a row names an empty slot.
         """
         if plan is None:
             plan = "segmented" if tile_for(row_slot) is PREFILL else "two_launches"
@@ -94,13 +94,13 @@ class LoraBatch:
         return LoraBatch(pool, nothing, plan, rows)
 
     def update(self, pool: LoraPool, row_slot: np.ndarray) -> None:
-        """Make a reserved batch that of `row_slot`. Raises ValueError when a row names an empty slot."""
+        """Change a reserved batch to `row_slot`. Raises ValueError when a row names an empty slot."""
         self.packed.fill(work_list(pool, row_slot, self.tile, self.multiprocessors))
         self.version = pool.version
 
 
 def prepare(pool: LoraPool) -> None:
-    """Compile and load the kernels that serving launches for this pool: they run once, with nothing to do."""
+    """Compile and load the kernels that serving launches for this pool: each runs once, with nothing to do."""
     plans: tuple[LaunchPlan, ...] = ("two_launches", "segmented")
     for plan in plans:
         batch = LoraBatch.reserve(pool, 1, plan)
@@ -111,9 +111,9 @@ def prepare(pool: LoraPool) -> None:
 
 
 def start_lora(x: torch.Tensor, pool: LoraPool, layer: int, group: str, batch: LoraBatch) -> None:
-    """Begin the adapters' part of one projection group beside what the current stream does next; add_lora finishes it.
+    """Begin the adapters' part of one projection group beside the next work of the current stream; add_lora finishes it.
 
-    `x` must not change until then. Does nothing for the ticketed plan, which has no first half of its own.
+    `x` must not change until then. Does nothing for the ticketed plan, whose single kernel cannot be divided.
     """
     if batch.side is None or batch.plan == "ticketed" or not _has_work(batch, group):
         return
@@ -184,7 +184,7 @@ def _ticketed(y: torch.Tensor, x: torch.Tensor, pool: LoraPool, layer: int, grou
 
 
 def _sizes(pool: LoraPool, group: str) -> tuple[int, int, int, int]:
-    """(in, out of each projection, 0 for those that the group has not)."""
+    """(in, out of each projection; 0 for projections that the group lacks)."""
     outs = [pool.shapes[module][1] for module in GROUPS[group]] + [0, 0]
     return pool.shapes[GROUPS[group][0]][0], outs[0], outs[1], outs[2]
 

@@ -11,8 +11,8 @@
     upstream    publish requests of one tenant, read and purge its results, read its tokens and dead letters; nothing else
     operator    everything: for people with the `nats` command
 
-Every user receives replies on its own inbox `_INBOX_<user>.>` only. An upstream may not create consumers, because whoever
-creates a consumer chooses its delivery subject and could choose one that permissions forbid. An upstream subscribes to its
+Every user receives replies on its own inbox `_INBOX_<user>.>` only. An upstream may not create consumers, because the
+creator of a consumer chooses its delivery subject and could choose one that permissions forbid. An upstream subscribes to its
 results, or fetches a stored one with `$JS.API.DIRECT.GET.<stream>.<subject>`: the default tenant's stream is MOTET_RESULTS,
 that of `acme` is MOTET_RESULTS_acme.
 
@@ -44,8 +44,8 @@ ACCOUNT = "MOTET"
 class Permissions(msgspec.Struct, frozen=True, kw_only=True):
     """The subjects one user may publish and subscribe to.
 
-    `answers`: the users whose requests it answers, also after it has reconnected, when the server knows no more that it was
-    asked. Whoever else asks (`nats micro ls`) is answered on the connection that was asked, or not at all.
+    `answers`: the users whose requests it answers, also after it has reconnected, when the server no longer knows that it was
+    asked. Any other client that asks (`nats micro ls`) is answered on the connection that was asked, or not at all.
     """
 
     publish: tuple[str, ...] = ()

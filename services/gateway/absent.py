@@ -26,7 +26,10 @@ AbsentState = Literal["loading", "failed", "lost", "stopped"]
 
 
 class Absent(msgspec.Struct, kw_only=True):
-    """A worker that does not serve. `starts`: its starts since it last served; `at_s`: time of the last change."""
+    """A worker that does not serve. `starts`: how often it has started since it last served.
+
+    `at_s`: time of the last change.
+    """
 
     worker_id: str
     incarnation: str
@@ -36,7 +39,7 @@ class Absent(msgspec.Struct, kw_only=True):
     at_s: float
 
     def sentence(self, now_s: float) -> str:
-        """A sentence for people: which worker, since when, why."""
+        """A sentence for operators: which worker does not serve, since when, and why."""
         ago = f"{max(0.0, now_s - self.at_s):.0f} s"
         match self.state:
             case "loading":
@@ -65,24 +68,24 @@ class Absentees:
         self._put(notice.worker_id, notice.incarnation, state, notice.reason, starts, now_s)
 
     def on_lost(self, worker_id: str, now_s: float) -> None:
-        """A serving worker's lease expired. An earlier notice takes precedence."""
+        """The lease of a serving worker expired. If the worker had sent a notice, the notice stays."""
         if worker_id not in self._absent:
             self._put(worker_id, "", "lost", "", 0, now_s)
 
     def on_state(self, worker_id: str, incarnation: str) -> None:
-        """The worker serves. A state that is older than its last notice changes nothing."""
+        """The worker serves again. A state from before its last notice is ignored."""
         known = self._absent.get(worker_id)
         if known is not None and not (known.state in ("failed", "stopped") and known.incarnation == incarnation):
             del self._absent[worker_id]
 
     def all(self, now_s: float) -> list[Absent]:
-        """All of them, latest first."""
+        """All absent workers that did not stop on purpose, the latest change first."""
         while self._absent and (now_s - (oldest := next(iter(self._absent.values()))).at_s > FORGET_S):
             del self._absent[oldest.worker_id]
         return [absent for absent in reversed(self._absent.values()) if absent.state != "stopped"]
 
     def loading(self, now_s: float) -> bool:
-        """Whether a worker loads its model, and has not begun to again and again."""
+        """Whether a worker is loading its model. A worker that restarts again and again does not count."""
         return any(absent.state == "loading" and absent.starts <= HOPED_FOR for absent in self.all(now_s))
 
     def sentences(self, now_s: float) -> list[str]:

@@ -56,7 +56,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class AdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/adapters: exactly one of `path`, `hub_id` and `alias_of` says where it comes from."""
+    """POST /v1/adapters. Exactly one of `path`, `hub_id` and `alias_of` names the source of the adapter."""
 
     name: Annotated[str, Meta(min_length=1, max_length=ADAPTER_NAME_CHARS, description=f"its name: {ADAPTER_NAME_RULE}")]
     path: (
@@ -213,7 +213,7 @@ def add_routes(api: APIRouter, gateway: Gateway) -> None:
 
 
 class _Registry:
-    """The registry's requests, each waiting until this gateway sees the change."""
+    """Sends requests to the registry and waits until this gateway sees each change."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -254,7 +254,7 @@ class _Registry:
             raise
 
     async def delete(self, name: str, caller: Caller, tenant: str | None, *, force: bool) -> None:
-        """Delete the adapter that `name` means for `caller`; an administrator may name its tenant."""
+        """Delete the adapter that `name` refers to for `caller`; an administrator may name the tenant."""
         if not is_adapter_name(name):
             raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
         adapters = self._gateway.adapters
@@ -264,7 +264,10 @@ class _Registry:
         await self._gateway.settled(lambda: adapters.exactly(name, owner) is None, SETTLE_S)
 
     async def pin(self, name: str, workers: tuple[str, ...], caller: Caller, tenant: str | None) -> AdapterInfo:
-        """Pin what `name` means for `caller` to these workers; without any, unpin it. An administrator may name its tenant."""
+        """Pin the adapter that `name` refers to for `caller` to these workers; without workers, unpin it.
+
+        An administrator may name the tenant.
+        """
         if not is_adapter_name(name):
             raise AdapterNotFound(f"there is no adapter {name!r}", param="name")
         adapters = self._gateway.adapters
@@ -280,7 +283,7 @@ class _Registry:
         return info
 
     def _owner(self, name: str, caller: Caller, tenant: str | None, doing: str = "deleting") -> str:
-        """The tenant whose adapter is changed. Raises Forbidden for a shared one unless an administrator asks."""
+        """The tenant whose adapter is changed. Raises Forbidden for a shared adapter unless an administrator asks."""
         if tenant is not None:
             return _new_owner(caller, tenant)
         adapters = self._gateway.adapters
@@ -406,22 +409,28 @@ def _text(form: FormData, field: str, default: str | None = None) -> str:
 
 
 def shown_source(info: AdapterInfo) -> str:
-    """Where an adapter came from, as every client may see it: of a path on the server only its last part.
+    """The source of an adapter as every client may see it: of a path on the server, only the last part.
 
-    A private adapter's version may be another tenant's too, who brought the same content before: its source is not shown.
+    The source of a private adapter is not shown: its content may be another tenant's, who uploaded the same content before.
     """
     source = info.entry.source or ("" if info.entry.tenant else info.version.source)
     return public_source(source)
 
 
 def created_unix_ms(info: AdapterInfo) -> int:
-    """When an adapter came. Of a private one when its name did: its version may be older, and another tenant's."""
+    """When an adapter was registered.
+
+    For a private adapter this is the time of its name: the version may be older, and another tenant's.
+    """
     return info.entry.updated_unix_ms if info.entry.tenant else info.version.created_unix_ms
 
 
 def _resource(gateway: Gateway, info: AdapterInfo) -> dict[str, Any]:
-    """An adapter as JSON; `resident` says where: worker id -> fastest tier that holds it; `pinned_to` where it stays,
-    `placed_on` where a scheduler wants it."""
+    """An adapter as JSON.
+
+    `resident`: {worker id: fastest tier that holds it}; `pinned_to`: the workers of its pin; `placed_on`: the workers on which
+    a scheduler wants it loaded.
+    """
     entry, version = info.entry, info.version
     return {
         "name": entry.name,

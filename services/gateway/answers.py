@@ -119,7 +119,7 @@ class _Gathered:
 
 
 def message(parts: Parts) -> dict[str, Any]:
-    """An assistant's message of these parts."""
+    """The assistant's message that has these parts."""
     body: dict[str, Any] = {"role": "assistant", "content": parts.content or (None if parts.calls else "")}
     if parts.reasoning:
         body["reasoning"] = parts.reasoning
@@ -129,7 +129,7 @@ def message(parts: Parts) -> dict[str, Any]:
 
 
 def add_token_ids(plan: RequestPlan, body: dict[str, Any], streams: list[Stream]) -> None:
-    """`return_token_ids` in a whole answer: each choice's tokens, those that ended it included, and the prompts'."""
+    """Add `return_token_ids` to a whole answer: the tokens of each choice, ending tokens included, and of the prompts."""
     for choice, stream in zip(body["choices"], streams, strict=True):
         choice["token_ids"] = stream.tokens
         if not plan.chat:
@@ -139,7 +139,9 @@ def add_token_ids(plan: RequestPlan, body: dict[str, Any], streams: list[Stream]
 
 
 def add_prompt_logprobs(plan: RequestPlan, body: dict[str, Any], streams: list[Stream], detokenizer: Detokenizer) -> None:
-    """`prompt_logprobs` in a whole answer, in vLLM's shape: per token a map from ids to what is known of them."""
+    """Add `prompt_logprobs` to a whole answer, in vLLM's shape: for each prompt token a map from token id to its
+    log-probability and rank.
+    """
     rivals = plan.request.prompt_logprobs or 0
     for stream, choice in zip(streams, body["choices"], strict=True):
         known = stream.prompt_logprobs or []
@@ -201,7 +203,7 @@ def chunk(plan: RequestPlan, choice: int, delta: TextDelta, parser: AnswerParser
 def logprobs_body(
     plan: RequestPlan, detokenizer: Detokenizer, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
 ) -> dict[str, Any]:
-    """Log-probabilities in the shape of the endpoint; `offset` is where the first token's text begins (completions)."""
+    """Log-probabilities in the shape of the endpoint. `offset`: where the text of the first token begins (completions)."""
     rivals = plan.jobs[0].sampling.logprobs or 0
     if plan.chat:
         told = [_chat_token(detokenizer, t, lp, rivals) for t, lp in zip(tokens, logprobs, strict=False) if lp is not None]

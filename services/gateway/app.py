@@ -47,7 +47,7 @@ VERSION = installed_version("motet")
 
 
 class Gateway(Protocol):
-    """The parts a running gateway hands to its HTTP surface."""
+    """What the HTTP routes use of a running gateway."""
 
     config: GatewayConfig
     bus: Bus
@@ -66,13 +66,13 @@ class Gateway(Protocol):
         """Reasons why this gateway cannot serve now."""
 
     def failure(self) -> str:
-        """Why this gateway can never serve again; "" while it can."""
+        """Why this gateway can never serve again; "" if it can."""
 
     def admit(self) -> None:
         """Raises Unavailable or Overloaded when no new request is accepted."""
 
     async def settled(self, visible: Callable[[], bool], within_s: float) -> bool:
-        """Wait until `visible()` holds for the adapters it sees; False when that takes longer."""
+        """Wait until `visible()` holds for the adapters that this gateway sees; returns False if that takes longer."""
 
 
 def build_app(gateway: Gateway) -> ASGIApp:

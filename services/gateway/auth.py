@@ -33,11 +33,11 @@ class Caller(msgspec.Struct, frozen=True):
     key_id: str = ""
 
     def may(self, role: Role) -> bool:
-        """Whether it may do what `role` may."""
+        """Whether the caller has the rights of `role`."""
         return ROLES.index(self.role) >= ROLES.index(role)
 
     def check(self, role: Role, what: str = "this") -> None:
-        """Raises Forbidden unless it may do what `role` may."""
+        """Raises Forbidden unless the caller has the rights of `role`."""
         if not self.may(role):
             raise Forbidden(f"{what} needs an API key with the role {role}; this one has the role {self.role}")
 

@@ -34,7 +34,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Parts(msgspec.Struct):
-    """A piece of text and its kind."""
+    """Pieces of an answer's text by kind: content, reasoning and tool calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -47,7 +47,7 @@ class Parts(msgspec.Struct):
 
 
 class Parsing(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answers of one request are taken apart."""
+    """How the answers of one request are parsed."""
 
     reasoning: bool = False
     begins_inside: bool = False  # the answer's first token is reasoning already
@@ -63,7 +63,7 @@ class Parsing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerParser:
-    """The parts of one choice as its text grows."""
+    """Parses the growing text of one choice."""
 
     def __init__(self, parsing: Parsing) -> None:
         self._parsing = parsing
@@ -76,11 +76,11 @@ class AnswerParser:
 
     @property
     def called(self) -> bool:
-        """Whether there was a call."""
+        """Whether the text had a tool call so far."""
         return self._index > 0
 
     def push(self, text: str, *, last: bool = False) -> Parts:
-        """The parts that are certain after `text`; with `last` all that is left."""
+        """Add `text`. Returns the new parts that later text cannot change; with `last`, all that remain."""
         parts = self._without_reasoning(text, last)
         rest = self._calls.push(parts.content, last=last)
         calls = rest.calls
@@ -93,7 +93,7 @@ class AnswerParser:
         return Parts(rest.content, shown, calls)
 
     def delta(self, text: str, *, last: bool = False) -> dict[str, Any]:
-        """`push` as the fields of OpenAI's delta; empty when nothing is certain yet."""
+        """`push` with the result as the fields of OpenAI's delta; empty when nothing is certain yet."""
         begin = self._index
         parts = self.push(text, last=last)
         body: dict[str, Any] = {"reasoning": parts.reasoning} if parts.reasoning else {}

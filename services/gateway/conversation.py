@@ -85,12 +85,12 @@ def texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with each content as a list of parts. Raises as `texts`."""
+    """The messages with each content as a list of parts. Raises BadRequest naming the message or part."""
     return [_message(message, i, whole=False) for i, message in enumerate(messages)]
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """The text of a message that `texts` or `parts` gave."""
+    """The text of a message that `texts` or `parts` returned."""
     content = message.get("content")
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content if part["type"] == "text")
@@ -98,9 +98,9 @@ def text_of(message: dict[str, Any]) -> str:
 
 
 def take_images(messages: list[dict[str, Any]]) -> list[Image]:
-    """The images of the messages. Their URLs are removed, so that no image is kept twice.
+    """The images of the messages. Their URLs are removed from the messages, so that no image is kept twice.
 
-    Raises BadRequest naming the part: for one that is no image, for one too many.
+    Raises BadRequest naming the part that is no image, or that is one image too many.
     """
     found: list[Image] = []
     for i, message in enumerate(messages):
@@ -161,7 +161,7 @@ def _message(message: dict[str, Any], i: int, *, whole: bool) -> dict[str, Any]:
 
 
 def _part(part: Any, at: str) -> dict[str, Any]:
-    """A part as templates read it."""
+    """A part in the form that chat templates read."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "image_url":
         return {"type": "image"}

@@ -25,13 +25,13 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TextStream(Protocol):
-    """The text of one sequence as it grows."""
+    """The growing text of one sequence."""
 
     def push(self, tokens: list[int]) -> str:
-        """The text that can be returned after `tokens`."""
+        """Add `tokens`; returns the new text that is complete."""
 
     def finish(self) -> str:
-        """The text that was held back; nothing may be pushed afterwards."""
+        """The text that was held back. Nothing may be pushed afterwards."""
 
 
 class Detokenizer:
@@ -68,7 +68,10 @@ class Detokenizer:
         return "other", 0
 
     def stream(self, *, skip_special_tokens: bool = True, continues_text: bool = False) -> TextStream:
-        """A new sequence. `continues_text` keeps the leading space that `decode` strips: the text is glued to a prompt's."""
+        """A new sequence.
+
+        `continues_text` keeps the leading space that `decode` strips, because the text follows a prompt's.
+        """
         if self._kind == "bytes":
             table = self._table(skip_special_tokens)
             return _ByteStream(table, self._texts[skip_special_tokens])
@@ -78,7 +81,7 @@ class Detokenizer:
         return _LibraryStream(self._tokenizer, skip_special_tokens)
 
     def token_text(self, token: int) -> str:
-        """One token alone, as log-probabilities show it: its text with spaces, U+FFFD for broken bytes, specials by name."""
+        """The text of one token, as log-probabilities show it: with spaces, U+FFFD for broken bytes, special tokens by name."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
@@ -211,7 +214,7 @@ class _LibraryStream:
 
 
 class StopFilter:
-    """Ends a text at the first stop string to complete, whatever the pieces it comes in."""
+    """Ends a text at the first complete stop string, also when the string arrives in several pieces."""
 
     __slots__ = ("_firsts", "_held", "_include", "_longest", "_stops")
 
@@ -222,7 +225,7 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text to return, the stop string that ended it or None)."""
+        """Add `text`; returns (text to show, the stop string that ended the text or None)."""
         text = self._held + text
         best: tuple[int, int, str] | None = None  # (end, start, stop): the first to end; of those the longest
         for stop in self._stops:
@@ -242,7 +245,7 @@ class StopFilter:
         return text, None
 
     def finish(self) -> str:
-        """The text that was held back and is not a stop string."""
+        """The text that was held back because it could have become a stop string."""
         held, self._held = self._held, ""
         return held
 

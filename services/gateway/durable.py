@@ -75,7 +75,7 @@ class DurableRequest:
 
     @property
     def key(self) -> str:
-        """Names the stored message in KV `motet_intake`."""
+        """The key of this request in KV `motet_intake`."""
         return f"{self.delivery.stream}.{self.delivery.sequence}"
 
     @property
@@ -92,7 +92,7 @@ class DurableRequest:
         return None if self._ends_s is None else self._ends_s - now_s()
 
     def check_time(self, refusal: MotetError | None = None) -> None:
-        """Raises DeadlineExceeded after the deadline; `refusal` is the last reason for waiting."""
+        """Raises DeadlineExceeded after the deadline. `refusal`: why the request still waits, for the message."""
         left_s = self.left_s()
         if left_s is not None and left_s <= 0:
             why = f"; the last refusal was: {refusal.message}" if refusal else ""

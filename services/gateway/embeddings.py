@@ -113,8 +113,10 @@ def parse(body: bytes) -> EmbeddingRequest:
 
 
 async def collect(owner: Owner, plan: EmbeddingPlan) -> dict[str, Any]:
-    """Run a plan to its end and return OpenAI's body for orjson. Raises the MotetError of the first input that fails; the
-    others are cancelled then."""
+    """Run a plan to its end and return OpenAI's body as a dict for orjson.
+
+    Raises the MotetError of the first input that fails; the others are cancelled then.
+    """
     first, *others = plan.jobs
     room, opened = asyncio.Semaphore(AT_ONCE), await owner.open(first)
 

@@ -16,19 +16,19 @@ from motet.shared.errors import BadRequest
 
 
 class Unserved(msgspec.Struct, frozen=True):
-    """An unserved field: the reason, and the values that are accepted nevertheless (None: any value)."""
+    """A field that is not served: the reason, and the values that are accepted nevertheless (None: any value)."""
 
     why: str
     harmless: tuple[Any, ...] | None = (None,)
 
     def check(self, name: str, value: Any) -> None:
-        """Raises BadRequest naming the field when `value` asks for something."""
+        """Raises BadRequest naming the field when `value` asks for what is not served."""
         if self.harmless is not None and not any(type(value) is type(one) and value == one for one in self.harmless):
             raise BadRequest(f"{name} is not supported: {self.why}", param=name)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As a JSON schema."""
+        """The JSON schema of the field."""
         if self.harmless is None:
             return {"description": f"Accepted without effect: {self.why}."}
         return {"description": f"Only these values are accepted: {self.why}.", "enum": list(self.harmless)}
@@ -169,7 +169,7 @@ TOKENIZE: Mapping[str, Unserved] = {
 
 
 def check(fields: dict[str, msgspec.Raw], unserved: Mapping[str, Unserved]) -> dict[str, msgspec.Raw]:
-    """`fields` without those of `unserved`. Raises BadRequest naming one that asks for something."""
+    """`fields` without those of `unserved`. Raises BadRequest naming a field that asks for what is not served."""
     for name in fields.keys() & unserved.keys():
         unserved[name].check(name, msgspec.json.decode(fields[name]))
     return {name: value for name, value in fields.items() if name not in unserved}

@@ -50,13 +50,13 @@ class Fleet:
                     self._newcomer = asyncio.Event()
 
     def workers(self) -> WorkerBook:
-        """The workers of our base model that reported recently."""
+        """The workers of this gateway's base model that reported recently."""
         for known in self._book.silent(now_s() - STALE_S):
             self.lose(known.worker_id)
         return self._book
 
     def held(self, worker_id: str) -> Holdings:
-        """The requests and adapters of a worker; none for an unknown one."""
+        """The requests and adapters of a worker; empty for an unknown worker."""
         return self._shelf.of(worker_id)
 
     async def newcomer(self, within_s: float) -> bool:
@@ -73,7 +73,7 @@ class Fleet:
             self.absent.on_lost(worker_id, now_s())
 
     def coming(self) -> bool:
-        """Whether no worker serves, and one loads its model. A large one takes minutes."""
+        """Whether no worker serves yet but one is loading its model, which takes minutes for a large model."""
         return not self.workers() and self.absent.loading(now_s())
 
     def nobody(self) -> str:

@@ -66,10 +66,10 @@ class Entrance:
 
 
 class _Unread(Response):
-    """An answer to a request whose body is not wanted: sent at once, then what the client still sends is read and thrown away.
+    """An answer to a request whose body was not read: it is sent at once, then the rest of the body is read and thrown away.
 
-    Many clients send everything before they read. Closing the connection under them would reset it, and they would never see
-    the answer. At most `DISCARD_BYTES` are read, for at most `DISCARD_S`.
+    Many clients send everything before they read. Closing the connection would reset it, and such a client would never see the
+    answer. At most `DISCARD_BYTES` are read, for at most `DISCARD_S`.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,9 +91,9 @@ def too_large(request: Request, message: str, param: str | None = None) -> TooLa
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, which is JSON by its content type.
+    """The whole body of a request whose content type is JSON.
 
-    Raises UnsupportedMediaType, or TooLarge as soon as it is known to be longer than `max_bytes`.
+    Raises UnsupportedMediaType, or TooLarge as soon as the body is known to be longer than `max_bytes`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -141,7 +141,7 @@ class ClientGone(Exception):
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises ClientGone and cancels it when the client disconnects. Read the body before."""
+    """The result of `work`. If the client disconnects, `work` is cancelled and ClientGone raised. Read the body before."""
     loop = asyncio.get_running_loop()
     working, listening = loop.create_task(work), loop.create_task(_disconnected(request))
     try:
@@ -210,7 +210,7 @@ def install_error_handlers(app: FastAPI, api: APIRouter) -> None:
 
 
 def one_line(text: str, param: str) -> str:
-    """`text` when it is usable as a name or path: not empty, printable. Raises BadRequest naming `param`."""
+    """`text` if it can be a name or path: not empty, and printable. Raises BadRequest naming `param`."""
     if not text or not text.isprintable() or len(text) > 4096:
         raise BadRequest(f"{param}: expected a non-empty printable string", param=param)
     return text

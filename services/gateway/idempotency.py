@@ -57,7 +57,7 @@ class Once:
     async def whole(
         self, request: Request, body: bytes, work: Callable[[], Coroutine[None, None, bytes]]
     ) -> tuple[bytes, bool]:
-        """(the answer, whether it is a repetition). Raises what `work` raises, BadRequest, Conflict or KeyReused."""
+        """Returns (the answer, whether it is a repetition). Raises what `work` raises, BadRequest, Conflict or KeyReused."""
         name = _name(request)
         kept = self._find(name, body)
         if kept is not None:
@@ -72,7 +72,7 @@ class Once:
         return await asyncio.shield(running), False
 
     def stream(self, request: Request, body: bytes) -> Callable[[], None]:
-        """Start a streamed request; returns the function to call when it fails before it streams. Raises as `whole`."""
+        """Start a streamed request; returns the function to call if it fails before it streams. Raises as `whole`."""
         name = _name(request)
         if self._find(name, body) is not None:
             raise Conflict("this Idempotency-Key was used before, and a streamed answer cannot be repeated", param=HEADER)

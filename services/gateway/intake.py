@@ -72,11 +72,11 @@ PARKED = Gauge("motet_intake_parked", "Durable requests at this gateway that wai
 
 
 class _HandBack(Exception):
-    """This gateway stops: another one shall run the request."""
+    """This gateway is stopping, so another one should run the request."""
 
 
 class _Queue:
-    """One request stream and the requests that are held of it."""
+    """One request stream, and the requests of it that this gateway holds."""
 
     def __init__(self, stream: str, results: str, pulls: Pulls) -> None:
         self.stream, self.results, self.pulls = stream, results, pulls
@@ -283,7 +283,7 @@ class Intake:
                 attempt += 1
 
     async def _answer(self, queue: _Queue, request: DurableRequest) -> dict[str, Any]:
-        """The OpenAI response body, after any number of attempts. Raises the MotetError that makes an answer impossible."""
+        """The OpenAI response body, after any number of attempts. Raises the MotetError that no further attempt can change."""
         if (deaths := await self._deaths(request)) > MAX_DEATHS:
             raise MotetError(f"{deaths} processes ended with this request and without a result")
         attempt = 0

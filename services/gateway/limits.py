@@ -32,7 +32,7 @@ FILE_BYTES_MAX = 4 << 20
 MINUTE_S = 60.0
 CONCURRENT_RETRY_S = 1.0
 NEARLY_FULL, ABOVE_MEAN = 0.75, 1.25
-"""Beyond this share of `max_inflight`, a tenant with this many times the mean of requests per weight gets nothing new."""
+"""Above this share of `max_inflight`, a tenant with this many times the mean of requests per weight gets no new request."""
 
 REFUSED = Counter(
     "motet_tenant_refusals",
@@ -84,7 +84,7 @@ class Limits:
         self._use: dict[str, _Use] = {}
 
     def of(self, tenant: str) -> TenantLimits:
-        """The limits of a tenant."""
+        """The limits of this tenant."""
         return self._own.get(tenant, self._default)
 
     def begin(self, tenant: str) -> Turn:
@@ -130,7 +130,7 @@ class Limits:
 
 
 class Turn:
-    """One request between `begin` and its end, which comes once."""
+    """A tenant's request from `begin` to its end. Only the first call that ends it counts."""
 
     def __init__(self, use: _Use) -> None:
         self._use, self._spent, self._ended = use, 0, False
@@ -152,13 +152,13 @@ class Turn:
             self._use.take_tokens(output_tokens)
 
     def hand_over(self) -> Turn:
-        """A turn for the same request that another task will end."""
+        """A new turn for the same request, which another task will end instead of this one."""
         other = Turn(self._use)
         other._spent, self._ended = self._spent, True
         return other
 
     def fail(self) -> None:
-        """The request failed: return its tokens."""
+        """The request failed: end it and return its tokens."""
         self.end(-self._spent)
 
 

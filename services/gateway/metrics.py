@@ -156,18 +156,19 @@ def _yes(met: bool) -> str:
 
 
 class FleetCollector(Collector):
-    """`vllm:*` gauges over all workers and the adapters' residency, computed at each scrape. `adapters()` are all names.
+    """`vllm:*` gauges over all workers and the adapters' residency, computed at each scrape.
 
-    `vllm:lora_requests_info` is what the Gateway API inference extension's model-server protocol says of LoRA: a "running"
-    adapter is resident on a device; a "waiting" one is on no device and a request waits for it. Each is listed by every name
-    that requests may use. `max_lora` is the number of adapters of the present average size that fit on the devices.
+    `adapters()` returns all names. `vllm:lora_requests_info` follows the Gateway API inference extension's model-server
+    protocol: a "running" adapter is resident on a device; a "waiting" one is on no device and a request waits for it. Each is
+    listed by every name that requests may use. `max_lora` is the number of adapters of the present average size that fit on the
+    devices.
     """
 
     def __init__(self, fleet: Fleet, model_name: str, adapters: Callable[[], list[AdapterInfo]]) -> None:
         self._fleet, self._model_name, self._adapters = fleet, model_name, adapters
 
     def describe(self) -> list[Metric]:
-        """Nothing ahead of the scrape: what is there depends on the workers."""
+        """Returns nothing, because the series depend on the workers and are known only at a scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:

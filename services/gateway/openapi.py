@@ -114,7 +114,7 @@ _UPLOAD = {
 
 
 def add_routes(app: APIRouter, config: GatewayConfig, version: str, *, keyless: bool) -> None:
-    """/openapi.json, /docs and what that page loads; they need no key."""
+    """Add /openapi.json, /docs and the files that this page loads. They need no key."""
     described = document(config, version, keyless=keyless)
     static = resources.files("fastapi_offline") / "static"
     page = get_swagger_ui_html(

@@ -289,7 +289,7 @@ class Owner:
             self._bus.spawn(self._place_again(stream, 0.0))
 
     def _set_back(self, stream: Stream, error: MotetError, worker_id: str) -> None:
-        """Its worker is alive but cannot serve it now, e.g. because the object store is away: try another worker, or later."""
+        """Try another worker, or later: the present one lives but cannot serve, e.g. because the object store is away."""
         now = now_s()
         stream.set_back_s = stream.set_back_s or now
         if now - stream.set_back_s > (RESUME_PATIENCE_S if stream.tokens else SET_BACK_S):
@@ -302,7 +302,7 @@ class Owner:
         self._bus.spawn(self._place_again(stream, min(max(now - stream.set_back_s, BACKOFF_S[0]), BACKOFF_S[1])))
 
     def _on_move(self, move: Move) -> None:
-        """A scheduler wants the request on another worker. No loss: the present worker may get it again."""
+        """A scheduler wants the request on another worker. The present worker is not excluded, because it was not lost."""
         stream = self._active.get(move.request_id)
         if stream is None or stream.epoch != move.epoch or stream.worker_id in (None, move.to):
             return
@@ -333,8 +333,11 @@ class Owner:
         log.info("resuming", extra={"request_id": stream.job.request_id, "why": why, "tokens": len(stream.tokens)})
 
     def _can_go_on(self, stream: Stream) -> bool:
-        """Whether another worker can have the request. No engine takes up a grammar in the middle of an output, so one with a
-        constrained output begins again while nothing of it was shown, and is ended otherwise."""
+        """Whether another worker can continue the request.
+
+        No engine can continue a grammar in the middle of an output. A request with a constrained output begins again if none of
+        its output was shown, and is ended otherwise.
+        """
         if stream.job.sampling.structured is None or not stream.tokens or stream.begin_again():
             return True
         reason = "its worker was lost, and no other can continue an output that is constrained to a grammar"
@@ -503,7 +506,7 @@ class Owner:
         self._done(stream, outcome)
 
     def _done(self, stream: Stream, outcome: str = "") -> None:
-        """Let it go, measure it, and tell the predictors how long it became."""
+        """Forget an ended request, record its metrics, and tell the predictors its length."""
         if self._active.pop(stream.job.request_id, None) is None:
             return
         if not self._active:

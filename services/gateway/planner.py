@@ -45,7 +45,7 @@ SEED_STEP = 0x9E3779B97F4A7C15  # between the choices of one request: odd, so th
 
 
 class Adapters(Protocol):
-    """Names to versions (shared.adapter_watch.AdapterWatch)."""
+    """Resolves names to versions (`shared.adapter_watch.AdapterWatch`)."""
 
     def resolve(self, name: str, tenant: str) -> AdapterInfo | None: ...
 
@@ -73,7 +73,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestPlanner:
-    """Makes Plans for one base model."""
+    """Makes plans (`RequestPlan`) for one base model."""
 
     def __init__(
         self,

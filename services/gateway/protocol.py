@@ -67,7 +67,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Function(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+    """A function that the model may call. `parameters`: the JSON schema of its arguments."""
 
     name: FunctionName
     description: str | None = None
@@ -96,7 +96,7 @@ class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both request kinds share."""
+    """The fields of both kinds of requests."""
 
     model: (
         Annotated[str, Meta(description="The base model, an adapter, or `base:adapter`; by default the base model.")] | None
@@ -267,7 +267,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return found[0] if found else None
 
     def prompt_logprobs_wanted(self) -> tuple[str, int] | None:
-        """The field that asks for log-probabilities of the prompt and how many rivals; None for none."""
+        """The field that asks for log-probabilities of the prompt, and how many alternatives it asks for; None without one."""
         return None if self.prompt_logprobs is None else ("prompt_logprobs", self.prompt_logprobs)
 
     def check(self) -> None:
@@ -372,7 +372,7 @@ class ChatRequest(_Request, kw_only=True, forbid_unknown_fields=True):
             self.add_generation_prompt = False
 
     def logprobs_wanted(self) -> int | None:
-        """None for none, else how many rivals."""
+        """How many alternatives to each token are asked for; None without log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -416,7 +416,7 @@ class CompletionRequest(_Request, kw_only=True, forbid_unknown_fields=True):
         return super().prompt_logprobs_wanted()
 
     def logprobs_wanted(self) -> int | None:
-        """None for none, else how many rivals."""
+        """How many alternatives to each token are asked for; None without log-probabilities."""
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
@@ -504,7 +504,7 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
 
 
 def parse(body: bytes) -> ChatRequest | CompletionRequest:
-    """Whichever it is: a body with `messages` is a chat request, one with `prompt` a completion request."""
+    """A chat request if the body has `messages`, a completion request if it has `prompt`."""
     keys = decode(body, _keys)
     if "messages" in keys:
         return parse_chat(body)

@@ -41,7 +41,10 @@ STRANGER_EVERY_S = 5.0  # how often one is asked that has never answered
 
 
 class Pulse:
-    """Calls `on_lost(worker_id)` for each worker found dead or silent. `holders()`: the workers that hold our requests."""
+    """Detects dead and silent workers and calls `on_lost(worker_id)` for each.
+
+    `holders()`: the workers that hold our requests.
+    """
 
     def __init__(self, bus: Bus, holders: Callable[[], set[str]], on_lost: Callable[[str], None]) -> None:
         self._bus, self._holders, self._on_lost = bus, holders, on_lost
@@ -63,7 +66,7 @@ class Pulse:
             self._task.cancel()
 
     def heard(self, worker_id: str) -> None:
-        """The worker sent something."""
+        """The worker accepted a request or sent a frame."""
         self._heard[worker_id] = now_s()
 
     async def _keep_looking(self) -> None:

@@ -94,7 +94,7 @@ TokenIds = Annotated[list[int], Meta(description="With return_token_ids.")]
 
 
 class CalledFunction(_Answer):
-    """What is called; the arguments are JSON text."""
+    """The function that is called. The arguments are JSON text."""
 
     name: str
     arguments: str

@@ -150,7 +150,10 @@ class GatewayService:
         await self._stack.aclose()
 
     async def settled(self, visible: Callable[[], bool], within_s: float) -> bool:
-        """Wait until `visible()` holds for the adapters we see; False when it does not within `within_s`."""
+        """Wait until `visible()` holds for the adapters that this gateway sees.
+
+        Returns False if that takes longer than `within_s`.
+        """
         deadline = now_s() + within_s
         while not visible():
             left = deadline - now_s()

@@ -166,8 +166,10 @@ class SseResponse(Response):
         return before, between.join(encoded), after
 
     def _full(self, i: int, delta: TextDelta) -> bytes:
-        """Any other chunk, encoded as a whole: the last one, and those with log-probabilities, running usage, tool calls or
-        reasoning. Nothing while it is open what the text is."""
+        """Encodes any other chunk: the last one, and chunks with log-probabilities, running usage, tool calls or reasoning.
+
+        Returns nothing while it is undecided which kind of text it is.
+        """
         body: dict[str, Any] = {"index": i}
         finish: str | None = delta.finish
         if self._parsers:

@@ -81,7 +81,7 @@ class Signal:
                 waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Return once `set` was called since the last wait."""
+        """Return as soon as `set` was called since the last wait."""
         if self._raised:
             self._raised = False
             return
@@ -188,7 +188,7 @@ class Stream:
         return ready
 
     def take_texts(self) -> list[str]:
-        """The ready texts, if every delta is one more text per token; else nothing, and `take` returns the deltas."""
+        """The ready texts, one per token; nothing if a ready delta has more than a text, so that `take` must be used."""
         texts = self._texts
         if not texts or self._ready:
             return []
@@ -221,7 +221,10 @@ class Stream:
     # ---- the Owner's half
 
     def push_plain(self, new: list[int]) -> bool:
-        """`push` of one token in mid-stream that needs only its text: the hot path. False when the reader is too slow."""
+        """`push` for one token that needs only its text and is not the first: the fast path.
+
+        Returns False when the reader is too slow.
+        """
         texts = self._texts
         if len(texts) >= self._limit:
             self._too_slow()
@@ -232,7 +235,7 @@ class Stream:
         return True
 
     def push(self, new: list[int], item: StreamItem, logprobs: list[TokenLogprobs] | None) -> None:
-        """Take in `new`, the tokens of `item` that were not known yet; sets `finish` when they end the sequence."""
+        """Take in `new`, those tokens of `item` that were not known yet. Sets `finish` when they end the sequence."""
         self._fold()
         tokens = self.tokens
         begun = len(tokens)
@@ -265,7 +268,10 @@ class Stream:
         self.see_plain()
 
     def see_plain(self) -> None:
-        """Whether the next tokens are plain: not the first, no log-probabilities, no stop strings, nothing early."""
+        """Update `plain`: whether the next tokens need only their text.
+
+        They do not if one is the first, log-probabilities or stop strings are asked for, or early items are held.
+        """
         self.plain = bool(self.tokens) and self._filter is None and self.job.sampling.logprobs is None and not self.early
 
     def begin_again(self) -> bool:

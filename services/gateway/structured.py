@@ -56,7 +56,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def from_response_format(given: ResponseFormat) -> StructuredOutput | None:
-    """None for text. Raises BadRequest."""
+    """The constraint that `response_format` sets; None for plain text. Raises BadRequest."""
     if (given.type == "json_schema") != (given.json_schema is not None):
         reason = "needs json_schema" if given.json_schema is None else f"has no json_schema with type {given.type!r}"
         raise BadRequest(f"response_format: it {reason}", param="response_format")
@@ -66,7 +66,7 @@ def from_response_format(given: ResponseFormat) -> StructuredOutput | None:
 
 
 def from_structured_outputs(given: StructuredOutputs) -> StructuredOutput:
-    """Raises BadRequest unless there is exactly one constraint."""
+    """The constraint that vLLM's `structured_outputs` sets. Raises BadRequest unless there is exactly one."""
     name = "structured_outputs"
     kinds: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
     asked = [kind for kind in kinds if getattr(given, kind) not in (None, False)]

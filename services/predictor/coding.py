@@ -16,14 +16,17 @@ STATE_BYTES_MAX = 256 << 20  # of a state, decompressed
 
 
 class Task(msgspec.Struct, frozen=True):
-    """Finished requests: packed features and lengths."""
+    """Finished requests to learn from: packed features and lengths."""
 
     features: list[bytes]
     tokens: list[int]
 
 
 class FittedModel(msgspec.Struct, frozen=True):
-    """A model, and the levels that its twin, fitted on four fifths, gave to the other fifth (`length_calibration`)."""
+    """A model, and levels for its calibration (`length_calibration`).
+
+    A second model, fitted on four fifths of the requests, gave these levels to the remaining fifth.
+    """
 
     model: LengthModel
     levels: list[float]

@@ -35,9 +35,10 @@ def class_cuts(lengths: Sequence[int], classes: int) -> list[float]:
 def judge(
     above: np.ndarray, curve: Curve, levels: Sequence[float], tokens: Sequence[int], cuts: tuple[list[float], list[float]]
 ) -> Judged:
-    """Judge distributions (`above`: (n, K)) of requests with these lengths; `cuts` between three and between five classes.
+    """Accuracy of predicted distributions, `above` [n, K], for n requests of known length `tokens`.
 
-    `levels` calibrate the quantiles, as they do in a predictor that has just got the model.
+    `cuts`: the limits of three and of five classes. `levels` calibrate the quantiles, as in a predictor that has just got the
+    model.
     """
     lengths = np.asarray(tokens)
     right = [curve.share_between(above, some).argmax(1) == np.searchsorted(some, lengths) for some in cuts]

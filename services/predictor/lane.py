@@ -58,14 +58,14 @@ class ProxyLane:
 
     @classmethod
     def load(cls, directory: str) -> ProxyLane:
-        """The model in a directory of `motet predictor train`. Raises ConfigError."""
-        from motet.services.predictor.proxy import Proxy  # torch: only who asks for it pays for it
+        """The model that `motet predictor train` wrote to a directory. Raises ConfigError."""
+        from motet.services.predictor.proxy import Proxy  # imports torch, which is needed here only
 
         model = Proxy.load(Path(directory))
         return cls(model, model.facts.levels, model.facts.trained_on)
 
     async def estimate(self, ask: PredictRequest, other: Predicted) -> Predicted:
-        """The proxy's prediction, or `other` where that has been better or the proxy is too busy."""
+        """The proxy's prediction; `other` if that was more accurate for this adapter so far, or if the proxy is too busy."""
         if len(self._waiting) >= WAITING_MAX:
             return other
         waiter: asyncio.Future[np.ndarray | None] = asyncio.get_running_loop().create_future()
@@ -82,7 +82,7 @@ class ProxyLane:
         return Predicted(estimate=found, basis="proxy")
 
     def observe(self, adapter: str, features: bytes, tokens: int) -> None:
-        """A request with these features ended with so many tokens; counts if this copy predicted it."""
+        """Take in the true length of a finished request. It counts only if this process predicted the request."""
         answered = self._answered.pop(features, None)
         if answered is None:
             return
@@ -95,7 +95,7 @@ class ProxyLane:
         )
 
     async def close(self) -> None:
-        """Stop; whoever still waits gets the other prediction."""
+        """Stop. Requests that still wait get the other prediction."""
         if self._runner is not None:
             self._runner.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -60,7 +60,7 @@ class Proxy:
 
     @classmethod
     def load(cls, directory: Path, device: str = "") -> Proxy:
-        """The model of `train` in a directory. Raises ConfigError when it is none."""
+        """The model that `train` wrote to a directory. Raises ConfigError when there is none."""
         try:
             facts = msgspec.json.decode((directory / "proxy.json").read_bytes(), type=Facts)
             encoder, tokenizer = _encoder(directory)

@@ -86,7 +86,7 @@ class PredictorService(BusService):
     # ---- life
 
     async def start(self) -> None:
-        """Subscribe to outcomes and answer requests; read what was learned before meanwhile."""
+        """Subscribe to outcomes and answer requests. The stored state is read meanwhile."""
         self._bus = bus = await Bus.connect(self._config.bus, self._config.process.identity(self.name), inbox=self.name)
         await bus.subscribe(subjects.OUTCOME, Outcome, self._learn)
         self._keeper = bus.spawn(self._keep_fitted(bus))

@@ -36,7 +36,7 @@ def shown(text: object) -> str:
 
 
 def quoted(value: object) -> str:
-    """`shown` of a value as Python writes it: a string in quotes."""
+    """`shown` for the Python notation of a value: a string in quotes."""
     if isinstance(value, str) and len(value) > SHOWN_CHARS:
         return f"{value[:SHOWN_CHARS]!r}... ({len(value)} characters)"
     return shown(repr(value))

@@ -224,8 +224,8 @@ def convert(
     """Validate an adapter and write its blob. `weights` is an open safetensors file of `size_bytes`, at its beginning.
 
     Tensors keep their dtype; a file with mixed dtypes becomes F32, which is exact. Raises InvalidAdapter or TooLarge with the
-    reason: `max_bytes` applies to the file and to the blob, which can be many times larger because of padding. Needs memory
-    for the file and two blobs for a moment.
+    reason: `max_bytes` applies to the file and to the blob, which can be many times larger because of padding. For a moment
+    memory holds the file and two blobs.
     """
     if size_bytes > max_bytes:
         raise TooLarge(f"adapter_model.safetensors has {size_bytes} bytes, the limit is {max_bytes}")

@@ -341,7 +341,7 @@ class RegistryService:
             raise Conflict(f"this tenant has {limit} adapters, which is its limit: delete one first", param="name")
 
     def _check_storage(self, ask: RegisterAdapter, version: AdapterVersion) -> None:
-        """A version that is stored already takes no more room, except of its tenant's share when it is another's."""
+        """Raise if the version does not fit the limits. A version that is stored already counts only for its tenant's limit."""
         known = self._adapters.by_digest(version.digest) is not None
         limit_mib = self._config.limits.max_stored_mib
         if not known and self._adapters.stored_bytes() + version.size_bytes > limit_mib << 20:
@@ -351,7 +351,7 @@ class RegistryService:
             raise Conflict(f"this tenant's adapters would take more than {limit_mib} MiB, which is its limit: delete one first")
 
     def _check_pin(self, ask: PinAdapter, workers: tuple[str, ...]) -> None:
-        """Raises what stands in the way of a pin: a worker that is not there or has no room, or the tenant's limit."""
+        """Raise if a worker is unknown or has no room for the pin, or if the tenant has too many pins."""
         info = self._adapters.exactly(ask.name, ask.tenant)
         if info is None:
             raise AdapterNotFound(f"there is no adapter {quoted(ask.name)}", param="name")

@@ -105,7 +105,7 @@ def check_name(name: str, base_model: str) -> None:
 
 @contextlib.contextmanager
 def reachable() -> Iterator[None]:
-    """Raises Unavailable when JetStream is full, the registry's disk is, or either does not answer."""
+    """A context that raises Unavailable when JetStream or the registry's disk is full or does not answer."""
     try:
         yield
     except Overloaded as error:
@@ -117,9 +117,9 @@ def reachable() -> Iterator[None]:
 
 
 class AdapterStore:
-    """The only writer of adapters. Any number of copies may run.
+    """The only writer of adapters. Any number of registries may each have one.
 
-    `idle(digest)` says whether no request needs a version, including requests that are between two workers.
+    `idle(digest)` says whether no request needs a version, including requests that are moving between two workers.
     """
 
     def __init__(self, bus: Bus, idle: Callable[[str], bool]) -> None:
@@ -161,9 +161,10 @@ class AdapterStore:
     async def publish(
         self, name: str, version: AdapterVersion, blob: bytes, *, replace: bool, tenant: str = SHARED
     ) -> tuple[AdapterInfo, str]:
-        """Store `blob` and let `tenant`'s `name` point at it: (what is there now, "registered" | "replaced" | "unchanged").
+        """Store `blob` and let `tenant`'s `name` point at it.
 
-        Raises AdapterExists when the name is taken and `replace` is not set, also when another client took it meanwhile.
+        Returns the entry and "registered", "replaced" or "unchanged". Raises AdapterExists when the name is taken and `replace`
+        is not set, also when another client took it meanwhile.
         """
         source = version.source
         with reachable():
@@ -194,8 +195,10 @@ class AdapterStore:
         raise Conflict(f"adapter {quoted(name)} keeps being changed by other clients", param="name")
 
     async def alias(self, name: str, target: str, tenant: str = SHARED) -> AdapterInfo:
-        """Let `tenant`'s `name` point at what `target` means to it now. A name that is an adapter of its own is not
-        overwritten."""
+        """Let `tenant`'s `name` point at the version that `target` refers to for this tenant now.
+
+        A name that is an adapter of its own is not overwritten.
+        """
         with reachable():
             for _ in range(ATTEMPTS):
                 aimed = None
@@ -224,7 +227,7 @@ class AdapterStore:
         raise Conflict(f"adapter {quoted(target)} keeps being changed by other clients", param="target")
 
     async def pin(self, name: str, workers: tuple[str, ...], tenant: str = SHARED) -> tuple[AdapterInfo, bool]:
-        """Pin `tenant`'s `name` to these workers, or unpin it without any; what is there now, and whether that is new.
+        """Pin `tenant`'s `name` to these workers; without workers, unpin it. Returns the entry and whether it has changed.
 
         Raises AdapterNotFound.
         """
@@ -248,12 +251,11 @@ class AdapterStore:
     async def remove(
         self, name: str, *, requests: Callable[[str], int], force: bool, tenant: str = SHARED
     ) -> AdapterInfo | None:
-        """Delete `tenant`'s `name`, and its version unless another name holds it; returns what it was
-        (None: its version was lost).
+        """Delete `tenant`'s `name`, and its version unless another name holds it.
 
-        A recently used version is removed later, by the sweep: its requests may be moving to another worker.
-
-        Raises AdapterNotFound, or AdapterInUse when that version would go while `requests(digest)` is not zero.
+        Returns the deleted entry, None if its version was lost. A recently used version is removed later, by the sweep, because
+        its requests may be moving to another worker. Raises AdapterNotFound, or AdapterInUse when the version would go while
+        `requests(digest)` is not zero.
         """
         with reachable():
             for _ in range(ATTEMPTS):
@@ -297,7 +299,7 @@ class AdapterStore:
         return file
 
     async def drop_upload(self, name: str) -> None:
-        """Delete a processed upload. A failure is harmless, since uploads expire."""
+        """Delete a processed upload. If this fails, the upload expires later."""
         with contextlib.suppress(MotetError):
             await self._uploads.delete(name)
 

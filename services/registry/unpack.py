@@ -251,7 +251,7 @@ def _confine(limits: UnpackLimits) -> None:
 
 
 def main(limits_json: str, archive: int, config: int, weights: int) -> None:
-    """The child's whole life; the descriptors are inherited. Writes the answer to stdout."""
+    """Run the child process: unpack and write the answer to stdout. It inherits the file descriptors."""
     limits = msgspec.json.decode(limits_json, type=UnpackLimits)
     _confine(limits)
     answer: msgspec.Struct

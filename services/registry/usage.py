@@ -18,7 +18,7 @@ MAX_REQUESTS = 65_536  # per worker
 class Usage:
     """Follows all workers. A worker silent for `STALE_S` runs nothing, but its requests may be moving to other workers.
 
-    The reader of its own `WorkerBook`: requests are on a shelf, and what leaves it is remembered for a while.
+    It reads its own `WorkerBook`: a `Shelf` keeps the requests, and versions without a request are remembered for `IDLE_S`.
     """
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class Usage:
         self._shelf.change(known, said, now_s)
 
     def facts(self, known: Known, now_s: float) -> None:
-        """Not needed."""
+        """Does nothing: usage depends on requests only."""
 
     def ended(self, known: Known) -> None:
-        """Its requests were last seen in its last message."""
+        """The worker has gone. Its versions count as used until its last message."""
         self._leave(self._digests(known), known.heard_s)
         self._shelf.ended(known)
 

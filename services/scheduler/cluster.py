@@ -36,7 +36,7 @@ class WatchedCluster:
         self._stale_s, self._drop_s = stale_s, drop_s
 
     def on(self, event: ClusterEvent) -> None:
-        """Take in what happened; `events` says what each event means."""
+        """Apply an event; `events` says what each event means."""
         match event:
             case Heard():
                 self._lease_held = event.lease_held

@@ -35,12 +35,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     in_flight_s: float
 
     def cluster(self) -> WatchedCluster:
-        """A cluster of which nothing is known yet."""
+        """A new cluster with this configuration and without workers."""
         return WatchedCluster(stale_s=self.stale_s, drop_s=self.drop_s, in_flight_s=self.in_flight_s)
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True, tag="decided"):
-    """A decision: its inputs besides the cluster's state, and its outcome."""
+    """A decision: its inputs other than the cluster's state, and its outcome."""
 
     ask: Ask
     now_s: float
@@ -62,7 +62,7 @@ class DecisionLog:
         self.write(setup)
 
     def write(self, record: LogRecord) -> None:
-        """Append it. An event is written before the cluster takes it."""
+        """Append a record. Events are written before the cluster applies them."""
         if self._left <= 0:
             return
         body = self._encode(record)
@@ -74,7 +74,7 @@ class DecisionLog:
         self._file.write(len(body).to_bytes(8, "little") + body)
 
     def decided(self, ask: Ask, now_s: float, avg_resp_len: float, decision: Decision) -> None:
-        """Log a decision on the present state."""
+        """Log a decision that was made on the present state."""
         worker_id, total_cost = decision.worker_id, decision.total_cost
         self.write(Decided(ask=ask, now_s=now_s, avg_resp_len=avg_resp_len, worker_id=worker_id, total_cost=total_cost))
 

@@ -31,14 +31,14 @@ class LeaseLost(msgspec.Struct, tag="lease_lost", gc=False):
 
 
 class Tick(msgspec.Struct, tag="tick", gc=False):
-    """Some time has passed, a fraction of a second; and whether NATS was connected, since without it no worker can report."""
+    """A fraction of a second has passed. `connected`: NATS was connected, so that workers could report."""
 
     now_s: float
     connected: bool = True
 
 
 class Assigning(msgspec.Struct, tag="assigning", gc=False):
-    """A request is on its way to a worker: it counts as waiting there from now on."""
+    """The scheduler is assigning a request to a worker, where it counts as waiting from now on."""
 
     worker_id: str
     brief: RequestBrief

@@ -25,7 +25,10 @@ LEAST = 2.0 / 900.0
 
 
 class Placer:
-    """One scheduler's. `identity`: unique to this process. `every_s`: how often `place` is due."""
+    """Writes placements for one scheduler. `identity`: unique to this process.
+
+    `every_s`: the interval between two calls of `place`.
+    """
 
     def __init__(self, bus: Bus, cluster: WatchedCluster, *, identity: str, every_s: float) -> None:
         self._bus, self._cluster, self._identity, self.every_s = bus, cluster, identity, every_s
@@ -35,7 +38,7 @@ class Placer:
         self._bucket: Bucket | None = None
 
     async def start(self) -> None:
-        """Follow what is placed."""
+        """Follow the placements of all schedulers."""
         await self._watch.start()
 
     def asked(self, adapter: AdapterRef) -> None:
@@ -46,7 +49,7 @@ class Placer:
             self._sizes = {digest: self._sizes[digest] for digest in self._rates if digest in self._sizes}
 
     async def place(self) -> None:
-        """Write what each worker is to keep, where it has changed. Raises Unavailable when JetStream is away."""
+        """Compute each worker's placement and write those that have changed. Raises Unavailable when JetStream is away."""
         if self._bucket is None:
             self._bucket = await Bucket.open(self._bus, subjects.KV_PLACEMENT, wait_s=0.0)
         now = now_s()

@@ -35,7 +35,7 @@ STOP_S = 1.5  # a holder that has not renewed for this long plans no more; short
 
 
 class Turn:
-    """Whether this process is the one of several that holds a key."""
+    """A role that one of several processes has at a time: the process that holds `key`."""
 
     def __init__(self, bucket: Bucket, key: str, holder: str) -> None:
         self._bucket, self._key, self._holder = bucket, key, holder
@@ -44,7 +44,7 @@ class Turn:
 
     @property
     def mine(self) -> bool:
-        """Whether it is held now."""
+        """Whether this process has the role now."""
         return now_s() - self._renewed_s < STOP_S
 
     async def renew(self) -> None:
@@ -69,14 +69,17 @@ class Turn:
             return False
 
     async def release(self) -> None:
-        """Let another one take over at once."""
+        """Give up the role, so that another process can take it at once."""
         if self.mine:
             self._renewed_s = float("-inf")
             await self._bucket.delete(self._key)
 
 
 class Planner:
-    """One scheduler's. `mean_tokens`: the average output length; `identity`: unique to this process."""
+    """Plans moves of requests and placements of adapters. Of several schedulers only the one with the role acts.
+
+    `mean_tokens`: the average output length; `identity`: unique to this process.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class Planner:
         self._turn: Turn | None = None
 
     async def run(self) -> None:
-        """Look at the cluster for ever."""
+        """Check the cluster every `LOOK_S` seconds. Never returns."""
         renewed_s, placed_s = float("-inf"), now_s()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -114,7 +117,7 @@ class Planner:
             metrics.PLANNING.set(self._turn is not None and self._turn.mine)
 
     async def stop(self) -> None:
-        """Give the turn up."""
+        """Give up the role, so that another scheduler can plan at once."""
         if self._turn is not None:
             await self._turn.release()
 
@@ -124,7 +127,7 @@ class Planner:
         await self._turn.renew()
 
     async def dry_run(self) -> list[PlanStatus]:
-        """The plan of the present state, regardless of triggers and of the scheduler that plans."""
+        """The plan for the present state, whatever the triggers say and whichever scheduler has the role."""
         return [_shown(question, await self._answer(question)) for question in self._questions(always=True)]
 
     def _questions(self, *, always: bool = False) -> list[Question]:

@@ -20,7 +20,7 @@ MEANINGS: dict[str, str] = {
     "embeddings": "embeddings",
     "images": "images",
 }
-"""Capabilities, for people."""
+"""Descriptions of the capabilities for error messages."""
 RETRY_S = 1.0
 """Retry-After for clients while no worker is there."""
 
@@ -56,7 +56,7 @@ def refusal(ask: Ask, screening: Screening, room_in_s: float) -> MotetError:
 
 
 def _incapable(ask: Ask, screening: Screening) -> MotetError:
-    """No live worker has what the request needs."""
+    """The error when no live worker has the capabilities that the request needs."""
     if not ask.needs:
         reason = f"model: the workers of {ask.base_model} have a pooling model, which makes embeddings and no text"
         if ask.begun or "stale" in screening.rejected:

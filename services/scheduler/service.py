@@ -66,7 +66,7 @@ RESUMED_TTFT_MS = 300.0  # objective for the next token of a request that lost i
 class SchedulerService(BusService):
     """One scheduler (`shared.service.Service`).
 
-    A scheduler without workers is ready too: it answers that no worker is there (see motet_scheduler_workers).
+    It is ready also without workers, and then refuses requests with that reason (see motet_scheduler_workers).
     """
 
     name = "scheduler"
@@ -163,7 +163,7 @@ class SchedulerService(BusService):
     # ---- messages
 
     def _on(self, event: ClusterEvent) -> None:
-        """Everything that changes the cluster comes through here."""
+        """Every change of the cluster's state is made here."""
         if self._log is not None:
             self._log.write(event)
         self.cluster.on(event)

@@ -24,7 +24,7 @@ SUFFIX, PARTIAL = ".safetensors", ".part"
 
 
 class Stamp(NamedTuple):
-    """Facts of a file that change when it is written to or replaced."""
+    """Facts of a file that change when the file is written to or replaced."""
 
     inode: int
     size_bytes: int
@@ -32,16 +32,14 @@ class Stamp(NamedTuple):
 
 
 class AdapterFiles:
-    """Content-addressed files `<digest>.safetensors` in one directory; a private one that is removed in the end if none is
-    given.
+    """Content-addressed files `<digest>.safetensors` in one directory: a private one, removed in the end, if none is given.
 
-    Several workers may share the directory: files appear by atomic rename, and one that another worker evicted is
-    simply missing here.
-
-    A file is hashed once by every process that uses it: when it was fetched, or before its first use when the directory had it
-    already. After that inode, size and time of the last write tell whether it is the file that was hashed; any other is hashed
-    again. So a file that was cut short, overwritten or replaced is found before it is used. What changes without a write, such
-    as a disk that returns other bytes, is found by the next process only. The order of use is kept in the access time.
+    Several workers may share the directory: files appear by atomic rename, and a file that another worker evicted is simply
+    missing here. Every process that uses a file hashes it once: after fetching it, or before its first use when the directory
+    already had it. After that inode, size and time of the last write tell whether it is still the file that was hashed; any
+    other file is hashed again. So a file that was cut short, overwritten or replaced is found before it is used. A change
+    without a write, such as a disk that returns other bytes, is found only by the next process. The order of use is kept in the
+    access time.
     """
 
     def __init__(self, directory: str) -> None:
@@ -52,17 +50,23 @@ class AdapterFiles:
         self._hashed: dict[str, Stamp] = {}
         found = [(path.name.removesuffix(SUFFIX), path.stat()) for path in self._dir.glob("*" + SUFFIX)]
         self.found = [(digest, stat.st_size) for digest, stat in sorted(found, key=lambda item: item[1].st_atime_ns)]
-        """What the directory held at the start, as (digest, bytes), least recently used first."""
+        """The files in the directory at the start, as (digest, bytes), least recently used first."""
 
     def path(self, digest: str) -> Path:
-        """The path of its file. Raises BadRequest for an invalid digest: it comes from the bus and could name any file."""
+        """The path of the adapter's file.
+
+        Raises BadRequest for an invalid digest, because digests come from the bus and could name any file.
+        """
         if not DIGEST.fullmatch(digest):
             raise BadRequest("not a digest", param="digest")
         return self._dir / (digest + SUFFIX)
 
     @contextlib.contextmanager
     def partial(self, digest: str) -> Iterator[tuple[Path, BinaryIO]]:
-        """Where a download of `digest` is written before it is known to be right; gone afterwards unless it was renamed."""
+        """A context with the path for a download of `digest` that is not verified yet.
+
+        The file is removed unless it was renamed.
+        """
         path = self._dir / f".{self.path(digest).stem}.{secrets.token_hex(4)}{PARTIAL}"
         try:
             with path.open("wb") as sink:
@@ -72,7 +76,7 @@ class AdapterFiles:
             path.unlink(missing_ok=True)
 
     def intact(self, digest: str) -> bool:
-        """Whether the file is what its name says. Counts as a use. Raises OSError when it cannot be read."""
+        """Whether the content of the file matches its digest. Counts as a use. Raises OSError when it cannot be read."""
         path = self.path(digest)
         stamp = _stamp(path)
         if self._hashed.get(digest) != stamp:
@@ -103,13 +107,13 @@ class AdapterFiles:
         return shutil.disk_usage(self._dir).free
 
     def discard(self, digest: str) -> None:
-        """Delete the file, if there is one."""
+        """Delete the file if it exists."""
         if DIGEST.fullmatch(digest):
             self._hashed.pop(digest, None)
             self.path(digest).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the directory when it is a private one."""
+        """Remove the directory if it is a private one."""
         if self._private:
             shutil.rmtree(self._dir, ignore_errors=True)
 

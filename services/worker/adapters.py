@@ -41,10 +41,10 @@ FETCH_BYTES_PER_S = 4 * 1024 * 1024  # a link slower than this is treated as bro
 
 
 class Decider(Protocol):
-    """Makes the decisions for an `AdapterLoader`, and is told the results."""
+    """Makes the decisions for an `AdapterLoader` and gets the results."""
 
     def loaded(self, digest: str, adapter: HostAdapter) -> None:
-        """A copy is in host memory and its file on disk."""
+        """A load has succeeded: the copy is in host memory and the file on disk."""
 
     def failed(self, digest: str, error: Exception) -> None:
         """A load failed."""
@@ -53,11 +53,14 @@ class Decider(Protocol):
         """A file is missing, or its content does not match its digest."""
 
     def spare_file(self) -> bool:
-        """The disk is full: `evict` a file that is not in use; whether there was one."""
+        """The disk is full: `evict` a file that is not in use. Returns whether there was one."""
 
 
 class AdapterLoader:
-    """The IO of a worker's adapters. `parse` makes the host copy of a verified file from its path and digest."""
+    """Loads and deletes a worker's adapters, as its decider says.
+
+    `parse` makes a host copy from a verified file: its path and digest.
+    """
 
     def __init__(self, bus: Bus, files: AdapterFiles, decider: Decider, *, parse: Callable[[Path, str], HostAdapter]) -> None:
         self._bus, self._files, self._decider, self._parse = bus, files, decider, parse
@@ -70,7 +73,7 @@ class AdapterLoader:
         return self._copies[digest]
 
     def close(self) -> None:
-        """Give up loads under way and remove the directory when it is a private one."""
+        """Abandon running loads, and remove the directory if it is a private one."""
         for load in self._loads.values():
             load.cancel()
         self._files.close()
@@ -88,7 +91,7 @@ class AdapterLoader:
             metrics.ADAPTER_EVICTIONS.labels(action.tier).inc()
 
     def load(self, ref: AdapterRef, source: Literal["disk", "store"]) -> None:
-        """Load a copy into host memory; the decider is told the result."""
+        """Load a copy into host memory; the decider gets the result."""
         self._loads[ref.digest] = asyncio.get_running_loop().create_task(self._load(ref, source))
 
     async def _load(self, ref: AdapterRef, source: Literal["disk", "store"]) -> None:
@@ -128,7 +131,7 @@ class AdapterLoader:
             return None
 
     async def _fetch(self, ref: AdapterRef) -> HostAdapter:
-        """Download, verify, move to its name; one more try when the content is wrong."""
+        """Download the file, verify it and move it to its name. If the content is wrong, try once more."""
         if self._objects is None:
             self._objects = await Objects.open(self._bus, subjects.BLOBS)
         wrong = 0

@@ -81,7 +81,7 @@ def _tokens(data: bytes, field: str, vocab_size: int) -> list[int]:
 
 
 def _check_ids(tokens: Collection[int], field: str, vocab_size: int) -> None:
-    """An id outside the embedding would fail the whole batch."""
+    """Raise for a token id outside the embedding, which would fail the whole batch."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         raise BadRequest(f"{field} has token ids outside [0, {vocab_size})", param=field)
 

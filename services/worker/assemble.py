@@ -46,10 +46,10 @@ class Assembly:
 
 
 def assemble(config: WorkerConfig, model_dir: Path, times: StepTimes, *, link_bytes_per_s: float = 0.0) -> Assembly:
-    """Load the model and run a few steps, whose times go to `times`. Raises ConfigError for what cannot be served.
+    """Load the model and run a few steps, whose durations go to `times`. Call it in the thread that will run the engine.
 
-    Call it in the thread that will run the engine. `link_bytes_per_s` is for tests and benches: adapter copies to the device
-    take as long as over a link of that speed.
+    `link_bytes_per_s` is for tests and benches: adapter copies to the device take as long as over a link of that speed. Raises
+    ConfigError for what cannot be served.
     """
     if config.batch.max_step_tokens < config.batch.max_running:
         raise ConfigError(
@@ -142,7 +142,7 @@ def _kv_format(config: WorkerConfig, model_dir: Path, runner: Backend) -> str:
 
 
 def _copies(config: WorkerConfig, runner: Backend) -> Literal["stall", "wait", "bridged"]:
-    """Which requests wait for a copy of an adapter to the device, for schedulers."""
+    """For schedulers: which requests wait for the copy of an adapter to the device."""
     if math.isinf(runner.link.bytes_per_s):
         return "stall"
     return "bridged" if runner.assist is not None and config.cold.cold_start in ("auto", "assist") else "wait"
@@ -184,7 +184,7 @@ def _kv_blocks(config: WorkerConfig, model: ModelConfig, model_dir: Path, device
 
 
 def _warm_up(engine: Engine, limits: WorkerLimits, vocab_size: int, times: StepTimes) -> None:
-    """Run a few short requests: the first user should not pay for lazy initialisation, and the fit gets a start."""
+    """Run a few short requests, so that no user waits for lazy initialisation and the fit of step times has its first steps."""
     for number, length in enumerate(WARM_UP_PROMPTS):
         length = min(length, limits.max_model_len // 2)
         engine.add(

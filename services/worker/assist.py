@@ -64,17 +64,17 @@ class Capacity:
 
 
 class AssistProfile:
-    """Estimates of the speed of a process and of the base; recent measurements weigh most."""
+    """Estimates of the speed of a CPU process and of the base model. Recent measurements weigh most."""
 
     def __init__(self) -> None:
         self.read_s = self.row_s = self.start_s = 0.0
         self._weight = self._rows = self._rows2 = self._s = self._rows_s = 0.0
 
     def processes(self, elements: int, work: int, busy_s: float) -> None:
-        """They took `busy_s` to read so many elements, and `work` is rows times elements.
+        """Take in a measurement: reading `elements` of adapters took `busy_s`. `work`: rows times elements.
 
-        Both rates are corrected by what was expected wrongly, each by its part in this step (normalized least mean squares). A
-        process that was without its core for a while counts as one that took twice as long.
+        Each rate is corrected by its part of the prediction error (normalized least mean squares). Times above twice the
+        expected time count as twice, because the process was probably without its core for a while.
         """
         if not elements or not self.row_s:
             return
@@ -84,7 +84,7 @@ class AssistProfile:
         self.row_s = max(self.row_s / 2, self.row_s + gain * scaled / TYPICAL_ROWS)
 
     def base(self, rows: int, layer_s: float) -> None:
-        """A step of `rows` rows took the base alone `layer_s` per layer."""
+        """Take in a measurement: in a step of `rows` rows without adapters a layer took `layer_s`."""
         self._weight = FORGET * self._weight + 1
         self._rows = FORGET * self._rows + rows
         self._rows2 = FORGET * self._rows2 + rows * rows
@@ -92,7 +92,7 @@ class AssistProfile:
         self._rows_s = FORGET * self._rows_s + rows * layer_s
 
     def layer_s(self, rows: int) -> float:
-        """Seconds of a base layer in such a step; 0 before the first measurement."""
+        """Estimated seconds of a layer without adapters for `rows` rows; 0 before the first measurement."""
         if not self._weight:
             return 0.0
         mean_rows, mean_s = self._rows / self._weight, self._s / self._weight
@@ -102,7 +102,7 @@ class AssistProfile:
 
 
 class _Member:
-    """A process and its channel; `process` is None between two lives."""
+    """A process and its channel. `process` is None between the end of one process and the start of the next."""
 
     def __init__(self, core: int) -> None:
         self.core = core
@@ -115,7 +115,7 @@ class _Member:
 
 
 class _Guarded:
-    """Channels of a step on a device, each with the time at which its present request began."""
+    """The channels of a step on a device, and when the present request of each began."""
 
     def __init__(self, channels: Sequence[Channel], late_s: float) -> None:
         self._late_s = late_s
@@ -137,9 +137,9 @@ class _Guarded:
 
 
 class CpuAssist:
-    """`cores` [n]: one process on each, -1 for any core. Processes start at once, in their own time.
+    """CPU LoRA processes. `cores` [n]: one process on each, -1 for any core. The processes start in the background.
 
-    A request that a process has not answered `watchdog_s` after eight times its expected time ends that process.
+    A process that has not answered a request `watchdog_s` after eight times the expected time is ended and replaced.
     """
 
     def __init__(
@@ -168,17 +168,17 @@ class CpuAssist:
 
     @property
     def capacity(self) -> Capacity:
-        """As of now."""
+        """The work that the processes can take over at present."""
         profile = self.profile
         return Capacity(len(self._channels), self._max_rows, profile.read_s, profile.row_s, profile.start_s)
 
     @property
     def pids(self) -> list[int]:
-        """Cores of the processes that are in service."""
+        """Ids of the processes that are in service."""
         return [member.process.pid for member in self._members if member.serving and member.process is not None]
 
     def helpers(self, loading: Sequence[Loading], rows: int) -> Helpers:
-        """The helpers of a step of `rows` rows, some of them with adapters that are being copied."""
+        """What the compiled step needs to use the processes. `loading`: the adapters that are being copied."""
         return Helpers(
             loading=loading,
             channels=self._channels,
@@ -189,7 +189,7 @@ class CpuAssist:
         )
 
     def observe(self, rows: int, step_s: float, helpers: Helpers | None) -> None:
-        """Take the measurements of a step that has ended; `helpers` are those that it was given."""
+        """Take in the measurements of a step that has ended. `helpers`: those that the step used."""
         if helpers is None:
             self.profile.base(rows, step_s / self._pool.layers)
             return
@@ -205,7 +205,7 @@ class CpuAssist:
 
     @contextmanager
     def guard(self, channels: Sequence[Channel], hardest: tuple[int, int]) -> Iterator[None]:
-        """While a device asks these channels: the watching thread ends a process that leaves a request unanswered.
+        """A context in which a device uses these channels. The watching thread ends a process that leaves a request unanswered.
 
         `hardest`: no request has more elements of adapters' pages, nor more rows times elements, than these.
         """
@@ -254,7 +254,10 @@ class CpuAssist:
                     self._end(member, selector)
 
     def _advance(self, member: _Member, selector: selectors.BaseSelector) -> float | None:
-        """Advance a member's life by one step. Returns the seconds until the next call, None to wait for an event."""
+        """Take the next step in starting or watching a process.
+
+        Returns the seconds until the next call, None to wait for an event.
+        """
         now = now_s()
         if member.process is None:
             if now < member.due_s:
@@ -317,7 +320,7 @@ class CpuAssist:
         member.process, member.pidfd, member.channel, member.serving = None, -1, None, False
 
     def _measure(self, channel: Channel) -> bool:
-        """Whether the process answers; its times for adapters of zeros are the first estimate for all processes."""
+        """Whether the process answers. Its times for adapters of zeros are the first estimate for all processes."""
         modules = GROUPS["qkv"]
         elements = sum(2 * 8 * self._pool.layers * sum(self._pool.shapes[module]) for module in modules)
         most = min(MEASURED_ROWS, self._max_rows)

@@ -16,9 +16,11 @@ GRACE_S = 0.25  # a gateway may know a new adapter a moment before this worker d
 
 
 class Catalog:
-    """`on_change(versions)` is called with every version, by digest, at the start and after each change; `on_pinned(adapters)`
-    with those that are pinned to this worker, the oldest pin first, and then those that a scheduler has placed here, when
-    that changes."""
+    """Follows the registry's adapters, and those that this worker should keep loaded.
+
+    `on_change(versions)` gets every version by digest, at the start and after each change. `on_pinned(adapters)` gets the
+    adapters pinned to this worker, the oldest pin first, and then those that a scheduler has placed here, whenever they change.
+    """
 
     def __init__(
         self,

@@ -47,24 +47,31 @@ class Capabilities:
 
 
 class KvAccess(Protocol):
-    """The KV blocks of an engine, for requests that move. Each call takes effect between two steps, in the order of calls and
-    commands. `name` is that of a move: blocks that are held under it neither leave nor change. See `policies.kv_travel`."""
+    """The KV blocks of an engine, for requests that move (`policies.kv_travel`). `name` identifies a move.
+
+    Each call takes effect between two steps, in the order of calls and commands. Held blocks are neither evicted nor changed.
+    """
 
     def hold(self, name: str, request_id: str, epoch: int) -> asyncio.Future[list[bytes]]:
-        """Hold the full blocks of a request under a new name; their keys, none when it is not here."""
+        """Hold the full blocks of a request under a new name.
+
+        Returns their keys; none if the engine does not have the request.
+        """
 
     def find(self, name: str, keys: Sequence[bytes]) -> asyncio.Future[int]:
-        """Hold the blocks with these keys under a new name; how many of the first ones are here."""
+        """Hold the cached blocks with these keys under a new name. Returns how many of the first keys have a block."""
 
     def read(self, name: str, first: int, count: int) -> asyncio.Future[np.ndarray | None]:
-        """A copy of blocks that are held, uint8; None when they are no longer held."""
+        """A copy of held blocks, uint8; None when they are no longer held."""
 
     def land(self, name: str, keys: Sequence[bytes], content: bytearray) -> asyncio.Future[bool]:
-        """Write a move's next blocks, after those that `find` or an earlier call got. They stay until `drop`. Without
-        free blocks nothing is written, and the answer is False."""
+        """Write the next blocks of a move, after those of `find` and earlier calls. They are held until `drop`.
+
+        Returns False, and writes nothing, if there are no free blocks.
+        """
 
     def drop(self, name: str) -> None:
-        """Release the blocks of a name."""
+        """Release the blocks of a move."""
 
 
 class EngineProtocol(Protocol):
@@ -72,43 +79,42 @@ class EngineProtocol(Protocol):
 
     @property
     def kv(self) -> KvAccess | None:
-        """Its KV blocks; None without `kv_travels`."""
+        """The engine's KV blocks; None without the capability `kv_travels`."""
 
     @property
     def capabilities(self) -> Capabilities:
         """The properties of this engine."""
 
     async def start(self) -> None:
-        """Returns when the engine takes commands. Raises an error if it cannot start."""
+        """Start the engine. Returns when it takes commands; raises an error if it cannot start."""
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request that `admission.check` has let in; none of this id is here, or it was told to end before. What the
-        engine cannot do comes as its only item.
+        """Queue a request that `admission.check` has accepted. An earlier request of this id was told to end before.
 
-        Raises Overloaded when the engine does not take commands.
+        What the engine cannot do comes as the request's only item. Raises Overloaded when the engine does not take commands.
         """
 
     def cancel(self, request_id: str, epoch: int) -> None:
-        """End a request of this epoch or an older one; its last item says "cancelled". Unknown ones are ignored."""
+        """End a request of this epoch or an older one; its last item says "cancelled". Unknown requests are ignored."""
 
     def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> None:
-        """Copy an adapter to the device if there is room without evicting; a report tells when it is there. For a pinned one
-        idle adapters leave.
+        """Copy an adapter to the device if there is room without evicting. A report tells when it is there.
 
-        With `over`: only if no other copy is under way and no request waits, and idle adapters of `over` leave for it.
+        For a pinned adapter idle ones are evicted. With `over` it is copied only if no other copy is under way and no request
+        waits; idle adapters of `over` are evicted for it.
         """
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """Evict these adapters, and no others, after all other adapters."""
+        """Pin these adapters, and no others: they are evicted after all other adapters."""
 
     def unload_adapter(self, digest: str) -> None:
-        """Take an adapter off the device as soon as nothing uses it; a report tells when it is gone."""
+        """Take an adapter off the device as soon as no request uses it. A report tells when it is gone."""
 
     def abort_all(self, error: MotetError) -> None:
-        """End everything that runs or waits with `error`."""
+        """End all running and waiting requests with `error`."""
 
     def busy_s(self) -> float:
         """How long the present step has been running; 0 between steps."""
 
     async def stop(self) -> None:
-        """End it after its present step."""
+        """End the engine after its present step."""

@@ -53,7 +53,7 @@ NATIVE = Capabilities(
 
 @dataclass(slots=True)
 class StepReport:
-    """One step as the loop hears of it, begun at `began_s`; its duration is in its statistics.
+    """The event loop's report of one step, which began at `began_s`; its duration is in the statistics.
 
     `failures` counts consecutive failing steps, this one included.
     """
@@ -68,7 +68,7 @@ class StepReport:
 
 
 class EngineThread:
-    """Owns the engine from `start` to `stop`. `deliver(report)` runs on the loop, in the order of steps."""
+    """Owns the engine from `start` to `stop`. `deliver(report)` runs in the event loop, in the order of steps."""
 
     def __init__(self, build: Callable[[], Engine], deliver: Callable[[StepReport], None]) -> None:
         self._build, self._deliver = build, deliver
@@ -91,7 +91,7 @@ class EngineThread:
 
     @property
     def kv(self) -> ThreadKv:
-        """Its KV blocks, for moves."""
+        """The engine's KV blocks, for moves."""
         return ThreadKv(self)
 
     async def start(self) -> None:
@@ -102,7 +102,7 @@ class EngineThread:
         await self._built
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; when the engine refuses it, its error comes as an item. Raises Overloaded when the queue is full."""
+        """Queue a request. If the engine refuses it, its error comes as an item. Raises Overloaded when the queue is full."""
         if len(self._commands) >= MAX_COMMANDS:
             raise Overloaded("the engine is not taking commands", retry_after_s=1.0)
         self._post(lambda engine: _add(engine, request))
@@ -120,7 +120,7 @@ class EngineThread:
         self._post(lambda engine: _ignore(engine.unload_adapter(digest)))
 
     def abort_all(self, error: MotetError) -> None:
-        """End everything that runs or waits with `error`."""
+        """End all running and waiting requests with `error`."""
         self._post(lambda engine: engine.abort_all(error))
 
     def busy_s(self) -> float:
@@ -136,7 +136,7 @@ class EngineThread:
             await asyncio.to_thread(self._thread.join, STOP_S)
 
     def ask(self, question: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Call `question(engine)` in the engine's thread between two steps; the future has its result."""
+        """Call `question(engine)` in the engine's thread between two steps. The future gets its result."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def command(engine: Engine) -> None:
@@ -251,7 +251,7 @@ class EngineThread:
 
 
 class ThreadKv:
-    """`engine_protocol.KvAccess` over the engine's thread."""
+    """`engine_protocol.KvAccess`, carried out in the engine's thread."""
 
     def __init__(self, thread: EngineThread) -> None:
         self._ask = thread.ask

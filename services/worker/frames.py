@@ -24,7 +24,7 @@ OVERHEAD_BYTES = 4096  # upper bound of what the protocol adds to a payload
 
 
 class FrameSender:
-    """Sends frames in order. `on_lost(request_id, epoch)` is called for each request whose tokens were given up."""
+    """Sends frames in order. `on_lost(request_id, epoch)` is called for each request whose tokens were dropped."""
 
     def __init__(self, bus: Bus, worker_id: str, on_lost: Callable[[str, int], None]) -> None:
         self._bus, self._worker_id, self._on_lost = bus, worker_id, on_lost
@@ -42,7 +42,7 @@ class FrameSender:
         self._wake.set()
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until everything queued was sent or given up."""
+        """Wait until all queued frames were sent or dropped."""
         try:
             await asyncio.wait_for(self._empty.wait(), timeout_s)
         except TimeoutError:

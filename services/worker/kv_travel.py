@@ -59,12 +59,12 @@ TOKEN_BYTES = 4
 
 
 class Ended(Exception):
-    """A fetch ended early: the reason, as a label."""
+    """A fetch ended early. The message is a metric label for the reason."""
 
 
 @dataclass(slots=True, eq=False)
 class _Offer:
-    """Blocks that are held for another worker. `blocks` and `bytes` are 0 until it has opened them."""
+    """Blocks that are held for another worker. `blocks` and `bytes` are 0 until that worker has opened them."""
 
     keys: asyncio.Future[list[bytes]]
     timer: asyncio.TimerHandle
@@ -76,7 +76,7 @@ class _Offer:
 
 
 class KvTravel:
-    """The KV transfers of one worker. `times` learns the speed of the link."""
+    """The KV transfers of one worker. `times` gets the measured speed of the link."""
 
     def __init__(self, bus: Bus, worker_id: str, kv: KvAccess, limits: WorkerLimits, times: StepTimes) -> None:
         self._bus, self._worker_id, self._kv, self._limits, self._times = bus, worker_id, kv, limits, times
@@ -90,7 +90,7 @@ class KvTravel:
         self._measured_s = 0.0
 
     async def start(self) -> None:
-        """Answer other workers, and measure the link now and then."""
+        """Answer other workers, and measure the link from time to time."""
         subject = subjects.kv(self._worker_id)
         await self._bus.serve("kv", subject, KvRequest, self._answer, queue="worker", concurrency=READS)
         self._bus.spawn(self._keep_measuring())
@@ -98,8 +98,11 @@ class KvTravel:
     # ---- the new worker
 
     def wait_s(self, offer: KvOffer | None, tokens: int, rank: int) -> float:
-        """How long a request of so many tokens may wait for its blocks: as long as they take to compute. 0 when it should not
-        wait: there are no blocks, or enough requests wait already. Whether it pays has been decided with the move."""
+        """How long a request of `tokens` tokens may wait for its blocks: as long as computing them would take.
+
+        0 when it should not wait, because there are no blocks or enough requests wait already. The scheduler decided with the
+        move whether fetching is worth it.
+        """
         limits, blocks = self._limits, self._blocks(tokens)
         if offer is None or not blocks or offer.worker_id == self._worker_id:
             return 0.0
@@ -113,8 +116,10 @@ class KvTravel:
         return min((tokens - 1) // self._limits.block_size, MOST_BYTES // self._block_bytes)
 
     async def fetch(self, offer: KvOffer, request: EngineRequest, adapter_digest: str) -> None:
-        """Bring the request's blocks into the prefix cache, as far as they come within `request.kv_wait_s`. They are held until
-        `drop`. Never raises for what the network or the other worker does."""
+        """Fetch the request's blocks into the prefix cache, as many as arrive within `request.kv_wait_s`.
+
+        They are held until `drop`. Failures of the network or the other worker raise nothing.
+        """
         self._coming += 1
         size, outcome = self._limits.block_size * TOKEN_BYTES, "whole"
         tokens = pack_tokens([*request.prompt, *request.output])
@@ -145,11 +150,11 @@ class KvTravel:
             log.info("KV blocks fetched", extra=told | {"outcome": outcome or "whole", "reason": reason})
 
     def drop(self, offer: KvOffer) -> None:
-        """Release the blocks of a request that was given to the engine, or has ended."""
+        """Release the blocks of a request that the engine has got, or that has ended."""
         self._kv.drop(offer.token)
 
     async def _bring(self, offer: KvOffer, keys: Sequence[bytes], within_s: float) -> tuple[int, asyncio.Future[bool] | None]:
-        """The bytes that arrived, and whether there was room for the last of them. Raises Ended, or the errors of a request."""
+        """The bytes that arrived, and whether there was room for the last block. Raises Ended, or the errors of a request."""
         name, size = offer.token, self._block_bytes
         ask = OpenKv(token=name, kv_format=self._limits.kv_format, keys=list(keys), within_s=within_s)
         here, opened = await asyncio.gather(self._kv.find(name, keys), self._ask(offer, ask, within_s))

@@ -91,10 +91,10 @@ async def measure(
 ) -> Measured:
     """Profile the worker that `config` describes, for about `seconds`.
 
-    It goes on until every batch was measured once, but no longer than `LONGEST_TIMES` as long or `LONGEST_S`. What is left out
-    then is chosen by chance, because the batches are in random order.
-    `config.bus.nats_url` is a NATS server with Motet's buckets and no other clients. `progress` is told the share that is done.
-    Raises ConfigError for a pooling model, and what a step of the engine raises.
+    It continues until every batch was measured once, but no longer than `LONGEST_TIMES` as long or `LONGEST_S`. Batches are in
+    random order, so chance decides which ones are then left out. `config.bus.nats_url` is a NATS server with Motet's buckets
+    and no other clients. `progress` gets the share that is done. Raises ConfigError for a pooling model, and errors of the
+    engine's steps.
     """
     adapters = msgspec.structs.replace(config.adapters, merge="off")  # a profile says what steps with LoRA take
     worker = _Observed(msgspec.structs.replace(config, adapters=adapters))
@@ -131,7 +131,7 @@ class _Batch:
 
 
 class _Observed:
-    """A worker, and the reports of its steps."""
+    """A worker and the reports of its steps."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
@@ -159,7 +159,7 @@ class _Observed:
         return self.service.shell.idle.is_set()
 
     async def idle(self) -> None:
-        """Returns when nothing runs or waits."""
+        """Wait until nothing runs or waits."""
         await self.service.shell.idle.wait()
 
     def end_all(self) -> None:
@@ -168,7 +168,7 @@ class _Observed:
             self.service.shell.on(CancelRequest(*entry.key))
 
     async def load_times(self, adapters: Sequence[AdapterRef], directory: str, source: Literal["store", "disk"]) -> list[float]:
-        """Load the adapters into host memory, one after the other: milliseconds for each."""
+        """Load the adapters into host memory, one after another. Returns the milliseconds of each."""
         loads = _Loads()
         assert self.service.bus is not None, "the worker has started"
         store = AdapterLoader(self.service.bus, AdapterFiles(directory), loads, parse=self.service.assembly.parse_adapter)
@@ -185,13 +185,13 @@ class _Observed:
 
 
 class _Loads:
-    """Waits for one load at a time (`adapters.Decider`)."""
+    """Waits for one load at a time (an `adapters.Decider`)."""
 
     def __init__(self) -> None:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def over(self) -> None:
-        """Returns when the load is. Raises why it failed."""
+        """Wait until the load is over. Raises the reason if it failed."""
         await self._over
         self._over = asyncio.get_running_loop().create_future()
 
@@ -240,7 +240,7 @@ class _Profiler:
     # ---- steps
 
     def batches(self) -> list[_Batch]:
-        """All batches in random order, since a machine's speed drifts and no kind of batch may meet only its slow times."""
+        """All batches in random order: a machine's speed drifts, and no kind of batch should meet only its slow times."""
         batches = list(self._kinds())
         return [batches[place] for place in self._random.permutation(len(batches))]
 
@@ -268,7 +268,7 @@ class _Profiler:
         )
 
     async def run(self, batch: _Batch, *, tell: bool) -> None:
-        """Prefill and decode the batch, then let a quarter as many newcomers join. `tell`: whether its steps are kept."""
+        """Prefill and decode the batch, then let a quarter as many new requests join. `tell`: record its steps."""
         seen, ranks, rows = self._worker.seen, batch.ranks, batch.rows
         seen.clear()
         await asyncio.gather(*(self._ask(self._pick(ranks, i), batch.prompt, 2 * batch.decodes) for i in range(rows)))
@@ -281,7 +281,7 @@ class _Profiler:
             self.measured.steps += timed_steps(seen)
 
     def _pick(self, ranks: tuple[int, ...], place: int) -> AdapterRef | None:
-        """The adapter of request `place`: ranks take turns, and so do the adapters of a rank."""
+        """The adapter of request `place`. Ranks take turns, and so do the adapters of a rank."""
         turn, place = divmod(place, len(ranks))
         of_rank = self._adapters.get(ranks[place], [])
         return of_rank[turn % len(of_rank)] if of_rank else None
@@ -312,7 +312,7 @@ class _Profiler:
     # ---- adapters
 
     async def link_times(self, moment: int) -> None:
-        """Fetch this moment's adapters from the store, read them again from disk, and bring them to the device."""
+        """Fetch the adapters of this moment from the store, read them again from disk, and copy them to the device."""
         each = -(-len(self._linked) // MOMENTS)
         adapters = self._linked[moment * each : (moment + 1) * each]
         with tempfile.TemporaryDirectory(prefix="motet-profile-") as directory:
@@ -349,7 +349,7 @@ class _Profiler:
         measured += [(adapter.size_bytes / MIB, ms) for adapter, ms in zip(adapters, times_ms, strict=True)]
 
     async def hop_times(self) -> None:
-        """Measure how long a request takes to the worker and a frame from it. The worker refuses these requests."""
+        """Measure how long a request takes to the worker, and a frame from it. The worker refuses these requests."""
         asker = await Bus.connect(self._worker.config.bus, "profile")
         heard: dict[int, float] = {}  # step -> when
 
@@ -374,7 +374,7 @@ class _Profiler:
             await asyncio.sleep(KNOCK_S * self._random.random())  # so that they arrive at random moments of a step
 
     async def _beside(self, work: Coroutine[None, None, None]) -> None:
-        """Do `work` while sequences decode."""
+        """Run `work` while sequences decode."""
         most = self._limits.max_model_len - PROMPTS[0]
         sequences = min(BESIDE, self._limits.max_running)
         await asyncio.gather(*(self._ask(None, PROMPTS[0], most) for _ in range(sequences)))
@@ -386,8 +386,8 @@ class _Profiler:
 def timed_steps(reports: Sequence[StepReport]) -> list[Step]:
     """The steps of `reports`, each with the time until the next one began while there was work.
 
-    Left out are steps beside which an adapter came to the device. An engine may tell of it between two steps, in a report
-    without time; which of its neighbours took longer by it cannot be seen.
+    Steps beside which an adapter came to the device are left out. An engine may report the adapter between two steps, in a
+    report without duration. Then it is unknown which of the two steps took longer, and both are left out.
     """
     found: list[Step] = []
     steps = [place for place, report in enumerate(reports) if report.output.stats.time_ms]
@@ -404,7 +404,7 @@ def _copying(stats: StepStats) -> bool:
 
 
 def random_adapter(model_dir: Path, base_model: str, rank: int, number: int) -> tuple[bytes, AdapterVersion]:
-    """A bfloat16 adapter of the attention's projections: its blob, and what the registry would know of it."""
+    """A bfloat16 adapter of the attention's projections: its blob, and the registry's record of it."""
     shapes = read_shapes(model_dir)
     draw = np.random.default_rng((rank, number))
     pairs = {}

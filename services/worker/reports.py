@@ -15,7 +15,10 @@ from motet.shared.errors import Unavailable
 
 
 class StateReporter:
-    """Call `touch` after changing `view`. Sends nothing while NATS is away; the next snapshot contains everything."""
+    """Sends the worker's state. Call `touch` after changing `view`.
+
+    Nothing is sent while NATS is away; the next snapshot contains everything.
+    """
 
     def __init__(self, bus: Bus, view: WorkerView, times: StepTimes) -> None:
         self.view = view
@@ -27,6 +30,7 @@ class StateReporter:
         self._bus.spawn(self._run())
 
     def touch(self) -> None:
+        """Send a delta soon if the view has changed."""
         if self.view.changed:
             self._dirty.set()
 

@@ -83,10 +83,9 @@ LAST_WORDS = 500  # characters
 
 
 class WorkerService:
-    """One engine on the bus.
+    """One engine on the bus. `leave` asks the process to stop, as SIGTERM would. `observe` gets each report of the engine.
 
-    `leave` asks the process to stop, as SIGTERM would. `observe` sees each report of the engine. `link_bytes_per_s` is for
-    tests and benches: adapter copies to the device take as long as over a link of that speed.
+    `link_bytes_per_s` is for tests and benches: adapter copies to the device take as long as over a link of that speed.
     """
 
     name = "worker"
@@ -117,7 +116,7 @@ class WorkerService:
     # ---- life
 
     def _build(self) -> Engine:
-        """In the engine's thread."""
+        """Build the engine. Runs in the engine's thread."""
         # OpenMP threads spin at barriers unless told not to before torch is loaded. Beside a gateway, or anything else,
         # on the same cores a spinning thread waits for one that cannot run: steps were six to ten times longer.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -129,7 +128,7 @@ class WorkerService:
         return made.engine
 
     async def start(self) -> None:
-        """Load the model, then announce the worker. A failure is announced as well."""
+        """Load the model, then announce the worker. A failure is announced too."""
         try:
             self._model_dir = await asyncio.to_thread(resolve_model, self.config.base.model)
             if self.config.engine.engine == "vllm":
@@ -267,7 +266,7 @@ class WorkerService:
             await self.reporter.snapshot()
 
     async def _hand_back(self, error: MotetError) -> None:
-        """End every request with `error`; their gateways resubmit them elsewhere when it is WorkerLost."""
+        """End every request with `error`. If that is WorkerLost, their gateways resubmit them elsewhere."""
         self.engine.abort_all(error)
         self.shell.on(Close(error))
         with contextlib.suppress(TimeoutError):
@@ -276,7 +275,7 @@ class WorkerService:
     # ---- requests
 
     async def _assign(self, request: GenerateRequest) -> Accepted:
-        """The `assign` endpoint. Raises the error of a refusal."""
+        """The `assign` endpoint. Raises an error to refuse."""
         try:
             if request.adapter is not None:
                 await self.catalog.check(request.adapter)
@@ -342,14 +341,17 @@ class WorkerService:
                 raise Overloaded(f"worker {self.worker_id} has {len(self.core)} requests", retry_after_s=refusal.retry_after_s)
 
     def _check_image_room(self, request: GenerateRequest) -> None:
-        """Raises Overloaded if the images of all requests here would have more than `IMAGE_BYTES_MAX`."""
+        """Raises Overloaded if the images of all requests here would exceed `IMAGE_BYTES_MAX`."""
         if request.images:
             images = [*request.images, *(image for entry in self.core for image in entry.payload.images)]
             if sum(len(image.data) for image in images) > IMAGE_BYTES_MAX:
                 raise Overloaded(f"worker {self.worker_id} has no room for more images", retry_after_s=1.0)
 
     def _cache_scope(self, request: GenerateRequest) -> bytes:
-        """Tenants share cached prefixes only of the base model, and only with `--share-prefix-cache`."""
+        """The scope of the request's prefix cache.
+
+        Only with `--share-prefix-cache` do tenants share prefixes, and then only those of the base model.
+        """
         shared = self.config.kv.share_prefix_cache and request.adapter is None
         return cache_scope(request.tenant, request.cache_salt, shared=shared)
 

@@ -53,8 +53,10 @@ log = logger("motet.worker")
 
 
 class Shell:
-    """The core's hands. It decides for the adapter store (`adapters.Decider`); `store` is set before the first event, and
-    `travel` where KV blocks can be fetched."""
+    """Passes events to the core and carries out its actions. It is the `adapters.Decider` of the adapter store.
+
+    `store` is set before the first event, and `travel` where KV blocks can be fetched.
+    """
 
     store: AdapterLoader
     travel: KvTravel | None = None
@@ -68,10 +70,10 @@ class Shell:
         self.idle.set()
 
     def on(self, event: Event[EngineRequest]) -> Refuse | None:
-        """Pass an event to the core and carry out its actions.
+        """Pass an event to the core and carry out its actions. Returns the core's refusal of an assignment, which the caller
+        answers.
 
-        A refusal is the caller's to pass on. Raises what the engine says when it takes no more requests, and the one that
-        was assigned is not here then.
+        Raises the engine's error if it takes no more requests; the assigned request is then forgotten.
         """
         refusal: Refuse | None = None
         untaken: MotetError | None = None
@@ -114,7 +116,7 @@ class Shell:
                 self._count_adapters()
 
     def _start(self, action: Start[EngineRequest]) -> MotetError | None:
-        """The error of a refused assignment, which is still to be answered."""
+        """Give a request to the engine. Returns the error if its assignment is to be refused."""
         entry, request = action.entry, action.entry.payload
         if entry.adapter is not None:
             request.adapter = self.store.copy(entry.adapter.digest)
@@ -146,20 +148,20 @@ class Shell:
     # ---- what the adapter store tells
 
     def loaded(self, digest: str, adapter: HostAdapter) -> None:
-        """A copy is in host memory."""
+        """A load has succeeded: the copy is in host memory."""
         self.on(Loaded(digest, adapter.nbytes, adapter.blob_bytes))
         self._count_adapters()
 
     def failed(self, digest: str, error: Exception) -> None:
-        """It could not be loaded: all requests that wait for it now fail."""
+        """A load has failed. All requests that wait for the adapter fail."""
         self.on(LoadFailed(digest, error))
 
     def file_lost(self, digest: str) -> None:
-        """It is fetched again."""
+        """The adapter's file is missing or wrong. It is fetched again."""
         self.on(FileLost(digest))
 
     def spare_file(self) -> bool:
-        """Delete a file that is not in use; whether there was one."""
+        """Delete a file that is not in use. Returns whether there was one."""
         files = len(self.core.host.files)
         self.on(DiskFull())
         return len(self.core.host.files) < files
@@ -170,7 +172,7 @@ class Shell:
 
 
 def _error_of(reason: object, answer: Answer[EngineRequest]) -> MotetError:
-    """The item with which a request's owner learns of an answer."""
+    """The error that the owner of a request gets with an answer."""
     match reason:
         case MotetError():
             return reason

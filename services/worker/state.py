@@ -28,7 +28,7 @@ START_PERF = PerfModel(
 
 
 class WorkerView(View):
-    """The worker's view, and the messages that are made of it."""
+    """The worker's state as others see it, and the messages made of it."""
 
     def __init__(self, worker_id: str, incarnation: str, limits: WorkerLimits) -> None:
         super().__init__(limits)
@@ -37,7 +37,7 @@ class WorkerView(View):
         self._seq = 0
 
     def snapshot(self, perf: PerfModel, unix_ms: int, *, lists_disk: bool = True) -> WorkerSnapshot:
-        """The whole state, pending changes included. Without `lists_disk` the next delta has the changes on disk."""
+        """The whole state, pending changes included. Without `lists_disk` the changes on disk come with the next delta."""
         if lists_disk:
             self.told()
             adapters = list(self.adapters.values())

@@ -14,7 +14,7 @@ from motet.twin.workload import Workload
 
 
 def asked(*order: int) -> Workload:
-    """Four adapters, asked for in this order at 0, 1, ... seconds."""
+    """Four adapters, requested in this order at 0, 1, ... seconds."""
     ones, four = np.ones(len(order), np.int64), np.ones(4, np.int64)
     return Workload(
         arrival_s=np.arange(float(len(order))),
@@ -26,7 +26,7 @@ def asked(*order: int) -> Workload:
     )
 
 
-def test_who_knows_the_future_lets_the_adapter_go_that_is_asked_for_last() -> None:
+def test_with_the_future_known_the_adapter_that_is_asked_for_last_is_evicted() -> None:
     load = asked(0, 1, 2, 1, 0)
     eviction = informed(Case(policy=Policy(eviction="lru", knows="future")), load)
     for ref in load.adapters:

@@ -20,7 +20,7 @@ ALL = [name for group in engine.groups(engine.PEERS) for name in group]
 
 
 def measured(rates: dict[str, float], *, first: int = 7) -> Measured:
-    """Every cell of these contestants: each request has this rate in tokens/s, adapters halve it, decoding alone doubles it."""
+    """Every cell of these contestants. Each request has this rate in tokens/s; adapters halve it, decoding alone doubles it."""
     found = Measured()
     for name, rate in rates.items():
         for turn in engine.TURNS:

@@ -14,7 +14,7 @@ from bench.engines import arrivals
 ROOT = Path(__file__).parents[2]
 
 
-def test_without_vllm_it_says_how_to_get_it() -> None:
+def test_without_vllm_the_bench_says_how_to_install_it() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench", "engines", "--quick"],
         cwd=ROOT,

@@ -87,7 +87,7 @@ def test_a_later_run_continues_where_the_last_one_ended_and_repeats_failed_point
     assert next(line for line in results.lines if line["point"] == "one")["figure"] == 7
 
 
-def test_it_stops_itself_when_its_time_is_over_and_says_what_is_left(tmp_path: Path) -> None:
+def test_the_bench_stops_when_its_time_is_over_and_says_what_is_left(tmp_path: Path) -> None:
     results = Results(tmp_path, 3)
     for name in ("fails", "crashes", "hangs"):
         results.add({"point": name})

@@ -72,7 +72,7 @@ def test_the_twin_serves_as_many_of_the_same_requests() -> None:
 
 def test_what_other_processes_take_is_counted_and_what_ended_children_took_is_not() -> None:
     spin = [sys.executable, "-c", "import time\nend = time.monotonic() + 0.6\nwhile time.monotonic() < end: pass"]
-    foreign = subprocess.Popen(spin)  # until it has ended it counts as anybody's
+    foreign = subprocess.Popen(spin)  # until it has ended it counts as another program's process
     others = Elsewhere()
     time.sleep(0.4)
     busy = others.cores()

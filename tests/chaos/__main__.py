@@ -82,7 +82,7 @@ def say(what: str) -> None:
 
 
 def show(phase: Phase) -> None:
-    """The table of a phase, and its troubles."""
+    """Print the table of a phase, and what went wrong."""
     print(
         f"{'fault':<36} {'in flight':>9} {'resumed':>8} {'lost':>5} {'dup.':>5} {'chg.':>5} {'broken':>7} {'refused':>8}"
         f" {'pause p50':>13} {'p99':>8} {'healed':>8}"
@@ -99,7 +99,7 @@ def show(phase: Phase) -> None:
 
 
 def report(rows: list[Row], burst_s: list[float]) -> int:
-    """The line of JSON; returns the exit status."""
+    """Print the line of JSON. Returns the exit status."""
     totals = {name: sum(getattr(row, name) for row in rows) for name in ("lost", "duplicated", "changed")}
     figures = {"faults": len(rows), **totals}
     figures |= {"resume_p99_ms": p99_ms(rows, "death"), "resume_frozen_p99_ms": p99_ms(rows, "frozen")}

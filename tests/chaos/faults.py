@@ -21,8 +21,11 @@ Kind = Literal["death", "frozen", "restart", "other"]
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind` says which promise holds: how soon the streams of a dead or a frozen worker are resumed, or that a restart
-    refuses nobody."""
+    """One fault.
+
+    `kind` names the promise to check: how soon the streams of a dead or a frozen worker are resumed, or that no request is
+    refused during a restart.
+    """
 
     name: str
     kind: Kind
@@ -30,7 +33,7 @@ class Fault:
 
 
 def kill(*targets: str) -> Fault:
-    """SIGKILL; several one shortly after the other."""
+    """SIGKILL to one process, or to several shortly after each other."""
 
     async def inject(mesh: ChaosMesh) -> None:
         async with asyncio.TaskGroup() as group:
@@ -49,22 +52,22 @@ def freeze(target: str) -> Fault:
 
 
 def cut(target: str) -> Fault:
-    """Broker connections closed, new ones refused for `CUT_S`."""
+    """Close a process's broker connections and refuse new ones for `CUT_S`."""
     return Fault(f"cut {target}", _kind(target), lambda mesh: mesh.cut(target, CUT_S))
 
 
 def silence(target: str) -> Fault:
-    """Nothing passes for `FREEZE_S`, and no connection is closed."""
+    """Let no byte pass for `FREEZE_S`, without closing a connection."""
     return Fault(f"silence {target}", _kind(target), lambda mesh: mesh.silence(target, FREEZE_S))
 
 
 def cut_node(node: str) -> Fault:
-    """All clients of one broker lose it for `CUT_S`."""
+    """Cut all clients of one broker off from it for `CUT_S`."""
     return Fault(f"cut {node} off its clients", "other", lambda mesh: mesh.cut_node(node, CUT_S))
 
 
 def moves(*targets: str) -> Fault:
-    """Every request moves to another worker, again and again; meanwhile `targets` are killed."""
+    """Move every request to another worker again and again; meanwhile `targets` are killed."""
 
     async def inject(mesh: ChaosMesh) -> None:
         async with asyncio.TaskGroup() as group:

@@ -26,14 +26,14 @@ from motet.shared.clock import now_s
 
 ASK_S = 180.0  # no answer of a chaos run takes longer
 BEGINS_S = 0.5  # tokens that were on their way when a fault happened have come by then
-PAUSE_S = 0.2  # before somebody who was refused asks again
+PAUSE_S = 0.2  # before a refused request is sent again
 
 Outcome = Literal["done", "refused", "broken", "lost"]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: where it goes and what it says."""
+    """One request and its content."""
 
     path: str
     body: dict[str, Any]
@@ -41,7 +41,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What must not change."""
+    """The parts of an answer that must not change."""
 
     text: str
     tokens: int
@@ -49,7 +49,10 @@ class Answer:
     logprobs: tuple[tuple[str, float], ...] = ()
 
     def same(self, other: Answer) -> bool:
-        """Log-probabilities differ in the last digits: a batch of another shape adds up in another order."""
+        """Whether two answers agree.
+
+        Log-probabilities may differ in the last digits: a batch of another shape adds up in another order.
+        """
         if (self.text, self.tokens, self.finish) != (other.text, other.tokens, other.finish):
             return False
         pairs = zip(self.logprobs, other.logprobs, strict=True) if len(self.logprobs) == len(other.logprobs) else None
@@ -87,7 +90,7 @@ def make_asks(count: int, adapters: list[str], base: str, *, max_tokens: int, se
 
 @dataclass
 class Attempt:
-    """One request sent to one gateway, and everything that came back, when it came."""
+    """One request to one gateway, and everything that came back, with times."""
 
     ask: int
     gateway: int
@@ -99,7 +102,7 @@ class Attempt:
     reason: str = ""
 
     def in_flight(self, at_s: float) -> bool:
-        """Accepted and not ended at this moment."""
+        """Whether the request was accepted and had not ended at this moment."""
         return bool(self.request_id) and self.began_s < at_s and not (0 < self.ended_s <= at_s)
 
     def pause_s(self, since_s: float, until_s: float) -> float | None:
@@ -109,7 +112,7 @@ class Attempt:
         return max(gaps) if gaps and times[0] < since_s else None
 
     def answer(self) -> Answer:
-        """What was said. Raises ValueError when it is not a whole answer."""
+        """The complete answer. Raises ValueError if it is not complete."""
         texts, logprobs, tokens, finish = [], [], 0, ""
         lines = b"".join(data for _, data in self.chunks).split(b"\n\n")
         for line in lines:
@@ -155,7 +158,7 @@ def logprobs_of(choice: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 class Streams:
-    """`count` clients that ask one question after the other over HTTP, each the next gateway."""
+    """`count` clients that send one request after another over HTTP, each to the next gateway."""
 
     def __init__(self, urls: list[str], asks: list[Ask], count: int, *, seed: int) -> None:
         self._urls, self._asks, self._count, self._seed = urls, asks, count, seed
@@ -168,7 +171,7 @@ class Streams:
         self._open = {asyncio.create_task(self._client(i)) for i in range(self._count)}
 
     async def once(self, limit: int) -> None:
-        """Every question once, `limit` at a time."""
+        """Send every request once, `limit` at a time."""
         self._connect()
         room = asyncio.Semaphore(limit)
 
@@ -185,7 +188,7 @@ class Streams:
         )
 
     async def stop(self) -> None:
-        """Ask nothing new and wait for what runs."""
+        """Send nothing new and wait for what runs."""
         self._stopping = True
         await asyncio.gather(*self._open)
         await self._session.close()

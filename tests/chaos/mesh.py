@@ -42,12 +42,12 @@ TENANTS = ("north", "south", "west")
 VARIANTS = 8  # adapters beside the demo's own sixteen: the same weights with another scale
 WORKER_SEATS = 256  # one worker carries the load of three, however slowly
 ROUTE_PINGS = 'ping_interval: "500ms", ping_max: 2'  # as docs/operations.md says
-MOVES_EVERY_S = 0.6  # a heartbeat later every worker has said what it has
+MOVES_EVERY_S = 0.6  # after a heartbeat every worker has reported its requests
 NATS_BACK_S = 1.0  # from the death of a broker to its restart
 
 
 class MeshOptions:
-    """How many of each."""
+    """The number of each kind of process."""
 
     def __init__(
         self, *, nodes: int = 1, workers: int = 3, gateways: int = 2, schedulers: int = 2, source: Path | None = None
@@ -83,7 +83,7 @@ class _RelayedStack(Stack):
 
 
 class ChaosMesh:
-    """`await start()`, hurt it, `await stop()`. Names are those of the stack, and `nats-1`, ... for the brokers."""
+    """`await start()`, inject faults, `await stop()`. Names are those of the stack, and `nats-1`, ... for the brokers."""
 
     def __init__(self, directory: Path, options: MeshOptions) -> None:
         self.directory, self.options = directory, options
@@ -146,7 +146,7 @@ class ChaosMesh:
             await bus.close()
 
     async def connect(self) -> NatsClient:
-        """A connection to the brokers for the harness itself, which may do everything."""
+        """A connection to the brokers for the test harness, which may do everything."""
         client = NatsClient()
         await client.connect(
             [server.url for server in self.nats.values()],
@@ -159,8 +159,11 @@ class ChaosMesh:
         return client
 
     async def move_requests(self, waves: int) -> int:
-        """What a planner does, but without mercy: every request that a worker reports goes to another worker, `waves` times,
-        the last assignments still under way, three in four with their KV blocks. Returns how many moves were asked for."""
+        """Move requests as a planner does, but as many as possible. Returns how many moves were asked for.
+
+        Every request that a worker reports goes to another worker, `waves` times, also while the last assignments are still
+        under way; three in four with their KV blocks.
+        """
         client, asked, turn = await self.connect(), 0, 0
         shown: dict[str, tuple[str, int]] = {}  # request id -> (worker, epoch)
 
@@ -220,11 +223,11 @@ class ChaosMesh:
         os.kill(pid, signal.SIGCONT)
 
     async def cut(self, name: str, for_s: float) -> None:
-        """Its connections to all brokers are closed and refused."""
+        """Close a process's connections to all brokers and refuse new ones."""
         await self._cut(self.stack.relays[name], for_s)
 
     async def cut_node(self, node: str, for_s: float) -> None:
-        """All clients of one broker lose it."""
+        """Cut all clients of one broker off from it."""
         at = list(self.nats).index(node)
         await self._cut([relays[at] for relays in self.stack.relays.values()], for_s)
 
@@ -236,7 +239,7 @@ class ChaosMesh:
             relay.heal()
 
     async def silence(self, name: str, for_s: float) -> None:
-        """Nothing it sends arrives, nothing arrives at it, and no connection is closed."""
+        """Deliver nothing that a process sends or should receive, without closing a connection."""
         for relay in self.stack.relays[name]:
             relay.silence()
         await asyncio.sleep(for_s)
@@ -244,7 +247,7 @@ class ChaosMesh:
             relay.heal()
 
     async def restart(self) -> None:
-        """Every service replaced by a fresh process, as `motet restart` does."""
+        """Replace every service by a fresh process, as `motet restart` does."""
         await self.stack.restart(lambda _: None)
 
     # ---- how it is
@@ -303,12 +306,12 @@ def _older(argv: list[str], source: Path) -> list[str]:
 
 
 def _no_fd(source: Path) -> bool:
-    """Whether the gateway of this checkout is too old to be given its socket; then the present one runs from the start."""
+    """Whether the gateway of this checkout is too old to inherit its socket. Then the present gateway runs from the start."""
     return "listen_fd" not in (source / "services" / "gateway" / "config.py").read_text()
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different ones: all are held until the last is found."""
+    """`count` different ports. All are held until the last is found."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

@@ -19,7 +19,7 @@ import uvloop
 
 
 class RelayProcess:
-    """`await start()`, then `await open(host, port)` for each relay. Its end closes all of them."""
+    """`await start()`, then `await open(host, port)` for each relay. When the process ends, all relays close."""
 
     _process: asyncio.subprocess.Process | None = None
 
@@ -41,7 +41,7 @@ class RelayProcess:
         return Relay(self, number, near)
 
     def tell(self, *words: object) -> None:
-        """A command without an answer. Commands take effect in their order."""
+        """Send a command that has no answer. Commands take effect in their order."""
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write((" ".join(map(str, words)) + "\n").encode())
 
@@ -59,25 +59,25 @@ class RelayProcess:
 
 
 class Relay:
-    """One of them, as the harness commands it."""
+    """One relay, as the harness controls it."""
 
     def __init__(self, process: RelayProcess, number: int, port: int) -> None:
         self._process, self._number = process, number
         self.url = f"nats://127.0.0.1:{port}"
 
     def cut(self) -> None:
-        """Both ends see their connection closed, and nobody gets a new one until `heal`."""
+        """Close the connections at both ends, and refuse new ones until `heal`."""
         self._process.tell("cut", self._number)
 
     def silence(self) -> None:
-        """No byte passes and nobody is told, until `heal`; then what was held back arrives."""
+        """Let no byte pass until `heal`, without closing a connection. The held-back bytes arrive then."""
         self._process.tell("silence", self._number)
 
     def heal(self) -> None:
         self._process.tell("heal", self._number)
 
     async def far_ports(self) -> list[int]:
-        """The ports from which it is connected to the target."""
+        """The local ports of the relay's connections to the target."""
         return await self._process.ask("ports", self._number)
 
 
@@ -100,13 +100,13 @@ class Line:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
-        """Both ends see their connection closed, and nobody gets a new one until `heal`."""
+        """Close the connections at both ends, and refuse new ones until `heal`."""
         self._refusing = True
         for writer in list(self._writers):
             writer.transport.abort()
 
     def silence(self) -> None:
-        """No byte passes and nobody is told, until `heal`; then what was held back arrives."""
+        """Let no byte pass until `heal`, without closing a connection. The held-back bytes arrive then."""
         self._open.clear()
 
     def heal(self) -> None:
@@ -114,7 +114,7 @@ class Line:
         self._open.set()
 
     def far_ports(self) -> list[int]:
-        """The ports from which it is connected to the target."""
+        """The local ports of the relay's connections to the target."""
         names = [writer.get_extra_info("sockname") for writer in self._far]
         return [name[1] for name in names if name]
 

@@ -24,7 +24,7 @@ _RESUMING = re.compile(r"resuming request_id=(?:chat)?cmpl-(\S+)-\d+ ")  # the p
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How much is asked at once, and how long the answers are."""
+    """How many requests run at once, and how long the answers are."""
 
     streams: int = 200
     max_tokens: int = 160
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass
 class Phase:
-    """What a phase found."""
+    """The findings of a phase."""
 
     rows: list[Row]
     asked: int
@@ -76,7 +76,7 @@ class Phase:
 
 
 class _Books:
-    """Counts what went wrong, in the row of the fault that was the last before the answer ended."""
+    """Counts what went wrong, in the row of the last fault before the answer ended."""
 
     def __init__(self, injected: list[Injected], rows: list[Row]) -> None:
         self._injected, self._rows = injected, rows
@@ -107,7 +107,7 @@ def _within(short: str, long: str) -> bool:
 async def run_phase(
     directory: Path, mesh_options: MeshOptions, load: LoadOptions, faults: list[Fault], say: Callable[[str], None]
 ) -> Phase:
-    """Start a mesh in `directory`, do everything, stop it."""
+    """Start a mesh in `directory`, inject all faults under load, stop it."""
     mesh = ChaosMesh(directory, mesh_options)
     try:
         await mesh.start()
@@ -173,8 +173,10 @@ async def _inject(mesh: ChaosMesh, streams: Streams, fault: Fault) -> tuple[Inje
 
 
 def _pauses(one: Injected, row: Row, attempts: list[Attempt]) -> None:
-    """Of the streams that were resumed; where none had to be, of all. A few resumed requests may have no pause: durable ones,
-    and streams that began while the fault was made."""
+    """The pauses of the streams that were resumed, or of all streams if none had to be.
+
+    A few resumed requests may have no pause: durable ones, and streams that began during the fault.
+    """
     affected = [a for a in attempts if a.in_flight(one.at_s) and (not one.resumed or a.request_id in one.resumed)]
     found = [attempt.pause_s(one.at_s, one.until_s) for attempt in affected]
     row.pauses_s = [s for s in found if s is not None]

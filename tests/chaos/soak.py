@@ -62,7 +62,7 @@ def main() -> int:
 
 
 async def soak(directory: Path, seconds: float, streams: int) -> int:
-    """Load and look for so long, then judge; returns the exit status."""
+    """Run load and take samples for `seconds`, then judge. Returns the exit status."""
     options = MeshOptions(workers=2, gateways=2, schedulers=2)
     options.env = SMALL
     mesh = ChaosMesh(directory, options)
@@ -120,7 +120,7 @@ async def _run(mesh: ChaosMesh, seconds: float, count: int) -> tuple[Samples, li
 
 
 async def _churn(mesh: ChaosMesh, until_s: float, wrong: list[str]) -> int:
-    """Adapters nobody has seen before are added, used and removed; how many."""
+    """Add, use and remove new adapters. Returns how many."""
     draw, count = random.Random(1), 0
     folder = mesh.directory / "fresh"
     async with Client(mesh.stack.urls[0], timeout_s=60.0) as client:
@@ -167,7 +167,7 @@ async def _look(mesh: ChaosMesh, samples: Samples) -> None:
 
 
 async def _subscriptions(mesh: ChaosMesh) -> dict[int, int]:
-    """Subscriptions at the broker by process: a connection's port at the relay's near end tells whose it is."""
+    """Subscriptions at the broker by process. A connection's port at the relay's near end identifies the process."""
     url = f"http://127.0.0.1:{next(iter(mesh.monitors.values()))}/connz?limit=1000"
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
         connections = (await answer.json())["connections"]
@@ -180,7 +180,10 @@ async def _subscriptions(mesh: ChaosMesh) -> dict[int, int]:
 
 
 def report(samples: Samples) -> int:
-    """The table; returns how many values have grown: memory by process, the rest by role, since load moves between copies."""
+    """Print the table.
+
+    Returns how many values have grown: memory by process, the rest by role, since load moves between copies.
+    """
     grown, rows = 0, by_role(samples)
     print(f"{'service':<14}" + "".join(f"{kind:>22}" for kind in KINDS))
     for name in sorted({name for name, _ in rows}):
@@ -202,7 +205,7 @@ def report(samples: Samples) -> int:
 
 
 def by_role(samples: Samples) -> Samples:
-    """Memory of each process as it is; descriptors, threads, tasks, subscriptions added up over the copies of a service."""
+    """Memory of each process as it is; descriptors, threads, tasks and subscriptions summed over the copies of a service."""
     rows: Samples = {}
     for (name, kind), values in samples.items():
         key = (name if kind == "rss_mib" else re.sub(r"-?\d+$", "", name), kind)

@@ -339,7 +339,10 @@ async def test_keys_and_audit_log_work_under_the_services_own_rights(bus_of: Cal
 
 
 async def answered_elsewhere(bus_of: Callable[[str], Awaitable[Bus]], publish: str, reply: str) -> None:
-    """The upstream of acme publishes with a reply subject that it may not publish to; returns once the server has done it."""
+    """The upstream of acme publishes with a reply subject that it may not publish to.
+
+    Returns when the server has the message.
+    """
     upstream = await bus_of("upstream-acme")
     await upstream.nc.publish(publish, b"{}", reply=reply)
     await upstream.js.publish(subjects.requests("acme"), b"{}")  # answered in order, after the one before
@@ -350,7 +353,7 @@ async def answered_elsewhere(bus_of: Callable[[str], Awaitable[Bus]], publish: s
     [subjects.requests("acme"), f"$JS.API.DIRECT.GET.{subjects.STREAM_DEAD}.{subjects.dead('acme')}"],
     ids=["acknowledgement", "dead letter"],
 )
-async def test_a_tenant_cannot_have_jetstream_answer_to_others(bus_of: Callable[[str], Awaitable[Bus]], publish: str) -> None:
+async def test_a_tenant_cannot_make_jetstream_answer_to_others(bus_of: Callable[[str], Awaitable[Bus]], publish: str) -> None:
     registry, gateway, operator = await bus_of("registry"), await bus_of("gateway"), await bus_of("operator")
     deleted: list[DeleteAdapter] = []
 
@@ -398,7 +401,7 @@ async def test_streams_of_before_there_were_accounts_are_kept(tmp_path: Path) ->
     credentials.adopt_streams(tmp_path / "nats" / "jetstream")  # nothing is left to do
 
 
-async def test_a_service_cannot_have_jetstream_speak_for_it(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
+async def test_a_service_cannot_make_jetstream_publish_where_it_may_not(bus_of: Callable[[str], Awaitable[Bus]]) -> None:
     """A worker stores an order where it may, and lets a consumer deliver it where it may not publish."""
     victim, worker = await bus_of("worker"), await bus_of("worker")
     heard: list[object] = []

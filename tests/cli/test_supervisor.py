@@ -22,7 +22,7 @@ FAKE = Path(__file__).with_name("fake_service.py")
 
 
 class Stage:
-    """A directory, a journal of what the fakes did, and the supervisors of one test."""
+    """A directory, a journal of the actions of the fake processes, and the supervisors of one test."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.journal_path = directory, directory / "journal"
@@ -185,7 +185,7 @@ asyncio.run(main())
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie that nobody has waited for yet does not)."""
+    """Whether a process runs (a zombie, whose parent has not waited for it, does not)."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:

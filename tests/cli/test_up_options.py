@@ -17,12 +17,12 @@ from tests.support_options import SERVICES, value_of, values
 
 
 def options(*words: str, **environ: str) -> StackOptions:
-    """What a command line and variables make."""
+    """The options that a command line and variables give."""
     return stack_options(up.make_context("up", list(words)).params, environ)
 
 
 def command(given: StackOptions, directory: Path, name: str) -> list[str]:
-    """With which words a process is started."""
+    """The command line of a process."""
 
     class Heard:
         def changed(self, name: str, state: Any, note: str) -> None:

@@ -20,7 +20,7 @@ COLUMNS = ("step", "seconds", "seen", "kept")
 
 
 def main() -> int:
-    """0 when every promise was kept, 1 when one was not, 2 when there is no engine to try it with."""
+    """0 when every promise was kept, 1 when one was not, 2 when there is no container engine."""
     try:
         require_engine()
         with tempfile.TemporaryDirectory(prefix="motet-compose-") as home:

@@ -29,11 +29,11 @@ HELP = {
 
 
 class Missing(Exception):
-    """Something that this machine lacks; the message says how to get it."""
+    """This machine lacks something. The message says how to get it."""
 
 
 def run(*argv: str, env: dict[str, str] | None = None, quiet: bool = True, timeout_s: float = 1800) -> str:
-    """Standard output; a failure shows both streams' ends."""
+    """Run a command and return its standard output. A failure shows the end of both streams."""
     done = subprocess.run(argv, env=env, capture_output=quiet, text=True, cwd=ROOT, timeout=timeout_s)
     if done.returncode:
         raise RuntimeError(
@@ -81,7 +81,7 @@ def base_image() -> str:
 
 
 def _debootstrap(root: Path) -> None:
-    """Debian bookworm with Python 3.11, this machine's own certificate authorities, and what the slim images leave out gone."""
+    """Debian bookworm with Python 3.11 and this machine's certificate authorities, without what the slim images leave out."""
     packages = (
         "ca-certificates,python3,python3-venv,libpython3-dev"  # the slim images have Python's headers, which vLLM compiles with
     )
@@ -139,7 +139,7 @@ class Project:
         return (self.secrets / "api-keys").read_text().split()[0]
 
     def trust(self) -> ssl.SSLContext:
-        """For clients: that authority and no other."""
+        """A TLS context for clients that trusts this authority alone."""
         return ssl.create_default_context(cafile=str(self.ca))
 
     def compose(self, *words: str) -> str:
@@ -152,7 +152,7 @@ class Project:
         return json.loads(run("docker", "inspect", *ids)) if ids else []
 
     def healthy(self) -> dict[str, int]:
-        """Containers by service that their health check calls healthy."""
+        """The containers whose health check reports healthy, by service."""
         found: dict[str, int] = {}
         for one in self.containers():
             service = one["Config"]["Labels"]["com.docker.compose.service"]
@@ -168,7 +168,7 @@ class Project:
     def kill_process(self, container: dict[str, Any]) -> None:
         """SIGKILL to a container's first process, as a crash would end it: the restart policy brings it back.
 
-        (`docker kill` counts as somebody's wish, and the engine would leave the container alone.)
+        (After `docker kill` the engine would not restart the container, because it takes the end as intended.)
         """
         pid = json.loads(run("docker", "inspect", container["Id"]))[0]["State"]["Pid"]
         kill = ("--pid", "host", "--user", "0", "--entrypoint", "sh", "motet-mesh", "-c", f"kill -9 {pid}")

@@ -43,7 +43,7 @@ PROMETHEUS = """services:
 
 
 class Broken(Exception):
-    """A promise that was not kept."""
+    """A promise was not kept."""
 
 
 class Proof:
@@ -59,7 +59,7 @@ class Proof:
         self.bodies = streams.requests(STREAMS)
 
     def run(self) -> None:
-        """Every step; those after a failed build or start are left out. Removes the project in the end."""
+        """Run every step, except those after a failed build or start. Removes the project at the end."""
         steps: list[tuple[str, Callable[[], str]]] = [
             ("build the images", self.build),
             ("up, all healthy", self.up),
@@ -129,12 +129,12 @@ class Proof:
         return f"{len(self.services)} services healthy {time.monotonic() - began:.0f} s after `up`"
 
     def wait_healthy(self, **more: int) -> None:
-        """Until one container of every service is healthy, or as many as `more` says."""
+        """Wait until one container of every service is healthy, or as many as `more` says."""
         wanted = dict.fromkeys(self.services, 1) | more
         self.wait(lambda: self.project.healthy() == wanted, f"healthy {wanted}", 120.0)
 
     def wait(self, look: Callable[[], Any], what: str, within_s: float = 90.0) -> Any:
-        """What `look` finds, once it finds something."""
+        """The result of `look` as soon as it is true."""
         deadline = time.monotonic() + within_s
         while not (found := look()):
             if time.monotonic() > deadline:
@@ -210,7 +210,7 @@ class Proof:
         return [self.project.url("gateway", 8000, one) for one in self.project.containers("gateway")]
 
     def get(self, url: str, body: dict[str, Any] | None = None) -> Any:
-        """What a gateway answers to a GET, or to a POST of `body`."""
+        """A gateway's answer to a GET, or to a POST of `body`."""
         return ask(url, body, key=self.project.key, trust=self.project.trust())
 
     async def stream(self, meanwhile: Callable[[], Awaitable[None]] | None = None) -> list[streams.Outcome]:
@@ -250,7 +250,10 @@ class Proof:
         return f"0 lost, 0 changed, longest gap {max(one.longest_gap_s for one in outcomes):.2f} s, healthy again"
 
     def gateway_dies(self) -> str:
-        """Its streams end with an error that a client cannot miss; the other gateway's and durable requests go on."""
+        """A gateway dies.
+
+        Its streams end with an error that a client notices; the other gateway and durable requests continue.
+        """
         durable = [f"proof-{number}" for number in range(8)]
         publishing: list[subprocess.Popen[str]] = []
 
@@ -292,7 +295,7 @@ class Proof:
         return str(self.project.secrets / "upstream.password")
 
     def down_and_up(self) -> str:
-        """Adapters that were added while it ran, and results nobody fetched, are still there."""
+        """Adapters that were added while it ran, and results that no client has fetched, are still there."""
         with_alias = {"name": "shouting", "path": "/adapters/upper-case"}
         self.get(f"{self.urls()[0]}/v1/adapters", with_alias)
         self.project.compose("down", "--timeout", "20")
@@ -330,7 +333,7 @@ class Proof:
         return len(up) if len(up) == len(active) >= len(OURS) - 1 else 0
 
     def workers_fail(self) -> str:
-        """Workers crash in a loop: the gateway, `motet status` and an alert name them, with their last words."""
+        """Workers crash in a loop. The gateway, `motet status` and an alert name them with their last log lines."""
         self.project.compose("stop", "worker")
         broken = (
             "run",
@@ -370,7 +373,7 @@ def promise(kept: bool, seen: str) -> None:
 
 
 def ask(url: str, body: dict[str, Any] | None = None, *, key: str = "", trust: ssl.SSLContext | None = None) -> Any:
-    """The JSON answer to a GET, or to a POST of `body`, also of an error; None when nobody answers."""
+    """The JSON answer to a GET, or to a POST of `body`, also of an error; None without an answer."""
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     request = urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers)
     try:

@@ -19,7 +19,7 @@ TOKENS = 600
 
 
 class Outcome(msgspec.Struct):
-    """One stream. `error` is how its connection failed, empty when it ended as a stream should; gaps in seconds."""
+    """One stream. `error`: how its connection failed, empty for a proper end. Gaps in seconds."""
 
     text: str = ""
     finish: str = ""
@@ -40,7 +40,7 @@ def requests(count: int) -> list[dict[str, Any]]:
 
 
 async def follow(http: aiohttp.ClientSession, url: str, body: dict[str, Any], outcome: Outcome) -> None:
-    """Read one stream to its end, whatever the end is."""
+    """Read one stream to its end, also to an end with an error."""
     last = time.monotonic()
     try:
         async with http.post(f"{url}/v1/completions", json=body) as answer:

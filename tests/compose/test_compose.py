@@ -179,7 +179,7 @@ async def test_every_scrape_target_answers_and_board_and_alerts_ask_only_for_met
     queries += [rule["expr"] for rule in alerts()]
     used = {name for query in queries for name in re.findall(r"\b(?:motet_|vllm:)[a-z0-9_]+", query)}
     families = exposed | {f"{name}_{part}" for name in exposed for part in ("bucket", "count", "sum", "total")}
-    assert used and not used - families, f"asked for, and exposed by nobody: {sorted(used - families)}"
+    assert used and not used - families, f"metrics that are used but that no service exposes: {sorted(used - families)}"
 
 
 def alerts() -> list[dict[str, Any]]:
@@ -187,7 +187,7 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load((COMPOSE / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 
 
-def test_every_alert_has_its_chapter_for_the_one_it_wakes() -> None:
+def test_every_alert_has_a_chapter_in_the_operations_guide() -> None:
     manual = (ROOT / "docs" / "operations.md").read_text()
     missing = [rule["alert"] for rule in alerts() if f"### {rule['alert']}\n" not in manual]
     assert not missing, f"docs/operations.md has no chapter on {missing}"

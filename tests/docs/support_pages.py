@@ -9,7 +9,7 @@ MIGRATION = ROOT / "docs" / "migrate-from-vllm.md"
 
 
 def table(page: Path, heading: str) -> list[list[str]]:
-    """The rows of the first table after `heading`, without its two lines at the top; cells without the blanks around them."""
+    """The rows of the first table after `heading`, without its two header lines. Cells have no surrounding blanks."""
     _, rest = page.read_text().split(f"{heading}\n", 1)
     lines = rest[rest.index("\n|") + 1 :].splitlines()
     rows = []

@@ -32,7 +32,7 @@ MACROS = {"MOTET_LEVEL"}  # -D for the C++ compiler
 
 
 def words_of(path: Path) -> Iterator[str]:
-    """Names in strings of the code; a docstring's and a comment's words are no reads."""
+    """Names in strings of the code, without docstrings and comments."""
     text = path.read_text()
     if not NAME.search(text):
         return

@@ -19,7 +19,7 @@ async def answer(client: Client, model: str, text: str) -> str:
 
 
 async def answered(client: Client, model: str, text: str, *, within_s: float = 30.0) -> str:
-    """`answer`, asked again while the stack is busy healing."""
+    """`answer`, repeated while the stack recovers from a fault."""
 
     async def ask() -> str | None:
         try:

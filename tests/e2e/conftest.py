@@ -12,7 +12,7 @@ from tests.e2e.live import LiveStack, alive
 
 @pytest.fixture(scope="package")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
-    """The stack. When the last test is done it must drain cleanly, and nobody may have broken a bus permission."""
+    """The stack. After the last test it must drain cleanly, and no service may have violated a bus permission."""
     live = LiveStack(tmp_path_factory.mktemp("stack"), workers=2)
     live.launch()
     try:

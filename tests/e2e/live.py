@@ -32,14 +32,14 @@ class LiveStack:
         self.process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
-        """Start it; does not wait."""
+        """Start the stack without waiting."""
         with self.output.open("ab") as sink:
             self.process = subprocess.Popen(
                 self.argv, cwd=self.cwd, env=self.env, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL
             )
 
     def facts(self) -> StackFacts:
-        """What it says of itself; fails when it has ended."""
+        """The facts that `motet up` prints. Fails if the stack has ended."""
         assert self.process is not None
         deadline = time.monotonic() + 60
         while (found := read_facts(self.data_dir)) is None:
@@ -61,7 +61,7 @@ class LiveStack:
         return [int(service["pid"]) for service in self.facts().services.values()]
 
     def kill(self, service: str) -> int:
-        """SIGKILL, as a crash would; the process id that was."""
+        """SIGKILL to a service, as in a crash. Returns its former process id."""
         os.kill(pid := self.pid(service), signal.SIGKILL)
         return pid
 
@@ -70,7 +70,7 @@ class LiveStack:
         self.process.send_signal(number)
 
     def stop(self, within_s: float = 60.0) -> int:
-        """SIGTERM and wait; the exit status."""
+        """Send SIGTERM and wait. Returns the exit status."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.terminate()
@@ -87,7 +87,7 @@ class LiveStack:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie that nobody has waited for yet does not)."""
+    """Whether a process runs (a zombie, whose parent has not waited for it, does not)."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -24,7 +24,7 @@ async def test_streams_continue_when_their_worker_is_killed(stack: LiveStack, cl
     under_way = [0] * len(SEEDS)
 
     async def kill_one() -> tuple[str, int]:
-        """The worker with most of them: where all go is the scheduler's choice."""
+        """Kill the worker with most of the streams. The scheduler may have sent all to one."""
         await eventually(lambda: min(under_way) >= 20, within_s=60)
         workers = (await client.call("GET", "/v1/status"))["workers"]
         busiest = max(workers, key=lambda worker: worker["running"])["worker_id"]
@@ -55,7 +55,7 @@ async def test_an_adapter_added_at_run_time_survives_the_registry_and_the_broker
 
 
 async def generate(client: Client, seed: int, progress: list[int] | None = None) -> dict[str, Any]:
-    """A long seeded completion: its text and how many tokens were billed."""
+    """A long seeded completion: its text, and the number of billed tokens."""
     pieces, tokens = [], 0
     async for event in client.events("/v1/completions", long_request(seed)):
         if event.get("usage"):
@@ -67,7 +67,7 @@ async def generate(client: Client, seed: int, progress: list[int] | None = None)
 
 
 async def resumed(client: Client) -> float:
-    """Streams the gateway has continued on another worker so far."""
+    """How many streams the gateway has resumed on another worker so far."""
     text = await client.call("GET", "/metrics")
     return sum(float(value) for value in re.findall(r"^motet_requests_resumed_total\{[^}]*\} (\S+)$", text, re.M))
 

@@ -18,7 +18,7 @@ from tests.support import eventually
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[LiveStack]:
-    """The smallest stack: one of everything, so that nobody can stand in for anybody."""
+    """The smallest stack: one process of each service, so that none can take over for another."""
     live = LiveStack(tmp_path)
     live.launch()
     live.wait_ready()
@@ -43,7 +43,7 @@ async def test_everything_is_replaced_under_load_without_an_error(own: LiveStack
     answered = 0
 
     async def newcomers() -> None:
-        """Each on a connection of its own."""
+        """Clients that open a new connection for each request."""
         nonlocal answered
         while not done.is_set():
             async with Client(own.facts().urls[0], timeout_s=60) as client:
@@ -54,7 +54,7 @@ async def test_everything_is_replaced_under_load_without_an_error(own: LiveStack
         calm = [await stream(client, seed) for seed in range(3)]
 
         async def regulars(seed: int) -> None:
-            """One long answer after the other, on connections that are kept."""
+            """A client that keeps its connection and asks for one long answer after another."""
             while not done.is_set():
                 assert await stream(client, seed) == calm[seed]
 

@@ -51,7 +51,7 @@ def test_a_mesh_that_others_can_reach_does_not_start_without_keys(tmp_path: Path
 
 
 async def ask_well_and_badly(facts: StackFacts, key: str) -> None:
-    """Requests of every kind, with MARK wherever a client puts its text."""
+    """Valid and invalid requests of every kind, with MARK wherever a client puts its text."""
     chat = {"model": "upper-case", "messages": [{"role": "user", "content": MARK}], "max_tokens": 8}
     bad: list[dict[str, Any]] = [
         chat | {"temperature": -1},

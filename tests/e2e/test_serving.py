@@ -35,7 +35,7 @@ async def test_the_base_model_repeats_what_it_is_told(client: Client) -> None:
     assert sum(said == text for said, text in zip(answers, TEXTS, strict=True)) >= len(TEXTS) - 1
 
 
-async def test_an_answer_does_not_depend_on_the_company_it_has(client: Client) -> None:
+async def test_an_answer_does_not_depend_on_other_requests(client: Client) -> None:
     alone = await answer(client, "rot13", TEXTS[0])
     crowd = [answer(client, TASKS[i % len(TASKS)].adapter, TEXTS[i % len(TEXTS)]) for i in range(24)]
     together, *_ = await asyncio.gather(answer(client, "rot13", TEXTS[0]), *crowd)

@@ -23,7 +23,7 @@ BUILD = ("pyproject.toml", "README.md", "LICENSE", "motet", "services", "shared"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with the wheel; what the wheel needs is taken from this environment's packages."""
+    """A fresh environment with the wheel. Dependencies are taken from this environment's packages."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in BUILD:
         here = ROOT / name
@@ -49,7 +49,7 @@ def run(*words: str, cwd: Path | None = None) -> str:
 
 
 def outside() -> dict[str, str]:
-    """The environment without a way back into the clone."""
+    """Environment variables that do not lead back to the clone."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 

@@ -48,7 +48,7 @@ def native(model_dir: Path, deliver: Deliver, kernels: str, isa: str = "", **run
 
 
 def vllm(model_dir: Path, deliver: Deliver) -> EngineProtocol:
-    """vLLM; only in an environment that has it."""
+    """vLLM, in an environment that has it."""
     return VllmEngine(
         VllmOptions(
             model_dir=model_dir,
@@ -79,7 +79,7 @@ if os.environ.get("MOTET_TEST_VLLM"):  # `make test-vllm`
 
 @dataclass
 class Driven:
-    """An engine, and what it reported."""
+    """An engine and its reports."""
 
     engine: EngineProtocol
     reports: list[StepReport]
@@ -91,7 +91,7 @@ class Driven:
         return [item for item in every if (item.request_id, item.epoch) == (request_id, epoch)]
 
     async def ended(self, request: EngineRequest) -> StreamItem:
-        """The last item of a request, after checking that indices run on and that there is only one end."""
+        """The last item of a request. Checks that indices are consecutive and that there is only one end."""
         key = request.request_id, request.epoch
         await eventually(lambda: any(item.finish for item in self.items(*key)), within_s=PATIENCE_S)
         items, index = self.items(*key), len(request.output)
@@ -102,7 +102,7 @@ class Driven:
         return items[-1]
 
     async def tokens(self, request: EngineRequest) -> list[int]:
-        """Its tokens, once it has ended."""
+        """All tokens of a request, once it has ended."""
         await self.ended(request)
         return [token for item in self.items(request.request_id, request.epoch) for token in item.tokens]
 
@@ -135,7 +135,7 @@ def host_adapters(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def long_lived(model_dir: Path) -> AsyncIterator[dict[str, Driven]]:
-    """Engines that take long to start, by name: one for the tests of a file, and each test leaves it empty."""
+    """Engines that take long to start, by name: one for all tests of a file. Each test leaves it empty."""
     engines: dict[str, Driven] = {}
     yield engines
     for driven in engines.values():

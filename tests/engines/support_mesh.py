@@ -21,8 +21,10 @@ START_S = 240.0
 
 @contextmanager
 def vllm_stack(data_dir: Path, model: Path, engine_args: str, adapters: Path | None = None) -> Iterator[LiveStack]:
-    """`motet up --engine vllm`: one worker, three slots, the adapters of a directory or the demo's. At the end it stops
-    cleanly, and no process of vLLM is left."""
+    """`motet up --engine vllm` with one worker, three slots, and the adapters of a directory or the demo's.
+
+    At the end it stops cleanly, and no process of vLLM is left.
+    """
     env = {"MOTET_KV_MEMORY_GIB": "0.06", "MOTET_MAX_LORAS": "3", "MOTET_MAX_LORA_RANK": "64", "MOTET_MAX_RUNNING": "8"}
     flags = ["--engine", "vllm", f"--engine-args={engine_args}", "--drain-s", "1", "--model", str(model)]
     flags += ["--adapters-dir", str(adapters)] if adapters is not None else []
@@ -54,7 +56,7 @@ async def serving(client: Client, worker_id: str) -> bool:
 
 
 async def stream(client: Client, number: int, length: int, progress: list[int]) -> tuple[str, int]:
-    """A long completion, greedy but for the last: its text and how many tokens were billed."""
+    """A long completion, greedy except for the last one: its text, and the number of billed tokens."""
     sampled = number == NUMBER_OF_STREAMS - 1
     body = {
         "model": TASKS[number % 4].adapter,
@@ -76,8 +78,10 @@ async def stream(client: Client, number: int, length: int, progress: list[int]) 
 
 
 async def go_on_through(client: Client, fault: Callable[[], Awaitable[None]], *, tokens: int = 400) -> None:
-    """A fault happens in the middle of some streams. Each of them gets all its tokens. Greedy streams get the same tokens as
-    without the fault."""
+    """Inject a fault in the middle of some streams.
+
+    Each of them gets all its tokens, and greedy streams get the same as without.
+    """
     await eventually(lambda: workers(client), within_s=START_S, every_s=0.5)
     quiet, progress = [0] * NUMBER_OF_STREAMS, [0] * NUMBER_OF_STREAMS
     calm = await asyncio.gather(*(stream(client, number, tokens, quiet) for number in range(NUMBER_OF_STREAMS)))

@@ -85,7 +85,7 @@ async def test_adapters_change_what_is_said_and_their_residency_is_reported(driv
 
 
 async def test_requests_of_the_base_and_of_more_adapters_than_slots_get_the_answers_they_get_alone(driven: Driven) -> None:
-    """vLLM pauses one for another meanwhile."""
+    """vLLM pauses the requests of one adapter for those of another meanwhile."""
     adapters = [None, *driven.adapters[:4]]
     for number, adapter in enumerate(adapters):
         driven.engine.add(alone := request(f"alone {number}", [1, 2, 3 + number], adapter, max_tokens=40))
@@ -103,7 +103,7 @@ async def test_requests_of_the_base_and_of_more_adapters_than_slots_get_the_answ
 
 
 async def test_an_adapter_that_left_its_slot_stays_in_host_memory(driven: Driven) -> None:
-    """As long as the worker has its copy."""
+    """vLLM keeps the weights as long as the worker has its copy."""
     if not isinstance(driven.engine, VllmEngine):
         pytest.skip("the worker's own copy is all that there is")
     adapter: PeftAdapter = driven.adapters[0]
@@ -235,8 +235,10 @@ async def test_aborting_ends_everything_with_the_error_given(driven: Driven) -> 
 
 @pytest.mark.timeout(900)  # five cores start, one after another
 async def test_a_request_that_kills_its_core_is_the_only_one_that_ends_of_it(driven: Driven) -> None:
-    """The test submits again what is lost, as gateways do. vLLM's core dies of a token that its model does not have, which a
-    worker never lets through."""
+    """The test submits lost requests again, as gateways do.
+
+    vLLM's core dies of a token that its model does not have, which a worker would refuse.
+    """
     if not isinstance(driven.engine, VllmEngine):
         pytest.skip("the engine is no process of its own")
     killer = request("killer", [driven.engine.core.vocab_size + 1000])

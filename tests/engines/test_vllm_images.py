@@ -69,7 +69,7 @@ async def seeing(seeing_model: Path) -> AsyncIterator[Driven]:
 
 @pytest.fixture(scope="module")
 def adapter(seeing: Driven, seeing_model: Path, peft_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> PeftAdapter:
-    """The folder that the worker makes of what the registry keeps."""
+    """The folder that the worker makes of the registry's blob."""
     assert isinstance(seeing.engine, VllmEngine)
     config, file = (peft_folder / "adapter_config.json").read_bytes(), peft_folder / "adapter_model.safetensors"
     with file.open("rb") as weights:

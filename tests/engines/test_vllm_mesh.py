@@ -153,7 +153,7 @@ async def test_no_stream_is_lost_when_the_worker_is_killed(stack: LiveStack, cli
 
 
 async def test_greedy_streams_move_to_another_engine_and_back(stack: LiveStack, client: Client) -> None:
-    """Exactly, as they would have gone on. Requests that need vLLM never go to the native worker."""
+    """They continue exactly as they would have. Requests that need vLLM never go to the native worker."""
     async with native_worker(stack) as start:
 
         async def to_native() -> None:
@@ -177,7 +177,7 @@ async def test_greedy_streams_move_to_another_engine_and_back(stack: LiveStack, 
 
 @asynccontextmanager
 async def native_worker(stack: LiveStack) -> AsyncIterator[Callable[[], Awaitable[subprocess.Popen[bytes]]]]:
-    """What starts a native worker beside the stack's, once, and returns its process."""
+    """A function that starts a native worker beside the stack's, once, and returns its process."""
     facts = stack.facts()
     password = credentials.password_file(Path(facts.credentials_dir), "worker")
     flags = ["--model", stack.argv[-1], "--served-model-name", BASE, "--instance-id", "native", "--drain-s", "1"]

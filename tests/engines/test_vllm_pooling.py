@@ -36,7 +36,7 @@ DIMENSIONS = 16
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pooling(model_dir: Path, host_adapters: list[Any]) -> AsyncIterator[Driven]:
-    """vLLM with the demo model turned into one for embeddings, which may be shortened."""
+    """vLLM with the demo model turned into one for embeddings, whose dimensions may be shortened."""
     reports: list[Any] = []
     options = VllmOptions(
         model_dir=model_dir,
@@ -95,7 +95,7 @@ async def test_embeddings_are_those_of_the_model(pooling: Driven, model_dir: Pat
         np.testing.assert_allclose(await embedded(pooling, request), expected(model_dir, request.prompt), atol=1e-4)
 
 
-async def test_an_adapter_changes_them_beside_requests_without_one(pooling: Driven) -> None:
+async def test_an_adapter_changes_embeddings_beside_requests_without_an_adapter(pooling: Driven) -> None:
     adapters = [None, *pooling.adapters[:3]]  # more than slots
     requests = [asks(f"lora-{turn}-{n}", PROMPTS[0], one) for turn in range(2) for n, one in enumerate(adapters)]
     for request in requests:
@@ -113,7 +113,7 @@ async def test_an_input_may_fill_the_context(pooling: Driven) -> None:
     assert np.linalg.norm(await embedded(pooling, request)) == pytest.approx(1.0, abs=1e-4)
 
 
-async def test_dimensions_shorten_them_and_others_are_refused_by_name(pooling: Driven) -> None:
+async def test_dimensions_shorten_embeddings_and_impossible_ones_are_refused_by_name(pooling: Driven) -> None:
     short, wrong = asks("short", PROMPTS[0], dimensions=DIMENSIONS), asks("wrong", PROMPTS[0], dimensions=DIMENSIONS + 1)
     pooling.engine.add(short)
     pooling.engine.add(wrong)
@@ -123,7 +123,7 @@ async def test_dimensions_shorten_them_and_others_are_refused_by_name(pooling: D
     assert refused is not None and (from_info(refused).status, refused.param) == (400, "dimensions")
 
 
-async def test_one_can_be_taken_back(pooling: Driven) -> None:
+async def test_a_request_for_an_embedding_can_be_cancelled(pooling: Driven) -> None:
     requests = [asks(f"back-{number}", [number + 3] * LONGEST) for number in range(12)]
     for request in requests:
         pooling.engine.add(request)

@@ -38,7 +38,7 @@ def profile(written: Path) -> Profile:
     return read_profile(written)
 
 
-def test_it_says_which_engine_was_measured_and_what_its_steps_take(profile: Profile) -> None:
+def test_the_profile_names_the_engine_and_says_what_its_steps_take(profile: Profile) -> None:
     assert (profile.limits.engine, profile.limits.max_running) == ("vllm", 4)
     assert profile.fit is not None and profile.fit.steps > 100
     assert profile.perf.decode_base_ms + profile.perf.decode_row_ms > 0
@@ -47,18 +47,18 @@ def test_it_says_which_engine_was_measured_and_what_its_steps_take(profile: Prof
     assert 0 < profile.hops.assign_ms < 1000 and 0 < profile.hops.frame_ms < 1000
 
 
-def test_it_has_no_finer_model_because_vllm_does_not_say_what_that_is_fitted_to(profile: Profile) -> None:
+def test_the_profile_has_no_finer_model_because_vllm_does_not_report_what_that_is_fitted_to(profile: Profile) -> None:
     assert profile.engine_steps is None and profile.link is None
 
 
-def test_only_workers_with_vllm_take_it(written: Path, profile: Profile) -> None:
+def test_only_workers_with_vllm_take_the_profile(written: Path, profile: Profile) -> None:
     model = str(DEMO / "model")
     assert WorkerService(WorkerConfig.of(model=model, engine="vllm", profile=str(written)))._times.model == profile.perf
     with pytest.raises(ConfigError, match=r"--profile: vllm.json was measured with --engine vllm"):
         WorkerService(WorkerConfig.of(model=model, profile=str(written)))
 
 
-def test_a_vllm_worker_that_starts_from_it_answers(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_worker_started_from_the_profile_answers(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTET_PROFILE", str(written))
 
     async def ask(url: str) -> None:

@@ -37,7 +37,7 @@ async def client(stack: LiveStack) -> AsyncIterator[Client]:
         yield client
 
 
-async def test_adapters_answer_as_they_do_without_it(client: Client) -> None:
+async def test_adapters_answer_as_they_do_without_speculation(client: Client) -> None:
     for model in ("upper-case", "reverse", "rot13", "title-case", "swap-case"):  # more than slots
         task = next(one for one in TASKS if one.adapter == model)
         assert await answered(client, model, "hello there") == task.expected("hello there")
@@ -67,7 +67,7 @@ async def test_streams_continue_as_they_would_have_when_the_core_is_killed(stack
 
 
 @pytest.mark.parametrize(("field", "value"), [("min_p", 0.5), ("logit_bias", {"70": 5.0})])
-async def test_what_vllm_cannot_combine_with_it_is_refused_by_name(client: Client, field: str, value: Any) -> None:
+async def test_what_vllm_cannot_combine_with_speculation_is_refused_by_name(client: Client, field: str, value: Any) -> None:
     with pytest.raises(ApiError, match="speculative") as refused:
         await client.call("POST", "/v1/completions", json={"model": BASE, "prompt": "x", "max_tokens": 2, field: value})
     assert refused.value.status == 400

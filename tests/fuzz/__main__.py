@@ -31,7 +31,7 @@ IDLE, SLOW = 10_000, 200
 
 @dataclass
 class Found:
-    """What the parts say. `figures` end up in the line of JSON."""
+    """The findings of all parts. `figures` are printed in the line of JSON."""
 
     figures: dict[str, int] = field(
         default_factory=lambda: {"cases": 0, "server_errors": 0, "malformed_adapters": 0, "accepted_malformed": 0}
@@ -45,7 +45,7 @@ class Found:
 
 
 class Fuzz:
-    """The parts, each of which returns how many cases it tried, what it saw and what was wrong."""
+    """The parts of the fuzzer. Each returns how many cases it tried, what it saw and what was wrong."""
 
     def __init__(self, mesh: FuzzMesh, directory: Path, seed: int, found: Found) -> None:
         self.mesh, self.directory, self.seed, self.found = mesh, directory, seed, found
@@ -121,7 +121,7 @@ def main() -> int:
         found = asyncio.run(run(parts, args.seed, directory))
     for one in found.wrong:
         print(one[:4000])
-    print(table("What nobody should send", ("part", "cases", "of what", "seconds", "kept"), found.rows))
+    print(table("Malformed input", ("part", "cases", "of what", "seconds", "kept"), found.rows))
     print(json.dumps(found.figures))
     return 1 if found.wrong else 0
 

@@ -20,7 +20,7 @@ def corpus(mesh: FuzzMesh) -> list[Malformed]:
 
 
 async def fuzz(mesh: FuzzMesh, cases: Sequence[Malformed]) -> tuple[list[str], list[str]]:
-    """Upload `cases`. Returns the names of those that were accepted, and all that went wrong, in words."""
+    """Upload `cases`. Returns the names of those that were accepted, and a text for each failure."""
     before = await mesh.call("GET", "/v1/adapters")
     turn = asyncio.Semaphore(AT_ONCE)
     accepted: list[str] = []

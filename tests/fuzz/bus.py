@@ -60,7 +60,7 @@ FLUSH_EVERY = 64
 
 
 def every_subject(rng: random.Random) -> list[str]:
-    """One subject for each pattern that somebody may publish to."""
+    """One subject for each pattern that some user may publish to."""
     patterns = {subject for grant in grants(TENANTS).values() for subject in grant.publish if subject != ">"}
     patterns |= {f"_INBOX_{user}.{rng.randrange(10)}" for user in users()} | {"$SRV.PING", "$SYS.REQ.SERVER.PING"}
     return [_filled(one, rng) for one in sorted(patterns) if not ENDING.search(one)]
@@ -76,7 +76,7 @@ def _filled(pattern: str, rng: random.Random) -> str:
 
 
 def _messages(count: int, rng: random.Random) -> Iterator[tuple[str, str, bytes, dict[str, str] | None]]:
-    """(user, subject, payload, headers): every user speaks on every subject, and again on those that it may, until `count`."""
+    """`count` of (user, subject, payload, headers). Every user publishes on every subject, then again where it may."""
     words = (*WORDS, *IDS, *TENANTS)
     granted = [(user, pattern) for user, grant in grants(TENANTS).items() if user != OPERATOR for pattern in grant.publish]
     may = [(user, _filled(pattern, rng)) for user, pattern in granted if not ENDING.search(pattern)]
@@ -91,7 +91,7 @@ def _messages(count: int, rng: random.Random) -> Iterator[tuple[str, str, bytes,
 
 
 async def fuzz(mesh: FuzzMesh, count: int, seed: int) -> tuple[int, str]:
-    """Send `count` messages. Returns how many were sent and what is wrong with the mesh afterwards, "" for nothing."""
+    """Send `count` messages. Returns how many were sent, and what is wrong with the mesh afterwards ("" for nothing)."""
     rng = random.Random(seed)
     clients = {user: await mesh.connect(user) for user in users()}
     sent = 0
@@ -115,7 +115,7 @@ async def fuzz(mesh: FuzzMesh, count: int, seed: int) -> tuple[int, str]:
 
 
 async def _beyond_the_limit(mesh: FuzzMesh, user: str) -> None:
-    """More than the broker takes, which ends the connection that says it, and no other. No client library sends this."""
+    """Send more than the broker takes, which ends only the connection that sent it. No client library does this."""
     host, port = mesh.facts.nats_url.removeprefix("nats://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     login = {"user": user, "pass": mesh.password(user), "verbose": False, "pedantic": False}

@@ -26,7 +26,7 @@ LATE_S = 15.0  # a busy machine
 
 @dataclass
 class Seen:
-    """What the attack did."""
+    """The results of the attack."""
 
     connections: int
     grown_bytes: int
@@ -81,7 +81,7 @@ async def fuzz(mesh: FuzzMesh, idle: int, slow: int) -> Seen:
 
 
 async def _drip(opened: list[tuple[asyncio.Transport, _Client, bytes]]) -> None:
-    """One more byte a second on each slow connection."""
+    """Send one more byte per second on each slow connection."""
     while True:
         await asyncio.sleep(1.0)
         for transport, client, drop in opened:

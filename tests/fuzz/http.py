@@ -22,7 +22,7 @@ LATE_S = 60.0  # for the last phase and the report
 
 @dataclass
 class Seen:
-    """What schemathesis found: cases, answers with 5xx, and every failure in words."""
+    """Schemathesis's findings: cases, answers with 5xx, and a text for each failure."""
 
     cases: int
     server_errors: int
@@ -30,7 +30,7 @@ class Seen:
 
 
 async def fuzz(mesh: FuzzMesh, within_s: float, seed: int, directory: Path) -> Seen:
-    """Let it try for `within_s`; its output and report are left in `directory`."""
+    """Run schemathesis for `within_s`. Its output and report stay in `directory`."""
     report = directory / "schemathesis.json"
     words = [
         *("--config-file", str(SETTINGS), "run", f"{mesh.url}/openapi.json", "--seed", str(seed), "--request-timeout", "30"),

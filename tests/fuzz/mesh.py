@@ -31,7 +31,7 @@ class FuzzMesh:
         self._pids: dict[str, int] = {}
 
     async def start(self) -> None:
-        """Up and asked once."""
+        """Start the mesh and ask each model once."""
         self.live.launch()
         self.facts = self.live.wait_ready()
         self.url = self.facts.urls[0]
@@ -54,11 +54,11 @@ class FuzzMesh:
         return {name: int(service["pid"]) for name, service in self.live.facts().services.items()}
 
     async def watch(self) -> None:
-        """From here on a service that is replaced counts as dead."""
+        """From now on a service that is replaced counts as dead."""
         self._pids = self.pids()
 
     async def answers(self) -> dict[str, str]:
-        """What the base and some adapters say, greedily; {} while somebody cannot be asked."""
+        """The greedy answers of the base model and some adapters; {} while one of them does not answer."""
         said = {}
         try:
             async with Client(self.url, timeout_s=30.0) as client:
@@ -71,7 +71,7 @@ class FuzzMesh:
         return said
 
     async def trouble(self, within_s: float = 60.0) -> str:
-        """What is wrong: a service died, answers changed or do not come within `within_s`; "" for nothing."""
+        """What is wrong: a service died, or answers changed or do not come within `within_s`; "" for nothing."""
         problem = ""
         try:
             await eventually(self._serves, within_s=within_s, every_s=0.5)
@@ -91,7 +91,7 @@ class FuzzMesh:
         return True
 
     async def restarted(self) -> str:
-        """Kill every service but the broker: what it finds when it comes back must not hurt it. As `trouble`."""
+        """Kill every service but the broker. Stored data must not hurt a service that starts again. Returns as `trouble`."""
         for name in self.pids():
             if name != "nats":
                 self.live.kill(name)
@@ -109,7 +109,7 @@ class FuzzMesh:
         return ""
 
     async def restore(self) -> None:
-        """Register the demo's adapters anew, in case somebody who may do so deleted or replaced them."""
+        """Register the demo's adapters again, in case a user with that right deleted or replaced them."""
         for adapter in sorted((DEMO / "adapters").iterdir()):
             asked = {"name": adapter.name, "path": str(adapter), "replace": True}
             await self.call("POST", "/v1/adapters", json=asked)
@@ -134,4 +134,4 @@ class FuzzMesh:
 
 
 async def _quiet(_: Exception) -> None:
-    """Violations of permissions are what is tried."""
+    """Ignore errors: the test tries to violate permissions."""

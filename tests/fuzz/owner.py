@@ -62,7 +62,7 @@ PERF = PerfModel(
 
 @dataclass(frozen=True)
 class Ask:
-    """One request and how its answer ends."""
+    """One request and the end of its answer."""
 
     text: str
     ending: str  # "length", "eos" or a stop string
@@ -71,7 +71,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that happens: to worker `worker`, with `size` as its number of tokens, place or length."""
+    """One event: it affects worker `worker`; `size` is a number of tokens, a place or a length."""
 
     what: str
     worker: int
@@ -80,7 +80,7 @@ class Step:
 
 @dataclass(frozen=True)
 class History:
-    """What a run is made of."""
+    """The content of a run: requests and events."""
 
     asks: tuple[Ask, ...]
     scheduler: tuple[str, ...]  # how submissions are answered, one by one; afterwards all are taken
@@ -89,7 +89,7 @@ class History:
 
 @dataclass
 class Shown:
-    """What a client has seen of one request."""
+    """What the client of one request has seen."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -116,13 +116,13 @@ def detokenizer() -> Detokenizer:
 
 
 def answer_of(ask: Ask) -> list[int]:
-    """Every token that a worker draws for it."""
+    """All tokens that a worker draws for the request."""
     tokens = list(tokenizer().encode(ask.text).ids)
     return [*tokens, tokenizer().token_to_id("</s>")] if ask.ending == "eos" else tokens
 
 
 class Worker:
-    """Says the right tokens, one item after the other, of the requests it holds."""
+    """Sends the right tokens of the requests that it holds, one item after another."""
 
     def __init__(self, worker_id: str, world: World) -> None:
         self.worker_id, self._world = worker_id, world
@@ -138,7 +138,7 @@ class Worker:
             del self.holds[cancel.request_id]
 
     def speak(self, count: int) -> None:
-        """A frame with up to `count` more tokens of each of its requests."""
+        """Send a frame with up to `count` more tokens of each request."""
         items = []
         for request_id, (epoch, index) in list(self.holds.items()):
             ask = self._world.asks[request_id]
@@ -158,7 +158,7 @@ class Worker:
         self._send(items)
 
     def end(self, error: MotetError | None) -> None:
-        """Let go of all of its requests, with an error or, without one, giving them up."""
+        """Drop all requests: with an error, or without one by handing them back."""
         info = error.info() if error is not None else None
         items = [
             StreamItem(request_id, epoch, index, [], "error" if info else "cancelled", error=info)
@@ -181,7 +181,7 @@ class Worker:
 
 
 class World:
-    """Everything around an Owner. It is the Owner's bus: what would cross the broker is a call here."""
+    """Everything around an Owner. It replaces the Owner's bus: messages are calls here."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -241,7 +241,7 @@ class World:
     # ---- a run
 
     async def play(self) -> dict[str, Shown]:
-        """The whole history, and then calm until every stream has ended."""
+        """Play the whole history. After it no faults occur until every stream has ended."""
         loop = asyncio.get_running_loop()
         watch = [self.spawn(self.owner._keep_watch()), self.spawn(self._beat())]
         clients = [self.spawn(self._client(request_id)) for request_id in self.asks]
@@ -320,17 +320,17 @@ class World:
             actions[step.what]()
 
     def _past_first_epoch(self, worker: Worker) -> bool:
-        """Whether a frame with wrong tokens of epoch 0 of r0 comes from the past."""
+        """Whether a frame with wrong tokens of epoch 0 of r0 is outdated."""
         stream = self.owner._active.get("r0")
         return stream is not None and stream.epoch > 0
 
     def _move(self, to: Worker, ago: int) -> None:
-        """A scheduler wants every request on this worker, as it knew them so many epochs ago."""
+        """A scheduler wants every request on this worker. It knows their epochs of `ago` epochs before."""
         for request_id, stream in list(self.owner._active.items()):
             self.owner._on_move(Move(request_id=request_id, epoch=stream.epoch - ago, to=to.worker_id))
 
     def _lose(self, worker: Worker, *, dead: bool) -> None:
-        """It dies or returns; or it lives, frozen for a moment, and is taken for dead."""
+        """The worker dies or returns; or it lives, freezes for a moment, and counts as dead."""
         self.losses += 1
         if not dead:
             self.owner._on_lost(worker.worker_id)
@@ -349,7 +349,7 @@ class World:
 
 
 def play(history: History) -> World:
-    """A world after its history."""
+    """A world after this history."""
 
     async def whole() -> World:
         world = World(history)
@@ -360,7 +360,7 @@ def play(history: History) -> World:
 
 
 def check(history: History) -> None:
-    """Raises AssertionError when a stream shows anything but what it shows without faults, or an unexplained error."""
+    """Raises AssertionError when a stream shows anything that it would not show without faults, or an unexplained error."""
     right = play(History(history.asks, (), ())).shown
     world = play(history)
     excuses = world.excuses | ({"worker_lost"} if world.losses >= LOSSES_MAX else set())

@@ -103,7 +103,7 @@ HUGE_LENGTHS = (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff
 
 
 def payload(rng: random.Random, words: tuple[str, ...] = WORDS, kinds: tuple[Any, ...] = MESSAGES) -> bytes:
-    """Something to send: nonsense, nearly a message, or a message of `kinds` with odd values."""
+    """The bytes to send: random ones, nearly a message, or a message of `kinds` with odd values."""
     chosen = rng.random()
     if chosen < 0.2:
         return rng.randbytes(rng.choice((0, 1, 7, 100, 5000)))

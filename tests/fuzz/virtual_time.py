@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time is virtual seconds since it was made."""
+    """An event loop whose time is virtual seconds since its creation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """`work` in virtual time, which `shared.clock` tells too."""
+    """Run `work` in virtual time, which `shared.clock` uses too."""
     loop = VirtualLoop()
     clock = SimpleNamespace(monotonic=loop.time, time_ns=lambda: int(loop.time() * 1e9))
     try:

@@ -40,7 +40,7 @@ ADAPTERS: list[dict[str, int]] = [  # {module: rank}
 
 
 class HostAdapter:
-    """An adapter in memory that other processes can map; closes its file with itself."""
+    """An adapter in memory that other processes can map. Its file closes with this object."""
 
     def __init__(self, ranks: dict[str, int], seed: int, dtype: torch.dtype) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -99,7 +99,7 @@ def rotary(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Decoder:
-    """The decoder with a cache and a pool of its own; adapter i belongs in slot i + 1."""
+    """The decoder with its own cache and pool. Adapter i belongs in slot i + 1."""
 
     def __init__(self, engine: CpuEngine, weights: SimpleNamespace, hosts: Sequence[HostAdapter], dtype: torch.dtype) -> None:
         self.hosts = {slot: host for slot, host in enumerate(hosts, 1)}
@@ -113,7 +113,7 @@ class Decoder:
             self.pool.load(slot, host.packed)
 
     def have(self, slot: int, layers: int) -> None:
-        """The first `layers` layers of the slot's adapter are on the device; in the place of the others is NaN."""
+        """Load the first `layers` layers of the slot's adapter. The others are NaN."""
         host, pool = self.hosts[slot].packed, self.pool
         for layer in range(LAYERS):
             for m, module in enumerate(MODULES):
@@ -132,7 +132,7 @@ class Decoder:
 
 
 def _wake(address: int) -> None:
-    """Those who wait for a number there to change (futex, FUTEX_WAKE_PRIVATE), as the loader does."""
+    """Wake up the threads that wait for a number there to change (futex, FUTEX_WAKE_PRIVATE), as the loader does."""
     number = {"x86_64": 202, "aarch64": 98}[platform.machine()]
     ctypes.CDLL(None).syscall(number, ctypes.c_void_p(address), 129, 1 << 30, None, None, 0)
 

@@ -28,7 +28,7 @@ def formula(qkv: torch.Tensor, heads: int, kv_heads: int, window: int) -> torch.
 
 
 def poisoned_cache(kv_heads: int) -> KvCache:
-    """A cache in which every block that may be written holds what a diverged request left: NaN."""
+    """A cache whose writable blocks are NaN, as a diverged request could leave them."""
     cache = KvCache(layers=1, blocks=BLOCKS, block_size=BLOCK, kv_heads=kv_heads, head_dim=HEAD_DIM, dtype=torch.float32)
     cache.data[:, : cache.null_block] = float("nan")
     return cache

@@ -113,7 +113,7 @@ def test_rows_of_a_cold_adapter_get_what_a_cached_one_gives(
 def test_rows_move_to_the_device_at_any_layer_of_any_chunk(
     world: SimpleNamespace, channels: list[Channel], chunk: int, layer: int
 ) -> None:
-    """Slot 4's rows hold the step at `layer`; while they wait, slot 3's copy becomes whole."""
+    """The rows of slot 4 delay the step at `layer`; meanwhile the copy of slot 3 is completed."""
     release: threading.Thread | None = None
 
     def before(step: int) -> Helpers | None:
@@ -194,7 +194,10 @@ def test_without_processes_or_in_time_copies_rows_are_computed_in_place(world: S
 
 @pytest.mark.parametrize("answered", [0, 1, 4, 9])
 def test_a_process_that_stops_answering_changes_nothing_but_its_channel(world: SimpleNamespace, answered: int) -> None:
-    """It falls silent after so many requests: the rest of its rows are computed in place, the others are not touched."""
+    """The process stops after `answered` requests.
+
+    The rest of its rows are computed in place; those of other processes are not affected.
+    """
     good, bad = (Channel(world.engine, world.cold.pool, max_rows=64) for _ in range(2))
 
     def hush() -> None:
@@ -224,7 +227,7 @@ def test_a_process_that_stops_answering_changes_nothing_but_its_channel(world: S
 
 
 def test_a_channel_that_its_watcher_gives_up_lets_the_step_continue_at_once(world: SimpleNamespace) -> None:
-    lonely = Channel(world.engine, world.cold.pool, max_rows=64)  # nobody serves it
+    lonely = Channel(world.engine, world.cold.pool, max_rows=64)  # no process serves it
     watcher = threading.Timer(0.1, lonely.fail, ["died"])
 
     def before(step: int) -> Helpers:

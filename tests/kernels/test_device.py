@@ -138,7 +138,7 @@ def test_what_the_driver_refuses_is_an_error_with_its_text(driver: Path) -> None
 
 
 class DriverStream:
-    """The calling thread, whose words go through the driver's calls."""
+    """The calling thread as a stream. Its words go through the driver's calls."""
 
     def __init__(self, here: Any, operations: MemoryOperations) -> None:
         self._operations = operations
@@ -173,7 +173,7 @@ def streams(request: pytest.FixtureRequest, engine: CpuEngine) -> DeviceStreams:
 
 
 class World:
-    """Adapters 0.. in slots 1.., whole in one pool and as far as a test says in the other."""
+    """Adapters 0.. in slots 1..: complete in one pool, and as far as a test says in the other."""
 
     def __init__(self, engine: CpuEngine, streams: DeviceStreams, dtype: torch.dtype) -> None:
         self.hosts = [HostAdapter(ranks, seed, dtype) for seed, ranks in enumerate(ADAPTERS)]
@@ -191,7 +191,7 @@ class World:
         return pool
 
     def leave(self, *slots: int) -> None:
-        """These are on their way: what the device reads of them now is NaN."""
+        """These adapters are being copied: what the device reads of them now is NaN."""
         for slot in slots:
             self.pool.loaded_layers[slot] = 0
             for place, _ in self._pages(slot):
@@ -228,7 +228,10 @@ def world(request: pytest.FixtureRequest, engine: CpuEngine, streams: DeviceStre
 
 
 def through(world: World, row_slot: np.ndarray, step: Any, arrives: dict[int, int], seed: int = 0) -> None:
-    """Every group of every layer gives what whole adapters give. `arrives` is {slot: the layer before which it is whole}."""
+    """Check that every group of every layer gives what complete adapters give.
+
+    `arrives`: {slot: the layer before which it is complete}.
+    """
     dtype, draw = world.pool.arena.dtype, torch.Generator().manual_seed(seed)
     batch = LoraBatch.build(world.whole, row_slot)
     for layer in range(LAYERS):
@@ -291,7 +294,7 @@ def test_more_rows_than_processes_have_room_for_wait_instead(world: World) -> No
 
 def test_ending_a_process_lets_the_device_continue_and_the_step_reports_it(world: World) -> None:
     world.leave(1)
-    step = world.assist.begin(ROWS, world.helpers([1]))  # nobody serves
+    step = world.assist.begin(ROWS, world.helpers([1]))  # no process serves the channels
     x = torch.zeros(len(ROWS), SHAPES["q_proj"][0], dtype=world.pool.arena.dtype)
     y = torch.zeros(len(ROWS), sum(SHAPES[module][1] for module in GROUPS["qkv"]), dtype=x.dtype)
     step.layer(0)
@@ -351,7 +354,7 @@ def test_a_copy_that_fails_is_made_again_before_a_step_reads_it(engine: CpuEngin
 
 
 class Timeline:
-    """A stream that only writes down what it is given: nobody answers, and nothing is ever done."""
+    """A stream that only records its operations. No process answers, and no operation ever completes."""
 
     def __init__(self, name: str, told: list[tuple[Any, ...]]) -> None:
         self.name, self._told = name, told

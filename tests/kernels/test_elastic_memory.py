@@ -23,7 +23,7 @@ EDGES = 64 * 1024  # pages that lie in part in what stays, and the null block
 
 
 def resident_bytes(memory: torch.Tensor) -> int:
-    """Of the tensor's own pages, as the system has them: the highest bit of a page's entry says that it is in memory."""
+    """Bytes of the tensor's own pages that are in memory, by the system's page map: the highest bit of an entry says so."""
     first, last = memory.data_ptr() // PAGE, (memory.data_ptr() + memory.nbytes - 1) // PAGE
     with Path("/proc/self/pagemap").open("rb") as entries:
         entries.seek(first * 8)

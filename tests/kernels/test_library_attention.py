@@ -105,7 +105,7 @@ def test_a_library_that_differs_or_fails_is_not_used(monkeypatch: pytest.MonkeyP
         assert complaint in caplog.text
 
 
-def test_it_is_not_asked_for_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_not_used_where_it_does_not_support_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # not installed
     assert agreeing_library(make_cache(), heads=HEADS, windows=WINDOWS) is None
     install(monkeypatch, Wrapper)

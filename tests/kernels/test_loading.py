@@ -82,7 +82,7 @@ def begin(loader: Loader, pool: LoraPool, slot: int, host: PackedLora) -> None:
 
 
 def at_once(pages: int, *hosts: PackedLora) -> LoraPool:
-    """A pool into whose slots 0, 1, .. these were loaded."""
+    """A pool after loading these adapters into slots 0, 1, .."""
     pool = make_pool(pages, hosts[0].arena.dtype, slots=len(hosts))
     for slot, host in enumerate(hosts):
         pool.load(slot, host)
@@ -235,7 +235,7 @@ def test_what_is_cancelled_writes_nothing_more_and_the_next_load_of_the_slot_is_
             wait(lambda slot=slot: whole(pool, slot))
             assert same(rows_of(pool, slot, range(LAYERS)), rows_of(want, host, range(LAYERS)))
         for start, end in pool._holes:
-            assert bool(pool.arena[start * 8 : end * 8].isnan().all()), "somebody else's memory was written"
+            assert bool(pool.arena[start * 8 : end * 8].isnan().all()), "memory outside of the adapter's pages was written"
         pool.free(1)
         pool.free(2)
         assert loader.link.bytes_queued == 0

@@ -43,7 +43,7 @@ def random_adapter(draw: random.Random, ranks: dict[str, int] | None = None, *, 
 
 
 def make_pool(*, bytes_total: int = 32 << 20, dtype: torch.dtype = torch.float32, max_rank: int = 128) -> LoraPool:
-    """A pool whose free memory is NaN: whoever reads what it does not own shows it."""
+    """A pool whose free memory is NaN, so that reading beyond an adapter's own pages shows in the result."""
     pool = LoraPool(SHAPES, layers=LAYERS, slots=SLOTS, max_rank=max_rank, bytes_total=bytes_total, dtype=dtype)
     pool.arena.fill_(float("nan"))
     return pool
@@ -54,7 +54,7 @@ def load(pool: LoraPool, slot: int, adapter: Adapter) -> None:
 
 
 def poison(pool: LoraPool, slot: int) -> None:
-    """Free a slot and leave NaN where it was."""
+    """Free a slot and overwrite its memory with NaN."""
     before = pool.arena.clone()
     taken = np.zeros(len(pool.arena), dtype=bool)
     pool.free(slot)

@@ -43,7 +43,7 @@ class Host:
     packed: PackedLora
 
     def rest(self) -> None:
-        """It stays."""
+        """Does nothing: the weights stay in memory."""
 
 
 class Decoder:

@@ -108,7 +108,7 @@ def test_a_reserved_plan_takes_one_step_after_another() -> None:
             torch.testing.assert_close(got, attend(qkv, twin, 0, plain, heads=heads, window=window), rtol=1e-5, atol=1e-5)
 
 
-def test_it_is_taken_where_nothing_better_is_installed_and_it_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_attention_is_used_without_a_better_library_and_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KvCache(layers=1, blocks=8, block_size=8, kv_heads=2, head_dim=16, dtype=torch.float32, device=DEVICE)
     monkeypatch.setattr(library, "_flashinfer", lambda cache: None)
     monkeypatch.setattr(library, "_on_a_gpu", lambda cache: True)

@@ -14,7 +14,7 @@ from tests.kernels.test_lora import LAYERS, load, make_pool, random_adapter, sca
 
 
 def random_slots(draw: random.Random, held: list[int], rows: int) -> np.ndarray:
-    """Some adapters have many rows, some one, some none."""
+    """Slots of rows: some adapters have many rows, some one, some none."""
     favourite = draw.choice(held)
     return np.array([favourite if draw.random() < 0.4 else draw.choice([-1, *held]) for _ in range(rows)], dtype=np.int32)
 

@@ -25,8 +25,8 @@ from tests.support_models import MAX_LEN, VOCAB
 
 REQUESTS = 40
 PREFIX_TOKENS = 12  # a block and a half
-# Believed by both: so little that nobody who joins layer by layer waits in the layers, which the engine here does in no time
-# and the twin does not.
+# Step times that engine and twin assume. They are so short that a request which joins layer by layer never waits in the layers.
+# Such a wait would take no time in this engine, and some in the twin.
 QUICK = PerfModel(
     prefill_base_ms=0.05,
     prefill_token_ms=0.001,
@@ -54,13 +54,13 @@ class Recorder:
 
 
 def counted(step: Step) -> dict[str, int]:
-    """The record of a step without what only an engine knows: how long it took and what its contexts were."""
+    """The record of a step without the facts that only an engine knows: its duration and its contexts."""
     unknown = ("time_ms", "context_tokens", "longest_context", "cold_rows")
     return {field.name: getattr(step, field.name) for field in fields(Step) if field.name not in unknown}
 
 
 def scripted(seed: int, engine: Engine, adapters: list[HostAdapter]) -> tuple[Workload, list[list[int]]]:
-    """A workload with one arrival before every step, and its prompts: some begin alike, all end differently."""
+    """A workload with one arrival before every step, and its prompts. Some begin with the same tokens; all end differently."""
     rng = np.random.default_rng(seed)
     prefix = [tuple(rng.integers(3, size=rng.integers(4)).tolist()) for _ in range(REQUESTS)]
     tail = rng.integers(1, 30, size=REQUESTS)
@@ -85,7 +85,7 @@ def scripted(seed: int, engine: Engine, adapters: list[HostAdapter]) -> tuple[Wo
 
 
 def served(engine: Engine, workload: Workload, prompts: list[list[int]], adapters: list[HostAdapter]) -> Run:
-    """The workload in the live engine, one request more before every step."""
+    """The workload in the live engine, with one more request before every step."""
     requests = []
     for i, prompt in enumerate(prompts):
         adapter = None if workload.adapter[i] < 0 else adapters[workload.adapter[i]]
@@ -96,7 +96,7 @@ def served(engine: Engine, workload: Workload, prompts: list[list[int]], adapter
 
 
 def simulated(workload: Workload, engine: Engine, recorder: Recorder, *, kv_blocks: int, **options: Any) -> Cluster:
-    """The workload on the twin of that engine, which `recorder` sees step by step."""
+    """The workload on the twin of that engine. `recorder` sees every step."""
     limits = WorkerLimits(
         base_model="m",
         max_model_len=MAX_LEN,
@@ -167,7 +167,7 @@ def test_the_twins_worker_runs_the_batches_of_an_engine_whose_copies_run_beside_
     runner = engine._runner
     runner.bytes_per_s, runner.processes = 50e6, 1  # a copy takes up to 30 steps
     workload, prompts = scripted(1, engine, adapters)
-    workload.adapter[0], workload.output_tokens[0] = -1, 220  # somebody runs all the time, so no step is skipped
+    workload.adapter[0], workload.output_tokens[0] = -1, 220  # one request runs all the time, so no step is skipped
     live = served(engine, workload, prompts, adapters)
 
     recorder = Recorder()
@@ -193,7 +193,7 @@ def test_the_twins_worker_runs_the_batches_of_an_engine_whose_copies_run_beside_
     assert cluster.metrics.output_tokens.tolist() == [ends[i] for i in range(REQUESTS)]
 
 
-def test_those_settings_preempt_share_prefixes_and_evict_adapters(checkpoint) -> None:
+def test_the_settings_of_these_tests_preempt_share_prefixes_and_evict_adapters(checkpoint) -> None:
     model_dir, adapters = checkpoint
     engine = make_engine(model_dir, max_running=12, max_step_tokens=48, kv_blocks=40, max_loras=2)
     workload, prompts = scripted(0, engine, adapters)

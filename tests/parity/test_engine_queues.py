@@ -32,7 +32,7 @@ def test_queues_and_evictions_change_no_token(checkpoint, queues: str, eviction:
     assert done.tokens == plain.tokens
 
 
-def test_some_of_those_requests_are_preempted(checkpoint) -> None:
+def test_some_requests_of_this_test_are_preempted(checkpoint) -> None:
     model_dir, adapters = checkpoint
     engine = make_engine(model_dir, queues="motet", kv_blocks=30, max_running=12, max_step_tokens=48, max_loras=4)
     done = run(engine, requests(adapters), per_step=2)

@@ -72,7 +72,7 @@ def test_a_replay_decides_anew_and_does_not_repeat_what_it_reads(tmp_path):
     ask = Ask(base_model="demo", rank=8, tokens=5, tpot_slo_ms=50.0)
     decision = decide(POLICIES["motet"](), cluster.state, ask, 1.5, stale_s=3.0, avg_resp_len=10.0)
     log.decided(ask, 1.5, 10.0, decision)
-    log.decided(ask, 99.0, 10.0, decision)  # by then the worker's word is stale: nobody takes it
+    log.decided(ask, 99.0, 10.0, decision)  # by then the worker's state is stale, so no worker is a candidate
     log.close()
     (first, again), (_, stale) = replay(path)
     assert first.worker_id == again.worker_id == "w" and stale.worker_id is None

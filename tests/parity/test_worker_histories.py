@@ -70,7 +70,7 @@ class Told:
                 case Evict(digest, tier):
                     self.history.append(("evict", self._name(digest), tier))
                 case Forget() | Stop():
-                    raise AssertionError(f"nobody asked for {action}")
+                    raise AssertionError(f"unexpected action {action}")
         return actions
 
     def _facts(self, event: Event[Any]) -> Iterable[Record]:
@@ -90,7 +90,7 @@ class Told:
 
 @dataclass
 class Live:
-    """Core and engine side by side, a millisecond per step."""
+    """Core and engine side by side, with one millisecond per step."""
 
     engine: Engine
     core: WorkerCore[EngineRequest]
@@ -101,7 +101,7 @@ class Live:
     preempted: int = 0
 
     def serve(self, requests: list[tuple[float, Assign[EngineRequest]]]) -> None:
-        """Everything that is assigned, at its millisecond."""
+        """Serve all assignments, each at its millisecond."""
         for at_ms, assign in requests:
             heappush(self.due, (at_ms, next(self.orders), assign))
         now_ms = 0.0
@@ -127,7 +127,7 @@ class Live:
             self.engine.check()
 
     def _joins_ms(self, now_ms: float) -> float:
-        """When a copy may let somebody join who waits in an idle engine."""
+        """When a copy has come so far that a request waiting in an idle engine may join."""
         if not self.engine.pause_s:
             return inf
         runner = self.engine._runner
@@ -140,7 +140,7 @@ class Live:
         return [(item.request_id, item.epoch) for items in out.items.values() for item in items if item.finish is not None]
 
     def _until(self, now_ms: float, *, idle: bool = False) -> float:
-        """Let happen what is due before then. Of what comes to an idle engine only the first: it begins at once."""
+        """Process the events that are due before then; in an idle engine only the first one, because it begins at once."""
         while self.due and self.due[0][0] < now_ms - 1e-6:
             at_ms, _, event = heappop(self.due)
             self._perform(self.core.on(event, at_ms / 1e3), at_ms)
@@ -163,7 +163,7 @@ class Live:
 def assignments(
     workload: Workload, prompts: list[list[int]], adapters: list[HostAdapter]
 ) -> list[tuple[float, Assign[EngineRequest]]]:
-    """The workload as a worker gets it."""
+    """The workload in the form in which a worker gets it."""
     made = []
     for i, prompt in enumerate(prompts):
         at_ms, which = float(workload.arrival_s[i]) * 1e3, int(workload.adapter[i])
@@ -188,11 +188,11 @@ class Setting:
     kv_blocks: int = 600
     max_loras: int = 16
     prefix_cache: bool = True
-    busy: bool = True  # somebody runs nearly all the time; else the engine waits for adapters now and then
+    busy: bool = True  # some request runs nearly all the time; else the engine waits for adapters now and then
 
 
 def served(checkpoint: Any, setting: Setting, seed: int) -> tuple[Live, Workload, WorkerSpec]:
-    """The live history of a workload, and what the twin needs for the same one."""
+    """The live history of a workload, and what the twin needs to produce the same one."""
     model_dir, adapters = checkpoint
     options: dict[str, Any] = {"max_loras": setting.max_loras, "prefix_cache": setting.prefix_cache}
     link = None

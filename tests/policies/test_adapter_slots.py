@@ -9,7 +9,7 @@ from motet.policies.adapter_slots import AdapterSlots
 
 
 def resident(slots: AdapterSlots, *digests: str, size_bytes: int = 10) -> None:
-    """Bring adapters in and let go of them, in this order."""
+    """Load these adapters and release them, in this order."""
     for digest in digests:
         assert slots.acquire(digest, size_bytes)
         slots.release(digest)
@@ -35,7 +35,7 @@ def test_an_adapter_that_is_there_is_shared_without_loading() -> None:
     slots.check({"a": 2})
 
 
-def test_it_stays_after_its_last_user_until_its_place_is_needed() -> None:
+def test_an_adapter_stays_after_its_last_user_until_its_place_is_needed() -> None:
     slots = AdapterSlots(1, 100)
     resident(slots, "a")
     assert "a" in slots
@@ -44,7 +44,7 @@ def test_it_stays_after_its_last_user_until_its_place_is_needed() -> None:
     assert "a" not in slots
 
 
-def test_the_least_recently_used_one_leaves_first() -> None:
+def test_the_least_recently_used_adapter_leaves_first() -> None:
     slots = AdapterSlots(3, 100)
     resident(slots, "a", "b", "c", "a")
     grant = slots.acquire("d", 10)

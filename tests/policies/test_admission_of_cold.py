@@ -60,7 +60,7 @@ class ColdWorld(World):
         return plan
 
     def look(self) -> None:
-        """What an engine does before it decides."""
+        """Do what an engine does before it decides."""
         for digest in [digest for digest, left in self.left.items() if left <= 0]:
             self.state.adapters.arrived(digest)
             del self.left[digest]
@@ -94,7 +94,7 @@ def test_a_cold_sequence_waits_with_its_slot_while_others_pass() -> None:
     assert cold.slot >= 0 and not cold.blocks and cold in world.state.waiting
     for _ in range(4):
         late = world.add(4)
-        assert late in world.step().admitted, "nobody waits for the copy"
+        assert late in world.step().admitted, "the request does not wait for the copy"
     assert cold.bypassed == 0
     plan = world.step()
     assert plan.admitted == [cold] and plan.loads == []
@@ -108,7 +108,7 @@ def test_a_copy_is_begun_once_however_many_wait_for_it() -> None:
     assert world.step().admitted == waiting and world.loads == ["a"]
 
 
-def test_copies_of_all_who_wait_begin_at_once_but_only_the_first_are_asked_to_join_early() -> None:
+def test_copies_for_all_waiting_sequences_begin_at_once_but_only_the_first_may_join_early() -> None:
     world = ColdWorld(forced="assist", processes=1, slots=20, max_running=32)
     waiting = [world.add(2, adapter=str(i)) for i in range(20)]
     plan = world.step()
@@ -127,7 +127,7 @@ def test_a_cold_sequence_that_is_removed_gives_its_slot_back_and_the_copy_contin
     world.finish(again)
     other = world.add(4, adapter="b")
     plan = world.step()
-    assert plan.evictions == [("a", 0)] and plan.loads == [other], "a copy nobody waits for leaves when its slot is wanted"
+    assert plan.evictions == [("a", 0)] and plan.loads == [other], "a copy without a waiting request gives its slot up"
 
 
 def test_assist_joins_at_once_and_the_next_of_that_adapter_too() -> None:
@@ -158,7 +158,7 @@ def test_a_preempted_sequence_goes_back_to_waiting_for_its_copy_without_blocks()
     assert world.state.adapters.users("b") == 0 and "b" in world.state.adapters.loading
 
 
-def test_who_holds_a_slot_is_let_in_although_another_has_been_passed_too_often() -> None:
+def test_a_sequence_with_a_slot_joins_although_another_has_been_passed_too_often() -> None:
     world = ColdWorld(slots=1, max_bypass=1)
     holder = world.add(4, adapter="a")
     world.step()

@@ -27,7 +27,7 @@ BLOCK_SIZE, BLOCK_BYTES = 4, 100
 
 
 class World:
-    """The policy with everything it decides on, stepped like an engine would: every drawn token is unique."""
+    """The policy with its whole state, stepped as an engine would. Every drawn token is unique."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class World:
         self.now_s = 0.0
 
     def add(self, prompt: int | list[int], *, adapter: str = "", ttft_slo_ms: float = 0.0) -> Sequence:
-        """A waiting sequence; a number stands for so many unique prompt tokens."""
+        """A waiting sequence. A number for the prompt stands for that many unique tokens."""
         tokens = prompt if isinstance(prompt, list) else [next(self.tokens) for _ in range(prompt)]
         due = due_s(self.now_s, ttft_slo_ms) if ttft_slo_ms else 0.0
         seq = Sequence(order=next(self.orders), due_s=due, tokens=array("i", tokens), adapter=adapter, adapter_bytes=10)
@@ -58,7 +58,7 @@ class World:
         return seq
 
     def step(self) -> StepPlan[Sequence]:
-        """One step; every sequence that is up to date gets a token."""
+        """One step. Every sequence whose tokens are all computed gets another one."""
         plan = self.decide()
         for seq in advance(plan):
             seq.append(next(self.tokens))
@@ -187,7 +187,7 @@ def test_the_latest_is_preempted_when_a_decode_finds_no_block() -> None:
     plans = [world.step() for _ in range(4)]
     assert [plan.preempted for plan in plans] == [[], [], [second], []]
     assert world.state.running == [first] and world.state.waiting == [second]
-    assert len(second.tokens) == 9  # what it has said so far is kept
+    assert len(second.tokens) == 9  # its output so far is kept
     world.finish(first)
     plan = world.decide()
     assert plan.admitted == [second] and rows(plan.prefills) == [9]
@@ -279,7 +279,7 @@ def test_an_idle_adapter_makes_room() -> None:
     assert plan.evictions == [("a", 0)] and plan.loads == [second]
 
 
-def test_who_finds_no_slot_lets_others_pass() -> None:
+def test_a_sequence_without_a_slot_lets_others_pass() -> None:
     world = World(slots=1)
     running = world.add(4, adapter="a")
     world.step()
@@ -362,7 +362,7 @@ def test_any_load_is_worked_off_with_books_that_add_up(seed: int) -> None:
 
 
 class Scripted:
-    """Sequences whose every token is known beforehand, so that the same history can be stepped in two ways."""
+    """Sequences whose tokens are all known beforehand, so that the same history can be stepped in two ways."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -387,7 +387,7 @@ class Scripted:
         self.history: list[object] = []
 
     def run(self, *, at_once: bool) -> list[object]:
-        """Work everything off; what the state was after each step that is not in the middle of a run of equal ones."""
+        """Run until all have ended. Returns the state after each step that is not inside a run of equal steps."""
         while self.ends:
             while self.arrivals and self.arrivals[0][0] <= self.step:
                 self.state.waiting.append(self.arrivals.pop(0)[1])

@@ -101,7 +101,7 @@ def test_workers_to_avoid_are_the_last_resort():
     assert who(state, ask(avoid=("ok",), tried=("ok",))) == []
 
 
-def test_a_request_continuesly_to_workers_with_the_capabilities_that_it_needs():
+def test_a_request_goes_only_to_workers_with_the_capabilities_that_it_needs():
     state = cluster(capabilities=("structured", "a word of a newer version"))
     assert who(state, ask(needs={"structured": "regex"})) == ["odd"]
     assert who(state, ask(needs={"structured": "regex", "prompt_logprobs": "echo"})) == []

@@ -62,7 +62,7 @@ def test_a_copy_that_stays_ahead_of_the_layers_lets_its_request_in_at_once() -> 
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_whoever_joins_layer_by_layer_holds_up_its_step_by_no_more_than_the_tolerance(seed: int) -> None:
+def test_a_request_that_joins_layer_by_layer_delays_its_step_by_no_more_than_the_tolerance(seed: int) -> None:
     copy, chunks, _, _ = random_case(random.Random(seed))
     copy = Copy(copy.layers, copy.loaded, copy.queue_ms, copy.each_ms * random.Random(seed).choice([1.0, 0.1, 0.01]))
     choice = choose(copy, chunks, None, forced="layerwise")
@@ -81,7 +81,7 @@ def test_others_in_the_step_do_not_wait_in_its_layers_when_it_takes_no_longer_th
             assert step_ms(decodes_ms, LAYERS, [], 0.0, [(copy, 0.0)]) <= decodes_ms * (1 + 2 * TOLERANCE)
 
 
-def test_processes_that_keep_up_with_the_base_let_a_request_in_at_once() -> None:
+def test_a_request_joins_at_once_when_processes_keep_up_with_the_base_model() -> None:
     choice = choose(Copy(LAYERS, 0, 0.0, 10.0), [16.0], CpuTimes([1.5]))
     assert (choice.mode, choice.reason, choice.joins) == ("assist", "cpu_ahead", True)
     assert choice.ttft_ms == {"blocking": 96.0, "layerwise": 82.0, "assist": 16.0}
@@ -92,7 +92,7 @@ def test_processes_that_take_longer_than_the_copy_are_left_alone() -> None:
     assert (choice.mode, choice.reason) == ("layerwise", "cpu_slower")
 
 
-def test_what_others_are_held_up_weighs_as_much_as_ones_own_wait() -> None:
+def test_delays_of_other_requests_weigh_as_much_as_the_own_wait() -> None:
     copy, cpu = Copy(LAYERS, 0, 0.0, 6.0), CpuTimes([4.0])  # a layer of the base takes 2
     alone, crowded = (choose(copy, [16.0], cpu, others=others) for others in (0, 8))
     assert alone.mode == "assist" and alone.ttft_ms["assist"] == pytest.approx(2 * 16.0)
@@ -131,7 +131,7 @@ def test_a_copy_that_is_ahead_is_not_waited_for_when_processes_help_meanwhile() 
     assert helped.ttft_ms["assist"] == pytest.approx(80 - 4), "the first layer"
 
 
-def test_who_waits_joins_between_two_steps_of_the_others() -> None:
+def test_a_waiting_request_joins_between_two_steps_of_the_others() -> None:
     copy, chunks, cpu = Copy(LAYERS, 0, 0.0, 1.0), [16.0], CpuTimes([3.2])
     alone, beside = (choose(copy, chunks, cpu, others=others, between_ms=step) for others, step in ((0, 0.0), (1, 10.0)))
     assert alone.ttft_ms["layerwise"] == 17.0 and alone.ttft_ms["blocking"] == 24.0 and alone.mode == "layerwise"
@@ -147,7 +147,7 @@ def test_processes_that_take_longer_to_begin_than_the_first_layer_to_arrive_are_
     assert asleep.ttft_ms["assist"] == awake.ttft_ms["assist"] + 0.6
 
 
-def test_copying_takes_part_of_a_core_from_those_who_would_assist() -> None:
+def test_copying_takes_part_of_a_core_from_the_processes_that_would_assist() -> None:
     rates = AssistRates(processes=3, mib_row_ms=0.0, start_ms=0.5, core_share=0.8)
     assert rates.begin_ms(10.0) == pytest.approx(0.5 + 0.8 * 10.0 / 4)
     ask = {"rank": 8, "tokens": 100, "room": 512, "others": 0}

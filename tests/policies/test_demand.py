@@ -60,7 +60,7 @@ def test_what_was_asked_long_ago_is_forgotten_and_so_are_tenants():
 
 
 class Plain:
-    """The same by its definition: sums over all tenants at every ask."""
+    """The same class, by its definition: it sums over all tenants at every request."""
 
     def __init__(self) -> None:
         self.asks: dict[str, tuple[float, float]] = {}  # tenant -> (asks, weight)

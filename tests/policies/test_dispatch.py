@@ -54,9 +54,9 @@ def test_only_candidates_are_chosen_and_without_one_the_decision_says_why(policy
     state.set_refusing("c")
     assert {choose(policy, state, ask(n)).worker_id for n in range(20)} == {"b"}
     state.set_draining("b")
-    nobody = choose(policy, state, ask())
-    assert nobody.worker_id is None and nobody.screening is not None
-    assert nobody.screening.rejected == {"draining": 2, "full": 1}
+    refused = choose(policy, state, ask())
+    assert refused.worker_id is None and refused.screening is not None
+    assert refused.screening.rejected == {"draining": 2, "full": 1}
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -113,7 +113,7 @@ def test_first_fit_fills_the_first_worker_until_it_has_no_seat_or_no_memory():
     assert choose("first-fit", state, ask()).worker_id == "c"
     load(state, "c", 2)
     state.put_request("c", brief("queued", 8))
-    assert choose("first-fit", state, ask(tokens=60)).worker_id in ("a", "b")  # nobody has both: the shortest queue
+    assert choose("first-fit", state, ask(tokens=60)).worker_id in ("a", "b")  # no worker has both: the shortest queue
 
 
 def test_least_pending_weighs_a_queue_against_loading_the_adapter():
@@ -136,7 +136,7 @@ def test_lora_affinity_goes_from_active_to_room_to_waiting_to_full():
         state.set_draining(expected)
 
 
-def test_round_robin_continues_after_the_last_one_whoever_comes_and_goes():
+def test_round_robin_continues_after_the_last_worker_when_workers_come_and_go():
     state, chooser = cluster("a", "b", "c"), POLICIES["round-robin"]()
     assert [choose(chooser, state, ask(n)).worker_id for n in range(4)] == ["a", "b", "c", "a"]
     state.set_draining("b")

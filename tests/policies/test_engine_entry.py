@@ -64,7 +64,7 @@ def test_a_request_enters_when_its_adapter_has_come_and_others_go_ahead_meanwhil
     assert core.decide(0.0, 16).entered == [cold]
 
 
-def test_one_without_a_slot_is_overtaken_so_often_and_then_by_base_requests_alone() -> None:
+def test_a_request_without_a_slot_is_overtaken_a_few_times_and_then_by_base_requests_only() -> None:
     core = entry(seats=8, max_bypass=1)
     running = start(core, "a")
     core.decide(0.0, 16)
@@ -124,7 +124,7 @@ def test_a_paused_request_enters_again_when_a_slot_is_free_and_pauses_no_other()
     [{"tokens": TURN - 1}, {"priority": -1}],
     ids=["that has not had its turn", "that goes before it"],
 )
-def test_a_new_request_pauses_none(running: dict[str, Any]) -> None:
+def test_a_new_request_pauses_no_request(running: dict[str, Any]) -> None:
     core = entry(seats=8)
     run(core, "a", **running)
     start(core, "b")

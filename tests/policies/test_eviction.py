@@ -12,7 +12,7 @@ NAMES = get_args(EvictionName)
 
 
 def used(order: Eviction, digest: str, *, at: float, size_bytes: int = 10) -> None:
-    """Somebody uses it for a moment."""
+    """A request uses the adapter for a moment."""
     order.now_s = at
     order.use(digest, size_bytes)
     order.release(digest)
@@ -118,7 +118,7 @@ def test_adapters_that_requests_wait_for_leave_after_the_others_and_pinned_ones_
     gone = []
     for digest in "xyz":
         grant = slots.acquire(digest, 10)
-        assert grant is not None, "nobody waits for ever behind a pin"
+        assert grant is not None, "a pinned adapter is evicted when only pinned ones are left"
         gone += [one for one, _ in grant.evicted]
     assert gone == ["c", "b", "a"]
 
@@ -134,7 +134,7 @@ def test_a_prefetch_takes_no_room_from_what_is_waited_for_or_pinned() -> None:
 
 @pytest.mark.parametrize("name", ["score", "gdsf", "next-use"])
 def test_a_copy_ahead_of_its_request_and_the_request_count_as_one_use(name: EvictionName) -> None:
-    """The adapter that was copied ahead came last. Were its copy a use too, it would leave after the other."""
+    """The adapter that was copied ahead came last. If its copy counted as a use too, it would be evicted after the other."""
     slots = AdapterSlots(2, 100, eviction=make_eviction(name))
     for digest, ahead in (("twice", False), ("twice", False), ("ahead", True)):
         slots.eviction.now_s += 1.0

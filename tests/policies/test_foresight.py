@@ -109,12 +109,12 @@ def test_nothing_is_foreseen_while_a_copy_is_under_way_or_a_request_waits_or_cop
     assert core.foresee("b", SIZE, []) is None, "a is under way"
     core.slots.arrived("a")
     core.start(sequence("c"))
-    assert core.foresee("b", SIZE, []) is None, "somebody waits"
+    assert core.foresee("b", SIZE, []) is None, "a request waits"
     assert batches(asynchronous=False).foresee("a", SIZE, []) is None
 
 
 def step(core: BatchCore[Sequence]) -> StepPlan[Sequence]:
-    """The next step, while the copies that have begun are under way."""
+    """The next step, while the copies that have begun are running."""
     copies = Copies(LinkModel(bytes_per_s=1e3, layers=4, cold_start="blocking"), A10_MBGMV)
     for digest in core.slots.loading:
         copies.link.begin(digest, SIZE, 0)
@@ -183,7 +183,7 @@ def test_a_likely_adapter_comes_from_disk_to_host_memory_and_a_request_for_it_th
 
 
 def in_the_twin(*, foresight: bool, adapters: int, slots: int, every_s: float) -> Cluster:
-    """600 requests, one every so many seconds, for one adapter after the other."""
+    """600 requests, one every `every_s` seconds, for one adapter after another."""
     load = workload(rate=20.0, seconds=60.0)
     requests = np.arange(600)
     load = replace(
@@ -208,5 +208,5 @@ def test_adapters_that_are_asked_for_regularly_are_there_when_they_are_asked_for
     assert (ahead.first_ps == again.first_ps).all()
 
 
-def test_where_adapters_leave_before_they_are_asked_for_few_are_brought() -> None:
+def test_few_adapters_are_brought_where_they_leave_before_they_are_asked_for() -> None:
     assert in_the_twin(foresight=True, adapters=60, slots=8, every_s=0.5).metrics.foreseen < 60

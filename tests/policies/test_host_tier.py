@@ -34,7 +34,7 @@ def tier_with(room: int, *held: str, disk_bytes: int | None = None) -> HostTier[
     return tier
 
 
-def test_many_who_wait_cause_one_load_and_hold_the_same_copy() -> None:
+def test_many_waiting_requests_cause_one_load_and_hold_the_same_copy() -> None:
     tier: HostTier[int] = HostTier(SIZE, None)
     assert [tier.hold(ref("a"), number) for number in range(20)] == [False] * 20
     assert tier.take_actions() == [Load(ref("a"), "store")]
@@ -148,7 +148,7 @@ def test_accounts_add_up_and_every_request_is_served_in_random_histories(seed: i
     waiting: dict[int, str] = {}
     holding: list[tuple[int, str]] = []
     loading: list[str] = []
-    mirror: set[str] = set()  # copies, as whoever carries out the actions sees them
+    mirror: set[str] = set()  # the copies that exist after all actions have been carried out
 
     def carry_out(actions: list[TierAction]) -> None:
         for action in actions:

@@ -17,7 +17,7 @@ def keys_of(tokens: list[int], *, adapter: str = "", block_size: int = 4) -> lis
 
 
 def cached(kv: KvBlocks, keys: list[bytes]) -> list[int]:
-    """Blocks for `keys`, published and released again: content without a user."""
+    """Blocks for `keys`, published and released: they have content and no user."""
     blocks = kv.allocate(len(keys))
     for block, key in zip(blocks, keys, strict=True):
         kv.publish(block, key)

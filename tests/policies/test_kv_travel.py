@@ -28,7 +28,7 @@ def test_blocks_travel_where_the_link_is_clearly_faster_than_the_prefill() -> No
     assert (long.copy_ms, long.again_ms) == (pytest.approx(2.0 + 156.25), pytest.approx(410.0)) and long.pays
     assert not travel(LINKED, tokens=4000, rank=0, token_bytes=8192).pays, "faster, but not clearly"
     assert not travel(LINKED, tokens=4000, rank=0, token_bytes=1 << 20).pays
-    assert not travel(PERF, tokens=4000, rank=0, token_bytes=1).pays, "nobody has measured the link"
+    assert not travel(PERF, tokens=4000, rank=0, token_bytes=1).pays, "the link has not been measured"
 
 
 def test_only_workers_that_compute_alike_take_over_blocks_of_each_other() -> None:
@@ -89,12 +89,12 @@ def test_blocks_that_come_find_room_beside_sequences_or_not_at_all() -> None:
     assert held.hold("in", keys) == 2, "these are here"
     assert held.grow("in", 6) is None, "three are left to running sequences"
     fresh = held.grow("in", 5)
-    assert fresh is not None and kv.match(keys) == own, "nobody finds what has not been written"
+    assert fresh is not None and kv.match(keys) == own, "blocks that have not been written cannot be found"
     held.publish("in", keys[2:7])
     assert kv.match(keys) == [*own, *fresh] and held.slice("in", 1, 4) == [own[1], *fresh[:3]]
     held.drop("in")
     assert kv.free == 10 and kv.match(keys) == [*own, *fresh]
-    assert held.grow("in", 1) is None, "nobody waits for them any more"
+    assert held.grow("in", 1) is None, "the move has been dropped"
     kv.check([])
 
 

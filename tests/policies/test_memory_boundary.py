@@ -34,7 +34,7 @@ PERF = PerfModel(
 
 
 class Given:
-    """Worths as a test wants them."""
+    """Worths that a test sets."""
 
     def __init__(self, *, adapter: float, prefix: float) -> None:
         self.adapter, self.prefix = adapter, prefix
@@ -47,7 +47,7 @@ class Given:
 
 
 class Memory:
-    """A budget of `blocks` KV blocks and `adapters` bytes, and the block lists of whoever holds some."""
+    """A budget of `blocks` KV blocks and `adapters` bytes, and the lists of blocks that are in use."""
 
     def __init__(self, blocks: int, adapters: int, *, adapter: float = 1.0, prefix: float = 1.0) -> None:
         self.kv = KvBlocks(blocks, SIZE, capacity=blocks + adapters // BLOCK, block_bytes=BLOCK)
@@ -66,7 +66,7 @@ class Memory:
         )
 
     def cache_prefixes(self, count: int) -> None:
-        """Take blocks and let go of them with known content."""
+        """Allocate blocks and release them with known content."""
         parent = root_key(f"digest-{len(self.held)}")
         blocks = self.kv.allocate(count)
         for block in blocks:
@@ -75,7 +75,7 @@ class Memory:
         self.kv.release(blocks)
 
     def keep_adapters(self, *digests: str, size_bytes: int = 20) -> None:
-        """Bring adapters in and let go of them."""
+        """Load adapters and release them."""
         for digest in digests:
             assert self.slots.acquire(digest, size_bytes)
             self.slots.release(digest)
@@ -258,9 +258,9 @@ def test_the_chance_of_reuse_is_that_of_entries_about_to_leave() -> None:
 
 
 class Device:
-    """A BatchCore over memory that holds what was written: a block's rows are (adapter, tokens up to there).
+    """A BatchCore over memory that records what was written: a block's rows are (adapter, tokens up to there).
 
-    Copies come over a link of `per_step` bytes per step, or are whole at once when it is 0.
+    Copies use a link of `per_step` bytes per step, or are complete at once when it is 0.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class Device:
 
     # steps
     def step(self) -> list[Sequence]:
-        """The sequences that draw a token."""
+        """One step. Returns the sequences that draw a token."""
         core = self.core
         self.steps += 1
         self.there.update(core.look(self))
@@ -322,7 +322,7 @@ class Device:
         return advance(plan)
 
     def divide(self) -> None:
-        """What an engine does when the boundary has moved."""
+        """Do what an engine does when the boundary has moved."""
         boundary, kv = self.core.boundary, self.core.state.kv
         if boundary is None or not boundary.moved:
             return
@@ -360,7 +360,7 @@ class Device:
 
 
 def work_off(device: Device, draw: random.Random, requests: int) -> None:
-    """Random requests, each until it has drawn all its tokens."""
+    """Serve random requests until each has drawn all its tokens."""
     sizes = {f"adapter-{i}": draw.choice([20, 30, 50]) for i in range(9)}
     drawn: dict[int, int] = {}
     wanted: dict[int, int] = {}

@@ -87,7 +87,7 @@ def test_the_adapter_that_may_be_merged_joins_first_so_that_few_requests_rest() 
     assert step(one, {"a": 10, "b": 1}).merged == "a"
 
 
-def test_requests_that_it_overtakes_meanwhile_get_its_credits() -> None:
+def test_requests_that_the_adapter_overtakes_meanwhile_get_its_credits() -> None:
     one = merging(alpha=2.0, highest=2.0, drain=0.6)
     for _ in range(10):
         assert one.choose({"a": 6, "b": 4}, {"a": 8, "b": 2}, 10).first == {"a"}
@@ -96,7 +96,7 @@ def test_requests_that_it_overtakes_meanwhile_get_its_credits() -> None:
 
 
 def test_an_adapter_that_has_paid_all_its_credits_is_merged_again_later() -> None:
-    """Nobody starves, since each of the others has got few of them."""
+    """No adapter starves, since each of the others got few of the paid credits."""
     one = merging(alpha=0.5, beta=0.1, lowest=0.1, credit=40.0, starving=60.0, normal=40.0)
     here = {"a": 30} | {f"other-{i}": 1 for i in range(5)}
     merged = [step(one, here).merged == "a" for _ in range(2000)]
@@ -145,7 +145,7 @@ def test_a_transfer_pays_every_displaced_request_one_credit(batch: dict[str, int
 
 @settings(deadline=None)
 @given(counts, counts, st.sampled_from((20.0, 200.0)), st.sampled_from((300.0, inf)), st.sampled_from((0.5, inf)))
-def test_as_many_equal_steps_as_it_says_are_chosen_alike(
+def test_as_many_steps_as_the_policy_says_are_chosen_alike(
     here: dict[str, int], waiting: dict[str, int], credit: float, rest_ms: float, drain: float
 ) -> None:
     whole = {name: here.get(name, 0) + waiting.get(name, 0) for name in here | waiting}
@@ -199,7 +199,7 @@ def test_always_merged_gives_every_adapter_its_turn() -> None:
 
 
 def wanting(**config: float) -> Merging:
-    """No copy is whole, and one of "a" has paid."""
+    """A policy without a complete copy, for which a copy of "a" would have paid by now."""
     one = merging(**config)
     one.whole = ""
     for _ in range(20):
@@ -269,7 +269,11 @@ def test_time_that_another_adapter_ended_does_not_pay_for_a_copy() -> None:
 
 
 def test_an_adapter_stays_merged_only_while_merged_steps_gain_so_much() -> None:
-    """LoRA costs 10%. Of 32 requests a whole copy's adapter may leave out 2 (30 at 1.10 against 32), not 4 (28 against 32)."""
+    """LoRA costs 10%.
+
+    With 32 requests, merged steps win if the adapter leaves out 2 (30 at 1.10 against 32), and lose if it leaves out 4 (28
+    against 32).
+    """
     one = Merging(MergeCosts(switch_ms=0.0, step_ms=40.0, row_ms=0.0, lora=0.1), MergeConfig(alpha=0.8, beta=0.5, gain=0.01))
     one.whole = "a"
     for others, merged in ((4, ""), (2, "a"), (4, ""), (2, "a")):

@@ -35,7 +35,7 @@ PERF = PerfModel(
 
 
 class Engine:
-    """A core whose copies are whole as soon as they may be made."""
+    """A core whose copies are complete as soon as they may be made."""
 
     def __init__(self, blocks: int = BLOCKS) -> None:
         self.modes = Merging(NOTHING_KNOWN, MergeConfig(alpha=0.7))
@@ -170,7 +170,7 @@ def test_making_a_copy_costs_what_the_last_one_took() -> None:
 
 
 class Told:
-    """Merges "a" once there are five of its requests, and keeps what it was told."""
+    """Merges "a" once there are five of its requests, and records what it was told."""
 
     def __init__(self) -> None:
         self.merged, self.whole = "", None

@@ -97,7 +97,7 @@ def test_every_plan_keeps_the_constraints_and_says_what_it_reaches(replicas: lis
 
 
 def best(replicas: list[Replica], config: PlanConfig) -> float:
-    """Of all placements that moves from one half of the workers to the other allow."""
+    """The best of all placements that moves from one half of the workers to the other allow."""
     order = sorted(replicas, key=lambda one: (-cost_ms([one], {}, config), one.worker_id))
     top = min(config.top, len(replicas) // 2)
     under = [one.worker_id for one in order[len(order) - top :]]

@@ -60,7 +60,7 @@ def test_scaling_the_counts_down_changes_no_prediction(monkeypatch: pytest.Monke
     assert learned(requests).chances("abcdefgh") == pytest.approx(plain)
 
 
-def test_it_keeps_a_bounded_number_of_adapters_the_last_ones_asked_for() -> None:
+def test_a_bounded_number_of_adapters_is_kept_the_last_ones_asked_for() -> None:
     model = learned([str(number) for number in range(MAX_ADAPTERS + 10)])
     assert len(model) == MAX_ADAPTERS
     forgotten, kept = model.chances(["9", "10"])

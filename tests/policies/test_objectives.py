@@ -42,7 +42,7 @@ def admit(state: ClusterState, request, policy: str = "motet", admission="object
 
 @pytest.fixture
 def full() -> ClusterState:
-    """One worker whose 8 seats are taken and where 40 standard requests wait; one seat comes free about every 154 ms."""
+    """One worker whose 8 seats are taken and where 40 standard requests wait. A seat becomes free about every 154 ms."""
     state = cluster("a", max_running=8)
     fill(state, "a", 8, 40)
     return state
@@ -55,9 +55,9 @@ def test_a_request_that_would_wait_too_long_is_refused_with_the_time_until_it_wo
     assert admit(full, asked(), admission="room").worker_id == "a"
 
 
-def test_after_the_time_it_was_told_it_is_admitted_and_not_long_before(full):
+def test_a_refused_request_is_admitted_after_the_time_it_was_told_and_not_long_before(full):
     def after(seconds: float) -> Decision:
-        """The same worker after as many requests have ended as it said."""
+        """The same worker after `seconds`, in which as many requests have ended as it predicted."""
         state = cluster("a", max_running=8)
         fill(state, "a", 8, 40 - int(seconds / 0.154))
         return admit(state, asked())
@@ -154,7 +154,10 @@ def test_a_tenant_below_its_share_is_not_put_off_because_of_what_another_one_run
 
 
 def test_a_quiet_tenant_with_a_few_requests_at_once_is_not_taken_for_a_loud_one():
-    """The loud one is held down, so it holds no more than they do; what tells them apart is what they ask for."""
+    """Admission limits the loud tenant, so that it holds no more requests than the quiet ones.
+
+    Only their recent demand differs.
+    """
     state = cluster("a", max_running=8)
     fill(state, "a", 4, tenant="loud")
     fill(state, "a", 4, tenant="quiet")

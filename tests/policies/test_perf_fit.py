@@ -86,7 +86,7 @@ def test_a_batch_counts_as_often_as_it_was_measured():
 
 
 def slower(step: Step, factor: float) -> Step:
-    """The same step, so many times as long."""
+    """The same step with `factor` times the duration."""
     return replace(step, time_ms=factor * step.time_ms)
 
 

@@ -31,7 +31,7 @@ def cluster(
     ttft_slo_ms: float = 0.0,
     draining: tuple[int, ...] = (),
 ) -> ClusterState:
-    """Workers of four seats with so many requests each, four of them running."""
+    """Workers of four seats with this many requests each, four of them running."""
     state = ClusterState()
     limits = WorkerLimits(
         base_model=base, max_model_len=4096, max_running=4, max_waiting=1000, block_size=16, kv_blocks_total=1000,

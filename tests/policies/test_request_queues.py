@@ -63,7 +63,7 @@ class World:
         return seq
 
     def step(self) -> StepPlan[Sequence]:
-        """One step; what is complete ends."""
+        """One step. Complete requests end."""
         self.now_s += 1.0
         plan = self.core.decide(self.now_s)
         self.began += plan.admitted
@@ -75,12 +75,12 @@ class World:
         return plan
 
     def run(self, steps: int = 5000) -> None:
-        """Until nobody is left."""
+        """Steps until no request is left."""
         for _ in range(steps):
             if not self.core.busy:
                 return
             self.step()
-        raise AssertionError("somebody starves")
+        raise AssertionError("a request starves")
 
 
 # ---- clusters
@@ -266,7 +266,7 @@ def test_others_pass_only_if_they_end_before_the_one_without_adapter_memory_find
     assert world.began.index(blocked) < world.began.index(late)
 
 
-def test_who_passed_by_a_wrong_prediction_is_squashed_and_loses_no_token() -> None:
+def test_a_request_that_passed_by_a_wrong_prediction_is_preempted_and_loses_no_token() -> None:
     world = World(SizeQueues(10_000.0, TOKEN_BYTES), room=100, slots=8)
     large = world.add(4, 30, adapter="large", size=60)
     world.step()

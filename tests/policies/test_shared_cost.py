@@ -42,7 +42,7 @@ def test_an_idle_slow_worker_loses_to_a_busy_fast_one():
     assert motet(state, ask(adapter="")) == "fast"
 
 
-def test_a_loaded_adapter_is_worth_some_company_and_not_any():
+def test_a_loaded_adapter_outweighs_a_few_other_requests_but_not_many():
     state = cluster("here", "idle")
     state.put_adapter("here", "d8", "device")
     load(state, "idle", 4, rank=16)
@@ -86,12 +86,12 @@ def test_a_high_rank_request_goes_where_ranks_are_high_already_when_batches_are_
 def test_an_objective_that_breaks_outweighs_a_cheaper_worker():
     state = cluster("slow", "fast")
     slower(state, "slow", decode_base_ms=30.0)
-    load(state, "fast", 30)  # 18 ms per token, and everybody there pays
+    load(state, "fast", 30)  # 18 ms per token, for all requests there
     assert motet(state, ask(adapter="", tpot_slo_ms=200.0)) == "slow"
     assert motet(state, ask(adapter="", tpot_slo_ms=24.0)) == "fast"
 
 
-def test_a_newcomer_without_hurry_stays_away_from_those_with_a_strict_objective():
+def test_a_patient_request_avoids_a_worker_whose_requests_have_strict_objectives():
     state = cluster("strict", "lax")
     load(state, "strict", 20, tpot=14.5)
     load(state, "lax", 24, tpot=1000.0)
@@ -119,7 +119,7 @@ def test_a_worker_short_of_memory_is_left_alone():
     assert motet(state, ask(adapter="", rank=0)) == "tight"
 
 
-def test_a_worker_without_a_free_seat_makes_one_wait():
+def test_a_worker_without_a_free_seat_costs_waiting_time():
     state = cluster("full", "free", max_running=8)
     load(state, "full", 8, predicted=1000)
     load(state, "free", 7, predicted=1000)

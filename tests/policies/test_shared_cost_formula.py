@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def drawn(draw: random.Random, kernels: list[Kernel]) -> Seen:
-    """Some worker."""
+    """A random worker."""
     limits = worker_limits(
         max_running=draw.choice([4, 64]),
         kv_blocks_total=draw.choice([100, 900]),
@@ -54,7 +54,7 @@ def idle(**changes: Any) -> Seen:
 
 
 def told(workers: list[Seen]) -> ClusterState:
-    """The same workers as a scheduler has heard of them."""
+    """The same workers, as a scheduler knows them from messages."""
     state = ClusterState()
     for number, one in enumerate(workers):
         worker_id = f"w{number}"

@@ -46,7 +46,7 @@ def test_a_batch_that_never_changes_still_gives_a_right_prediction_for_itself():
 
 
 def test_coefficients_that_the_batches_cannot_tell_apart_do_not_wander_off():
-    """Every adapter of one rank: the LoRA load is the rows times it, so one of the two coefficients is anybody's guess."""
+    """With one rank for all adapters the LoRA load is rows times rank, so the steps do not tell the two coefficients apart."""
     random_ = random.Random(3)
     times = StepTimes(START_PERF)
     for _ in range(5000):
@@ -62,7 +62,7 @@ def test_coefficients_that_the_batches_cannot_tell_apart_do_not_wander_off():
 
 
 def test_a_worker_whose_steps_slow_down_for_other_reasons_still_says_that_a_row_costs_something():
-    """Small batches while other processes took the cores, large ones while they did not: rows seem to cost nothing."""
+    """Batches are small while other processes take the cores, and large while they do not, so rows seem to cost nothing."""
     random_ = random.Random(4)
     times = StepTimes(START_PERF)
     for _ in range(2000):

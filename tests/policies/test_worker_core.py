@@ -92,7 +92,7 @@ def test_a_request_is_in_the_core_and_in_the_view_from_its_assignment_on() -> No
     core.check()
 
 
-def test_those_who_waited_for_one_adapter_start_in_the_order_in_which_they_came() -> None:
+def test_requests_that_waited_for_one_adapter_start_in_the_order_in_which_they_came() -> None:
     core = core_with()
     for name in ("first", "second", "third"):
         core.on(assign(name, "a"), 0.0)
@@ -145,7 +145,7 @@ def test_a_lost_gateway_takes_its_own_requests_with_it() -> None:
     assert core.on(OwnerLost("g1"), 0.0) == [Stop("mine", 0)]
 
 
-def test_a_load_that_fails_answers_those_who_wait_and_the_next_one_tries_again() -> None:
+def test_a_load_that_fails_answers_the_waiting_requests_and_the_next_one_tries_again() -> None:
     core = core_with()
     core.on(assign("r1", "a"), 0.0)
     core.on(assign("r2", "a"), 0.0)
@@ -205,7 +205,7 @@ def test_a_full_disk_costs_a_file_that_is_not_needed() -> None:
     core.check()
 
 
-def test_a_moved_request_starts_when_its_blocks_and_its_adapter_are_there_whichever_comes_first() -> None:
+def test_a_moved_request_starts_when_its_blocks_and_its_adapter_are_there_in_either_order() -> None:
     for blocks_first in (True, False):
         core = core_with()
         fetch, load = core.on(assign("r", "a", fetch=True), 0.0)
@@ -233,7 +233,7 @@ def test_a_request_whose_blocks_still_come_can_be_cancelled_with_its_adapter_her
 
 @dataclass
 class World:
-    """An engine, an adapter store and gateways that do what they may do, late and in any order."""
+    """An engine, an adapter store and gateways that do everything they may do, late and in any order."""
 
     chance: random.Random
     core: WorkerCore[str] = field(default_factory=lambda: core_with(room=4 * SIZE, max_requests=12))
@@ -279,7 +279,7 @@ class World:
         self.on(Loaded(digest, SIZE, SIZE) if self.chance.random() < 0.8 else LoadFailed(digest, "broken"))
 
     def step(self) -> None:
-        """Some requests move and some end: those that were stopped, soon."""
+        """Some requests move and some end; stopped ones end soon."""
         some = [entry for entry in self.engine.values() if self.chance.random() < 0.3]
         ended = [entry for entry in some if entry.key in self.stopped or self.chance.random() < 0.3]
         for entry in ended:

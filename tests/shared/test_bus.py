@@ -123,11 +123,11 @@ async def test_a_connection_that_the_server_ends_for_good_is_known_to_be_lost(bu
 
 async def test_a_client_that_gave_up_reconnecting_is_known_to_be_lost(bus, nats_server, monkeypatch):
     async def broken(_: object) -> None:
-        raise ValueError("an answer that nobody foresaw")
+        raise ValueError("an unexpected answer")
 
     monkeypatch.setattr(bus.nc, "_connect_to_server", broken)
     nats_server.kill()
-    await eventually(lambda: "nobody foresaw" in bus.lost)
+    await eventually(lambda: "unexpected answer" in bus.lost)
 
 
 async def test_closing_is_no_loss(bus, connect):
@@ -137,8 +137,8 @@ async def test_closing_is_no_loss(bus, connect):
 
 
 @pytest.mark.parametrize("data", [b"\xc1 nothing", b"\x81\xaeadapter_digest\xa1\xff", b"\x81\xa1x" + b"\x91" * 100_000])
-def test_whatever_is_no_message_is_one_kind_of_error(data: bytes) -> None:
-    """msgspec raises other errors for strings that are not UTF-8 and for deep nesting."""
+def test_bytes_that_are_no_message_are_one_kind_of_error(data: bytes) -> None:
+    """msgspec raises different errors for strings that are not UTF-8 and for deep nesting."""
     with pytest.raises(msgspec.DecodeError):
         decode(data, Outcome)
 
@@ -155,7 +155,7 @@ async def test_after_a_reconnection_the_bus_is_connected_once_the_server_knows_i
     flush, go_on = bus.nc.flush, asyncio.Event()
 
     async def held_up(*args) -> None:
-        """What a reconnection does last: subscriptions are sent, and the answer says that they arrived."""
+        """The last action of a reconnection: subscriptions are sent, and the answer shows that they have arrived."""
         await go_on.wait()
         await flush(*args)
 

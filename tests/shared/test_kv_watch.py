@@ -192,7 +192,7 @@ async def test_a_hung_broker_makes_a_watch_stale_but_loses_no_lease(connect, nat
 
 @pytest.mark.parametrize("with_lease", [True, False])
 async def test_leases_that_cannot_be_renewed_do_not_end(connect, bus, with_lease: bool):
-    """A cluster electing a leader for the bucket takes seconds: the watch lives on, and no renewal gets through."""
+    """While a cluster elects a leader for the bucket, which takes seconds, the watch works but no renewal gets through."""
     lost: list[str] = []
     holders = [LeaseHolder(await connect(name), kind, name, "first") for kind, name in (("worker", "w1"), ("gateway", "g1"))]
     for holder in holders:
@@ -212,7 +212,7 @@ async def test_leases_that_cannot_be_renewed_do_not_end(connect, bus, with_lease
     await asyncio.sleep(EXPIRY_S + 1.0)  # time itself is the input here
     assert watch.ids() == ["w1"] and lost == []
     holders[1]._renew = renewals[1]
-    await eventually(lambda: lost == ["w1"])  # somebody can renew, so whoever does not is gone
+    await eventually(lambda: lost == ["w1"])  # renewals get through again, so a lease without one has ended
 
 
 @pytest.mark.parametrize("jump_s", [-3600, 3600])

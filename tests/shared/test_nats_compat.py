@@ -65,7 +65,7 @@ async def test_only_our_client_refuses_to_send_a_password_over_a_connection_with
 
 @pytest.fixture
 async def pair(tmp_path: Path) -> AsyncIterator[list[NatsServer]]:
-    """Two servers that know nothing of each other."""
+    """Two servers that are not connected to each other."""
     servers = [NatsServer(tmp_path / name) for name in ("one", "two")]
     for server in servers:
         await server.start()
@@ -75,7 +75,9 @@ async def pair(tmp_path: Path) -> AsyncIterator[list[NatsServer]]:
 
 
 async def test_a_frozen_server_is_left_for_another_one_without_waiting_for_its_greeting(pair: list[NatsServer]) -> None:
-    """Eight clients: by chance alone half of them would try the frozen server first, and wait two seconds for its greeting."""
+    """There are eight clients: if they chose at random, half of them would try the frozen server first, and wait two seconds
+    for its greeting.
+    """
     async with contextlib.AsyncExitStack() as stack:
         clients = []
         for _ in range(8):
@@ -154,7 +156,7 @@ async def test_a_reconnection_that_fails_in_an_unforeseen_way_is_noticed(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(_: object) -> None:
-        raise ValueError("nobody foresaw this")
+        raise ValueError("an unexpected error")
 
     client = nats_compat.NatsClient()
     async with connected(client, nats_server.url, reconnect_to_server_handler=client.next_server):
@@ -177,7 +179,7 @@ async def test_only_our_flush_includes_a_subscription_that_is_still_buffered(nat
 
 
 async def _ignore(_: Msg) -> None:
-    """A message whose arrival says nothing."""
+    """A handler for messages whose arrival does not matter."""
 
 
 async def test_the_library_buffers_without_limit_for_a_server_that_is_connected(nats_server: NatsServer) -> None:
@@ -252,7 +254,7 @@ async def test_only_our_way_of_leaving_a_queue_group_handles_what_has_arrived(na
 
 
 async def test_the_server_still_sends_what_it_chose_a_member_for(nats_url: str) -> None:
-    """After UNSUB and before the subscription is removed, the client still hands messages to it."""
+    """Between UNSUB and the removal of the subscription, the client still delivers messages to it."""
     async with connected(nats_compat.NatsClient(), nats_url) as client:
         heard: list[bytes] = []
 
@@ -335,7 +337,10 @@ async def _answer(msg: Msg) -> None:
 
 
 async def test_nodes_with_pinged_routes_send_no_requests_to_a_frozen_node(tmp_path: Path) -> None:
-    """The asker is on the first node. One member of the queue group is on the second, one moves there from the frozen third."""
+    """The requester is on the first node.
+
+    One member of the queue group is on the second, another one moves there from the frozen third.
+    """
     ports = _free_ports(3)
     routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
     async with contextlib.AsyncExitStack() as stack:

@@ -15,7 +15,7 @@ from motet.shared.errors import NotFound, Unavailable
 
 
 class Deaf:
-    """A store whose first answers never come."""
+    """A store whose first answers are lost."""
 
     def __init__(self, store: Any, lost: int) -> None:
         self._store, self._lost = store, lost

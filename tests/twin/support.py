@@ -86,7 +86,7 @@ def spec(
 
 
 def run(load: Workload, worker: WorkerSpec, *, workers: int = 3, max_run: int | None = None, **options: Any) -> Cluster:
-    """A finished run that left nothing behind. `max_run` bounds how many steps are advanced in one go."""
+    """A finished run, after which no worker has requests left. `max_run` bounds how many steps are advanced at once."""
     options.setdefault("bus", BusDelays(submit_ms=0.5, assign_ms=1.0, stream_ms=0.2))
     options.setdefault("scheduler", SchedulerSpec())
     cluster = Cluster(load, [worker] * workers, **options)
@@ -102,7 +102,7 @@ def run(load: Workload, worker: WorkerSpec, *, workers: int = 3, max_run: int | 
 
 
 def history(cluster: Cluster) -> dict[str, Any]:
-    """Everything that a run decided and measured, to the bit."""
+    """All decisions and measurements of a run, exact to the bit."""
     metrics = cluster.metrics
     columns = ("first_ps", "end_ps", "admitted_ps", "worker", "output_tokens", "refused")
     return {**{name: getattr(metrics, name).tolist() for name in columns}, "figures": cluster.summary()}

@@ -25,7 +25,7 @@ EAGER = BalanceSpec(config=RebalanceConfig(wait_ms=50.0, every_s=0.1, rest_s=0.5
 
 
 def always_the_first(state: ClusterState, ask: Ask, fit: np.ndarray, now_s: float, avg_resp_len: float) -> Choice:
-    """A policy that needs a planner."""
+    """A policy that always takes the first worker, so that a planner has work to do."""
     return Choice(min(np.flatnonzero(fit).tolist(), key=state.ids.__getitem__))
 
 
@@ -45,7 +45,9 @@ def test_every_request_ends_once_with_all_its_tokens(prefix_cache: bool) -> None
 
 
 def test_a_request_moves_in_every_phase() -> None:
-    """Waiting for its adapter, in the queue, in its prompt and in its output; also in the middle of a run of steps."""
+    """The phases are: waiting for its adapter, in the queue, in its prompt and in its output; also in the middle of a run of
+    steps.
+    """
     load = workload(seconds=4.0, rate=10.0)
     worker = replace(spec(max_running=4), storage=StorageModel(host_bytes=1 << 30, store=Link(200.0, 0.1)))
     cluster = Cluster(load, [worker] * 3, SchedulerSpec(admission="room"))
@@ -93,7 +95,7 @@ def test_a_moved_request_finds_its_full_blocks_where_it_goes() -> None:
     load = workload(seconds=0.3, rate=4.0)
 
     def move(fetch: bool) -> tuple[int, int]:
-        """Tokens of the request when it moved, and tokens that were found in the prefix cache."""
+        """(tokens of the request when it moved, tokens found in the prefix cache)"""
         cluster = Cluster(load, [linked()] * 2, FIRST)
         cluster.run(until_s=1.0)
         (request_id,) = list(cluster.workers[0].core.book)[:1]

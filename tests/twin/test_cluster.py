@@ -36,7 +36,7 @@ def test_steps_advanced_in_one_go_give_the_history_of_single_steps(setting: str,
     assert history(at_once) == history(one_by_one)
 
 
-def test_the_settings_of_that_test_do_what_they_say() -> None:
+def test_the_settings_of_the_test_above_do_what_they_say() -> None:
     worker, load = SETTINGS["prefix cache short of memory"]
     metrics = run(workload(0, **load), spec(**worker)).metrics
     assert metrics.preemptions and metrics.prefix_tokens and metrics.host_misses and metrics.evictions
@@ -94,7 +94,7 @@ def test_a_lone_request_takes_the_time_of_its_steps() -> None:
     assert figures["itl_ms"]["mean"] == pytest.approx(perf.decode_base_ms + perf.decode_row_ms)
 
 
-def test_a_cold_adapter_is_loaded_once_for_all_who_wait_for_it() -> None:
+def test_a_cold_adapter_is_loaded_once_for_all_waiting_requests() -> None:
     load = workload(0).take(np.arange(6))
     load = replace(load, arrival_s=np.zeros(6), adapter=np.zeros(6, np.int64))
     cluster = run(load, spec(host_bytes=1 << 30), workers=1, scheduler=None)

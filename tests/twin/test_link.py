@@ -46,9 +46,9 @@ def test_equal_seeds_give_equal_histories_and_runs_of_steps_change_nothing(cold_
 
 
 def test_assist_hides_what_waiting_for_copies_costs_and_the_free_choice_is_as_good() -> None:
-    loads, everybody = [workload(seed) for seed in range(5, 9)], SchedulerSpec(admission="room")  # all are served in every mode
+    loads, by_room = [workload(seed) for seed in range(5, 9)], SchedulerSpec(admission="room")  # all are served in every mode
     total = {
-        mode: sum(run(load, worker(mode, max_loras=4), scheduler=everybody).summary()["ttft_ms"]["mean"] for load in loads)
+        mode: sum(run(load, worker(mode, max_loras=4), scheduler=by_room).summary()["ttft_ms"]["mean"] for load in loads)
         for mode in ("auto", "blocking", "layerwise", "assist")
     }
     assert total["assist"] < total["layerwise"] <= total["blocking"]

@@ -46,7 +46,7 @@ def offered(load: float) -> Workload:
 
 
 def served(load: float, admission: Admission) -> tuple[float, float]:
-    """(requests inside their objectives per second, share of the interactive ones that are)."""
+    """(requests served within their objectives per second, that share of the interactive requests)."""
     workload = offered(load)
     limits = WorkerLimits(
         base_model="b", max_model_len=1024, max_running=SEATS, max_waiting=256, block_size=16, kv_blocks_total=4000,

@@ -50,7 +50,7 @@ def host(room: int, disk: int | None = None) -> tuple[Host, Events]:
 
 
 def load(tier: Host, events: Events, digest: str) -> int:
-    """Acquire and wait; how many milliseconds it took."""
+    """Acquire an adapter and wait. Returns how many milliseconds it took."""
     began, came = events.now_ps, []
     if tier.acquire(ref(digest), lambda: came.append(events.now_ps)):
         return 0

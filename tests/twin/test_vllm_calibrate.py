@@ -49,7 +49,7 @@ def write(folder: Path, name: str, columns: str, lines: Sequence[Sequence[object
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Tables of one model that follow `TRUE_MS` exactly, and one run."""
+    """Tables of one model that match `TRUE_MS` exactly, and one run."""
     slots = [(f"s{a}-{s}", MODEL, a, s, truth(1, 1, 60, a, s, 0, mixed=False)) for a in (8, 64, 256) for s in (8, 16, 32)]
     write(tmp_path, "overhead_slots_itl_v085.csv", "run_id,model,A_max,S_max,itl_median_ms", slots)
     latency, summary, bins = [], [], []

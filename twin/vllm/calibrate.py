@@ -37,7 +37,7 @@ MIN_STEPS = 4  # bins with fewer steps are noise
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured step duration. `kind` is the sort of measurement."""
+    """One measured step duration. `kind` names the kind of measurement."""
 
     kind: str
     x: NDArray[np.float64]
@@ -46,14 +46,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What is known of one model on one GPU type."""
+    """The fitted model of one base model on one GPU type."""
 
     steps: VllmStepModel
     kv_points: dict[int, list[tuple[int, float]]]  # by S_max: (A_max, KV tokens), A_max ascending
     errors: dict[str, float]  # mean relative error of the fit in percent, by kind of row
 
     def kv_tokens(self, a_max: int, s_max: int) -> int:
-        """KV capacity, between measured points by straight line; ValueError outside of them."""
+        """KV capacity in tokens, interpolated linearly between measured points. Raises ValueError outside of them."""
         points = self.kv_points.get(s_max)
         if not points or not points[0][0] <= a_max <= points[-1][0]:
             raise ValueError(f"no KV size was measured around A_max {a_max}, S_max {s_max}")
@@ -61,7 +61,7 @@ class Calibration:
 
 
 def calibrate(folder: Path) -> dict[str, Calibration]:
-    """Fit every model that the tables of a folder know. Errors: `FileError`, FileNotFoundError."""
+    """Fit every model in the tables of a folder. Raises FileError, FileNotFoundError."""
     samples = _samples(folder)
     loads = _loads(folder)
     scan_us = _scan_us(folder)
@@ -92,7 +92,7 @@ def fit(samples: list[Sample]) -> tuple[dict[str, float], dict[str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class _Setup:
-    """A calibration run as overhead_latency describes it."""
+    """A calibration run, as the table overhead_latency describes it."""
 
     kind: str
     batch: int  # max_num_seqs
@@ -101,7 +101,7 @@ class _Setup:
 
     @property
     def decode_context(self) -> float:
-        """Context tokens of a full batch in the middle of its outputs."""
+        """Context tokens of a full batch whose requests are halfway through their outputs."""
         return self.input_tokens + self.output_tokens / 2
 
 
@@ -133,7 +133,10 @@ def _samples(folder: Path) -> dict[str, list[Sample]]:
 
 
 def _full_steps(row: Row, setup: _Setup) -> Iterator[Sample]:
-    """All slots busy, requests end and start all the time: the median gap is a decode step, the p99 one a full mixed step."""
+    """Steps with all slots busy, in which requests end and start all the time.
+
+    The median gap between tokens is a decode step, the p99 gap a full mixed step.
+    """
     a_max, s_max, batch = row.integer("A_max", at_least=1), row.integer("S_max"), setup.batch
     batch = min(batch, row.integer("batch_max", at_least=1))
     distinct = a_max * (1 - math.exp(-batch / a_max))  # adapters are drawn evenly
@@ -174,7 +177,10 @@ def _bin(row: Row, setup: _Setup) -> Sample:
 
 
 def _loads(folder: Path) -> dict[str, tuple[float, float]]:
-    """By model, what a step with a load takes longer: (rank is S_max, rank is below it). Two steps in a hundred have one."""
+    """For each model, how many ms longer a step with a load takes: (rank equal to S_max, rank below it).
+
+    In these runs two steps in a hundred load an adapter, so the p99 step is one of them.
+    """
     ranks: dict[str, int] = {}
     for row in rows(folder, "overhead_loading_summary_v085"):
         if row.text("phase") == "serving":
@@ -194,7 +200,9 @@ def _loads(folder: Path) -> dict[str, tuple[float, float]]:
 
 
 def _scan_us(folder: Path) -> float:
-    """Scheduler microseconds per waiting request, where all slots are taken and it must look at all of them."""
+    """Scheduler microseconds per waiting request, where all slots are taken and the scheduler must look at all waiting
+    requests.
+    """
     x, y = [], []
     for row in rows(folder, "overhead_scheduler"):
         a_max, waiting = row.number("A_max"), row.number("waiting_mean")

@@ -25,7 +25,7 @@ TIME_WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """What is asked of one server, in order of arrival, and the rank of each adapter that is named."""
+    """The requests to one server, in order of arrival, and the rank of each adapter."""
 
     arrival_s: list[float]
     adapter: list[int]
@@ -37,10 +37,10 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiServer:
-    """How long a scrape blocks the front end, and how often the client scrapes.
+    """How long a scrape of the metrics blocks the front end, and how often the client scrapes.
 
-    The defaults are what writing and compressing such an answer takes with prometheus_client on one core: 6, 11, 16 and 21 us
-    per series at 4, 16, 50 and 150 names.
+    The defaults are the times to write and compress such an answer with prometheus_client on one core: 6, 11, 16 and 21 us per
+    series at 4, 16, 50 and 150 names.
     """
 
     scrape_every_s: float = 2.0  # pause between the end of a scrape and the next
@@ -51,7 +51,7 @@ class ApiServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the client measured over requests that completed inside the window. Latencies in ms, rates per second."""
+    """What the client measured, over requests that completed inside the window. Latencies in ms, rates per second."""
 
     completed: int
     refused: int  # no port was free
@@ -71,12 +71,12 @@ class Outcome:
 
     @property
     def total_tok_s(self) -> float:
-        """Input and output: the paper's throughput."""
+        """Input and output tokens per second, which is the paper's throughput."""
         return self.input_tok_s + self.output_tok_s
 
 
 class Client:
-    """Sends the workload, watches the engine's steps, and turns both into an `Outcome`."""
+    """Sends the workload, records the engine's steps, and turns both into an `Outcome`."""
 
     def __init__(self, work: Requests, api: ApiServer) -> None:
         self.work = work
@@ -119,7 +119,7 @@ class Client:
         return arrival_s
 
     def arrivals(self, now_s: float) -> list[int]:
-        """Requests that have reached the engine since the last call."""
+        """The requests that have reached the engine since the last call."""
         until_s = now_s if self.blocked_until_s is None else self.next_scrape_s
         times = self.work.arrival_s
         taken = []
@@ -145,7 +145,7 @@ class Client:
         self.names += 1
 
     def left(self, adapter: int) -> None:
-        """Its last one has left."""
+        """An adapter's last request has left the batch."""
         self.labels ^= self.running_word[adapter]
         self.names -= 1
 
@@ -155,17 +155,17 @@ class Client:
         self.names += 1
 
     def unqueued(self, adapter: int) -> None:
-        """None of its requests waits."""
+        """No request of an adapter waits any more."""
         self.labels ^= self.waiting_word[adapter]
         self.names -= 1
 
     def first_token(self, request: int, now_s: float) -> None:
-        """The end of the step that finished a prompt."""
+        """A prompt is finished: the end of its last step."""
         self.first_s[request] = now_s
         self.merged_before[request] = self.merged
 
     def finished(self, request: int, now_s: float) -> None:
-        """The end of a request's last step."""
+        """A request is finished: the end of its last step."""
         self.last_s[request] = now_s
         self.merged_within[request] = self.merged - self.merged_before[request]
         self.open -= 1
@@ -181,13 +181,13 @@ class Client:
         self.steps += steps
 
     def labelled(self) -> None:
-        """The front end has handled a step's outputs: its metrics name who runs and who waits by now."""
+        """The front end has handled a step's outputs, so its metrics now name the running and waiting adapters."""
         if self.labels not in self.seen:
             self.seen.add(self.labels)
             self.series_names += self.names
 
     def idle_until(self, until_s: float) -> None:
-        """Nothing runs until then."""
+        """Nothing runs until `until_s`."""
         self._scrape(until_s, until_s, 1.0, 0)
 
     def _scrape(self, from_s: float, to_s: float, step_s: float, decoding: int) -> None:
@@ -209,7 +209,7 @@ class Client:
     # ---- what it all was
 
     def outcome(self, end_s: float, *, preemptions: int, loads: int) -> Outcome:
-        """Over requests whose last token came before `end_s`; tokens are prompt and completion."""
+        """The outcome over requests whose last token came before `end_s`. Tokens are those of prompts and completions."""
         last_s = np.asarray(self.last_s)
         done = np.flatnonzero(last_s <= end_s)
         prompt = np.asarray(self.work.prompt_tokens)[done]

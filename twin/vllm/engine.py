@@ -40,7 +40,7 @@ class EngineConfig:
 
 
 class SimulatedVllm:
-    """Scheduler, adapter slots, KV blocks and clock of one run; `run` does it all."""
+    """vLLM's scheduler, adapter slots, KV blocks and clock in one run; see `run`."""
 
     def __init__(
         self, config: EngineConfig, steps: VllmStepModel, requests: Requests, api: ApiServer, *, advance_in_one_go: bool = True
@@ -90,7 +90,7 @@ class SimulatedVllm:
         self.end_steps: list[int] = []  # heap of the keys of `ends`
 
     def run(self) -> Outcome:
-        """Simulate the workload's window and return what its client would have measured."""
+        """Simulate the workload's window. Returns what its client would have measured."""
         end_s = self.work.duration_s
         while self.now_s < end_s:
             self._arrive()
@@ -130,7 +130,9 @@ class SimulatedVllm:
             heapq.heappush(self.heads_in if self.batch_of[adapter] else self.heads_out, (order, adapter))
 
     def _schedule(self) -> tuple[list[int], int, float, int]:
-        """One step's decisions: (requests whose prompt ends, prompt tokens, adapter load seconds, queue entries looked at)."""
+        """The decisions of one step: (requests whose prompt ends, prompt tokens, adapter load seconds, queue entries looked
+        at).
+        """
         budget = self.config.max_batched_tokens - self.decoding
         growing = self.grows_at[self.step % KV_BLOCK_TOKENS]
         preempted = False
@@ -192,7 +194,7 @@ class SimulatedVllm:
         return load_s, tokens, 0
 
     def _next_adapter(self) -> int | None:
-        """Adapter of the first waiting request that vLLM would take, None when the slots forbid all."""
+        """The adapter of the first waiting request that vLLM would take; None when no request has a slot."""
         first = self._top(self.heads_in, in_batch=True)
         if self.distinct >= self.config.a_max:
             return None if first is None else first[1]
@@ -222,7 +224,7 @@ class SimulatedVllm:
             self.client.unqueued(adapter)
 
     def _enter(self, request: int, adapter: int) -> float:
-        """Put a request into the batch; returns the seconds its adapter needs to get into a slot."""
+        """Put a request into the batch. Returns the seconds to load its adapter into a slot."""
         self.running[request] = None
         self.batch_of[adapter] += 1
         if self.batch_of[adapter] > 1:
@@ -255,7 +257,7 @@ class SimulatedVllm:
             heapq.heappush(self.heads_out, (queue[0][0], adapter))
 
     def _preempt(self, growing: int, budget: int) -> tuple[int, int]:
-        """Send the youngest request back to the queue; returns what it changes for (growing requests, token budget)."""
+        """Send the youngest request back to the queue. Returns the changes of (growing requests, token budget)."""
         request, _ = self.running.popitem()
         self.preemptions += 1
         if request == self.partial:
@@ -276,7 +278,7 @@ class SimulatedVllm:
     # ---- run
 
     def _run(self, prefills: list[int], prefill_tokens: int, extra_s: float) -> None:
-        """Let time pass: one step, or all steps up to the next event when the batch cannot change before it."""
+        """Let time pass: one step, or all steps up to the next event if the batch cannot change before it."""
         rows = self.decoding + len(prefills)
         tokens = self.decoding + prefill_tokens
         mixed = prefill_tokens > 0
@@ -343,7 +345,7 @@ class SimulatedVllm:
         self.ends[last].append(request)
 
     def _stop_decoding(self, request: int, steps: int) -> None:
-        """Take it out of the decodes after `steps` of them, and give its blocks back."""
+        """Remove a request from the decodes after `steps` of them, and free its blocks."""
         tokens = self.joined_tokens[request] + steps
         self.grows_at[self._phase(request)] -= 1
         self.decoding -= 1
@@ -357,7 +359,7 @@ class SimulatedVllm:
         self.client.finished(request, self.now_s)
 
     def _phase(self, request: int) -> int:
-        """Step modulo 16 in which a decoding request needs a new block: its next token would be the 17th of its last one."""
+        """The step modulo 16 in which a decoding request needs a new block, because its last block has 16 tokens."""
         return (self.joined_step[request] + 1 - self.joined_tokens[request]) % KV_BLOCK_TOKENS
 
 

@@ -21,7 +21,7 @@ FLAG_PORTS = "client_port_exhaustion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run as it was configured."""
+    """The configuration of a run."""
 
     run_id: str
     model: str
@@ -108,7 +108,7 @@ def _positive(row: Row, field: str, word: str) -> float:
 
 
 def requests(run: Run) -> Requests:
-    """The requests of a run, from nothing but its description."""
+    """The requests of a run, computed from its description alone."""
     times, adapters = arrivals(run.rates_req_s, run.duration_s, CLIENT_SEED)
     rng = np.random.default_rng(CLIENT_SEED)
     ranks = rng.permutation(run.ranks).tolist()
@@ -124,7 +124,7 @@ def requests(run: Run) -> Requests:
 
 
 def predict(run: Run, calibration: Calibration) -> Outcome:
-    """Simulate a run. ValueError when its KV size lies outside of what was measured."""
+    """Simulate a run. Raises ValueError when its KV size lies outside of what was measured."""
     config = EngineConfig(
         a_max=run.a_max,
         s_max=run.s_max,
@@ -135,7 +135,7 @@ def predict(run: Run, calibration: Calibration) -> Outcome:
 
 
 def published_twin(folder: Path) -> dict[str, tuple[float, float]]:
-    """What the paper's own twin predicted, by run: (tokens/s, ITL ms); empty where the folder has no such table."""
+    """What the paper's own twin predicted, by run: (tokens/s, ITL ms); empty if the folder has no such table."""
     if find(folder, "twin_reference") is None:
         return {}
     found = rows(folder, "twin_reference")

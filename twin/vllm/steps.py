@@ -38,10 +38,10 @@ TERMS = (
 def features(
     tokens: float, rows: float, context_tokens: float, a_max: int, s_max: int, distinct: float, *, mixed: bool
 ) -> NDArray[np.float64]:
-    """What a step's duration is linear in: [len(TERMS)], in the order of `TERMS`.
+    """The terms of a step, [len(TERMS)], in the order of `TERMS`. The duration of a step is linear in them.
 
-    `tokens` are the step's, `rows` those of its requests that yield one, `context_tokens` what its decodes have in the cache,
-    `distinct` the adapters in its batch; `mixed` steps have prompt tokens. `a_max` 0: the engine runs without LoRA.
+    `tokens`: of the step; `rows`: requests that get a token; `context_tokens`: tokens that the decodes have in the cache;
+    `distinct`: adapters in the batch; `mixed`: the step has prompt tokens. `a_max` 0: the engine runs without LoRA.
     """
     padded = _padded(tokens)
     expand = -(-padded // 64)
@@ -76,7 +76,7 @@ def _padded(tokens: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmStepModel:
-    """Fitted coefficients of one model: milliseconds per unit of each of `TERMS`, and what is not a term of the step."""
+    """Fitted coefficients of one model: milliseconds per unit of each of `TERMS`, and costs outside of the steps."""
 
     ms: dict[str, float]
     load_full_ms: float  # adapter whose rank is S_max
@@ -85,15 +85,15 @@ class VllmStepModel:
 
     @property
     def scan_s(self) -> float:
-        """Seconds per waiting request passed over."""
+        """Seconds per waiting request that the scheduler passes over."""
         return self.scan_us * 1e-6
 
     def load_s(self, rank: int, s_max: int) -> float:
-        """Seconds to bring an adapter from CPU memory into a slot."""
+        """Seconds to load an adapter from CPU memory into a slot."""
         return (self.load_full_ms if rank >= s_max else self.load_padded_ms) * 1e-3
 
     def table(self, a_max: int, s_max: int, max_tokens: int) -> StepTable:
-        """The model at one setting of the slots, looked up by the step's tokens."""
+        """The model at one setting of the slots, as a table by the tokens of a step."""
         weights = np.array([self.ms[term] for term in TERMS]) * 1e-3
         idle = [float(features(m, 0, 0, a_max, s_max, 0, mixed=False) @ weights) for m in range(max_tokens + 1)]
         one = [float(features(m, 0, 0, a_max, s_max, 1, mixed=False) @ weights) for m in range(max_tokens + 1)]
@@ -107,7 +107,7 @@ class VllmStepModel:
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """Seconds of a step by its tokens: without adapters, with adapters, and per adapter of the batch."""
+    """Seconds of a step by its tokens: without adapters, with adapters, and per adapter in the batch."""
 
     idle_s: list[float]
     used_s: list[float]

@@ -21,18 +21,18 @@ class Row:
     cells: dict[str, str | None]
 
     def error(self, field: str, reason: str) -> FileError:
-        """What to raise about a cell."""
+        """The error to raise about a cell."""
         return FileError(self.path, self.line, field, reason)
 
     def text(self, field: str) -> str:
-        """A cell as it is; the column must exist and the line must reach it."""
+        """The text of a cell. Raises FileError if the column does not exist or the line is too short."""
         value = self.cells.get(field)
         if value is None:
             raise self.error(field, "missing")
         return value
 
     def number(self, field: str, *, at_least: float = 0.0) -> float:
-        """A finite number that is not below `at_least`."""
+        """A finite number, `at_least` or more. Raises FileError for anything else."""
         text = self.text(field)
         try:
             value = float(text)
@@ -45,19 +45,19 @@ class Row:
         return value
 
     def integer(self, field: str, *, at_least: int = 0) -> int:
-        """A whole number that is not below `at_least`."""
+        """A whole number, `at_least` or more. Raises FileError for anything else."""
         value = self.number(field, at_least=at_least)
         if value != int(value):
             raise self.error(field, f"{self.text(field)!r} is not a whole number")
         return int(value)
 
     def optional(self, field: str) -> float | None:
-        """A number, or None where the cell is empty (not measured)."""
+        """A number; None where the cell is empty (not measured)."""
         return None if self.text(field) == "" else self.number(field)
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """The table `name`.csv or `name`.csv.gz in a folder, None when there is neither."""
+    """The table `name`.csv or `name`.csv.gz in a folder; None if neither exists."""
     for path in (folder / f"{name}.csv", folder / f"{name}.csv.gz"):
         if path.is_file():
             return path
@@ -65,7 +65,7 @@ def find(folder: Path, name: str) -> Path | None:
 
 
 def rows(folder: Path, name: str) -> Iterator[Row]:
-    """All rows of a table that must be there."""
+    """All rows of a table. Raises FileNotFoundError if there is none, FileError for a damaged one."""
     path = find(folder, name)
     if path is None:
         raise FileNotFoundError(f"{folder} has neither {name}.csv nor {name}.csv.gz")

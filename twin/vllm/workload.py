@@ -15,8 +15,8 @@ LENGTH_MAX_TOKENS = 1024  # the client's own limit for prompts; twice that for p
 def arrivals(rates_req_s: list[float], duration_s: float, seed: int) -> tuple[list[float], list[int]]:
     """Poisson arrivals of each adapter, merged: (seconds, adapter) in order of time.
 
-    As the client does it: one coroutine per adapter, all drawing their exponential gaps from one stream of numpy's legacy
-    generator in the order in which they wake, the first request after one gap.
+    They are drawn as the client does it: one coroutine per adapter. All draw exponential gaps from one stream of numpy's legacy
+    generator, in the order in which they wake up; the first request comes after one gap.
     """
     mean = sum(rates_req_s) * duration_s
     stream = np.random.RandomState(seed)
@@ -40,8 +40,8 @@ def arrivals(rates_req_s: list[float], duration_s: float, seed: int) -> tuple[li
 def lengths(count: int, mean_tokens: float, rng: np.random.Generator) -> list[int]:
     """`count` lengths with a given mean, between 4 and 1,024 tokens.
 
-    Nothing but the mean of the pool belongs to a run's description, so the distribution is the one of maximum entropy for
-    that mean and these bounds: an exponential, cut at both ends. (First turns of chats are close to it: many short ones.)
+    A run's description contains only the mean of its lengths. So the distribution is the one of maximum entropy for that mean
+    and these bounds: an exponential, cut at both ends. First turns of chats are close to it: many short ones.
     """
     low, high = float(LENGTH_MIN_TOKENS), float(LENGTH_MAX_TOKENS)
     if not low < mean_tokens < (low + high) / 2:
@@ -54,7 +54,7 @@ def lengths(count: int, mean_tokens: float, rng: np.random.Generator) -> list[in
 
 
 def _decay(mean: float, low: float, high: float) -> float:
-    """Rate of the exponential on [low, high] with this mean, by bisection."""
+    """The rate of the exponential on [low, high] that has this mean, by bisection."""
     small, large = 1e-6, 1.0
     for _ in range(100):
         rate = math.sqrt(small * large)

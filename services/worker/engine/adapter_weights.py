@@ -44,11 +44,11 @@ class HostAdapter:
     def from_blob(
         blob: Path | bytes, config: ModelConfig, *, dtype: torch.dtype | None = None, digest: str = ""
     ) -> HostAdapter:
-        """Map the file at a path, or take the bytes, check that the adapter fits the model, and cast it to `dtype`.
+        """Map the file at a path, or take the bytes; check that the adapter fits the model, and cast it to `dtype`.
 
-        The registry has validated it already; this is cheap (the header, and a hash where the caller does not know it) and
-        protects the engine from a blob that was registered for another base. Raises InvalidAdapter, or OSError when the
-        file cannot be opened.
+        The registry has validated the blob already. This check is cheap (the header, and a hash if the caller does not know it)
+        and protects the engine from a blob for another base model. Raises InvalidAdapter, or OSError when the file cannot be
+        opened.
         """
         fd = _memory(blob) if isinstance(blob, bytes) else os.open(blob, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -83,7 +83,7 @@ class HostAdapter:
         return adapter
 
     def rest(self) -> None:
-        """Hold no page of a mapped file until the weights are read again, which takes it from the system's page cache."""
+        """Release the pages of a mapped file. Reading the weights again takes them from the system's page cache."""
         self.memory.madvise(mmap.MADV_DONTNEED)
 
 

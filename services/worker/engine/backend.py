@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BackendMissing(Exception):
-    """A backend that cannot run on this machine or device."""
+    """The backend cannot run on this machine or device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Processes(Protocol):
 
     @property
     def capacity(self) -> Capacity:
-        """The work that they can take over at present."""
+        """The work that the processes can take over at present."""
 
     @property
     def failures(self) -> Mapping[str, int]:
@@ -81,11 +81,11 @@ class Processes(Protocol):
 
 
 class Backend(Protocol):
-    """One loaded model. The engine's thread alone calls it; only `forward` may wait, for the device."""
+    """One loaded model. Only the engine's thread calls it, and only `forward` may wait for the device."""
 
     @property
     def config(self) -> ModelConfig:
-        """Of the model."""
+        """The model's configuration."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,67 +97,71 @@ class Backend(Protocol):
 
     @property
     def lora_bytes_total(self) -> int:
-        """Device memory for adapters; where it is elastic, as of now."""
+        """Bytes of device memory for adapters. `divide` changes them."""
 
     @property
     def elastic(self) -> bool:
-        """Whether `divide` can be called: no fixed regions for KV blocks and adapters."""
+        """Whether `divide` can be called: KV blocks and adapters have no fixed regions."""
 
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
-        """From now on there are so many KV blocks and so many bytes for adapters, no more together than at the beginning.
+        """Divide the device's memory anew between KV blocks and adapters. Together they may not exceed the initial memory.
 
-        Before that, the content of blocks is copied, (from, to) in order. What is in use lies within the new limits then.
+        First the content of blocks is copied, (from, to) in order. Afterwards everything in use lies within the new limits.
         """
 
     @property
     def numerics(self) -> str:
-        """What the bytes of K and V depend on besides the model and its type: backends with the same compute the same."""
+        """Names what, besides the model and its type, determines the bytes of K and V.
+
+        Backends with equal values compute the same bytes.
+        """
 
     def read_kv(self, blocks: Sequence[int]) -> np.ndarray:
-        """A copy of these KV blocks in host memory, uint8 [n * kv_block_bytes]. Between steps."""
+        """A copy of these KV blocks in host memory, uint8 [n * kv_block_bytes]. Call it between steps."""
 
     def write_kv(self, blocks: Sequence[int], content: bytearray) -> None:
-        """Write what another backend of the same numerics, model and type has read. Between steps.
+        """Write blocks that another backend of the same numerics, model and type has read. Call it between steps.
 
-        Raises ValueError when the content is not as long as the blocks."""
+        Raises ValueError when the content is not as long as the blocks.
+        """
 
     def adapter_bytes(self, weights: HostAdapter) -> int:
         """Bytes of this adapter on the device."""
 
     def begin_load(self, slot: int, weights: HostAdapter) -> None:
-        """Copy an adapter into an empty slot, beside the steps where that is possible, else before this returns.
+        """Copy an adapter into an empty slot: beside the steps where that is possible, else before this returns.
 
         Raises kernels.PoolFull when memory is short, ValueError on a taken slot.
         """
 
     def loaded_layers(self, slot: int) -> int:
-        """Layers of this slot's adapter that are on the device: all of them once it is whole."""
+        """How many layers of the slot's adapter are on the device."""
 
     def bytes_ahead(self, slot: int) -> int:
-        """Bytes to copy until this slot's adapter is whole, those of the loads before it included."""
+        """Bytes to copy until the slot's adapter is complete, including the loads before it."""
 
     def free_adapter(self, slot: int) -> None:
-        """Empty a slot, also while it is being loaded; no row of a later step may name it until it is loaded again."""
+        """Empty a slot, also during a load. No later step may use the slot before its next load."""
 
     @property
     def link(self) -> LinkState:
-        """The link over which adapters reach the device; infinitely fast where a load is whole on return."""
+        """The link over which adapters reach the device. It is infinitely fast where a load is complete on return."""
 
     @property
     def assist(self) -> Processes | None:
-        """None without CPU LoRA processes."""
+        """The CPU LoRA processes; None without any."""
 
     @property
     def assist_relief(self) -> float:
-        """What a CPU process saves the device, as a share of the process's own time."""
+        """The time that a CPU process saves the device, as a share of the process's own time."""
 
     @property
     def assisted(self) -> AssistCounts:
-        """How many rows of adapters being copied were computed where so far."""
+        """The rows of unfinished adapters so far, by where they were computed."""
 
     @property
     def merged(self) -> MergedWeights | None:
-        """The copy of the weights with an adapter merged, for steps of `StepBatch.merged`; None unless it was asked for."""
+        """The copy of the weights with an adapter merged, for merged steps (`StepBatch.merged`); None if merging is off."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Write the rows' K and V and return the wanted logits, float32 [n, vocab], in the order of `logit_rows`.
@@ -166,4 +170,4 @@ class Backend(Protocol):
         """
 
     def close(self) -> None:
-        """End everything that runs beside the steps. No step follows."""
+        """End everything that runs beside the steps. No step may follow."""

@@ -17,7 +17,7 @@ from motet.shared.model import SamplingParams
 
 
 class Bans:
-    """The bans of one sequence; `tokens` is its prompt and output so far."""
+    """The tokens that one sequence may not draw. `tokens` is its prompt and output so far."""
 
     __slots__ = ("_allowed", "_always", "_tail", "_words")
 
@@ -31,11 +31,11 @@ class Bans:
 
     @staticmethod
     def of(sampling: SamplingParams, tokens: Sequence[int], prompt_tokens: int) -> Bans | None:
-        """None where everything may be drawn."""
+        """The bans of a sequence; None if every token may be drawn."""
         return Bans(sampling, tokens, prompt_tokens) if sampling.allowed_token_ids or sampling.bad_words else None
 
     def apply(self, logits: Tensor) -> None:
-        """Set what may not be drawn next to minus infinity. logits float32 [vocab], in place."""
+        """Set the logits of banned tokens to minus infinity. logits float32 [vocab], in place."""
         if self._allowed is not None:
             self._allowed = self._allowed.to(logits.device)
             kept = logits[self._allowed]
@@ -51,5 +51,5 @@ class Bans:
                 logits[completing] = -torch.inf
 
     def count(self, token: int) -> None:
-        """One more token is in the output."""
+        """Add a token to the output."""
         self._tail.append(token)

@@ -24,7 +24,10 @@ PAUSE_S = (0.0002, 0.02)  # shortest and longest pause while every request waits
 
 
 class DeviceAdapters:
-    """`changes` and `arrived` are taken with each step's output; `beside` says whether copies run beside the steps."""
+    """The adapters of an engine that are on the device or being copied to it.
+
+    `changes` and `arrived` are reported with each step. `beside`: copies run beside the steps.
+    """
 
     def __init__(self, runner: Backend, slots: AdapterSlots, perf: Callable[[], PerfModel]) -> None:
         self.beside = runner.link.bytes_per_s < math.inf
@@ -36,14 +39,14 @@ class DeviceAdapters:
         self._told: tuple[int, dict[str, int], dict[str, int]] = (0, {}, {})  # what the last CopyStats counted up to
 
     def begin(self, slot: int, adapter: HostAdapter) -> None:
-        """Raises what the runner raises when it cannot take the weights."""
+        """Copy an adapter into a slot. Raises what the backend raises when it cannot take the weights."""
         self._runner.begin_load(slot, adapter)
         self._weights[adapter.digest] = adapter
         if not self.beside:
             self.whole(adapter.digest)
 
     def whole(self, digest: str) -> None:
-        """Its copy is whole."""
+        """The copy of this adapter is complete."""
         adapter = self._weights.pop(digest)
         adapter.rest()
         self.arrived += 1
@@ -51,14 +54,14 @@ class DeviceAdapters:
         self.changes.append(ResidencyChange(digest, "device"))
 
     def left(self, digest: str, slot: int) -> None:
-        """The slot is free, whatever it held."""
+        """The adapter has left the device: free its slot, also during a copy."""
         self._runner.free_adapter(slot)
         self._weights.pop(digest, None)
         if self.resident.pop(digest, None) is not None:
             self.changes.append(ResidencyChange(digest, None))
 
     def modes(self, cold: ColdStarts | None, plan: StepPlan[LiveSequence]) -> tuple[dict[int, str], int]:
-        """{slot: mode} of the step's adapters that are under way, and how many of its rows belong to them."""
+        """{slot: mode} of the step's adapters that are being copied, and the number of their rows."""
         loading = self._slots.loading
         if cold is None or not loading:
             return {}, 0
@@ -82,25 +85,25 @@ class DeviceAdapters:
 
     @property
     def bytes_per_s(self) -> float:
-        """The link's rate, measured or given."""
+        """The measured or emulated rate of the link."""
         return self._runner.link.bytes_per_s
 
     @property
     def bytes_queued(self) -> float:
-        """Of all copies under way."""
+        """Bytes that all running copies still have to transfer."""
         return self._runner.link.bytes_queued
 
     def layers_loaded(self, digest: str, slot: int) -> int:
-        """Of a copy under way."""
+        """Layers on the device of an adapter that is being copied."""
         return self._runner.loaded_layers(slot)
 
     def bytes_ahead(self, digest: str, slot: int) -> int:
-        """Until this copy is whole."""
+        """Bytes to transfer until this copy is complete."""
         return self._runner.bytes_ahead(slot)
 
     @property
     def assist(self) -> AssistRates | None:
-        """The present abilities of the CPU processes; None without any, or before they have been measured."""
+        """The measured rates of the CPU processes; None without any, or before they have been measured."""
         assist = self._runner.assist
         if assist is None:
             return None
@@ -120,7 +123,7 @@ class DeviceAdapters:
     # ---- what is told
 
     def stats(self) -> CopyStats | None:
-        """Since the last time; None when nothing was copied and there are no CPU processes to tell of."""
+        """Statistics of copies since the last call; None when nothing was copied and there are no CPU processes."""
         assist = self._runner.assist
         if not self.beside or not (self._slots.loading or self.arrived or assist):
             return None

@@ -32,7 +32,10 @@ def bucket_for(rows: int, blocks: int, most_blocks: int) -> GraphSize | None:
 
 
 class DecodeBuffers:
-    """One bucket's inputs at fixed addresses, and the forward pass over them. Without `adapted` no row may name an adapter."""
+    """The inputs of one bucket at fixed addresses, and the forward pass over them.
+
+    Without `adapted` no row may use an adapter.
+    """
 
     def __init__(
         self, bucket: GraphSize, model: Model, cache: KvCache, pool: LoraPool, scratch_block: int, *, adapted: bool = True
@@ -49,7 +52,7 @@ class DecodeBuffers:
         self._lora = LoraBatch.reserve(pool, self._rows) if adapted else LoraBatch.build(pool, self._row_slot)
 
     def fill(self, batch: StepBatch) -> None:
-        """Put one step in: as many sequences as the bucket has or fewer, one row each."""
+        """Copy the inputs of a step into the buffers: one row for each sequence, at most as many as the bucket has."""
         missing = self._rows - len(batch.token_ids)
         scratch_slot = (self._scratch_block + 1) * self._cache.block_size - 1  # the last: its block never needs clearing
         self._token_ids.copy_(torch.from_numpy(_padded(batch.token_ids, missing, 0)))
@@ -68,7 +71,10 @@ class DecodeBuffers:
             self._row_slot = row_slot
 
     def run(self) -> torch.Tensor:
-        """Logits of every row, float32 [rows of the bucket, vocab]. Nothing here depends on what the buffers hold."""
+        """Logits of every row, float32 [rows of the bucket, vocab].
+
+        The kernels launched do not depend on the buffers' content.
+        """
         return self._model.forward(
             self._token_ids, self._positions, self._every_row, self._cache, self._attention, self._pool, self._lora
         )
@@ -87,8 +93,10 @@ class DecodeGraphs:
         self._captured = {key: captured for key, captured in self._captured.items() if not key[2]}
 
     def forward(self, batch: StepBatch, model: Model) -> torch.Tensor | None:
-        """The wanted logits by `model`, the merged one if the batch is; valid until the next call. None when the step does more
-        than decode or fits no bucket."""
+        """The wanted logits by `model`, which is the merged one for a merged batch. They are valid until the next call.
+
+        None when the step does more than decode or fits no bucket.
+        """
         rows = len(batch.token_ids)
         if rows != len(batch.context_lens):
             return None

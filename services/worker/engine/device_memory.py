@@ -29,7 +29,10 @@ class DeviceMemory:
     """Whether KV cache and adapter pool share the memory."""
 
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Between steps: copy blocks, (from, to) in order, then let the cache have so many and the pool so many bytes."""
+        """Divide the memory anew between KV cache and adapter pool, after copying blocks, (from, to) in order.
+
+        Call it between steps.
+        """
         with torch.inference_mode():
             self.cache.move(moves)
             self.pool.resize(lora_bytes)
@@ -37,11 +40,11 @@ class DeviceMemory:
 
 
 def reserve(options: BackendOptions, *, spare_blocks: int = 0, int8_kv: bool = False) -> DeviceMemory:
-    """The cache has `spare_blocks` more than the engine knows of. `int8_kv`: the steps can have a cache of 8 bits.
+    """Make the KV cache and the adapter pool. The cache gets `spare_blocks` more than the engine knows of.
 
-    Raises UnsupportedModel, and ConfigError when such a cache is asked for and cannot be had.
-
-    Where the memory is elastic, cache and pool are each as large as both together, of which no more is used than is theirs.
+    `int8_kv`: the steps support a cache of 8 bits. Raises UnsupportedModel, and ConfigError when an unsupported cache is asked
+    for. Where the memory is elastic, cache and pool are each reserved at the size of both together, and each uses only its
+    part.
     """
     config = read_model_config(options.model_dir)
     dtype, device = resolve_dtype(options.dtype, config), numbered(torch.device(options.device))
@@ -77,7 +80,7 @@ def reserve(options: BackendOptions, *, spare_blocks: int = 0, int8_kv: bool = F
 
 
 def weights_of(options: BackendOptions, memory: DeviceMemory, makers: Makers[M]) -> ModelWeights[M]:
-    """The checkpoint's weights, or random ones, in the memory's type on its device. Raises UnsupportedModel."""
+    """The checkpoint's weights, or random ones, in the memory's type and on its device. Raises UnsupportedModel."""
     if options.load_format == "dummy":
         return random_weights(memory.config, memory.dtype, memory.device, makers)
     return load_weights(options.model_dir, memory.config, memory.dtype, memory.device, makers)

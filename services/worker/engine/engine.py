@@ -45,10 +45,10 @@ log = logger("motet.worker.engine")
 
 
 class Engine:
-    """One model, many sequences. Owns KV accounting, adapter slots, queues and sampling state; the runner owns tensors.
+    """One model, many sequences. It owns KV accounting, adapter slots, queues and sampling state; the backend owns the tensors.
 
-    `perf` is what is known of step times now; `cold_start` forces one way for requests whose adapter is being copied; `merge`
-    has the constants of merging, where the backend can.
+    `perf` returns the present estimate of step times. `cold_start` forces one way to start requests whose adapter is being
+    copied. `merge` has the constants of merging, for a backend that can merge.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def kv_blocks_free(self) -> int:
-        """Blocks that a new sequence could get, cached ones without users and the room of idle adapters included."""
+        """Blocks that a new sequence could get, including unused cached blocks and the memory of idle adapters."""
         return self._core.kv_blocks_free
 
     @property
@@ -133,13 +133,13 @@ class Engine:
 
     @property
     def prefill_tokens_waiting(self) -> int:
-        """Tokens that are still to be prefilled, of waiting and running sequences."""
+        """Tokens of waiting and running sequences that are not prefilled yet."""
         behind = sum(live.length - live.computed for live in self._sequences())
         return behind - sum(1 for live in self._state.running if live.length - live.computed == 1)
 
     @property
     def cold_start(self) -> Forced:
-        """How requests start whose adapter is being copied; "auto" where copies do not run beside the steps."""
+        """How requests start whose adapter is being copied; "auto" where steps wait for copies."""
         cold = self._core.cold
         return cold.forced if cold is not None else "auto"
 
@@ -154,23 +154,23 @@ class Engine:
         return self._maker is not None
 
     def briefs(self) -> list[RequestBrief]:
-        """Every request here, waiting or running."""
+        """Every request of this engine, waiting or running."""
         return [live.brief() for live in self._sequences()]
 
     def residency(self) -> list[Residency]:
-        """Adapters on the device."""
+        """The adapters on the device."""
         return list(self._adapters.resident.values())
 
     def has_work(self) -> bool:
-        """Whether `step` would do or report anything, in `pause_s` at the earliest."""
+        """Whether `step` would compute or report anything, now or after `pause_s`."""
         core = self._core
         return bool(core.busy or core.slots.loading or self._output.items or self._adapters.changes)
 
     def add(self, request: EngineRequest, now_s: float) -> None:
-        """Queue a request; it arrived at `request.arrival_s`, and what it needs is looked at on the next step.
+        """Queue a request that arrived at `request.arrival_s`. It takes effect with the next step.
 
-        The caller has checked it (`admission.check`), and no request of this id is here. Raises InvalidAdapter for an adapter
-        that is larger than the device's adapter memory.
+        The caller has checked it (`admission.check`), and the engine has no request of this id. Raises InvalidAdapter for an
+        adapter that is larger than the device's adapter memory.
         """
         known = len(request.prompt) + len(request.output)
         assert request.prompt and len(request.prompt) < self.max_model_len >= known, "admission lets no such request in"
@@ -197,7 +197,7 @@ class Engine:
         return True
 
     def _keys_of(self, request_id: str, epoch: int) -> list[bytes]:
-        """The keys of a request's full blocks; none when it is not here."""
+        """The keys of a request's full blocks; none if the engine does not have the request."""
         live = self._find(request_id)
         return live.keys[: live.published] if live is not None and live.request.epoch == epoch else []
 
@@ -205,7 +205,7 @@ class Engine:
         return next((live for live in self._sequences() if live.request.request_id == request_id), None)
 
     def step(self, now_s: float) -> StepOutput:
-        """One batch through the model; with nothing to run, only what happened since the last step."""
+        """Run one batch through the model. With nothing to run, it only reports what happened since the last step."""
         stats = self._output.stats
         if self._maker is not None and self._core.busy:
             stats.merge_s = self._maker.advance(self._step_s)
@@ -232,10 +232,10 @@ class Engine:
         return self._take_output()
 
     def load_adapter(self, adapter: HostAdapter, over: Collection[str] | None = None) -> bool:
-        """Prefetch to the device if there is room (`BatchCore.load`, or with `over` `BatchCore.foresee`); whether it is there
-        or on its way. A step reports it.
+        """Prefetch an adapter to the device if there is room (`BatchCore.load`, or with `over` `BatchCore.foresee`).
 
-        Raises what the runner raises when it cannot take the weights.
+        Returns whether it is on the device or being copied; a step reports when it is there. Raises what the backend raises
+        when it cannot take the weights.
         """
         digest = adapter.digest
         size_bytes = self._runner.adapter_bytes(adapter)
@@ -254,23 +254,26 @@ class Engine:
         return True
 
     def pin_adapters(self, digests: Collection[str]) -> None:
-        """Evict these adapters, and no others, after all other adapters."""
+        """Pin these adapters, and no others: they are evicted after all other adapters."""
         self._core.slots.pinned = digests
 
     def unload_adapter(self, digest: str) -> bool:
-        """Drop from the device, copied or not, now or when the last request on it has ended; whether it is gone already."""
+        """Take an adapter off the device, complete or not: now, or when its last request has ended.
+
+        Returns whether it is gone already.
+        """
         self._core.unload(digest)
         self._sweep()
         return digest not in self._core.doomed
 
     def abort_all(self, error: MotetError) -> StepOutput:
-        """End every request with `error`. Returns their last items and everything else that is unreported."""
+        """End every request with `error`. Returns their last items and everything else that was not reported yet."""
         for live in self._sequences():
             self._fail(live, error)
         return self._take_output()
 
     def close(self) -> None:
-        """End what runs beside the steps."""
+        """End everything that runs beside the steps."""
         self._runner.close()
 
     def check(self) -> None:
@@ -340,7 +343,7 @@ class Engine:
         return drawn
 
     def _weigh_modes(self, copy: MergedCopy, plan: StepPlan[LiveSequence], stats: StepStats) -> None:
-        """Report a step to the merge policy: its time, to estimate the gain of merging, and its requests, for the credits."""
+        """Report a step to the merge policy: its duration for the gain of merging, its requests for the credits."""
         stats.time_ms = 1000 * self._step_s
         copy.observe(stats)
         assert self._core.modes is not None, "an engine with a merged copy chooses between modes"
@@ -392,7 +395,7 @@ class Engine:
     # ---- requests
 
     def _sequences(self) -> list[LiveSequence]:
-        """Every request here. The engine looks a request up by its id only to cancel it, so it keeps no index."""
+        """Every request of this engine. It looks a request up by its id only to cancel it, so it keeps no index."""
         return [*self._state.waiting, *self._state.running]
 
     def _make_live(self, request: EngineRequest) -> LiveSequence:
@@ -463,7 +466,7 @@ class Engine:
         stats.load_s = clock.now_s() - began_s
 
     def _divide_memory(self) -> None:
-        """The boundary between KV blocks and adapters has moved: so does that of the device's memory."""
+        """The boundary between KV blocks and adapters has moved: divide the device's memory accordingly."""
         boundary = self._core.boundary
         if boundary is None or not boundary.moved:
             return
@@ -488,7 +491,7 @@ class Engine:
 
 
 def _finish_of(live: LiveSequence) -> FinishReason | None:
-    """Whether the last token ended the sequence. Ending tokens before min_tokens cannot be drawn, so are not asked for."""
+    """Why the sequence ends with its last token; None if it continues. Ending tokens cannot be drawn before min_tokens."""
     if live.tokens[-1] in live.ending:
         return "stop"
     return "length" if live.length >= live.max_length else None

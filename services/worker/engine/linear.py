@@ -29,11 +29,11 @@ class Linear:
         return F.linear(x, self._weight, self._bias)
 
     def weight(self) -> torch.Tensor:
-        """The matrix [out, in] as it was given; where it is packed, a copy."""
+        """The matrix [out, in] as it was given; a copy of it where it is packed."""
         return self._weight.to_dense() if self._packed else self._weight
 
     def like(self, weight: torch.Tensor) -> Linear:
-        """The same with another matrix of the same shape."""
+        """A layer of the same kind with another matrix of the same shape."""
         return Linear(weight, self._bias)
 
 

@@ -63,7 +63,10 @@ def resolve_dtype(dtype: str, config: ModelConfig) -> torch.dtype:
 
 
 def quantization_of(option: str, config: ModelConfig) -> str:
-    """The base's: `option` ("none", "int8" or "int4"), or what the checkpoint has. Raises UnsupportedModel when both differ."""
+    """The base model's quantization: `option` ("none", "int8" or "int4"), or that of the checkpoint.
+
+    Raises UnsupportedModel when both differ.
+    """
     if config.quantization is None:
         return option
     if option not in ("none", config.quantization.name):
@@ -78,9 +81,9 @@ MakeLinear = Callable[[Sequence[torch.Tensor], "torch.Tensor | None"], M]
 
 @dataclass(frozen=True, slots=True)
 class Makers(Generic[M]):
-    """What turns matrices [out, in] and their biases, or None, into an M.
+    """Make a matrix M of a backend from weights [out, in] and their bias, or None.
 
-    Floats come in parts, one below the other, in the right type on the right device. A part may be mapped from the
+    Weights of floats come in parts, one below the other, in the right type on the right device. A part may be mapped from the
     checkpoint's file.
     """
 
@@ -137,7 +140,7 @@ def load_weights(
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, makers: Makers[M]) -> ModelWeights[M]:
-    """Weights of `config`'s shapes from a normal distribution, the same for the same kind of device; norms are 1."""
+    """Weights of `config`'s shapes from a normal distribution, always the same on one kind of device. Norms are 1."""
     draw = torch.Generator(device).manual_seed(0)
     sizes = _expected(config)
 
@@ -190,7 +193,7 @@ def _layer(prefix: str, config: ModelConfig, read: Read, matrix: MakeMatrix[M]) 
 
 
 def check_files(model_dir: Path, config: ModelConfig) -> list[Path]:
-    """The checkpoint's files, of which every tensor was checked against `config`. Raises UnsupportedModel."""
+    """The checkpoint's files, after a check of every tensor against `config`. Raises UnsupportedModel."""
     paths = _files(model_dir)
     with ExitStack() as stack:
         files = [stack.enter_context(opened(path)) for path in paths]
@@ -204,7 +207,7 @@ def projection_names(config: ModelConfig) -> set[str]:
 
 
 def parameters(config: ModelConfig) -> int:
-    """How many elements a checkpoint of this config has."""
+    """The number of elements in a checkpoint of this config."""
     return sum(math.prod(shape) for shape in _expected(config).values())
 
 
@@ -236,7 +239,7 @@ def _projections(config: ModelConfig) -> Iterator[tuple[str, str, tuple[int, int
 
 
 def _stored(config: ModelConfig) -> tuple[Shapes, Shapes]:
-    """The tensors that a checkpoint of this config has, and those that it may have."""
+    """The tensors that a checkpoint of this config must have, and those that it may have."""
     needed: Shapes = {name: (FLOATS, shape) for name, shape in _expected(config).items()}
     allowed: Shapes = {"lm_head.weight": needed.get("lm_head.weight", needed["model.embed_tokens.weight"])}
     q = config.quantization
@@ -295,7 +298,7 @@ def _files(model_dir: Path) -> list[Path]:
 
 
 def opened(path: Path) -> Any:
-    """A safetensors file, mapped; a context. Raises UnsupportedModel."""
+    """A context with a mapped safetensors file. Raises UnsupportedModel."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

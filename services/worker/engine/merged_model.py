@@ -30,9 +30,9 @@ PIECE = 1 << 18  # elements: about a millisecond on a core
 
 
 class MergedModel:
-    """The copy of one model. `shapes` is {module: (in, out)}; `dropped()` is called before its matrices go.
+    """The merged copy of one model's weights. It is used between two steps, by the thread that runs the steps.
 
-    The thread that runs the steps calls it, between two steps.
+    `shapes` is {module: (in, out)}; `dropped()` is called before the copy's matrices are freed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MergedModel:
         return len(self._pristine.layers) * self._itemsize * sum(fan_in * fan_out for fan_in, fan_out in changed)
 
     def begin(self, adapter: HostAdapter) -> None:
-        """Make the copy of this adapter instead of the one that is here. Raises MemoryError when a GPU has no room."""
+        """Begin a copy with this adapter; it replaces the present copy. Raises MemoryError when a GPU has no room."""
         self.drop()
         size = self.size(adapter)
         if self._device.type != "cpu":
@@ -68,7 +68,10 @@ class MergedModel:
 
     @torch.inference_mode()
     def advance(self, enough: Callable[[], bool]) -> bool:
-        """Compute pieces until `enough()` is true, which is called after each. Returns whether the copy is complete."""
+        """Compute pieces of the copy; `enough()` is called after each and ends the call.
+
+        Returns whether the copy is complete.
+        """
         while not self.whole and self.nbytes:
             if next(self._pieces, self) is self:
                 self.whole = True
@@ -77,14 +80,14 @@ class MergedModel:
         return self.whole
 
     def drop(self) -> None:
-        """The copy was dropped."""
+        """Drop the copy."""
         if self.nbytes:
             self._dropped()
         self.model.weights.layers[:] = self._pristine.layers
         self._pieces, self._room, self.whole, self.nbytes = iter(()), torch.empty(0), False, 0
 
     def _done(self) -> bool:
-        """Wait for the piece: a device computes asynchronously, and `enough` measures time."""
+        """Wait until the piece is computed: a device works asynchronously, and `enough` measures time."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return True

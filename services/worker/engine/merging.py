@@ -36,17 +36,20 @@ class MergedWeights(Protocol):
         """Bytes of a copy with this adapter."""
 
     def begin(self, adapter: HostAdapter) -> None:
-        """Make the copy of this adapter. Raises MemoryError when the system has no room."""
+        """Begin a copy with this adapter. Raises MemoryError when the system has no room."""
 
     def advance(self, enough: Callable[[], bool]) -> bool:
-        """Continue until `enough()`, called every few tenths of a millisecond, is true. Whether the copy is complete."""
+        """Compute the copy until `enough()`, called every few tenths of a millisecond, is true.
+
+        Returns whether it is complete.
+        """
 
     def drop(self) -> None:
-        """The copy was dropped."""
+        """Drop the copy."""
 
 
 class CopyMaker:
-    """`weights` are the backend's, `copy` is the policy's."""
+    """Makes the merged copy in slices between the steps. `weights` are the backend's, `copy` is the policy's."""
 
     def __init__(self, weights: MergedWeights, copy: MergedCopy) -> None:
         self._weights, self._copy = weights, copy
@@ -60,7 +63,7 @@ class CopyMaker:
         return self._weights.size(adapter)
 
     def follow(self, plan: StepPlan[LiveSequence], sequences: Iterable[LiveSequence]) -> None:
-        """Carry out the plan's decision on the copy, before the boundary of memory moves."""
+        """Begin or drop the copy as the plan says, before the boundary between KV blocks and adapters moves."""
         if plan.dropped:
             self._weights.drop()
             self._making = ""
@@ -76,7 +79,7 @@ class CopyMaker:
         self._slices = bool(plan.making) and not self._refused
 
     def advance(self, step_s: float) -> float:
-        """Compute a slice beside steps of this length. Returns the seconds that it took."""
+        """Compute a slice of the copy, short compared with a step of `step_s`. Returns the seconds that it took."""
         if not self._slices:
             return 0.0
         began_s = clock.now_s()

@@ -39,9 +39,9 @@ class Model:
         pool: LoraPool,
         lora: LoraBatch | AssistedStep,
     ) -> torch.Tensor:
-        """`token_ids`, `positions` int64 [rows], `logit_rows` int64 [n] -> logits float32 [n, vocab]; fills the cache.
+        """Logits float32 [n, vocab] of `logit_rows`, int64 [n]; fills the cache.
 
-        `lora` is an AssistedStep when adapters of the step are on their way.
+        `token_ids`, `positions`: int64 [rows]. `lora` is an AssistedStep when adapters of the step are being copied.
         """
         config, weights = self.config, self.weights
         x = F.embedding(token_ids, weights.embed)
@@ -76,7 +76,7 @@ class Model:
 
 
 class _Projections:
-    """A layer's fused matrices and the adapters' parts of them, which are begun first, so that all are computed at a time."""
+    """The fused matrices of a layer and the adapters' parts of them, which begin first so that both run side by side."""
 
     __slots__ = ("_assisted", "_layer", "_lora", "_pool")
 
@@ -105,7 +105,7 @@ class RotaryEmbedding:
         self._frequencies = frequencies.to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [rows] -> two [rows, 1, head_dim]."""
+        """cos and sin at `positions`, int64 [rows]: two [rows, 1, head_dim]."""
         angles = positions[:, None].float() * self._frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return (
@@ -115,7 +115,7 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """(frequencies float32 [head_dim / 2], factor on cos and sin). Llama 3.1's and YaRN's (arXiv 2309.00071) stretching."""
+    """(frequencies float32 [head_dim / 2], factor on cos and sin), stretched as in Llama 3.1 or YaRN (arXiv 2309.00071)."""
     powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     plain = 1.0 / powers
     if rope.type == "linear":

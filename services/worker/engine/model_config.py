@@ -92,7 +92,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """`config.json` and `generation_config.json`, already decoded. Raises UnsupportedModel."""
+    """The config from decoded `config.json` and `generation_config.json`. Raises UnsupportedModel."""
     family = _family(config)
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -192,7 +192,7 @@ def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _rope(config: Mapping[str, Any], max_len: int) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """The rotary embedding, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise UnsupportedModel(f"rope_parameters is {parameters!r}: an object is expected")
@@ -263,7 +263,10 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 
 def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """The generation config's ids, else the model's; chat models add their end-of-turn token only in the former."""
+    """The end tokens of the generation config, else of the model.
+
+    Chat models name their end-of-turn token only in the former.
+    """
     value = generation.get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id")

@@ -17,7 +17,7 @@ _FIRST_TOKENS = 64
 
 @dataclass(slots=True)
 class Penalised:
-    """The penalised rows of one batch: where they are in it, and where their counts are."""
+    """The penalised rows of one batch: their places in the batch and in the counts."""
 
     index: np.ndarray  # int64 [p], into the batch
     slots: np.ndarray  # int64 [p]
@@ -70,7 +70,7 @@ class PenaltyCounts:
             self._free.append(slot)
 
     def among(self, rows: np.ndarray, device: torch.device) -> Penalised | None:
-        """Which of `rows` are penalised; None if none is. Good until a row is seated or left."""
+        """The penalised ones of `rows`; None if there are none. Valid until a row is seated or left."""
         found = [(index, self._slot_of[row]) for index, row in enumerate(rows.tolist()) if row in self._slot_of]
         if not found:
             return None
@@ -99,7 +99,7 @@ class PenaltyCounts:
         logits.index_put_((rows, ids), change, accumulate=True)
 
     def count(self, penalised: Penalised, tokens: np.ndarray) -> None:
-        """One more of tokens[i] in the output of row i, for the penalised rows of the batch."""
+        """Count tokens[i] in the output of row i, for the penalised rows of the batch."""
         drawn, slots = tokens[penalised.index].tolist(), penalised.slots.tolist()
         columns = []
         for slot, token in zip(slots, drawn, strict=True):

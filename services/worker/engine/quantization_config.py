@@ -35,7 +35,7 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """The corresponding value of `--quantization`."""
+        """The value of `--quantization` that corresponds to it."""
         return f"int{self.bits}"
 
     def keeps(self, module: str) -> bool:
@@ -81,7 +81,7 @@ _WITHOUT_EFFECT = {
 
 
 def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """Of a decoded config.json; None for a checkpoint of floats. Raises UnsupportedModel."""
+    """The quantization in a decoded config.json; None for a checkpoint of floats. Raises UnsupportedModel."""
     value = config.get("quantization_config")
     if value is None:
         return None
@@ -166,7 +166,7 @@ def _drop_scheme(scheme: _Fields) -> None:
 
 
 class _Fields:
-    """An object of config.json whose fields must all be consumed."""
+    """An object of config.json. Every field must be consumed, so that none is ignored silently."""
 
     def __init__(self, path: str, value: Any) -> None:
         if not isinstance(value, dict):

@@ -38,7 +38,10 @@ class Report:
 
 
 def quantize(model_dir: Path, out: Path, bits: int, progress: Callable[[str], None] = lambda _: None) -> Report:
-    """`out` appears when it is whole. `progress` gets the name of each file. Raises UnsupportedModel, OSError."""
+    """Write a quantized copy of the checkpoint in `model_dir` to `out`, which appears when it is complete.
+
+    `progress` gets the name of each file. Raises UnsupportedModel, OSError.
+    """
     config = read_model_config(model_dir)
     if config.quantization is not None:
         raise UnsupportedModel(f"{model_dir} is {config.quantization.name} already: a checkpoint of floats is expected")
@@ -82,7 +85,7 @@ def quantize(model_dir: Path, out: Path, bits: int, progress: Callable[[str], No
 
 
 def describe(bits: int) -> dict[str, Any]:
-    """`quantization_config` of what is written."""
+    """The `quantization_config` for the written checkpoint."""
     weights: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
     weights |= {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": GROUP}
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}

@@ -29,7 +29,10 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def tensors_of(q: Quantization, module: str, n: int, k: int) -> tuple[Shapes, Shapes]:
-    """The tensors that a quantized `module` has, and those that it may have. Raises UnsupportedModel for a shape."""
+    """The tensors that a quantized `module` must have, and those that it may have.
+
+    Raises UnsupportedModel for an impossible shape.
+    """
     per_word = 32 // q.bits
     words_n, words_k = -(-n // per_word), -(-k // per_word)
     groups = -(-k // q.group_size) if q.group_size else 1
@@ -56,7 +59,10 @@ def tensors_of(q: Quantization, module: str, n: int, k: int) -> tuple[Shapes, Sh
 
 
 def read_module(q: Quantization, module: str, n: int, k: int, get: Callable[[str], torch.Tensor | None]) -> WholeNumbers:
-    """`get` gives a tensor of the checkpoint, whose shape is right, or None. Raises UnsupportedModel for its content."""
+    """The weights of a quantized `module`. `get` returns a tensor of the checkpoint, with its shape checked, or None.
+
+    Raises UnsupportedModel for invalid content.
+    """
 
     def one(name: str) -> torch.Tensor:
         tensor = get(f"{module}.{name}")

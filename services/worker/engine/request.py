@@ -57,7 +57,7 @@ class EngineRequest:
     images: list[Image] = field(default_factory=list)  # the prompt has the model's placeholder for each
 
     def brief(self, adapter_digest: str, rank: int, output_tokens: int, *, running: bool) -> RequestBrief:
-        """What a scheduler must know of it. `output_tokens`: so far; `running`: it is in a batch."""
+        """The facts of the request that a scheduler needs. `output_tokens`: so far; `running`: it is in a batch."""
         return RequestBrief(
             request_id=self.request_id,
             epoch=self.epoch,
@@ -101,7 +101,7 @@ class CopyStats:
 
 @dataclass(slots=True)
 class MergeStats:
-    """Merging in one step, of an engine that can merge an adapter into its weights."""
+    """Statistics of merging in one step, from an engine that can merge adapters."""
 
     merged: str  # digest of the one that was, "" for none
     switched: bool  # another one, or none, than in the step before
@@ -111,7 +111,7 @@ class MergeStats:
 
 
 class StepStats(Step, kw_only=True):
-    """The step record of a live engine: beside what step times depend on, what metrics and requests are told."""
+    """The step record of a live engine: what step times depend on, and facts for metrics and requests."""
 
     cached_tokens: int = 0  # tokens that admissions found in the prefix cache
     preempted: int = 0

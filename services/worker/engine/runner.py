@@ -29,20 +29,20 @@ from motet.services.worker.engine.step_batch import StepBatch
 
 
 class Steps(Protocol):
-    """The model over a KV cache and an adapter pool."""
+    """Runs the model over a KV cache and an adapter pool."""
 
     @property
     def assisted(self) -> AssistCounts:
-        """How many rows of adapters being copied were computed where so far."""
+        """The rows of unfinished adapters so far, by where they were computed."""
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
         """Logits of `batch.logit_rows`, float32 [n, vocab], valid until the next call; fills the cache.
 
-        `helpers` must name the slots of rows of which not all layers are loaded.
+        `helpers` must have the slots of all rows whose adapter is not completely loaded.
         """
 
     def close(self) -> None:
-        """No step follows."""
+        """Release everything. No step may follow."""
 
 
 class Loader(Protocol):
@@ -54,22 +54,22 @@ class Loader(Protocol):
 
     @property
     def link(self) -> LinkState:
-        """As of now."""
+        """The present state of the link."""
 
     def begin(self, slot: int, source: PackedLora, kept: Any) -> None:
-        """Copy an adapter of the pool's type; `kept` is held until the load is finished or cancelled."""
+        """Copy an adapter of the pool's type. `kept` is referenced until the load is finished or cancelled."""
 
     def cancel(self, slot: int) -> None:
-        """Write no more of this slot's load, if there is one."""
+        """Stop the load of this slot, if there is one: nothing more is written."""
 
     def finished(self) -> list[Any]:
         """The sources of completed loads, each returned once."""
 
     def mend(self, row_slot: np.ndarray) -> None:
-        """Before a step reads these rows' adapters: copy those whose loads have failed."""
+        """Copy the adapters of these rows whose loads have failed. Called before a step reads them."""
 
     def bytes_ahead(self, slot: int) -> int:
-        """Bytes to copy until this slot is whole, those of the loads before it included."""
+        """Bytes to copy until this slot is complete, including the loads before it."""
 
     def close(self) -> None:
         """End the copying."""
@@ -86,30 +86,30 @@ class LoadsBetweenSteps:
 
     @torch.inference_mode()
     def begin(self, slot: int, source: PackedLora, kept: Any) -> None:
-        """`kept` is not needed."""
+        """Copy the adapter before returning. `kept` is not needed."""
         self._pool.fill(slot, source)
 
     def cancel(self, slot: int) -> None:
-        """Nothing is under way."""
+        """Does nothing: no load is under way."""
 
     def finished(self) -> list[Any]:
-        """Nothing is kept."""
+        """Nothing: `begin` has completed each load."""
         return []
 
     def mend(self, row_slot: np.ndarray) -> None:
-        """A load that fails raises in `begin`."""
+        """Does nothing: a load that fails raises in `begin`."""
 
     def bytes_ahead(self, slot: int) -> int:
-        """Nothing is under way."""
+        """Always 0: no load is under way."""
         return 0
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Does nothing: no thread runs."""
 
 
 @dataclass(kw_only=True)
 class ModelRunner:
-    """A loaded model: a Backend made of these parts."""
+    """A loaded model: a `Backend` made of these parts."""
 
     memory: DeviceMemory
     steps: Steps
@@ -122,12 +122,12 @@ class ModelRunner:
 
     @property
     def config(self) -> ModelConfig:
-        """Of the model."""
+        """The model's configuration."""
         return self.memory.config
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, adapters and, unless it is in int8, the KV cache."""
+        """The type of weights, adapters and, unless it is in int8, the KV cache."""
         return self.memory.dtype
 
     @property
@@ -142,12 +142,12 @@ class ModelRunner:
 
     @property
     def lora_bytes_total(self) -> int:
-        """Device memory for adapters; where it is elastic, as of now."""
+        """Bytes of device memory for adapters. `divide` changes them."""
         return self.pool.bytes_total
 
     @property
     def lora_bytes_free(self) -> int:
-        """The free part of them."""
+        """Bytes of adapter memory that are free."""
         return self.pool.bytes_free
 
     @property
@@ -156,7 +156,7 @@ class ModelRunner:
         return self.memory.elastic
 
     def divide(self, kv_blocks: int, lora_bytes: int, moves: Sequence[tuple[int, int]]) -> None:
-        """From now on there are so many KV blocks and so many bytes for adapters; before that, blocks are copied."""
+        """Divide the memory anew between KV blocks and adapters, after copying blocks, (from, to) in order."""
         self.memory.divide(kv_blocks, lora_bytes, moves)
 
     def read_kv(self, blocks: Sequence[int]) -> np.ndarray:
@@ -165,7 +165,7 @@ class ModelRunner:
             return self.memory.cache.copy_out(blocks)
 
     def write_kv(self, blocks: Sequence[int], content: bytearray) -> None:
-        """Write what another runner of the same numerics, model and type has read."""
+        """Write blocks that another runner of the same numerics, model and type has read."""
         with torch.inference_mode():
             self.memory.cache.copy_in(blocks, content)
 
@@ -179,10 +179,10 @@ class ModelRunner:
             self.pool.load(slot, weights.packed)
 
     def begin_load(self, slot: int, weights: HostAdapter) -> None:
-        """`load_adapter`, beside the steps: its pages are taken now, `loaded_layers` says how many layers are there.
+        """`load_adapter` beside the steps: its pages are taken now, and `loaded_layers` says how many layers are there.
 
-        Whole on return where nothing copies beside the steps (torch on a CPU, unless a link or processes were asked for), or
-        when a cast is needed.
+        The load is complete on return where nothing copies beside the steps (torch on a CPU, unless a link or processes were
+        asked for), or when a cast is needed.
         """
         if weights.packed.arena.dtype != self.pool.arena.dtype:
             self.load_adapter(slot, weights)
@@ -191,11 +191,11 @@ class ModelRunner:
         self.loader.begin(slot, weights.packed, weights)
 
     def loaded_layers(self, slot: int) -> int:
-        """Layers of this slot's adapter that are on the device: all of them once it is whole."""
+        """How many layers of the slot's adapter are on the device."""
         return int(self.pool.loaded_layers[slot])
 
     def bytes_ahead(self, slot: int) -> int:
-        """Bytes to copy until this slot's adapter is whole, those of the loads before it included."""
+        """Bytes to copy until the slot's adapter is complete, including the loads before it."""
         return self.loader.bytes_ahead(slot)
 
     @property
@@ -205,16 +205,16 @@ class ModelRunner:
 
     @property
     def assisted(self) -> AssistCounts:
-        """How many rows of adapters being copied were computed where so far."""
+        """The rows of unfinished adapters so far, by where they were computed."""
         return self.steps.assisted
 
     def free_adapter(self, slot: int) -> None:
-        """Empty a slot, also while it is being loaded; no row of a later step may name it until it is loaded again."""
+        """Empty a slot, also during a load. No later step may use the slot before its next load."""
         self.loader.cancel(slot)
         self.pool.free(slot)
 
     def close(self) -> None:
-        """End everything that runs beside the steps. No step follows."""
+        """End everything that runs beside the steps. No step may follow."""
         if self.assist is not None:
             self.assist.close()
         self.loader.close()
@@ -233,7 +233,7 @@ class ModelRunner:
             return self.steps(batch, helpers)
 
     def _helpers(self, batch: StepBatch) -> Helpers | None:
-        """For the adapters of this step that are still being copied; None when all are whole."""
+        """Helpers for the adapters of this step that are still being copied; None when all are complete."""
         self.loader.mend(batch.row_slot)
         if not self.loader.under_way:
             return None

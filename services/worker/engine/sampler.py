@@ -42,7 +42,7 @@ _MASK_64 = (1 << 64) - 1
 
 @dataclass(slots=True)
 class Drawn:
-    """One token per asked row. `broken` lists indices whose logits were not finite; their token means nothing."""
+    """One token for each row. `broken`: indices of rows whose logits were not finite, so that their token means nothing."""
 
     tokens: np.ndarray  # int64 [n]
     broken: list[int] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _Batch:
 
 
 class Sampler:
-    """Sampling parameters of up to `seats` sequences; parameter arrays live on the host, logits wherever they are."""
+    """Draws tokens for up to `seats` sequences. Sampling parameters are on the host; logits may be on any device."""
 
     def __init__(self, seats: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -86,7 +86,7 @@ class Sampler:
 
     @torch.inference_mode()
     def seat(self, row: int, sampling: SamplingParams, tokens: Sequence[int], prompt_tokens: int, ending: set[int]) -> None:
-        """A sequence takes `row`: `tokens` is prompt and output so far, `ending` the ids that would end it."""
+        """A sequence takes `row`. `tokens` is its prompt and output so far; `ending` are the ids that would end it."""
         drawing = sampling.temperature >= GREEDY_BELOW
         self._temperature[row] = sampling.temperature if drawing else 0.0
         self._min_p[row] = sampling.min_p
@@ -211,10 +211,10 @@ def argmax(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def filter_probabilities(p: Tensor, min_p: np.ndarray, top_k: np.ndarray, top_p: np.ndarray) -> None:
-    """Set to 0 in place what may not be drawn: first by min_p and top_k, then by top_p of what those left.
+    """Set to 0 in place what may not be drawn: first by min_p and top_k, then by top_p of the rest.
 
-    p [d, vocab], each row summing to 1; min_p [d], relative to the row's largest; top_k [d], 0 for off; top_p [d], at
-    least 1 for off. Rows are not normalised again.
+    p [d, vocab], each row summing to 1; min_p [d], relative to the row's largest; top_k [d], 0 for off; top_p [d], at least 1
+    for off. Rows are not normalised again.
     """
     if min_p.any():
         _cut(p, p.amax(-1, keepdim=True) * _on(p, min_p)[:, None])
@@ -230,7 +230,7 @@ def filter_probabilities(p: Tensor, min_p: np.ndarray, top_k: np.ndarray, top_p:
 
 
 def _nucleus_cuts(p: Tensor, rows: np.ndarray, top_p: np.ndarray) -> Tensor:
-    """The smallest probability that still belongs to the fewest whose sum reaches top_p, [d, 1]; 0 outside `rows`."""
+    """The smallest probability in the smallest set of tokens whose sum reaches top_p, [d, 1]; 0 outside `rows`."""
     cuts = p.new_zeros(len(p), 1)
     vocab_size = p.shape[-1]
     candidates = min(CANDIDATES, vocab_size)

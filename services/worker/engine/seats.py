@@ -14,7 +14,7 @@ from motet.shared.model import RequestBrief
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LiveSequence(Sequence):
-    """A request inside the engine. `tokens` (of Sequence) is its prompt and all output so far."""
+    """A request inside the engine. `tokens` (of `Sequence`) is its prompt and all output so far."""
 
     request: EngineRequest
     prompt_tokens: int
@@ -37,7 +37,7 @@ class LiveSequence(Sequence):
 
 
 class Seats:
-    """Block tables and step buffers, allocated once. A batch is a set of views, good until the next `build`."""
+    """Block tables and step buffers of all seats, allocated once. A batch consists of views, valid until the next `build`."""
 
     def __init__(self, *, seats: int, max_step_tokens: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
@@ -52,7 +52,7 @@ class Seats:
         self._count = np.arange(max(max_model_len, seats) + 1)
 
     def take(self, live: LiveSequence) -> None:
-        """Seat a sequence that was just admitted, with all its blocks."""
+        """Seat a sequence that has just been admitted, with all its blocks."""
         live.row = self._free.pop()
         self._tables[live.row, : len(live.blocks)] = live.blocks
 
@@ -61,15 +61,15 @@ class Seats:
         live.row = -1
 
     def grew(self, live: LiveSequence) -> None:
-        """Its last block is new."""
+        """A sequence has got a new last block."""
         self._tables[live.row, len(live.blocks) - 1] = live.blocks[-1]
 
     def moved(self, live: LiveSequence) -> None:
-        """Its blocks have other ids now."""
+        """The ids of a sequence's blocks have changed."""
         self._tables[live.row, : len(live.blocks)] = live.blocks
 
     def build(self, plan: StepPlan[LiveSequence], stats: StepStats) -> tuple[StepBatch, np.ndarray, np.ndarray]:
-        """The plan as arrays; with it the seats [n] and lengths [n] of the sequences that get a token, decodes first."""
+        """The plan as arrays, with the seats [n] and lengths [n] of the sequences that get a token, decodes first."""
         size, decodes, prefills = self._block_size, plan.decodes, plan.prefills
         at, sequences = len(decodes), len(decodes) + len(prefills)
         rows = np.array([live.row for live in decodes] + [live.row for live in prefills], np.int64)

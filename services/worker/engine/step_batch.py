@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(slots=True)
 class StepBatch:
-    """The rows of one engine step, all numpy. Rows of a sequence stand together, in order of position."""
+    """The rows of one engine step as numpy arrays. Rows of a sequence stand together, in order of position."""
 
     token_ids: np.ndarray  # int64 [rows]
     positions: np.ndarray  # int64 [rows]
@@ -24,7 +24,7 @@ class StepBatch:
 
 
 def arranged(batch: StepBatch) -> StepBatch:
-    """The same batch, decoding sequences first and by length: attention takes neighbours of one length together."""
+    """The same batch with decoding sequences first, ordered by length: attention computes neighbours of one length together."""
     counts = np.diff(batch.seq_starts)
     order = np.lexsort((-batch.context_lens, counts > 1))
     if (order[1:] > order[:-1]).all():

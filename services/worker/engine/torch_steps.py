@@ -28,10 +28,10 @@ _log = logger(__name__)
 
 
 class TorchSteps:
-    """A model over a KV cache and an adapter pool, all on one device.
+    """Runs a model over a KV cache and an adapter pool, all on one device.
 
-    `graphs` is None where there are none, `beside` and `loader` where copies stop the steps, `processes` without CPU processes.
-    `merged` is set where adapters can be merged.
+    `graphs` is None without CUDA graphs; `beside` and `loader` are None where steps wait for copies; `processes` is None
+    without CPU LoRA processes; `merged` is set where adapters can be merged.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class TorchSteps:
 
     @property
     def assisted(self) -> AssistCounts:
-        """How many rows of adapters being copied were computed where so far."""
+        """The rows of unfinished adapters so far, by where they were computed."""
         return self._beside.counts if self._beside is not None else AssistCounts()
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
         """Logits of `batch.logit_rows`, float32 [n, vocab], valid until the next call; fills the cache.
 
-        `helpers` must name the slots of rows of which not all layers are loaded.
+        `helpers` must have the slots of all rows whose adapter is not completely loaded.
         """
         if helpers is not None:
             return self._assisted(arranged(batch), helpers)
@@ -77,7 +77,7 @@ class TorchSteps:
         return logits
 
     def close(self) -> None:
-        """No step follows."""
+        """Release everything. No step may follow."""
         if self._beside is not None:
             self._beside.close()
 
@@ -89,10 +89,10 @@ class TorchSteps:
         return self.merged.model
 
     def _assisted(self, batch: StepBatch, helpers: Helpers) -> torch.Tensor:
-        """A process may fail or be late: then the step runs again and waits for the copies instead.
+        """Run a step with CPU processes. If one fails or is late, the step runs again and waits for the copies instead.
 
-        Copies may stand still, too: a driver call of this thread can wait until the device is idle, and the loader then waits
-        for the driver. Such copies are given up, and made again before the step runs again.
+        Copies can stand still too: a driver call of this thread may wait until the device is idle, and the loader then waits
+        for the driver. Such copies are abandoned, and made again before the step is repeated.
         """
         assert self._beside is not None and self._loader is not None, "only a DeviceLoader has adapters on their way"
         processes, step = self._processes, self._beside.begin(batch.row_slot, helpers)
@@ -128,7 +128,7 @@ class TorchSteps:
         )
 
     def _observe(self, processes: CpuAssist, rows: int, began: Mark, ended: Mark) -> None:
-        """The step before this one is over by now: what the base takes for its rows."""
+        """Take in the duration of the step before this one, which is over by now."""
         last, self._timed = self._timed, (rows, began, ended)
         if last is not None:
             took_s = last[2].seconds_since(last[1])
@@ -139,7 +139,7 @@ class TorchSteps:
         return torch.from_numpy(array).to(self._cache.data.device)
 
     def _lora(self, row_slot: np.ndarray) -> LoraBatch:
-        """The step's adapter groups; steady decoding repeats the previous step's."""
+        """The adapter groups of the step. Steady decoding repeats those of the previous step."""
         if self._lora_batch.version != self._pool.version or not np.array_equal(row_slot, self._lora_rows):
             self._lora_batch = LoraBatch.build(self._pool, row_slot)
             self._lora_rows = row_slot.copy()
@@ -147,7 +147,7 @@ class TorchSteps:
 
 
 class _CopyWatch:
-    """Gives up a step's copies when no layer of any has come for `STANDSTILL_S`."""
+    """Abandons the copies of a step when no layer of any has arrived for `STANDSTILL_S`."""
 
     def __init__(self, pool: LoraPool, loader: DeviceLoader, slots: list[int]) -> None:
         self._pool, self._loader, self._slots = pool, loader, slots
@@ -156,7 +156,7 @@ class _CopyWatch:
         self._thread.start()
 
     def end(self) -> bool:
-        """The step is over; whether its copies were given up."""
+        """The step is over. Returns whether its copies were abandoned."""
         self._over.set()
         self._thread.join()
         return self._gave_up

@@ -24,7 +24,11 @@ NUMBERS = 0x7FFFFFFE
 
 @dataclass(eq=False)
 class CoreAdapters:
-    """`spawn(work)` makes a task of it. `was_read(digest, seconds, error)`: vLLM has read an adapter's files, or could not."""
+    """The adapters that vLLM has in slots and in host memory.
+
+    `spawn(work)` runs a coroutine as a task. `was_read(digest, seconds, error)`: vLLM has read an adapter's files, or has
+    failed to.
+    """
 
     spawn: Callable[[Coroutine[Any, Any, None]], None]
     was_read: Callable[[str, float, Exception | None], None]
@@ -33,7 +37,7 @@ class CoreAdapters:
     _numbers: dict[str, int] = field(default_factory=dict)
 
     def number(self, digest: str) -> int:
-        """vLLM's number of an adapter, derived from its digest; the next free one if two collide."""
+        """vLLM's number of an adapter, derived from its digest; the next free number if two collide."""
         number = self._numbers.get(digest)
         if number is None:
             number, taken = int(digest[:8], 16) % NUMBERS + 1, set(self._numbers.values())
@@ -43,8 +47,11 @@ class CoreAdapters:
         return number
 
     def bring(self, client: Any, adapter: PeftAdapter) -> bool:
-        """Order an adapter into a slot. Whether requests for it may follow at once: if vLLM has its weights, it comes before
-        they do. Otherwise vLLM reads files first, which can fail; `was_read` tells."""
+        """Load an adapter into a slot. Returns whether requests for it may follow at once.
+
+        They may if vLLM has its weights, because vLLM handles orders in sequence. Otherwise vLLM reads files first, which can
+        fail; `was_read` tells the result.
+        """
         from vllm.lora.request import LoRARequest
 
         order = client.add_lora_async(LoRARequest(adapter.digest, self.number(adapter.digest), str(adapter.folder)))
@@ -59,8 +66,10 @@ class CoreAdapters:
         return False
 
     def free(self, client: Any, digests: Iterable[str]) -> list[str]:
-        """Take adapters out of their slots. vLLM keeps their weights while the worker has its copy. Returns those that were
-        in one."""
+        """Take adapters out of their slots. Returns those that were in one.
+
+        vLLM keeps their weights as long as the worker has its copy.
+        """
         gone: list[str] = []
         for digest in digests:
             self.spawn(_done(client.collective_rpc_async("free_lora_slot", args=(self.number(digest),))))
@@ -90,6 +99,6 @@ class CoreAdapters:
 
 
 async def _done(order: Coroutine[Any, Any, Any]) -> None:
-    """Send a command that cannot fail unless the core has died, which is detected where its outputs are read."""
+    """Send a command that cannot fail unless the core has died."""
     with contextlib.suppress(Exception):
         await order

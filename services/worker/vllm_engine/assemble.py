@@ -39,7 +39,7 @@ class VllmAssembly:
 
 
 def make_engine(config: WorkerConfig, model_dir: Path, deliver: Callable[[StepReport], None]) -> VllmEngine:
-    """The engine, not started yet. Raises ConfigError for options that vLLM does not support."""
+    """The engine, not yet started. Raises ConfigError for options that vLLM does not support."""
     if config.engine.quantization != "none":
         raise ConfigError("--quantization: with --engine vllm it is vLLM's own, in --engine-args")
     if config.kv.kv_cache_dtype != "auto":
@@ -105,8 +105,10 @@ def assembly_of(config: WorkerConfig, engine: VllmEngine) -> VllmAssembly:
 
 
 def stored_type(model_dir: Path) -> str:
-    """`--dtype auto` as Motet means it, the checkpoint's own type; vLLM's `auto` stores float32 in 16 bits. Where the
-    checkpoint does not say, vLLM decides."""
+    """`--dtype auto` in Motet's sense, the checkpoint's own type. vLLM's `auto` would store float32 in 16 bits.
+
+    Where the checkpoint does not name a type, vLLM decides.
+    """
     try:
         config = json.loads((model_dir / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -117,8 +119,9 @@ def stored_type(model_dir: Path) -> str:
 
 
 def _slot_bytes(model_dir: Path, rank: int, width: int) -> int:
-    """Of one slot, padded to `rank`, in numbers of `width` bytes, where the model's shapes are known here; else 1: slots are
-    counted alone."""
+    """Bytes of one slot, padded to `rank`, in numbers of `width` bytes; 1 if the model's shapes are not known here, so that
+    only slots are counted.
+    """
     try:
         model = read_model_config(model_dir)
     except UnsupportedModel:

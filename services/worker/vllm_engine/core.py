@@ -40,7 +40,7 @@ CPU_BLOCK = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOptions:
-    """What a core is started with. `extra`: vLLM's own options, as on its command line."""
+    """The options of a core. `extra`: vLLM's own options, as on its command line."""
 
     model_dir: Path
     max_running: int
@@ -67,26 +67,29 @@ class Core:
     vocab_size: int
     eos_token_ids: frozenset[int]
     reader: ImageReader | None
-    """For prompts with images, where the model takes them."""
+    """The reader of images, for a model that takes images; else None."""
     takes_seeds: bool
     """vLLM 0.32 on a CPU crashes on a request with a seed whose prompt takes more than one step (`Generator.set_offset`)."""
     adapter_prefix: str = ""
-    """What vLLM's names of the text model's layers begin with: "model.", or more in a model that takes images; known after
-    `warm`. "" for a model without layers that our adapters change, such as BERT."""
+    """The beginning of vLLM's names of the text model's layers: "model.", or more in a model that takes images. It is known
+    after `warm`. "" for a model without layers that our adapters change, such as BERT."""
 
     @property
     def pools(self) -> bool:
-        """Whether its model makes embeddings, and no text."""
+        """Whether the model makes embeddings instead of text."""
         return bool(self.config.model_config.runner_type == "pooling")
 
     @property
     def speculates(self) -> bool:
-        """Whether it drafts tokens: then vLLM 0.32 takes neither `logit_bias` nor `min_p`."""
+        """Whether the core drafts tokens. vLLM 0.32 then supports neither `logit_bias` nor `min_p`."""
         return self.config.speculative_config is not None
 
     def check(self, params: Any) -> None:
-        """Complete vLLM's parameters of a request and check them, as its own front end would. Compiles a grammar, which takes
-        a while. Raises VLLMClientError or ValueError for what it cannot run."""
+        """Complete vLLM's parameters of a request and check them, as its own front end would. Compiling a grammar takes a
+        while.
+
+        Raises VLLMClientError or ValueError for parameters that it cannot run.
+        """
         config = self.config
         if self.pools:
             params.verify(config.model_config)
@@ -103,7 +106,7 @@ def padded_rank(rank: int) -> int:
 
 
 def words(options: VllmOptions) -> list[str]:
-    """vLLM's command line. Raises ConfigError for one of `OURS` in `extra`."""
+    """vLLM's command line. Raises ConfigError if `extra` contains one of `OURS`."""
     extra = shlex.split(options.extra)
     for word in extra:
         name = word.removeprefix("--").removeprefix("no-").split("=")[0].replace("_", "-")
@@ -179,7 +182,7 @@ def start_core(options: VllmOptions) -> Core:
 
 
 def _reader(config: Any) -> ImageReader | None:
-    """The reader of images of a model that takes them and generates text."""
+    """The image processor of a model that takes images and generates text; None for others."""
     if not config.model_config.is_multimodal_model or config.model_config.runner_type != "generate":
         return None
     from motet.services.worker.vllm_engine.images import ImageReader
@@ -189,9 +192,11 @@ def _reader(config: Any) -> ImageReader | None:
 
 
 async def warm(core: Core) -> None:
-    """Let a core compile what it compiles at first use, which takes it up to half a minute, before a request waits for that:
-    the kernel of log-probabilities, and a constraint. Then ask it for its layers. Raises ConfigError for a pooling model that
-    makes no embeddings and for several stacks of layers, or what the client raises when the core has died."""
+    """Let a core compile what it compiles at first use, so that no request waits for it; then ask for the names of its layers.
+
+    That is the kernel of log-probabilities, and a constraint: up to half a minute. Raises ConfigError for a pooling model that
+    makes no embeddings and for several stacks of layers, or the client's error when the core has died.
+    """
     from vllm.v1.engine import EngineCoreRequest
 
     if core.pools and "embed" not in (tasks := await core.client.get_supported_tasks_async()):
@@ -241,7 +246,7 @@ def _warm_pooling() -> Any:
 
 
 def _ends(model: Any) -> frozenset[int]:
-    """The tokens that end an answer, of the generation config or the model's."""
+    """The tokens that end an answer, from the generation config or the model."""
     told = model.try_get_generation_config().get("eos_token_id")
     if told is None:
         told = getattr(model.hf_text_config, "eos_token_id", None)
@@ -249,7 +254,7 @@ def _ends(model: Any) -> frozenset[int]:
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it is gone, also after a kill -9."""
+    """End this process when its parent is gone, also after a kill -9."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -35,7 +35,7 @@ def spread(
 
 
 def mend() -> None:
-    """Use `spread` in this process, whether vLLM has registered its own kernel already or not."""
+    """Use `spread` in this process, whether or not vLLM has registered its own kernel already."""
     if current_platform.is_cpu():
         cpu_triton_utils._expand_kernel_impl = spread
         if SPREAD in dispatcher._registry:

@@ -66,19 +66,22 @@ VLLM = Capabilities(
     serves=frozenset({"structured", "prompt_logprobs"}),
 )
 POOLING = replace(VLLM, logprobs=False, serves=frozenset({"embeddings"}))
-"""With a pooling model (`--runner pooling`)."""
+"""The capabilities of a pooling model (`--runner pooling`)."""
 AHEAD = 2
 """Requests in vLLM's queue beyond the sequences that it runs: a seat that becomes free is taken in the next step."""
 RESTARTS = 3
-"""Cores in a row that do not start before the worker is told that the engine has failed for good."""
+"""After this many cores in a row that do not start, the engine is reported as failed for good."""
 DEATHS = 8
-"""The same for cores in a row that die without a token: then not a single request kills them."""
+"""After this many cores in a row that die without a token, too: then the deaths are not caused by a single request."""
 STOP_S = 2.0
 
 
 @dataclass(eq=False)
 class VllmEngine:
-    """`deliver(report)` runs on the loop. `slot_bytes`: device memory of one adapter slot."""
+    """Runs vLLM as a worker's engine. `deliver(report)` runs in the event loop.
+
+    `slot_bytes`: device memory of one adapter slot.
+    """
 
     options: VllmOptions
     deliver: Callable[[StepReport], None]
@@ -101,14 +104,14 @@ class VllmEngine:
     _since_s: float | None = None
 
     kv = None
-    """Its blocks are in vLLM's own process."""
+    """None: vLLM's blocks are in its own process."""
 
     def __post_init__(self) -> None:
         self._adapters = CoreAdapters(self._spawn, self._was_read)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of vLLM under this worker, once it has started. Without a tokenizer it keeps to no constraint."""
+        """What vLLM can do under this worker, known once it has started. Without a tokenizer it follows no constraint."""
         if self.core.pools:
             return POOLING
         if self.core.tokenizer is None:
@@ -265,7 +268,10 @@ class VllmEngine:
             pass
 
     def _enter(self) -> bool:
-        """Carry out one decision: orders and requests reach vLLM in this order. Whether another one may let more enter."""
+        """Carry out one decision: commands and requests reach vLLM in this order.
+
+        Returns whether another decision may admit more.
+        """
         entries = self._entry.decide(now_s(), self._blocks_free)
         if entries.pauses:
             self._spawn(self._abort(self.core, [live.core_id for live in entries.pauses]))
@@ -286,7 +292,7 @@ class VllmEngine:
         return any(arrived)
 
     async def _send(self, core: Core, live: VllmSequence) -> None:
-        """Give vLLM a request that it can run. Threads compile constraints and read images, so the others do not wait."""
+        """Give a request to vLLM. Threads compile constraints and read images, so that other requests do not wait."""
         try:
             images = None
             if live.request.images and core.reader is not None:
@@ -309,7 +315,7 @@ class VllmEngine:
                 await core.client.add_request_async(request)
 
     def _drop(self, live: VllmSequence) -> None:
-        """Tell vLLM to forget a request, if it has it."""
+        """Tell vLLM to forget a request, if vLLM has it."""
         if live.core_id and self._up:
             self._spawn(self._abort(self.core, [live.core_id]))
 
@@ -470,7 +476,10 @@ class VllmEngine:
         self._flushing = False
 
     def _report(self, stats: StepStats, failure: Exception | None = None, ended_s: float = 0.0) -> None:
-        """`ended_s`: when a step ended, by the core's clock. It is ours too; but several outputs may be read at once."""
+        """Deliver a report. `ended_s`: when the step ended, by the core's clock.
+
+        The core's clock is also ours, but several outputs may be read at once.
+        """
         output, self._output = self._output, StepOutput()
         if stats is not output.stats:  # what happened between steps belongs to the step that follows
             stats.adapters_loaded += output.stats.adapters_loaded

@@ -17,7 +17,7 @@ LAYER = re.compile(r"(.*?)layers\.\d+\.(?:self_attn|mlp)\.")
 
 
 class BoundUniProc(UniProcExecutor):
-    """The model in the core's own process."""
+    """Runs the model in the core's own process."""
 
     def _init_executor(self) -> None:
         end_with_parent()
@@ -25,7 +25,7 @@ class BoundUniProc(UniProcExecutor):
 
 
 class BoundMultiproc(MultiprocExecutor):
-    """The model in processes of its own, which end with the core."""
+    """Runs the model in separate processes, which end with the core."""
 
     def _init_executor(self) -> None:
         end_with_parent()
@@ -36,11 +36,11 @@ class WorkerExtension:
     """Commands that vLLM lacks. vLLM adds this class to its worker class (`--worker-extension-cls`)."""
 
     def free_lora_slot(self, number: int) -> None:
-        """Take an adapter out of its slot and keep its weights in host memory. `number`: vLLM's of the adapter."""
+        """Take an adapter out of its slot and keep its weights in host memory. `number`: vLLM's number of the adapter."""
         self.model_runner.lora_manager._adapter_manager.deactivate_adapter(number)  # type: ignore[attr-defined]
 
     def layer_prefixes(self) -> list[str]:
-        """What the names of layers with LoRA begin with, before `layers.<n>`."""
+        """The beginnings of the names of layers with LoRA, before `layers.<n>`."""
         modules = self.model_runner.lora_manager._adapter_manager.modules  # type: ignore[attr-defined]
         found = (LAYER.match(name) for name in modules)
         return sorted({one[1] for one in found if one is not None})

@@ -29,7 +29,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompt:
-    """A prompt as vLLM's core takes it: its tokens, with as many placeholders as its images have embeddings, and the images."""
+    """A prompt in the form of vLLM's core: tokens with one placeholder for each embedding of an image, and the images."""
 
     tokens: list[int]
     features: list[Any]
@@ -44,7 +44,7 @@ class ImageReader:
 
     @property
     def most(self) -> int:
-        """Images that a prompt may have; 0 for a model that takes none."""
+        """The number of images that a prompt may have; 0 if the model takes none."""
         processor = self._inputs.renderer.mm_processor
         return processor.info.allowed_mm_limits.get("image", 0) if processor is not None else 0
 

@@ -30,7 +30,7 @@ _TYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class PeftAdapter:
-    """An adapter on the host. Its folder goes with it."""
+    """An adapter on the host. Its folder is deleted with this object."""
 
     digest: str
     rank: int
@@ -52,7 +52,7 @@ def peft_adapter(blob: Path, folders: Path, digest: str = "", prefix: str = PREF
 
 
 def write_peft(data: np.ndarray[Any, Any], index: BlobIndex, folder: Path, prefix: str = PREFIX) -> None:
-    """Both files. `data`: the blob's bytes."""
+    """Write both PEFT files. `data`: the blob's bytes."""
     scales = {scale for part in index.parts for scale, rank in zip(part.scales, part.ranks, strict=True) if rank}
     one = scales.pop() if len(scales) == 1 else None
     header: dict[str, object] = {}

@@ -30,7 +30,7 @@ SUSPECT_LOSSES = 2
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VllmSequence(Entrant):
-    """A request here. `core_id`: its id at vLLM, "" while it waits. `reported`: vLLM has said something of it."""
+    """A request in this engine. `core_id`: its id at vLLM, "" while it waits. `reported`: vLLM has sent output for it."""
 
     request: EngineRequest
     prompt_tokens: int
@@ -79,8 +79,10 @@ def sequence(request: EngineRequest, core: Core, slot_bytes: int) -> VllmSequenc
 
 
 def core_request(live: VllmSequence, core: Core, number: int, images: ImagePrompt | None = None) -> Any:
-    """The request in the form of vLLM's core. `number`: vLLM's of the adapter; `images`: of a prompt with images. Raises
-    BadRequest, or what vLLM raises for parameters that it does not take."""
+    """The request in the form of vLLM's core. `number`: vLLM's number of the adapter; `images`: for a prompt with images.
+
+    Raises BadRequest, or vLLM's error for parameters that it does not take.
+    """
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
 
@@ -112,7 +114,7 @@ def pooling_params(live: VllmSequence) -> Any:
 
 
 def sampling_params(live: VllmSequence, core: Core) -> Any:
-    """vLLM's parameters of a request for text. Raises as `core_request`."""
+    """vLLM's parameters of a request for text. Raises as `core_request` does."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     request, asked, output = live.request, live.request.sampling, live.output
@@ -159,8 +161,11 @@ def ending(request: EngineRequest, core: Core) -> set[int]:
 
 
 def pausable(request: EngineRequest, *, seeds: bool) -> bool:
-    """Whether vLLM continues the request as if it had not been interrupted. It would begin a constraint or a seed anew, and
-    would count output as prompt for penalties and forbidden words."""
+    """Whether vLLM can continue the request after a pause as if it had not been interrupted.
+
+    It cannot with a constraint or a seed, which it would begin anew, nor with penalties or forbidden words, for which it would
+    count the output as prompt.
+    """
     asked = request.sampling
     penalties = asked.presence_penalty or asked.frequency_penalty or asked.repetition_penalty != 1.0
     seeded = seeds and asked.temperature and asked.seed is not None
@@ -168,7 +173,7 @@ def pausable(request: EngineRequest, *, seeds: bool) -> bool:
 
 
 def constraint(asked: StructuredOutput) -> Any:
-    """vLLM's form of a constraint. Raises ValueError for JSON that is none."""
+    """vLLM's form of a constraint. Raises ValueError for invalid JSON."""
     from vllm.sampling_params import StructuredOutputsParams
 
     value: Any = asked.value
@@ -185,7 +190,7 @@ def constraint(asked: StructuredOutput) -> Any:
 
 
 def refusal(error: Exception, request: EngineRequest) -> MotetError:
-    """The error text for a client whose request vLLM does not accept."""
+    """The error text for a client whose request vLLM refused."""
     if isinstance(error, MotetError):
         return error
     from vllm.exceptions import VLLMClientError
@@ -204,12 +209,12 @@ def refusal(error: Exception, request: EngineRequest) -> MotetError:
 
 
 def float32_bytes(embedding: Any) -> bytes:
-    """A tensor of numbers as little-endian float32."""
+    """A tensor of numbers as little-endian float32 bytes."""
     return bytes(embedding.float().flatten().numpy().astype("<f4").tobytes())
 
 
 def token_logprobs(told: Any, most: int) -> list[TokenLogprobs]:
-    """Log-probabilities from vLLM's columns: the token itself, then the most likely ones."""
+    """Log-probabilities from vLLM's columns: of the token itself, then of the most likely ones."""
     return [
         TokenLogprobs(float(values[0]), [int(one) for one in ids[1 : most + 1]], [float(one) for one in values[1 : most + 1]])
         for ids, values in zip(told.logprob_token_ids, told.logprobs, strict=True)

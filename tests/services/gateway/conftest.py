@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 
 
 class Mesh:
-    """One running gateway and what surrounds it."""
+    """One running gateway, and the fake services around it."""
 
     def __init__(self, gateway: GatewayService, scheduler: FakeScheduler, workers: list[FakeWorker], bus: Bus) -> None:
         self.gateway, self.scheduler, self.workers, self.bus = gateway, scheduler, workers, bus
@@ -36,7 +36,7 @@ class Mesh:
         return self.workers[1]
 
     def say(self, *texts: str) -> None:
-        """Every worker answers with these texts, request by request (the last one again and again)."""
+        """Let every worker answer with these texts, request by request (the last one again and again)."""
         answers = [self.gateway.prompts.tokenizer.encode(text).ids for text in texts]
         for worker in self.workers:
             worker.speak = lambda _: answers.pop(0) if len(answers) > 1 else answers[0]

@@ -24,7 +24,7 @@ Connect = Callable[[str], Awaitable[Bus]]
 
 
 class FakeScheduler:
-    """Gives each request to the first worker that is not excluded. `submitted` holds what came."""
+    """Gives each request to the first worker that is not excluded. `submitted` holds the requests."""
 
     def __init__(self, bus: Bus, workers: list[str]) -> None:
         self.bus, self.workers = bus, workers
@@ -63,13 +63,13 @@ async def start_workers(connect: Connect, *names: str, pings: bool = True, **lim
 
 
 async def assigned(worker: FakeWorker, count: int = 1) -> GenerateRequest:
-    """The `count`-th request that `worker` got, once it is there."""
+    """The `count`-th request of `worker`, once it has arrived."""
     await eventually(lambda: len(worker.assigned) >= count)
     return worker.assigned[count - 1]
 
 
 async def cancelled(worker: FakeWorker, request_id: str, epoch: int | None = None) -> Cancel:
-    """The Cancel that `worker` got for this request, once it is there."""
+    """The Cancel for this request that `worker` received, once it has arrived."""
 
     def found() -> Cancel | None:
         cancels = [c for c in worker.controls if isinstance(c, Cancel) and c.request_id == request_id]
@@ -89,7 +89,7 @@ async def put_adapter(
     alias_of: str | None = None,
     pin: Pin | None = None,
 ) -> AdapterInfo:
-    """What the registry writes for an adapter."""
+    """Write what the registry writes for an adapter."""
     digest = digest or f"digest-of-{name}"
     kv = await bus.key_value(subjects.KV_ADAPTERS)
     stored = AdapterVersion(

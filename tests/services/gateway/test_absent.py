@@ -29,7 +29,7 @@ def test_a_failed_worker_is_named_with_its_reason_and_how_often_it_began() -> No
     assert absent.summary(24.0) == "1 failed"
 
 
-def test_a_worker_that_loads_its_model_is_no_mystery() -> None:
+def test_a_worker_that_loads_its_model_is_reported_as_loading() -> None:
     absent = Absentees("demo")
     absent.on_notice(notice("starting"), 1.0)
     assert absent.sentences(5.0) == ["w1 has been loading its model for 4 s"]
@@ -37,7 +37,7 @@ def test_a_worker_that_loads_its_model_is_no_mystery() -> None:
     assert absent.sentences(6.0) == []
 
 
-def test_a_worker_that_begins_again_and_again_is_not_hoped_for() -> None:
+def test_a_worker_that_restarts_again_and_again_does_not_count_as_loading() -> None:
     absent = Absentees("demo")
     for start in range(4):
         absent.on_notice(notice("starting", incarnation=str(start)), 10.0 * start)
@@ -64,7 +64,7 @@ def test_what_a_worker_said_at_its_end_outlives_its_lease_and_a_late_state(event
     assert not absent.all(3.0)
 
 
-def test_other_base_models_are_none_of_our_concern() -> None:
+def test_workers_of_other_base_models_are_ignored() -> None:
     absent = Absentees("demo")
     absent.on_notice(notice("failed", model="another"), 1.0)
     assert not absent.all(1.0)

@@ -25,7 +25,7 @@ ALREADY = (
 
 
 class FakeRegistry:
-    """Publishes what it is asked to; `asked` holds the messages, `uploads` what was in the object store."""
+    """Publishes whatever it is asked to. `asked` holds the messages, `uploads` the uploaded objects."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus

@@ -39,14 +39,14 @@ def resident_bytes() -> int:
 
 
 async def looks(count: int) -> None:
-    """Until the connections have been looked at so often."""
+    """Wait until the connections have been checked this many times."""
     until_s = now_s() + count * connections.LOOK_S * 1.2
     await eventually(lambda: now_s() > until_s)
 
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same limits, sooner."""
+    """The same limits with shorter times."""
     for name, value in (("HEAD_S", 0.3), ("BODY_S", 0.3), ("LOOK_S", 0.05)):
         monkeypatch.setattr(connections, name, value)
 
@@ -69,7 +69,7 @@ async def test_a_connection_that_does_not_finish_a_request_gets_an_error_and_is_
     assert not mesh.first.assigned
 
 
-async def test_who_sends_a_byte_now_and_then_is_closed_all_the_same(hurried: None, mesh: Mesh) -> None:
+async def test_a_connection_that_sends_a_byte_now_and_then_is_closed_too(hurried: None, mesh: Mesh) -> None:
     for first in (HEAD, HEAD + b"content-length: 100000\r\n\r\n"):
         streams = await connect_to(mesh.gateway.port, first)
         answer = asyncio.ensure_future(status_and_end(streams))

@@ -122,7 +122,7 @@ async def test_one_input_that_fails_fails_the_request_and_ends_the_others(mesh: 
     await eventually(lambda: not mesh.gateway.owner.inflight)
 
 
-async def test_without_a_worker_that_makes_them_the_answer_is_a_400(mesh: Mesh, client: Client) -> None:
+async def test_without_a_worker_that_makes_embeddings_the_answer_is_a_400(mesh: Mesh, client: Client) -> None:
     mesh.scheduler.refuse = BadRequest("model: no worker of demo serves embeddings", param="model")
     with pytest.raises(openai.BadRequestError, match="serves embeddings") as refused:
         await client.embeddings.create(model="demo", input="hello")

@@ -23,7 +23,7 @@ def guard(**changes: Any) -> Guard:
 
 
 def refused(guard: Guard, method: str = "POST", **headers: str) -> str | None:
-    """The field that a request is refused for."""
+    """The field for which a request is refused."""
     error = guard.refusal(method, Headers({"host": "localhost:8000"} | headers))
     return error.param if error else None
 

@@ -41,7 +41,7 @@ async def test_a_repeated_request_with_a_bad_objective_is_refused_like_the_first
         assert answer.status == 400 and (await answer.json())["error"]["param"] == "x-slo-tpot-ms"
 
 
-async def test_sent_twice_at_once_it_runs_once_and_both_get_the_answer(mesh: Mesh, http: aiohttp.ClientSession) -> None:
+async def test_a_request_sent_twice_at_once_runs_once_and_both_get_the_answer(mesh: Mesh, http: aiohttp.ClientSession) -> None:
     both = [asyncio.create_task(post(http, mesh)) for _ in range(2)]
     request = await assigned(mesh.first)
     await mesh.first.emit(request, 0, mesh.gateway.prompts.tokenizer.encode("hello").ids[:1], finish="length")

@@ -61,7 +61,7 @@ async def eyes(connect: Connect, bus: Any, seeing: GatewayService) -> Mesh:
 
 
 async def refused(mesh: Mesh, body: dict[str, Any]) -> tuple[int, str, str]:
-    """The status, the field that it names, and the words."""
+    """The status, the named field, and the text of the refusal."""
     async with (
         aiohttp.ClientSession() as http,
         http.post(f"{mesh.url}/v1/chat/completions", json=body) as answer,

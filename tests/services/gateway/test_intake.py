@@ -119,7 +119,7 @@ async def test_live_tokens_arrive_on_their_subject_and_end_with_an_empty_message
         (chat(request_id="not a word"), "invalid_value", "request_id"),
     ],
 )
-async def test_poison_goes_to_the_dead_letters_with_the_reason_and_the_next_request_runs(
+async def test_poison_becomes_a_dead_letter_with_the_reason_and_the_next_request_runs(
     mesh: Mesh, bus: Bus, body: Any, code: str, reason: str
 ):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -137,7 +137,7 @@ async def test_poison_goes_to_the_dead_letters_with_the_reason_and_the_next_requ
     await queue_is_empty(bus)
 
 
-@pytest.mark.parametrize("refusal", [Overloaded("full", retry_after_s=0.2), Unavailable("nobody there")])
+@pytest.mark.parametrize("refusal", [Overloaded("full", retry_after_s=0.2), Unavailable("no worker")])
 async def test_overload_is_no_answer_the_request_waits_for_its_turn(mesh: Mesh, bus: Bus, refusal: Exception):
     mesh.say("LATER")
     mesh.scheduler.refuse = refusal  # type: ignore[assignment]

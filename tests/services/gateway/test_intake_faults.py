@@ -40,7 +40,7 @@ async def redeliveries(bus: Bus, tenant: str = "acme") -> int:
 
 
 def again(gateway: GatewayService) -> intake.Intake:
-    """Another copy's intake, as after a restart."""
+    """The intake of another process, as after a restart."""
     return intake.Intake(gateway.bus, gateway.owner, gateway.planner, gateway.config, gateway.limits)
 
 

@@ -24,7 +24,7 @@ ADMIN = "mtt_admin-of-the-test"
 
 
 class Door:
-    """One gateway that asks for keys."""
+    """One gateway that requires keys."""
 
     def __init__(self, gateway: GatewayService, http: aiohttp.ClientSession) -> None:
         self.gateway, self._http = gateway, http

@@ -99,7 +99,7 @@ def test_a_file_gives_tenants_limits_of_their_own(tmp_path: Path) -> None:
     file.write_text(json.dumps({"large": {"requests_per_s": 100, "weight": 4}}))
     mixed = limits(tenant_requests_per_s=1.0, tenant_tokens_per_min=50, tenant_limits_file=str(file))
     assert (mixed.of("large").requests_per_s, mixed.of("large").weight, mixed.of("large").tokens_per_min) == (100, 4, 50)
-    assert mixed.of("anybody").requests_per_s == 1.0
+    assert mixed.of("any-other").requests_per_s == 1.0
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ async def test_a_request_carries_its_tenants_weight_to_the_scheduler(limited: Me
 async def test_a_request_of_one_token_has_no_time_per_token(
     mesh: Mesh, http: aiohttp.ClientSession, max_tokens: int, tpot_slo_ms: float
 ) -> None:
-    """Schedulers refuse newcomers that would slow such a request's neighbours down."""
+    """Schedulers refuse new requests that would slow down such a request's neighbours."""
     asked = {"model": "demo", "prompt": [1, 2], "max_tokens": max_tokens}
     asking = asyncio.ensure_future(http.post(mesh.url + "/v1/completions", json=asked, headers={"x-slo-class": "interactive"}))
     request = await assigned(mesh.first)

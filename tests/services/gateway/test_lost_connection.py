@@ -19,7 +19,7 @@ from tests.support import eventually
 
 
 async def close_for_good(bus: Bus) -> None:
-    """As any `-ERR` does that ends a connection: the client never reconnects after one."""
+    """Close the connection as an `-ERR` of the server does: the client never reconnects after it."""
     with contextlib.suppress(Exception):
         await bus.nc.publish("t.any", b"x" * bus.max_payload, headers={"and": "a header"})
 

@@ -181,7 +181,7 @@ async def test_stop_strings_end_the_text_and_never_leak(mesh: Mesh, client: Clie
 
 
 async def emit_with_logprobs(mesh: Mesh, text: str) -> None:
-    """Answer the first request with `text`, each token with itself and one impossible rival."""
+    """Answer the first request with `text`. Each token has itself and one impossible token as alternatives."""
     request, tokens = await assigned(mesh.first), mesh.gateway.prompts.tokenizer.encode(text).ids
     for i, token in enumerate(tokens):
         logprobs = [TokenLogprobs(-0.5, [token, 5], [-0.5, -math.inf])]

@@ -90,7 +90,7 @@ def tokens_of(deltas: list[TextDelta]) -> list[int]:
 
 
 async def speak(worker: FakeWorker, request: GenerateRequest, *, until: int | None = None) -> None:
-    """Emit TOKENS one by one from where the request stands, to the end or up to index `until`."""
+    """Emit TOKENS one by one from the request's present index on, to the end or up to index `until`."""
     start = len(unpack_tokens(request.output))
     stop = len(TOKENS) if until is None else until
     for index in range(start, stop):
@@ -293,8 +293,8 @@ async def test_losses_count_in_a_row_a_token_in_between_begins_anew(mesh: Mesh) 
     assert tokens_of(await read(stream)) == TOKENS
 
 
-async def test_a_part_that_is_away_for_a_while_is_waited_for(mesh: Mesh) -> None:
-    """A worker that cannot fetch an adapter now is no lost worker: accepted requests outlive the object store's absence."""
+async def test_the_gateway_waits_for_a_part_that_is_away_for_a_while(mesh: Mesh) -> None:
+    """A worker that cannot fetch an adapter now is not lost: accepted requests wait until the object store is back."""
     mesh.scheduler.workers = ["w1"]
     stream = await mesh.owner.open(job())
     for count in range(1, LOSSES_MAX + 3):
@@ -491,7 +491,7 @@ async def test_a_moved_request_whose_new_worker_refuses_goes_to_another_one(mesh
     stream = await mesh.owner.open(job())
     await speak(mesh.first, await assigned(mesh.first), until=3)
     await eventually(lambda: len(stream.tokens) == 3)
-    mesh.scheduler.refuse = Unavailable("nobody")
+    mesh.scheduler.refuse = Unavailable("no worker")
     await ask_to_move(mesh, "r1", 0, "w2")
     await eventually(lambda: len(mesh.scheduler.submitted) >= 3)
     mesh.scheduler.refuse = None

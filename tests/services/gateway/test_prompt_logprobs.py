@@ -33,7 +33,7 @@ async def test_vllms_field_tells_each_token_of_the_prompt(mesh: Mesh, client: Cl
     assert second["41"]["decoded_token"] == mesh.gateway.owner.detokenizer.token_text(41)
 
 
-async def test_a_chat_has_them_beside_its_choices(mesh: Mesh, client: Client) -> None:
+async def test_a_chat_has_prompt_logprobs_beside_its_choices(mesh: Mesh, client: Client) -> None:
     user: Any = [{"role": "user", "content": "hello"}]
     asking = asyncio.ensure_future(
         client.chat.completions.create(model="demo", messages=user, n=2, extra_body={"prompt_logprobs": 0})
@@ -61,7 +61,7 @@ async def test_echo_with_logprobs_scores_the_prompt_before_the_new_text(mesh: Me
     assert len(choice.logprobs.text_offset or []) == 4
 
 
-async def test_a_resumed_request_needs_them_no_more_once_they_are_known(mesh: Mesh, client: Client) -> None:
+async def test_a_resumed_request_does_not_ask_again_for_known_prompt_logprobs(mesh: Mesh, client: Client) -> None:
     asking = asyncio.ensure_future(client.completions.create(model="demo", prompt=PROMPT, extra_body={"prompt_logprobs": 1}))
     request = await assigned(mesh.first)
     await mesh.first.emit(request, 0, [50], prompt_logprobs=SCORES)
@@ -80,13 +80,13 @@ async def test_a_resumed_request_needs_them_no_more_once_they_are_known(mesh: Me
         ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
     ],
 )
-async def test_they_are_not_streamed(mesh: Mesh, client: Client, more: dict[str, Any], param: str) -> None:
+async def test_prompt_logprobs_are_not_streamed(mesh: Mesh, client: Client, more: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await client.completions.create(model="demo", prompt=PROMPT, extra_body=more)
     assert refused.value.param == param
 
 
-async def test_more_than_a_message_holds_are_refused(mesh: Mesh, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_than_fit_in_a_message_are_refused(mesh: Mesh, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("motet.services.gateway.planner.SCORES_MAX", 5)
     with pytest.raises(openai.BadRequestError, match="more than the 5") as refused:
         await client.completions.create(model="demo", prompt=PROMPT, extra_body={"prompt_logprobs": 1})

@@ -23,7 +23,7 @@ from tests.support import eventually
 
 @pytest.fixture
 async def mesh(connect: Connect, bus: Bus, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
-    """As the owner's, but leases never end: what is noticed here is noticed without them."""
+    """The mesh of the owner's tests with leases that never end, so that only the pulse can notice a dead worker."""
     monkeypatch.setattr(leases, "EXPIRY_S", 600.0)
     monkeypatch.setattr(pulse, "GRACE_S", 0.2)
     monkeypatch.setattr(pulse, "STRANGER_EVERY_S", 0.1)
@@ -43,7 +43,7 @@ async def mesh(connect: Connect, bus: Bus, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 async def begun(mesh: Mesh) -> Stream:
-    """A stream with two tokens from the first worker, which has been asked whether it lives."""
+    """A stream with two tokens from the first worker, which has already answered a ping."""
     stream = await mesh.owner.open(job())
     await speak(mesh.first, await assigned(mesh.first), until=2)
     await eventually(lambda: len(stream.tokens) == 2 and mesh.first.pings >= 2)

@@ -56,7 +56,7 @@ class Tenants(Door):
         return await self.ask("POST", "/v1/adapters", key, data=form)
 
     async def names(self, key: str, query: str = "") -> list[str]:
-        """What a caller finds in both lists."""
+        """The names that a caller finds in both lists."""
         adapters = [one["name"] for one in (await self.ask("GET", f"/v1/adapters{query}", key))[1]["data"]]
         models = [one["id"] for one in (await self.ask("GET", "/v1/models", key))[1]["data"] if one["parent"]]
         assert query or adapters == models

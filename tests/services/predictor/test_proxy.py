@@ -143,7 +143,7 @@ async def test_prompts_that_arrive_together_are_answered_in_few_batches() -> Non
     assert max(model.batches) <= BATCH_MAX and len(model.batches) <= 5 and found[0].basis == "proxy"
 
 
-async def test_a_proxy_that_is_too_busy_or_broken_leaves_the_answer_to_the_others() -> None:
+async def test_without_an_answer_of_the_proxy_the_other_prediction_is_used() -> None:
     model = Scripted()
     lane = ProxyLane(model, [], 100)
     found = await asyncio.gather(*(lane.estimate(ask("short"), OTHER) for _ in range(WAITING_MAX + 50)))
@@ -153,7 +153,7 @@ async def test_a_proxy_that_is_too_busy_or_broken_leaves_the_answer_to_the_other
     await lane.close()
 
 
-async def test_where_the_proxy_has_been_worse_the_other_answer_stands() -> None:
+async def test_where_the_proxy_has_been_worse_the_other_prediction_is_used() -> None:
     lane = ProxyLane(Scripted(), [], 100)
     for number in range(60):
         request = ask(f"a long prompt {number}", "d")

@@ -112,7 +112,7 @@ def features(text: str) -> bytes:
 
 
 async def teach(bus: Bus, count: int = 160) -> None:
-    """Outcomes of requests for one word and of requests for a story."""
+    """Outcomes of requests for one word, and of requests for a story."""
     for number in range(count):
         text, tokens = (f"say one word about {number}", 3) if number % 2 else (f"tell a story about {number}", 400 + number % 7)
         outcome = Outcome(adapter_digest="d", prompt_tokens=5, output_tokens=tokens, features=features(text))

@@ -32,7 +32,7 @@ from tests.support_adapters import write_base
 
 
 class Client:
-    """Asks the registry as a gateway does; refusals come back as the errors they were."""
+    """Sends requests to the registry as a gateway does. Refusals are raised as their errors."""
 
     def __init__(self, bus: Bus, roots: Path) -> None:
         self.bus, self.roots = bus, roots
@@ -72,7 +72,10 @@ class Client:
             return set()
 
     async def keys(self) -> set[str]:
-        """Keys in the adapters bucket. The client library's list would be empty when keys arrive before it asks how many."""
+        """Keys in the adapters bucket.
+
+        The client library's list would be empty when keys arrive before it asks how many there are.
+        """
         prefix = f"$KV.{subjects.KV_ADAPTERS}."
         info = await self.bus.js.stream_info(f"KV_{subjects.KV_ADAPTERS}", subjects_filter=prefix + ">")
         kv = await self.bus.key_value(subjects.KV_ADAPTERS)
@@ -85,7 +88,7 @@ class Client:
 
 
 def snapshot(*requests: RequestBrief, seq: int = 1, worker: str = "w1", incarnation: str = "first") -> WorkerSnapshot:
-    """A worker's state in which nothing but its requests matters."""
+    """A worker's state in which only its requests matter."""
     return WorkerSnapshot(
         worker_id=worker,
         incarnation=incarnation,

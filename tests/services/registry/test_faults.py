@@ -24,13 +24,13 @@ from tests.support_adapters import write_adapter
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every worker is silent at once, and versions wait for nothing but requests on their way to another worker."""
+    """Every worker counts as silent at once, and versions wait only for requests on their way to another worker."""
     monkeypatch.setattr(registry_store, "UNUSED_S", -1.0)
     monkeypatch.setattr(usage, "STALE_S", -1.0)
 
 
 def on_worker(registry: RegistryService, worker_id: str) -> set[str]:
-    """The versions on which a worker has requests, as far as the registry heard."""
+    """The versions on which a worker has requests, as far as the registry knows."""
     return {brief.adapter_digest for brief in registry._usage._shelf.of(worker_id).requests.values()}
 
 
@@ -78,7 +78,7 @@ async def test_a_clock_that_jumps_ahead_drops_no_claim_and_no_version(
     client: Client, registry: RegistryService, roots: Path, monkeypatch: pytest.MonkeyPatch
 ):
     digest = await replaced(client, registry, roots)
-    under_way = await registry._store._claim("f" * 64, "somebody-is-storing-this")
+    under_way = await registry._store._claim("f" * 64, "an-upload-in-progress")
     await eventually(lambda: "f" * 64 in registry._store._holds)
     future_ms = registry_store.unix_ms() + 86_400_000
     monkeypatch.setattr(registry_store, "unix_ms", lambda: future_ms)

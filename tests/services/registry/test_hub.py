@@ -23,7 +23,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """As much of a hub as a download needs: model info and two files of `some/adapter`. Tests change how it answers."""
+    """A fake hub that serves what a download needs: model info and two files of `some/adapter`. Tests change its answers."""
 
     def __init__(self) -> None:
         self.port = 0

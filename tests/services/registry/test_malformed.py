@@ -18,7 +18,7 @@ LIMIT_BYTES = 8 << 20
 
 
 def verdict(name: str, reason: str, error: MotetError | None) -> str:
-    """What is wrong with how `name` was treated, "" when nothing is."""
+    """What is wrong with the treatment of `name`; "" for nothing."""
     if error is None:
         return f"{name}: accepted"
     if error.status not in (400, 413) or reason not in error.message:

@@ -20,7 +20,7 @@ from tests.support_adapters import write_adapter
 
 
 async def worker(client: Client, registry: RegistryService, worker_id: str = "w1", **limits: int) -> None:
-    """A worker that has room for `limits` pins, as the registry hears it."""
+    """A worker with room for `limits` pins, reported to the registry."""
     said = snapshot(worker=worker_id)
     limits = {"pin_slots": 2, "pin_bytes": 1 << 20} | limits
     said.limits = msgspec.structs.replace(said.limits, **limits)

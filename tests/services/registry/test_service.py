@@ -410,7 +410,7 @@ async def test_the_adapters_directory_is_registered_at_start_and_again_when_it_c
     await second.stop()
     third = await start_registry(adapters_dir=str(roots))
     await eventually(lambda: not third.not_ready())
-    assert third._adapters.resolve("two").version.source == "path:elsewhere"  # what somebody replaced stays
+    assert third._adapters.resolve("two").version.source == "path:elsewhere"  # a name that a client has replaced is kept
 
 
 async def test_a_stuck_hub_does_not_hold_up_local_adapters(client: Client, roots: Path, monkeypatch: pytest.MonkeyPatch):

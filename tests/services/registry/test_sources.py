@@ -125,7 +125,7 @@ def test_pickle_files_are_never_opened(tmp_path: Path):
             unpack(pack({CONFIG: CONFIG_JSON, "adapter_model.bin": b"x"}))
     mixed = write_adapter(tmp_path / "mixed")
     (mixed / "training_args.bin").write_bytes(b"\x80\x04.")
-    open_path("mixed", roots, MAX).weights.close()  # a pickle that nobody needs is left alone
+    open_path("mixed", roots, MAX).weights.close()  # a pickle that is not needed is ignored
 
 
 def test_a_weights_file_over_the_limit_is_refused(tmp_path: Path):

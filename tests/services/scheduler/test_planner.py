@@ -48,7 +48,7 @@ async def test_a_queue_moves_to_an_idle_worker(bus, schedule, hire):
     assert all(move.epoch == int(move.request_id[1:]) % 3 for move in heard)
 
 
-async def test_blocks_travel_with_running_requests_unless_that_is_off(bus, schedule, hire):
+async def test_blocks_travel_with_running_requests_unless_kv_travel_is_off(bus, schedule, hire):
     limits = msgspec.structs.replace(LIMITS, kv_format="x", kv_token_bytes=64)
     perf = msgspec.structs.replace(PERF, kv_base_ms=1.0, kv_ms_per_mib=10.0)
     running = brief_of(generate_request("runs", prompt=range(200), predicted_tokens=500), "running")
@@ -67,7 +67,7 @@ async def test_blocks_travel_with_running_requests_unless_that_is_off(bus, sched
         assert sent == {"runs": kv_travel == "on", "waits": False}
 
 
-async def test_nothing_moves_while_it_is_off(bus, schedule, hire):
+async def test_nothing_moves_while_rebalancing_is_off(bus, schedule, hire):
     heard = await moves(bus)
 
     def busy(worker) -> None:
@@ -124,7 +124,7 @@ async def test_a_submitted_request_goes_to_the_worker_that_a_move_names(bus, sch
     assert named.assigned[0].move_to == "" and not idle.assigned
 
 
-async def test_a_named_worker_that_is_away_or_refuses_is_no_hindrance(bus, schedule, hire):
+async def test_a_named_worker_that_is_away_or_refuses_does_not_stop_a_move(bus, schedule, hire):
     idle = await hire("a")
     await schedule()
     request = generate_request("r1", epoch=1, move_to="gone")

@@ -62,7 +62,7 @@ async def schedule(bus: Bus, nats_url: str) -> AsyncIterator[Schedule]:
 
 @pytest.fixture
 async def hire(bus: Bus, connect) -> Callable[..., Awaitable[FakeWorker]]:
-    """Starts fake workers on connections of their own."""
+    """Starts fake workers, each on a connection of its own."""
 
     async def start(worker_id: str, *, lease: bool = True, prepare=lambda worker: None, **options) -> FakeWorker:
         worker = FakeWorker(await connect(f"worker-{worker_id}"), worker_id, **options)
@@ -277,7 +277,7 @@ async def test_when_every_worker_is_silent_the_answer_is_unavailable_and_names_t
     assert isinstance(answer, Unavailable) and "w1" in answer.message and answer.retry_after_s
 
 
-# ---- nobody can take it
+# ---- no worker can take the request
 
 
 async def test_a_base_model_without_workers_is_unavailable(bus, schedule, hire):
@@ -397,7 +397,8 @@ async def test_a_worker_that_gives_up_its_lease_is_gone_at_once(bus, schedule, h
 
 async def test_a_killed_worker_is_gone_when_its_lease_runs_out(bus, connect, schedule, hire):
     worker = await hire("w1")
-    await LeaseHolder(await connect("gateway-1"), "gateway", "g1", "first").start()  # somebody renews, so leases mean something
+    # While one lease is renewed, a missing renewal shows that another lease has ended.
+    await LeaseHolder(await connect("gateway-1"), "gateway", "g1", "first").start()
     service = await schedule(stale_s=60.0, drop_s=60.0)
     await worker.die()
     await eventually(lambda: not service.cluster.knows("w1"), within_s=8.0)

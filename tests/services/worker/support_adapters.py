@@ -16,7 +16,7 @@ from motet.shared.model import AdapterRef
 
 
 class AdapterTiers:
-    """Host tier and store without a worker around them: `acquire` waits for a copy and holds it.
+    """Host tier and store without a worker: `acquire` waits for a copy and holds it.
 
     `on_change(digest)` is called after a digest entered or left a tier.
     """
@@ -38,8 +38,8 @@ class AdapterTiers:
     async def acquire(self, ref: AdapterRef) -> HostAdapter:
         """The host copy of `ref`, held until `release(ref.digest)`.
 
-        Raises AdapterNotFound when the object store does not have it, Unavailable when it cannot be reached or keeps
-        sending something else, InvalidAdapter when the blob does not fit the model, TooLarge when it never fits here.
+        Raises AdapterNotFound when the object store does not have it, Unavailable when the store cannot be reached or keeps
+        sending wrong bytes, InvalidAdapter when the blob does not fit the model, TooLarge when it never fits in host memory.
         """
         tier = self.tier
         if not tier.fits(ref.size_bytes):
@@ -58,23 +58,23 @@ class AdapterTiers:
             raise
 
     def release(self, digest: str) -> None:
-        """Give back one hold."""
+        """Release one hold."""
         self.tier.release(digest)
         self._perform()
 
     def drop(self, digest: str) -> None:
-        """Take a version out of both tiers, now or when its last holder lets go."""
+        """Remove a version from both tiers, now or when its last hold is released."""
         self.tier.drop(digest)
         self._perform()
 
     def close(self) -> None:
-        """Give up loads under way."""
+        """Abandon running loads."""
         self.store.close()
 
     # ---- what the store tells
 
     def loaded(self, digest: str, adapter: HostAdapter) -> None:
-        """Those who waited hold it."""
+        """The waiting holders get the copy."""
         for arrival in self.tier.loaded(digest, adapter.nbytes, adapter.blob_bytes):
             if not arrival.done():
                 arrival.set_result(adapter)
@@ -82,7 +82,7 @@ class AdapterTiers:
         self._perform()
 
     def failed(self, digest: str, error: Exception) -> None:
-        """Those who waited hear of it."""
+        """The waiting holders get the error."""
         for arrival in self.tier.failed(digest):
             if not arrival.done():
                 arrival.set_exception(error)
@@ -90,11 +90,11 @@ class AdapterTiers:
         self._perform()
 
     def file_lost(self, digest: str) -> None:
-        """It is fetched again."""
+        """The file is fetched again."""
         self.tier.file_lost(digest)
 
     def spare_file(self) -> bool:
-        """Delete one, if any can be spared."""
+        """Delete a file that can be spared, if there is one."""
         spared = self.tier.spare_file()
         self._perform()
         return spared

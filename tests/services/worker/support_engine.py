@@ -27,7 +27,7 @@ BLOCK_SIZE = 8
 
 
 class WholeRunner(ModelRunner):
-    """A runner whose loads are whole on return, as with torch on a CPU: steps follow from requests alone."""
+    """A runner whose loads are complete on return, as with torch on a CPU, so that steps depend on requests alone."""
 
     @property
     def link(self) -> LinkState:
@@ -38,10 +38,10 @@ class WholeRunner(ModelRunner):
 
 
 class PacedRunner(ModelRunner):
-    """A runner whose copies to the device go on when the test says so, layer after layer, first come first served.
+    """A runner whose copies proceed only when the test says so: layer after layer, first come first served.
 
-    What has not arrived is NaN. A step that names a slot under way gets right weights, as CPU processes or a wait in the
-    layers would provide; `seen` has the modes that it was given.
+    Missing layers are NaN. A step that names a slot under copy gets right weights, as CPU processes or a wait in the layers
+    would provide; `seen` records the modes of such steps.
     """
 
     bytes_per_s = 1e6
@@ -83,7 +83,7 @@ class PacedRunner(ModelRunner):
         self.pool.free(slot)
 
     def elapse(self, seconds: float) -> None:
-        """Let the link run."""
+        """Let the link transfer for `seconds`."""
         budget, layers = seconds * self.bytes_per_s, self.config.num_layers
         for slot, (weights, left) in list(self.queue.items()):
             part = min(left, budget)
@@ -123,8 +123,11 @@ class PacedRunner(ModelRunner):
 
 
 def make_engine(model_dir: Path, **changes: Any) -> Engine:
-    """An engine in float32 with room for everything; any field of EngineLimits may be given, and `lora_bytes`, the class of
-    its `runner` and more `runner_options`, and the engine's own `perf`, `cold_start` and `merge`."""
+    """An engine in float32 with room for everything.
+
+    Options may be any field of EngineLimits, and `lora_bytes`, the class of its `runner`, further `runner_options`, and the
+    engine's `perf`, `cold_start` and `merge`.
+    """
     lora_bytes, runner_class = changes.pop("lora_bytes", 8 << 20), changes.pop("runner", WholeRunner)
     options = {name: changes.pop(name) for name in ("perf", "cold_start", "merge") if name in changes}
     runner_options = changes.pop("runner_options", {})
@@ -178,7 +181,7 @@ def request(
 
 @dataclass
 class Run:
-    """All that came out: tokens and last items by request id, and every step's numbers."""
+    """The results of a run: tokens and last items by request id, and the statistics of every step."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     first: dict[str, StreamItem] = field(default_factory=dict)
@@ -192,9 +195,9 @@ class Run:
 
 
 def run(engine: Engine, requests: list[EngineRequest], *, per_step: int = 1000, step_s: float = 1e-3) -> Run:
-    """Add `per_step` requests before each step until all are done. Asserts that indices run on and books add up.
+    """Add `per_step` requests before each step, and run until all have ended.
 
-    The link of a PacedRunner runs `step_s` with every step.
+    Asserts that indices are consecutive and accounts add up. The link of a PacedRunner transfers for `step_s` with every step.
     """
     result = Run()
     todo = list(requests)

@@ -35,7 +35,7 @@ BASE = "tiny"
 
 
 class Mesh:
-    """The gateway's, the scheduler's and the registry's side of one worker's subjects."""
+    """The gateway's, the scheduler's and the registry's side of the subjects of one worker."""
 
     def __init__(self, bus) -> None:
         self.bus = bus
@@ -51,7 +51,7 @@ class Mesh:
         await self.bus.subscribe(subjects.state(worker_id), WorkerState, self.states.append)
 
     async def publish_adapter(self, adapter: AdapterFixture) -> AdapterRef:
-        """What the registry does: blob, version, name."""
+        """Publish blob, version and name, as the registry does."""
         blob, index = adapter.blob, read_index(adapter.blob, len(adapter.blob))
         store = await self.bus.object_store(subjects.BLOBS)
         kv = await self.bus.key_value(subjects.KV_ADAPTERS)
@@ -83,7 +83,7 @@ class Mesh:
         return [item for item in every if item.request_id == request_id and item.epoch == epoch]
 
     def tokens(self, request_id: str, epoch: int = 0) -> list[int]:
-        """All tokens, after checking that their indices follow each other."""
+        """All tokens, after checking that their indices are consecutive."""
         tokens: list[int] = []
         items = self.items(request_id, epoch)
         start = items[0].index if items else 0
@@ -114,7 +114,7 @@ def generate(ids: list[int], *, max_tokens: int = 8, gateway_id: str = "g1", **c
 
 
 class Running:
-    """A worker service in this process, and how to talk to it."""
+    """A worker service in this process, and the means to talk to it."""
 
     def __init__(self, service: WorkerService, mesh: Mesh) -> None:
         self.service, self.mesh = service, mesh
@@ -141,7 +141,7 @@ class Running:
         return self.service.assembly.engine
 
     def slow_down(self, step_s: float) -> None:
-        """Every step takes at least this long from now on."""
+        """From now on every step takes at least `step_s`."""
         step = self.engine.step
 
         def slow(now_s: float) -> Any:
@@ -165,7 +165,7 @@ class Running:
 
 
 def latest(worker: Running) -> WorkerSnapshot:
-    """The worker as somebody sees it who applies every message in order."""
+    """The worker's state after applying every message in order."""
     known: WorkerSnapshot | None = None
     for state in worker.mesh.states:
         if isinstance(state, WorkerSnapshot):

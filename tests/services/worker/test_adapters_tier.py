@@ -27,7 +27,7 @@ KIB = 1024
 
 @dataclass
 class Parsed:
-    """Stands for the host copy: the tiers only keep it."""
+    """A stand-in for the host copy. The tiers only keep it."""
 
     data: bytes
     widened: int = 1  # times as large in memory
@@ -47,7 +47,7 @@ def blob(seed: int, size_bytes: int = 64 * KIB) -> tuple[AdapterRef, bytes]:
 
 
 def count_hashes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one with each file that is hashed."""
+    """A list that grows by one with each hashed file."""
     hashed: list[object] = []
     real = hashlib.file_digest
 
@@ -192,7 +192,7 @@ async def test_other_bytes_under_a_digest_in_the_store_are_never_used(bench):
     assert bench.tier.tier(ref.digest) is None and list(bench.directory.iterdir()) == []
 
 
-async def test_a_failed_load_fails_those_who_wait_and_a_later_request_tries_again(bench):
+async def test_a_failed_load_fails_the_waiting_requests_and_a_later_request_tries_again(bench):
     ref, data = blob(1)
     results = await asyncio.gather(*(bench.tiers.acquire(ref) for _ in range(3)), return_exceptions=True)
     assert [type(error) for error in results] == [AdapterNotFound] * 3
@@ -297,7 +297,7 @@ async def test_dropping_an_adapter_in_use_waits_for_its_last_holder(bench):
 
 async def test_what_is_no_digest_names_no_file(bench):
     outside = bench.directory.parent / "outside.safetensors"
-    outside.write_bytes(b"somebody else's")
+    outside.write_bytes(b"another program's file")
     bench.tiers.drop("../outside")
     bench.tiers.drop("x\x00y" * 100)
     assert outside.exists()

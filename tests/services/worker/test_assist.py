@@ -53,7 +53,7 @@ def cached(checkpoint: tuple[Path, list[AdapterFixture]]) -> Iterator[Cached]:
 
 
 class Cold:
-    """A runner with processes; `forward` is the runner's, with every adapter that is on its way in the mode given."""
+    """A runner with processes. `forward` is the runner's, with every unfinished adapter in the given mode."""
 
     def __init__(self, checkpoint: tuple[Path, list[AdapterFixture]], kernels: str, processes: int = 2) -> None:
         model_dir, adapters = checkpoint
@@ -146,7 +146,7 @@ def test_a_copy_that_is_waited_for_layer_by_layer_gives_the_cached_answer(cold: 
     assisted_run(cold, cached)
     counts = cold.runner.assisted
     assert counts.on_device > 0 and counts.by_processes == counts.in_place == counts.layers_late == 0
-    assert (counts.layer_waited_ns > 0) == (kernels == "cpu"), "a device's stream waits, and nobody counts"
+    assert (counts.layer_waited_ns > 0) == (kernels == "cpu"), "on a device the stream waits, and its waits are not counted"
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -172,7 +172,7 @@ def test_processes_that_die_or_hang_at_any_point_change_no_answer_and_are_replac
     cold.before_step = lambda: None
     assert sum(cold.assist.failures.values()) > 2
     if blow == signal.SIGSTOP:
-        assert cold.runner.assisted.repaired > 0, "rows that it was to compute were computed by somebody else"
+        assert cold.runner.assisted.repaired > 0, "the rows of the stopped process were computed again elsewhere"
     before = cold.runner.assisted.by_processes
     for _ in range(10):  # on a busy machine a new process may be late, too
         cold.ready(2)
@@ -229,7 +229,7 @@ def test_a_slot_that_is_freed_in_the_middle_of_prefill_serves_its_next_adapter(c
 
 
 class _Interrupted:
-    """Some steps, then an interruption."""
+    """Runs some steps, then an interruption."""
 
     def __init__(self, cold: Cold, steps: int) -> None:
         self._cold, self._steps = cold, steps
@@ -326,7 +326,7 @@ def test_the_profile_of_the_base_follows_what_it_is_told() -> None:
 
 
 def test_the_profile_of_processes_tells_reading_from_computing() -> None:
-    """Decodes of one row pay for reading the adapter, prefills for their rows; both are predicted after a while."""
+    """Decodes of one row cost reading the adapter, prefills cost their rows. After some measurements both are predicted."""
     profile, elements = AssistProfile(), 100_000
     profile.row_s = 5e-9  # a first guess that is far off
     for step in range(400):

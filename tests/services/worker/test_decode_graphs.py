@@ -38,7 +38,7 @@ def test_what_would_gather_too_much_has_no_bucket() -> None:
 
 
 def decode_step(lengths: list[int], slots: list[int], seed: int) -> StepBatch:
-    """One row for sequences of these lengths, whose blocks are their own."""
+    """One row for sequences of these lengths. Each has its own blocks."""
     draw = np.random.default_rng(seed)
     contexts = np.array(lengths, dtype=np.int32)
     tables = np.arange(len(lengths) * 16, dtype=np.int32).reshape(len(lengths), 16)
@@ -63,7 +63,7 @@ STEPS = [
 
 
 def give_history(*runners: ModelRunner) -> None:
-    """The same keys and values to all."""
+    """Write the same keys and values to all caches."""
     for runner in runners:
         blocks = runner.memory.cache.data[:, :512]
         blocks.copy_(torch.randn(blocks.shape, generator=torch.Generator().manual_seed(1)))

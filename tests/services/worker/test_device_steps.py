@@ -80,7 +80,9 @@ def test_a_graph_of_triton_kernels_alone_says_what_torch_says(
 
 
 def test_a_step_whose_copies_stand_still_makes_them_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the driver keeps the loader waiting until the device is idle, which waits for the loader's copy."""
+    """This happens when the driver keeps the loader waiting until the device is idle, while the device waits for the loader's
+    copy.
+    """
     monkeypatch.setattr(torch_steps, "STANDSTILL_S", 0.05)
     model_dir = make_checkpoint("qwen2", tmp_path)
     adapters = make_adapters(model_dir, tmp_path)

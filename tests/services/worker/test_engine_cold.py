@@ -50,7 +50,7 @@ def paced(
 
 
 def arrive(runner: PacedRunner, *, layers: float = 1e9) -> None:
-    """Let so many layers of the first copy in the queue come in; by default everything."""
+    """Let this many layers of the first copy in the queue arrive; by default all copies."""
     size = runner.adapter_bytes(next(iter(runner.queue.values()))[0])
     runner.elapse(layers * size / runner.config.num_layers / runner.bytes_per_s * (1 + 1e-9))
 
@@ -71,7 +71,7 @@ def tokens_of(outs: list[StepOutput], request_id: str) -> list[int]:
 
 @pytest.mark.parametrize("cold_start", ["auto", "blocking", "layerwise", "assist"])
 @pytest.mark.parametrize("bytes_per_s", [1e6, 3e7, 1e9])
-def test_tokens_are_those_of_adapters_that_are_there(checkpoint, cold_start: Forced, bytes_per_s: float) -> None:
+def test_cold_requests_get_the_tokens_of_cached_adapters(checkpoint, cold_start: Forced, bytes_per_s: float) -> None:
     model_dir, adapters = checkpoint
     requests = [request(str(i), PROMPT[: 5 + i], adapters[i % 5] if i % 6 else None) for i in range(20)]
     expected = run(make_engine(model_dir), requests).tokens

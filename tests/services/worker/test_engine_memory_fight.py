@@ -50,7 +50,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
 
 
 def burst(draw: random.Random, bed: Bed) -> list[EngineRequest]:
-    """Requests in bursts: of long prompts on few adapters, or of short ones on all; every fourth one repeats a beginning."""
+    """Requests in bursts: long prompts on few adapters, or short ones on all. Every fourth one repeats a beginning."""
     prompts = random_prompts(REQUESTS, seed=draw.randrange(1 << 30), longest=LONGEST_PROMPT)
     found = []
     for number, prompt in enumerate(prompts):
@@ -90,7 +90,7 @@ def tight_engine(draw: random.Random, bed: Bed, eviction: EvictionName, queues: 
 
 @dataclass
 class Fight:
-    """What became of the requests: their tokens and how they ended."""
+    """The results of the requests: their tokens and how they ended."""
 
     tokens: dict[str, list[int]]
     ended: dict[str, str] = field(default_factory=dict)
@@ -101,8 +101,11 @@ class Fight:
 
 
 def fight(engine: Engine, requests: list[EngineRequest], adapters: list[HostAdapter], draw: random.Random) -> Fight:
-    """Serve the requests, some of which are cancelled and go on later as a gateway resumes them; adapters are prefetched and
-    unloaded meanwhile. Asserts after every step that tokens run on and books add up."""
+    """Serve the requests. Some are cancelled and continue later, as a gateway resumes them; adapters are prefetched and
+    unloaded meanwhile.
+
+    Asserts after every step that token indices are consecutive and accounts add up.
+    """
     found, todo, now = (
         Fight({one.request_id: [] for one in requests}),
         list(requests),

@@ -24,7 +24,7 @@ NEW_TOKENS = 10
 
 @dataclass
 class Family:
-    """A checkpoint, its adapters (None is the base), and what a plain run of the engine answers."""
+    """A checkpoint, its adapters (None is the base model), and the answers of an undisturbed run of the engine."""
 
     model_dir: Path
     oracle: Oracle
@@ -103,7 +103,7 @@ def test_the_chunk_size_does_not_matter(family: Family, max_step_tokens: int) ->
     assert max(step.prefill_tokens + step.decode_rows for step in result.steps) <= max_step_tokens
 
 
-def test_who_else_is_in_the_batch_does_not_matter(family: Family) -> None:
+def test_other_requests_in_the_batch_do_not_matter(family: Family) -> None:
     order = list(range(COUNT))
     random.Random(3).shuffle(order)
     result = run(make_engine(family.model_dir, prefix_cache=False), family.requests(order), per_step=2)

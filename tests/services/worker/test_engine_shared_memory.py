@@ -30,7 +30,7 @@ def largest_bytes(model_dir: Path, adapters: list[HostAdapter]) -> int:
 
 
 def requests(adapters: list[HostAdapter]) -> list[EngineRequest]:
-    """Prompts of which every third begins like the one before, on all adapters and the base."""
+    """Prompts for all adapters and the base model. Every third one begins like the one before."""
     prompts = random_prompts(36, seed=3, longest=60)
     for i in range(0, len(prompts), 3):
         prompts[i + 1] = prompts[i][: len(prompts[i]) // 2] + prompts[i + 1]

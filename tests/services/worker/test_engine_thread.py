@@ -19,7 +19,7 @@ from tests.support import eventually
 
 
 class ScriptedEngine:
-    """One token per request and step; what goes wrong is up to the test. Checks that one thread alone calls it."""
+    """One token per request and step. The test decides what fails. Checks that only one thread calls it."""
 
     kv_blocks_free, adapter_bytes_free, prefill_tokens_waiting = 10, 20, 0
     pause_s = 0.0
@@ -99,7 +99,7 @@ def finished(reports: list[StepReport]) -> dict[str, str]:
     return {item.request_id: item.error.code for item in items if item.finish == "error" and item.error}
 
 
-async def test_it_sleeps_while_idle_and_wakes_for_a_request(driven):
+async def test_the_engine_sleeps_while_idle_and_wakes_for_a_request(driven):
     engine, thread, reports = driven
     await asyncio.sleep(0.05)
     assert engine.steps == 0 and thread.busy_s() == 0.0
@@ -124,7 +124,7 @@ async def test_a_cancel_takes_effect_before_the_next_step_even_while_one_runs(dr
     assert set(late) == {"r2"}
 
 
-async def test_it_sleeps_while_all_requests_wait_for_a_copy_and_reports_nothing(driven):
+async def test_the_engine_sleeps_while_all_requests_wait_for_a_copy_and_reports_nothing(driven):
     engine, thread, reports = driven
     engine.copying = True
     thread.add(request("r1"))

@@ -44,7 +44,7 @@ WAIT_S = 5.0
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch) -> None:
-    """Whatever is predicted, a moved request waits for its blocks; a model as tiny as this computes them in no time."""
+    """Whatever is predicted, a moved request waits for its blocks, because a tiny model would compute them in no time."""
     monkeypatch.setattr(KvTravel, "wait_s", lambda self, offer, tokens, rank: WAIT_S)
 
 
@@ -60,7 +60,7 @@ def outcome(label: str) -> float:
 
 
 async def leave(worker: Running, request: GenerateRequest, *, tokens: int) -> GenerateRequest:
-    """The request runs until it has so many tokens, then its owner moves it: it is told to stop, and this is its next epoch."""
+    """Run the request until it has `tokens` tokens, then move it: cancel it, and return its next epoch."""
     await worker.accepted(request)
     await eventually(lambda: len(worker.mesh.tokens(request.request_id)) >= tokens)
     token = secrets.token_hex(8)
@@ -71,14 +71,14 @@ async def leave(worker: Running, request: GenerateRequest, *, tokens: int) -> Ge
 
 
 async def finish(worker: Running, request: GenerateRequest) -> list[int]:
-    """All tokens of a request that moved here."""
+    """All tokens of a request that has moved here."""
     await worker.accepted(request)
     assert (await worker.mesh.ended(request.request_id, 1)).finish == "length"
     return [*unpack_tokens(request.output), *worker.mesh.tokens(request.request_id, 1)]
 
 
 async def stays(worker: Running, **changed: Any) -> list[int]:
-    """The tokens of a request that does not move, without a cached block."""
+    """The tokens of the same request when it does not move, computed without a cached block."""
     await worker.accepted(request := generate(LONG, cache_salt=secrets.token_hex(4), **changed))
     await worker.mesh.ended(request.request_id)
     return worker.mesh.tokens(request.request_id)
@@ -95,7 +95,7 @@ def held(worker: Running) -> list[list[int]]:
 
 
 async def let_go(*workers: Running) -> None:
-    """Nothing is held for a move any more, and everything adds up."""
+    """Check that nothing is held for a move any more, and that all accounts add up."""
     for worker in workers:
         await eventually(lambda worker=worker: not held(worker))
         worker.engine.check()
@@ -135,7 +135,7 @@ async def test_no_more_bytes_of_a_request_travel_than_are_allowed(start, monkeyp
     assert new.mesh.items(moved.request_id, 1)[0].cached_tokens == 6 * BLOCK
 
 
-async def test_what_is_here_already_is_not_fetched_again(start):
+async def test_blocks_that_are_here_already_are_not_fetched_again(start):
     old, new = await pair(start)
     await new.accepted(same := generate(LONG))
     await new.mesh.ended(same.request_id)
@@ -167,7 +167,7 @@ async def test_a_fetch_that_stops_in_the_middle_ends_in_time_with_what_has_come(
     await let_go(new, old)
 
 
-async def test_an_old_worker_that_is_gone_is_no_hindrance(start):
+async def test_an_old_worker_that_is_gone_does_not_stop_a_moved_request(start):
     old, new = await pair(start)
     moved = await leave(old, generate(LONG, max_tokens=20), tokens=3)
     before = outcome("absent")
@@ -242,7 +242,7 @@ async def refusal(worker: Running, message: OpenKv | ReadKv) -> Exception:
     return from_info(reply.error)
 
 
-async def test_blocks_are_given_once_to_who_has_the_token_and_no_more_than_was_asked_for(start):
+async def test_blocks_are_given_once_to_the_worker_with_the_token_and_no_more_than_was_asked_for(start):
     old = await start()
     old.slow_down(0.01)
     travel = old.service.shell.travel

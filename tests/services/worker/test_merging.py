@@ -42,7 +42,7 @@ ALL_MODULES = 2  # the adapter that changes every module
 
 
 class Case:
-    """A model, its adapters as peft and as the engine have them."""
+    """A model, and its adapters in the forms of peft and of the engine."""
 
     def __init__(self, family: str, kernels: str, directory: Path) -> None:
         self.kernels = kernels
@@ -52,7 +52,7 @@ class Case:
         self.adapters = [HostAdapter.from_blob(one.blob, config) for one in self.fixtures]
 
     def merged_greedy(self, prompts: list[list[int]], count: int, adapter: int) -> list[list[int]]:
-        """What the merged model of peft says."""
+        """The greedy answers of peft's merged model."""
         model = transformers.AutoModelForCausalLM.from_pretrained(
             self.model_dir, dtype=torch.float32, attn_implementation="eager"
         )
@@ -90,7 +90,7 @@ def merging(case: Case, *, merge: bool = True, merge_config: MergeConfig = UNTUN
 
 
 def whole_copy(engine: Engine, case: Case, adapter: int) -> None:
-    """Run requests of one adapter until its merged copy is whole."""
+    """Run requests of one adapter until its merged copy is complete."""
     for number in range(100):
         run(engine, [request(f"before {number} {i}", [7, 8, 9 + i], case.adapters[adapter]) for i in range(4)])
         copy = engine._core.copy
@@ -189,7 +189,7 @@ def test_a_sequence_that_saw_a_switch_leaves_no_blocks_of_both_modes(untied: Cas
 
 
 class Repeated(DecodeGraphs):
-    """Graphs of a device that has none: a replay launches everything anew, from the same buffers into the same logits."""
+    """Graphs for a device that has none: a replay launches everything again, from the same buffers into the same logits."""
 
     def __init__(self, runner: Any, scratch_block: int) -> None:
         self._cache, self._pool = runner.memory.cache, runner.pool

@@ -32,7 +32,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model_dir(pristine: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy of the model that a test may damage."""
     return Path(shutil.copytree(pristine, tmp_path / "model"))
 
 

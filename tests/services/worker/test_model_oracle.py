@@ -40,7 +40,7 @@ class Family:
         return [Sequence(prompt, i % (len(self.adapters) + 1) - 1, new_tokens) for i, prompt in enumerate(prompts)]
 
     def check(self, sequence: Sequence) -> None:
-        """Every logit within tolerance, and every output token the oracle's greedy choice after those before it."""
+        """Check that every logit is within tolerance, and that every output token is the oracle's greedy choice."""
         adapter = None if sequence.slot < 0 else self.adapters[sequence.slot]
         want = self.oracle.logits(sequence.tokens[: len(sequence.logits)], adapter)
         assert (torch.stack(sequence.logits) - want).abs().max() < TOLERANCE
@@ -81,7 +81,7 @@ def test_logits_do_not_depend_on_the_batch(family: Family) -> None:
         assert (torch.stack(alone.logits) - torch.stack(sequence.logits)).abs().max() < TOLERANCE
 
 
-def test_a_slot_serves_whoever_was_loaded_last(family: Family) -> None:
+def test_a_slot_serves_the_adapter_that_was_loaded_last(family: Family) -> None:
     runner = make_runner(family.model_dir, family.adapters[:3])
     runner.free_adapter(1)
     lonely = Sequence([5, 6, 7], 1, 1, blocks=[0])

@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(model: Path, packed: Path | str, **options: Any) -> torch.Tensor:
-    """What a start says of some prompts."""
+    """The logits of some prompts after a start."""
     asked = [Sequence(prompt, -1, 1) for prompt in random_prompts(6, seed=3)]
     drive(make_runner(model, [], kernels="cpu", packed_weights_dir=str(packed), **options), asked, chunk=7)
     return torch.stack([one.logits[0] for one in asked])

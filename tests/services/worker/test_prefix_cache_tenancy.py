@@ -11,7 +11,7 @@ PROMPT = list(range(1, 81))  # ten blocks of 8 tokens
 
 
 async def cached_tokens(worker: Running, **request: Any) -> int:
-    """How much of PROMPT the worker says that it found in its cache for this request."""
+    """How many tokens of PROMPT the worker found in its cache for this request."""
     one = generate(PROMPT, max_tokens=2, **request)
     await worker.accepted(one)
     await worker.mesh.ended(one.request_id, one.epoch)

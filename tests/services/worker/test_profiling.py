@@ -18,7 +18,7 @@ from motet.shared.config import ConfigError
 
 
 def report(began_ms: float, time_ms: float = 0.0, *, running: int = 1, loaded: int = 0) -> StepReport:
-    """Of a step; without a time, of what happened between two steps."""
+    """The report of a step; without a time, of events between two steps."""
     stats = StepStats(time_ms=time_ms, decode_rows=bool(time_ms), running=running, adapters_loaded=loaded)
     return StepReport(
         step=0,
@@ -80,7 +80,7 @@ async def test_a_pooling_model_is_refused_by_name_and_its_worker_stops(monkeypat
 
 
 class Clock:
-    """A worker without a pooling model, of which every batch takes the same time; what is done with it."""
+    """A worker for which every batch takes the same time. It records what is done with it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, batches: int, batch_s: float) -> None:
         self.now_s, self.batches, self.moments = 100.0, 0, list[int]()

@@ -22,7 +22,7 @@ FAMILIES = ("llama3", "llama-linear-biased", "qwen3")  # tied; biases, shards; n
 
 
 def rounded_checkpoint(model_dir: Path, directory: Path, quantization: str) -> Path:
-    """The same model in fp32 with every matrix rounded as those weights are; the embedding of tokens stays exact."""
+    """The same model in fp32, with every matrix rounded to those weights. The token embedding stays exact."""
     tensors = {name: value.float() for path in model_dir.glob("*.safetensors") for name, value in load_file(path).items()}
     config = json.loads((model_dir / "config.json").read_text())
     if config["tie_word_embeddings"]:
@@ -73,7 +73,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def distances(ours: list[Sequence], theirs: list[Sequence]) -> list[float]:
-    """Of the logits of each prompt's first new token: RMS over that of theirs."""
+    """The distance of the logits of each prompt's first new token: RMS relative to that of theirs."""
     return [((a.logits[0] - b.logits[0]).norm() / b.logits[0].norm()).item() for a, b in zip(ours, theirs, strict=True)]
 
 

@@ -46,7 +46,7 @@ def sequences() -> list[Sequence]:
 
 
 def floats_checkpoint(config: dict[str, Any], tensors: dict[str, torch.Tensor], path: Path) -> Path:
-    """The floats that a quantized checkpoint stands for, the matrix to the vocabulary rounded as the worker does."""
+    """The same model with floats for the quantized weights. The matrix to the vocabulary is rounded as the worker does it."""
     tensors = {name: value.float() for name, value in tensors.items()}
     tensors["lm_head.weight"] = to_8_bits(tensors["lm_head.weight"]).float()
     path.mkdir()

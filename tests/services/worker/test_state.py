@@ -14,7 +14,7 @@ from tests.support_worker import brief_of, generate_request, worker_limits
 
 
 def apply(known: WorkerSnapshot, delta: WorkerDelta) -> WorkerSnapshot:
-    """A receiver, written from the message's description alone."""
+    """A receiver of deltas, written from the message's description alone."""
     assert (delta.worker_id, delta.incarnation, delta.seq) == (known.worker_id, known.incarnation, known.seq + 1)
     requests = {brief.request_id: brief for brief in known.requests}
     adapters = {held.digest: held for held in known.adapters}

@@ -16,14 +16,14 @@ from tests.support import eventually
 
 
 def step(ended_s: float, elapsed_ms: float) -> Any:
-    """What vLLM's core says of a step that decoded for one request."""
+    """What vLLM's core reports of a step that decoded for one request."""
     details = SimpleNamespace(elapsed_ms=elapsed_ms, num_ctx_requests=0, num_ctx_tokens=0, num_generation_requests=1)
     stats = SimpleNamespace(kv_cache_usage=0.0, iteration_details=details)
     return SimpleNamespace(scheduler_stats=stats, outputs=[], timestamp=ended_s)
 
 
 class Client:
-    """A core that says all of this at once, and then nothing more."""
+    """A core that sends all outputs at once, and then nothing more."""
 
     def __init__(self, *outputs: Any) -> None:
         self.outputs = list(outputs)

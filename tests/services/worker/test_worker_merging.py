@@ -24,7 +24,10 @@ def value(metric: Counter | Gauge) -> float:
 
 
 async def merged(worker: Running, adapter: AdapterFixture) -> AdapterRef:
-    """Ask for one adapter until it is merged; thresholds and costs do not follow the noise of a tiny model's steps."""
+    """Send requests for one adapter until it is merged.
+
+    Thresholds and costs are fixed, because a tiny model's step times are noisy.
+    """
     modes = worker.engine._core.modes
     modes.config = replace(modes.config, decrement=0.0, multiply=1.0)
     modes.costs, worker.engine._core.copy.weigh = PAYS, lambda running: None

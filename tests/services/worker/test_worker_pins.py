@@ -14,7 +14,7 @@ from tests.support import eventually
 
 
 async def pin(mesh: Mesh, ref: AdapterRef, *workers: str, version: int = 1, name: str = "") -> None:
-    """What the registry writes; without workers the name is unpinned."""
+    """Write what the registry writes for a pin; without workers the name is unpinned."""
     kv = await mesh.bus.key_value(subjects.KV_ADAPTERS)
     pinned = Pin(workers=workers, since_unix_ms=1) if workers else None
     entry = AdapterEntry(name=name or ref.name, digest=ref.digest, version=version, updated_unix_ms=0, pin=pinned)
@@ -101,7 +101,7 @@ async def test_a_request_for_another_adapter_never_waits_for_a_pin_and_the_pinne
 
 
 async def place(mesh: Mesh, worker_id: str, *refs: AdapterRef) -> None:
-    """What the scheduler that plans writes; without adapters it gives the worker up."""
+    """Write a placement as the planning scheduler does; without adapters its placement is deleted."""
     bucket = await Bucket.open(mesh.bus, subjects.KV_PLACEMENT)
     if refs:
         digests = tuple(ref.digest for ref in refs)

@@ -25,10 +25,10 @@ _log = logger(__name__)
 
 
 def open_backend(options: BackendOptions) -> Backend:
-    """The backend that `options.kernels` names, or for "auto" that of the device: on a CPU the reference takes the place of the
-    compiled kernels where they cannot be built.
+    """The backend that `options.kernels` names, or for "auto" the best one for the device.
 
-    Raises UnsupportedModel for a checkpoint that it does not run, ConfigError when the backend asked for cannot be had.
+    On a CPU the reference replaces the compiled kernels where they cannot be built. Raises UnsupportedModel for a checkpoint
+    that the backend does not run, ConfigError when the requested backend is not available.
     """
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -29,14 +29,14 @@ _log = logger(__name__)
 
 
 class CompiledSteps:
-    """Steps of a CpuForward. `processes` learns how long they take."""
+    """Runs steps by a `CpuForward`. `processes` measures how long they take."""
 
     def __init__(self, forward: CpuForward, processes: CpuAssist | None) -> None:
         self._forward, self._processes = forward, processes
 
     @property
     def assisted(self) -> AssistCounts:
-        """How many rows of adapters being copied were computed where so far."""
+        """The rows of unfinished adapters so far, by where they were computed."""
         return self._forward.assisted
 
     def __call__(self, batch: StepBatch, helpers: Helpers | None) -> torch.Tensor:
@@ -53,7 +53,10 @@ class CompiledSteps:
 
 
 def compiled(options: BackendOptions) -> ModelRunner:
-    """Raises BackendMissing before anything is loaded, ConfigError, UnsupportedModel."""
+    """A runner with the compiled CPU kernels.
+
+    Raises BackendMissing before anything is loaded, ConfigError, UnsupportedModel.
+    """
     if torch.device(options.device).type != "cpu":
         raise BackendMissing(f"the model is on {options.device}")
     quantization = quantization_of(options.quantization, read_model_config(options.model_dir))
@@ -91,7 +94,7 @@ def compiled(options: BackendOptions) -> ModelRunner:
 
 
 def _packed_file(engine: CpuEngine, options: BackendOptions, memory: DeviceMemory) -> Path:
-    """The file of the packed weights. Its name changes with the checkpoint's files, the width and the kernels."""
+    """The file of the packed weights. Its name depends on the checkpoint's files, the width and the kernels."""
     directory = options.model_dir
     files = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sorted(directory.glob("*.safetensors"))]
     facts = repr((files, options.quantization, memory.dtype, engine.path.name)).encode()

@@ -28,7 +28,10 @@ _log = logger(__name__)
 
 
 def reference(options: BackendOptions) -> ModelRunner:
-    """Adapters are copied between the steps, unless a link or processes are asked for. Raises ConfigError, UnsupportedModel."""
+    """A runner with plain torch. Adapters are copied between the steps, unless a link or processes are asked for.
+
+    Raises ConfigError, UnsupportedModel.
+    """
     memory = reserve(options)
     library = lora_library() if options.assist_cores or options.link_bytes_per_s else None
     streams = host_streams(library) if library is not None else None
@@ -45,7 +48,7 @@ def torch_runner(
     graphs: DecodeGraphs | None = None,
     assist_relief: float = 0.0,
 ) -> ModelRunner:
-    """The torch model on the memory's device. Without `streams` copies of adapters stop the steps."""
+    """The torch model on the memory's device. Without `streams`, steps wait while adapters are copied."""
     if options.merge and memory.device.type == "cpu" and not memory.elastic:
         raise ConfigError(NO_ROOM)
     if options.quantization != "none":

@@ -18,7 +18,10 @@ _log = logger(__name__)
 
 
 def triton(options: BackendOptions) -> ModelRunner:
-    """The cache has one block more, the graphs' scratch block. Raises BackendMissing, ConfigError, UnsupportedModel."""
+    """A runner with the Triton kernels. The KV cache has one block more, the scratch block of the CUDA graphs.
+
+    Raises BackendMissing, ConfigError, UnsupportedModel.
+    """
     if torch.device(options.device).type != "cuda":
         raise BackendMissing(f"the model is on {options.device}")
     memory = reserve(options, spare_blocks=1)
@@ -30,7 +33,7 @@ def triton(options: BackendOptions) -> ModelRunner:
 
 
 def _streams(memory: DeviceMemory) -> DeviceStreams | None:
-    """For copies beside the steps; None where the driver cannot wait for words in memory."""
+    """Streams for copies beside the steps; None where the driver cannot wait for words in memory."""
     try:
         return cuda_streams(memory.device, MemoryOperations())
     except DriverError as error:
