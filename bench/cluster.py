@@ -202,11 +202,11 @@ def _without_shared_prefill(state: ClusterState, ask: Ask, fit: NDArray[np.bool_
 
 
 def _without_sparing_the_young(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:
-    kept, shared_cost.YOUNG = shared_cost.YOUNG, 0.0
+    kept, shared_cost._YOUNG = shared_cost._YOUNG, np.array(0.0)
     try:
         return shared_cost.choose(state, ask, fit, now_s, length)
     finally:
-        shared_cost.YOUNG = kept
+        shared_cost._YOUNG = kept
 
 
 def _without_affinity(state: ClusterState, ask: Ask, fit: NDArray[np.bool_], now_s: float, length: float) -> Choice:

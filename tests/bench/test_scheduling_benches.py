@@ -40,6 +40,8 @@ def test_the_cluster_bench_compares_every_policy_and_motet_is_faster_than_chance
     for table in ("policies", "policies_bgmv", "policies_cached"):
         assert figures[table].keys() >= cluster.POLICIES.keys()
     assert figures["ablation"].keys() == {"motet", *cluster.ABLATIONS}
+    outcomes = [tuple(outcome.values()) for outcome in figures["ablation"].values()]
+    assert len({*outcomes}) == len(outcomes), "without any of its parts the policy decides otherwise"
     printed = capsys.readouterr().out
     assert all(policy in printed for policy in cluster.POLICIES)
 
