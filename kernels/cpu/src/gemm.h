@@ -169,9 +169,9 @@ constexpr int BLOCK = 8, STRIP = 1;
 INLINE constexpr int panels_together(int64_t) { return 3; }
 #else
 constexpr int BLOCK = MOTET_LEVEL == 1 ? 6 : 2, STRIP = 8;
-INLINE constexpr int panels_together(int64_t rows) { return MOTET_LEVEL == 0 || rows > 2 ? 1 : rows == 2 ? 2 : 4; }
+INLINE constexpr int panels_together(int64_t rows) { return MOTET_LEVEL == 0 || rows > 2 ? 1 : rows == 2 ? 2 : 6; }
 #endif
-constexpr int STREAM_AHEAD = MOTET_LEVEL == 1 ? 16 : 0;  // lines by which a single row's weights are prefetched within their panels
+constexpr int STREAM_AHEAD = MOTET_LEVEL == 1 ? 16 : 0;  // lines by which a single row's whole numbers are prefetched within their panels
 
 template <class Wt, class A, int R, int P>
 static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride, const A* x, int64_t ldx, int64_t k,
@@ -187,9 +187,6 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
   for (int64_t i = 0; i < k; i += KL, w += LINE) {
     if (STRIP == 1 || i % (STRIP * KL) == 0)
       for (int j = 0; j < per_strip && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
-    if (STREAM_AHEAD && R == 1)
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) prefetch(w + p * panel_stride + STREAM_AHEAD * LINE);
 #if MOTET_LEVEL >= 3
     if constexpr (sizeof(A) == 2) {
       __m512bh weights[P];
@@ -226,22 +223,14 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
     for (int p = 0; p < P * VP; ++p) store(out + r * P * PANEL + p * W, acc[r][p]);
 }
 
-template <class Wt, class A, int R>
+template <class Wt, class A, int R, int P>
 INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Ahead& ahead,
                      int per_strip) {
-  constexpr int MOST = panels_together(R);
-  alignas(64) float sums[R * MOST * PANEL];
-  const A* x = g.x + row * g.ldx;
-  const int64_t k = round_up(g.w->k, 32);
-  if (panels == 1)
-    sums_of<Wt, A, R, 1>(w, stride, x, g.ldx, k, sums, ahead, per_strip);
-  else if (panels == 2)
-    sums_of<Wt, A, R, std::min(2, MOST)>(w, stride, x, g.ldx, k, sums, ahead, per_strip);
-  else if (MOST > 3 && panels == 3)
-    sums_of<Wt, A, R, std::min(3, MOST)>(w, stride, x, g.ldx, k, sums, ahead, per_strip);
-  else
-    sums_of<Wt, A, R, MOST>(w, stride, x, g.ldx, k, sums, ahead, per_strip);
-  finish(g, row, R, panel, panels, Sums{sums, panels * PANEL, PANEL});
+  if constexpr (P > 1)
+    if (panels != P) return block_of<Wt, A, R, P - 1>(g, w, stride, row, panel, panels, ahead, per_strip);
+  alignas(64) float sums[R * P * PANEL];
+  sums_of<Wt, A, R, P>(w, stride, g.x + row * g.ldx, g.ldx, round_up(g.w->k, 32), sums, ahead, per_strip);
+  finish(g, row, R, panel, P, Sums{sums, P * PANEL, PANEL});
 }
 
 // At most as many rows as there are accumulators for.
@@ -250,7 +239,7 @@ INLINE void rows_of(int rows, const Gemm<A>& g, const Wt* w, int64_t stride, int
                     int per_strip) {
   if constexpr (R > 1)
     if (rows != R) return rows_of<Wt, A, R - 1>(rows, g, w, stride, row, panel, panels, ahead, per_strip);
-  block_of<Wt, A, R>(g, w, stride, row, panel, panels, ahead, per_strip);
+  block_of<Wt, A, R, panels_together(R)>(g, w, stride, row, panel, panels, ahead, per_strip);
 }
 
 // The fewest possible blocks of nearly equal size, because each block reads the weights once.

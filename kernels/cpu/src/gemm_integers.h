@@ -257,8 +257,9 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
     for (int p = 0; p < N; ++p) store(out + r * P * PANEL + p * W, sums[r][p] * *row[r].scale);
 }
 
-// Panels that are multiplied together and the most rows with them, so that sums and weights fit the registers. For a single row see
-// panels_together.
+// Panels that are multiplied together and the most rows with them, so that sums and weights fit the registers. With STREAM_AHEAD a single
+// row is multiplied with I_STREAMS panels.
+constexpr int I_STREAMS = 4;
 #if MOTET_LEVEL >= 2
 constexpr int I8_PANELS = 3, I8_ROWS = 8, I_PANELS = 2, I_ROWS = 6;
 #else
@@ -293,7 +294,7 @@ static void integer_panels(const Gemm<A>& g, const uint8_t* w, int64_t stride, i
                            Ahead& ahead) {
   constexpr int ROWS = TYPE == I8 ? I8_ROWS : I_ROWS, PANELS = TYPE == I8 ? I8_PANELS : I_PANELS;
   if constexpr (STREAM_AHEAD > 0)
-    if (g.rows == 1) return integer_rows<TYPE, A, 1, panels_together(1)>(1, panels, g, w, stride, row0, panel, ahead, 1);
+    if (g.rows == 1) return integer_rows<TYPE, A, 1, I_STREAMS>(1, panels, g, w, stride, row0, panel, ahead, 1);
   int64_t blocks = (row1 - row0 + ROWS - 1) / ROWS;
   const int per_line = (int)((panels + blocks - 1) / blocks);  // lines ahead for every line of weights read
   for (int64_t row = row0; row < row1; --blocks) {

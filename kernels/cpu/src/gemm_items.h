@@ -25,7 +25,7 @@ struct GemmItems {
     tiles = on_tiles<A>(type);
     panels = (g.w->n + PANEL - 1) / PANEL;
     const bool streams = STREAM_AHEAD && g.rows == 1;
-    per_group = tiles ? 2 : !is_integer(type) || streams ? panels_together(g.rows) : type == I8 ? I8_PANELS : I_PANELS;
+    per_group = tiles ? 2 : !is_integer(type) ? panels_together(g.rows) : streams ? I_STREAMS : type == I8 ? I8_PANELS : I_PANELS;
     groups = (panels + per_group - 1) / per_group;
     groups_each = g.gated ? 2 : 1;
     items_each = (groups + groups_each - 1) / groups_each;
@@ -96,7 +96,8 @@ static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item,
   const int64_t begin = items.first_group(item), end = std::min(items.groups, begin + items.groups_each);
   for (int64_t group = begin; group < end; ++group) {
     const int64_t next = group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item);
-    // one row of bf16 is plain loads of three streams, which the processor fetches ahead by itself; with STREAM_AHEAD the loop does that
+    // one row of floats is plain loads of several streams, which the processor fetches ahead by itself; of whole numbers with
+    // STREAM_AHEAD the loop does that
     const bool plain = (STREAM_AHEAD || (sizeof(A) == 2 && !items.tiles && !is_integer(g.w->type))) && g.rows == 1;
     ahead = next < 0 ? g.then ? first_ahead(*g.then, member) : Ahead{} : plain ? Ahead{} : ahead_of(g, items, next);
     gemm_group(g, items, row0, row1, group, ahead);

@@ -14,7 +14,7 @@ namespace motet {
 // 8 ranks x R rows of dot products over `in`.
 template <class T, class A, int R>
 INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, typename ShrunkOf<T>::type* const* s,
-                        Next& all_next) {
+                        int step, Next& all_next) {
   constexpr int N = MOTET_LEVEL >= 2 || (MOTET_LEVEL == 1 && R == 1) ? 8 : 4;  // ranks that fit the registers
   Next next = all_next;  // a local copy stays in registers
   for (int half = 0; half < PAGE; half += N, a += N * in) {
@@ -63,10 +63,36 @@ INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, 
       for (int n = 0; n < N; n += 4) {
         float four[4];
         sum4(acc[n][r], acc[n + 1][r], acc[n + 2][r], acc[n + 3][r], four);
-        put4(s[r] + half + n, four, scale);
+        put4(s[r] + (half + n) * step, four, scale, step);
       }
   }
   all_next = next;
+}
+
+// One row and N pages side by side, the same sums as above.
+template <class T, class A, int N>
+static __attribute__((noinline)) void shrink_pages(const T* const* a, const A* x, int64_t in, float scale,
+                                                   typename ShrunkOf<T>::type* s, const Ranks* ranks) {
+  for (int k = 0; k < PAGE; ++k) {
+    vf acc[(N + 3) / 4 * 4];
+#pragma GCC unroll 8
+    for (vf& sum : acc) sum = zero();
+    int64_t i = 0;
+    for (; i + W <= in; i += W) {
+      const vf value = load(x + i);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) acc[n] += load(a[n] + k * in + i) * value;
+    }
+    if (i < in)
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) acc[n] += load_n(a[n] + k * in + i, (int)(in - i)) * load_n(x + i, (int)(in - i));
+#pragma GCC unroll 2
+    for (int n = 0; n < N; n += 4) {
+      float four[4];
+      sum4(acc[n], acc[n + 1], acc[n + 2], acc[n + 3], four);
+      for (int j = 0; j < std::min(4, N - n); ++j) s[ranks[n + j].first + k * ranks[n + j].step] = four[j] * scale;
+    }
+  }
 }
 
 template <class T, class A>
@@ -95,21 +121,35 @@ static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
       return;
     }
   }
-  for (int p = 0; p < piece.count; ++p) {
+  S* whole = (S*)s + piece.s;  // the first row of s, of all pages
+  for (int p = 0, some; p < piece.count; p += some) {
+    some = piece.rows == 1 ? side_by_side(piece.count - p) : 1;
+    if constexpr (SIDE_BY_SIDE > 1)
+      if (some > 1) {
+        const T* pages[SIDE_BY_SIDE];
+        Ranks ranks[SIDE_BY_SIDE];
+        for (int j = 0; j < some; ++j) pages[j] = page(p + j), ranks[j] = Ranks(piece.pages, piece.first + p + j);
+        if (some == 8) shrink_pages<T, A, 8>(pages, rows[0], in, scale, whole, ranks);
+        if (some == 4) shrink_pages<T, A, 4>(pages, rows[0], in, scale, whole, ranks);
+        if (some == 2) shrink_pages<T, A, 2>(pages, rows[0], in, scale, whole, ranks);
+        continue;
+      }
+    const Ranks ranks(piece.pages, piece.first + p);
     Next ahead = next(p);
     for (int r = 0; r < piece.rows;) {
       const int n = std::min(3, piece.rows - r);
       S* to[3];
-      for (int j = 0; j < n; ++j) to[j] = sums + (r + j) * width + p * PAGE;
-      if (n == 3) shrink_rows<T, A, 3>(page(p), rows + r, in, scale, to, ahead);
-      if (n == 2) shrink_rows<T, A, 2>(page(p), rows + r, in, scale, to, ahead);
-      if (n == 1) shrink_rows<T, A, 1>(page(p), rows + r, in, scale, to, ahead);
+      for (int j = 0; j < n; ++j) to[j] = whole + (r + j) * width + ranks.first;
+      if (n == 3) shrink_rows<T, A, 3>(page(p), rows + r, in, scale, to, ranks.step, ahead);
+      if (n == 2) shrink_rows<T, A, 2>(page(p), rows + r, in, scale, to, ranks.step, ahead);
+      if (n == 1) shrink_rows<T, A, 1>(page(p), rows + r, in, scale, to, ranks.step, ahead);
       r += n;
     }
   }
 }
 
-// y[r] += s[r] B for `pages` pages, outputs [0, n) from where `b` and `y` point.
+// y[r] += s[r] B for `pages` pages, outputs [0, n) from where `b` and `y` point. `b` has a pointer for each page, or with
+// SIDE_BY_SIDE for each rank, in the order of s.
 template <class T, int R>
 INLINE void expand_rows(const T* const* b, int pages, int64_t out, int64_t n, const float* const* s, float* const* y, Next& all_next) {
   constexpr int C = MOTET_LEVEL == 1 && R == 1 && sizeof(T) == 2 ? 2 : 1;  // half a line at a time would be prefetched twice as fast as read
@@ -125,9 +165,10 @@ INLINE void expand_rows(const T* const* b, int pages, int64_t out, int64_t n, co
     for (int p = 0; p < pages; ++p)
 #pragma GCC unroll 8
       for (int k = 0; k < PAGE; ++k) {
+        const T* rank = (SIDE_BY_SIDE > 1 ? b[p * PAGE + k] : b[p] + k * out) + i;
 #pragma GCC unroll 2
         for (int c = 0; c < C; ++c) {
-          const Two weights = load_two(b[p] + k * out + i + c * 2 * W);
+          const Two weights = load_two(rank + c * 2 * W);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
             acc[r][c].a += weights.a * s[r][p * PAGE + k];
@@ -151,11 +192,43 @@ INLINE void expand_rows(const T* const* b, int pages, int64_t out, int64_t n, co
     for (int r = 0; r < R; ++r) {
       vf acc = load_n(y[r] + i, live);
       for (int p = 0; p < pages; ++p)
-        for (int k = 0; k < PAGE; ++k) acc += load_n(b[p] + k * out + i, live) * s[r][p * PAGE + k];
+        for (int k = 0; k < PAGE; ++k) {
+          const T* rank = (SIDE_BY_SIDE > 1 ? b[p * PAGE + k] : b[p] + k * out) + i;
+          acc += load_n(rank, live) * s[r][p * PAGE + k];
+        }
       store_n(y[r] + i, acc, live);
     }
   }
   all_next = next;
+}
+
+// One row and N pages side by side, the same sums as above.
+template <class T, int N>
+static __attribute__((noinline)) void expand_pages(const T* const* b, int64_t out, int64_t n, const float* s, float* y) {
+  for (int k = 0; k < PAGE; ++k) {
+    vf value[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) value[j] = broadcast(s[k * N + j]);
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) {
+      Two acc = sorted(load_two(y + i), b[0]);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) {
+        const Two weights = load_two(b[j] + k * out + i);
+        acc.a += weights.a * value[j];
+        acc.b += weights.b * value[j];
+      }
+      acc = unsorted(acc, b[0]);
+      store(y + i, acc.a);
+      store(y + i + W, acc.b);
+    }
+    for (; i < n; i += W) {
+      const int live = (int)std::min<int64_t>(W, n - i);
+      vf acc = load_n(y + i, live);
+      for (int j = 0; j < N; ++j) acc += load_n(b[j] + k * out + i, live) * value[j];
+      store_n(y + i, acc, live);
+    }
+  }
 }
 
 // The first of the group's outputs that a piece adds to.
@@ -177,10 +250,20 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   float* to[LORA_ROWS];
   for (int r = 0; r < piece.rows; ++r) to[r] = y + plan.order[piece.row0 + r] * ldy + column;
   const S* sums = (const S*)s + piece.s;
-  // many rows: all pages for some outputs, whose sums stay in registers; few rows: page after page, in order of address
+  // many rows: all pages for some outputs, whose sums stay in registers; few rows: page after page, or SIDE_BY_SIDE, in order of address
   constexpr int R = lora_by_pairs<T> ? 8 : 4;
-  const int together = piece.rows >= R ? piece.pages : 1;
-  for (int p = 0; p < piece.pages; p += together) {
+  for (int p = 0, together; p < piece.pages; p += together) {
+    together = piece.rows >= R ? piece.pages : side_by_side(piece.pages - p);
+    if constexpr (SIDE_BY_SIDE > 1)
+      if (piece.rows < R && together > 1) {
+        for (int r = 0; r < piece.rows; ++r) {
+          const S* from = sums + r * width + p * PAGE;
+          if (together == 8) expand_pages<T, 8>(pages + p, out, piece.count, from, to[r]);
+          if (together == 4) expand_pages<T, 4>(pages + p, out, piece.count, from, to[r]);
+          if (together == 2) expand_pages<T, 2>(pages + p, out, piece.count, from, to[r]);
+        }
+        continue;
+      }
     const LoraPiece* soon = p + together < piece.pages ? &piece : after;
     Next next;
     if (soon && soon->count == pool.out[soon->module]) {  // a piece with some of the outputs has many rows: computing hides the reads
@@ -199,14 +282,23 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
       else
         expand_few(pages[p], out, piece.count, sums + p * PAGE, width, to, piece.rows, next);
     } else {
+      const T* ranks[SIDE_BY_SIDE > 1 ? MAX_PAGES * PAGE : 1];
+      const T* const* b = pages + p;
+      if (SIDE_BY_SIDE > 1) {
+        b = ranks;
+        for (int q = p; q < p + together; ++q) {
+          const Ranks at(piece.pages, q);
+          for (int k = 0; k < PAGE; ++k) ranks[at.first + k * at.step - p * PAGE] = pages[q] + k * out;
+        }
+      }
       for (int r = 0; r < piece.rows;) {
         const int n = piece.rows - r >= R ? R : 1;
         const S* from[R];
         for (int j = 0; j < n; ++j) from[j] = sums + (r + j) * width + p * PAGE;
         if (n == R)
-          expand_rows<T, R>(pages + p, together, out, piece.count, from, to + r, next);
+          expand_rows<T, R>(b, together, out, piece.count, from, to + r, next);
         else
-          expand_rows<T, 1>(pages + p, together, out, piece.count, from, to + r, next);
+          expand_rows<T, 1>(b, together, out, piece.count, from, to + r, next);
         r += n;
       }
     }

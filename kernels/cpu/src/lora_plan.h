@@ -10,6 +10,9 @@ constexpr int GROUPS = 4;     // fused: qkv, o, gate_up, down
 constexpr int GROUP_START[GROUPS + 1] = {0, 3, 4, 6, 7};
 constexpr int LORA_ROWS = 32;  // of one piece: two tiles
 constexpr int MAX_PAGES = 128;  // of one adapter: rank 1024
+// Pages of an adapter that are read at once, each in order of address. The processor fetches ahead by itself, but needs several lines
+// to notice that a page is being read; meanwhile the other pages keep the memory busy.
+constexpr int SIDE_BY_SIDE = MOTET_LEVEL == 1 ? 8 : 1;
 
 struct LoraPiece {
   int32_t row0, rows;    // into LoraPlan::order
@@ -52,6 +55,7 @@ struct LoraPlan {
           if (!pages) continue;
           const int64_t in = pool.in[m], out = pool.out[m];
           int64_t cuts = (pages * PAGE * in * element_bytes + (24 << 10) - 1) / (24 << 10);
+          if (SIDE_BY_SIDE > 1 && end - begin == 1) cuts = (pages + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
           if (few) {
             const int64_t blocks = (end - begin + LORA_ROWS - 1) / LORA_ROWS * adapters * (GROUP_START[g + 1] - GROUP_START[g]);
             cuts = (4 * team + blocks - 1) / blocks;
@@ -72,14 +76,39 @@ struct LoraPlan {
           }
         }
     }
-    // with 8 floats a vector many adapters are bound by reading: large pieces first, so that no member waits for another's at the
-    // end, and pages of one size follow each other, so that they are prefetched as fast as they are read
-    if (MOTET_LEVEL == 1 && !few)
-      for (std::vector<LoraPiece>& pieces : expand)
-        std::sort(pieces.begin(), pieces.end(), [](const LoraPiece& a, const LoraPiece& b) {
-          const int64_t x = (int64_t)a.count * a.pages, y = (int64_t)b.count * b.pages;
-          return x != y ? x > y : a.s != b.s ? a.s < b.s : a.first < b.first;
-        });
+    // pieces of several pages: large ones first, so that no member waits for another's at the end
+    if (SIDE_BY_SIDE > 1 && !few)
+      for (int g = 0; g < GROUPS; ++g) {
+        large_first(shrink[g], [](const LoraPiece& piece) { return piece.count; });
+        large_first(expand[g], [](const LoraPiece& piece) { return (int64_t)piece.count * piece.pages; });
+      }
+  }
+
+ private:
+  template <class F>
+  static void large_first(std::vector<LoraPiece>& pieces, F&& size) {
+    std::sort(pieces.begin(), pieces.end(), [&](const LoraPiece& a, const LoraPiece& b) {
+      return size(a) != size(b) ? size(a) > size(b) : a.s != b.s ? a.s < b.s : a.first < b.first;
+    });
+  }
+};
+
+// Of `pages` that are left of an adapter, how many are read at once: the largest power of two that there are, up to SIDE_BY_SIDE.
+INLINE int side_by_side(int pages) {
+  int n = SIDE_BY_SIDE;
+  while (n > pages) n /= 2;
+  return n;
+}
+
+// Where the ranks of page `p` of `pages` are in a row of s, which has the order in which B is read: rank by rank of the pages that
+// are read at once.
+struct Ranks {
+  int first = 0, step = 1;
+  Ranks() = default;
+  Ranks(int pages, int p) {
+    int begin = p / SIDE_BY_SIDE * SIDE_BY_SIDE;
+    while (step = side_by_side(pages - begin), begin + step <= p) begin += step;
+    first = begin * PAGE + p - begin;
   }
 };
 
@@ -99,11 +128,11 @@ constexpr bool lora_on_tiles = MOTET_LEVEL >= 4 && sizeof(typename ShrunkOf<T>::
 template <class T>
 constexpr bool lora_by_pairs = MOTET_LEVEL == 3 && sizeof(typename ShrunkOf<T>::type) == 2;
 
-INLINE void put4(float* to, const float* four, float scale) {
-  for (int j = 0; j < 4; ++j) to[j] = four[j] * scale;
+INLINE void put4(float* to, const float* four, float scale, int step = 1) {
+  for (int j = 0; j < 4; ++j) to[j * step] = four[j] * scale;
 }
 #if MOTET_LEVEL >= 3
-INLINE void put4(bf16* to, const float* four, float scale) {
+INLINE void put4(bf16* to, const float* four, float scale, int = 1) {
   const __m128bh v = _mm_cvtneps_pbh(_mm_mul_ps(_mm_loadu_ps(four), _mm_set1_ps(scale)));
   memcpy(to, &v, 4 * sizeof *to);
 }
