@@ -85,7 +85,7 @@ def _range_of(memory: torch.Tensor) -> tuple[PagedRange, int, int] | None:
     if there is None:
         assert memory.device.type == "cpu", "a device's memory can be given back only where it is reserved"
         return None
-    start = memory.storage_offset() * memory.itemsize
+    start = int(memory.storage_offset()) * memory.itemsize
     return there, start, start + memory.nbytes
 
 
