@@ -4,7 +4,7 @@
         none    without adapters
         one     one adapter for all requests
         each    an adapter of its own for each request, of mixed ranks; llama.cpp cannot
-    python -m bench engine --peers llama.cpp      beside some of the peers; --no-peers: Motet alone
+    python -m bench engine --peers llama.cpp,vllm,peft      beside all peers, twenty minutes; --no-peers: Motet alone
     python -m bench engine --serve                over HTTP, see bench.engine_serve
 
 Motet's weights have 16, 8 and 4 bits, llama.cpp's too (BF16, Q8_0, Q4_0), vLLM's and PEFT's 16. Beside every rate stands its
@@ -54,7 +54,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The bench's own options."""
     parser.add_argument("--model", choices=sorted(SHAPES), default="M", help="428M or 30M parameters")
     parser.add_argument("--no-peers", action="store_true", help="without peers, and without their figures")
-    parser.add_argument("--peers", type=_peers, default=PEERS, help=f"some of {','.join(PEERS)}")
+    parser.add_argument(
+        "--peers", type=_peers, default=PEERS[:1], help=f"some of {','.join(PEERS)}; the last two take ten more minutes"
+    )
     parser.add_argument("--serve", action="store_true", help="over HTTP instead of offline")
     parser.add_argument(
         "--quantization", choices=["none", "int8", "int4"], default="none", help="of Motet's base weights, with --serve"
