@@ -494,9 +494,14 @@ async def test_without_a_predictor_the_schedulers_own_quantiles_decide(bus, sche
     await hire("w1")
     service = await schedule()
     long = {"sampling": SamplingParams(max_tokens=10_000)}
-    before = counted("prediction_misses", reason="absent")
+
+    def misses() -> float:
+        """On a busy machine the answer that there is no predictor may come too late."""
+        return counted("prediction_misses", reason="absent") + counted("prediction_misses", reason="late")
+
+    before = misses()
     assert (await submit(bus, generate_request(rank=8, **long))).predicted_tokens == 128
-    assert counted("prediction_misses", reason="absent") == before + 1
+    assert misses() == before + 1
     for _ in range(20):
         await bus.publish(subjects.OUTCOME, Outcome(adapter_digest="digest8", prompt_tokens=3, output_tokens=11))
     await eventually(lambda: service._lengths.estimate("digest8", 100).samples == 20)
