@@ -14,7 +14,7 @@ import torch
 from motet.kernels import KvCache, LoraPool, PackedLora, PoolFull
 from motet.kernels.cpu import CpuEngine
 from motet.kernels.cpu.loading import CpuLoader
-from tests.kernels.test_lora import LAYERS, SHAPES, random_adapter
+from tests.kernels.test_lora import LAYERS, SHAPES, load_or_free
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -71,17 +71,7 @@ def test_adapters_stay_what_they_are_while_the_pool_shrinks_and_grows(seed: int)
     pool = LoraPool(SHAPES, layers=LAYERS, slots=8, max_rank=128, bytes_total=2 * MIB, dtype=torch.float32, capacity=8 * MIB)
     held: dict[int, PackedLora] = {}
     for _ in range(80):
-        slot = draw.randrange(8)
-        if slot in held:
-            pool.free(slot)
-            del held[slot]
-        else:
-            packed = PackedLora.pack(random_adapter(draw), pool.shapes, layers=LAYERS)
-            try:
-                pool.load(slot, packed)
-                held[slot] = packed
-            except PoolFull:
-                pass
+        load_or_free(draw, pool, held)
         used = pool.bytes_total - pool.bytes_free
         pool.resize(draw.randint(used, 8 * MIB))
         assert pool.bytes_total - pool.bytes_free == used

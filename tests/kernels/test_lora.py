@@ -42,6 +42,21 @@ def random_adapter(draw: random.Random, ranks: dict[str, int] | None = None, *, 
     return pairs
 
 
+def load_or_free(draw: random.Random, pool: LoraPool, held: dict[int, PackedLora]) -> None:
+    """Free one of eight slots, or load a random adapter into it if there is room. `held` has the adapters by slot."""
+    slot = draw.randrange(8)
+    if slot in held:
+        pool.free(slot)
+        del held[slot]
+        return
+    packed = PackedLora.pack(random_adapter(draw), pool.shapes, layers=LAYERS)
+    try:
+        pool.load(slot, packed)
+        held[slot] = packed
+    except PoolFull:
+        pass
+
+
 def make_pool(*, bytes_total: int = 32 << 20, dtype: torch.dtype = torch.float32, max_rank: int = 128) -> LoraPool:
     """A pool whose free memory is NaN, so that reading beyond an adapter's own pages shows in the result."""
     pool = LoraPool(SHAPES, layers=LAYERS, slots=SLOTS, max_rank=max_rank, bytes_total=bytes_total, dtype=dtype)

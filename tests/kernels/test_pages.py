@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.kernels import KvCache, LoraPool, PackedLora, PoolFull
+from motet.kernels import KvCache, LoraPool, PackedLora
 from motet.kernels.device.driver import DriverError, OutOfMemory
 from motet.kernels.device.virtual_memory import CudaPages
 from motet.kernels.memory import expect, give_back, reserved
 from motet.kernels.pages import PhysicalPages
 from motet.services.worker.engine.device_memory import DeviceMemory, edge_bytes
-from tests.kernels.test_lora import LAYERS, SHAPES, random_adapter
+from tests.kernels.test_lora import LAYERS, SHAPES, load_or_free
 from tests.support_pages import PAGE, HostPages, driver_library, host_pages
 
 ROOT = Path(__file__).parents[2]
@@ -222,20 +222,6 @@ def lora_pool(bytes_total: int, capacity: int, pages: PhysicalPages) -> LoraPool
         capacity=capacity,
         pages=pages,
     )
-
-
-def load_or_free(draw: random.Random, pool: LoraPool, held: dict[int, PackedLora]) -> None:
-    slot = draw.randrange(8)
-    if slot in held:
-        pool.free(slot)
-        del held[slot]
-        return
-    packed = PackedLora.pack(random_adapter(draw), pool.shapes, layers=LAYERS)
-    try:
-        pool.load(slot, packed)
-        held[slot] = packed
-    except PoolFull:
-        pass
 
 
 def check_adapters(pool: LoraPool, held: dict[int, PackedLora]) -> None:

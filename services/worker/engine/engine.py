@@ -287,8 +287,9 @@ class Engine:
 
     def _schedule(self, now_s: float, stats: StepStats) -> StepPlan[LiveSequence]:
         plan = self._core.decide(now_s)
-        sequences = (*self._state.running, *self._state.waiting) if self._maker is not None else ()
+        sequences: list[LiveSequence] = []
         if self._maker is not None:
+            sequences = self._sequences()  # as planned: one whose adapter cannot be loaded ends below
             self._maker.drop(plan)
         for live in plan.preempted:
             self._leave(live)
