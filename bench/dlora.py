@@ -16,6 +16,7 @@ import argparse
 import multiprocessing
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -274,34 +275,35 @@ def _waits(one: Outcome) -> list[object]:
 
 def _stretched(bench: Bench) -> dict[str, Any]:
     """Average latency by the length of requests, at one rate (the paper's Fig. 11b)."""
-    workers, adapters = (4, 8) if bench.quick else SMALL
     names = ("dlora, moves", "round-robin", "proactive-only", PERFECT, FREE)
-    rows: list[list[object]] = []
-    found: dict[str, Any] = {}
-    for scale in (1.0,) if bench.quick else SCALES:
-        more: dict[str, Any] = {"workers": workers, "adapters": adapters, "skew": 10, "scale": scale}
-        at = bench.run(**{name: bench.case(name, rate=STRETCHED_LOAD * workers, **more) for name in names})
-        found[str(scale)] = {name: round(one.latency_ms, 1) for name, one in at.items()}
-        rows.append([f"{scale:g} x", *[one.latency_ms for one in at.values()]])
-    print(report.table(f"{workers} workers: average latency by length, ms per token", ("lengths", *names), rows), flush=True)
-    return found
+    scales = (1.0,) if bench.quick else SCALES
+    return _latencies(bench, "by length", names, {str(scale): {"each": STRETCHED_LOAD, "scale": scale} for scale in scales})
 
 
 def _long(bench: Bench) -> dict[str, Any]:
     """Average latency where the queue of an overloaded worker has time to grow."""
-    workers, adapters = (4, 8) if bench.quick else SMALL
     names = ("dlora, moves", "round-robin", "proactive-only", "motet's dispatch", PERFECT, FREE)
     seconds = bench.base.seconds if bench.quick else LONG_S
-    more: dict[str, Any] = {"workers": workers, "adapters": adapters, "skew": 10, "seconds": seconds}
-    found: dict[str, Any] = {}
-    for each in LONG_LOADS[: 1 if bench.quick else None]:
-        at = bench.run(**{name: bench.case(name, rate=each * workers, **more) for name in names})
-        found[str(each)] = {name: round(one.latency_ms, 1) for name, one in at.items()}
-    rows = [[f"{float(each) * workers:g} requests/s", *one.values()] for each, one in found.items()]
-    print(
-        report.table(f"{workers} workers, {seconds / 60:g} minutes: average latency, ms per token", ("", *names), rows),
-        flush=True,
+    loads = LONG_LOADS[: 1 if bench.quick else None]
+    return _latencies(
+        bench,
+        f"{seconds / 60:g} minutes, by requests/s of a worker",
+        names,
+        {str(each): {"each": each, "seconds": seconds} for each in loads},
     )
+
+
+def _latencies(bench: Bench, title: str, names: Sequence[str], cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """{case: {system: average latency in ms per token}} of the small cluster. `each`: requests/s of a worker."""
+    workers, adapters = (4, 8) if bench.quick else SMALL
+    found: dict[str, Any] = {}
+    for label, more in cases.items():
+        changed = {key: value for key, value in more.items() if key != "each"}
+        usual: dict[str, Any] = {"workers": workers, "adapters": adapters, "skew": 10, "rate": more["each"] * workers}
+        at = bench.run(**{name: bench.case(name, **usual, **changed) for name in names})
+        found[label] = {name: round(one.latency_ms, 1) for name, one in at.items()}
+    rows = [[label, *one.values()] for label, one in found.items()]
+    print(report.table(f"{workers} workers: average latency, ms per token, {title}", ("", *names), rows), flush=True)
     return found
 
 

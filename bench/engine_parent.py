@@ -25,7 +25,7 @@ END_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """One batch, from its first prompt to its last token: seconds, and the new tokens of each request."""
+    """Result of one batch: seconds from its first prompt to its last token, and the new tokens of each request."""
 
     seconds: float
     outputs: list[list[int]]

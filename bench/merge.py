@@ -185,7 +185,9 @@ async def _gap(rig: Rig) -> dict[str, Any]:
         for name, (plain, merging) in pairs.items():
             seen = await asyncio.gather(_lap(rig, rig.plain, plain), _lap(rig, rig.merging, merging))
             own_ms, other_ms = _decode_ms(seen[0], merged=False), _decode_ms(seen[1], merged=merges and name == "merged")
-            if own_ms and other_ms:
+            if not own_ms or (not other_ms and name != "merged"):
+                raise RuntimeError(f"too few steps decoded for {SEATS} requests in a lap of {name}")
+            if other_ms:
                 ratio[name] = own_ms / other_ms
                 times_ms[name].append(other_ms if name == "merged" else own_ms)
         unmerged.append(ratio["base"] / ratio["unmerged"])
@@ -201,12 +203,16 @@ async def _gap(rig: Rig) -> dict[str, Any]:
         "rounds": len(unmerged),
         "rounds_not_merged": not_merged,
         "unmerged_vs_base": round(1.0 - gap, 4),
-        "unmerged_vs_base_quartiles": [round(float(np.quantile(unmerged, q)), 4) for q in (0.25, 0.75)],
+        "unmerged_vs_base_quartiles": _quartiles(unmerged),
         "merged_vs_base": round(statistics.median(merged), 4),
-        "merged_vs_base_quartiles": [round(float(np.quantile(merged, q)), 4) for q in (0.25, 0.75)],
+        "merged_vs_base_quartiles": _quartiles(merged),
         "merges": merges,
         "gap_recovered": round((statistics.median(merged) - 1.0 + gap) / gap, 3) if gap > LEAST_GAP else None,
     }
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return [round(float(np.quantile(values, q)), 4) for q in (0.25, 0.75)]
 
 
 def _decode_ms(steps: Sequence[StepSeen], *, merged: bool) -> float:

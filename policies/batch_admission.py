@@ -135,7 +135,7 @@ class BatchAdmission(Generic[S]):
         return plan
 
     def _fill_by_mode(self, state: AdmissionState[S], plan: StepPlan[S], modes: Modes) -> None:
-        """Fill the step as the mode says. If that leaves it empty, fill it with any sequences."""
+        """Fill the step with the sequences of the mode. If there are none, fill it with any sequences."""
         before = modes.merged
         fcfs, here, most = _demand(state, self.limits.seats)
         mode = modes.choose(fcfs, here, most)

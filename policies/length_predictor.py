@@ -120,7 +120,7 @@ class LengthPredictor:
         return self.since_fit >= max(FIRST_FIT, len(self.window) // FIT_SHARE if self.model is not None else 0)
 
     def adopt(self, model: LengthModel, levels: Sequence[float]) -> None:
-        """Predict with a new model. `levels`: those it gave to requests that it was not fitted on, if known."""
+        """Predict with a new model. `levels`: the quantile levels of requests that it was not fitted on, if known."""
         self._take(model)
         self.since_fit = 0
         if levels:

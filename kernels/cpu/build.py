@@ -40,7 +40,7 @@ _ISAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 ISAS = tuple(_ISAS)
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wno-psabi", "-Wl,-Bsymbolic")
 TIMEOUT_S = 600
-_MODE = 0o644  # readable by every user: the one that runs the engine may not be the one that installed it
+_MODE = 0o644  # readable by every user, since another user may have installed the engine
 
 
 class BuildError(Exception):

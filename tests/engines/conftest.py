@@ -91,7 +91,7 @@ class Driven:
         return [item for item in every if (item.request_id, item.epoch) == (request_id, epoch)]
 
     async def ended(self, request: EngineRequest) -> StreamItem:
-        """The last item of a request. Checks that indices are consecutive and that there is only one end."""
+        """The last item of a request. Checks that the tokens' indices are consecutive and that the request ended once."""
         key = request.request_id, request.epoch
         await eventually(lambda: any(item.finish for item in self.items(*key)), within_s=PATIENCE_S)
         items, index = self.items(*key), len(request.output)
