@@ -72,7 +72,7 @@ class Size:
     phase_s: float = PHASE_S
 
 
-SIZES = {"M": Size(prompt_tokens=16, output_tokens=32, lap_tokens=24, copy_tokens=160, rounds=8, copies=1)}
+SIZES = {"M": Size(prompt_tokens=16, output_tokens=32, lap_tokens=24, copy_tokens=160, rounds=8, copies=1, phases=10)}
 """Sizes of the runs for models with long steps, because the whole bench has ten minutes."""
 QUICK = Size(output_tokens=16, lap_tokens=24, copy_tokens=200, rounds=1, copies=1, phases=2, phase_s=2.0)
 
@@ -179,7 +179,7 @@ async def _gap(rig: Rig) -> dict[str, Any]:
     }
     times_ms: dict[str, list[float]] = {name: [] for name in pairs}
     unmerged, merged, not_merged = [], [], 0
-    for number in rig.watch.rounds(rig.size.rounds, "rounds of the gap", at_least=2, within=0.65):
+    for number in rig.watch.rounds(rig.size.rounds, "rounds of the gap", at_least=2, within=0.5):
         rig.pin(number)
         ratio: dict[str, float] = {}
         for name, (plain, merging) in pairs.items():
@@ -310,7 +310,7 @@ async def _mixed(rig: Rig) -> dict[str, Any]:
 
         before = len(rig.merging.steps())
         for (name, _), served in zip(rig.both, await asyncio.gather(*(serve(*each) for each in rig.both)), strict=True):
-            tokens[name].append(sum(at <= size.phase_s for one in served for at in one.frames_s) / size.phase_s)
+            tokens[name].append(_rate(served, size.phase_s))
             longest[name] += [max((b - a for a, b in pairwise(one.frames_s)), default=0.0) for one in served]
         ran = rig.merging.steps()[before:]
         merged_steps, steps = merged_steps + sum(step.merged for step in ran), steps + len(ran)
@@ -325,6 +325,12 @@ async def _mixed(rig: Rig) -> dict[str, Any]:
         "longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 1.0)), 1) for name, gaps in longest.items()},
         "p90_longest_gap_ms": {name: round(1000 * float(np.quantile(gaps, 0.9)), 1) for name, gaps in longest.items()},
     }
+
+
+def _rate(served: Sequence[Served], phase_s: float) -> float:
+    """Output tokens/s of a phase up to the last token in it, so that a step under way at its end does not count."""
+    frames_s = [at for one in served for at in one.frames_s if at <= phase_s]
+    return len(frames_s) / max(frames_s, default=phase_s)
 
 
 def _show(found: dict[str, dict[str, Any]]) -> None:
