@@ -73,7 +73,7 @@ format: $(DEV_STAMP) ## format the code
 
 # The weakest and the strongest instruction set of this machine. The libraries are built before a sanitizer is preloaded, which would
 # slow down the compiler as well. They are compiled with -O1, since a sanitizer checks behaviour and not speed: with the first two
-# sanitizers -O3 takes about three times as long.
+# sanitizers -O3 takes about three times as long. On two cores (portable and AVX2) compiling and tests take four minutes and three.
 , := ,
 SANITIZED_ISAS = $$($(BIN)/python -c 'from motet.kernels.cpu import available_isas as a; print(*{a()[0]: 0, a()[-1]: 0})')
 SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_kernels.py loading.py cpu_assist.py)
