@@ -45,7 +45,7 @@ $(DEV_STAMP): requirements-dev.txt $(RUN_STAMP)
 serve: $(RUN_STAMP) ## run the full mesh with the demo model on http://127.0.0.1:8000, until Ctrl-C
 	@exec $(BIN)/python -m motet up --demo $(ARGS)
 
-test: $(DEV_STAMP) ## the test suite, in three processes for two cores
+test: $(DEV_STAMP) ## the test suite, in two processes per core
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m "not bench" $(ARGS)
 
 chaos: $(DEV_STAMP) ## kill, freeze and cut off every process of a mesh under load; no answer may be lost or repeated
@@ -76,7 +76,7 @@ format: $(DEV_STAMP) ## format the code
 # sanitizers -O3 takes about three times as long. On two cores (portable and AVX2) compiling and tests take four minutes and three.
 , := ,
 SANITIZED_ISAS = $$($(BIN)/python -c 'from motet.kernels.cpu import available_isas as a; print(*{a()[0]: 0, a()[-1]: 0})')
-SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_kernels.py loading.py cpu_assist.py)
+SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_kernels.py merging.py loading.py cpu_assist.py)
 SANITIZED = $(BIN)/python -X faulthandler -m pytest -q -p no:cacheprovider --timeout 1800 $(SANITIZED_TESTS) $(ARGS)
 # $(call sanitized,flags,libraries to preload,options)
 define sanitized

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -18,10 +20,12 @@ from motet.shared.bus import Bus
 from motet.shared.config import BusConfig
 from motet.shared.provision import provision
 
+COLLECT_EVERY = 50  # tests
+
 
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: one and a half processes per core, because many tests wait for services in other processes."""
-    return max(2, (os.cpu_count() or 1) * 3 // 2)
+    """For `-n auto`: two processes per core, because many tests wait for services in other processes."""
+    return 2 * (os.cpu_count() or 1)
 
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one stands still now and then
@@ -36,6 +40,18 @@ def log_levels() -> Iterator[None]:
     yield
     for each, level in zip(loggers, levels, strict=True):
         each.setLevel(level)
+
+
+_begun = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def old_objects_are_not_collected() -> None:
+    """A garbage collection looks at what this test made, not at all imported modules: each gateway collects when it starts."""
+    if next(_begun) % COLLECT_EVERY == 0:
+        gc.unfreeze()
+        gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

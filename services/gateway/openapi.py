@@ -6,6 +6,7 @@ Swagger UI comes from an installed package, so the page needs no internet access
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -172,6 +173,7 @@ def document(config: GatewayConfig, version: str, *, keyless: bool = True) -> di
     return described
 
 
+@cache  # the same for every gateway of a process
 def _schemas() -> dict[str, Any]:
     _, components = msgspec.json.schema_components((*_REQUESTS, *_ANSWERS), ref_template="#/components/schemas/{name}")
     for name, unserved in (
