@@ -76,7 +76,7 @@ class Fleet:
         """Whether no worker serves yet but one is loading its model, which takes minutes for a large model."""
         return not self.workers() and self.absent.loading(now_s())
 
-    def nobody(self) -> str:
+    def why_none_serves(self) -> str:
         """Why no worker serves the base model, for operators: with the reasons that failed workers gave."""
         return "; ".join([f"no worker serves {self._base_model}", *self.absent.sentences(now_s())])
 

@@ -126,7 +126,7 @@ class GatewayService:
         if not self.bus.connected:
             reasons.append("no connection to NATS")
         elif not self.fleet.workers():
-            reasons.append(self.fleet.nobody())
+            reasons.append(self.fleet.why_none_serves())
         return reasons
 
     def failure(self) -> str:
