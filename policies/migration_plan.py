@@ -283,7 +283,10 @@ class _Model:
             self.shift(row, min(choices, key=lambda to: (self.loads[to].time_ms(self._config), to)))
 
     def improve(self, rows: Sequence[_Row], under: Sequence[int]) -> None:
-        """Move single requests off the worker with the most work as long as this lowers the maximum."""
+        """Move single requests off the worker with the most work as long as this lowers the maximum.
+
+        When none does, exchange two requests where a worker has no room for one more.
+        """
         config = self._config
         while True:
             times = [load.time_ms(config) for load in self.loads]
@@ -300,9 +303,30 @@ class _Model:
                     self.shift(row, worst)
                     if after < times[worst] - 1e-6 and (best is None or (after, to) < (best[0], best[2])):
                         best = after, row, to
-            if best is None:
+            if best is not None:
+                self.shift(best[1], best[2])
+            elif not self._exchange(rows, under, worst, times[worst]):
                 return
-            self.shift(best[1], best[2])
+
+    def _exchange(self, rows: Sequence[_Row], under: Sequence[int], worst: int, worst_ms: float) -> bool:
+        """Exchange a request of the worker with the most work for one of another worker, if one of the two has no room.
+
+        Takes the first exchange that lowers the maximum of both. Returns whether there is one.
+        """
+        for row in [row for row in rows if row.at == worst]:
+            for other in rows:
+                to = other.at
+                if to == worst or (self.loads[worst].room > 0 and self.loads[to].room > 0):
+                    continue
+                if to not in (row.source, *under) or worst not in (other.source, *under):
+                    continue
+                self.shift(row, to)
+                self.shift(other, worst)
+                if max(self.loads[worst].time_ms(self._config), self.loads[to].time_ms(self._config)) < worst_ms - 1e-6:
+                    return True
+                self.shift(other, to)
+                self.shift(row, worst)
+        return False
 
     def take_back(self, rows: Sequence[_Row]) -> None:
         """Undo moves that do not lower the maximum, the most expensive first."""

@@ -6,7 +6,7 @@ from itertools import product
 from time import perf_counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from motet.policies.migration_plan import Held, Plan, PlanConfig, Replica, plan
@@ -111,8 +111,19 @@ def best(replicas: list[Replica], config: PlanConfig) -> float:
     return least
 
 
+def lone(name: str, *works_ms: float, takes: int) -> Replica:
+    """A worker whose requests cost nothing but their work."""
+    held = [Held(f"{name}-{at}", "", work_ms=ms, memory=0.0, again_ms=0.0) for at, ms in enumerate(works_ms)]
+    return Replica(worker_id=name, requests=tuple(held), adapters=set(), memory=20.0, takes=takes)
+
+
+FULL_AFTER_ONE = [lone("w0", 70.0, 50.0, takes=1), lone("w1", 135.0, 107.0, 81.0, takes=0)]
+"""The best plan moves the smallest request, the rounded one the largest, and then the worker has no room for another."""
+
+
 @settings(max_examples=60, deadline=None)
 @given(clusters(workers=4, requests=6), configs)
+@example(FULL_AFTER_ONE, PlanConfig(gamma=1.5, swap_ms=0.0, eta_ms=0.0, top=1, least_gain=0.0))
 def test_a_small_plan_is_near_the_best_of_all_plans(replicas: list[Replica], config: PlanConfig) -> None:
     eager = PlanConfig(gamma=config.gamma, swap_ms=config.swap_ms, eta_ms=config.eta_ms, top=config.top, least_gain=0.0)
     found, least = plan(replicas, MEMORY, eager), best(replicas, eager)
