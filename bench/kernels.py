@@ -6,8 +6,11 @@
 bfloat16 throughout. A product's limit is the slower of reading its weights and multiplying them, at the bandwidth and the peak
 that two probes reach. As in a step, weights come from memory and not from the caches: there are more matrices of a shape than
 fit in the caches, and they are read in turn. LoRA is 32 adapters of ranks 8, 16, 32, 64 in turn on q, k, v, o, one row each,
-again in more sets than fit in the caches; its limit is reading every page once. Attention over long contexts is in
-`bench.kernels_attention`.
+again in more sets than fit in the caches. As in a step, it is planned once for all layers, and A x is followed by s B of the
+same layer; its limit is reading every page once. A x and s B alone waste bandwidth: a page has both, and the processor fetches
+ahead into the other. Attention over long contexts is in `bench.kernels_attention`.
+
+The bandwidth changes while others use the machine, so every call is followed by a probe, and a fraction is the median of theirs.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ ROWS = (1, 8, 32, 256)
 BATCH = 32  # rows of the figure
 COLD_BYTES = 1 << 30  # weights of one kind: more than the last-level cache of any server, so that nothing is found there
 QUICK_BYTES = 1 << 24  # may be found there: a quick run says little
+STEP = "A x and s B"
 DTYPE = torch.bfloat16
 
 
@@ -78,9 +82,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     gemm_fractions.append(fraction)
         if args.only == "products":
             continue
-        for name, (gbps, fraction) in _lora(engine, limits, layers, modules, MLP[model], repeats, watch).items():
-            adapters.append([f"{model} {name}", gbps, fraction])
-            lora_fractions.append(fraction)
+        of_lora = _lora(engine, limits, layers, modules, MLP[model], repeats, watch)
+        adapters += [[f"{model} {name}", gbps, fraction] for name, (gbps, fraction) in of_lora.items()]
+        lora_fractions.append(of_lora[STEP][1])
     print(f"{engine.isa}, {engine.threads} threads: {limits.bandwidth / 1e9:.1f} GB/s, {limits.peak / 1e9:.0f} GFLOP/s bf16")
     print(report.table("Packed products", ["weights", "rows", "GB/s", "GFLOP/s", "of the limit"], products))
     if adapters:
@@ -133,18 +137,18 @@ def _product(
     for rows in ROWS:
         x, y = torch.randn(rows, fan_in), torch.empty(rows, fan_out + 16)[:, :fan_out]
         some = packed[: max(1, copies // 4)] if rows > BATCH else packed  # reading them takes the smaller part of the time
-        seconds, bandwidth = _beside(limits, lambda x=x, y=y, some=some: engine.gemm(some, x, y, DTYPE), repeats, watch)  # type: ignore[misc]
-        seconds /= len(some)
+        pairs = _beside(limits, lambda x=x, y=y, some=some: engine.gemm(some, x, y, DTYPE), repeats, watch)  # type: ignore[misc]
         flops = 2 * rows * fan_in * fan_out
-        limit = max(nbytes / bandwidth, flops / limits.peak)
-        found[rows] = (nbytes / seconds / 1e9, flops / seconds / 1e9, limit / seconds)
+        seconds = statistics.median(s for s, _ in pairs) / len(some)
+        fraction = statistics.median(max(nbytes / b, flops / limits.peak) / s * len(some) for s, b in pairs)
+        found[rows] = (nbytes / seconds / 1e9, flops / seconds / 1e9, fraction)
     return found
 
 
 def _lora(
     engine: CpuEngine, limits: _Limits, layers: int, modules: dict[str, tuple[int, int]], mlp: int, repeats: int, watch: Watch
 ) -> dict[str, tuple[float, float]]:
-    """{part: (GB/s, fraction of the bandwidth)} of shrink and expand over all layers."""
+    """{part: (GB/s, fraction of the bandwidth)} over all layers of q, k, v, o."""
     hidden = modules["q_proj"][0]
     shapes = modules | {"gate_proj": (hidden, mlp), "up_proj": (hidden, mlp), "down_proj": (mlp, hidden)}
     ranks = sum(RANKS[i % len(RANKS)] for i in range(ADAPTERS))
@@ -153,35 +157,37 @@ def _lora(
     pool = LoraPool(
         shapes, layers=layers, slots=sets * ADAPTERS, max_rank=max(RANKS), bytes_total=sets * per_set + (1 << 20), dtype=DTYPE
     )
-    pairs = {m: (torch.randn(max(RANKS), i).to(DTYPE), torch.randn(o, max(RANKS)).to(DTYPE)) for m, (i, o) in modules.items()}
+    matrices = {
+        m: (torch.randn(max(RANKS), i).to(DTYPE), torch.randn(o, max(RANKS)).to(DTYPE)) for m, (i, o) in modules.items()
+    }
     for slot in range(sets * ADAPTERS):
         rank = RANKS[slot % len(RANKS)]
-        adapter = {(layer, m): (1.0, a[:rank], b[:, :rank]) for layer in range(layers) for m, (a, b) in pairs.items()}
+        adapter = {(layer, m): (1.0, a[:rank], b[:, :rank]) for layer in range(layers) for m, (a, b) in matrices.items()}
         pool.load(slot, PackedLora.pack(adapter, shapes, layers=layers))
     slots = [torch.arange(i * ADAPTERS, (i + 1) * ADAPTERS, dtype=torch.int32) for i in range(sets)]
+    groups = [GROUPS[name] for name in ("qkv", "o")]
+    x, y = torch.randn(ADAPTERS, hidden), torch.zeros(ADAPTERS, max(sum(modules[m][1] for m in group) for group in groups))
     found = {}
-    for number, group in enumerate(("qkv", "o")):
-        x = torch.randn(ADAPTERS, hidden)
-        y = torch.zeros(ADAPTERS, sum(modules[m][1] for m in GROUPS[group]))
-        for which, part in ((1, "shrink"), (2, "expand")):
-            nbytes = sets * ranks * layers * DTYPE.itemsize * sum(modules[m][which - 1] for m in GROUPS[group])
+    for which, part in ((3, STEP), (1, "A x"), (2, "s B")):
+        read = sum(fan_in * (which & 1) + fan_out * (which >> 1) for fan_in, fan_out in modules.values())
+        nbytes = sets * ranks * layers * DTYPE.itemsize * read
 
-            def once(x: torch.Tensor = x, y: torch.Tensor = y, number: int = number, which: int = which) -> None:
-                for chosen in slots:
-                    engine.lora(y, x, pool, 0, number, chosen, layers=layers, which=which)
+        def once(which: int = which) -> None:
+            for chosen in slots:
+                engine.lora(y, x, pool, 0, 0, chosen, layers=layers, groups=len(groups), which=which)
 
-            seconds, bandwidth = _beside(limits, once, repeats, watch)
-            found[f"{group} {part}"] = (nbytes / seconds / 1e9, nbytes / seconds / bandwidth)
+        pairs = _beside(limits, once, repeats, watch)
+        rates = [nbytes / s for s, _ in pairs]
+        found[part] = (statistics.median(rates) / 1e9, statistics.median(r / b for r, (_, b) in zip(rates, pairs, strict=True)))
     return found
 
 
-def _beside(limits: _Limits, call: Callable[[], None], repeats: int, watch: Watch) -> tuple[float, float]:
-    """(seconds of one call, bandwidth meanwhile), medians over `repeats` pairs of a call and a probe."""
+def _beside(limits: _Limits, call: Callable[[], None], repeats: int, watch: Watch) -> list[tuple[float, float]]:
+    """(seconds of a call, bandwidth just afterwards), `repeats` times."""
     call()
-    seconds, bandwidths = [], []
+    pairs = []
     for _ in watch.rounds(repeats, within=0.9):
         began = time.perf_counter()
         call()
-        seconds.append(time.perf_counter() - began)
-        bandwidths.append(limits.probe())
-    return statistics.median(seconds), statistics.median(bandwidths)
+        pairs.append((time.perf_counter() - began, limits.probe()))
+    return pairs

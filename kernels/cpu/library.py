@@ -190,7 +190,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "motet_gemm": (None, [c_void_p, c_int64, POINTER(Matrix), c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
     "motet_lora": (
         None,
-        [c_void_p, c_int64, POINTER(Pool), c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_int64],
+        [c_void_p, c_int64, POINTER(Pool), c_void_p, *[c_int64] * 5, c_void_p, c_void_p, c_int64],
     ),
     "motet_attention": (None, [c_void_p, c_int64, POINTER(Step), c_void_p, c_void_p, *[c_int64] * 5, c_void_p]),
     "motet_loader_new": (c_void_p, [POINTER(Pool), c_int64, c_int64, c_double]),
@@ -301,9 +301,14 @@ class CpuEngine:
         row_slot: torch.Tensor,
         *,
         layers: int = 1,
+        groups: int = 1,
         which: int = 3,
     ) -> None:
-        """`kernels.add_lora` over float32 `x` and `y`, for `layers` layers from `layer`; `which` 1 shrinks, 2 expands."""
+        """`kernels.add_lora` over float32 `x` and `y`, for `layers` layers from `layer`; `which` 1 shrinks, 2 expands.
+
+        With `groups`, so many groups from `group` in every layer. Rows are as wide as the widest group; each takes the first
+        columns.
+        """
         self.library.motet_lora(
             self._handle,
             TYPES[pool.arena.dtype],
@@ -313,6 +318,7 @@ class CpuEngine:
             layer,
             layers,
             group,
+            groups,
             address(x, torch.float32),
             address(y, torch.float32),
             which,

@@ -299,10 +299,13 @@ static void run_gemm(const Matrix* w, int64_t count, const float* x, int64_t row
 }
 
 template <class T>
-static void run_lora(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t layer, int64_t layers, int group,
+static void run_lora(const Pool& pool, const int32_t* row_slot, int64_t rows, int64_t layer, int64_t layers, int group, int groups,
                      const float* x, float* y, int64_t which, Workspace& ws, Team& team) {
   typedef typename ActivationOf<T>::type A;
-  const int64_t in = pool.in[GROUP_START[group]], out = group_out(pool.out, group), stride = row_stride<A>(in);
+  int64_t in = 0, out = 0;
+  for (int g = group; g < group + groups; ++g)
+    in = std::max(in, pool.in[GROUP_START[g]]), out = std::max(out, group_out(pool.out, g));
+  const int64_t stride = row_stride<A>(in);
   ws.lora.build(pool, row_slot, rows, sizeof(T), team.size());
   ws.h.reserve(round_up(rows, 16) * stride * sizeof(A));
   ws.s.reserve(ws.lora.s_size * sizeof(float));
@@ -310,10 +313,11 @@ static void run_lora(const Pool& pool, const int32_t* row_slot, int64_t rows, in
   float* s = ws.s.data<float>();
   team.run([&](int) {
     each_rows(team, rows, [&](int64_t row) { take_row(x + row * in, h + row * stride, in, stride); });
-    for (int64_t l = layer; l < layer + layers; ++l) {
-      if (which & 1) shrink_all<T>(team, pool, ws.lora, group, l, h, stride, s);
-      if (which & 2) expand_all<T>(team, pool, ws.lora, group, l, s, y, out);
-    }
+    for (int64_t l = layer; l < layer + layers; ++l)
+      for (int g = group; g < group + groups; ++g) {
+        if (which & 1) shrink_all<T>(team, pool, ws.lora, g, l, h, stride, s);
+        if (which & 2) expand_all<T>(team, pool, ws.lora, g, l, s, y, out);
+      }
   });
 }
 

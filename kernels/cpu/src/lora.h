@@ -6,15 +6,15 @@
 //
 // An adapter's page is read from memory once per step and layer however many rows it has.
 #pragma once
+#include "lora_streams.h"
 #include "lora_tiles.h"
-#include "two.h"
 
 namespace motet {
 
-// 8 ranks x R rows of dot products over `in`.
+// 8 ranks x R rows of dot products over `in`. `s` has the whole rows, and `ranks` those of the page.
 template <class T, class A, int R>
 INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, typename ShrunkOf<T>::type* const* s,
-                        int step, Next& all_next) {
+                        const Ranks& ranks, Next& all_next) {
   constexpr int N = MOTET_LEVEL >= 2 || (MOTET_LEVEL == 1 && R == 1) ? 8 : 4;  // ranks that fit the registers
   Next next = all_next;  // a local copy stays in registers
   for (int half = 0; half < PAGE; half += N, a += N * in) {
@@ -63,44 +63,20 @@ INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, 
       for (int n = 0; n < N; n += 4) {
         float four[4];
         sum4(acc[n][r], acc[n + 1][r], acc[n + 2][r], acc[n + 3][r], four);
-        put4(s[r] + (half + n) * step, four, scale, step);
+        put4(s[r] + ranks(half + n), four, scale, ranks.step);
       }
   }
   all_next = next;
-}
-
-// One row and N pages side by side, the same sums as above.
-template <class T, class A, int N>
-static __attribute__((noinline)) void shrink_pages(const T* const* a, const A* x, int64_t in, float scale,
-                                                   typename ShrunkOf<T>::type* s, const Ranks* ranks) {
-  for (int k = 0; k < PAGE; ++k) {
-    vf acc[(N + 3) / 4 * 4];
-#pragma GCC unroll 8
-    for (vf& sum : acc) sum = zero();
-    int64_t i = 0;
-    for (; i + W <= in; i += W) {
-      const vf value = load(x + i);
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) acc[n] += load(a[n] + k * in + i) * value;
-    }
-    if (i < in)
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) acc[n] += load_n(a[n] + k * in + i, (int)(in - i)) * load_n(x + i, (int)(in - i));
-#pragma GCC unroll 2
-    for (int n = 0; n < N; n += 4) {
-      float four[4];
-      sum4(acc[n], acc[n + 1], acc[n + 2], acc[n + 3], four);
-      for (int j = 0; j < std::min(4, N - n); ++j) s[ranks[n + j].first + k * ranks[n + j].step] = four[j] * scale;
-    }
-  }
 }
 
 template <class T, class A>
 static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
                          const A* x, int64_t ldx, float* s) {
   typedef typename ShrunkOf<T>::type S;
-  const float scale = pool.scales[(piece.slot * MODULES + piece.module) * pool.layers + layer];
   const int64_t in = pool.in[piece.module], width = piece.pages * PAGE;
+  if constexpr (SIDE_BY_SIDE > 1)
+    if (piece.rows == 1) return shrink_beside<T>(pool, plan, piece, after, layer, x, ldx, s);
+  const float scale = pool.scales[(piece.slot * MODULES + piece.module) * pool.layers + layer];
   const A* rows[LORA_ROWS];
   for (int r = 0; r < piece.rows; ++r) rows[r] = x + plan.order[piece.row0 + r] * ldx;
   S* sums = (S*)s + piece.s + piece.first * PAGE;
@@ -122,27 +98,16 @@ static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
     }
   }
   S* whole = (S*)s + piece.s;  // the first row of s, of all pages
-  for (int p = 0, some; p < piece.count; p += some) {
-    some = piece.rows == 1 ? side_by_side(piece.count - p) : 1;
-    if constexpr (SIDE_BY_SIDE > 1)
-      if (some > 1) {
-        const T* pages[SIDE_BY_SIDE];
-        Ranks ranks[SIDE_BY_SIDE];
-        for (int j = 0; j < some; ++j) pages[j] = page(p + j), ranks[j] = Ranks(piece.pages, piece.first + p + j);
-        if (some == 8) shrink_pages<T, A, 8>(pages, rows[0], in, scale, whole, ranks);
-        if (some == 4) shrink_pages<T, A, 4>(pages, rows[0], in, scale, whole, ranks);
-        if (some == 2) shrink_pages<T, A, 2>(pages, rows[0], in, scale, whole, ranks);
-        continue;
-      }
+  for (int p = 0; p < piece.count; ++p) {
     const Ranks ranks(piece.pages, piece.first + p);
     Next ahead = next(p);
     for (int r = 0; r < piece.rows;) {
       const int n = std::min(3, piece.rows - r);
       S* to[3];
-      for (int j = 0; j < n; ++j) to[j] = whole + (r + j) * width + ranks.first;
-      if (n == 3) shrink_rows<T, A, 3>(page(p), rows + r, in, scale, to, ranks.step, ahead);
-      if (n == 2) shrink_rows<T, A, 2>(page(p), rows + r, in, scale, to, ranks.step, ahead);
-      if (n == 1) shrink_rows<T, A, 1>(page(p), rows + r, in, scale, to, ranks.step, ahead);
+      for (int j = 0; j < n; ++j) to[j] = whole + (r + j) * width;
+      if (n == 3) shrink_rows<T, A, 3>(page(p), rows + r, in, scale, to, ranks, ahead);
+      if (n == 2) shrink_rows<T, A, 2>(page(p), rows + r, in, scale, to, ranks, ahead);
+      if (n == 1) shrink_rows<T, A, 1>(page(p), rows + r, in, scale, to, ranks, ahead);
       r += n;
     }
   }
@@ -202,35 +167,6 @@ INLINE void expand_rows(const T* const* b, int pages, int64_t out, int64_t n, co
   all_next = next;
 }
 
-// One row and N pages side by side, the same sums as above.
-template <class T, int N>
-static __attribute__((noinline)) void expand_pages(const T* const* b, int64_t out, int64_t n, const float* s, float* y) {
-  for (int k = 0; k < PAGE; ++k) {
-    vf value[N];
-#pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) value[j] = broadcast(s[k * N + j]);
-    int64_t i = 0;
-    for (; i + 2 * W <= n; i += 2 * W) {
-      Two acc = sorted(load_two(y + i), b[0]);
-#pragma GCC unroll 8
-      for (int j = 0; j < N; ++j) {
-        const Two weights = load_two(b[j] + k * out + i);
-        acc.a += weights.a * value[j];
-        acc.b += weights.b * value[j];
-      }
-      acc = unsorted(acc, b[0]);
-      store(y + i, acc.a);
-      store(y + i + W, acc.b);
-    }
-    for (; i < n; i += W) {
-      const int live = (int)std::min<int64_t>(W, n - i);
-      vf acc = load_n(y + i, live);
-      for (int j = 0; j < N; ++j) acc += load_n(b[j] + k * out + i, live) * value[j];
-      store_n(y + i, acc, live);
-    }
-  }
-}
-
 // The first of the group's outputs that a piece adds to.
 INLINE int64_t first_column(const Pool& pool, const LoraPiece& piece) {
   int64_t column = piece.first;
@@ -244,6 +180,8 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
   typedef typename ShrunkOf<T>::type S;
   const int64_t in = pool.in[piece.module], out = pool.out[piece.module], width = piece.pages * PAGE;
   const int64_t column = first_column(pool, piece);
+  if constexpr (SIDE_BY_SIDE > 1)
+    if (piece.rows == 1) return expand_beside<T>(pool, plan, piece, after, layer, s, y + column, ldy);
   const T* pages[MAX_PAGES];
   for (int p = 0; p < piece.pages; ++p)
     pages[p] = lora_page<T>(pool, piece.slot, piece.module, p, layer) + PAGE * in + piece.first;
@@ -256,11 +194,14 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
     together = piece.rows >= R ? piece.pages : side_by_side(piece.pages - p);
     if constexpr (SIDE_BY_SIDE > 1)
       if (piece.rows < R && together > 1) {
+        const T* arena = (const T*)pool.arena;
+        int64_t at[SIDE_BY_SIDE];
+        for (int j = 0; j < together; ++j) at[j] = pages[p + j] - arena;
         for (int r = 0; r < piece.rows; ++r) {
           const S* from = sums + r * width + p * PAGE;
-          if (together == 8) expand_pages<T, 8>(pages + p, out, piece.count, from, to[r]);
-          if (together == 4) expand_pages<T, 4>(pages + p, out, piece.count, from, to[r]);
-          if (together == 2) expand_pages<T, 2>(pages + p, out, piece.count, from, to[r]);
+          if (together == 8) expand_streams<T, 8, 1>(arena, at, arena, at, PAGE, out, piece.count, &from, to + r);
+          if (together == 4) expand_streams<T, 4, 1>(arena, at, arena, at, PAGE, out, piece.count, &from, to + r);
+          if (together == 2) expand_streams<T, 2, 1>(arena, at, arena, at, PAGE, out, piece.count, &from, to + r);
         }
         continue;
       }
@@ -288,7 +229,7 @@ static void expand_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece
         b = ranks;
         for (int q = p; q < p + together; ++q) {
           const Ranks at(piece.pages, q);
-          for (int k = 0; k < PAGE; ++k) ranks[at.first + k * at.step - p * PAGE] = pages[q] + k * out;
+          for (int k = 0; k < PAGE; ++k) ranks[at(k) - p * PAGE] = pages[q] + k * out;
         }
       }
       for (int r = 0; r < piece.rows;) {

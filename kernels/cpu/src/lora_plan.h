@@ -10,9 +10,41 @@ constexpr int GROUPS = 4;     // fused: qkv, o, gate_up, down
 constexpr int GROUP_START[GROUPS + 1] = {0, 3, 4, 6, 7};
 constexpr int LORA_ROWS = 32;  // of one piece: two tiles
 constexpr int MAX_PAGES = 128;  // of one adapter: rank 1024
-// Pages of an adapter that are read at once, each in order of address. The processor fetches ahead by itself, but needs several lines
-// to notice that a page is being read; meanwhile the other pages keep the memory busy.
+// Pages that are read at once, each in order of address. The processor fetches ahead by itself, but needs several lines to notice that
+// a page is being read; meanwhile the other pages keep the memory busy. They are of one adapter, or of several with one row each.
 constexpr int SIDE_BY_SIDE = MOTET_LEVEL == 1 ? 8 : 1;
+
+// The largest power of two that is not more than `left` and `most`, which is one.
+constexpr int power_of_two(int most, int left) {
+  while (most > left) most /= 2;
+  return most;
+}
+// Of `pages` that are left of an adapter, how many are read at once.
+constexpr int side_by_side(int pages) { return power_of_two(SIDE_BY_SIDE, pages); }
+// Adapters with so many pages that are expanded at once. The rows of y stay in the first cache.
+constexpr int rows_beside(int pages) {
+  const int n = side_by_side(pages);
+  return n == 1 ? 4 : n == 2 ? 2 : SIDE_BY_SIDE / n;
+}
+
+// Where the ranks of page `p` of `pages` are in a row of s, which has the order in which B is read: rank by rank of the pages that
+// are read at once, or of the halves of a page that is read alone.
+struct Ranks {
+  int first = 0, step = 1, half = PAGE;
+  Ranks() = default;
+  Ranks(int pages, int p) {
+    int begin = p / SIDE_BY_SIDE * SIDE_BY_SIDE;
+    while (step = side_by_side(pages - begin), begin + step <= p) begin += step;
+    first = begin * PAGE + p - begin;
+    if (SIDE_BY_SIDE > 1 && step == 1) step = 2, half = PAGE / 2;
+  }
+  int operator()(int k) const { return first + (k & (half - 1)) * step + (k >= half); }
+};
+
+// Where a page begins in the arena, in elements.
+INLINE int64_t page_at(const Pool& pool, int slot, int module, int page) {
+  return pool.table[((int64_t)slot * MODULES + module) * pool.max_pages + page] * 8;
+}
 
 struct LoraPiece {
   int32_t row0, rows;    // into LoraPlan::order
@@ -20,11 +52,24 @@ struct LoraPiece {
   int32_t pages;         // of the adapter: a row of s has 8 * pages values
   int32_t first, count;  // shrink: pages; expand: outputs
   int64_t s;             // where s of row0 starts
+  int64_t begin = 0;     // with one row, into LoraPlan::lone_pages (shrink) or lone_streams (expand)
+  int32_t beside = 0, others = 0;  // of LoraPlan::beside: pieces that are expanded at the same time
+};
+
+// A page of A for one row. Addresses are in elements from the arena's beginning.
+struct LoraPage {
+  int64_t at, by_layer;
+  int64_t s;           // where the row of s starts
+  const float* scale;  // of layer 0
+  int32_t row;
+  Ranks ranks;
 };
 
 struct LoraPlan {
   std::vector<int32_t> order, first_of_slot;
-  std::vector<LoraPiece> shrink[GROUPS], expand[GROUPS];
+  std::vector<LoraPiece> shrink[GROUPS], expand[GROUPS], beside;
+  std::vector<LoraPage> lone_pages;   // of adapters with one row, in the order of the pieces; SIDE_BY_SIDE more at the end
+  std::vector<int64_t> lone_streams;  // the same for B in layer 0: where pages, or halves of them, begin
   std::vector<uint8_t> on_gate_up;  // [rows]: 1 for those whose adapter adds to the gate or up projection
   int64_t s_size = 0;
 
@@ -33,7 +78,8 @@ struct LoraPlan {
     order.clear();
     on_gate_up.assign(rows, 0);
     s_size = 0;
-    for (int g = 0; g < GROUPS; ++g) shrink[g].clear(), expand[g].clear();
+    for (int g = 0; g < GROUPS; ++g) shrink[g].clear(), expand[g].clear(), lone_[g].clear();
+    beside.clear(), lone_pages.clear(), lone_streams.clear();
     first_of_slot.assign(pool.slots + 1, 0);
     for (int64_t r = 0; r < rows; ++r)
       if (row_slot[r] >= 0) ++first_of_slot[row_slot[r] + 1];
@@ -53,6 +99,12 @@ struct LoraPlan {
         for (int m = GROUP_START[g]; m < GROUP_START[g + 1]; ++m) {
           const int32_t pages = pool.pages[slot * MODULES + m];
           if (!pages) continue;
+          if (SIDE_BY_SIDE > 1 && !few && end - begin == 1) {
+            lone_[g].push_back({begin, 1, (int32_t)slot, m, pages, 0, pages, s_size});
+            s_size += pages * PAGE;
+            if (g == 2) on_gate_up[order[begin]] = 1;
+            continue;
+          }
           const int64_t in = pool.in[m], out = pool.out[m];
           int64_t cuts = (pages * PAGE * in * element_bytes + (24 << 10) - 1) / (24 << 10);
           if (SIDE_BY_SIDE > 1 && end - begin == 1) cuts = (pages + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
@@ -66,50 +118,111 @@ struct LoraPlan {
           const int32_t columns = (int32_t)std::max<int64_t>(64, round_up(std::min(out, most), 64));
           for (int32_t row = begin; row < end; row += LORA_ROWS) {
             const int32_t n = std::min<int32_t>(LORA_ROWS, end - row);
-            for (int32_t p = 0; p < pages; p += pages_each)
-              shrink[g].push_back({row, n, (int32_t)slot, m, pages, p, std::min(pages_each, pages - p), s_size});
-            for (int32_t c = 0; c < out; c += columns)
-              expand[g].push_back({row, n, (int32_t)slot, m, pages, c, (int32_t)std::min<int64_t>(columns, out - c), s_size});
+            for (int32_t p = 0; p < pages; p += pages_each) {
+              const int32_t some = std::min(pages_each, pages - p);
+              shrink[g].push_back({row, n, (int32_t)slot, m, pages, p, some, s_size, (int64_t)lone_pages.size()});
+              if (SIDE_BY_SIDE > 1 && n == 1) add_pages(pool, shrink[g].back());
+            }
+            for (int32_t c = 0; c < out; c += columns) {
+              const int32_t some = (int32_t)std::min<int64_t>(columns, out - c);
+              expand[g].push_back({row, n, (int32_t)slot, m, pages, c, some, s_size, (int64_t)lone_streams.size()});
+              if (SIDE_BY_SIDE > 1 && n == 1) add_streams(pool, expand[g].back());
+            }
             s_size += (int64_t)n * pages * PAGE;
             if (g == 2)
               for (int32_t i = row; i < row + n; ++i) on_gate_up[order[i]] = 1;
           }
         }
     }
-    // pieces of several pages: large ones first, so that no member waits for another's at the end
-    if (SIDE_BY_SIDE > 1 && !few)
+    if (SIDE_BY_SIDE == 1) return;
+    if (!few)
       for (int g = 0; g < GROUPS; ++g) {
+        shrink_together(pool, g, std::max(team, 1));
+        expand_together(pool, g);
         large_first(shrink[g], [](const LoraPiece& piece) { return piece.count; });
-        large_first(expand[g], [](const LoraPiece& piece) { return (int64_t)piece.count * piece.pages; });
+        large_first(expand[g], [](const LoraPiece& piece) { return (int64_t)piece.count * piece.pages * (1 + piece.others); });
+      }
+    for (int i = 0; i < SIDE_BY_SIDE && !lone_pages.empty(); ++i)
+      lone_pages.push_back(lone_pages.back()), lone_streams.push_back(lone_streams.back());
+  }
+  // The piece itself for i = 0, then those beside it.
+  const LoraPiece& beside_of(const LoraPiece& piece, int i) const { return i ? beside[piece.beside + i - 1] : piece; }
+
+ private:
+  // Adapters with one row: SIDE_BY_SIDE pages are a piece, whichever adapters they are of. The last pieces are smaller, so that no
+  // member waits long for another.
+  void shrink_together(const Pool& pool, int g, int team) {
+    std::sort(lone_[g].begin(), lone_[g].end(), [](const LoraPiece& a, const LoraPiece& b) {
+      return a.pages != b.pages ? a.pages > b.pages : a.s < b.s;  // as few rows as possible in a piece
+    });
+    int64_t left = 0;
+    for (const LoraPiece& one : lone_[g]) left += one.pages;
+    const int64_t small = std::min<int64_t>(left, SIDE_BY_SIDE * team);
+    int32_t room = 0;
+    for (LoraPiece one : lone_[g])
+      for (one.first = 0; one.first < one.pages; one.first += one.count) {
+        const bool head = !room;
+        if (head) room = left > small ? SIDE_BY_SIDE : SIDE_BY_SIDE / 2;
+        one.count = std::min(room, one.pages - one.first);
+        one.begin = (int64_t)lone_pages.size();
+        add_pages(pool, one);
+        room -= one.count, left -= one.count;
+        if (head)
+          shrink[g].push_back(one);
+        else
+          shrink[g].back().count += one.count;
       }
   }
 
- private:
+  // Adapters with one row and as many pages of a module.
+  void expand_together(const Pool& pool, int g) {
+    std::vector<LoraPiece>& lone = lone_[g];
+    std::sort(lone.begin(), lone.end(), [](const LoraPiece& a, const LoraPiece& b) {
+      return a.module != b.module ? a.module < b.module : a.pages != b.pages ? a.pages > b.pages : a.s < b.s;
+    });
+    for (size_t i = 0, n; i < lone.size(); i += n) {
+      LoraPiece piece = lone[i];
+      piece.first = 0, piece.count = (int32_t)pool.out[piece.module];
+      piece.beside = (int32_t)beside.size(), piece.begin = (int64_t)lone_streams.size();
+      const auto alike = [&](const LoraPiece& one) { return one.module == piece.module && one.pages == piece.pages; };
+      for (n = 1; n < (size_t)rows_beside(piece.pages) && i + n < lone.size() && alike(lone[i + n]); ++n)
+        beside.push_back(lone[i + n]), ++piece.others;
+      expand[g].push_back(piece);
+      add_streams(pool, piece);
+    }
+  }
+
+  void add_pages(const Pool& pool, const LoraPiece& piece) {
+    const int64_t by_layer = PAGE * (pool.in[piece.module] + pool.out[piece.module]);
+    const float* scale = pool.scales + ((int64_t)piece.slot * MODULES + piece.module) * pool.layers;
+    for (int p = piece.first; p < piece.first + piece.count; ++p) {
+      const int64_t at = page_at(pool, piece.slot, piece.module, p);
+      lone_pages.push_back({at, by_layer, piece.s, scale, order[piece.row0], Ranks(piece.pages, p)});
+    }
+  }
+
+  void add_streams(const Pool& pool, const LoraPiece& piece) {
+    for (int p = 0, some; p < piece.pages; p += some) {
+      some = side_by_side(piece.pages - p);
+      for (int r = 0; r <= piece.others; ++r)
+        for (int j = 0; j < some; ++j) {
+          const int64_t at = page_at(pool, beside_of(piece, r).slot, piece.module, p + j);
+          lone_streams.push_back(at + PAGE * pool.in[piece.module] + piece.first);
+          if (some == 1) lone_streams.push_back(lone_streams.back() + PAGE / 2 * pool.out[piece.module]);
+        }
+    }
+  }
+
+  // Large pieces first, so that no member waits for another's at the end.
   template <class F>
   static void large_first(std::vector<LoraPiece>& pieces, F&& size) {
     std::sort(pieces.begin(), pieces.end(), [&](const LoraPiece& a, const LoraPiece& b) {
-      return size(a) != size(b) ? size(a) > size(b) : a.s != b.s ? a.s < b.s : a.first < b.first;
+      const int64_t of_a = size(a), of_b = size(b);
+      return of_a != of_b ? of_a > of_b : a.s != b.s ? a.s < b.s : a.first < b.first;
     });
   }
-};
 
-// Of `pages` that are left of an adapter, how many are read at once: the largest power of two that there are, up to SIDE_BY_SIDE.
-INLINE int side_by_side(int pages) {
-  int n = SIDE_BY_SIDE;
-  while (n > pages) n /= 2;
-  return n;
-}
-
-// Where the ranks of page `p` of `pages` are in a row of s, which has the order in which B is read: rank by rank of the pages that
-// are read at once.
-struct Ranks {
-  int first = 0, step = 1;
-  Ranks() = default;
-  Ranks(int pages, int p) {
-    int begin = p / SIDE_BY_SIDE * SIDE_BY_SIDE;
-    while (step = side_by_side(pages - begin), begin + step <= p) begin += step;
-    first = begin * PAGE + p - begin;
-  }
+  std::vector<LoraPiece> lone_[GROUPS];  // adapters with one row
 };
 
 // The type of s = A x: bfloat16 where it is multiplied with B as bfloat16, which is how PEFT rounds it.
@@ -140,8 +253,7 @@ INLINE void put4(bf16* to, const float* four, float scale, int = 1) {
 
 template <class T>
 INLINE const T* lora_page(const Pool& pool, int slot, int module, int page, int64_t layer) {
-  const int64_t line = pool.table[(slot * MODULES + module) * pool.max_pages + page];
-  return (const T*)pool.arena + line * 8 + layer * PAGE * (pool.in[module] + pool.out[module]);
+  return (const T*)pool.arena + page_at(pool, slot, module, page) + layer * PAGE * (pool.in[module] + pool.out[module]);
 }
 
 // Prefetches the next page a few lines at a time while the current page is read. A burst would take all of a core's line buffers.

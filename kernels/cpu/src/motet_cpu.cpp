@@ -141,8 +141,8 @@ void motet_gemm(Engine* engine, int64_t type, const Matrix* w, int64_t count, co
 }
 // `which`: 1 shrink, 2 expand, 3 both; layers [layer, layer + layers) one after the other.
 void motet_lora(Engine* engine, int64_t type, const Pool* pool, const int32_t* row_slot, int64_t rows, int64_t layer, int64_t layers,
-                int64_t group, const float* x, float* y, int64_t which) {
-  BY_TYPE(type, run_lora<T>(*pool, row_slot, rows, layer, layers, (int)group, x, y, which, engine->workspace, engine->team))
+                int64_t group, int64_t groups, const float* x, float* y, int64_t which) {
+  BY_TYPE(type, run_lora<T>(*pool, row_slot, rows, layer, layers, (int)group, (int)groups, x, y, which, engine->workspace, engine->team))
 }
 // `kv_type`: that of the cache of one layer, a Model's `type` or I8.
 void motet_attention(Engine* engine, int64_t kv_type, const Step* step, const float* qkv, void* kv, int64_t heads, int64_t kv_heads,
