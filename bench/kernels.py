@@ -10,7 +10,7 @@ again in more sets than fit in the caches. As in a step, it is planned once for 
 same layer; its limit is reading every page once. A x and s B alone waste bandwidth: a page has both, and the processor fetches
 ahead into the other. Attention over long contexts is in `bench.kernels_attention`.
 
-The bandwidth changes while others use the machine, so every call is followed by a probe, and a fraction is the median of theirs.
+The bandwidth changes while others use the machine, so a probe follows every call, and a fraction is the median of theirs.
 """
 
 from __future__ import annotations
