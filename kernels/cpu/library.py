@@ -192,7 +192,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         None,
         [c_void_p, c_int64, POINTER(Pool), c_void_p, *[c_int64] * 5, c_void_p, c_void_p, c_int64],
     ),
-    "motet_attention": (None, [c_void_p, c_int64, POINTER(Step), c_void_p, c_void_p, *[c_int64] * 5, c_void_p]),
+    "motet_attention": (None, [c_void_p, c_int64, POINTER(Step), c_void_p, c_void_p, *[c_int64] * 7, c_void_p]),
     "motet_loader_new": (c_void_p, [POINTER(Pool), c_int64, c_int64, c_double]),
     "motet_loader_free": (None, [c_void_p]),
     "motet_loader_begin": (None, [c_void_p, c_int64, POINTER(Pool)]),
@@ -325,11 +325,20 @@ class CpuEngine:
         )
 
     def attention(
-        self, out: torch.Tensor, qkv: torch.Tensor, cache: torch.Tensor, step: Any, *, heads: int, window: int = 0
+        self,
+        out: torch.Tensor,
+        qkv: torch.Tensor,
+        cache: torch.Tensor,
+        step: Any,
+        *,
+        heads: int,
+        window: int = 0,
+        layers: int = 1,
     ) -> None:
         """`kernels.attend` over float32 `qkv` [rows, heads + 2 * kv_heads, head_dim] into `out` [rows, heads * head_dim].
 
-        `cache` is one layer of `KvCache.data`; `step` has the arrays of AttentionBatch.build.
+        `cache` is one layer of `KvCache.data`; `step` has the arrays of AttentionBatch.build. With `layers`, the same for the
+        layers that follow in memory.
         """
         kv_heads, head_dim = (qkv.shape[1] - heads) // 2, qkv.shape[2]
         token_bytes = kv_block_bytes(block_size=1, kv_heads=kv_heads, head_dim=head_dim, dtype=cache.dtype)
@@ -349,6 +358,8 @@ class CpuEngine:
             arguments,
             address(qkv, torch.float32),
             address(cache),
+            layers,
+            cache.nbytes,
             heads,
             kv_heads,
             head_dim,

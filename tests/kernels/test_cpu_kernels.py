@@ -408,6 +408,39 @@ def test_a_row_attends_to_the_same_bits_alone_in_a_batch_and_in_a_chunk(
     assert torch.equal(attention(engine, end, qkv[39:40].clone(), cache.data, heads, window)[0], together[39])
 
 
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("case", [(4, 2, 32, 16, 0), (6, 2, 24, 16, 700), (3, 1, 20, 5, 0), (4, 4, 16, 300, 0)])
+def test_a_long_context_gives_the_same_bits_whether_its_segments_are_spread_over_the_team_or_not(
+    engine: CpuEngine, dtype: torch.dtype, case: tuple[int, ...]
+) -> None:
+    heads, kv_heads, head_dim, block_size, window = case
+    torch.manual_seed(sum(case))
+    sequences = 4 * engine.threads + 1  # with fewer a row alone is spread
+    counts = [30, *[1] * sequences]
+    contexts = [1_300, 1_024, 1_025, *np.random.default_rng(sum(case)).integers(600, 2_300, sequences - 2).tolist()]
+    blocks = sum(-(-c // block_size) for c in contexts)
+    step = paged(np.random.default_rng(1), counts, contexts, block_size, blocks)
+    cache = Layer(blocks=blocks, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    qkv = torch.randn(sum(counts), heads + 2 * kv_heads, head_dim)
+    kept = []
+    for i, slots in enumerate(step.all_slots):
+        kv = torch.randn(len(slots), 2, kv_heads, head_dim)
+        start = int(step.seq_starts[i])
+        kv[len(slots) - counts[i] :] = qkv[start : start + counts[i], heads:].unflatten(1, (2, kv_heads))
+        cache.put(torch.tensor(slots), kv)
+        kept.append(stored(kv, dtype))
+    together = attention(engine, step, qkv, cache.data, heads, window)
+    for i in range(len(counts)):
+        end, row = one_of(step, i, counts), int(step.seq_starts[i + 1]) - 1
+        end.seq_starts, end.kv_slots = np.array([0, 1], dtype=np.int32), end.kv_slots[-1:].copy()
+        alone = attention(engine, end, qkv[row : row + 1].clone(), cache.data, heads, window)
+        assert torch.equal(alone[0], together[row])
+        k, v = kept[i][-window:].unbind(1)
+        of_head = torch.arange(heads) // (heads // kv_heads)
+        weights = torch.softmax(torch.einsum("thd,hd->ht", k[:, of_head], qkv[row, :heads].double()) / head_dim**0.5, 1)
+        close(alone, torch.einsum("ht,thd->hd", weights, v[:, of_head]).reshape(1, -1))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_attention_over_int8_is_near_that_over_floats_for_any_shape(engine: CpuEngine, seed: int) -> None:
     draw = np.random.default_rng(seed)
@@ -461,6 +494,20 @@ def test_a_key_in_int8_that_is_not_finite_stays_visible_to_its_own_sequence_alon
     got = attention(engine, step, qkv, cache.data, 2, 0)
     assert torch.equal(got[0], right[0]) and torch.equal(got[3:], right[3:])
     assert got[1:3].isnan().all()
+
+
+@pytest.mark.parametrize("context", [257, 1_025])
+def test_a_key_that_is_not_finite_stays_visible_when_it_is_alone_in_its_segment(engine: CpuEngine, context: int) -> None:
+    torch.manual_seed(5)
+    blocks = -(-context // 8)
+    cache = Layer(blocks=blocks, block_size=8, kv_heads=2, head_dim=16, dtype=torch.float32)
+    step = paged(np.random.default_rng(5), [1], [context], 8, blocks)
+    cache.put(torch.tensor(step.all_slots[0]), torch.randn(context, 2, 2, 16))
+    qkv = torch.randn(1, 8, 16)
+    qkv[0, 4, 7] = float("nan")
+    out = attention(engine, step, qkv, cache.data, 4, 0).view(4, 16)
+    assert out[:2].isnan().all()
+    assert out[2:].isfinite().all(), "and the other head's queries do not see it"
 
 
 def one_of(step: SimpleNamespace, i: int, counts: list[int]) -> SimpleNamespace:

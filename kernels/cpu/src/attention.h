@@ -1,9 +1,12 @@
 // Paged attention over the KV cache of one layer (kv.h), decode and chunked prefill alike.
 //
 // A piece of work is some rows of one sequence and some of its KV heads. It walks the sequence's blocks in order, at most
-// 16 tokens at a time, with running maximum and sum per query. A row's result depends on its position and context alone, not on
-// its chunk, its neighbours or the thread. Memory beyond a row's context is never used.
+// 16 tokens at a time, with running maximum and sum per query. They start anew with every segment of 256 tokens, whose results are
+// added up in order. So the segments of one long context can be computed at the same time, and a row's result depends on its
+// position and context alone, not on its chunk, its neighbours or the thread. Memory beyond a row's context is never used.
 #pragma once
+#include <vector>
+
 #include "attention_tiles.h"
 #include "gemm.h"
 #include "kv.h"
@@ -11,9 +14,26 @@
 namespace motet {
 
 constexpr int QUERIES = 32;  // query vectors of one KV head that are computed together
+constexpr int SEGMENT = 256;  // tokens
+constexpr int64_t MAX_PARTIALS = 8 << 20;  // floats
 
 struct AttentionItem {
   int32_t seq, row0, row1, head0, head1;  // rows of the step; KV heads
+  int32_t segment0 = 0, segment1 = INT32_MAX;
+  int64_t partials = -1;  // with one row and all heads: where the results of its segments are, in floats
+};
+
+// A row whose segments are several pieces of work.
+struct SpreadRow {
+  int32_t row, segments;
+  int64_t partials;
+};
+
+// The attention of a step.
+struct AttentionPlan {
+  std::vector<AttentionItem> items;
+  std::vector<SpreadRow> spread;
+  int64_t partials = 0;  // floats: for each spread row [segments][heads][head_dim padded to 16, maximum, sum]
 };
 
 struct Attention {
@@ -23,31 +43,48 @@ struct Attention {
   const void* kv;  // of this layer
   KvLayout layout;
   int64_t heads, window;
+  float* partials;
 };
 
 INLINE int64_t attention_rows(int64_t heads_per_kv) { return std::max<int64_t>(1, QUERIES / heads_per_kv); }
 
+INLINE int64_t padded_head(int64_t head_dim) { return round_up(head_dim, 16); }
+INLINE int64_t segment_blocks(int64_t block_size) { return std::max<int64_t>(1, SEGMENT / block_size); }
+
 // Floats of scratch that one thread needs.
 INLINE int64_t attention_scratch(int64_t heads, int64_t kv_heads, int64_t head_dim) {
   const int64_t queries = std::max(heads, attention_rows(heads / kv_heads) * (heads / kv_heads));
-  return queries * (2 * round_up(head_dim, 16) + CHUNK + 3) + 64;
+  return queries * (3 * padded_head(head_dim) + CHUNK + 5) + 64;
 }
 
-inline void attention_items(const Step& step, int64_t heads, int64_t kv_heads, int team, std::vector<AttentionItem>& items) {
-  items.clear();
-  const int64_t together = attention_rows(heads / kv_heads);
+inline void plan_attention(const Step& step, int64_t heads, const KvLayout& layout, int team, AttentionPlan& plan) {
+  const int64_t kv_heads = layout.kv_heads, together = attention_rows(heads / kv_heads);
+  plan.items.clear(), plan.spread.clear(), plan.partials = 0;
   const bool few = step.seqs < 4 * team;
   for (int32_t s = 0; s < step.seqs; ++s) {
     const int32_t begin = step.seq_starts[s], end = step.seq_starts[s + 1];
     if (end - begin == 1 && !few) {
-      items.push_back({s, begin, end, 0, (int32_t)kv_heads});
+      plan.items.push_back({s, begin, end, 0, (int32_t)kv_heads});
       continue;
+    }
+    if (end - begin == 1) {
+      const int64_t tokens = segment_blocks(layout.block_size) * layout.block_size;
+      const int32_t segments = (int32_t)((step.context_lens[s] + tokens - 1) / tokens);
+      const int64_t partials = segments * heads * (padded_head(layout.head_dim) + 2);
+      if (segments >= std::min<int64_t>(2 * team, kv_heads + 1) && plan.partials + partials <= MAX_PARTIALS) {
+        const int32_t items = std::min<int32_t>(segments, (int32_t)((4 * team + step.seqs - 1) / step.seqs));
+        for (int32_t i = 0; i < items; ++i)
+          plan.items.push_back({s, begin, end, 0, (int32_t)kv_heads, segments * i / items, segments * (i + 1) / items, plan.partials});
+        plan.spread.push_back({begin, segments, plan.partials});
+        plan.partials += partials;
+        continue;
+      }
     }
     // a row alone reads memory most of the time, and longer pieces of it are read faster
     const int32_t each = MOTET_LEVEL == 1 && end - begin == 1 ? (int32_t)std::max<int64_t>(1, kv_heads / team) : 1;
     for (int32_t row = end; row > begin; row -= std::min<int32_t>(together, row - begin))  // the longest contexts first
       for (int32_t head = 0; head < kv_heads; head += each)
-        items.push_back({s, std::max<int32_t>(begin, row - (int32_t)together), row, head, std::min(head + each, (int32_t)kv_heads)});
+        plan.items.push_back({s, std::max<int32_t>(begin, row - (int32_t)together), row, head, std::min(head + each, (int32_t)kv_heads)});
   }
 }
 
@@ -194,17 +231,58 @@ struct Tokens {  // of a block, from `offset` on
   }
 };
 
+// What a query has seen: the sum of weights[t] * values[t], the largest score, and the sum of weights relative to it.
+struct Seen {
+  float *sums, *top, *total;
+  bool nothing() const { return *top == -INFINITY && *total == 0; }  // a score that is not a number is seen, but not the largest
+};
+
+// Adds `part` to `all`, which it follows.
+static __attribute__((noinline)) void add_seen(const Seen& all, const Seen& part, int64_t width) {
+  if (part.nothing()) return;
+  if (all.nothing()) {
+    memcpy(all.sums, part.sums, width * sizeof(float));
+    *all.top = *part.top, *all.total = *part.total;
+    return;
+  }
+  const float top = std::max(*all.top, *part.top), shrink = expf(*all.top - top), weight = expf(*part.top - top);
+  for (int64_t d = 0; d < width; d += W) store(all.sums + d, load(all.sums + d) * shrink + load(part.sums + d) * weight);
+  *all.top = top, *all.total = *all.total * shrink + *part.total * weight;
+}
+
+// The result of one query. `sums` are in the order of `load_two` on AVX2, and are changed.
+template <class T, class A>
+INLINE void write_result(float* sums, float total, int64_t width, int head_dim, A* to) {
+  const float share = 1.0f / total;
+  if (MOTET_LEVEL == 1) each_two(sums, width, [](Two v) { return unsorted(v, (const T*)nullptr); });
+  for (int d = 0; d < head_dim; d += W) store_n(to + d, load(sums + d) * share, head_dim - d);
+}
+
+// The results of a row whose segments are there, for the heads of one KV head.
+template <class T, class A>
+static void add_segments(const Attention& a, const SpreadRow& spread, int64_t kv_head, A* out, int64_t ldo, float* scratch) {
+  const int64_t per = a.heads / a.layout.kv_heads, width = padded_head(a.layout.head_dim);
+  for (int64_t head = kv_head * per; head < (kv_head + 1) * per; ++head) {
+    float top = -INFINITY, total = 0;
+    for (int64_t segment = 0; segment < spread.segments; ++segment) {
+      float* part = a.partials + spread.partials + (segment * a.heads + head) * (width + 2);
+      add_seen({scratch, &top, &total}, {part, part + width, part + width + 1}, width);
+    }
+    write_result<T>(scratch, total, width, (int)a.layout.head_dim, out + spread.row * ldo + head * a.layout.head_dim);
+  }
+}
+
 template <class T, class A>
 static void attention_item(const Attention& a, const AttentionItem& item, [[maybe_unused]] const AttentionItem* after, A* out,
                            int64_t ldo, float* scratch) {
   const Step& step = *a.step;
   const int64_t kv_heads = a.layout.kv_heads, block_size = a.layout.block_size;
-  const int64_t per = a.heads / kv_heads, width = round_up(a.layout.head_dim, 16), rows = item.row1 - item.row0;
+  const int64_t per = a.heads / kv_heads, width = padded_head(a.layout.head_dim), rows = item.row1 - item.row0;
   const int64_t token_stride = a.layout.template token<T>(), block_stride = a.layout.template block<T>();
   const int head_dim = (int)a.layout.head_dim, queries = (int)(rows * per);  // of one KV head: [row][head]
   const int64_t all = (item.head1 - item.head0) * queries;
   float *q = scratch, *sums = q + all * width, *weights = sums + all * width, *top = weights + all * CHUNK, *total = top + all,
-        *shrinks = total + all;
+        *shrinks = total + all, *all_sums = shrinks + all, *all_top = all_sums + all * width, *all_total = all_top + all;
   const float scale = 1.0f / sqrtf((float)head_dim);
   memset(q, 0, 2 * all * width * sizeof(float));
   for (int64_t h = item.head0, at = 0; h < item.head1; ++h)
@@ -213,29 +291,54 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
         const float* from = a.qkv + row * a.ldq + (h * per + g) * head_dim;
         for (int d = 0; d < head_dim; ++d) q[at * width + d] = from[d] * scale;
         if (MOTET_LEVEL == 1) each_two(q + at * width, width, [](Two v) { return sorted(v, (const T*)nullptr); });
-        top[at] = -INFINITY;
-        total[at] = 0;
+        top[at] = all_top[at] = -INFINITY;
+        total[at] = all_total[at] = 0;
       }
   // positions of the first and last row; a row sees (position - window, position]
   const auto oldest_of = [&](int64_t position) { return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0; };
   const int64_t begin = first_position(step, item), final = begin + rows - 1, oldest = oldest_of(begin);
   const int32_t* table = step.block_tables + item.seq * step.table_stride;
   const T* kv = (const T*)a.kv;
-  for (int64_t block = oldest / block_size; block * block_size <= final; ++block) {
+  const int64_t by_segment = segment_blocks(block_size);
+  const auto first_block = [&](const AttentionItem& one) {
+    return std::max(oldest_of(first_position(step, one)) / block_size, one.segment0 * by_segment);
+  };
+  const int64_t end_block = std::min(final / block_size + 1, item.segment1 * by_segment);
+  const auto part_of = [&](int64_t segment, int64_t query) {
+    return a.partials + item.partials + (segment * a.heads + query) * (width + 2);
+  };
+  const auto end_segment = [&](int64_t segment) {
+    for (int64_t i = 0; i < all; ++i) {
+      const Seen seen{sums + i * width, top + i, total + i};
+      if (item.partials < 0) {
+        add_seen({all_sums + i * width, all_top + i, all_total + i}, seen, width);
+      } else {
+        float* part = part_of(segment, i);
+        memcpy(part, seen.sums, width * sizeof(float));
+        part[width] = *seen.top, part[width + 1] = *seen.total;
+      }
+      memset(seen.sums, 0, width * sizeof(float));
+      *seen.top = -INFINITY, *seen.total = 0;
+    }
+  };
+  if (item.partials >= 0)
+    for (int64_t segment = item.segment0; segment < item.segment1; ++segment)  // a window may leave out the first ones
+      for (int64_t i = 0; i < all; ++i) part_of(segment, i)[width] = -INFINITY, part_of(segment, i)[width + 1] = 0;
+  for (int64_t block = first_block(item); block < end_block; ++block) {
     const T* tokens = kv + table[block] * block_stride;
 #if MOTET_LEVEL == 1
     const auto after_chunk = [&](int64_t offset) -> Tokens<T> {  // what is read after the tokens from `offset` on
       if (offset + CHUNK < block_size && block * block_size + offset + CHUNK <= final) return {tokens, offset + CHUNK};
-      if ((block + 1) * block_size <= final) return {kv + table[block + 1] * block_stride, 0};
+      if (block + 1 < end_block) return {kv + table[block + 1] * block_stride, 0};
       if (!after) return {tokens, offset};
-      const int64_t first = oldest_of(first_position(step, *after));
-      const int64_t there = step.block_tables[after->seq * step.table_stride + first / block_size] * block_stride;
+      const int64_t first = first_block(*after), position = oldest_of(first_position(step, *after));
+      const int64_t there = step.block_tables[after->seq * step.table_stride + first] * block_stride;
       return {kv + there + a.layout.template keys<T>(after->head0) - a.layout.template keys<T>(item.head0),
-              first % block_size / CHUNK * CHUNK};
+              position / block_size == first ? position % block_size / CHUNK * CHUNK : 0};
     };
 #else
     const char *soon = nullptr, *soon_end = nullptr;  // of the next block, prefetched a share at a time
-    if ((HAS_SCALES<T> || item.head1 - item.head0 == kv_heads) && (block + 1) * block_size <= final) {
+    if ((HAS_SCALES<T> || item.head1 - item.head0 == kv_heads) && block + 1 < end_block) {
       const T* next = kv + table[block + 1] * block_stride;
       const int64_t filled = std::min(block_size, final + 1 - (block + 1) * block_size);
       soon = (const char*)(next + a.layout.template keys<T>(item.head0));
@@ -331,15 +434,25 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
       }
 #endif
     }
+    if ((block + 1) % by_segment == 0 || block + 1 == end_block) end_segment(block / by_segment);
   }
+  if (item.partials >= 0) return;
   for (int64_t h = item.head0, at = 0; h < item.head1; ++h)
     for (int64_t row = item.row0; row < item.row1; ++row)
-      for (int64_t g = 0; g < per; ++g, ++at) {
-        const float share = 1.0f / total[at];
-        if (MOTET_LEVEL == 1) each_two(sums + at * width, width, [](Two v) { return unsorted(v, (const T*)nullptr); });
-        A* to = out + row * ldo + (h * per + g) * head_dim;
-        for (int d = 0; d < head_dim; d += W) store_n(to + d, load(sums + at * width + d) * share, head_dim - d);
-      }
+      for (int64_t g = 0; g < per; ++g, ++at)
+        write_result<T>(all_sums + at * width, all_total[at], width, head_dim, out + row * ldo + (h * per + g) * head_dim);
+}
+
+// All of a step. `out` [rows, ldo].
+template <class T, class A>
+INLINE void attend(Team& team, const Attention& a, const AttentionPlan& plan, A* out, int64_t ldo, float* scratch, Ahead& soon) {
+  team.each((int64_t)plan.items.size(), [&](int64_t item, int64_t next) {
+    attention_item<T>(a, plan.items[item], next < 0 ? nullptr : &plan.items[next], out, ldo, scratch);
+  }, soon);
+  const int64_t kv_heads = a.layout.kv_heads;
+  if (!plan.spread.empty()) team.each((int64_t)plan.spread.size() * kv_heads, [&](int64_t item, int64_t) {
+    add_segments<T>(a, plan.spread[item / kv_heads], item % kv_heads, out, ldo, scratch);
+  }, soon);
 }
 
 }  // namespace motet

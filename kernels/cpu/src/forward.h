@@ -212,13 +212,11 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
         write_kv(kv_layout, k, v, (T*)kv, step.kv_slots[row]);
       memset((void*)(h + row * by_q + q_n), 0, (by_q - q_n) * sizeof(A));
     }, soon);
-    const Attention attention{&step, y, by_qkv, kv, kv_layout, m.heads, layer.window};
-    const auto attend = [&](int64_t item, int64_t next) {
-      const AttentionItem* after = next < 0 ? nullptr : &ws.attention[next];
-      if (int8_kv) return attention_item<int8_t>(attention, ws.attention[item], after, h, by_q, scratch);
-      attention_item<T>(attention, ws.attention[item], after, h, by_q, scratch);
-    };
-    team.each((int64_t)ws.attention.size(), attend, soon);
+    const Attention attention{&step, y, by_qkv, kv, kv_layout, m.heads, layer.window, ws.partials.data<float>()};
+    if (int8_kv)
+      attend<int8_t>(team, attention, ws.attention, h, by_q, scratch, soon);
+    else
+      attend<T>(team, attention, ws.attention, h, by_q, scratch, soon);
     project_any(1, l);
     each_rows(team, rows, [&](int64_t row) {
       norm_row(x + row * by_x, layer.post_norm, hidden, m.eps, h + row * by_hidden, by_hidden);
@@ -255,7 +253,8 @@ static void run_forward(const Model& m, const Step& step, Workspace& ws, Team& t
     ws.assist.begin(m, step, sizeof(T), team.size(), ws.lora);
   else
     ws.lora.build(m.pool, step.row_slot, step.rows, sizeof(T), team.size());
-  attention_items(step, m.heads, m.kv_heads, team.size(), ws.attention);
+  plan_attention(step, m.heads, {m.kv_heads, m.head_dim, m.block_size}, team.size(), ws.attention);
+  ws.partials.reserve(ws.attention.partials * sizeof(float));
   ws.x.reserve(rows * row_stride<float>(m.hidden) * sizeof(float));
   ws.y.reserve(rows * row_stride<float>(std::max(qkv_n, 2 * m.mlp)) * sizeof(float));
   ws.h.reserve(rows * row_stride<A>(std::max(m.hidden, q_n)) * sizeof(A));
@@ -321,24 +320,27 @@ static void run_lora(const Pool& pool, const int32_t* row_slot, int64_t rows, in
   });
 }
 
+// For `layers` layers whose caches are `layer_bytes` apart.
 template <class T>
-static void run_attention(const Step& step, const float* qkv, void* kv, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                          int64_t block_size, int64_t window, float* out, Workspace& ws, Team& team) {
+static void run_attention(const Step& step, const float* qkv, void* kv, int64_t layers, int64_t layer_bytes, int64_t heads,
+                          int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, float* out, Workspace& ws, Team& team) {
   const int64_t q_n = heads * head_dim, kv_n = kv_heads * head_dim, qkv_n = q_n + 2 * kv_n;
-  attention_items(step, heads, kv_heads, team.size(), ws.attention);
+  const KvLayout layout{kv_heads, head_dim, block_size};
+  plan_attention(step, heads, layout, team.size(), ws.attention);
+  ws.partials.reserve(ws.attention.partials * sizeof(float));
   ws.scratch_each = round_up(attention_scratch(heads, kv_heads, head_dim), 64);
   ws.scratch.reserve(ws.scratch_each * team.size() * sizeof(float));
-  const KvLayout layout{kv_heads, head_dim, block_size};
-  const Attention attention{&step, qkv, qkv_n, kv, layout, heads, window};
   team.run([&](int member) {
-    each_rows(team, step.rows, [&](int64_t row) {
-      const float* k = qkv + row * qkv_n + q_n;
-      write_kv(layout, k, k + kv_n, (T*)kv, step.kv_slots[row]);
-    });
-    team.each((int64_t)ws.attention.size(), [&](int64_t item, int64_t next) {
-      const AttentionItem* after = next < 0 ? nullptr : &ws.attention[next];
-      attention_item<T>(attention, ws.attention[item], after, out, q_n, ws.scratch.data<float>() + member * ws.scratch_each);
-    });
+    Ahead nothing;
+    for (int64_t layer = 0; layer < layers; ++layer) {
+      T* cache = (T*)((char*)kv + layer * layer_bytes);
+      each_rows(team, step.rows, [&](int64_t row) {
+        const float* k = qkv + row * qkv_n + q_n;
+        write_kv(layout, k, k + kv_n, cache, step.kv_slots[row]);
+      });
+      const Attention attention{&step, qkv, qkv_n, cache, layout, heads, window, ws.partials.data<float>()};
+      attend<T>(team, attention, ws.attention, out, q_n, ws.scratch.data<float>() + member * ws.scratch_each, nothing);
+    }
   });
 }
 

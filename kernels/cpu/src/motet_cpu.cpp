@@ -145,10 +145,11 @@ void motet_lora(Engine* engine, int64_t type, const Pool* pool, const int32_t* r
   BY_TYPE(type, run_lora<T>(*pool, row_slot, rows, layer, layers, (int)group, (int)groups, x, y, which, engine->workspace, engine->team))
 }
 // `kv_type`: that of the cache of one layer, a Model's `type` or I8.
-void motet_attention(Engine* engine, int64_t kv_type, const Step* step, const float* qkv, void* kv, int64_t heads, int64_t kv_heads,
-                     int64_t head_dim, int64_t block_size, int64_t window, float* out) {
+void motet_attention(Engine* engine, int64_t kv_type, const Step* step, const float* qkv, void* kv, int64_t layers, int64_t layer_bytes,
+                     int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, float* out) {
   const auto run = [&](auto element) {
-    run_attention<decltype(element)>(*step, qkv, kv, heads, kv_heads, head_dim, block_size, window, out, engine->workspace, engine->team);
+    run_attention<decltype(element)>(*step, qkv, kv, layers, layer_bytes, heads, kv_heads, head_dim, block_size, window, out,
+                                     engine->workspace, engine->team);
   };
   if (kv_type == I8) return run(int8_t());
   BY_TYPE(kv_type, run(T()))

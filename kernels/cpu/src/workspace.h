@@ -7,11 +7,11 @@
 namespace motet {
 
 struct Workspace {
-  Buffer x, y, h, gated, rounded, s, scratch;
+  Buffer x, y, h, gated, rounded, s, scratch, partials;
   int64_t scratch_each = 0;  // floats of one thread
   LoraPlan lora;
   AssistStep assist;
-  std::vector<AttentionItem> attention;
+  AttentionPlan attention;
 };
 
 }  // namespace motet
