@@ -278,26 +278,39 @@ def test_a_row_of_an_adapter_is_the_same_bits_for_any_number_of_its_rows(
         assert torch.equal(some[::2], everything[20 : 20 + 2 * rows : 2])
 
 
+RANDOM_RANKS = np.random.default_rng(8).choice([0, 1, 8, 12, 16, 40, 64], (40, len(MODULES)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [dict(zip(MODULES, ranks, strict=True)) for ranks in RANDOM_RANKS],
+        # read at once, these pages are of slot 1 (q), 0 (q, v) and again 1 (k, v)
+        [{"q_proj": 8, "v_proj": 8}, {"q_proj": 32, "k_proj": 8, "v_proj": 8}, *[{"q_proj": 8}] * 30],
+    ],
+    ids=["random ranks", "a rank of each module"],
+)
 def test_a_batch_of_many_adapters_adds_to_each_row_what_its_own_adapter_adds_alone(
-    engine: CpuEngine, dtype: torch.dtype
+    engine: CpuEngine, dtype: torch.dtype, ranks: list[dict[str, int]]
 ) -> None:
-    draw, adapters = np.random.default_rng(8), 40
+    draw, adapters = np.random.default_rng(8), len(ranks)
     torch.manual_seed(8)
     fans = [(96, 200), (96, 72), (96, 72), (200, 96), (96, 130), (96, 130), (130, 96)]
     shapes = dict(zip(MODULES, fans, strict=True))
     pool = LoraPool(shapes, layers=1, slots=adapters, max_rank=64, bytes_total=16 << 20, dtype=dtype)
     loaded = []
-    for slot in range(adapters):
+    for slot, of_slot in enumerate(ranks):
         pairs = {}
-        for module, (fan_in, fan_out) in shapes.items():
-            if draw.random() < 0.8:
-                rank = int(draw.choice([1, 8, 12, 16, 40, 64]))
+        for module, rank in of_slot.items():
+            fan_in, fan_out = shapes[module]
+            if rank:
                 a, b = torch.randn(rank, fan_in).to(dtype), torch.randn(fan_out, rank).to(dtype)
                 pairs[0, module] = float(draw.random()), a, b
         pool.load(slot, PackedLora.pack(pairs, shapes, layers=1))
         loaded.append(pairs)
-    slots = torch.from_numpy(draw.permutation(np.arange(-1, adapters).repeat(2))[:70].astype(np.int32))
+    once = np.arange(-1, adapters)
+    slots = torch.from_numpy(draw.permutation(np.concatenate([once, once[-10:]])).astype(np.int32))
     for number, group in enumerate(GROUP_NAMES):
         modules = GROUPS[group]
         x = torch.randn(len(slots), shapes[modules[0]][0])

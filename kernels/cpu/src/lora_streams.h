@@ -82,7 +82,10 @@ static void shrink_beside(const Pool& pool, const LoraPlan& plan, const LoraPiec
   for (int left = piece.count, some; left; left -= some, pages += some) {
     some = side_by_side(left);
     const LoraPage* next = left == some && after && after->rows == 1 ? &plan.lone_pages[after->begin] : pages + some;
-    const auto same = [&](int from, int to) { return pages[from].row == pages[to].row; };  // pages of a row follow each other
+    const auto same = [&](int from, int to) {
+      while (from < to && pages[from].row == pages[to].row) ++from;
+      return from == to;
+    };
     const auto run = [&](auto n, auto rows) { shrink_pages<T, A, n.value, rows.value>(pages, next, arena, layer, in, x, ldx, s); };
     if (some == 8) {
       if (same(0, 7))
