@@ -102,7 +102,7 @@ INLINE void round_rows(Team& team, const Gemm<A>& gemm, Place& place) {
 template <class T, class A>
 static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const LoraPlan& lora, int group, int64_t layer, float* s,
                     Place& place) {
-  const GemmItems<A> items(gemm);
+  const GemmItems<A> items(gemm, team.size());
   const int64_t products = items.count();
   const std::vector<LoraPiece>&shrink = lora.shrink[group], &expand = lora.expand[group];
   const int64_t pieces = (int64_t)expand.size();  // read now: after the last barrier the plan may change
@@ -168,7 +168,7 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
     gemm.rounded = ws.rounded.data<char>();
     return gemm;
   };
-  Place place{member, first_ahead(product(0, 0), member)};
+  Place place{member, first_ahead(product(0, 0), member, team.size())};
   Ahead& soon = place.soon;
   const auto project_any = [&](int group, int64_t l) {
     Gemm<A> gemm = product(group, l);
@@ -234,7 +234,7 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   }, soon);
   const Gemm<A> head = product(0, m.layers);
   round_rows(team, head, place);
-  const GemmItems<A> items(head);
+  const GemmItems<A> items(head, team.size());
   team.each(items.count(), [&](int64_t item, int64_t next) { gemm_item(head, items, item, next, member, soon); });
   if (member) {  // its core has nothing to do while member 0 draws the tokens
     const Matrix& first = m.layer[0].qkv;
@@ -283,14 +283,14 @@ static void run_gemm(const Matrix* w, int64_t count, const float* x, int64_t row
       gemm.rounded = ws.rounded.data<char>();
       return gemm;
     };
-    Place place{member, first_ahead(product(0), member)};
+    Place place{member, first_ahead(product(0), member, team.size())};
     each_rows(team, rows, [&](int64_t row) { take_row(x + row * k, h + row * stride, k, stride); }, place.soon);
     for (int64_t i = 0; i < count; ++i) {
       Gemm<A> gemm = product(i);
       const Gemm<A> then = product(std::min(i + 1, count - 1));
       if (i + 1 < count) gemm.then = &then;
       round_rows(team, gemm, place);
-      const GemmItems<A> items(gemm);
+      const GemmItems<A> items(gemm, team.size());
       const auto multiply = [&](int64_t item, int64_t next) { gemm_item(gemm, items, item, next, member, place.soon); };
       team.each(items.count(), multiply, place.soon);
     }

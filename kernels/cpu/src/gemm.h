@@ -165,7 +165,7 @@ INLINE vf line_values(const bf16* line, int u, int at) {
 // Rows of a block and the panels that are multiplied with it together, so that sums and weights fit the registers. A few rows alone
 // leave registers for more panels, which are as many streams of memory; lines of weights between two calls of prefetch.
 #if MOTET_LEVEL >= 2
-constexpr int BLOCK = 8, STRIP = 1;
+constexpr int BLOCK = 8, STRIP = 4;
 INLINE constexpr int panels_together(int64_t) { return 3; }
 #else
 constexpr int BLOCK = MOTET_LEVEL == 1 ? 6 : 2, STRIP = 8;
@@ -173,9 +173,24 @@ INLINE constexpr int panels_together(int64_t rows) { return MOTET_LEVEL == 0 || 
 #endif
 constexpr int STREAM_AHEAD = MOTET_LEVEL == 1 ? 16 : 0;  // lines by which a single row's whole numbers are prefetched within their panels
 
+// The lines of y that R rows and P panels are stored to. They are brought in while the sums are computed, a row at a time: stores that
+// miss the caches would hold up the next block.
+template <int R, int P>
+struct Stored {
+  const float *at, *end;
+  int64_t ldy;
+  Stored(const float* y, int64_t ldy) : at(y), end(y + R * ldy), ldy(ldy) {}
+  __attribute__((always_inline)) void row() {
+    if (at == end) return;
+#pragma GCC unroll 16
+    for (int p = 0; p < P; ++p) prefetch_to_store(at + p * PANEL);
+    at += ldy;
+  }
+};
+
 template <class Wt, class A, int R, int P>
 static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride, const A* x, int64_t ldx, int64_t k,
-                                              float* out, Ahead& all_ahead, int per_strip) {
+                                              float* out, Ahead& all_ahead, int per_strip, Stored<R, P> stored) {
   constexpr int KL = Packed<Wt>::KL, VP = PANEL / W;
   constexpr int LINE = 64 / sizeof(Wt);
   vf acc[R][P * VP];
@@ -184,34 +199,38 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
 #pragma GCC unroll 16
     for (int p = 0; p < P * VP; ++p) acc[r][p] = zero();
   Ahead ahead = all_ahead;  // a local copy stays in registers
-  for (int64_t i = 0; i < k; i += KL, w += LINE) {
-    if (STRIP == 1 || i % (STRIP * KL) == 0)
-      for (int j = 0; j < per_strip && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
-#if MOTET_LEVEL >= 3
-    if constexpr (sizeof(A) == 2) {
-      __m512bh weights[P];
-#pragma GCC unroll 16
-      for (int p = 0; p < P; ++p) weights[p] = pairs(w + p * panel_stride);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const __m512bh value = pair_everywhere(x + r * ldx + i);
-#pragma GCC unroll 16
-        for (int p = 0; p < P; ++p) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], weights[p], value);
-      }
-      continue;
-    }
-#endif
-    if constexpr (sizeof(A) == 4) {
+  for (int64_t strip = 0; strip < k; strip += STRIP * KL) {
+    for (int j = 0; j < per_strip && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
+    stored.row();
 #pragma GCC unroll 4
-      for (int u = 0; u < KL; ++u) {
-        vf weights[P * VP];
+    for (int line = 0; line < STRIP; ++line, w += LINE) {
+      const int64_t i = strip + line * KL;
+#if MOTET_LEVEL >= 3
+      if constexpr (sizeof(A) == 2) {
+        __m512bh weights[P];
 #pragma GCC unroll 16
-        for (int p = 0; p < P * VP; ++p) weights[p] = line_values(w + (p / VP) * panel_stride, u, p % VP * W);
+        for (int p = 0; p < P; ++p) weights[p] = pairs(w + p * panel_stride);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          const vf value = broadcast(x[r * ldx + i + u]);
+          const __m512bh value = pair_everywhere(x + r * ldx + i);
 #pragma GCC unroll 16
-          for (int p = 0; p < P * VP; ++p) multiply_add(acc[r][p], value, weights[p]);
+          for (int p = 0; p < P; ++p) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], weights[p], value);
+        }
+        continue;
+      }
+#endif
+      if constexpr (sizeof(A) == 4) {
+#pragma GCC unroll 4
+        for (int u = 0; u < KL; ++u) {
+          vf weights[P * VP];
+#pragma GCC unroll 16
+          for (int p = 0; p < P * VP; ++p) weights[p] = line_values(w + (p / VP) * panel_stride, u, p % VP * W);
+#pragma GCC unroll 16
+          for (int r = 0; r < R; ++r) {
+            const vf value = broadcast(x[r * ldx + i + u]);
+#pragma GCC unroll 16
+            for (int p = 0; p < P * VP; ++p) multiply_add(acc[r][p], value, weights[p]);
+          }
         }
       }
     }
@@ -229,7 +248,8 @@ INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row,
   if constexpr (P > 1)
     if (panels != P) return block_of<Wt, A, R, P - 1>(g, w, stride, row, panel, panels, ahead, per_strip);
   alignas(64) float sums[R * P * PANEL];
-  sums_of<Wt, A, R, P>(w, stride, g.x + row * g.ldx, g.ldx, round_up(g.w->k, 32), sums, ahead, per_strip);
+  sums_of<Wt, A, R, P>(w, stride, g.x + row * g.ldx, g.ldx, round_up(g.w->k, 32), sums, ahead, per_strip,
+                          {g.y + row * g.ldy + panel * PANEL, g.ldy});
   finish(g, row, R, panel, P, Sums{sums, P * PANEL, PANEL});
 }
 

@@ -12,21 +12,26 @@ INLINE bool on_tiles(int64_t type) {
 
 constexpr int64_t CACHE_BYTES = MOTET_LEVEL >= 4 ? 1280 << 10 : 768 << 10;  // of the second-level cache; every AMX machine has 2 MiB per core
 
-// The pieces of a product: [row block][groups of panels], numbered from 0. The `per_group` panels of a group are multiplied
-// together and lie `apart` panels from each other. A piece of a gated product is two groups: 64 bytes of every row.
+// The pieces of a product: [row block][groups of panels], numbered from 0. The panels of a group are multiplied together and lie `apart`
+// panels from each other. A piece of a gated product is two groups: 64 bytes of every row. Every member of the team has as many
+// groups, of nearly equal size, the larger ones first. On tiles a group of one panel costs as much as one of two.
 template <class A>
 struct GemmItems {
   int64_t rows_each, blocks, panels, groups, groups_each, items_each, apart;
-  int per_group;
+  int per_group, larger;  // panels of a group; `larger` groups have one more
+  int team;
   bool tiles;
 
-  explicit GemmItems(const Gemm<A>& g) {
+  GemmItems(const Gemm<A>& g, int team) : team(team) {
     const int64_t type = g.w->type, row_bytes = is_integer(type) ? rounded_stride(g.w->k) : g.ldx * (int64_t)sizeof(A);
     tiles = on_tiles<A>(type);
     panels = (g.w->n + PANEL - 1) / PANEL;
     const bool streams = STREAM_AHEAD && g.rows == 1;
-    per_group = tiles ? 2 : !is_integer(type) ? panels_together(g.rows) : streams ? I_STREAMS : type == I8 ? I8_PANELS : I_PANELS;
-    groups = (panels + per_group - 1) / per_group;
+    const int most_panels = tiles ? 2 : !is_integer(type) ? panels_together(g.rows) : streams ? I_STREAMS : type == I8 ? I8_PANELS : I_PANELS;
+    groups = (panels + most_panels - 1) / most_panels;
+    if (!tiles) groups = std::min(round_up(groups, team), panels);
+    per_group = tiles ? 2 : (int)(panels / groups);
+    larger = tiles ? 0 : (int)(panels % groups);
     groups_each = g.gated ? 2 : 1;
     items_each = (groups + groups_each - 1) / groups_each;
     apart = g.gated ? panels / 2 : 1;
@@ -38,8 +43,10 @@ struct GemmItems {
   }
   int64_t count() const { return blocks * items_each; }
   int64_t first_group(int64_t item) const { return item % items_each * groups_each; }
-  int64_t first_panel(int64_t group) const { return apart > 1 ? group : group * per_group; }
-  int count_panels(int64_t group) const { return apart > 1 ? 2 : (int)std::min<int64_t>(per_group, panels - first_panel(group)); }
+  int64_t first_panel(int64_t group) const { return apart > 1 ? group : group * per_group + std::min<int64_t>(group, larger); }
+  int count_panels(int64_t group) const {
+    return apart > 1 ? 2 : (int)std::min<int64_t>(per_group + (group < larger), panels - first_panel(group));
+  }
 };
 
 // The weights of a group.
@@ -53,8 +60,8 @@ INLINE Ahead ahead_of(const Gemm<A>& g, const GemmItems<A>& items, int64_t group
 
 // Of the first piece that a member takes of a product.
 template <class A>
-INLINE Ahead first_ahead(const Gemm<A>& g, int member) {
-  const GemmItems<A> items(g);
+INLINE Ahead first_ahead(const Gemm<A>& g, int member, int team) {
+  const GemmItems<A> items(g, team);
   return member < items.count() ? ahead_of(g, items, items.first_group(member)) : Ahead{};
 }
 
@@ -99,7 +106,7 @@ static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item,
     // one row of floats is plain loads of several streams, which the processor fetches ahead by itself; of whole numbers with
     // STREAM_AHEAD the loop does that
     const bool plain = (STREAM_AHEAD || (sizeof(A) == 2 && !items.tiles && !is_integer(g.w->type))) && g.rows == 1;
-    ahead = next < 0 ? g.then ? first_ahead(*g.then, member) : Ahead{} : plain ? Ahead{} : ahead_of(g, items, next);
+    ahead = next < 0 ? g.then ? first_ahead(*g.then, member, items.team) : Ahead{} : plain ? Ahead{} : ahead_of(g, items, next);
     gemm_group(g, items, row0, row1, group, ahead);
   }
 }

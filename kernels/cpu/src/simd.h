@@ -53,6 +53,13 @@ INLINE void multiply_add(vf& sum, vf a, vf b) {
 #endif
 }
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+INLINE void prefetch_to_store(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" : : "m"(*(const char*)p));  // the compiler has it for some processors only; older ones ignore it
+#else
+  __builtin_prefetch(p, 1, 2);
+#endif
+}
 
 INLINE vf load(const float* p) {
   vf v;
