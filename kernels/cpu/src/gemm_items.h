@@ -13,8 +13,8 @@ INLINE bool on_tiles(int64_t type) {
 constexpr int64_t CACHE_BYTES = MOTET_LEVEL >= 4 ? 1280 << 10 : 768 << 10;  // of the second-level cache; every AMX machine has 2 MiB per core
 
 // The pieces of a product: [row block][groups of panels], numbered from 0. The panels of a group are multiplied together and lie `apart`
-// panels from each other. A piece of a gated product is two groups: 64 bytes of every row. Every member of the team has as many
-// groups, of nearly equal size, the larger ones first. On tiles a group of one panel costs as much as one of two.
+// panels from each other. A piece of a gated product is two groups: 64 bytes of every row. Where arithmetic is the limit, every member of
+// the team has as many groups, of nearly equal size, the larger ones first; on tiles a group of one panel would cost as much as one of two.
 template <class A>
 struct GemmItems {
   int64_t rows_each, blocks, panels, groups, groups_each, items_each, apart;
@@ -29,7 +29,7 @@ struct GemmItems {
     const bool streams = STREAM_AHEAD && g.rows == 1;
     const int most_panels = tiles ? 2 : !is_integer(type) ? panels_together(g.rows) : streams ? I_STREAMS : type == I8 ? I8_PANELS : I_PANELS;
     groups = (panels + most_panels - 1) / most_panels;
-    if (!tiles) groups = std::min(round_up(groups, team), panels);
+    if (!tiles && g.rows > BLOCK) groups = std::min(round_up(groups, team), panels);
     per_group = tiles ? 2 : (int)(panels / groups);
     larger = tiles ? 0 : (int)(panels % groups);
     groups_each = g.gated ? 2 : 1;
