@@ -71,7 +71,10 @@ inline void plan_attention(const Step& step, int64_t heads, const KvLayout& layo
       const int64_t tokens = segment_blocks(layout.block_size) * layout.block_size;
       const int32_t segments = (int32_t)((step.context_lens[s] + tokens - 1) / tokens);
       const int64_t partials = segments * heads * (padded_head(layout.head_dim) + 2);
-      if (segments >= std::min<int64_t>(2 * team, kv_heads + 1) && plan.partials + partials <= MAX_PARTIALS) {
+      // members have as much to do where each has several segments or as many whole ones
+      const int64_t whole = step.context_lens[s] / tokens * step.seqs;
+      const bool even = segments * step.seqs >= std::min<int64_t>(2 * team, kv_heads + 1) || (whole && whole % team == 0);
+      if (segments > 1 && even && plan.partials + partials <= MAX_PARTIALS) {
         const int32_t items = std::min<int32_t>(segments, (int32_t)((4 * team + step.seqs - 1) / step.seqs));
         for (int32_t i = 0; i < items; ++i)
           plan.items.push_back({s, begin, end, 0, (int32_t)kv_heads, segments * i / items, segments * (i + 1) / items, plan.partials});
@@ -81,7 +84,7 @@ inline void plan_attention(const Step& step, int64_t heads, const KvLayout& layo
       }
     }
     // a row alone reads memory most of the time, and longer pieces of it are read faster
-    const int32_t each = MOTET_LEVEL == 1 && end - begin == 1 ? (int32_t)std::max<int64_t>(1, kv_heads / team) : 1;
+    const int32_t each = end - begin == 1 ? (int32_t)std::max<int64_t>(1, kv_heads / team) : 1;
     for (int32_t row = end; row > begin; row -= std::min<int32_t>(together, row - begin))  // the longest contexts first
       for (int32_t head = 0; head < kv_heads; head += each)
         plan.items.push_back({s, std::max<int32_t>(begin, row - (int32_t)together), row, head, std::min(head + each, (int32_t)kv_heads)});
@@ -231,6 +234,30 @@ struct Tokens {  // of a block, from `offset` on
   }
 };
 
+// Memory to prefetch: `count` parts of `bytes` each, `step` bytes apart.
+class Parts {
+ public:
+  Parts() = default;
+  Parts(const void* from, int64_t bytes, int64_t count, int64_t step)
+      : at_((const char*)from), end_(at_ + bytes), bytes_(bytes), count_(count), step_(step) {}
+  int64_t lines() const { return (bytes_ + 63) / 64 * count_; }
+  void prefetch_lines(int64_t n) {
+    while (n > 0 && count_) {
+      const char* stop = std::min(end_, at_ + n * 64);
+      n -= (stop - at_ + 63) / 64;
+      for (; at_ < stop; at_ += 64) prefetch(at_);
+      if (at_ < end_) return;
+      --count_;
+      at_ = end_ - bytes_ + step_;
+      end_ += step_;
+    }
+  }
+
+ private:
+  const char *at_ = nullptr, *end_ = nullptr;
+  int64_t bytes_ = 0, count_ = 0, step_ = 0;
+};
+
 // What a query has seen: the sum of weights[t] * values[t], the largest score, and the sum of weights relative to it.
 struct Seen {
   float *sums, *top, *total;
@@ -337,19 +364,18 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
               position / block_size == first ? position % block_size / CHUNK * CHUNK : 0};
     };
 #else
-    const char *soon = nullptr, *soon_end = nullptr;  // of the next block, prefetched a share at a time
-    if ((HAS_SCALES<T> || item.head1 - item.head0 == kv_heads) && block + 1 < end_block) {
-      const T* next = kv + table[block + 1] * block_stride;
-      const int64_t filled = std::min(block_size, final + 1 - (block + 1) * block_size);
-      soon = (const char*)(next + a.layout.template keys<T>(item.head0));
-      soon_end = HAS_SCALES<T> ? (const char*)(next + a.layout.template keys<T>(item.head1))
-                               : soon + filled * token_stride * (int64_t)sizeof(T);
+    Parts soon;  // of the next block, prefetched a share at a time
+    int64_t share = 0;
+    if (block + 1 < end_block) {
+      const T* next = kv + table[block + 1] * block_stride + a.layout.template keys<T>(item.head0);
+      const int64_t filled = std::min(block_size, final + 1 - (block + 1) * block_size), heads = item.head1 - item.head0;
+      const int64_t bytes = a.layout.template keys<T>(heads) * (int64_t)sizeof(T);
+      if (HAS_SCALES<T> || heads == kv_heads)
+        soon = Parts(next, HAS_SCALES<T> ? bytes : filled * token_stride * (int64_t)sizeof(T), 1, 0);
+      else
+        soon = Parts(next, bytes, 2 * filled, token_stride / 2 * (int64_t)sizeof(T));  // keys and values of every token
+      share = soon.lines() / (heads * ((block_size + CHUNK - 1) / CHUNK) * 2) + 1;
     }
-    const int64_t heads = HAS_SCALES<T> ? item.head1 - item.head0 : kv_heads;
-    const int64_t share = round_up((soon_end - soon) / (heads * ((block_size + CHUNK - 1) / CHUNK) * 2) + 1, 64);
-    const auto prefetch_share = [&] {
-      for (const char* end = std::min(soon_end, soon + share); soon < end; soon += 64) prefetch(soon);
-    };
 #endif
     for (int64_t offset = 0; offset < block_size; offset += CHUNK) {
       const int64_t base = block * block_size + offset;
@@ -425,11 +451,12 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
         add(h, {h < last ? keys_of(h + 1) - keys_of(h) : back - to_values + later(item.head0), later(h)});
 #else
       for (int64_t h = item.head0; h < item.head1; ++h) {
-        const Scales<T> key_scales = scales_of(h, 0), value_scales = scales_of(h, 1);
-        prefetch_share();
+        soon.prefetch_lines(share);
         score(h, {});
-        weigh(h, key_scales, value_scales);
-        prefetch_share();
+      }
+      for (int64_t h = item.head0; h < item.head1; ++h) weigh(h, scales_of(h, 0), scales_of(h, 1));
+      for (int64_t h = item.head0; h < item.head1; ++h) {
+        soon.prefetch_lines(share);
         add(h, {});
       }
 #endif
