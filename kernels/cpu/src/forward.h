@@ -90,6 +90,7 @@ INLINE void expand_all(Team& team, const Pool& pool, const LoraPlan& lora, int g
 struct Place {
   int member;
   Ahead soon;
+  AheadQueue between = {};  // a product and the next one
 };
 
 // Before a product with integers.
@@ -107,11 +108,25 @@ static void project(Team& team, const Gemm<A>& gemm, const Pool& pool, const Lor
   const std::vector<LoraPiece>&shrink = lora.shrink[group], &expand = lora.expand[group];
   const int64_t pieces = (int64_t)expand.size();  // read now: after the last barrier the plan may change
   round_rows(team, gemm, place);
-  const auto multiply = [&](int64_t item, int64_t next) {
-    if (item < products) return gemm_item(gemm, items, item, next < products ? next : -1, place.member, place.soon);
-    shrink_piece<T, A>(pool, lora, shrink[item - products], next < 0 ? nullptr : &shrink[next - products], layer, gemm.x, gemm.ldx, s);
-  };
-  team.each(products + (int64_t)shrink.size(), multiply, place.soon);
+  const int64_t shrinks = (int64_t)shrink.size();
+  if (shrinks && gemm.rows > BLOCK && !items.tiles) {
+    // Many rows leave bandwidth: each piece of the product is followed by some of the adapters', whose pages it prefetches
+    const auto multiply_and_shrink = [&](int64_t item, int64_t next) {
+      const int64_t begin = shrinks * item / products, end = shrinks * (item + 1) / products;
+      place.between.clear();
+      for (int64_t i = begin; i < end; ++i) add_pages<T>(pool, lora, shrink[i], layer, place.between);
+      gemm_item(gemm, items, item, next, place.member, place.soon, &place.between);
+      for (int64_t i = begin; i < end; ++i)
+        shrink_piece<T, A>(pool, lora, shrink[i], i + 1 < end ? &shrink[i + 1] : nullptr, layer, gemm.x, gemm.ldx, s);
+    };
+    team.each(products, multiply_and_shrink, place.soon);
+  } else {
+    const auto multiply_or_shrink = [&](int64_t item, int64_t next) {
+      if (item < products) return gemm_item(gemm, items, item, next < products ? next : -1, place.member, place.soon);
+      shrink_piece<T, A>(pool, lora, shrink[item - products], next < 0 ? nullptr : &shrink[next - products], layer, gemm.x, gemm.ldx, s);
+    };
+    team.each(products + shrinks, multiply_or_shrink, place.soon);
+  }
   if (!pieces) return;
   const auto expand_one = [&](int64_t item, int64_t next) {
     expand_piece<T>(pool, lora, expand[item], next < 0 ? nullptr : &expand[next], layer, s, gemm.y, gemm.ldy);

@@ -201,6 +201,7 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
   Ahead ahead = all_ahead;  // a local copy stays in registers
   for (int64_t strip = 0; strip < k; strip += STRIP * KL) {
     for (int j = 0; j < per_strip && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
+    ahead.go_on();
     stored.row();
 #pragma GCC unroll 4
     for (int line = 0; line < STRIP; ++line, w += LINE) {
@@ -267,7 +268,8 @@ template <class Wt, class A>
 static void panels_by_vectors(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
                               int panels, Ahead& ahead) {
   int64_t blocks = (row1 - row0 + BLOCK - 1) / BLOCK;
-  const int per_strip = (int)((panels * STRIP + blocks - 1) / blocks);  // lines ahead for every strip of weights read
+  const int64_t strips = blocks * round_up(g.w->k, 32) / (STRIP * Packed<Wt>::KL);
+  const int per_strip = (int)((ahead.lines() + strips - 1) / strips);  // lines ahead for every strip of weights read
   for (int64_t row = row0; row < row1; --blocks) {
     const int rows = (int)((row1 - row + blocks - 1) / blocks);
     rows_of<Wt, A, BLOCK>(rows, g, w, stride, row, panel, panels, ahead, per_strip);

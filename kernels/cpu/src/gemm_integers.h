@@ -152,6 +152,7 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
   Ahead ahead = all_ahead;  // a local copy stays in registers
   for (int64_t i = 0, padded = round_up(k, 64); i < padded; i += 4, w += 64) {
     for (int j = 0; j < per_line && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
+    ahead.go_on();
     if (STREAM_AHEAD && R == 1)
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) prefetch(w + p * panel_stride + STREAM_AHEAD * 64);
@@ -192,6 +193,7 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
   Ahead ahead = all_ahead;  // a local copy stays in registers
   const auto fetch = [&](int lines) __attribute__((always_inline)) {
     for (int j = 0; j < lines && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
+    ahead.go_on();
   };
   for (int64_t group = 0, groups = round_up(k, 64) / I_GROUP; group < groups; ++group) {
     const uint8_t* scales_at = w + group / 2 * grouped_bytes(TYPE) + group % 2 * 32;
@@ -296,7 +298,8 @@ static void integer_panels(const Gemm<A>& g, const uint8_t* w, int64_t stride, i
   if constexpr (STREAM_AHEAD > 0)
     if (g.rows == 1) return integer_rows<TYPE, A, 1, I_STREAMS>(1, panels, g, w, stride, row0, panel, ahead, 1);
   int64_t blocks = (row1 - row0 + ROWS - 1) / ROWS;
-  const int per_line = (int)((panels + blocks - 1) / blocks);  // lines ahead for every line of weights read
+  const int64_t lines = blocks * panel_bytes(*g.w) / 64;
+  const int per_line = (int)((ahead.lines() + lines - 1) / lines);  // lines ahead for every line of weights read
   for (int64_t row = row0; row < row1; --blocks) {
     const int rows = (int)((row1 - row + blocks - 1) / blocks);
     integer_rows<TYPE, A, ROWS, PANELS>(rows, panels, g, w, stride, row, panel, ahead, per_line);

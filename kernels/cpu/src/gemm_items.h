@@ -96,9 +96,11 @@ static void gemm_group(const Gemm<A>& g, const GemmItems<A>& items, int64_t row0
   }
 }
 
-// `ahead` becomes what is left to prefetch for what this member does next: its next piece, or its first one of the product after this.
+// `ahead` becomes what is left to prefetch for what this member does next: what is in `between`, then its next piece, or its first one of
+// the product after this.
 template <class A>
-static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item, int64_t next_item, int member, Ahead& ahead) {
+static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item, int64_t next_item, int member, Ahead& ahead,
+                      AheadQueue* between = nullptr) {
   const int64_t row0 = item / items.items_each * items.rows_each, row1 = std::min(g.rows, row0 + items.rows_each);
   const int64_t begin = items.first_group(item), end = std::min(items.groups, begin + items.groups_each);
   for (int64_t group = begin; group < end; ++group) {
@@ -107,6 +109,7 @@ static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item,
     // STREAM_AHEAD the loop does that
     const bool plain = (STREAM_AHEAD || (sizeof(A) == 2 && !items.tiles && !is_integer(g.w->type))) && g.rows == 1;
     ahead = next < 0 ? g.then ? first_ahead(*g.then, member, items.team) : Ahead{} : plain ? Ahead{} : ahead_of(g, items, next);
+    if (between && next != group + 1) ahead = between->then(ahead);
     gemm_group(g, items, row0, row1, group, ahead);
   }
 }

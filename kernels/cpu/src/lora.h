@@ -69,6 +69,20 @@ INLINE void shrink_rows(const T* a, const A* const* x, int64_t in, float scale, 
   all_next = next;
 }
 
+// The pages of A that a piece reads.
+template <class T>
+INLINE void add_pages(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, int64_t layer, AheadQueue& queue) {
+  const int64_t bytes = PAGE * pool.in[piece.module] * (int64_t)sizeof(T);
+  for (int p = 0; p < piece.count; ++p) {
+    if (SIDE_BY_SIDE > 1 && piece.rows == 1) {
+      const LoraPage& page = plan.lone_pages[piece.begin + p];
+      queue.add((const T*)pool.arena + page.at + layer * page.by_layer, bytes);
+    } else {
+      queue.add(lora_page<T>(pool, piece.slot, piece.module, piece.first + p, layer), bytes);
+    }
+  }
+}
+
 template <class T, class A>
 static void shrink_piece(const Pool& pool, const LoraPlan& plan, const LoraPiece& piece, const LoraPiece* after, int64_t layer,
                          const A* x, int64_t ldx, float* s) {

@@ -42,12 +42,47 @@ inline int64_t now_ns() {
 struct Ahead {
   const char *at = nullptr, *end = nullptr;
   int64_t gap = 0;
+  const Ahead *more = nullptr, *last = nullptr;  // what follows, see AheadQueue
   void operator()() {  // some lines, while a member waits
     for (int i = 0; i < 4 && at < end; ++i, at += 64) {
       motet::prefetch(at);
       motet::prefetch(at + gap);
     }
+    go_on();
   }
+  // Takes what follows, if this is all prefetched.
+  __attribute__((always_inline)) void go_on() {
+    if (at < end || more == last) return;
+    at = more->at, end = more->end, gap = more->gap, ++more;
+  }
+  int64_t lines() const {
+    int64_t all = (end - at + 63) / 64;
+    for (const Ahead* one = more; one != last; ++one) all += (one->end - one->at + 63) / 64;
+    return all;
+  }
+};
+
+// Several pieces of memory that are prefetched one after the other.
+class AheadQueue {
+ public:
+  void clear() { count_ = bytes_ = 0; }
+  void add(const void* at, int64_t bytes) {
+    if (count_ == MOST || bytes_ + bytes > MOST_BYTES) return;
+    parts_[count_++] = {(const char*)at, (const char*)at + bytes};
+    bytes_ += bytes;
+  }
+  // These, then `after`. Valid until the next `clear`.
+  Ahead then(const Ahead& after) {
+    if (!count_) return after;
+    parts_[count_] = after;
+    return {parts_[0].at, parts_[0].end, 0, parts_ + 1, parts_ + count_ + 1};
+  }
+
+ private:
+  static constexpr int MOST = 32;
+  static constexpr int64_t MOST_BYTES = 256 << 10;  // stay in the second-level cache together with the weights
+  Ahead parts_[MOST + 1];
+  int64_t count_ = 0, bytes_ = 0;
 };
 
 // A growing number that threads can wait for.
