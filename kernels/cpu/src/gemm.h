@@ -198,10 +198,9 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int p = 0; p < P * VP; ++p) acc[r][p] = zero();
-  Ahead ahead = all_ahead;  // a local copy stays in registers
+  AheadInLoop ahead(all_ahead);
   for (int64_t strip = 0; strip < k; strip += STRIP * KL) {
-    for (int j = 0; j < per_strip && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
-    ahead.go_on();
+    ahead.lines(per_strip);
     stored.row();
 #pragma GCC unroll 4
     for (int line = 0; line < STRIP; ++line, w += LINE) {
@@ -236,7 +235,6 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
       }
     }
   }
-  all_ahead = ahead;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16

@@ -149,10 +149,9 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
 #pragma GCC unroll 16
     for (int p = 0; p < N; ++p) acc[r][p] = vi{} - I8_ZERO * *row.sum;
   }
-  Ahead ahead = all_ahead;  // a local copy stays in registers
+  AheadInLoop ahead(all_ahead);
   for (int64_t i = 0, padded = round_up(k, 64); i < padded; i += 4, w += 64) {
-    for (int j = 0; j < per_line && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
-    ahead.go_on();
+    ahead.lines(per_line);
     if (STREAM_AHEAD && R == 1)
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) prefetch(w + p * panel_stride + STREAM_AHEAD * 64);
@@ -169,7 +168,6 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
       }
     }
   }
-  all_ahead = ahead;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
@@ -190,15 +188,11 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
 #pragma GCC unroll 16
     for (int p = 0; p < N; ++p) sums[r][p] = zero();
   }
-  Ahead ahead = all_ahead;  // a local copy stays in registers
-  const auto fetch = [&](int lines) __attribute__((always_inline)) {
-    for (int j = 0; j < lines && ahead.at < ahead.end; ++j, ahead.at += 64) prefetch(ahead.at);
-    ahead.go_on();
-  };
+  AheadInLoop ahead(all_ahead);
   for (int64_t group = 0, groups = round_up(k, 64) / I_GROUP; group < groups; ++group) {
     const uint8_t* scales_at = w + group / 2 * grouped_bytes(TYPE) + group % 2 * 32;
     const uint8_t* values_at = w + group / 2 * grouped_bytes(TYPE) + VALUES_AT + group % 2 * LINES * 64;
-    if (SHIFTED || group % 2 == 0) fetch(per_line);
+    if (SHIFTED || group % 2 == 0) ahead.lines(per_line);
     vi acc[R][N];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -206,7 +200,7 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
       for (int p = 0; p < N; ++p) acc[r][p] = SHIFTED || WIDE ? vi{} : vi{} - I4_ZERO * row[r].groups[group];
 #pragma GCC unroll 8
     for (int line = 0; line < LINES; ++line) {
-      fetch(per_line);
+      ahead.lines(per_line);
       if (STREAM_AHEAD && R == 1)
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) prefetch(values_at + p * panel_stride + (line + STREAM_AHEAD) * 64);
@@ -252,7 +246,6 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
       }
     }
   }
-  all_ahead = ahead;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16

@@ -62,6 +62,26 @@ struct Ahead {
   }
 };
 
+// Prefetches what is ahead from within a loop that needs nearly all registers: the place is kept in two of them until the loop ends.
+class AheadInLoop {
+ public:
+  explicit AheadInLoop(Ahead& all) : all_(all), at_(all.at), end_(all.end) {}
+  ~AheadInLoop() { all_.at = at_; }
+  __attribute__((always_inline)) void lines(int n) {
+    for (int j = 0; j < n && at_ < end_; ++j, at_ += 64) motet::prefetch(at_);
+    if (at_ >= end_ && all_.more != all_.last) go_on();
+  }
+
+ private:
+  __attribute__((noinline)) void go_on() {
+    all_.at = at_;
+    all_.go_on();
+    at_ = all_.at, end_ = all_.end;
+  }
+  Ahead& all_;
+  const char *at_, *end_;
+};
+
 // Several pieces of memory that are prefetched one after the other.
 class AheadQueue {
  public:
