@@ -115,6 +115,10 @@ def figures(
         above, below = measured.rate(*ours), measured.rate(*theirs)
         if above is not None and below is not None:
             found[figure] = round(above / below, 3)
+    each, without = Turn("each", 32), measured.rate("motet none", Turn("none", 32))
+    if "lora32_vs_own_base" in found and without is not None:
+        seconds, adapters = each.batch * output_tokens / without, chosen("motet none", each) or ()
+        found["lora32_bound"] = round(roofline.kept_with_adapters(limits, shape, adapters, output_tokens, seconds), 3)
     step = measured.rate("motet none", Turn("none", 1), "decode")
     if step is not None:
         found["b1_bandwidth_fraction"] = round(decode_bandwidth(shape, "motet none", step) / limits.bytes_per_s, 3)

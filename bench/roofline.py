@@ -128,6 +128,14 @@ def share(
     )
 
 
+def kept_with_adapters(limits: Limits, shape: Shape, adapters: Sequence[int], steps: int, seconds: float) -> float:
+    """The share of its speed that a batch would keep that takes `seconds` without adapters, if each of its `steps` read them at
+    the full bandwidth and did nothing else meanwhile.
+    """
+    read_s = steps * ELEMENT_BYTES * sum(_elements(shape, one) for one in set(adapters)) / limits.bytes_per_s
+    return seconds / (seconds + read_s)
+
+
 def _elements(shape: Shape, number: int) -> int:
     """The number of weights of adapter `number`; 0 for -1."""
     if number < 0:
