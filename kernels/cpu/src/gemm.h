@@ -166,7 +166,7 @@ INLINE vf line_values(const bf16* line, int u, int at) {
 // leave registers for more panels, which are as many streams of memory; lines of weights between two calls of prefetch.
 #if MOTET_LEVEL >= 2
 constexpr int BLOCK = 8, STRIP = 4;
-INLINE constexpr int panels_together(int64_t) { return 3; }
+INLINE constexpr int panels_together(int64_t rows) { return rows == 1 ? 6 : 3; }
 #else
 constexpr int BLOCK = MOTET_LEVEL == 1 ? 6 : 2, STRIP = 8;
 INLINE constexpr int panels_together(int64_t rows) { return MOTET_LEVEL == 0 || rows > 2 ? 1 : rows == 2 ? 2 : 6; }
