@@ -73,11 +73,12 @@ format: $(DEV_STAMP) ## format the code
 
 # The weakest and the strongest instruction set of this machine. The libraries are built before a sanitizer is preloaded, which would
 # slow down the compiler as well. They are compiled with -O1, since a sanitizer checks behaviour and not speed: with the first two
-# sanitizers -O3 takes about three times as long. On two cores (portable and AVX2) compiling and tests take four minutes and three.
+# sanitizers -O3 takes about three times as long. On two cores all of it takes seven minutes. pytest must not capture what a sanitizer
+# prints when it ends the process.
 , := ,
 SANITIZED_ISAS = $$($(BIN)/python -c 'from motet.kernels.cpu import available_isas as a; print(*{a()[0]: 0, a()[-1]: 0})')
 SANITIZED_TESTS = $(addprefix tests/kernels/test_,cpu_kernels.py merging.py loading.py cpu_assist.py)
-SANITIZED = $(BIN)/python -X faulthandler -m pytest -q -p no:cacheprovider --timeout 1800 $(SANITIZED_TESTS) $(ARGS)
+SANITIZED = $(BIN)/python -X faulthandler -m pytest -q -p no:cacheprovider --capture=sys --timeout 1800 $(SANITIZED_TESTS) $(ARGS)
 # $(call sanitized,flags,libraries to preload,options)
 define sanitized
 	@export MOTET_CPU_CXXFLAGS="-O1 $(1)" MOTET_TEST_ISAS="$(SANITIZED_ISAS)" PYTHONMALLOC=malloc; \
