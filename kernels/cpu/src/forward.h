@@ -259,6 +259,14 @@ static void forward(const Model& m, const Step& step, Workspace& ws, Team& team,
   }
 }
 
+// The plan of a step's attention, and room for it.
+inline void prepare_attention(const Step& step, int64_t heads, const KvLayout& layout, int team, Workspace& ws) {
+  plan_attention(step, heads, layout, team, ws.attention);
+  ws.partials.reserve(ws.attention.partials * sizeof(float));
+  ws.scratch_each = round_up(attention_scratch(heads, layout.kv_heads, layout.head_dim), 64);
+  ws.scratch.reserve(ws.scratch_each * team * sizeof(float));
+}
+
 template <class T>
 static void run_forward(const Model& m, const Step& step, Workspace& ws, Team& team) {
   typedef typename ActivationOf<T>::type A;
@@ -268,16 +276,13 @@ static void run_forward(const Model& m, const Step& step, Workspace& ws, Team& t
     ws.assist.begin(m, step, sizeof(T), team.size(), ws.lora);
   else
     ws.lora.build(m.pool, step.row_slot, step.rows, sizeof(T), team.size());
-  plan_attention(step, m.heads, {m.kv_heads, m.head_dim, m.block_size}, team.size(), ws.attention);
-  ws.partials.reserve(ws.attention.partials * sizeof(float));
+  prepare_attention(step, m.heads, {m.kv_heads, m.head_dim, m.block_size}, team.size(), ws);
   ws.x.reserve(rows * row_stride<float>(m.hidden) * sizeof(float));
   ws.y.reserve(rows * row_stride<float>(std::max(qkv_n, 2 * m.mlp)) * sizeof(float));
   ws.h.reserve(rows * row_stride<A>(std::max(m.hidden, q_n)) * sizeof(A));
   ws.gated.reserve(rows * row_stride<A>(m.mlp) * sizeof(A));
   if (is_integer(m.lm_head.type)) ws.rounded.reserve(rows * rounded_stride(std::max({m.hidden, q_n, m.mlp})));
   ws.s.reserve(ws.lora.s_size * sizeof(float));
-  ws.scratch_each = round_up(attention_scratch(m.heads, m.kv_heads, m.head_dim), 64);
-  ws.scratch.reserve(ws.scratch_each * team.size() * sizeof(float));
   team.run([&](int member) { forward<T>(m, step, ws, team, member); });
 }
 
@@ -341,10 +346,7 @@ static void run_attention(const Step& step, const float* qkv, void* kv, int64_t 
                           int64_t kv_heads, int64_t head_dim, int64_t block_size, int64_t window, float* out, Workspace& ws, Team& team) {
   const int64_t q_n = heads * head_dim, kv_n = kv_heads * head_dim, qkv_n = q_n + 2 * kv_n;
   const KvLayout layout{kv_heads, head_dim, block_size};
-  plan_attention(step, heads, layout, team.size(), ws.attention);
-  ws.partials.reserve(ws.attention.partials * sizeof(float));
-  ws.scratch_each = round_up(attention_scratch(heads, kv_heads, head_dim), 64);
-  ws.scratch.reserve(ws.scratch_each * team.size() * sizeof(float));
+  prepare_attention(step, heads, layout, team.size(), ws);
   team.run([&](int member) {
     Ahead nothing;
     for (int64_t layer = 0; layer < layers; ++layer) {

@@ -190,7 +190,7 @@ struct Stored {
 
 template <class Wt, class A, int R, int P>
 static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride, const A* x, int64_t ldx, int64_t k,
-                                              float* out, Ahead& all_ahead, int per_strip, Stored<R, P> stored) {
+                                              float* out, Ahead& ahead, int per_strip, Stored<R, P> stored) {
   constexpr int KL = Packed<Wt>::KL, VP = PANEL / W;
   constexpr int LINE = 64 / sizeof(Wt);
   vf acc[R][P * VP];
@@ -198,9 +198,8 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int p = 0; p < P * VP; ++p) acc[r][p] = zero();
-  AheadInLoop ahead(all_ahead);
   for (int64_t strip = 0; strip < k; strip += STRIP * KL) {
-    ahead.lines(per_strip);
+    ahead.prefetch_lines(per_strip);
     stored.row();
 #pragma GCC unroll 4
     for (int line = 0; line < STRIP; ++line, w += LINE) {
@@ -248,7 +247,7 @@ INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row,
     if (panels != P) return block_of<Wt, A, R, P - 1>(g, w, stride, row, panel, panels, ahead, per_strip);
   alignas(64) float sums[R * P * PANEL];
   sums_of<Wt, A, R, P>(w, stride, g.x + row * g.ldx, g.ldx, round_up(g.w->k, 32), sums, ahead, per_strip,
-                          {g.y + row * g.ldy + panel * PANEL, g.ldy});
+                       {g.y + row * g.ldy + panel * PANEL, g.ldy});
   finish(g, row, R, panel, P, Sums{sums, P * PANEL, PANEL});
 }
 

@@ -138,7 +138,7 @@ INLINE vu line_bytes(const uint8_t* line, int at) {
 // Sums of R rows and P panels as floats, times the rows' scales.
 template <int R, int P>
 static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_stride, const char* rows, int64_t k, float* out,
-                                                Ahead& all_ahead, int per_line) {
+                                                Ahead& ahead, int per_line) {
   constexpr int VP = PANEL / W, N = P * VP;
   vi acc[R][N];
   const Factor* x[R];
@@ -149,9 +149,8 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
 #pragma GCC unroll 16
     for (int p = 0; p < N; ++p) acc[r][p] = vi{} - I8_ZERO * *row.sum;
   }
-  AheadInLoop ahead(all_ahead);
   for (int64_t i = 0, padded = round_up(k, 64); i < padded; i += 4, w += 64) {
-    ahead.lines(per_line);
+    ahead.prefetch_lines(per_line);
     if (STREAM_AHEAD && R == 1)
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) prefetch(w + p * panel_stride + STREAM_AHEAD * 64);
@@ -176,7 +175,7 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
 
 template <int TYPE, int R, int P>
 static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t panel_stride, const char* rows, int64_t k, float* out,
-                                                   Ahead& all_ahead, int per_line) {
+                                                   Ahead& ahead, int per_line) {
   constexpr int VP = PANEL / W, N = P * VP;
   constexpr bool FOUR_BITS = TYPE != I8_GROUPED, SHIFTED = TYPE != I4;
   constexpr int LINES = FOUR_BITS ? 4 : 8, VALUES_AT = SHIFTED ? 128 : 64;  // lines of a group; where the first begins
@@ -188,11 +187,10 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
 #pragma GCC unroll 16
     for (int p = 0; p < N; ++p) sums[r][p] = zero();
   }
-  AheadInLoop ahead(all_ahead);
   for (int64_t group = 0, groups = round_up(k, 64) / I_GROUP; group < groups; ++group) {
     const uint8_t* scales_at = w + group / 2 * grouped_bytes(TYPE) + group % 2 * 32;
     const uint8_t* values_at = w + group / 2 * grouped_bytes(TYPE) + VALUES_AT + group % 2 * LINES * 64;
-    if (SHIFTED || group % 2 == 0) ahead.lines(per_line);
+    if (SHIFTED || group % 2 == 0) ahead.prefetch_lines(per_line);
     vi acc[R][N];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -200,7 +198,7 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
       for (int p = 0; p < N; ++p) acc[r][p] = SHIFTED || WIDE ? vi{} : vi{} - I4_ZERO * row[r].groups[group];
 #pragma GCC unroll 8
     for (int line = 0; line < LINES; ++line) {
-      ahead.lines(per_line);
+      ahead.prefetch_lines(per_line);
       if (STREAM_AHEAD && R == 1)
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) prefetch(values_at + p * panel_stride + (line + STREAM_AHEAD) * 64);

@@ -48,38 +48,23 @@ struct Ahead {
       motet::prefetch(at);
       motet::prefetch(at + gap);
     }
-    go_on();
+    if (at >= end && more != last) go_on();
   }
-  // Takes what follows, if this is all prefetched.
-  __attribute__((always_inline)) void go_on() {
-    if (at < end || more == last) return;
-    at = more->at, end = more->end, gap = more->gap, ++more;
+  // At most `n` lines, without a gap, from within a loop.
+  __attribute__((always_inline)) void prefetch_lines(int n) {
+    for (int i = 0; i < n && at < end; ++i, at += 64) motet::prefetch(at);
+    if (at >= end && more != last) go_on();
   }
   int64_t lines() const {
     int64_t all = (end - at + 63) / 64;
     for (const Ahead* one = more; one != last; ++one) all += (one->end - one->at + 63) / 64;
     return all;
   }
-};
-
-// Prefetches what is ahead from within a loop that needs nearly all registers: the place is kept in two of them until the loop ends.
-class AheadInLoop {
- public:
-  explicit AheadInLoop(Ahead& all) : all_(all), at_(all.at), end_(all.end) {}
-  ~AheadInLoop() { all_.at = at_; }
-  __attribute__((always_inline)) void lines(int n) {
-    for (int j = 0; j < n && at_ < end_; ++j, at_ += 64) motet::prefetch(at_);
-    if (at_ >= end_ && all_.more != all_.last) go_on();
-  }
 
  private:
-  __attribute__((noinline)) void go_on() {
-    all_.at = at_;
-    all_.go_on();
-    at_ = all_.at, end_ = all_.end;
+  __attribute__((noinline)) void go_on() {  // rare, and a loop that needs all registers must not spend any on it
+    at = more->at, end = more->end, gap = more->gap, ++more;
   }
-  Ahead& all_;
-  const char *at_, *end_;
 };
 
 // Several pieces of memory that are prefetched one after the other.
