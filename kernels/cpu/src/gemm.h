@@ -171,7 +171,16 @@ INLINE constexpr int panels_together(int64_t rows) { return rows == 1 ? 6 : 3; }
 constexpr int BLOCK = MOTET_LEVEL == 1 ? 6 : 2, STRIP = 8;
 INLINE constexpr int panels_together(int64_t rows) { return MOTET_LEVEL == 0 || rows > 2 ? 1 : rows == 2 ? 2 : 6; }
 #endif
-constexpr int STREAM_AHEAD = MOTET_LEVEL == 1 ? 16 : 0;  // lines by which a single row's whole numbers are prefetched within their panels
+
+// A single row is multiplied with panels that are Streams. More rows prefetch the group that comes next, evenly.
+struct Evenly {
+  Ahead& ahead;
+  int each;  // lines, whenever some of the panels are read
+  template <int P>
+  __attribute__((always_inline)) void lines(int) {
+    ahead.prefetch_lines(each);
+  }
+};
 
 // The lines of y that R rows and P panels are stored to. They are brought in while the sums are computed, a row at a time: stores that
 // miss the caches would hold up the next block.
@@ -188,9 +197,9 @@ struct Stored {
   }
 };
 
-template <class Wt, class A, int R, int P>
+template <class Wt, class A, int R, int P, class Fetch>
 static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride, const A* x, int64_t ldx, int64_t k,
-                                              float* out, Ahead& ahead, int per_strip, Stored<R, P> stored) {
+                                              float* out, Fetch fetch, Stored<R, P> stored) {
   constexpr int KL = Packed<Wt>::KL, VP = PANEL / W;
   constexpr int LINE = 64 / sizeof(Wt);
   vf acc[R][P * VP];
@@ -199,7 +208,7 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
 #pragma GCC unroll 16
     for (int p = 0; p < P * VP; ++p) acc[r][p] = zero();
   for (int64_t strip = 0; strip < k; strip += STRIP * KL) {
-    ahead.prefetch_lines(per_strip);
+    fetch.template lines<P>(STRIP);
     stored.row();
 #pragma GCC unroll 4
     for (int line = 0; line < STRIP; ++line, w += LINE) {
@@ -240,36 +249,36 @@ static __attribute__((noinline)) void sums_of(const Wt* w, int64_t panel_stride,
     for (int p = 0; p < P * VP; ++p) store(out + r * P * PANEL + p * W, acc[r][p]);
 }
 
-template <class Wt, class A, int R, int P>
-INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Ahead& ahead,
-                     int per_strip) {
+template <class Wt, class A, int R, int P, class Fetch>
+INLINE void block_of(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Fetch fetch) {
   if constexpr (P > 1)
-    if (panels != P) return block_of<Wt, A, R, P - 1>(g, w, stride, row, panel, panels, ahead, per_strip);
+    if (panels != P) return block_of<Wt, A, R, P - 1>(g, w, stride, row, panel, panels, fetch);
   alignas(64) float sums[R * P * PANEL];
-  sums_of<Wt, A, R, P>(w, stride, g.x + row * g.ldx, g.ldx, round_up(g.w->k, 32), sums, ahead, per_strip,
+  sums_of<Wt, A, R, P>(w, stride, g.x + row * g.ldx, g.ldx, round_up(g.w->k, 32), sums, fetch,
                        {g.y + row * g.ldy + panel * PANEL, g.ldy});
   finish(g, row, R, panel, P, Sums{sums, P * PANEL, PANEL});
 }
 
 // At most as many rows as there are accumulators for.
-template <class Wt, class A, int R>
-INLINE void rows_of(int rows, const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Ahead& ahead,
-                    int per_strip) {
+template <class Wt, class A, int R, class Fetch>
+INLINE void rows_of(int rows, const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row, int64_t panel, int panels, Fetch fetch) {
   if constexpr (R > 1)
-    if (rows != R) return rows_of<Wt, A, R - 1>(rows, g, w, stride, row, panel, panels, ahead, per_strip);
-  block_of<Wt, A, R, panels_together(R)>(g, w, stride, row, panel, panels, ahead, per_strip);
+    if (rows != R) return rows_of<Wt, A, R - 1>(rows, g, w, stride, row, panel, panels, fetch);
+  block_of<Wt, A, R, panels_together(R)>(g, w, stride, row, panel, panels, fetch);
 }
 
 // The fewest possible blocks of nearly equal size, because each block reads the weights once.
 template <class Wt, class A>
 static void panels_by_vectors(const Gemm<A>& g, const Wt* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel,
                               int panels, Ahead& ahead) {
+  const Streams streams(w, panel_bytes(*g.w), stride * sizeof(Wt), ahead);
+  if (g.rows == 1) return rows_of<Wt, A, 1>(1, g, w, stride, row0, panel, panels, streams);
   int64_t blocks = (row1 - row0 + BLOCK - 1) / BLOCK;
   const int64_t strips = blocks * round_up(g.w->k, 32) / (STRIP * Packed<Wt>::KL);
   const int per_strip = (int)((ahead.lines() + strips - 1) / strips);  // lines ahead for every strip of weights read
   for (int64_t row = row0; row < row1; --blocks) {
     const int rows = (int)((row1 - row + blocks - 1) / blocks);
-    rows_of<Wt, A, BLOCK>(rows, g, w, stride, row, panel, panels, ahead, per_strip);
+    rows_of<Wt, A, BLOCK>(rows, g, w, stride, row, panel, panels, Evenly{ahead, per_strip});
     row += rows;
   }
 }

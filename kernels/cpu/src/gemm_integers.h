@@ -136,9 +136,9 @@ INLINE vu line_bytes(const uint8_t* line, int at) {
 }
 
 // Sums of R rows and P panels as floats, times the rows' scales.
-template <int R, int P>
+template <int R, int P, class Fetch>
 static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_stride, const char* rows, int64_t k, float* out,
-                                                Ahead& ahead, int per_line) {
+                                                Fetch fetch) {
   constexpr int VP = PANEL / W, N = P * VP;
   vi acc[R][N];
   const Factor* x[R];
@@ -150,10 +150,7 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
     for (int p = 0; p < N; ++p) acc[r][p] = vi{} - I8_ZERO * *row.sum;
   }
   for (int64_t i = 0, padded = round_up(k, 64); i < padded; i += 4, w += 64) {
-    ahead.prefetch_lines(per_line);
-    if (STREAM_AHEAD && R == 1)
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) prefetch(w + p * panel_stride + STREAM_AHEAD * 64);
+    fetch.template lines<P>(1);
 #pragma GCC unroll 2
     for (int step = 0; step < STEPS; ++step) {
       vu weights[N];
@@ -173,9 +170,9 @@ static __attribute__((noinline)) void int8_sums(const uint8_t* w, int64_t panel_
     for (int p = 0; p < N; ++p) store(out + r * P * PANEL + p * W, as_float(acc[r][p]) * *rounded_row((char*)rows, r, k).scale);
 }
 
-template <int TYPE, int R, int P>
+template <int TYPE, int R, int P, class Fetch>
 static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t panel_stride, const char* rows, int64_t k, float* out,
-                                                   Ahead& ahead, int per_line) {
+                                                   Fetch fetch) {
   constexpr int VP = PANEL / W, N = P * VP;
   constexpr bool FOUR_BITS = TYPE != I8_GROUPED, SHIFTED = TYPE != I4;
   constexpr int LINES = FOUR_BITS ? 4 : 8, VALUES_AT = SHIFTED ? 128 : 64;  // lines of a group; where the first begins
@@ -190,7 +187,7 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
   for (int64_t group = 0, groups = round_up(k, 64) / I_GROUP; group < groups; ++group) {
     const uint8_t* scales_at = w + group / 2 * grouped_bytes(TYPE) + group % 2 * 32;
     const uint8_t* values_at = w + group / 2 * grouped_bytes(TYPE) + VALUES_AT + group % 2 * LINES * 64;
-    if (SHIFTED || group % 2 == 0) ahead.prefetch_lines(per_line);
+    if (SHIFTED || group % 2 == 0) fetch.template lines<P>(1);
     vi acc[R][N];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -198,10 +195,7 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
       for (int p = 0; p < N; ++p) acc[r][p] = SHIFTED || WIDE ? vi{} : vi{} - I4_ZERO * row[r].groups[group];
 #pragma GCC unroll 8
     for (int line = 0; line < LINES; ++line) {
-      ahead.prefetch_lines(per_line);
-      if (STREAM_AHEAD && R == 1)
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) prefetch(values_at + p * panel_stride + (line + STREAM_AHEAD) * 64);
+      fetch.template lines<P>(1);
       vu low[N], high[N];
 #pragma GCC unroll 16
       for (int p = 0; p < N; ++p) {
@@ -250,35 +244,34 @@ static __attribute__((noinline)) void grouped_sums(const uint8_t* w, int64_t pan
     for (int p = 0; p < N; ++p) store(out + r * P * PANEL + p * W, sums[r][p] * *row[r].scale);
 }
 
-// Panels that are multiplied together and the most rows with them, so that sums and weights fit the registers. With STREAM_AHEAD a single
-// row is multiplied with I_STREAMS panels.
-constexpr int I_STREAMS = 4;
+// Panels that are multiplied together and the most rows with them, so that sums and weights fit the registers. A single row is
+// multiplied with I_STREAMS panels.
 #if MOTET_LEVEL >= 2
-constexpr int I8_PANELS = 3, I8_ROWS = 8, I_PANELS = 2, I_ROWS = 6;
+constexpr int I8_PANELS = 3, I8_ROWS = 8, I_PANELS = 2, I_ROWS = 6, I_STREAMS = 6;
 #else
 constexpr int I8_PANELS = 1, I8_ROWS = MOTET_LEVEL == 1 ? 4 : 2, I_PANELS = 1, I_ROWS = MOTET_LEVEL == 1 ? 4 : 1;
+constexpr int I_STREAMS = MOTET_LEVEL == 1 ? 4 : 1;
 #endif
 
-template <int TYPE, class A, int R, int P>
-INLINE void integer_block(const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row, int64_t panel, Ahead& ahead, int per_line) {
+template <int TYPE, class A, int R, int P, class Fetch>
+INLINE void integer_block(const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row, int64_t panel, Fetch fetch) {
   alignas(64) float sums[R * P * PANEL];
   const char* rows = g.rounded + row * rounded_stride(g.w->k);
   if constexpr (TYPE == I8)
-    int8_sums<R, P>(w, stride, rows, g.w->k, sums, ahead, per_line);
+    int8_sums<R, P>(w, stride, rows, g.w->k, sums, fetch);
   else
-    grouped_sums<TYPE, R, P>(w, stride, rows, g.w->k, sums, ahead, per_line);
+    grouped_sums<TYPE, R, P>(w, stride, rows, g.w->k, sums, fetch);
   finish(g, row, R, panel, P, Sums{sums, P * PANEL, PANEL});
 }
 
 // At most R rows and P panels.
-template <int TYPE, class A, int R, int P>
-INLINE void integer_rows(int rows, int panels, const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row, int64_t panel,
-                         Ahead& ahead, int per_line) {
+template <int TYPE, class A, int R, int P, class Fetch>
+INLINE void integer_rows(int rows, int panels, const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row, int64_t panel, Fetch fetch) {
   if constexpr (P > 1)
-    if (panels < P) return integer_rows<TYPE, A, R, P - 1>(rows, panels, g, w, stride, row, panel, ahead, per_line);
+    if (panels < P) return integer_rows<TYPE, A, R, P - 1>(rows, panels, g, w, stride, row, panel, fetch);
   if constexpr (R > 1)
-    if (rows < R) return integer_rows<TYPE, A, R - 1, P>(rows, panels, g, w, stride, row, panel, ahead, per_line);
-  integer_block<TYPE, A, R, P>(g, w, stride, row, panel, ahead, per_line);
+    if (rows < R) return integer_rows<TYPE, A, R - 1, P>(rows, panels, g, w, stride, row, panel, fetch);
+  integer_block<TYPE, A, R, P>(g, w, stride, row, panel, fetch);
 }
 
 // The fewest possible blocks of rows of nearly equal size, because each block reads the weights once.
@@ -286,14 +279,14 @@ template <int TYPE, class A>
 static void integer_panels(const Gemm<A>& g, const uint8_t* w, int64_t stride, int64_t row0, int64_t row1, int64_t panel, int panels,
                            Ahead& ahead) {
   constexpr int ROWS = TYPE == I8 ? I8_ROWS : I_ROWS, PANELS = TYPE == I8 ? I8_PANELS : I_PANELS;
-  if constexpr (STREAM_AHEAD > 0)
-    if (g.rows == 1) return integer_rows<TYPE, A, 1, I_STREAMS>(1, panels, g, w, stride, row0, panel, ahead, 1);
+  if (g.rows == 1)
+    return integer_rows<TYPE, A, 1, I_STREAMS>(1, panels, g, w, stride, row0, panel, Streams(w, panel_bytes(*g.w), stride, ahead));
   int64_t blocks = (row1 - row0 + ROWS - 1) / ROWS;
   const int64_t lines = blocks * panel_bytes(*g.w) / 64;
   const int per_line = (int)((ahead.lines() + lines - 1) / lines);  // lines ahead for every line of weights read
   for (int64_t row = row0; row < row1; --blocks) {
     const int rows = (int)((row1 - row + blocks - 1) / blocks);
-    integer_rows<TYPE, A, ROWS, PANELS>(rows, panels, g, w, stride, row, panel, ahead, per_line);
+    integer_rows<TYPE, A, ROWS, PANELS>(rows, panels, g, w, stride, row, panel, Evenly{ahead, per_line});
     row += rows;
   }
 }

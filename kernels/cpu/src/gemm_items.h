@@ -26,8 +26,8 @@ struct GemmItems {
     const int64_t type = g.w->type, row_bytes = is_integer(type) ? rounded_stride(g.w->k) : g.ldx * (int64_t)sizeof(A);
     tiles = on_tiles<A>(type);
     panels = (g.w->n + PANEL - 1) / PANEL;
-    const bool streams = STREAM_AHEAD && g.rows == 1;
-    const int most_panels = tiles ? 2 : !is_integer(type) ? panels_together(g.rows) : streams ? I_STREAMS : type == I8 ? I8_PANELS : I_PANELS;
+    const int integer_panels = g.rows == 1 ? I_STREAMS : type == I8 ? I8_PANELS : I_PANELS;
+    const int most_panels = tiles ? 2 : is_integer(type) ? integer_panels : panels_together(g.rows);
     groups = (panels + most_panels - 1) / most_panels;
     if (!tiles && g.rows > BLOCK) groups = std::min(round_up(groups, team), panels);
     per_group = tiles ? 2 : (int)(panels / groups);
@@ -55,7 +55,7 @@ INLINE Ahead ahead_of(const Gemm<A>& g, const GemmItems<A>& items, int64_t group
   const int64_t bytes = panel_bytes(*g.w), apart = items.apart * bytes;
   const int count = items.count_panels(group);
   const char* at = (const char*)g.w->data + items.first_panel(group) * bytes;
-  return {at, at + (items.tiles ? 1 : count) * bytes, items.tiles && count == 2 ? apart : 0};
+  return {at, at + (items.tiles ? 1 : count) * bytes, items.tiles && count == 2 ? apart : 0, bytes};
 }
 
 // Of the first piece that a member takes of a product.
@@ -105,10 +105,7 @@ static void gemm_item(const Gemm<A>& g, const GemmItems<A>& items, int64_t item,
   const int64_t begin = items.first_group(item), end = std::min(items.groups, begin + items.groups_each);
   for (int64_t group = begin; group < end; ++group) {
     const int64_t next = group + 1 < end ? group + 1 : next_item < 0 ? -1 : items.first_group(next_item);
-    // one row of floats is plain loads of several streams, which the processor fetches ahead by itself; of whole numbers with
-    // STREAM_AHEAD the loop does that
-    const bool plain = (STREAM_AHEAD || (sizeof(A) == 2 && !items.tiles && !is_integer(g.w->type))) && g.rows == 1;
-    ahead = next < 0 ? g.then ? first_ahead(*g.then, member, items.team) : Ahead{} : plain ? Ahead{} : ahead_of(g, items, next);
+    ahead = next < 0 ? g.then ? first_ahead(*g.then, member, items.team) : Ahead{} : ahead_of(g, items, next);
     if (between && next != group + 1) ahead = between->then(ahead);
     gemm_group(g, items, row0, row1, group, ahead);
   }

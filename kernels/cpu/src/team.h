@@ -42,6 +42,7 @@ inline int64_t now_ns() {
 struct Ahead {
   const char *at = nullptr, *end = nullptr;
   int64_t gap = 0;
+  int64_t stride = 0;  // from panel to panel
   const Ahead *more = nullptr, *last = nullptr;  // what follows, see AheadQueue
   void operator()() {  // some lines, while a member waits
     for (int i = 0; i < 4 && at < end; ++i, at += 64) {
@@ -67,6 +68,26 @@ struct Ahead {
   }
 };
 
+constexpr int64_t STREAM_BYTES = 16 * 64;  // by which a stream is prefetched
+
+// Streams of memory that are read side by side, `stride` bytes apart, and where the next ones begin. The processor fetches streams ahead
+// by itself, but only within 4 KiB, and needs some lines to notice each.
+struct Streams {
+  const char *at, *end, *next;
+  int64_t stride, next_stride;
+  Streams(const void* from, int64_t bytes, int64_t stride, const Ahead& then)
+      : at((const char*)from + STREAM_BYTES), end((const char*)from + bytes), next(then.at ? then.at : (const char*)from), stride(stride),
+        next_stride(then.stride) {}
+  template <int P>  // of P streams
+  __attribute__((always_inline)) void lines(int n) {
+    if (at >= end) at = next + (at - end), stride = next_stride, end = (const char*)UINTPTR_MAX;
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i, at += 64)
+#pragma GCC unroll 8
+      for (int p = 0; p < P; ++p) motet::prefetch(at + p * stride);
+  }
+};
+
 // Several pieces of memory that are prefetched one after the other.
 class AheadQueue {
  public:
@@ -80,7 +101,7 @@ class AheadQueue {
   Ahead then(const Ahead& after) {
     if (!count_) return after;
     parts_[count_] = after;
-    return {parts_[0].at, parts_[0].end, 0, parts_ + 1, parts_ + count_ + 1};
+    return {parts_[0].at, parts_[0].end, 0, 0, parts_ + 1, parts_ + count_ + 1};
   }
 
  private:
