@@ -162,7 +162,7 @@ def _rounds(contestants: dict[str, Sides], measured: Measured, rounds: int, toke
     First laps of a few tokens warm up (load every adapter, compile) and are not counted.
     """
     threads = len(os.sched_getaffinity(0))
-    best = roofline.probe(threads)
+    best, bandwidth = roofline.probe(threads), roofline.Bandwidth(threads)
     turns = [(0, turn) for turn in WARM_UP] + [(number, turn) for number in range(1, rounds + 1) for turn in TURNS]
     order = list(contestants)
     for at in watch.rounds(len(turns), f"turns of {order[-1]}'s table", at_least=LEAST):
@@ -173,11 +173,12 @@ def _rounds(contestants: dict[str, Sides], measured: Measured, rounds: int, toke
             if adapters is None:
                 continue
             side = contestants[name]["base" if turn.kind == "none" else "lora"]
+            before = bandwidth()
             alone = side.lap(first, adapters, 1) if number and turn.kind == "none" else None
             lap = side.lap(asked, adapters, tokens if number else 2)
             print(_said(name, turn, number, rounds, lap), file=sys.stderr)
             if number:
-                measured.add(name, turn, timed(lap, alone))
+                measured.add(name, turn, timed(lap, alone, (before + bandwidth()) / 2))
         order.append(order.pop(0))
         if turn is TURNS[-1] or at == LEAST - 1:
             best = best.better(roofline.probe(threads))

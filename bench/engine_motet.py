@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bench.engine_child import Generate, serve
 from motet.services.registry.peft import Converted, convert
 from motet.shared.base_shapes import read_shapes
@@ -32,6 +34,9 @@ def make(setup: dict[str, Any]) -> Generate:
         quantization=setup["quantization"],
     )
     assembly = assemble(config, model, StepTimes(START_PERF))
+    runner: Any = assembly.engine._runner
+    cache = runner.memory.cache
+    cache.clear(torch.arange(cache.blocks))  # as llama.cpp does at start: memory that is used first takes the system some time
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as directory:
         files = [_stored(model, Path(path), Path(directory)) for path in setup["adapters"]]
         adapters = [assembly.parse_adapter(file, file.name) for file in files]  # mapped: they outlive the directory

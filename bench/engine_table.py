@@ -36,20 +36,21 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One lap: output tokens per second, in total and without the prompts and first tokens (0 if unknown), and each first
-    token.
+    """One lap: output tokens per second, in total and without the prompts and first tokens (0 if unknown), each first token, and
+    the machine's bandwidth just before and after it (0 if unknown).
     """
 
     whole: float
     decode: float
     first: tuple[int, ...]
+    bytes_per_s: float = 0.0
 
 
-def timed(lap: Lap, alone: Lap | None = None) -> Timed:
+def timed(lap: Lap, alone: Lap | None = None, bytes_per_s: float = 0.0) -> Timed:
     """The rates of a lap. `alone`: a lap of as many requests with one token each, which gives the time of the prompts."""
     after_first = sum(len(output) - 1 for output in lap.outputs)
     decode = after_first / max(lap.seconds - alone.seconds, 1e-9) if alone is not None else 0.0
-    return Timed(lap.tokens_per_s, decode, tuple(output[0] for output in lap.outputs))
+    return Timed(lap.tokens_per_s, decode, tuple(output[0] for output in lap.outputs), bytes_per_s)
 
 
 @dataclass(slots=True)
@@ -66,6 +67,12 @@ class Measured:
         """The median over the laps, in output tokens per second; None without laps."""
         laps = self.laps.get(name, {}).get(turn)
         return statistics.median(getattr(lap, part) for lap in laps) if laps else None
+
+    def ratio(self, above: tuple[str, Turn], below: tuple[str, Turn]) -> float | None:
+        """The median over the rounds, each of which compares two laps of nearly the same time; None without laps."""
+        pairs = zip(*(self.laps.get(name, {}).get(turn, []) for name, turn in (above, below)), strict=False)
+        ratios = [one.whole / other.whole for one, other in pairs]
+        return statistics.median(ratios) if ratios else None
 
     def cells(self) -> Iterator[tuple[str, Turn, float]]:
         """All rates: contestant, cell, output tokens per second."""
@@ -112,16 +119,18 @@ def figures(
     """The bench's figures of these contestants. `chosen`: the adapter of each request of a cell."""
     found: dict[str, Any] = {}
     for figure, (ours, theirs) in RATIOS.items():
-        above, below = measured.rate(*ours), measured.rate(*theirs)
-        if above is not None and below is not None:
-            found[figure] = round(above / below, 3)
+        ratio = measured.ratio(ours, theirs)
+        if ratio is not None:
+            found[figure] = round(ratio, 3)
     each, without = Turn("each", 32), measured.rate("motet none", Turn("none", 32))
     if "lora32_vs_own_base" in found and without is not None:
         seconds, adapters = each.batch * output_tokens / without, chosen("motet none", each) or ()
-        found["lora32_bound"] = round(roofline.kept_with_adapters(limits, shape, adapters, output_tokens, seconds), 3)
-    step = measured.rate("motet none", Turn("none", 1), "decode")
-    if step is not None:
-        found["b1_bandwidth_fraction"] = round(decode_bandwidth(shape, "motet none", step) / limits.bytes_per_s, 3)
+        at = [lap.bytes_per_s or limits.bytes_per_s for lap in measured.laps["motet none"][each]]
+        kept = [roofline.kept_with_adapters(one, shape, adapters, output_tokens, seconds) for one in at]
+        found["lora32_bound"] = round(statistics.median(kept), 3)
+    if alone := measured.laps.get("motet none", {}).get(Turn("none", 1)):
+        reached = [decode_bandwidth(shape, "motet none", lap.decode) / (lap.bytes_per_s or limits.bytes_per_s) for lap in alone]
+        found["b1_bandwidth_fraction"] = round(statistics.median(reached), 3)
     rates: dict[str, Any] = {}
     decode: dict[str, Any] = {}
     shares: dict[str, Any] = {}

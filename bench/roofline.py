@@ -82,6 +82,23 @@ def probe(threads: int, *, vector: int = VECTOR, matrix: int = MATRIX) -> Limits
     return Limits(max(found.bytes_per_s, read), max(found.flops_per_s, flops), found.bytes_beside)
 
 
+class Bandwidth:
+    """Measures the memory bandwidth again and again. The other tenants of a machine may change it from minute to minute."""
+
+    def __init__(self, threads: int, *, vector: int = VECTOR) -> None:
+        self._threads, self._memory = threads, torch.ones(vector)
+        try:
+            self._engine = CpuEngine(threads=threads)
+        except BuildError:
+            self._engine = None
+
+    def __call__(self) -> float:
+        """Bytes per second at present."""
+        if self._engine is not None:
+            return max(self._engine.read_bandwidth(self._memory) for _ in range(2))
+        return self._memory.nbytes / _best_s(lambda: torch.sum(self._memory))
+
+
 def _best_s(call: Callable[[], object]) -> float:
     call()
     times_s = []
@@ -128,11 +145,11 @@ def share(
     )
 
 
-def kept_with_adapters(limits: Limits, shape: Shape, adapters: Sequence[int], steps: int, seconds: float) -> float:
+def kept_with_adapters(bytes_per_s: float, shape: Shape, adapters: Sequence[int], steps: int, seconds: float) -> float:
     """The share of its speed that a batch would keep that takes `seconds` without adapters, if each of its `steps` read them at
-    the full bandwidth and did nothing else meanwhile.
+    `bytes_per_s` and did nothing else meanwhile.
     """
-    read_s = steps * ELEMENT_BYTES * sum(_elements(shape, one) for one in set(adapters)) / limits.bytes_per_s
+    read_s = steps * ELEMENT_BYTES * sum(_elements(shape, one) for one in set(adapters)) / bytes_per_s
     return seconds / (seconds + read_s)
 
 

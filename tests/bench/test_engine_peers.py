@@ -70,7 +70,7 @@ def test_decoding_is_a_lap_without_what_its_first_tokens_took() -> None:
     assert lap.first == (1, 2)
 
 
-def test_figures_are_ratios_of_median_rates() -> None:
+def test_figures_are_ratios_of_rates() -> None:
     motet = {"motet none": 30.0, "motet int8": 60.0, "motet int4": 90.0, "motet again": 32.0}
     found = made(motet | {"llama bf16": 20.0, "llama q8_0": 25.0, "llama q4_0": 45.0, "vllm bf16": 16.0, "peft bf16": 8.0})
     assert (found["int8_b1_vs_bf16"], found["b1_vs_llama_bf16"], found["b1_int4_vs_llama_q4"]) == (2.0, 1.5, 2.0)
@@ -86,6 +86,25 @@ def test_the_median_of_the_rounds_counts() -> None:
     for rate in (10, 11, 90):
         laps.add("motet none", Turn("none", 1), timed(Lap(10 / rate, [[7] * 10])))
     assert laps.rate("motet none", Turn("none", 1)) == pytest.approx(11)
+
+
+def test_a_figure_compares_laps_of_the_same_round() -> None:
+    laps, turn = Measured(), Turn("none", 1)
+    for ours, theirs in ((10, 5), (30, 20), (40, 10)):  # the machine's speed changes from round to round
+        laps.add("motet int8", turn, timed(Lap(1 / ours, [[7]])))
+        laps.add("motet none", turn, timed(Lap(1 / theirs, [[7]])))
+    assert laps.ratio(("motet int8", turn), ("motet none", turn)) == pytest.approx(2.0)
+    assert laps.ratio(("motet int8", turn), ("llama bf16", turn)) is None
+
+
+def test_a_lap_is_compared_with_the_bandwidth_of_its_own_time() -> None:
+    limits, turn = Limits(1e9, 1e12), Turn("none", 1)
+    alone = decode_bandwidth(TINY, "motet none", 1.0)
+    measured = Measured()
+    for steps, bandwidth in ((10, 20 * alone), (20, 25 * alone), (30, 50 * alone)):
+        measured.add("motet none", turn, timed(Lap(2 + 8 / steps, [[7] * 9]), Lap(2, [[7]]), bandwidth))
+    found = figures(measured, TINY, limits, 64, 9, engine.chosen)
+    assert found["b1_bandwidth_fraction"] == pytest.approx(0.6)
 
 
 def test_agreement_counts_requests_with_the_same_first_token() -> None:
