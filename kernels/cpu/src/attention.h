@@ -91,10 +91,34 @@ inline void plan_attention(const Step& step, int64_t heads, const KvLayout& layo
   }
 }
 
+// Memory that is prefetched at the pace at which other memory is read: `count` parts of `bytes` each, `step` bytes apart. Where a burst
+// finds no line buffer free, it is dropped.
+class Parts {
+ public:
+  Parts() = default;
+  Parts(const void* from, int64_t bytes, int64_t count, int64_t step)
+      : at_((const char*)from), end_(at_ + bytes), bytes_(bytes), count_(count), step_(step) {}
+  __attribute__((always_inline)) void lines(int n) {
+    for (int i = 0; i < n && at_ < end_; ++i, at_ += 64) prefetch(at_);
+    if (at_ >= end_ && count_ > 1) at_ = end_ - bytes_ + step_, end_ += step_, --count_;
+  }
+
+ private:
+  const char *at_ = nullptr, *end_ = nullptr;
+  int64_t bytes_ = 0, count_ = 0, step_ = 0;
+};
+
+// What is prefetched while keys or values are read.
+#if MOTET_LEVEL == 1
+typedef const Lead Soon;
+#else
+typedef Parts Soon;
+#endif
+
 #if MOTET_LEVEL != 1
 // scores[q][t] = queries[q] . keys[t] for Q queries and 4 tokens.
 template <class T, int Q>
-INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, float* scores) {
+INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, Parts& soon, float* scores) {
   vf acc[Q][4];
 #pragma GCC unroll 4
   for (int i = 0; i < Q; ++i)
@@ -102,6 +126,7 @@ INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int he
     for (int t = 0; t < 4; ++t) acc[i][t] = zero();
   int d = 0;
   for (; d + W <= head_dim; d += W) {
+    soon.lines(sizeof(T));
     vf keys[4];
 #pragma GCC unroll 4
     for (int t = 0; t < 4; ++t) keys[t] = load(k + t * ldk + d);
@@ -123,14 +148,14 @@ INLINE void scores4(const float* q, int64_t ldq, const T* k, int64_t ldk, int he
 }
 
 template <class T, int Q>
-INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, const Lead&, float* scores) {
+INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, int head_dim, int tokens, Parts& soon, float* scores) {
   int t = 0;
-  for (; t + 4 <= tokens; t += 4) scores4<T, Q>(q, ldq, k + t * ldk, ldk, head_dim, scores + t);
+  for (; t + 4 <= tokens; t += 4) scores4<T, Q>(q, ldq, k + t * ldk, ldk, head_dim, soon, scores + t);
   if (t < tokens) {  // missing tokens are replaced by the last one; their weights are not used
     const int last = tokens - t;
     for (int one = 0; one < last; ++one) {
       float same[Q * CHUNK];
-      scores4<T, Q>(q, ldq, k + (t + one) * ldk, 0, head_dim, same);
+      scores4<T, Q>(q, ldq, k + (t + one) * ldk, 0, head_dim, soon, same);
       for (int i = 0; i < Q; ++i) scores[i * CHUNK + t + one] = same[i * CHUNK];
     }
   }
@@ -139,7 +164,7 @@ INLINE void score_queries(const float* q, int64_t ldq, const T* k, int64_t ldk, 
 // out[q][d] = out[q][d] * shrink[q] + sum over t of weights[q][t] * values[t][d], for Q queries.
 template <class T, int Q>
 INLINE void add_values(float* out, int64_t ldo, const float* weights, const float* shrink, const T* v, int64_t ldv, int head_dim,
-                       int first, int last, const Lead&) {
+                       int first, int last, Parts& soon) {
   constexpr int D = W == 16 ? 4 : 2;
   int d = 0;
   for (; d + D * W <= head_dim; d += D * W) {
@@ -149,6 +174,7 @@ INLINE void add_values(float* out, int64_t ldo, const float* weights, const floa
 #pragma GCC unroll 4
       for (int j = 0; j < D; ++j) acc[i][j] = load(out + i * ldo + d + j * W) * shrink[i];
     for (int t = first; t < last; ++t) {
+      soon.lines(sizeof(T));
       vf values[D];
 #pragma GCC unroll 4
       for (int j = 0; j < D; ++j) values[j] = load(v + t * ldv + d + j * W);
@@ -232,30 +258,6 @@ struct Tokens {  // of a block, from `offset` on
     for (int part = 0; part < 2; ++part)
       prefetch(block + layout.keys<T>(head) + layout.scales(part) + offset * (int64_t)sizeof(float));
   }
-};
-
-// Memory to prefetch: `count` parts of `bytes` each, `step` bytes apart.
-class Parts {
- public:
-  Parts() = default;
-  Parts(const void* from, int64_t bytes, int64_t count, int64_t step)
-      : at_((const char*)from), end_(at_ + bytes), bytes_(bytes), count_(count), step_(step) {}
-  int64_t lines() const { return (bytes_ + 63) / 64 * count_; }
-  void prefetch_lines(int64_t n) {
-    while (n > 0 && count_) {
-      const char* stop = std::min(end_, at_ + n * 64);
-      n -= (stop - at_ + 63) / 64;
-      for (; at_ < stop; at_ += 64) prefetch(at_);
-      if (at_ < end_) return;
-      --count_;
-      at_ = end_ - bytes_ + step_;
-      end_ += step_;
-    }
-  }
-
- private:
-  const char *at_ = nullptr, *end_ = nullptr;
-  int64_t bytes_ = 0, count_ = 0, step_ = 0;
 };
 
 // What a query has seen: the sum of weights[t] * values[t], the largest score, and the sum of weights relative to it.
@@ -364,17 +366,17 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
               position / block_size == first ? position % block_size / CHUNK * CHUNK : 0};
     };
 #else
-    Parts soon;  // of the next block, prefetched a share at a time
-    int64_t share = 0;
-    if (block + 1 < end_block) {
-      const T* next = kv + table[block + 1] * block_stride + a.layout.template keys<T>(item.head0);
-      const int64_t filled = std::min(block_size, final + 1 - (block + 1) * block_size), heads = item.head1 - item.head0;
+    Parts soon;  // of the next block, perhaps of the piece of work that comes after this one
+    const bool last = block + 1 == end_block;
+    if (const AttentionItem* one = last ? after : &item) {
+      const int64_t there = last ? first_block(*one) : block + 1, end = first_position(step, *one) + one->row1 - one->row0;
+      const T* next = kv + step.block_tables[one->seq * step.table_stride + there] * block_stride + a.layout.template keys<T>(one->head0);
+      const int64_t filled = std::min(block_size, end - there * block_size), heads = one->head1 - one->head0;
       const int64_t bytes = a.layout.template keys<T>(heads) * (int64_t)sizeof(T);
       if (HAS_SCALES<T> || heads == kv_heads)
         soon = Parts(next, HAS_SCALES<T> ? bytes : filled * token_stride * (int64_t)sizeof(T), 1, 0);
       else
         soon = Parts(next, bytes, 2 * filled, token_stride / 2 * (int64_t)sizeof(T));  // keys and values of every token
-      share = soon.lines() / (heads * ((block_size + CHUNK - 1) / CHUNK) * 2) + 1;
     }
 #endif
     for (int64_t offset = 0; offset < block_size; offset += CHUNK) {
@@ -387,12 +389,13 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
       [[maybe_unused]] const auto scales_of = [&](int64_t h, int part) {
         return Scales<T>(tokens + a.layout.template keys<T>(h) + a.layout.scales(part), offset, here);
       };
-      const auto score = [&](int64_t h, const Lead& lead) {
+      const auto score = [&](int64_t h, Soon& soon) {
         const int64_t mine = (h - item.head0) * queries;
         const T* k = keys_of(h);
         float *hq = q + mine * width, *hw = weights + mine * CHUNK;
+        Soon none{};  // the first queries prefetch for all
 #define SCORE(Q) \
-  score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, at ? Lead{} : lead, hw + at * CHUNK)
+  score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, at ? none : soon, hw + at * CHUNK)
         EACH_QUERIES(queries, SCORE);
       };
       const auto weigh = [&](int64_t h, const Scales<T>& key_scales, const Scales<T>& value_scales) {
@@ -425,13 +428,14 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
           top[mine + i] = now;
         }
       };
-      const auto add = [&](int64_t h, const Lead& lead) {
+      const auto add = [&](int64_t h, Soon& soon) {
         const int64_t mine = (h - item.head0) * queries;
         const T* v = keys_of(h) + a.layout.template values<T>();
         float *hs = sums + mine * width, *hw = weights + mine * CHUNK;
+        Soon none{};  // the first queries prefetch for all
 #define ADD(Q)                                                                                                     \
   add_values<T, Q>(hs + at * width, width, hw + at * CHUNK, shrinks + mine + at, v, token_stride, head_dim, first, \
-                   here, at ? Lead{} : lead)
+                   here, at ? none : soon)
         EACH_QUERIES(queries, ADD);
       };
 #if MOTET_LEVEL == 1
@@ -450,15 +454,9 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
       for (int64_t h = item.head0; h <= last; ++h)
         add(h, {h < last ? keys_of(h + 1) - keys_of(h) : back - to_values + later(item.head0), later(h)});
 #else
-      for (int64_t h = item.head0; h < item.head1; ++h) {
-        soon.prefetch_lines(share);
-        score(h, {});
-      }
+      for (int64_t h = item.head0; h < item.head1; ++h) score(h, soon);
       for (int64_t h = item.head0; h < item.head1; ++h) weigh(h, scales_of(h, 0), scales_of(h, 1));
-      for (int64_t h = item.head0; h < item.head1; ++h) {
-        soon.prefetch_lines(share);
-        add(h, {});
-      }
+      for (int64_t h = item.head0; h < item.head1; ++h) add(h, soon);
 #endif
     }
     if ((block + 1) % by_segment == 0 || block + 1 == end_block) end_segment(block / by_segment);
