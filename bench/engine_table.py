@@ -36,8 +36,8 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One lap: output tokens per second, in total and without the prompts and first tokens (0 if unknown), each first token, and
-    the machine's bandwidth just before and after it (0 if unknown).
+    """One lap: output tokens per second, in total and without the prompts and first tokens (0 if unknown), each first token,
+    and the machine's bandwidth just before and after it (0 if unknown).
     """
 
     whole: float

@@ -10,7 +10,7 @@ again in more sets than fit in the caches. As in a step, it is planned once for 
 same layer; its limit is reading every page once. A x and s B alone waste bandwidth: a page has both, and the processor fetches
 ahead into the other. Attention over long contexts is in `bench.kernels_attention`.
 
-The bandwidth changes while others use the machine, so a probe follows every call, and a fraction is the median of theirs.
+Both limits change while others use the machine, so a probe of them follows every call, and a fraction is the median of theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     limits = _Limits(engine, cold_bytes)
     found: dict[str, Any] = {"isa": engine.isa, "threads": engine.threads}
     if args.only != "products":
-        attention = kernels_attention.measure(engine, limits.probe, cold_bytes, repeats, watch, quick=args.quick)
+        attention = kernels_attention.measure(
+            engine, lambda: limits.probe().bandwidth, cold_bytes, repeats, watch, quick=args.quick
+        )
         print(kernels_attention.table(attention))
         found |= kernels_attention.figures(attention)
     if args.only == "attention":
@@ -97,31 +99,38 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class _Limits:
-    """The best measured rates of reading and multiplying.
+class _Rates(NamedTuple):
+    bandwidth: float
+    """Bytes per second."""
+    peak: float
+    """Floating-point operations per second."""
 
-    They are probed again beside every measurement, as others may use the machine.
-    """
+
+class _Limits:
+    """The rates of reading and multiplying, which are probed beside every measurement."""
 
     def __init__(self, engine: CpuEngine, cold_bytes: int) -> None:
         self._engine, self.cold_bytes = engine, cold_bytes
         self._memory = lazy_zeros([cold_bytes], dtype=torch.uint8)
         self._memory.fill_(1)
-        self.bandwidths: list[float] = []
-        self.peak = 0.0
+        self._probed: list[_Rates] = []
         for _ in range(3):
             self.probe()
 
-    def probe(self) -> float:
-        """Measure both rates. Returns the present bandwidth, in bytes per second."""
-        self.bandwidths.append(self._engine.read_bandwidth(self._memory))
-        self.peak = max(self.peak, self._engine.peak_flops(DTYPE))
-        return self.bandwidths[-1]
+    def probe(self) -> _Rates:
+        """Measure both at present."""
+        self._probed.append(_Rates(self._engine.read_bandwidth(self._memory), self._engine.peak_flops(DTYPE)))
+        return self._probed[-1]
 
     @property
     def bandwidth(self) -> float:
         """The median bandwidth of all probes."""
-        return statistics.median(self.bandwidths)
+        return statistics.median(rates.bandwidth for rates in self._probed)
+
+    @property
+    def peak(self) -> float:
+        """The highest peak of all probes."""
+        return max(rates.peak for rates in self._probed)
 
 
 def _product(
@@ -135,12 +144,12 @@ def _product(
     packed = [pack(weight) for _ in range(copies)]
     found = {}
     for rows in ROWS:
-        x, y = torch.randn(rows, fan_in), torch.empty(rows, fan_out + 16)[:, :fan_out]
+        x, y = torch.randn(rows, fan_in), lazy_zeros([rows, fan_out + 16], dtype=torch.float32)[:, :fan_out]
         some = packed[: max(1, copies // 4)] if rows > BATCH else packed  # reading them takes the smaller part of the time
         pairs = _beside(limits, lambda x=x, y=y, some=some: engine.gemm(some, x, y, DTYPE), repeats, watch)  # type: ignore[misc]
         flops = 2 * rows * fan_in * fan_out
         seconds = statistics.median(s for s, _ in pairs) / len(some)
-        fraction = statistics.median(max(nbytes / b, flops / limits.peak) / s * len(some) for s, b in pairs)
+        fraction = statistics.median(max(nbytes / at.bandwidth, flops / at.peak) / s * len(some) for s, at in pairs)
         found[rows] = (nbytes / seconds / 1e9, flops / seconds / 1e9, fraction)
     return found
 
@@ -178,12 +187,15 @@ def _lora(
 
         pairs = _beside(limits, once, repeats, watch)
         rates = [nbytes / s for s, _ in pairs]
-        found[part] = (statistics.median(rates) / 1e9, statistics.median(r / b for r, (_, b) in zip(rates, pairs, strict=True)))
+        found[part] = (
+            statistics.median(rates) / 1e9,
+            statistics.median(r / at.bandwidth for r, (_, at) in zip(rates, pairs, strict=True)),
+        )
     return found
 
 
-def _beside(limits: _Limits, call: Callable[[], None], repeats: int, watch: Watch) -> list[tuple[float, float]]:
-    """(seconds of a call, bandwidth just afterwards), `repeats` times."""
+def _beside(limits: _Limits, call: Callable[[], None], repeats: int, watch: Watch) -> list[tuple[float, _Rates]]:
+    """(seconds of a call, both rates just afterwards), `repeats` times."""
     call()
     pairs = []
     for _ in watch.rounds(repeats, within=0.9):

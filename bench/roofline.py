@@ -86,7 +86,8 @@ class Bandwidth:
     """Measures the memory bandwidth again and again. The other tenants of a machine may change it from minute to minute."""
 
     def __init__(self, threads: int, *, vector: int = VECTOR) -> None:
-        self._threads, self._memory = threads, torch.ones(vector)
+        self._memory = torch.ones(vector)
+        self._engine: CpuEngine | None
         try:
             self._engine = CpuEngine(threads=threads)
         except BuildError:
