@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -521,6 +522,30 @@ def test_a_key_that_is_not_finite_stays_visible_when_it_is_alone_in_its_segment(
     out = attention(engine, step, qkv, cache.data, 4, 0).view(4, 16)
     assert out[:2].isnan().all()
     assert out[2:].isfinite().all(), "and the other head's queries do not see it"
+
+
+def test_a_context_whose_segments_take_too_much_memory_is_divided_by_heads(engine: CpuEngine) -> None:
+    heads, head_dim, block_size, repeats = 64, 16, 16, 39_000
+    segments = repeats * 3 * block_size / 256
+    assert segments * heads * (head_dim + 2) > 8 << 20, "MAX_PARTIALS of attention.h"
+    torch.manual_seed(0)
+    cache = Layer(blocks=4, block_size=block_size, kv_heads=1, head_dim=head_dim, dtype=torch.float32)
+    kv = torch.randn(4 * block_size, 2, 1, head_dim)
+    cache.put(torch.arange(len(kv)), kv)
+    qkv = torch.randn(1, heads + 2, head_dim)
+    kv[-1, :, 0] = qkv[0, heads:]
+    tables = np.array([[*[0, 1, 2] * repeats, 3]], dtype=np.int32)  # the same three blocks again and again
+    step = SimpleNamespace(
+        seq_starts=np.array([0, 1], dtype=np.int32),
+        context_lens=np.array([tables.size * block_size], dtype=np.int32),
+        block_tables=tables,
+        kv_slots=np.array([4 * block_size - 1], dtype=np.int64),
+    )
+    out = attention(engine, step, qkv, cache.data, heads, 0)
+    k, v = kv[:, :, 0].double().unbind(1)
+    scores = qkv[0, :heads].double() @ k.T / head_dim**0.5
+    scores[:, : 3 * block_size] += math.log(repeats)
+    close(out, (torch.softmax(scores, 1) @ v).flatten()[None], tolerance=1e-4)  # 7,313 segments are added up as floats
 
 
 def one_of(step: SimpleNamespace, i: int, counts: list[int]) -> SimpleNamespace:
