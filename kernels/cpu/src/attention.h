@@ -326,8 +326,9 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
   // positions of the first and last row; a row sees (position - window, position]
   const auto oldest_of = [&](int64_t position) { return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0; };
   const int64_t begin = first_position(step, item), final = begin + rows - 1, oldest = oldest_of(begin);
-  const int32_t* table = step.block_tables + item.seq * step.table_stride;
-  const T* kv = (const T*)a.kv;
+  const auto block_of = [&](const AttentionItem& one, int64_t block) {
+    return (const T*)a.kv + step.block_tables[one.seq * step.table_stride + block] * block_stride;
+  };
   const int64_t by_segment = segment_blocks(block_size);
   const auto first_block = [&](const AttentionItem& one) {
     return std::max(oldest_of(first_position(step, one)) / block_size, one.segment0 * by_segment);
@@ -354,15 +355,14 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
     for (int64_t segment = item.segment0; segment < item.segment1; ++segment)  // a window may leave out the first ones
       for (int64_t i = 0; i < all; ++i) part_of(segment, i)[width] = -INFINITY, part_of(segment, i)[width + 1] = 0;
   for (int64_t block = first_block(item); block < end_block; ++block) {
-    const T* tokens = kv + table[block] * block_stride;
+    const T* tokens = block_of(item, block);
 #if MOTET_LEVEL == 1
     const auto after_chunk = [&](int64_t offset) -> Tokens<T> {  // what is read after the tokens from `offset` on
       if (offset + CHUNK < block_size && block * block_size + offset + CHUNK <= final) return {tokens, offset + CHUNK};
-      if (block + 1 < end_block) return {kv + table[block + 1] * block_stride, 0};
+      if (block + 1 < end_block) return {block_of(item, block + 1), 0};
       if (!after) return {tokens, offset};
       const int64_t first = first_block(*after), position = oldest_of(first_position(step, *after));
-      const int64_t there = step.block_tables[after->seq * step.table_stride + first] * block_stride;
-      return {kv + there + a.layout.template keys<T>(after->head0) - a.layout.template keys<T>(item.head0),
+      return {block_of(*after, first) + a.layout.template keys<T>(after->head0) - a.layout.template keys<T>(item.head0),
               position / block_size == first ? position % block_size / CHUNK * CHUNK : 0};
     };
 #else
@@ -370,7 +370,7 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
     const bool last = block + 1 == end_block;
     if (const AttentionItem* one = last ? after : &item) {
       const int64_t there = last ? first_block(*one) : block + 1, end = first_position(step, *one) + one->row1 - one->row0;
-      const T* next = kv + step.block_tables[one->seq * step.table_stride + there] * block_stride + a.layout.template keys<T>(one->head0);
+      const T* next = block_of(*one, there) + a.layout.template keys<T>(one->head0);
       const int64_t filled = std::min(block_size, end - there * block_size), heads = one->head1 - one->head0;
       const int64_t bytes = a.layout.template keys<T>(heads) * (int64_t)sizeof(T);
       if (HAS_SCALES<T> || heads == kv_heads)
@@ -389,11 +389,11 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
       [[maybe_unused]] const auto scales_of = [&](int64_t h, int part) {
         return Scales<T>(tokens + a.layout.template keys<T>(h) + a.layout.scales(part), offset, here);
       };
+      Soon none{};  // the first queries prefetch for all
       const auto score = [&](int64_t h, Soon& soon) {
         const int64_t mine = (h - item.head0) * queries;
         const T* k = keys_of(h);
         float *hq = q + mine * width, *hw = weights + mine * CHUNK;
-        Soon none{};  // the first queries prefetch for all
 #define SCORE(Q) \
   score_queries<T, Q>(hq + at * width, width, k, token_stride, head_dim, here, at ? none : soon, hw + at * CHUNK)
         EACH_QUERIES(queries, SCORE);
@@ -432,7 +432,6 @@ static void attention_item(const Attention& a, const AttentionItem& item, [[mayb
         const int64_t mine = (h - item.head0) * queries;
         const T* v = keys_of(h) + a.layout.template values<T>();
         float *hs = sums + mine * width, *hw = weights + mine * CHUNK;
-        Soon none{};  // the first queries prefetch for all
 #define ADD(Q)                                                                                                     \
   add_values<T, Q>(hs + at * width, width, hw + at * CHUNK, shrinks + mine + at, v, token_stride, head_dim, first, \
                    here, at ? none : soon)
